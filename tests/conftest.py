@@ -20,6 +20,8 @@ import pytest
 
 from dure.testing import ProcessPool
 from dure.testing.pool import start_server
+from procs.launching import Launching, launching
+from waiting import free_port
 
 os.environ["DURE_TRACE_DIR"] = "off"  # what fails on purpose leaves no files; a test sets its own
 
@@ -30,6 +32,17 @@ _SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they liv
 _WITH_PROCESSES = ("procs", "faults", "parity")
 _HEAP = "/memfd:dure-heap (deleted)"  # a process has one symmetric heap, for as long as it lives
 _UNTRACKED = (_HEAP, "anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/null", "/dev/urandom")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Launching]:
+    """Jobs of `dure run`, of which nothing may be left."""
+    yield from launching(tmp_path)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from drills.jobs import Agent, Job
 from drills.plans import ASKED, GONE, Death, Kill
+from waiting import listening
 
 _POINTS = {
     "rank 0 during a commit": ("commit", 0.02),
@@ -117,10 +120,7 @@ def _choose_agent(job: Job, kill: Kill) -> Agent:
 
 def _coordinator(job: Job) -> Agent | None:
     """Return the agent that listens at the endpoint, or else the first."""
-    port = f"0100007F:{job.port:04X}"
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
-    sockets = {f"socket:[{f[9]}]" for f in fields if f[1] == port and f[3] == "0A"}
+    sockets = {f"socket:[{inode}]" for inode in listening(job.port)}
     for agent in job.running:
         with suppress(OSError):
             for link in Path(f"/proc/{agent.process.pid}/fd").iterdir():
@@ -150,11 +150,9 @@ def _harmless(job: Job, kill: Kill) -> Death:
 
 
 def _children(agent: Agent) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{agent.process.pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(agent.process.pid).children()]
+    return []
 
 
 def _helps_as(pid: int) -> str:

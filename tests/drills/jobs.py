@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import time
 import uuid
@@ -24,6 +22,7 @@ from typing import Any
 
 from drills.plans import ASKED, GONE, SAMPLES, Death, Kill, Plan
 from procs.launching import DURE, living
+from waiting import free_port, key_file
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 SHARED = Path("/dev/shm")
@@ -62,12 +61,8 @@ class Job:
         self._tag = uuid.uuid4().hex
         for name in ("said", "orders", "taken", "commits", "parts", "tmp", "agents"):
             (self.folder / name).mkdir(parents=True)
-        self._key = self.folder / "key"
-        self._key.write_bytes(secrets.token_bytes(32))
-        self._key.chmod(0o600)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+        self._key = key_file(self.folder / "key")
+        self.port = free_port()
         self._shared = _shared_memory()
         self._read: dict[str, int] = {}
         self._said: list[dict[str, Any]] = []

@@ -8,14 +8,15 @@ round, and can kill by process number. The program ends when the test says so.
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from dure.launch.ranks.ports import reserve_port
-from dure.store.key import mint
 from procs.launching import Launching, launching
+from waiting import key_file, listening, until
 
 PROGRAM = """\
 import os
@@ -76,9 +77,7 @@ class Crew:
         self.folder, self.port = folder, port
         self.hosts: list[Host] = []
         self._jobs = jobs
-        self._key = folder / "key"
-        self._key.touch(0o600)
-        self._key.write_bytes(mint().raw)
+        self._key = key_file(folder / "key")
         self._program = folder / "program.py"
         self._program.write_text(PROGRAM)
 
@@ -103,7 +102,7 @@ class Crew:
 
     def wait_for_store(self) -> None:
         """Wait until a launcher coordinates at the endpoint."""
-        self.wait_for(lambda: _listens(self.port), "the coordinator")
+        self.wait_for(lambda: listening(self.port), "the coordinator")
 
     def starts(self) -> list[Start]:
         """Return what the ranks have said so far."""
@@ -125,13 +124,9 @@ class Crew:
         assert {start.world_size for start in starts} == {world_size}
         return starts
 
-    def wait_for(self, done: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+    def wait_for(self, done: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
         """Wait for something to be true."""
-        deadline = time.monotonic() + limit_s
-        while not done():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited in vain for {what}: {self.starts()}{self._told()}")
-            time.sleep(0.01)
+        until(done, lambda: f"{what}: {self.starts()}{self._told()}", limit_s)
 
     def step(self) -> int:
         """Return the checkpoint."""
@@ -172,7 +167,9 @@ def crew(folder: Path) -> Iterator[Crew]:
             hosts.close()
 
 
-def _listens(port: int) -> bool:
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
-    return any(f[1] == f"0100007F:{port:04X}" and f[3] == "0A" for f in fields)
+def alive(pid: int) -> bool:
+    """Tell whether a process runs; one that nobody has waited for does not."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dure.store.key import mint
 from procs import hosts as namespaces
+from waiting import key_file, until
 
 PROGRAM = Path(namespaces.__file__).parent / "programs" / "cut_job.py"
 SWITCH = Path(__file__).with_name("switch.py")
@@ -42,10 +42,6 @@ class Launcher:
     process: subprocess.Popen[str]
     said: IO[str]
 
-    def end(self, limit_s: float) -> int:
-        """Return its exit code."""
-        return self.process.wait(limit_s)
-
     @property
     def text(self) -> str:
         """All that it has said so far."""
@@ -58,9 +54,7 @@ class Cutting:
 
     def __init__(self, made: list[namespaces.Host], folder: Path) -> None:
         self.hosts, self.folder = made, folder
-        self.key = folder / "key"
-        self.key.touch(0o600)
-        self.key.write_bytes(mint().raw)
+        self.key = key_file(folder / "key")
         self.launchers: list[Launcher] = []
 
     def start(self, *flags: str, words: tuple[str, ...] = ()) -> None:
@@ -101,11 +95,7 @@ class Cutting:
 
     def wait_for(self, done: Callable[[], object], what: str, limit_s: float = 100.0) -> None:
         """Wait for something to be true."""
-        deadline = time.monotonic() + limit_s
-        while not done():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited in vain for {what}\n{self.report()}")
-            time.sleep(0.02)
+        until(done, lambda: f"{what}\n{self.report()}", limit_s)
 
     def trains(self, size: int, after: float = 0.0) -> str:
         """Wait until a group of `size` ranks has made steps; return the host that leads it."""

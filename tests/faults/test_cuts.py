@@ -28,25 +28,10 @@ ELASTIC = ("--nproc", "1", "--elastic", "--max-restarts", "3", *CONF)
 SLOW = pytest.mark.slow
 
 
-def cut_off(job: Cutting, *names: str) -> float:
-    """Cut hosts off; return when that was done."""
-    for host in job.hosts:
-        if host.name in names:
-            host.cut()
-    return time.monotonic()
-
-
-def mended(job: Cutting, *names: str) -> float:
-    for host in job.hosts:
-        if host.name in names:
-            host.mend()
-    return time.monotonic()
-
-
 def ended_well(job: Cutting) -> None:
     """Let the program end, on all hosts, and look what was left."""
     job.finish()
-    codes = [launcher.end(40) for launcher in job.launchers]
+    codes = [launcher.process.wait(40) for launcher in job.launchers]
     assert codes == [0] * len(codes), job.report()
     job.check_one_at_a_time()
     job.check_nothing_left()
@@ -76,14 +61,15 @@ def test_a_hosts_ranks_are_dead_before_others_go_on_and_it_comes_back_as_a_new_m
         job.trains(2)
         b = job.hosts[1]
         assert ranks_on(b)
-        at = cut_off(job, "b")
+        b.cut()
+        at = time.monotonic()
         assert job.trains(1, at + 0.5) == "a"
         if mode == "rounds":
             assert not ranks_on(b), job.report()
         else:  # survivors go on at once; who is cut off ends at its deadline
             job.wait_for(lambda: not ranks_on(b), "the ranks of b to end", 20)
-        mend_at = mended(job, "b")
-        job.trains(2, mend_at)
+        b.mend()
+        job.trains(2, time.monotonic())
         assert "b" not in job.led_by(at + 0.5) or mode == "elastic"
         assert "looks for the job again" in job.launchers[1].text
         ended_well(job)
@@ -94,10 +80,10 @@ def test_a_cut_of_one_second_changes_nothing(tmp_path, mode):
     with cutting(2, tmp_path) as job:
         job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
         job.trains(2)
-        at = cut_off(job, "b")
-        while time.monotonic() < at + 1:
-            time.sleep(0.05)
-        job.trains(2, mended(job, "b"))
+        job.hosts[1].cut()
+        time.sleep(1)
+        job.hosts[1].mend()
+        job.trains(2, time.monotonic())
         assert len({step.group for step in job.ledger()}) == 1, job.report()
         ended_well(job)
 
@@ -108,10 +94,11 @@ def test_the_coordinators_host_is_lost_and_all_others_end_and_say_what_to_do(tmp
     with cutting(3, tmp_path) as job:
         job.start("--nnodes", "1:3", *MODES[mode][:-2], *conf, words=(mode,))
         job.trains(3)
-        at = cut_off(job, "a")
+        job.hosts[0].cut()
+        at = time.monotonic()
         job.hosts[0].kill()  # none of its last words gets through
         for launcher in job.launchers[1:]:
-            assert launcher.end(60) == 1, job.report()
+            assert launcher.process.wait(60) == 1, job.report()
             assert "the job's coordinator was lost" in launcher.text
             assert "Start the job again on all hosts" in launcher.text
         assert job.led_by(at + 6) == set(), job.report()
@@ -124,7 +111,7 @@ def test_hosts_that_reach_the_coordinator_but_not_each_other_end_the_job_by_name
         job.trains(3)
         network.tell("drop", 1, 2)
         network.tell("drop", 2, 1)
-        codes = [launcher.end(60) for launcher in job.launchers]
+        codes = [launcher.process.wait(60) for launcher in job.launchers]
         assert 0 not in codes, job.report()
         for launcher in job.launchers:
             assert "do not reach each other, though both reach" in launcher.text, job.report()

@@ -12,13 +12,13 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from procs.launching import Launching, launching, living
+from procs.launching import Launching, living
+from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -45,11 +45,6 @@ COLLECTIVES = """
     print("working")
     dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Launching]:
-    yield from launching(tmp_path)
 
 
 def kill_rank(job: Launching, launcher: subprocess.Popen[str], rank: int) -> bool:
@@ -101,11 +96,8 @@ def test_launcher_signalled_at_a_random_moment_leaves_nothing(
         time.sleep(moment_s)
         process.send_signal(number)
         process.communicate(timeout=100)
-        deadline = time.monotonic() + 60
-        while job.left() and time.monotonic() < deadline:
-            os.sched_yield()
         note = (run, moment_s, process.returncode)
-        assert job.left() == [], note
+        until(lambda: not job.left(), f"the end of all: {note}")
         starting = (-number, 1)  # what the interpreter answers before a line of ours has run
         assert process.returncode in (code, *starting), note
         assert sorted(os.listdir(job.directory)) == before, note

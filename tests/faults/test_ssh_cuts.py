@@ -8,7 +8,6 @@ machine.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from dure.native import available
 from procs.hosts import Host
 from procs.ssh_hosts import front, ssh_hosts, why_not
+from waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,10 +65,10 @@ def left_on(host: Host) -> list[str]:
 
 
 def ends_on(hosts: list[Host]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while left := [line for host in hosts for line in left_on(host)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    def left() -> list[str]:
+        return [line for host in hosts for line in left_on(host)]
+
+    until(lambda: not left(), lambda: f"the end of {left()}", LIMIT_S)
 
 
 def test_a_host_whose_cable_is_cut_is_named_and_nothing_is_left_on_either_side(start):

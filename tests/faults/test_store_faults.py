@@ -1,17 +1,14 @@
 """Processes that die at the worst moment, and what the others see."""
 
-import os
 import signal
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from dure.errors import RendezvousError, RendezvousTimeout, StoreLost
+from dure.errors import StoreLost
 from dure.store import FileStore, TCPStore
-from dure.store.rendezvous import rendezvous
 from procs.store_programs import line, running
 
 TIMEOUT = timedelta(seconds=20)
@@ -20,13 +17,6 @@ TIMEOUT = timedelta(seconds=20)
 @pytest.fixture(autouse=True)
 def own_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_writer_killed_in_the_middle_of_a_record_holds_nobody_up(tmp_path: Path) -> None:
@@ -52,25 +42,6 @@ store.set("torn", "x" * 100)
         assert path.stat().st_size != size
         store.set("after", "2")
         assert FileStore(path).multi_get(["whole", "after"]) == [b"1", b"2"]
-
-
-def test_writers_killed_at_any_moment_lose_only_their_last_word(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    code = """
-store = FileStore(args[0])
-say("ready")
-while True: store.append(args[1], "x"); store.add("n", 1)
-"""
-    with running(*((code, str(path), str(i)) for i in range(3))) as writers:
-        for writer in writers:
-            line(writer)
-        reader = FileStore(path, timeout=TIMEOUT)
-        for i, writer in enumerate(writers):
-            reader.wait([str(i)])
-            writer.kill()
-            writer.wait()
-        total = sum(len(reader.get(str(i))) for i in range(3))
-        assert total - 3 <= int(reader.get("n")) <= total
 
 
 @pytest.mark.parametrize("child", ["", "os.fork() or sys.exit(sys.stdin.read())"])
@@ -137,24 +108,3 @@ say("both came")
 sys.stdin.read()
 os._exit(0)
 """
-
-
-def test_the_file_of_a_killed_job_is_named(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/meeting"
-    code = """
-rendezvous(args[0], int(args[1]), 2)
-say("met")
-sys.stdin.read()
-"""
-    with running((code, url, "0"), (code, url, "1")) as programs:
-        for program in programs:
-            assert line(program) == "met"
-            program.kill()
-            program.wait()
-    for rank in range(2):
-        with pytest.raises(RendezvousError) as caught:
-            rendezvous(url, rank, 2, timeout=TIMEOUT)
-        assert not isinstance(caught.value, RendezvousTimeout)
-        assert f"{tmp_path}/meeting" in caught.value.what
-        assert f"pid {programs[0].pid}" in caught.value.seen
-    os.remove(tmp_path / "meeting")

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from waiting import until
+
 TOOLS = ("slurmctld", "slurmd", "srun", "sinfo", "unshare", "mount")
 LIMIT_S = 150
 
@@ -173,9 +175,10 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _wait_until_idle(cluster: Slurm, folder: Path) -> None:
-    deadline = time.monotonic() + 60
-    while cluster.run("sinfo", "-h", "-N", "-o", "%T").out.split() != ["idle", "idle"]:
-        if time.monotonic() > deadline:
-            logs = "\n".join(p.read_text()[-1500:] for p in folder.glob("*.log"))
-            raise AssertionError(f"Slurm does not start:\n{logs}")
-        time.sleep(0.05)
+    def idle() -> bool:
+        return cluster.run("sinfo", "-h", "-N", "-o", "%T").out.split() == ["idle", "idle"]
+
+    def logs() -> str:
+        return "Slurm:\n" + "\n".join(p.read_text()[-1500:] for p in folder.glob("*.log"))
+
+    until(idle, logs)

@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from procs.hosts import Host, hosts
 from procs.hosts import why_not as why_no_hosts
 
@@ -80,5 +82,4 @@ def front(
 
 def number_of(entered: subprocess.Popen[str]) -> int:
     """Return the process that nsenter started; signals to nsenter itself do not reach it."""
-    children = Path(f"/proc/{entered.pid}/task/{entered.pid}/children")
-    return int(children.read_text().split()[0])
+    return psutil.Process(entered.pid).children()[0].pid

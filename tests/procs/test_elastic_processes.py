@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import threading
-import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,27 +18,17 @@ import pytest
 import dure
 from dure.comm.world import new_world
 from dure.elastic import State
-from dure.errors import StoreLost
 from dure.native import available
 from dure.store import HashStore
 from dure.store.etcd import EtcdStore
 from procs import etcd
 from procs.launching import Launching, wait_for_lines
-from procs.launching import launching as _launching
 from procs.programs.elastic_job import STEPS, make_state, train
-from procs.shm_ranks import Ranks, Slot, serve_from_rank_0
+from procs.shm_ranks import Ranks, Slot
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
 PROGRAM = str(Path(__file__).parent / "programs" / "elastic_job.py")
-
-
-@pytest.fixture
-def launching(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launching]:
-    for job in _launching(tmp_path):
-        if request.node.get_closest_marker("slow"):
-            job.limit_s = 150.0
-        yield job
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +51,11 @@ Fault = tuple[int, str, str]
 
 
 def results(
-    launching: Launching, nproc: int, *faults: Fault, more: tuple[str, ...] = (), **env: str
+    job: Launching, nproc: int, *faults: Fault, more: tuple[str, ...] = (), **env: str
 ) -> Any:
     """Run a job with these faults; return its exit code, and what its ranks tell, by rank."""
     plan = [{"rank": rank, "at": at, "do": do} for rank, at, do in faults]
-    finished = launching.run(
+    finished = job.run(
         *("--nproc", str(nproc), "--elastic", *more, PROGRAM),
         env={"ELASTIC_FAULTS": json.dumps(plan)} | env,
     )
@@ -113,36 +101,10 @@ FAULTS: dict[str, tuple[Any, int, list[Fault]]] = {
     ("nproc", "faults"),
     [pytest.param(n, faults, id=name, marks=m) for name, (m, n, faults) in FAULTS.items()],
 )
-def test_the_living_go_on(
-    launching: Launching, nproc: int, faults: list[Fault], expected: list[float]
-):
-    code, told = results(launching, nproc, *faults)
+def test_the_living_go_on(job: Launching, nproc: int, faults: list[Fault], expected: list[float]):
+    code, told = results(job, nproc, *faults)
     assert code == 0
     check(told, set(range(nproc)) - {rank for rank, _, _ in faults}, expected)
-
-
-def _loses_the_store(slot: Slot, name: str) -> tuple[str, str]:
-    """Train where rank 0 serves the store, for no launcher does; rank 0 is killed."""
-    serve_from_rank_0(slot, name)
-
-    def train_on(state: State) -> None:
-        while True:
-            if slot.rank == 0 and state.commits == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            state.commit()
-
-    with pytest.raises(StoreLost) as caught:
-        dure.elastic.run(train_on, State())
-    assert caught.value.rank == slot.rank
-    return type(caught.value.__cause__).__name__, caught.value.fix
-
-
-def test_without_a_launcher_the_death_of_rank_0_ends_the_job_with_what_to_do(tmp_path: Path):
-    with Ranks(3, tmp_path, _loses_the_store, f"run {uuid.uuid4()}") as ranks:
-        for rank in (1, 2):
-            cause, fix = ranks.result(rank)
-            assert cause in ("StoreLost", "StoreTimeout")
-            assert "checkpoint" in fix and "dure run" in fix and "etcd" in fix
 
 
 def _trains_over_etcd(slot: Slot, names: str, member: int) -> tuple[int, list[tuple[int, int]]]:
@@ -173,24 +135,22 @@ def test_over_etcd_rank_0_and_a_member_die_and_the_others_go_on(tmp_path: Path):
             assert [ranks.result(rank) for rank in (1, 2)] == [(8, [(1, 0)])] * 2
 
 
-def test_down_to_one_rank_and_up_again(launching: Launching, expected: list[float]):
+def test_down_to_one_rank_and_up_again(job: Launching, expected: list[float]):
     more = ("--max-restarts", "1")
-    code, told = results(launching, 2, (0, "step 4", "KILL"), more=more, ELASTIC_WAIT="2")
+    code, told = results(job, 2, (0, "step 4", "KILL"), more=more, ELASTIC_WAIT="2")
     assert code == 0
     check(told, {0, 1}, expected)
     assert told[1]["recoveries"] == [[1, 0], [0, 1]]
 
 
 @pytest.mark.parametrize("died", [False, True])
-def test_a_program_that_does_not_recover_by_itself_is_named_so_once(
-    launching: Launching, died: bool
-):
-    program = launching.write("""
+def test_a_program_that_does_not_recover_by_itself_is_named_so_once(job: Launching, died: bool):
+    program = job.write("""
         import os, sys
         sys.exit("died" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
         """)
     words = ["died"] if died else []
-    ended = launching.run("--nproc", "1", "--elastic", "--max-restarts", "1", program, *words)
+    ended = job.run("--nproc", "1", "--elastic", "--max-restarts", "1", program, *words)
     assert ended.code == 0
     assert ended.err.count("no rank has called dure.elastic.run") == 1
     assert ("replacement 1 of 1" in ended.err) == died
@@ -198,9 +158,9 @@ def test_a_program_that_does_not_recover_by_itself_is_named_so_once(
 
 @pytest.mark.slow  # waits for a rank that does not answer
 @pytest.mark.timeout(180)
-def test_a_stopped_rank_is_left_out_and_comes_back(launching: Launching, expected: list[float]):
+def test_a_stopped_rank_is_left_out_and_comes_back(job: Launching, expected: list[float]):
     faults: list[Fault] = [(2, "step 4", "STOP"), (0, "step 8", "WAKE")]
-    code, told = results(launching, 3, *faults, ELASTIC_WAIT="3", ELASTIC_TIMEOUT_S="3")
+    code, told = results(job, 3, *faults, ELASTIC_WAIT="3", ELASTIC_TIMEOUT_S="3")
     assert code == 0
     check(told, {0, 1, 2}, expected)
 
@@ -233,14 +193,14 @@ SAVING = """
 """
 
 
-def test_sigterm_lets_all_ranks_save_after_the_same_step(launching: Launching):
-    program = launching.write(SAVING)
-    jobs = {m: launching.start("--nproc", "2", program, m) for m in ("run", "loop")}
-    for job in jobs.values():
-        wait_for_lines(job, 2)
-        job.send_signal(signal.SIGTERM)
-    for mode, job in jobs.items():
-        _, err = job.communicate(timeout=launching.limit_s)
-        assert job.returncode == 128 + signal.SIGTERM, err
-        saved = [(launching.directory / f"{mode}-{rank}").read_text() for rank in range(2)]
+def test_sigterm_lets_all_ranks_save_after_the_same_step(job: Launching):
+    program = job.write(SAVING)
+    jobs = {m: job.start("--nproc", "2", program, m) for m in ("run", "loop")}
+    for started in jobs.values():
+        wait_for_lines(started, 2)
+        started.send_signal(signal.SIGTERM)
+    for mode, started in jobs.items():
+        _, err = started.communicate(timeout=job.limit_s)
+        assert started.returncode == 128 + signal.SIGTERM, err
+        saved = [(job.directory / f"{mode}-{rank}").read_text() for rank in range(2)]
         assert saved[0] == saved[1] and int(saved[0]) > 0

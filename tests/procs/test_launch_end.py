@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from dure.errors import LaunchError
 from dure.launch import JobSpec, Line, run_job
 from procs.launching import Launching, living, wait_for_lines
-from procs.launching import launching as _launching
+from waiting import until
 
 STUBBORN = """
     import signal, time
@@ -39,11 +37,6 @@ FAMILY = """
     print("up")
     time.sleep(600)
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Launching]:
-    yield from _launching(tmp_path)
 
 
 def failing(job: Launching, how: str) -> str:
@@ -282,10 +275,7 @@ def test_launcher_killed_takes_everything_along(job: Launching, program: str) ->
     process.kill()
     process.communicate(timeout=100)  # the pipes close when the last process is gone
     assert process.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while job.left() and time.monotonic() < deadline:
-        os.sched_yield()
-    assert job.left() == []
+    until(lambda: not job.left(), "all to end")
     assert list(job.directory.iterdir()) == [job.directory / "prog.py"]
 
 

@@ -7,19 +7,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from dure.launch import JobSpec, Line, run_job
 from procs.launching import DURE, Launching, unfolded
-from procs.launching import launching as _launching
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Launching]:
-    yield from _launching(tmp_path)
 
 
 def test_ten_thousand_lines_of_each_rank_arrive_whole_and_in_order(job: Launching) -> None:
@@ -57,19 +47,6 @@ def test_long_lines_and_garbage_survive(job: Launching) -> None:
     assert sorted(map(hash, shown)) == sorted(map(hash, expected))
 
 
-def test_unfinished_line_is_shown_while_the_rank_waits(job: Launching) -> None:
-    program = job.write("""
-        import sys
-        print("Name? ", end="", flush=True)
-        print("hello", sys.stdin.readline().strip())
-    """)
-    process = job.start("-n", "1", program, stdin=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.read(len("[0] Name? ")) == "[0] Name? "
-    done = job.finish(process, stdin="Dure\n")
-    assert done.out == "hello Dure\n"
-
-
 def test_prefix_is_padded_and_a_missing_last_newline_added(job: Launching) -> None:
     done = job.run("--live", "-n", "11", "--no-python", "sh", "-c", "echo x $RANK; printf end$RANK")
     lines = [f"[{rank:>2}] {text}{rank}" for rank in range(11) for text in ("x ", "end")]
@@ -103,21 +80,6 @@ def test_slow_reader_slows_the_ranks_and_loses_nothing(job: Launching) -> None:
     assert len(lines) == 99_999
     assert lines[-1].startswith("[0] 99999 ")
     assert job.finish(process).code == 0
-
-
-def test_on_line_gets_every_line_instead_of_the_terminal(
-    job: Launching, capfd: pytest.CaptureFixture[str]
-) -> None:
-    program = job.write("""
-        import sys
-        print("out"); print("err", file=sys.stderr); print("last", end="")
-    """)
-    lines: list[Line] = []
-    run_job(JobSpec(program=program, nproc=2, on_line=lines.append, quiet=True))
-    told = [("stderr", b"err"), ("stdout", b"last"), ("stdout", b"out")]
-    for rank in (0, 1):
-        assert sorted((x.stream, x.text) for x in lines if x.rank == rank) == told
-    assert capfd.readouterr() == ("", "")
 
 
 def test_terminal_gets_colours_and_a_prefix_after_carriage_returns(job: Launching) -> None:

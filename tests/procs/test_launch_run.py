@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,6 @@ from dure.cli.app import run_command_line
 from dure.launch.ranks.cores import read_topology
 from dure.launch.ranks.limits import cpu_quota
 from procs.launching import DURE, Launching
-from procs.launching import launching as _launching
 
 SHOW = """
     import json, os, sys
@@ -39,11 +36,6 @@ FIND = """
         print(json.dumps(dict(env=dict(os.environ), keys=keys, stdin=sys.stdin.read(),
                               seen=keys[0] in sight)))
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Launching]:
-    yield from _launching(tmp_path)
 
 
 def test_ranks_find_torchruns_environment_and_dures_key_store_and_input(job: Launching) -> None:

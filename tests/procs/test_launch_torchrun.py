@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from dure.errorfile import read_error
 from dure.launch.ranks.ports import reserve_port
 from procs.launching import Launching, wait_for_lines
-from procs.launching import launching as _launching
 
 SPEAK = """
     import os, sys
@@ -23,11 +20,6 @@ SPEAK = """
     open("ended", "w").close()
     assert os.environ["RANK"] == "0", "rank 1 fails"
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Launching]:
-    yield from _launching(tmp_path)
 
 
 def test_streams_go_to_files_and_terminal_as_torchruns_do(job: Launching) -> None:

@@ -6,7 +6,6 @@ which is written while they run, as a cluster's name server learns of pods.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from procs.hosts import Host, hosts, why_not
+from waiting import key_file
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -28,8 +28,7 @@ class Pods:
         self.nodes, self.spare = made[:2], made[2:]
         self.folder, self._names = folder, folder / "hosts"
         self._names.write_text("127.0.0.1 localhost\n")
-        (folder / "key").write_bytes(os.urandom(32))
-        (folder / "key").chmod(0o600)
+        key_file(folder / "key")
         for host in made:
             mount = host.start_any(["mount", "--bind", self._names, "/etc/hosts"], {})
             assert mount.wait(timeout=100) == 0, mount.communicate()

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from procs.slurm import slurm, why_not
+from waiting import key_file, until
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -42,10 +43,7 @@ def program(tmp_path):
 
 @pytest.fixture
 def key(tmp_path):
-    path = tmp_path / "key"
-    path.write_bytes(b"k" * 32)
-    path.chmod(0o600)
-    return str(path)
+    return str(key_file(tmp_path / "key"))
 
 
 SHAPES = [
@@ -83,10 +81,7 @@ def test_shell_of_a_batch_script_is_no_rank(cluster, tmp_path):
     out = tmp_path / "out"
     script.write_text(f"#!/bin/sh\n{sys.executable} -m dure.cli env --json\n")
     cluster.run("sbatch", "-N2", "-o", out, script)
-    deadline = time.monotonic() + 60
-    while not (out.exists() and out.read_text().endswith("}\n")):
-        assert time.monotonic() < deadline, "the batch script has not ended"
-        time.sleep(0.05)
+    until(lambda: out.exists() and out.read_text().endswith("}\n"), "the batch script")
     found = json.loads(out.read_text())["found"]
     assert (found["system"], found["member"], found["hosts"]) == ("Slurm", None, ["n1", "n2"])
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from pathlib import Path
 
+import psutil
 import pytest
 
 from procs.ssh_hosts import front, number_of, ssh_hosts, why_not
+from waiting import key_file, until
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -57,18 +57,9 @@ def _lines(process, count):
 
 def _command_lines(word: str) -> list[str]:
     """Return the command lines in which `word` stands."""
-    return [(Path("/proc") / str(pid) / "cmdline").read_text() for pid in _processes_with(word)]
-
-
-def _processes_with(word: str) -> list[int]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if word in (process / "cmdline").read_text():
-                found.append(int(process.name))
-        except (OSError, UnicodeDecodeError):
-            continue
-    return found
+    running = psutil.process_iter(["cmdline"])
+    lines = [" ".join(process.info["cmdline"] or ()) for process in running]
+    return [line for line in lines if word in line]
 
 
 def test_ranks_on_two_hosts_compute_together_with_the_users_slots_and_variables(start):
@@ -91,29 +82,22 @@ def test_ctrl_c_ends_all_hosts(start, tmp_path):
     os.kill(number_of(job), signal.SIGINT)
     job.communicate(timeout=100)
     assert job.returncode == 130
-    assert _processes_with(str(tmp_path)) == []
+    assert _command_lines(str(tmp_path)) == []
 
 
 def test_death_of_the_front_ends_all_hosts_and_no_secret_is_seen(start, tmp_path):
-    key = tmp_path / "key"
-    key.write_bytes(secret := b"0123456789abcdef" * 2)
-    key.chmod(0o600)
+    secret = b"0123456789abcdef" * 2
+    key = key_file(tmp_path / "key", secret)
     job = start("a,b", WAIT, "--nproc", "1", "--key-file", key, "-xSECRET_TOKEN=hunter2")
     _lines(job, 2)
     seen = _command_lines(secret.hex()) + _command_lines("hunter2")
     assert [words for words in seen if "--ssh-option" not in words] == [], "of the user's own line"
     os.kill(number_of(job), signal.SIGKILL)
-    began = time.monotonic()
-    while _processes_with(str(tmp_path)) and time.monotonic() - began < 30:
-        time.sleep(0.05)
-    assert _processes_with(str(tmp_path)) == []
-    assert time.monotonic() - began < 30, "a second, on a quiet machine"
+    until(lambda: not _command_lines(str(tmp_path)), "all to end: a second, if quiet", 30)
 
 
 def test_lines_of_a_dry_run_run(start, two_hosts, tmp_path):
-    key = tmp_path / "key"
-    key.write_bytes(b"k" * 32)
-    key.chmod(0o600)
+    key = key_file(tmp_path / "key")
     flags = ("--nproc", "1", f"-xDURE_JOB_KEY_FILE={key}", "-xGREETING=hello", "--dry-run")
     shown, err = start("a,b", TELL, *flags).communicate(timeout=100)
     lines = [line for line in shown.splitlines() if not line.startswith("#")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,13 +18,6 @@ import pytest
 PROGRAM = Path(__file__).parent / "programs" / "for_torch.py"
 IMPORT = "import torch.distributed as dist\n"
 LIMIT_S = 150
-
-
-def free_port() -> str:
-    """Return a port that was free a moment ago; the programs under test want to be given one."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 @pytest.fixture
@@ -86,14 +78,14 @@ def test_under_torchrun_2_ranks(program: str, start: Start) -> None:
     finish(start(*torchrun, program, "env"))
 
 
-def test_by_hand_with_four_variables_2_ranks(program: str, start: Start) -> None:
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+def test_by_hand_with_four_variables_2_ranks(program: str, start: Start, port: int) -> None:
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     finish(*(start(program, "env", RANK=str(r), **shared) for r in range(2)))
 
 
 @pytest.mark.slow
-def test_by_tcp_2_ranks(program: str, start: Start) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+def test_by_tcp_2_ranks(program: str, start: Start, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
     finish(*(start(program, url, str(r), "2") for r in range(2)))
 
 
@@ -103,10 +95,12 @@ def test_by_file_2_ranks(program: str, start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_from_within_by_multiprocessing_2_ranks(program: str, start: Start, method: str) -> None:
-    finish(start(program, method, free_port(), "2"))
+def test_from_within_by_multiprocessing_2_ranks(
+    program: str, start: Start, method: str, port: int
+) -> None:
+    finish(start(program, method, str(port), "2"))
 
 
 @pytest.mark.slow
-def test_the_program_is_right_it_runs_on_torch_itself_2_ranks(start: Start) -> None:
-    finish(start(str(PROGRAM), "fork", free_port(), "2"))
+def test_the_program_is_right_it_runs_on_torch_itself_2_ranks(start: Start, port: int) -> None:
+    finish(start(str(PROGRAM), "fork", str(port), "2"))

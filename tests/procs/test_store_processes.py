@@ -1,9 +1,5 @@
 """Stores and rendezvous between real processes: forks, exits, torchrun, a crowd."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,13 +26,6 @@ def own_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_processes_meet_ten_times(kind: str, port: int, tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{port}" if kind == "tcp" else f"file://{tmp_path}/meeting"
@@ -44,33 +33,6 @@ def test_processes_meet_ten_times(kind: str, port: int, tmp_path: Path) -> None:
         for program in programs:
             output(program)
     assert not (tmp_path / "meeting").exists()
-
-
-def test_a_crowd_meets_soon(port: int) -> None:
-    """The processes start together from one that has everything imported, as under a launcher."""
-    crowd = """
-url, size = args[0], 16
-going = os.pipe()
-children = []
-for rank in range(size):
-    child = os.fork()
-    if child == 0:
-        os.close(going[1])
-        os.read(going[0], 1)  # returns when the parent closes its end
-        start = time.perf_counter()
-        meeting = rendezvous(url, rank, size, timeout=timedelta(seconds=20))
-        os.write(1, b"%f " % (time.perf_counter() - start))
-        meeting.close()
-        sys.exit()
-    children.append(child)
-os.close(going[1])
-for child in children:
-    assert os.waitpid(child, 0)[1] == 0
-"""
-    with running((crowd, f"tcp://127.0.0.1:{port}")) as (program,):
-        times = [float(word) for word in output(program).split()]
-    assert len(times) == 16
-    assert max(times) < 15
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit()", "meeting.close()", "del meeting"])
@@ -135,46 +97,3 @@ say("good")
     with running((code,)) as (program,):
         assert line(program) == "good"
         output(program)
-
-
-def test_a_given_descriptor_carries_the_key_to_grandchildren() -> None:
-    code = """
-import subprocess
-from dure.store.key import mint
-fd = os.memfd_create("key")
-os.write(fd, mint().raw)
-os.set_inheritable(fd, True)
-os.environ["DURE_JOB_KEY_FD"] = str(fd)
-master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-child = "import sys; from dure.store import TCPStore; "
-child += "TCPStore('127.0.0.1', int(sys.argv[1])).set('k', 'v')"
-shell = ["sh", "-c", 'exec "$@"', "sh", sys.executable, "-c", child, str(master.port)]
-subprocess.run(shell, check=True, close_fds=False)
-say(master.get("k").decode())
-"""
-    with running((code,)) as (program,):
-        assert output(program) == "v"
-
-
-@pytest.mark.parametrize("mode", [["--standalone"], []])
-def test_under_plain_torchrun(mode: list[str], tmp_path: Path, port: int) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from dure.store.rendezvous import rendezvous\n"
-        "for _ in range(2):\n"
-        "    meeting = rendezvous()\n"
-        "    meeting.store.set(str(meeting.rank), 'here')\n"
-        "    meeting.store.multi_get(['0', '1'])\n"
-        "    meeting.close()\n"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    where = mode or ["--master-port", str(port)]
-    done = subprocess.run(
-        [*torchrun, *where, str(program)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr

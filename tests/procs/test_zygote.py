@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,8 @@ import pytest
 from dure.launch import JobSpec, Line, run_job
 from dure.launch.ranks.zygote import zygote_for
 from procs.launching import Launching
-from procs.launching import launching as _launching
 from procs.zygote_programs import Stage, ended, put, staged
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Launching]:
-    yield from _launching(tmp_path)
+from waiting import until
 
 
 @pytest.fixture
@@ -34,13 +28,6 @@ def spec(tmp_path: Path) -> JobSpec:
 def stage(spec: JobSpec) -> Iterator[Stage]:
     with staged(spec) as stage:
         yield stage
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_ranks_of_later_rounds_are_forked_from_the_same_zygote(stage: Stage) -> None:

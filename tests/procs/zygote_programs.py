@@ -252,7 +252,6 @@ PROGRAMS: dict[str, str] = {
         raise ValueError
     """,
     "syntax_error": "def f(:\n    pass\n",
-    "exit_text": "import sys; sys.exit('a last word')",
     "exit_code": "import sys; sys.exit(300)",
     "files_and_c_buffers": """
         import ctypes, os, sys, atexit
@@ -262,9 +261,7 @@ PROGRAMS: dict[str, str] = {
         ctypes.CDLL(None).printf(b"from C, without a newline")
         sys.exit(4)
     """,
-    "exit_at_once": "import os, atexit; atexit.register(print, 'no'); os._exit(7)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "terminated": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "interrupted": "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('not here')",
     "sigterm_handler": """
         import os, signal, sys
@@ -296,10 +293,6 @@ PROGRAMS: dict[str, str] = {
         import colorsys
         print(colorsys.NAME)
     """,
-    "argparse_error": """
-        import argparse
-        argparse.ArgumentParser().parse_args(["--what"])
-    """,
     "source_of_itself": """
         import inspect, linecache, traceback
         def f():
@@ -319,7 +312,6 @@ PROGRAMS: dict[str, str] = {
         print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
         atexit.register(lambda: print("last", pickle.loads(pickle.dumps(Point(4)))))
     """,
-    "exception_group": "raise ExceptionGroup('several', [ValueError('a'), KeyError('b')])",
     "message_that_fails": """
         class Bad(Exception):
             def __str__(self):

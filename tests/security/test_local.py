@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import time
 import uuid
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ import pytest
 from dure.store.key import mint
 from dure.store.listener import Listener
 from dure.store.server import StoreServer
+from waiting import until
 
 
 @pytest.fixture
@@ -58,13 +58,10 @@ def test_a_stranger_of_this_host_is_told_of(
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect("\0" + name)
         assert stranger.recv(10)
-        while not server._peers.strangers:  # who leaves before he was looked at has no name
-            time.sleep(0.001)
+        until(lambda: server._peers.strangers)  # who leaves before he was looked at has no name
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(OSError):
             while stranger.recv(100):
                 pass
-    deadline = time.monotonic() + 60
-    while not caplog.records and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: caplog.records)
     assert "a process of this host" in caplog.records[0].getMessage()

@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from dure.store.key import mint
+from waiting import key_file, until
 
 PROGRAM = """
 import os, signal, sys
@@ -46,6 +46,15 @@ def opened_as(user: int, paths: list[str]) -> list[str]:
     return opened
 
 
+def living_family(pid: int) -> list[psutil.Process]:
+    """Return a process and those below it; none while one is a zombie, which anybody may open."""
+    found = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    with suppress(psutil.NoSuchProcess):
+        if not any(process.status() == psutil.STATUS_ZOMBIE for process in found):
+            return found
+    return []
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_can_look_into_nothing_of_a_job() -> None:
     """Only what the kernel tells everybody of every process: not memory, variables, descriptors."""
@@ -54,8 +63,7 @@ def test_another_user_can_look_into_nothing_of_a_job() -> None:
         folder.chmod(0o755)  # so that others see what of it is shut
         (folder / "here").mkdir()
         (folder / "program.py").write_text(PROGRAM)
-        (folder / "key").touch(0o600)
-        (folder / "key").write_bytes(mint().raw)
+        key_file(folder / "key")
         words = ["run", "--nproc", "2", "--preload", "json", "--key-file", "key"]
         job = subprocess.Popen(
             [sys.executable, "-m", "dure.cli", *words, "--log-dir", "logs", "program.py"],
@@ -65,14 +73,9 @@ def test_another_user_can_look_into_nothing_of_a_job() -> None:
             stderr=subprocess.DEVNULL,
         )
         try:
-            deadline = time.monotonic() + 50
-            while len(os.listdir(folder / "here")) < 2:
-                assert job.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            launcher = psutil.Process(job.pid)
+            until(lambda: len(os.listdir(folder / "here")) == 2, "the ranks")
             secret: list[str] = []
-            for process in (launcher, *launcher.children(recursive=True)):
+            for process in until(lambda: living_family(job.pid), "the end of helpers"):
                 at = Path(f"/proc/{process.pid}")
                 secret += [str(at / each) for each in ("mem", "environ", "maps", "auxv", "fd")]
                 secret += [f"{at}/cwd/", *(f"{at}/fd/{n}" for n in os.listdir(at / "fd"))]

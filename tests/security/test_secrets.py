@@ -9,7 +9,6 @@ import base64
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from dure.errors import StoreError
 from dure.launch.spec import JobSpec
 from dure.store import JobKey
 from dure.store.key import mint
+from waiting import key_file, until
 
 PROGRAM = """
 import logging, os, sys, traceback
@@ -101,10 +101,8 @@ def test_a_job_shows_its_key_nowhere(key: JobKey, tmp_path: Path) -> None:
     program, here = tmp_path / "program.py", tmp_path / "here"
     program.write_text(PROGRAM)
     here.mkdir()
-    keyfile = tmp_path / "secret" / "key"
-    keyfile.parent.mkdir(0o700)
-    keyfile.touch(0o600)
-    keyfile.write_bytes(key.raw)
+    (tmp_path / "secret").mkdir(0o700)
+    keyfile = key_file(tmp_path / "secret" / "key", key.raw)
     logs, traces = tmp_path / "logs", tmp_path / "traces"
     job = subprocess.Popen(
         [
@@ -118,11 +116,7 @@ def test_a_job_shows_its_key_nowhere(key: JobKey, tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     try:
-        deadline = time.monotonic() + 60
-        while len(os.listdir(here)) < 2:
-            assert job.poll() is None, job.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: len(os.listdir(here)) == 2, "the ranks")
         processes = family(psutil.Process(job.pid))
         assert len(processes) >= 3
         for where, text in seen_from_outside(processes):
@@ -161,35 +155,7 @@ def test_no_variable_holds_a_key() -> None:
     assert sorted(names) == ["DURE_JOB_KEY_FD", "DURE_JOB_KEY_FILE"]
 
 
-def test_the_store_neither_unpickles_nor_evaluates() -> None:
-    dangerous = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml"}
-    files = [path for path in python_files() if PACKAGE / "store" in path.parents]
-    assert len(files) > 15
-    offenders = [
-        shown(path, line)
-        for path in files
-        for name, line in imports_of(path)
-        if name.split(".")[0] in dangerous
-    ]
-    offenders += [
-        shown(path, node.lineno)
-        for path in files
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in {"eval", "exec", "compile", "__import__"}
-    ]
-    offenders += [
-        shown(path, node.lineno)
-        for path in files
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Attribute)
-        and node.attr in {"recv_pyobj", "send_pyobj", "recv_serialized"}
-    ]
-    assert not offenders
-
-
-def test_what_the_store_imports_of_ours_unpickles_nothing_either() -> None:
+def test_the_store_and_what_it_imports_of_ours_neither_unpickle_nor_evaluate() -> None:
     """The whole graph below the store: with these modules alone, a server runs."""
     code = (
         "import sys, dure.store, dure.store.server\n"
@@ -199,18 +165,30 @@ def test_what_the_store_imports_of_ours_unpickles_nothing_either() -> None:
     names = out.stdout.split()
     assert "dure.store.server" in names
     assert not [n for n in names if n.startswith(("dure.comm", "dure.parallel", "dure.launch"))]
-    paths = {
+    loaded = {
         path
         for path in python_files()
         for name in names
         if path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
         in (name, f"{name}.__init__")
     }
-    assert len(paths) == len(names)
+    assert len(loaded) == len(names)
+    store = {path for path in python_files() if PACKAGE / "store" in path.parents}
+    assert len(store) > 15
+    unpickling = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
     offenders = [
         shown(path, line)
-        for path in paths
+        for path in loaded | store
         for name, line in imports_of(path)
-        if name.split(".")[0] in {"pickle", "marshal", "shelve"}
+        if name.split(".")[0] in unpickling | {"yaml"}
     ]
+    evaluating = {"eval", "exec", "compile", "__import__"}
+    serialized = {"recv_pyobj", "send_pyobj", "recv_serialized"}
+    for path in store:
+        for node in ast.walk(tree_of(path)):
+            calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if calls and node.func.id in evaluating:
+                offenders.append(shown(path, node.lineno))
+            if isinstance(node, ast.Attribute) and node.attr in serialized:
+                offenders.append(shown(path, node.lineno))
     assert not offenders

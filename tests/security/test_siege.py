@@ -23,6 +23,7 @@ from dure.store.key import mint
 from dure.store.network import NetworkStore
 from dure.store.tracker import MOST
 from security.wire_tools import connect, frame_header, greeting
+from waiting import key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -71,8 +72,7 @@ class Job:
 @contextmanager
 def job(folder: Path) -> Iterator[Job]:
     key = mint()
-    (folder / "key").touch(0o600)
-    (folder / "key").write_bytes(key.raw)
+    key_file(folder / "key", key.raw)
     (folder / "program.py").write_text(PROGRAM)
     stop = folder / "stop"
 

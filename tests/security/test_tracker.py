@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from dure.store import tracker
-from dure.store.tracker import QUIET_S, ConnectionTracker, close_inherited
+from dure.store.tracker import ConnectionTracker, close_inherited
 
 
 class Hall:
@@ -34,13 +34,6 @@ class Hall:
     def leave(self, fd: int) -> bytes:
         return self.tracker.event(zmq.Event.DISCONNECTED, fd)
 
-    def is_out(self, index: int) -> bool:
-        self.peers[index].setblocking(False)
-        try:
-            return self.peers[index].recv(1) == b""
-        except BlockingIOError:
-            return False
-
 
 @pytest.fixture
 def hall(caplog: pytest.LogCaptureFixture) -> Iterator[Hall]:
@@ -50,18 +43,6 @@ def hall(caplog: pytest.LogCaptureFixture) -> Iterator[Hall]:
         yield it
         for each in (*it.accepted, *it.peers):
             each.close()
-
-
-def test_of_too_many_the_oldest_of_the_greatest_crowd_is_shut(
-    hall: Hall, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracker, "MOST", 8)
-    hall.enter("127.0.0.9")
-    hall.tracker.admit(b"member", hall.enter())
-    for _ in range(9):
-        hall.enter()
-    hall.tracker.tidy(0.0)
-    assert [hall.is_out(i) for i in range(6)] == [False, False, True, True, False, False]
 
 
 def test_a_number_that_has_come_to_mean_something_else_is_left_alone(
@@ -91,26 +72,6 @@ def test_a_member_that_leaves_is_named_and_not_refused(
     assert not hall.tracker.members
     hall.tracker.tidy(float("inf"))
     assert not caplog.records
-
-
-def test_one_line_at_once_and_then_one_with_a_count(
-    hall: Hall, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(100):
-        fd = hall.enter()
-        hall.tracker.event(zmq.Event.HANDSHAKE_FAILED_AUTH, 0)
-        hall.leave(fd)
-        hall.tracker.tidy(1.0)
-    assert len(caplog.records) == 1
-    assert "refused 127.0.0.1:" in caplog.records[0].getMessage()
-    assert hall.tracker.due() == 1.0 + QUIET_S
-    hall.tracker.tidy(1.0 + QUIET_S)
-    assert "and 98 more: it has another job key" in caplog.records[1].getMessage()
-    assert hall.tracker.due() is None
-    hall.tracker.event(zmq.Event.ACCEPTED, 99_999)  # a descriptor that is closed already
-    hall.leave(99_999)
-    hall.tracker.tidy(float("inf"))
-    assert len(caplog.records) == 3
 
 
 def test_the_limit_of_descriptors_is_raised_under_pressure_only(hall: Hall) -> None:

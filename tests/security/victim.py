@@ -16,6 +16,7 @@ import psutil
 from dure.store import JobKey, TCPStore
 from dure.store.key import mint
 from procs.store_programs import Program, line, running
+from waiting import key_file, until
 
 SERVER = """
 import logging
@@ -83,10 +84,8 @@ class Victim:
 
     def has_at_most(self, descriptors: int) -> None:
         """The server has so few open, as soon as ZeroMQ has closed what was shut."""
-        deadline = time.monotonic() + 60
-        while (now := psutil.Process(self.program.pid).num_fds()) > descriptors:
-            assert time.monotonic() < deadline, f"{now} descriptors"
-            time.sleep(0.005)
+        process = psutil.Process(self.program.pid)
+        until(lambda: process.num_fds() <= descriptors, "descriptors to be closed")
 
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines()
@@ -96,21 +95,17 @@ class Victim:
 
     def lines_about(self, what: str) -> list[str]:
         """The log's lines with `what` in them, when there are some."""
-        deadline = time.monotonic() + 60
-        while not (found := [text for text in self.lines() if what in text]):
-            assert time.monotonic() < deadline, f"{what} is not in the log: {self.lines()[-5:]}"
-            time.sleep(0.005)
-        return found
+        return until(
+            lambda: [text for text in self.lines() if what in text],
+            lambda: f"{what} in the log: {self.lines()[-5:]}",
+        )
 
     def refused(self) -> tuple[int, str]:
         """How many were refused since this was asked last, at least one; and the lines about it.
 
         Who left at once has no name in them.
         """
-        deadline = time.monotonic() + 60
-        while len(self.lines()) == self._read:
-            assert time.monotonic() < deadline, "nobody was refused"
-            time.sleep(0.005)
+        until(lambda: len(self.lines()) > self._read, "somebody who is refused")
         time.sleep(0.2)  # the rest comes within `QUIET_S`
         lines = self.lines()[self._read :]
         self._read += len(lines)
@@ -140,9 +135,7 @@ class Victim:
 def victim(folder: Path, **settings: dict[str, float]) -> Iterator[Victim]:
     """A server with its own key; `settings` changes numbers of `tracker` and `wire`."""
     key = mint()
-    path = folder / "key"
-    path.touch(0o600)
-    path.write_bytes(key.raw)
+    path = key_file(folder / "key", key.raw)
     log = folder / "log"
     log.touch()
     code = "import json\n" + SERVER

@@ -106,13 +106,6 @@ def test_lines_fold_one_by_one(
     assert seen(both(folder, dict(enumerate(lines))) + folder.flush()) == shown
 
 
-def test_streams_do_not_fold_together() -> None:
-    folder = Folder(range(2))
-    folder.put("out", 0, "stdout", [b"a"], 0.0)
-    folder.put("err", 1, "stderr", [b"a"], 0.0)
-    assert seen(folder.flush()) == [(1, b"a"), (2, b"a")]
-
-
 def test_flood_is_bounded_in_memory() -> None:
     folder, waiting = Folder(range(2)), 0
     for i in range(20):

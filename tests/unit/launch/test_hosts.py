@@ -13,10 +13,8 @@ from dure.launch.clusters import hosts as hosts_module
 from dure.launch.clusters import meeting
 from dure.launch.clusters.commands import (
     HostsJob,
-    agent_words,
     first_lines,
     host_command,
-    shown_command,
 )
 from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
 from dure.launch.clusters.meeting import outward
@@ -95,14 +93,6 @@ JOB = HostsJob(
 )
 
 
-def test_agent_knows_its_number_and_the_program_comes_last():
-    words = agent_words(JOB, 1)
-    assert words[:4] == ("/opt/py thon", "-m", "dure.cli", "run")
-    assert words[words.index("--node-rank") + 1] == "1"
-    assert words[words.index("--nproc") + 1] == "2"
-    assert words[-4:] == ("--", "train.py", "--lr", "0.1 x")
-
-
 @pytest.mark.parametrize("shell", ["sh", "bash"])
 def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
     directory = tmp_path / "with a blank"
@@ -129,16 +119,6 @@ def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
 def test_value_of_several_lines_is_refused():
     with pytest.raises(UsageError):
         first_lines(dataclasses.replace(JOB, exports={"A": "1\n2"}), bytes(32))
-
-
-def test_shown_commands_are_words_of_a_shell():
-    for number in range(2):
-        head, *_, host, command = shlex.split(shown_command(JOB, number))
-        assert (head, host) == ("ssh", f"n{number + 1}")
-        words = shlex.split(command)
-        assert words[:2] == ["cd", JOB.directory]
-        assert "--leash" not in words and "--key-stdin" not in words
-        assert words[words.index("--node-rank") + 1] == str(number)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -27,6 +26,7 @@ from dure.store.memory import HashStore
 from dure.store.server import StoreServer
 from dure.store.shared import EVERYTHING, Shared
 from procs.relay import Relay
+from waiting import until
 
 TERMS = Settings(min_hosts=1, max_hosts=3, max_restarts=99, run_id="job")
 TWO = replace(TERMS, min_hosts=2, max_hosts=2)
@@ -167,7 +167,7 @@ def test_who_is_not_renewed_vanishes_and_the_others_say_so() -> None:
     assert joined(silent, "h1", terms)
     assert joined(other, "h2")  # whose lease is the job's
     assert silent.expires_at < other.expires_at
-    wait_for(lambda: other.machine().agents == (other.agent,))
+    until(lambda: other.machine().agents == (other.agent,))
     assert other.machine().notes == [
         "lost h1 (nothing was heard of it for 0.3 s); the others go on"
     ]
@@ -232,13 +232,6 @@ def served(
         server.stop()
 
 
-def wait_for(done: Callable[[], bool], limit_s: float = 20.0) -> None:
-    until = time.monotonic() + limit_s
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_connections_that_are_reset_are_opened_again_and_nothing_is_lost() -> None:
     heard: list[tuple[str, bool]] = []
     with served(lambda key, there: heard.append((key, there)), contextlib.ExitStack()) as (
@@ -252,9 +245,9 @@ def test_connections_that_are_reset_are_opened_again_and_nothing_is_lost() -> No
         for number, event in enumerate(told):
             two.tell(event)
             if number % 3 == 0:
-                wait_for(lambda: relay.cut() > 0)
-        wait_for(lambda: one.machine().restarts == 9)
-        wait_for(lambda: two.settled)
+                until(lambda: relay.cut() > 0)
+        until(lambda: one.machine().restarts == 9)
+        until(lambda: two.settled)
         assert (one.gone, two.gone) == ("", "")
         assert one.machine().agents == (one.agent, two.agent)
         assert (f"dure/members/{two.agent}", False) in heard
@@ -270,9 +263,9 @@ def test_a_connection_that_is_not_opened_again_stops_the_round() -> None:
     with served(presence, ending) as (near, far, _):
         one, two = Noted(near), Noted(far)
         assert joined(one, "h1", TWO, kind=Machine) and joined(two, "h2", TWO, kind=Machine)
-        wait_for(lambda: one.machine().phase is Phase.RUNNING)
+        until(lambda: one.machine().phase is Phase.RUNNING)
         ending.close()
-        wait_for(lambda: one.machine().phase is Phase.STOPPING)
+        until(lambda: one.machine().phase is Phase.STOPPING)
         assert one.machine().agents == (one.agent, two.agent)  # not given up yet
         assert one.machine()._faults.lost == {two.agent: "its connection broke"}
         while made:

@@ -38,28 +38,6 @@ def test_a_failure_is_noted_and_decides_nothing() -> None:
     assert (machine.phase, machine.first_failure) == (Phase.RUNNING, 1)
 
 
-def test_all_succeed_and_nothing_is_left_is_done() -> None:
-    machine = Supervisor(2, TIMING)
-    assert machine.exited(1, Exit(code=0), 1.0) == []
-    assert machine.exited(0, Exit(code=0), 2.0) == [Sweep()]
-    assert machine.phase is Phase.LEAVING
-    assert machine.swept(0, 2.0) == []
-    assert machine.phase is Phase.DONE
-    assert machine.first_failure is None
-    assert machine.wake_at is None
-
-
-def test_processes_that_outlive_successful_ranks_are_ended_after_a_while() -> None:
-    machine = Supervisor(1, TIMING)
-    machine.exited(0, Exit(code=0), 0.0)
-    machine.swept(1, 0.0)
-    assert machine.tick(0.1) == [Sweep()]
-    machine.swept(1, 0.1)
-    assert machine.tick(TIMING.leave_s) == [TERM_ALL, Sweep()]
-    assert machine.swept(0, 0.3) == []
-    assert machine.phase is Phase.DONE
-
-
 def test_a_held_machine_notes_ends_until_it_is_stopped() -> None:
     machine = Supervisor(3, TIMING, held=True)
     assert machine.exited(1, Exit(signal=9), 0.0) == []
@@ -84,12 +62,6 @@ def test_a_machine_that_is_stopped_from_elsewhere_ends_its_ranks() -> None:
     assert machine.ended_by_launcher == {0, 1}
     assert machine.stop(0.2) == []
     assert Supervisor(2, TIMING).stop(0.0) == [TERM_ALL]
-
-
-def test_a_host_that_was_given_up_kills_at_once() -> None:
-    machine = Supervisor(2, TIMING)
-    assert machine.fence(0.0) == [KILL_ALL]
-    assert machine.fence(0.1) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -163,19 +135,16 @@ def test_grace_over_kills_until_nothing_is_left() -> None:
     assert machine.phase is Phase.DONE
 
 
-def test_first_interrupt_is_passed_on_and_escalates() -> None:
+def test_a_host_that_was_given_up_kills_at_once() -> None:
     machine = Supervisor(2, TIMING)
-    measures = machine.interrupted(signal.SIGINT, 0.0)
-    assert measures == [AskStacks((0, 1)), Signal(signal.SIGINT, everything=False)]
-    assert machine.tick(TIMING.interrupt_grace_s / 2) == [TERM_ALL]
-    assert machine.tick(TIMING.interrupt_grace_s) == [KILL_ALL]
+    assert machine.fence(0.0) == [KILL_ALL]
+    assert machine.fence(0.1) == []
 
 
-def test_second_interrupt_kills_at_once_and_where_nothing_helps_it_gives_up() -> None:
+def test_where_nothing_helps_it_gives_up() -> None:
     machine = Supervisor(1, TIMING)
     machine.interrupted(signal.SIGINT, 0.0)
     assert machine.interrupted(signal.SIGINT, 1.0) == [KILL_ALL]
-    assert machine.interrupted_by == signal.SIGINT
     machine.tick(6.0)
     assert machine.phase is Phase.DONE
 

@@ -1,7 +1,6 @@
 """Every kind of store, opened twice: what one handle does, the other must see."""
 
 import os
-import socket
 import threading
 import time
 import uuid
@@ -69,13 +68,6 @@ def opened(kind: str, folder: Path) -> Iterator[tuple[Store, Store]]:
     finally:
         second.close()
         first.close()
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(params=KINDS)

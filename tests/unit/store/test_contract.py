@@ -26,18 +26,6 @@ class TestContract:
         assert pair[1].get("text") == "두레".encode()
         assert pair[0].get("bytes") == b"\x00\xff"
 
-    def test_set_again_replaces(self, pair: Pair) -> None:
-        pair[0].set("k", "1")
-        pair[1].set("k", "")
-        assert pair[0].get("k") == b""
-
-    def test_get_waits_for_the_key(self, pair: Pair) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            value = pool.submit(pair[1].get, "late")
-            assert not value.done()
-            pair[0].set("late", "here")
-            assert value.result(10) == b"here"
-
     def test_wait_needs_all_keys_even_one_deleted_meanwhile(self, pair: Pair) -> None:
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(pair[1].wait, ["a", "b"])
@@ -69,30 +57,10 @@ class TestContract:
             pair[0].get("nope")
         pair[0].set_timeout(timedelta(seconds=10))
 
-    def test_add_counts_over_handles(self, pair: Pair) -> None:
-        assert pair[0].add("n", 5) == 5
-        assert pair[1].add("n", -7) == -2
-        assert pair[0].get("n") == b"-2"
-
-    def test_add_goes_on_from_text(self, pair: Pair) -> None:
-        pair[0].set("n", "40")
-        assert pair[1].add("n", 2) == 42
-
-    def test_add_to_text_that_is_no_number_is_refused_and_changes_nothing(self, pair: Pair) -> None:
-        pair[0].set("n", "many")
-        with pytest.raises(StoreError):
-            pair[1].add("n", 1)
-        assert pair[0].get("n") == b"many"
-
     def test_add_from_many_threads_loses_nothing(self, pair: Pair) -> None:
         with ThreadPoolExecutor(4) as pool:
             sums = list(pool.map(lambda i: pair[i % 2].add("n", 1), range(40)))
         assert sorted(sums) == list(range(1, 41))
-
-    def test_append_makes_and_extends(self, pair: Pair) -> None:
-        pair[0].append("k", "a")
-        pair[1].append("k", b"b")
-        assert pair[0].get("k") == b"ab"
 
     def test_compare_set(self, pair: Pair) -> None:
         assert pair[0].compare_set("k", "x", "y") == b"x"

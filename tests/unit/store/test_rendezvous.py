@@ -102,12 +102,6 @@ def test_they_meet_again_and_again_without_each_others_keys(url: str) -> None:
         list(pool.map(life, range(3)))
 
 
-def test_a_file_is_gone_when_all_have_left(tmp_path: Path) -> None:
-    for meeting in met(joins(f"file://{tmp_path}/meeting", (0, 2), (1, 2))):
-        meeting.close()
-    assert list(tmp_path.glob("meeting*")) == []
-
-
 def test_two_with_one_number_are_both_named_to_everybody(url: str) -> None:
     errors = errors_of(joins(url, (0, 4), (1, 4), (1, 4), (2, 4)))
     for error in errors:
@@ -271,16 +265,6 @@ class TestEnvironment:
         self.put(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=port)
         rendezvous().close()
 
-    @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-    def test_a_missing_one_is_named(
-        self, monkeypatch: pytest.MonkeyPatch, port: int, name: str
-    ) -> None:
-        self.put(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=port)
-        monkeypatch.delenv(name)
-        with pytest.raises(RendezvousError) as caught:
-            rendezvous("env://")
-        assert name in caught.value.what
-
     def test_all_missing_ones_are_named_together(self) -> None:
         with pytest.raises(RendezvousError) as caught:
             rendezvous()
@@ -323,14 +307,6 @@ class TestEnvironment:
             )
             for meeting in met(joins("env://", (0, 2), (1, 2))):
                 meeting.close()
-
-    def test_the_launchers_store_is_joined_by_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        launcher = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
-        self.put(monkeypatch, DURE_STORE_ADDR=f"127.0.0.1:{launcher.port}")
-        for _ in range(2):
-            for meeting in met(joins("env://", (0, 2), (1, 2))):
-                meeting.close()
-        launcher.close()
 
 
 def test_a_process_is_known_by_more_than_its_number() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.errors import StoreLost
+from dure.errors import StoreError, StoreLost
 from dure.store import EtcdStore, HashStore, JobKey
 from dure.store.address import Address
 from dure.store.board import Board
@@ -22,6 +22,7 @@ from dure.store.server import StoreServer
 from dure.store.shared import EVERYTHING, Shared
 from dure.store.wire import Reply, Request
 from procs.relay import Relay
+from waiting import until
 
 from .conftest import etcd_url, needs_etcd
 
@@ -127,13 +128,6 @@ def test_a_broken_connection_is_told_of_and_comes_back(
         until(lambda: presence[-1] == ("me", False))
 
 
-def until(happened: Any) -> None:
-    ends = time.monotonic() + 10
-    while not happened():
-        assert time.monotonic() < ends
-        time.sleep(0.005)
-
-
 def test_what_was_asked_through_a_connection_that_breaks_is_done_once(
     server: StoreServer, key: JobKey
 ) -> None:
@@ -172,6 +166,34 @@ def test_a_write_that_is_asked_again_gets_its_first_answer() -> None:
         board.leave(b"%d" % number)
     assert len(board._done) < 1100
     assert board.data == {"n": b"1", "k": b""}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        Request("set", ("k",), (b"1",)),
+        Request("add", ("k",), amount=1),
+        Request("append", ("k",), (b"1",)),
+        Request("compare_set", ("k",), (b"", b"1")),
+    ],
+)
+def test_every_kind_of_write_wakes_those_who_are_still_there(write: Request) -> None:
+    board = Board()
+    board.handle(A, Request("get", ("k",), timeout_s=5), 0.0)
+    board.handle(C, Request("get", ("k",), timeout_s=5), 0.0)
+    board.leave(C)
+    answers = board.handle(B, write, 0.0)
+    assert [client for client, _ in answers] == [B, A]
+    assert answers[1][1] == Reply("ok", values=(b"1",))
+
+
+def test_append_makes_no_value_that_set_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dure.store.board.MAX_VALUE_BYTES", 3)
+    board = Board()
+    board.handle(A, Request("append", ("k",), (b"123",)), 0.0)
+    with pytest.raises(StoreError):
+        board.handle(A, Request("append", ("k",), (b"4",)), 0.0)
+    assert board.data == {"k": b"123"}
 
 
 def test_a_look_at_changes_that_are_forgotten_is_answered_at_once() -> None:
