@@ -18,8 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dure.launch.ranks.ports import reserve_port
 from dure.testing import ProcessPool
 from dure.testing.pool import start_server
+from faults.agents import Crew
 from procs.launching import Launching, launching
 from waiting import free_port
 
@@ -38,6 +40,16 @@ _UNTRACKED = (_HEAP, "anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/nul
 def job(tmp_path: Path) -> Iterator[Launching]:
     """Jobs of `dure run`, of which nothing may be left."""
     yield from launching(tmp_path)
+
+
+@pytest.fixture
+def crew(job: Launching, tmp_path: Path) -> Iterator[Crew]:
+    """Hosts that are launchers of their own, with a port for their endpoint."""
+    keeper, port = reserve_port()
+    with keeper:
+        hosts = Crew(job, tmp_path, port)
+        yield hosts
+        hosts.close()
 
 
 @pytest.fixture

@@ -8,14 +8,13 @@ round, and can kill by process number. The program ends when the test says so.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from dure.launch.ranks.ports import reserve_port
-from procs.launching import Launching, launching
+from procs.launching import Launching
 from waiting import key_file, listening, until
 
 PROGRAM = """\
@@ -155,16 +154,6 @@ class Crew:
             host.process.kill()
         said = [(host.name, *host.process.communicate()) for host in self.hosts]
         return "".join(f"\n--- {name}\n{out}{err}" for name, out, err in said)
-
-
-def crew(folder: Path) -> Iterator[Crew]:
-    """Yield a crew; afterwards fail if a process of it was left."""
-    keeper, port = reserve_port()
-    with keeper:
-        for jobs in launching(folder):
-            hosts = Crew(jobs, folder, port)
-            yield hosts
-            hosts.close()
 
 
 def alive(pid: int) -> bool:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from faults import agents
-from faults.agents import Crew, alive
+from faults.agents import Crew, Start, alive
 
 FIXED = ("--nnodes", "2", "--nproc", "1", "--max-restarts", "2")
 OPEN = (
@@ -26,12 +23,7 @@ OPEN = (
 )
 
 
-@pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Crew]:
-    yield from agents.crew(tmp_path)
-
-
-def two(crew: Crew, flags: tuple[str, ...]) -> list[agents.Start]:
+def two(crew: Crew, flags: tuple[str, ...]) -> list[Start]:
     """Start two hosts, the first of which holds the store."""
     crew.start("a", *flags)
     crew.wait_for_store()

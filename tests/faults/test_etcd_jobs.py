@@ -7,12 +7,9 @@ import os
 import signal
 import urllib.request
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from faults import agents
 from faults.agents import Crew
 from procs import etcd
 
@@ -22,11 +19,6 @@ pytestmark = [
 ]
 OPEN = ("--nnodes", "1:2", "--nproc", "1", "--max-restarts", "3")
 CONF = "last_call_timeout=60,join_timeout=20"
-
-
-@pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Crew]:
-    yield from agents.crew(tmp_path)
 
 
 def flags(cluster: etcd.Etcd, conf: str = CONF) -> tuple[str, ...]:
