@@ -246,6 +246,7 @@ def test_what_successful_ranks_have_detached_stays_and_their_own_children_end(
     left = job.left()
     for pid in left:
         os.kill(pid, signal.SIGKILL)
+    until(lambda: not job.left(), "the end of what was killed")
     assert process.returncode == 0
     assert len(left) == 1
     assert f"left running, in sessions of their own: sleep (pid {left[0]})" in said
