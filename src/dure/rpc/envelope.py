@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 import torch
 
+from dure.errors import RpcError
 from dure.rpc.links import Numbered
 from dure.rpc.message import ReferenceRow, TensorRow
 
@@ -104,6 +105,7 @@ class Transport(Protocol):
         receive: Callable[[Envelope, list[torch.Tensor]], Callable[[], None] | None],
         broken: Callable[[int], None],
         died: Callable[[int, str], None],
+        refuse: Callable[[Callable[[], None], RpcError], None],
     ) -> None:
         """Begin to receive.
 
@@ -116,6 +118,7 @@ class Transport(Protocol):
                 calls under way may have run, and answers may be lost.
             died: Told once, after all that came from it, of a process that is gone for good, and
                 how it ended ("exit code 3", "signal 9 (SIGKILL)", or empty).
+            refuse: Told of a call, which `receive` returned, for which there is no thread.
         """
         ...
 
