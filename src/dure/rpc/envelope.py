@@ -148,6 +148,10 @@ class Transport(Protocol):
         """
         ...
 
+    def submit(self, call: Callable[[], None]) -> None:
+        """Have one of the transport's threads run something, as if it were a call."""
+        ...
+
     def close(self) -> None:
         """End: nothing is received any more; returns when no call runs."""
         ...

@@ -355,6 +355,14 @@ class References:
         used = self._used.get(ref)
         return ref in self._owned if used is None else used.held
 
+    def has(self, ref: RefId) -> bool:
+        """Whether a reference is known here and not lost."""
+        return ref in self._owned or ref in self._used
+
+    def sent_to(self, peer: int) -> list[Token]:
+        """Return the tokens of references that are under way to a process."""
+        return [token for token, sent in self._sent.items() if sent.to == peer]
+
     def holders(self) -> dict[RefId, tuple[int, ...]]:
         """Return which other processes hold each value of this one."""
         return {ref: tuple(sorted(owned.holders)) for ref, owned in self._owned.items()}

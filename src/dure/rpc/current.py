@@ -1,0 +1,51 @@
+"""Which agent the calling thread means: the process's, or, in tests, one of several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dure.errors import RpcError
+
+if TYPE_CHECKING:
+    from dure.rpc.agent import Agent
+
+__all__ = ["current", "is_set", "set_current", "using"]
+
+_here = threading.local()
+_process: list[Agent] = []
+
+
+def current() -> Agent:
+    """Return the agent of this thread, or of the process.
+
+    Raises:
+        RpcError: There is none.
+    """
+    agent = getattr(_here, "agent", None) or (_process[0] if _process else None)
+    if agent is None:
+        raise RpcError("RPC has not been initialized", fix="Call dure.rpc.init_rpc first.")
+    return agent
+
+
+def is_set() -> bool:
+    """Whether there is an agent."""
+    return bool(_process) or getattr(_here, "agent", None) is not None
+
+
+def set_current(agent: Agent | None) -> None:
+    """Set the process's agent."""
+    _process[:] = [] if agent is None else [agent]
+
+
+@contextmanager
+def using(agent: Agent) -> Iterator[None]:
+    """While within: `current` is `agent` for this thread."""
+    before = getattr(_here, "agent", None)
+    _here.agent = agent
+    try:
+        yield
+    finally:
+        _here.agent = before

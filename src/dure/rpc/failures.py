@@ -1,0 +1,65 @@
+"""How an exception travels: as text, with the name of its type."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from typing import Any
+
+import msgspec
+
+from dure.errors import RpcError
+from dure.rpc.names import WorkerInfo
+
+__all__ = ["decode", "encode"]
+
+
+class _Failure(msgspec.Struct, array_like=True, frozen=True):
+    module: str
+    name: str
+    text: str
+    traceback: str
+    worker: str
+
+
+_decoder = msgspec.msgpack.Decoder(_Failure)
+
+
+def encode(error: BaseException, worker: WorkerInfo) -> bytes:
+    """Return what is sent in place of an exception that `worker` has raised."""
+    kind = type(error)
+    trace = "".join(traceback.format_exception(error))
+    failure = _Failure(kind.__module__, kind.__qualname__, str(error), trace, repr(worker))
+    return msgspec.msgpack.encode(failure)
+
+
+def decode(pickled: bytes) -> Exception:
+    """Return the exception for the caller.
+
+    It is of the same type where that is known here and can be made from a text, and an `RpcError`
+    otherwise. Both have the `remote_traceback`, and name the worker in their text.
+    """
+    failure = _decoder.decode(pickled)
+    text = f"{failure.text}\n\nOn {failure.worker}:\n{failure.traceback}"
+    error: Exception | None = None
+    kind = _find(failure.module, failure.name)
+    if kind is not None:
+        try:
+            error = kind(text)
+        except Exception as refused:
+            text = f"{refused}\nOriginal exception on remote side was {failure.name}: {text}"
+    if error is None:
+        error = RpcError(f"{failure.module}.{failure.name}", seen=text)
+    error.remote_traceback = failure.traceback  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def _find(module_name: str, name: str) -> type[Exception] | None:
+    """Look a type of exceptions up; nothing is imported for it."""
+    found: Any = sys.modules.get(module_name)
+    if module_name == "dure.errors":
+        found = importlib.import_module(module_name)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None

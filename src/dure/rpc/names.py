@@ -1,0 +1,48 @@
+"""Who takes part: names and ids."""
+
+from __future__ import annotations
+
+import re
+
+from dure.errors import RpcError
+
+__all__ = ["MAX_NAME_LENGTH", "WorkerInfo"]
+
+MAX_NAME_LENGTH = 128
+
+
+class WorkerInfo:
+    """A process that takes part.
+
+    Args:
+        name: Unique at any time; letters, digits, `_`, `-` and `:`, fewer than 128.
+        id: Unique for good: who comes again under the same name has another.
+
+    Raises:
+        RpcError: The name cannot be one.
+    """
+
+    __slots__ = ("id", "name")
+
+    def __init__(self, name: str, id: int) -> None:
+        if not name:
+            raise RpcError("worker name must be non-empty")
+        if len(name) >= MAX_NAME_LENGTH:
+            raise RpcError(f"worker name must be shorter than {MAX_NAME_LENGTH}", seen=name)
+        if not re.fullmatch(r"[A-Za-z0-9_:-]+", name):
+            raise RpcError("Worker name must match ^[A-Za-z0-9-_:]*$", seen=repr(name))
+        self.name, self.id = name, id
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WorkerInfo):
+            return NotImplemented
+        return (self.name, self.id) == (other.name, other.id)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.id))
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return WorkerInfo, (self.name, self.id)

@@ -1,0 +1,208 @@
+"""Remote references, as programs have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from dure.errors import RpcError
+from dure.rpc.current import current
+from dure.rpc.functions import MARK, Later
+
+if TYPE_CHECKING:
+    from dure.rpc.agent import Agent, Call
+    from dure.rpc.message import ReferenceRow
+    from dure.rpc.names import WorkerInfo
+    from dure.rpc.references import RefId
+
+__all__ = ["RRef"]
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A reference to a value of one process, its owner; may be sent to any other.
+
+    The owner keeps the value until no process has a reference to it. `RRef(value)` makes this
+    process the owner.
+
+    Args:
+        value: Any object.
+        type_hint: Not used; torch has it.
+
+    Raises:
+        RpcError: RPC has not been initialized.
+
+    Threads: all methods may be called from any thread.
+    """
+
+    __slots__ = ("__weakref__", "_agent", "_call", "_known", "_owner", "_ref")
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        agent = current()
+        self._fill(agent, agent.own(), agent.me.id)
+        agent.set_value(self._ref, value)
+
+    def _fill(self, agent: Agent, ref: RefId, owner: int, known: bool = True) -> None:
+        self._agent, self._ref, self._owner, self._known = agent, ref, owner, known
+        self._call: Call | None = None  # that makes the value
+
+    @classmethod
+    def received(cls, agent: Agent, ref: RefId, owner: int, known: bool) -> RRef[Any]:
+        """Return the object for a reference that counts already."""
+        made = cls.__new__(cls)
+        made._fill(agent, ref, owner, known)
+        return made
+
+    def made_by(self, call: Call) -> None:
+        """Take note of the call that makes the value."""
+        self._call = call
+
+    def __del__(self) -> None:
+        if getattr(self, "_known", False):
+            self._agent.forget(self._ref)
+
+    # --- whose it is -------------------------------------------------------------------------
+
+    def owner(self) -> WorkerInfo:
+        """Return the owner."""
+        return self._agent.info(self._owner)
+
+    def owner_name(self) -> str:
+        """Return the owner's name."""
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        """Whether this process is the owner."""
+        return self._owner == self._agent.me.id
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows that this process has the reference."""
+        return self._agent.is_held(self._ref)
+
+    # --- the value ---------------------------------------------------------------------------
+
+    def local_value(self) -> T:
+        """Return the value itself; only at the owner. Waits until it is made.
+
+        Raises:
+            RpcError: This process is not the owner, or RPC was shut down.
+            Exception: What the call that was to make it has raised.
+        """
+        self._check("local_value()")
+        if not self.is_owner():
+            raise RpcError(
+                f"Cannot call localValue() on a reference of another worker {self!r}",
+                fix="Call to_here(), or run a function at the owner.",
+            )
+        return self._agent.local_value(self._ref)
+
+    def to_here(self, timeout: float = -1.0) -> T:
+        """Return a copy of the value, or, at the owner, the value.
+
+        Args:
+            timeout: Seconds; -1: the default, 0: none.
+
+        Raises:
+            PeerLost: The owner is gone.
+            RpcError: The value was never made, or the time is over, or RPC was shut down.
+            Exception: What the call that was to make it has raised.
+        """
+        self._check("to_here()")
+        if self.is_owner():
+            return self._agent.local_value(self._ref)
+        call = self._agent.fetch(self._ref, self._owner, timeout)
+        self._agent.wait(call)
+        return self._agent.result(call)
+
+    def rpc_sync(self, timeout: float = -1.0) -> Any:
+        """Return a proxy: methods called on it run on the value at the owner; returns results."""
+        return _Proxy(self, self._agent.rpc_sync, timeout)
+
+    def rpc_async(self, timeout: float = -1.0) -> Any:
+        """Return a proxy: as `rpc_sync`, methods return futures."""
+        return _Proxy(self, self._agent.rpc_async, timeout)
+
+    def remote(self, timeout: float = -1.0) -> Any:
+        """Return a proxy: as `rpc_sync`, methods return references."""
+        return _Proxy(self, self._agent.remote, timeout)
+
+    # --- others ------------------------------------------------------------------------------
+
+    def pack_reference(self, to: int) -> ReferenceRow:
+        """Return what stands for it in a message (`message.Referring`)."""
+        self._check("fork an UserRRef")
+        return self._agent.pack_reference(self._ref, to)
+
+    def _get_future(self) -> torch.futures.Future[None]:
+        """Return a future that is done when the call that makes the value has ended."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if self._call is None:
+            future.set_result(None)
+            return future
+
+        def told(call: Call) -> None:
+            if isinstance(call.outcome, Exception):
+                future.set_exception(call.outcome)
+            else:
+                future.set_result(None)
+
+        self._agent.when_done(self._call, told)
+        return future
+
+    def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
+        """Return the value's type, or a future of it."""
+        owner = self.owner()
+        future = self._agent.rpc_async(owner, value_type, (self,), None, timeout)
+        return future.wait() if blocking else future
+
+    def _check(self, what: str) -> None:
+        """Raise if the value cannot be had."""
+        if self._agent.closed:
+            raise RpcError(f"Cannot call {what} on it after deletion", seen=repr(self))
+        outcome = self._call.outcome if self._call is not None else None
+        if isinstance(outcome, Exception):
+            raise RpcError(f"RRef creation via rpc.remote() failed: {outcome}") from outcome
+        error = None if self._known else RpcError("this reference came with a call given up")
+        error = error or self._agent.why_lost(self._ref, self._owner)
+        if error is not None:
+            raise error
+
+    def __repr__(self) -> str:
+        made = f"GloballyUniqueId(created_on={self._ref[0]}, local_id={self._ref[1] - 1})"
+        return f"OwnerRRef({made})" if self.is_owner() else f"UserRRef(RRefId = {made})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise RpcError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+        )
+
+
+def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of a value, at its owner."""
+    method = rref._agent.method(rref.local_value(), name)  # pyright: ignore[reportPrivateUsage]
+    result = method(*args, **kwargs)
+    return Later(result) if hasattr(method, MARK) else result
+
+
+def value_type(rref: RRef[Any]) -> type:
+    """Return the type of a value, at its owner."""
+    return type(rref.local_value())
+
+
+class _Proxy:
+    """Calls methods of a value at its owner."""
+
+    def __init__(self, rref: RRef[Any], way: Callable[..., Any], timeout: float) -> None:
+        self.rref, self.rpc_timeout = rref, timeout
+        self._way = way
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        sent = (self.rref, name, args, kwargs)
+        return self._way(self.rref.owner(), call_method, sent, None, self.rpc_timeout)
