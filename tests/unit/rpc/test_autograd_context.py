@@ -22,7 +22,7 @@ class Processes:
 
     def __init__(self, number: int, random: Random | None = None) -> None:
         self.contexts = [Context(1, me) for me in range(number)]
-        self.random, self.last = random or Random(0), 0
+        self.random, self.last, self.passes = random or Random(0), 0, 0
         self.sent_back = 0
 
     def carry(self, tensor: torch.Tensor, by: int, to: int, what: str = "a call") -> torch.Tensor:
@@ -35,13 +35,19 @@ class Processes:
         return placed
 
     def backward(self, at: int, *roots: torch.Tensor, retain_graph: bool = False) -> list[str]:
-        under_way = self.contexts[at].begin(roots, retain_graph)
+        self.passes += 1
+        number = (at, self.passes)
+        missing = [""] * len(self.contexts)
+        under_way, (_, missing[at]) = self.contexts[at].begin(number, roots, retain_graph)
         while under_way:
             out = under_way.pop(self.random.randrange(len(under_way)))
             self.sent_back += 1
             gradients = [None if g is None else g.clone() for g in out.gradients] or [None]
-            under_way += self.contexts[out.to].arrive(out.message, gradients, retain_graph)
-        return [context.end() for context in self.contexts]
+            more, (_, missing[out.to]) = self.contexts[out.to].arrive(
+                number, out.message, gradients, retain_graph
+            )
+            under_way += more
+        return missing
 
 
 def test_there_and_back_again() -> None:

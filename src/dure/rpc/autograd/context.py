@@ -10,11 +10,13 @@ answered. So the first process knows when nothing is under way any more; and if 
 of another, has parts that have not run, then some message of the context got no gradients. As in
 torch's FAST mode, all messages of a context take part in each backward pass of it.
 
-Threads: the caller's lock guards a context; graphs run with it held.
+A pass that does not retain the graph forgets, when it is done here, the messages that took part.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +24,19 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from dure.errors import RpcError
+from dure.errors import RpcError, UsageError
 from dure.rpc.autograd.graph import Gradients, LocalGraph
 
-__all__ = ["Context", "MessageId", "Outgoing"]
+__all__ = ["Context", "MessageId", "Outgoing", "PassId", "Progress"]
 
 MessageId = tuple[int, int]
 """The process that sent a message, and a number of that process."""
+
+PassId = tuple[int, int]
+"""The process that began a backward pass, and a number of that process."""
+
+Progress = tuple[int, str]
+"""How many gradients of a pass have come to a process, and which are missing, for people."""
 
 _ROOTS = "the tensors of backward"
 
@@ -74,6 +82,8 @@ class Context:
     Attributes:
         workers: The other processes of which this one knows that they have the context.
         gradients: Of this process's leaves, summed over backward passes.
+
+    Threads: any; graphs run one at a time.
     """
 
     number: int
@@ -84,8 +94,9 @@ class Context:
     )
     _sent: dict[MessageId, _Sent] = field(default_factory=dict[MessageId, _Sent])
     _came: dict[Node, _Came] = field(default_factory=dict[Node, _Came])
-    _graph: LocalGraph | None = None
-    _roots: tuple[torch.Tensor, ...] = ()
+    _graphs: dict[PassId, LocalGraph] = field(default_factory=dict[PassId, LocalGraph])
+    _ended: set[PassId] = field(default_factory=set[PassId])
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     # --- forward -----------------------------------------------------------------------------
 
@@ -130,65 +141,87 @@ class Context:
 
     # --- backward ----------------------------------------------------------------------------
 
-    def begin(self, roots: Sequence[torch.Tensor], retain_graph: bool) -> list[Outgoing]:
+    def begin(
+        self, number: PassId, roots: Sequence[torch.Tensor], retain_graph: bool
+    ) -> tuple[list[Outgoing], Progress]:
         """Begin a backward pass here; return the gradients that can be sent.
 
         Args:
+            number: The pass.
             roots: Scalars of this process's graph.
             retain_graph: Whether there will be another pass.
 
         Raises:
             RpcError: A message of the context gets no gradients.
         """
-        self._roots = tuple(roots)
-        self._graph = None
-        graph = self._begun(retain_graph)
-        ones = [torch.ones_like(root) for root in roots]
-        return self._outgoing(graph, _ROOTS, ones)
+        with self._lock:
+            ones = [torch.ones_like(root) for root in roots]
+            self._graphs[number] = self._graph([get_gradient_edge(r) for r in roots], retain_graph)
+            return self._run(number, _ROOTS, ones, retain_graph)
 
     def arrive(
-        self, message: MessageId, gradients: Sequence[torch.Tensor | None], retain_graph: bool
-    ) -> list[Outgoing]:
+        self,
+        number: PassId,
+        message: MessageId,
+        gradients: Sequence[torch.Tensor | None],
+        retain_graph: bool,
+    ) -> tuple[list[Outgoing], Progress]:
         """Take the gradients of tensors that left; return those that can be sent now.
 
         Raises:
             RpcError: A message of the context gets no gradients.
         """
-        return self._outgoing(self._begun(retain_graph), message, gradients)
+        with self._lock:
+            if number in self._ended:
+                return [], (sys.maxsize, "")
+            if number not in self._graphs:
+                self._graphs[number] = self._graph([], retain_graph)
+            return self._run(number, message, gradients, retain_graph)
 
-    def end(self) -> str:
-        """End a pass when nothing is under way; return what got no gradients, or nothing."""
-        graph, self._graph, self._roots = self._graph, None, ()
-        if graph is None or graph.done:
-            return ""
-        missing = [self._sent[root].what for root in graph.missing if isinstance(root, tuple)]
-        return "; ".join(missing)
+    def end(self, number: PassId) -> bool:
+        """End a pass that has failed; tell whether that is new."""
+        if number in self._ended:
+            return False
+        self._ended.add(number)  # without the lock: a graph that runs may wait for something else
+        self._graphs.pop(number, None)
+        return True
 
-    def _begun(self, retain_graph: bool) -> LocalGraph:
-        if self._graph is None:
-            roots: dict[Any, list[GradientEdge]] = {m: s.edges for m, s in self._sent.items()}
-            if self._roots:
-                roots[_ROOTS] = [get_gradient_edge(root) for root in self._roots]
-            self._graph = LocalGraph(roots, self._came, retain_graph)
-            unreached = [self._came[node].what for node in self._graph.unreached]
-            if unreached:
-                raise no_gradients("; ".join(unreached))
-        return self._graph
+    def _graph(self, roots: list[GradientEdge], retain_graph: bool) -> LocalGraph:
+        edges: dict[Any, list[GradientEdge]] = {m: s.edges for m, s in list(self._sent.items())}
+        if roots:
+            edges[_ROOTS] = roots
+        graph = LocalGraph(edges, list(self._came), retain_graph)
+        if graph.unreached:
+            raise no_gradients("; ".join(self._came[node].what for node in graph.unreached))
+        return graph
 
-    def _outgoing(
-        self, graph: LocalGraph, root: Any, gradients: Sequence[torch.Tensor | None]
-    ) -> list[Outgoing]:
+    def _run(
+        self,
+        number: PassId,
+        root: Any,
+        gradients: Sequence[torch.Tensor | None],
+        retain_graph: bool,
+    ) -> tuple[list[Outgoing], Progress]:
+        graph = self._graphs[number]
         found = graph.arrive(root, gradients)
         for leaf, gradient in graph.leaves.items():
             before = self.gradients.get(leaf)
             self.gradients[leaf] = gradient if before is None else before + gradient
         graph.leaves.clear()
-        for came in self._came.values():
-            self.gradients.pop(came.anchor, None)
-        return [
+        outgoing = [
             Outgoing(self._came[node].sender, self._came[node].message, got or ())
             for node, got in found.items()
         ]
+        if not graph.done:
+            missing = [self._sent[m].what for m in graph.missing if isinstance(m, tuple)]
+            return outgoing, (len(graph.roots) - len(missing), "; ".join(missing))
+        self._graphs.pop(number, None)
+        if not retain_graph:
+            for message in graph.roots:
+                self._sent.pop(message, None)
+            for node in graph.received:
+                del self._came[node]
+        return outgoing, (sys.maxsize, "")
 
 
 def no_gradients(what: str) -> RpcError:
@@ -211,4 +244,9 @@ class _FromElsewhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        return (None,) * (1 + len(gradients))
+        raise UsageError(
+            "these gradients belong to another process",
+            op="backward",
+            fix="Call dure.autograd.backward(context_id, [loss]) for a loss that remote calls "
+            "have part in, once, or with retain_graph=True.",
+        )

@@ -79,8 +79,10 @@ class LocalGraph:
         retain_graph: Whether the graph can be run once more afterwards.
 
     Attributes:
+        roots: As given.
         leaves: The gradients of leaves whose segments have run.
-        unreached: Of `received`, those that no root reaches.
+        received: Those of the nodes given that some root reaches.
+        unreached: The others.
 
     Threads: one at a time.
 
@@ -94,10 +96,10 @@ class LocalGraph:
         received: Collection[Node],
         retain_graph: bool = False,
     ) -> None:
-        self._roots, self._retain = roots, retain_graph
+        self.roots, self._retain = roots, retain_graph
         self._bits = {root: 1 << n for n, root in enumerate(roots)}
         self._masks = _masks({self._bits[root]: edges for root, edges in roots.items()})
-        self._received = {node for node in received if node in self._masks}
+        self.received = {node for node in received if node in self._masks}
         self._arrived = 0
         self._gradients: dict[tuple[Node, int], torch.Tensor] = {}  # to run the segments with
         self._segments: dict[int, list[Node]] = {}  # those that have not run
@@ -125,7 +127,7 @@ class LocalGraph:
             For each received node whose gradients are complete now, those of its outputs.
         """
         self._arrived |= self._bits[root]
-        for edge, gradient in zip(self._roots[root], gradients, strict=True):
+        for edge, gradient in zip(self.roots[root], gradients, strict=True):
             self._add(edge.node, edge.output_nr, gradient)
         ready = [mask for mask in self._segments if mask & ~self._arrived == 0]
         complete: dict[Node, Gradients] = {}
@@ -133,11 +135,11 @@ class LocalGraph:
             nodes = self._segments.pop(mask)
             self._run({node for node in nodes if not self._is_end(node)})
             self._accumulate([node for node in nodes if hasattr(node, "variable")])
-            complete |= {node: self._take(node) for node in nodes if node in self._received}
+            complete |= {node: self._take(node) for node in nodes if node in self.received}
         return complete
 
     def _is_end(self, node: Node) -> bool:
-        return node in self._received or hasattr(node, "variable")
+        return node in self.received or hasattr(node, "variable")
 
     # --- one segment -----------------------------------------------------------------------
 

@@ -1,0 +1,362 @@
+"""Backward passes over several processes, message by message, in every order, with deaths.
+
+The processes are in this one; messages between two of them keep their order, and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from dure.errors import PeerLost, RpcError, UsageError
+from dure.rpc.autograd.backward import Contexts, inside
+from dure.rpc.names import WorkerInfo
+
+
+class Port:
+    """What one process sends with."""
+
+    def __init__(self, network: Network, me: int) -> None:
+        self.network, self.me = network, me
+
+    def tell(self, to: int, body: bytes) -> None:
+        if to in self.network.dead:
+            raise PeerLost(f"worker {to} is gone", peer=to)
+        self.network.sent += 1
+        self.network.under_way.setdefault((self.me, to), deque()).append(body)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.network.works.append((self.me, work))
+
+    def ticket(self) -> threading.Event:
+        return Ticket()
+
+    def complete(self, ticket: Any) -> None:
+        ticket.set()
+
+    def wait(self, ticket: Any) -> None:
+        while not ticket.done:
+            assert self.network.pump(), "nothing is under way, and somebody waits"
+
+
+class Ticket(threading.Event):
+    @property
+    def done(self) -> bool:
+        return self.is_set()
+
+
+class Network:
+    def __init__(self, number: int, seed: int = 0) -> None:
+        self.random, self.dead, self.sent = Random(seed), set[int](), 0
+        self.under_way: dict[tuple[int, int], deque[bytes]] = {}
+        self.works: list[tuple[int, Callable[[], None]]] = []
+        self.at = [Contexts(WorkerInfo(f"w{me}", me), Port(self, me)) for me in range(number)]
+
+    def pump(self) -> bool:
+        """Let one thing happen; tell whether there was one."""
+        ways = [way for way, bodies in self.under_way.items() if bodies and way[1] not in self.dead]
+        works = [n for n, (me, _) in enumerate(self.works) if me not in self.dead]
+        if not ways and not works:
+            return False
+        choice = self.random.randrange(len(ways) + len(works))
+        if choice < len(ways):
+            sender, to = ways[choice]
+            self.at[to].receive(sender, self.under_way[sender, to].popleft())
+        else:
+            self.works.pop(works[choice - len(ways)])[1]()
+        return True
+
+    def settle(self) -> None:
+        while self.pump():
+            pass
+
+    def die(self, me: int) -> None:
+        """What it has sent arrives; then the others hear of it."""
+        self.dead.add(me)
+        for to, contexts in enumerate(self.at):
+            if to not in self.dead:
+                for body in self.under_way.pop((me, to), ()):
+                    contexts.receive(me, body)
+                contexts.died(me, PeerLost(f"worker {me} is gone", peer=me))
+
+    def context(self) -> int:
+        """Make a context at process 0 that all know."""
+        number = self.at[0].new().number
+        for to in range(1, len(self.at)):
+            self.carry(number, torch.ones(1), 0, to)
+        return number
+
+    def carry(
+        self, context: int, tensor: torch.Tensor, by: int, to: int, what: str = "a call"
+    ) -> torch.Tensor:
+        with inside(context):
+            tag = self.at[by].sending(to, what, [tensor])
+        assert tag is not None
+        copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        (placed,) = self.at[to].receiving(by, tag, [copy])
+        return placed
+
+
+def test_there_and_back_again() -> None:
+    network = Network(2)
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    w = torch.tensor([5.0, 7.0], requires_grad=True)  # lies at process 1
+    number = network.context()
+    back = network.carry(number, network.carry(number, x, 0, 1) * w, 1, 0)
+    network.at[0].backward(number, [(back * x).sum()], False)
+    assert network.at[0].find(number).gradients[x].tolist() == [2 * 2 * 5, 2 * 3 * 7]
+    assert network.at[1].find(number).gradients[w].tolist() == [4.0, 9.0]
+    assert network.sent == 4  # gradients there and back, and an answer to each
+    assert [contexts.counts for contexts in network.at] == [(1, 0), (1, 0)]
+    assert (x.grad, w.grad) == (None, None)
+
+
+def program(network: Network, random: Random) -> tuple[int, torch.Tensor, list[Any], torch.Tensor]:
+    """Compute something over all processes, and the same in one; return context, loss and leaves.
+
+    Everything that is sent has a part in the loss, which is at process 0.
+    """
+    count = len(network.at)
+    number = network.context()
+    leaves: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    pool: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    for me in range(count):
+        leaf = torch.rand(3, dtype=torch.float64, requires_grad=True)
+        twin = leaf.detach().clone().requires_grad_()
+        leaves.append((me, leaf, twin))
+        pool.append([(leaf, twin)])
+    for _ in range(random.randint(2, 10)):
+        at = random.randrange(count)
+        (a, a1), (b, b1) = random.choices(pool[at], k=2)
+        to = random.choice([n for n in range(count) if n != at])
+        product, product1 = (a * b).sin(), (a1 * b1).sin()
+        pool[at].append((product, product1))
+        pool[to].append((network.carry(number, product, at, to), product1))
+    parts: list[torch.Tensor] = []
+    parts1: list[torch.Tensor] = []
+    for me in reversed(range(count)):
+        total = torch.stack([t.sum() for t, _ in pool[me]]).sum()
+        parts.append(total if me == 0 else network.carry(number, total, me, 0))
+        parts1.append(torch.stack([t.sum() for _, t in pool[me]]).sum())
+    return number, torch.stack(parts).sum(), leaves, torch.stack(parts1).sum()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_find_what_one_process_finds(seed: int) -> None:
+    network = Network(4, seed)
+    number, loss, leaves, loss1 = program(network, Random(seed))
+    network.at[0].backward(number, [loss], False)
+    loss1.backward()
+    for me, leaf, twin in leaves:
+        found = network.at[me].find(number).gradients.get(leaf)
+        torch.testing.assert_close(found, twin.grad)
+        assert leaf.grad is None
+    network.at[0].release(number)
+    network.settle()
+    assert [contexts.counts for contexts in network.at] == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_death_at_any_moment_ends_the_pass(seed: int) -> None:
+    random = Random(seed)
+    network = Network(4, seed)
+    number, loss, leaves, loss1 = program(network, random)
+    moment, victim = random.randint(0, 25), random.randint(1, 3)
+    plain, left = network.pump, [moment]
+
+    def pump() -> bool:
+        left[0] -= 1
+        if left[0] == 0:
+            network.die(victim)
+            return True
+        return plain()
+
+    network.pump = pump
+    if moment == 0:
+        network.die(victim)
+    lost = ""
+    try:
+        network.at[0].backward(number, [loss], False)
+    except PeerLost as error:
+        lost = str(error)
+    if lost:
+        assert f"worker {victim} is gone" in lost
+    else:
+        loss1.backward()
+        for me, leaf, twin in leaves:
+            found = network.at[me].find(number).gradients.get(leaf)
+            torch.testing.assert_close(found, twin.grad)
+    network.settle()
+    network.at[0].release(number)
+    network.settle()
+    living = [contexts for me, contexts in enumerate(network.at) if me not in network.dead]
+    assert [contexts.counts for contexts in living] == [(0, 0)] * len(living)
+
+
+def test_who_made_a_context_dies_and_it_is_forgotten() -> None:
+    network = Network(3)
+    number = network.at[0].new().number
+    x = network.carry(number, torch.ones(2), 0, 1)
+    network.carry(number, x, 1, 2)
+    network.die(0)
+    network.settle()
+    assert [contexts.counts for contexts in network.at[1:]] == [(0, 0), (0, 0)]
+
+
+class Fails(torch.autograd.Function):
+    broken = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        if Fails.broken:
+            raise ZeroDivisionError("no such gradient")
+        return gradient
+
+
+def test_an_error_reaches_the_caller_and_the_next_pass_begins_anew() -> None:
+    network = Network(3)
+    w = torch.tensor([5.0], requires_grad=True)
+    number = network.at[0].new().number
+    x = network.carry(number, torch.tensor([2.0], requires_grad=True), 0, 1)
+    y = network.carry(number, x * 2, 1, 2)
+    z = network.carry(number, Fails.apply(y * w), 2, 1)
+    loss = network.carry(number, z + x, 1, 0).sum()
+    Fails.broken = True
+    for _ in range(2):
+        with pytest.raises(RpcError, match="Error on Node 2: no such gradient") as caught:
+            network.at[0].backward(number, [loss], True)
+        assert "ZeroDivisionError" in caught.value.remote_traceback
+        network.settle()
+        assert [contexts.counts[1] for contexts in network.at] == [0, 0, 0]
+    Fails.broken = False
+    network.at[0].backward(number, [loss], False)
+    assert network.at[2].find(number).gradients[w].tolist() == [4.0]
+
+
+def test_an_error_here_is_raised_as_it_is() -> None:
+    network = Network(1)
+    number = network.at[0].new().number
+    Fails.broken = True
+    with pytest.raises(ZeroDivisionError):
+        network.at[0].backward(number, [Fails.apply(torch.ones(1, requires_grad=True))], False)
+
+
+def test_a_result_without_gradient_deep_below_is_named() -> None:
+    network = Network(3)
+    w = torch.ones(1, requires_grad=True)
+    number = network.at[0].new().number
+    x = network.carry(number, torch.ones(1, requires_grad=True), 0, 1)
+    network.carry(number, x * 3, 1, 2, "w2.keep() called by w1")  # nothing comes back
+    back = network.carry(number, x * w, 1, 0)
+    with pytest.raises(RpcError, match=r"got no gradient.*w2\.keep\(\) called by w1"):
+        network.at[0].backward(number, [back], False)
+    network.settle()
+    network.at[0].release(number)
+    network.settle()
+    assert [contexts.counts for contexts in network.at] == [(0, 0)] * 3
+
+
+def test_a_release_is_known_everywhere_and_late_messages_change_nothing() -> None:
+    network = Network(3)
+    number = network.at[0].new().number
+    x = network.carry(number, torch.ones(2), 0, 1)  # needs no gradients
+    with inside(number):
+        late = network.at[1].sending(2, "late", [x])
+    assert late is not None
+    assert late.needing == 0
+    network.carry(number, x, 1, 2)
+    network.at[0].release(number)
+    network.settle()
+    assert [contexts.counts for contexts in network.at] == [(0, 0)] * 3
+    assert network.at[2].receiving(1, late, [x]) == [x]
+    with inside(number):
+        assert network.at[1].sending(2, "later", [x]) is None
+    assert network.at[2].counts == (0, 0)
+    with pytest.raises(RpcError, match=f"Could not find autograd context with id: {number}"):
+        network.at[0].find(number)
+    network.at[0].release(number)
+
+
+def test_a_release_during_a_pass_ends_it() -> None:
+    network = Network(2)
+    number = network.at[0].new().number
+    w = torch.ones(1, requires_grad=True)
+    product = network.carry(number, torch.ones(1, requires_grad=True), 0, 1) * w
+    product.register_hook(lambda _: network.at[0].release(number))
+    with pytest.raises(RpcError, match="released"):
+        network.at[0].backward(number, [network.carry(number, product, 1, 0)], False)
+    network.settle()
+    assert [contexts.counts for contexts in network.at] == [(0, 0), (0, 0)]
+
+
+def test_passes_through_two_contexts_at_once_keep_apart() -> None:
+    network = Network(2)
+    w = torch.tensor([3.0], requires_grad=True)
+    numbers = [network.at[me].new().number for me in (0, 1)]
+    outer = network.carry(numbers[0], torch.tensor([2.0], requires_grad=True), 0, 1) * w
+    inner = network.carry(numbers[1], network.carry(numbers[1], w * 7, 1, 0), 0, 1)
+    # The second pass begins, and ends, in the middle of the first.
+    loss = inner.sum()
+    outer.register_hook(lambda _: network.at[1].backward(numbers[1], [loss], False))
+    network.at[0].backward(numbers[0], [network.carry(numbers[0], outer, 1, 0)], False)
+    found = [network.at[1].find(number).gradients[w].tolist() for number in numbers]
+    assert found == [[2.0], [7.0]]
+    assert numbers[1] >> 48 == 1
+
+
+def test_a_graph_that_is_not_retained_is_run_once_and_then_forgotten() -> None:
+    network = Network(2)
+    number = network.at[0].new().number
+    w = torch.tensor([3.0], requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        there = network.carry(number, torch.ones(1, requires_grad=True), 0, 1)
+        return network.carry(number, there * w, 1, 0)
+
+    for _ in range(3):  # forward and backward in turns, in one context
+        first = loss()
+        network.at[0].backward(number, [first], True)
+        network.at[0].backward(number, [first], False)
+    assert network.at[1].find(number).gradients[w].tolist() == [6.0]
+    with pytest.raises(UsageError, match="another process"):
+        network.at[0].backward(number, [first], False)
+
+
+def test_gradients_of_remote_tensors_are_not_lost_in_a_local_pass() -> None:
+    network = Network(2)
+    number = network.context()
+    came = network.carry(number, torch.ones(1, requires_grad=True), 1, 0)
+    with pytest.raises(UsageError, match=r"dure\.autograd\.backward"):
+        (came * 2).backward()
+
+
+def test_without_grad_mode_a_message_only_makes_the_context_known() -> None:
+    network = Network(2)
+    number = network.at[0].new().number
+    with torch.no_grad():
+        x = network.carry(number, torch.ones(1, requires_grad=True), 0, 1)
+    assert x.is_leaf
+    assert network.at[1].find(number).workers == {0}
+
+
+def test_gradients_of_every_layout_travel() -> None:
+    network = Network(2)
+    number = network.context()
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    rows = network.carry(number, table(torch.tensor([1, 1, 3])), 1, 0)
+    wide = network.carry(number, torch.ones(2, 3, requires_grad=True), 1, 0)
+    network.at[0].backward(number, [rows.sum() + wide.t().mul(2).sum()], False)
+    (gradient, other) = network.at[1].find(number).gradients.values()
+    sparse, dense = (gradient, other) if gradient.is_sparse else (other, gradient)
+    assert sparse.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
+    assert dense.tolist() == [[2.0] * 3] * 2
