@@ -182,7 +182,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.trace.line": ("progress",),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
-_MODULES = frozenset({"checkpoint", "debug", "device_mesh", "elastic", "trace"})
+_MODULES = frozenset({"autograd", "checkpoint", "debug", "device_mesh", "elastic", "trace"})
 """Modules that are used under their own name, as `dure.trace.dump()`."""
 
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

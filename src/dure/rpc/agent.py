@@ -81,6 +81,10 @@ class GradientHooks(Protocol):
         """Return what a call that came with the tag runs in, its answer included."""
         ...
 
+    def died(self, worker: int, error: PeerLost) -> None:
+        """Take note of a process that is gone, after all that came from it."""
+        ...
+
 
 @dataclass(slots=True)
 class Request:
@@ -253,6 +257,8 @@ class Agent:
                 partial(self._fail, call, self._lost(id)) for call in peer.calls.values()
             ]
             self._todo += [partial(self.transport.complete, ticket) for ticket in peer.blocked]
+            if self.gradients is not None:
+                self._todo.append(partial(self.gradients.died, id, self._lost(id)))
             self._act(self._references.died(id))
             never = [ref for ref, value in self._values.items() if ref[0] == id and not value.done]
             for ref in never:
@@ -656,7 +662,8 @@ class Agent:
         packed = self._pack(result, call.sender)
         tag = None
         if self.gradients is not None:
-            tag = self.gradients.sending(call.sender, "an answer", packed.sources)
+            what = f"the result of {call.gradients.what}" if call.gradients is not None else ""
+            tag = self.gradients.sending(call.sender, what, packed.sources)
         self._reply(call, Kind.ANSWER, packed, tag)
 
     def _answer_error(self, call: Envelope, error: BaseException) -> None:
@@ -786,16 +793,25 @@ class Agent:
         """Send a message that must arrive, once, as long as both processes live.
 
         Args:
-            to: Who gets it; nothing is sent to who is gone.
+            to: Who gets it.
             topic: 1 to 255; who has said `on` there gets it.
             body: The message.
+
+        Raises:
+            PeerLost: The process is gone.
         """
         with self._step():
+            if to in self._dead:
+                raise self._lost(to)
             self._queue(to, topic, body)
 
     def on(self, topic: int, handler: Callable[[int, bytes], None]) -> None:
-        """Have a function called, by a thread that may wait, with sender and body of messages."""
+        """Have a function called with sender and body of messages; it must return quickly."""
         self._handlers[topic] = handler
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have something run as if it were a call: it may wait, and is of this agent."""
+        self._submit(self._as_work(work))
 
     def _queue(self, to: int, topic: int, body: bytes) -> None:
         peer = self._peers.get(to)
@@ -810,8 +826,7 @@ class Agent:
             if body[0] == _REFERENCES:
                 self._act(self._references.heard(sender, _decoder.decode(body[1:])))
             else:
-                handle = partial(self._handlers[body[0]], sender, body[1:])
-                self._todo.append(lambda handle=handle: self._submit(self._as_work(handle)))
+                self._todo.append(partial(self._handlers[body[0]], sender, body[1:]))
         if peer.link.owes and not peer.acknowledging:
             peer.acknowledging = True
             when = time.monotonic() + _ACKNOWLEDGE_S

@@ -30,13 +30,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
+from dure.rpc.agent import Agent
 from dure.rpc.autograd.context import (
     Context,
     MessageId,
@@ -50,7 +51,7 @@ from dure.rpc.envelope import GradientTag, Waiter
 from dure.rpc.message import TensorRow, pack, rebuild, unpack
 from dure.rpc.names import WorkerInfo
 
-__all__ = ["Carrier", "Contexts", "current", "inside"]
+__all__ = ["Carrier", "Contexts", "attach", "current", "inside", "set_current"]
 
 _ID_BITS = 48
 """A context's number: the process that made it, and in so many bits a number of that process."""
@@ -58,12 +59,26 @@ _ID_BITS = 48
 _KEPT = 10_000
 """How many contexts that were released are remembered, for messages that come late."""
 
+_TOPIC = 1
+"""Of these messages, among the reliable ones."""
+
 _here = threading.local()
+
+
+def attach(agent: Agent) -> None:
+    """Let an agent know of contexts; before it starts."""
+    contexts = agent.gradients = Contexts(agent.me, _AgentCarrier(agent))
+    agent.on(_TOPIC, contexts.receive)
 
 
 def current() -> int | None:
     """Return the context that the calling thread is in."""
     return getattr(_here, "number", None)
+
+
+def set_current(number: int | None) -> None:
+    """Say which context the calling thread is in."""
+    _here.number = number
 
 
 @contextmanager
@@ -105,6 +120,22 @@ class Carrier(Protocol):
         ...
 
 
+class _AgentCarrier:
+    """The agent's way to do that."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.submit = agent.submit
+        self.ticket, self.complete = agent.transport.ticket, agent.transport.complete
+
+    def tell(self, to: int, body: bytes) -> None:
+        self._agent.tell(to, _TOPIC, body)
+
+    def wait(self, ticket: Waiter) -> None:
+        while not ticket.done:
+            self._agent.transport.wait(ticket, 60.0)
+
+
 class _Gradients(msgspec.Struct, array_like=True, frozen=True, tag=0):
     context: int
     backward: PassId
@@ -138,20 +169,18 @@ class _Step:
     Args:
         context: The context's number.
         backward: The pass.
-        parent: Who sent the message, and its number; None: this is the call of `backward`.
+        tell: Called with it when it is complete.
         open: How many messages that it has sent are not answered; one more while it runs.
         progress: Of the processes below it.
         failed: Where, and with which error.
-        ticket: For who waits for it.
     """
 
     context: int
     backward: PassId
-    parent: tuple[int, int] | None = None
+    tell: Callable[[_Step], None]
     open: int = 1
     progress: dict[int, Progress] = field(default_factory=dict[int, Progress])
     failed: tuple[int, bytes] | None = None
-    ticket: Waiter | None = None
 
     def learn(self, progress: dict[int, Progress]) -> None:
         for worker, new in progress.items():
@@ -222,8 +251,7 @@ class Contexts:
             self._released.append(number)
             steps = self._forget(lambda step: step.context == number)
         for step in steps:
-            if step.parent is None:
-                self._fail(step, self._me.id, self._encoded(_released(number)))
+            self._fail(step, self._me.id, self._encoded(_released(number)))
         self._tell(context, _End(number, None))
 
     # --- forward -----------------------------------------------------------------------------
@@ -280,13 +308,15 @@ class Contexts:
     def backward(self, number: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Run a backward pass that begins here, to its end; see `api.backward`."""
         context = self.find(number)
-        step = _Step(number, (self._me.id, next(self._numbers)), ticket=self._carrier.ticket())
+        ticket = self._carrier.ticket()
+        this = self._me.id, next(self._numbers)
+        step = _Step(number, this, lambda _: self._carrier.complete(ticket))
         try:
             with inside(None):
                 outgoing, progress = context.begin(step.backward, roots, retain_graph)
             step.learn({self._me.id: progress})
             self._send(step, outgoing, retain_graph)
-            self._carrier.wait(step.ticket)
+            self._carrier.wait(ticket)
             if step.failed is not None:
                 raise _raised(*step.failed)
             missing = [text for _, text in step.progress.values() if text]
@@ -336,7 +366,7 @@ class Contexts:
 
     def _arrive(self, sender: int, got: _Gradients) -> None:
         """Run the step that gradients set off."""
-        step = _Step(got.context, got.backward, (sender, got.number))
+        step = _Step(got.context, got.backward, partial(self._answer, sender, got.number))
         try:
             memories = [_memory(data) for data in got.memories]
             tensors = [rebuild(row, memories[row.memory]) for row in got.tensors]
@@ -363,7 +393,7 @@ class Contexts:
                 retain_graph,
                 packed.pickled,
                 packed.tensors,
-                [memoryview(memory.numpy()) for memory in packed.memories],
+                [_bytes(memory) for memory in packed.memories],
             )
             with self._lock:
                 step.open += 1
@@ -376,24 +406,20 @@ class Contexts:
             step.open -= 1
             if step.open or step.failed is not None:
                 return
-        self._complete(step)
+        step.tell(step)
 
     def _fail(self, step: _Step, node: int, error: bytes) -> None:
         with self._lock:
             if step.failed is not None or not step.open:
                 return
             step.failed = node, error
-        self._complete(step)
+        step.tell(step)
 
-    def _complete(self, step: _Step) -> None:
-        if step.parent is None:
-            self._carrier.complete(step.ticket)
-            return
-        sender, number = step.parent
+    def _answer(self, to: int, number: int, step: _Step) -> None:
         node, error = step.failed or (-1, b"")
         answer = msgspec.msgpack.encode(_Answer(number, step.progress, node, error))
         with suppress(PeerLost):  # nobody waits for it any more
-            self._carrier.tell(sender, answer)
+            self._carrier.tell(to, answer)
 
     def _forget(self, which: Callable[[_Step], bool], worker: int | None = None) -> list[_Step]:
         """With the lock: drop messages that are not answered; return their steps."""
@@ -419,6 +445,11 @@ class Contexts:
 
     def _encoded(self, error: Exception) -> bytes:
         return failures.encode(error, self._me)
+
+
+def _bytes(memory: torch.Tensor) -> memoryview:
+    array: Any = memory.numpy()
+    return memoryview(array)
 
 
 def _memory(data: memoryview) -> torch.Tensor:

@@ -218,7 +218,7 @@ class Context:
         self._graphs.pop(number, None)
         if not retain_graph:
             for message in graph.roots:
-                self._sent.pop(message, None)
+                self._sent.pop(message, None)  # pyright: ignore[reportCallIssue, reportArgumentType]
             for node in graph.received:
                 del self._came[node]
         return outgoing, (sys.maxsize, "")
