@@ -60,6 +60,7 @@ _REFERENCES = 0
 """The topic of messages about references; others are the caller's of `on`."""
 
 _log = logging.getLogger("dure.rpc")
+_Future = torch.futures.Future.__mro__[1]  # of C++: what `then` returns
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(references.Message)
 
@@ -138,6 +139,17 @@ class _Incoming:
     references: list[RRef[Any]]
 
 
+@dataclass(slots=True)
+class _Work:
+    """What a thread of the transport's is to do; `call` is answered by it."""
+
+    run: Callable[[], None]
+    call: Envelope | None
+
+    def __call__(self) -> None:
+        self.run()
+
+
 @dataclass(slots=True, eq=False)
 class _Value:
     done: bool = False
@@ -203,7 +215,7 @@ class Agent:
 
     def start(self) -> None:
         """Begin to receive."""
-        self.transport.start(self.receive, self.broken, self.died)
+        self.transport.start(self.receive, self.broken, self.died, self._refused)
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -362,7 +374,9 @@ class Agent:
         return getattr(owner, name) if self._allow is None else self._allow.method(owner, name)
 
     def call(self, request: Request, future: CallFuture | None = None) -> Call:
-        """Make a call, of which a future is told. Waits, if this is a thread of the program's and too much is under way.
+        """Make a call, of which a future is told.
+
+        Waits, if this is a thread of the program's and too much is under way.
 
         A callee that is gone is the call's outcome, no error of this.
 
@@ -551,26 +565,33 @@ class Agent:
                 return None if call is None else self._end(call, incoming)
             case _:
                 return None
-        return self._as_work(partial(work, incoming))
+        return self._as_work(partial(work, incoming), envelope)
 
-    def _as_work(self, work: Callable[[], None]) -> Callable[[], None]:
+    def _as_work(self, run: Callable[[], None], call: Envelope | None = None) -> _Work:
         """Return what a thread of the transport's is to do; it may be the program's code."""
-
-        def run() -> None:
-            before = getattr(self._here, "serves", False)
-            self._here.serves = True
-            try:
-                with using(self):
-                    work()
-            finally:
-                self._here.serves = before
-                with self._lock:
-                    self._busy -= 1
-                self._flush()
-
         with self._lock:
             self._busy += 1
-        return run
+        return _Work(partial(self._work, run), call)
+
+    def _work(self, run: Callable[[], None]) -> None:
+        before = getattr(self._here, "serves", False)
+        self._here.serves = True
+        try:
+            with using(self):
+                run()
+        finally:
+            self._here.serves = before
+            with self._lock:
+                self._busy -= 1
+            self._flush()
+
+    def _refused(self, work: Callable[[], None], error: RpcError) -> None:
+        """Take note that there is no thread for something; the transport calls this."""
+        call = work.call if isinstance(work, _Work) else None
+        if call is None:
+            work()
+        else:
+            self._work(partial(self._answer_error, call, error))
 
     def _submit(self, work: Callable[[], None]) -> None:
         """Have something run that the program waits for."""
@@ -588,7 +609,7 @@ class Agent:
                 if self._allow is not None:
                     self._allow.check(function)
                 result = function(*args, **kwargs)
-                if hasattr(function, MARK) and not isinstance(result, torch.futures.Future):
+                if hasattr(function, MARK) and not isinstance(result, _Future):
                     raise TypeError(
                         "Functions decorated with @rpc.async_function must return a "
                         f"torch.futures.Future object, but got {result!r}"

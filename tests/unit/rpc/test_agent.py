@@ -1,0 +1,330 @@
+"""Calls: values, errors, timeouts, threads, broken connections, deaths."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dure.errors import PeerLost, RpcError, UsageError
+from dure.rpc import agent as module
+from dure.rpc import api
+from dure.rpc.allow import Allowed
+from dure.rpc.functions import async_execution
+from dure.rpc.names import WorkerInfo
+from dure.testing.rpc import Cluster
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    for _ in range(4000):
+        if done():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("not in time")
+
+
+class Gate:
+    """Lets calls wait for the test; there is one at a time."""
+
+    reached = threading.Semaphore(0)
+    open = threading.Event()
+
+    @classmethod
+    def renew(cls) -> None:
+        cls.reached, cls.open = threading.Semaphore(0), threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _gate() -> Any:
+    Gate.renew()
+    yield
+    Gate.open.set()
+
+
+def who(value: int = 0) -> tuple[str, int]:
+    return api.get_worker_info().name, value
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def wait_at_gate(value: Any = None) -> Any:
+    Gate.reached.release()
+    assert Gate.open.wait(60.0)
+    return value
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+class OddError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"odd {one} {two}")
+
+
+def fail_oddly() -> None:
+    raise OddError(1, 2)
+
+
+def relay(path: list[str], value: int) -> list[tuple[str, int]]:
+    here = [who(value)]
+    return here if not path else here + api.rpc_sync(path[0], relay, (path[1:], value + 1))
+
+
+@async_execution
+def add_there(to: str, a: Any, b: Any) -> torch.futures.Future[Any]:
+    return api.rpc_async(to, add, (a, b)).then(lambda done: done.wait() + 1)
+
+
+@async_execution
+def no_future() -> Any:
+    return 3
+
+
+class Methods:
+    @staticmethod
+    @async_execution
+    def static(to: str, a: int) -> torch.futures.Future[Any]:
+        return api.rpc_async(to, add, (a, 10))
+
+    @classmethod
+    @async_execution
+    def of_class(cls, to: str, a: int) -> torch.futures.Future[Any]:
+        return api.rpc_async(to, add, (a, 20))
+
+
+def test_values_come_back_from_who_was_called() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        assert api.rpc_sync("worker1", who, (5,)) == ("worker1", 5)
+        assert api.rpc_sync(2, who, kwargs={"value": 6}) == ("worker2", 6)
+        assert api.rpc_sync(WorkerInfo("worker0", 0), who) == ("worker0", 0)
+        assert torch.equal(
+            api.rpc_sync("worker1", torch.add, (torch.ones(3), 1)), torch.full((3,), 2.0)
+        )
+        assert api.rpc_async("worker1", add, ([1], [2])).wait() == [1, 2]
+
+
+def test_tensors_are_copied_and_share_memory_as_before() -> None:
+    ones = torch.ones(2, 3)
+    with Cluster(2) as cluster, cluster.on(0):
+        got = api.rpc_sync("worker1", add, ([ones, ones[0]], [ones.t()]))
+        got[0].zero_()
+        assert got[1].sum() == 0
+        assert got[2].sum() == 0
+        assert ones.sum() == 6
+
+
+def test_an_exception_has_its_type_and_says_where_it_was_raised() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        with pytest.raises(ValueError, match="no good") as caught:
+            api.rpc_sync("worker1", fail, ("no good",))
+        assert "WorkerInfo(id=1, name=worker1)" in str(caught.value)
+        assert "in fail" in vars(caught.value)["remote_traceback"]
+        with pytest.raises(ValueError, match="no good"):
+            api.rpc_async("worker1", fail, ("no good",)).wait()
+        with pytest.raises(RpcError, match="Original exception on remote side was OddError"):
+            api.rpc_sync("worker1", fail_oddly)
+        with pytest.raises(TypeError):
+            api.rpc_sync("worker1", add, (1,))
+
+
+def test_what_cannot_be_sent_is_refused_at_the_caller() -> None:
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        for call in (api.rpc_sync, api.rpc_async, api.remote):
+            with pytest.raises(RpcError, match="cannot be sent"):
+                call("worker1", lambda: 1)
+            with pytest.raises(UsageError):
+                call("worker1", 3)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(UsageError):
+                call(1.5, add)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(RpcError, match="could not find destination"):
+                call("worker7", add)
+            with pytest.raises(RpcError, match="could not find destination"):
+                call(-1, add)
+        with pytest.raises(RpcError, match="cannot be sent"):  # the answer
+            api.rpc_sync("worker1", lambda_maker)
+        wait_until(lambda: agent.activity()[1] == 0)
+
+
+def lambda_maker() -> Any:
+    return lambda: 1
+
+
+def test_calls_nest_and_a_waiting_one_needs_no_slot() -> None:
+    with Cluster(2, slots=1) as cluster, cluster.on(0):
+        got = api.rpc_sync("worker1", relay, (["worker0", "worker1"] * 4, 0))
+        assert got == [(f"worker{1 - n % 2}", n) for n in range(9)]
+        assert api.rpc_sync("worker0", relay, (["worker0"], 0)) == [("worker0", 0), ("worker0", 1)]
+
+
+def test_functions_that_return_futures() -> None:
+    with Cluster(3, slots=1) as cluster, cluster.on(0):
+        assert api.rpc_sync("worker1", add_there, ("worker2", 1, 2)) == 4
+        assert api.remote("worker1", add_there, ("worker2", 1, 2)).to_here() == 4
+        assert api.rpc_async("worker1", Methods.static, ("worker1", 1)).wait() == 11
+        assert api.rpc_sync("worker1", Methods.of_class, ("worker0", 1)) == 21
+        with pytest.raises(RuntimeError, match="unsupported operand"):  # as callbacks of torch do
+            api.rpc_sync("worker1", add_there, ("worker2", 1, "two"))
+        with pytest.raises(TypeError, match=r"must return a torch\.futures\.Future"):
+            api.rpc_sync("worker1", no_future)
+
+
+def test_timeouts() -> None:
+    text = "RPC ran for more than set timeout"
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        with pytest.raises(RpcError, match=text):
+            api.rpc_sync("worker1", wait_at_gate, timeout=0.01)
+        with pytest.raises(RpcError, match=text):
+            api.rpc_async("worker1", wait_at_gate, timeout=0.01).wait()
+        future = api.rpc_async("worker1", wait_at_gate, timeout=0.01)
+        with pytest.raises(RpcError, match=text):
+            torch.futures.wait_all([future])
+        kept = api.rpc_async("worker1", wait_at_gate, (5,))
+        api._set_rpc_timeout(0.01)
+        assert api.get_rpc_timeout() == 0.01
+        with pytest.raises(RpcError, match=text):
+            api.rpc_sync("worker1", wait_at_gate)
+        made = api.remote("worker1", wait_at_gate)
+        with pytest.raises(RpcError, match=text):
+            made._get_future().wait()
+        with pytest.raises(RpcError, match="RRef creation"):
+            made.to_here()
+        unlimited = api.rpc_async("worker1", wait_at_gate, (6,), timeout=0)
+        Gate.open.set()
+        assert (kept.wait(), unlimited.wait()) == (5, 6)
+        assert api.rpc_sync("worker1", add, (1, 2), timeout=0) == 3
+        wait_until(lambda: agent.activity()[1] == 0)
+
+
+def test_futures_of_torch_are_completed_though_nobody_waits() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        futures = [api.rpc_async("worker1", add, (n, 1)) for n in range(50)]
+        assert torch.futures.wait_all(futures) == list(range(1, 51))
+        called = threading.Event()
+        api.rpc_async("worker1", add, (1, 1)).add_done_callback(lambda _: called.set())
+        assert called.wait(60.0)
+        with pytest.raises(ValueError, match="bad"), api._wait_all():
+            api.rpc_async("worker1", fail, ("bad",))
+
+
+def test_many_threads_call_at_once() -> None:
+    with Cluster(3) as cluster:
+
+        def work(id: int) -> list[int]:
+            futures = [
+                api.rpc_async((id + n) % 3, relay, ([f"worker{n % 3}"], n)) for n in range(60)
+            ]
+            return [future.wait()[1][1] for future in futures]
+
+        assert cluster.everywhere(work) == [list(range(1, 61))] * 3
+
+
+def test_a_broken_connection_ends_calls_and_nothing_is_called_twice() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        cluster.network.hold(0, 1)
+        lost = api.rpc_async("worker1", wait_at_gate)
+        cluster.network.cut(0, 1)
+        with pytest.raises(RpcError, match="may have run"):
+            lost.wait()
+        ran = api.rpc_async("worker1", wait_at_gate)
+        assert Gate.reached.acquire(timeout=60.0)
+        cluster.network.cut(0, 1)
+        with pytest.raises(RpcError, match="may have run"):
+            ran.wait()
+        Gate.open.set()
+        assert api.rpc_sync("worker1", add, (1, 2)) == 3
+        assert not Gate.reached.acquire(blocking=False)
+
+
+def test_what_must_arrive_does_over_broken_connections_in_order() -> None:
+    with Cluster(2) as cluster:
+        one, other = cluster.agents
+        got, lock = list[bytes](), threading.Lock()
+
+        def take(sender: int, body: bytes) -> None:
+            with lock:
+                got.append(body)
+
+        other.on(7, take)
+        for n in range(30):
+            if n % 3 == 0:
+                cluster.network.hold(0, 1)
+            one.tell(1, 7, bytes([n]))
+            if n % 3 == 1:
+                cluster.network.cut(0, 1)
+        cluster.network.release(0, 1)
+        wait_until(lambda: len(got) == 30)
+        assert sorted(got) == [bytes([n]) for n in range(30)]
+        wait_until(lambda: not one._peers[1].link.num_kept)
+
+
+def test_a_death_ends_the_calls_that_wait_for_it() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        waiting = [api.rpc_async("worker1", wait_at_gate) for _ in range(3)]
+        nested = api.rpc_async("worker2", relay, (["worker1"], 0))
+        nested.wait()
+        for _ in waiting:
+            assert Gate.reached.acquire(timeout=60.0)
+        cluster.network.kill(1)
+        for future in waiting:
+            with pytest.raises(PeerLost) as caught:
+                future.wait()
+            assert caught.value.peer == 1
+            assert caught.value.exit == "signal 9 (SIGKILL)"
+            assert "worker1" in str(caught.value)
+        for call in (api.rpc_sync, api.remote):
+            with pytest.raises(PeerLost):
+                call("worker1", who)
+        with pytest.raises(PeerLost):
+            api.rpc_async(WorkerInfo("worker1", 1), who).wait()
+        assert api.rpc_sync("worker2", who) == ("worker2", 0)
+
+
+def test_the_program_waits_when_too_much_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    done = list[int]()
+    with Cluster(2) as cluster:
+
+        def work() -> None:
+            with cluster.on(0):
+                for n in range(3):
+                    api.rpc_async("worker1", wait_at_gate, (b"x" * 400,))
+                    done.append(n)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        for _ in range(2):
+            assert Gate.reached.acquire(timeout=60.0)
+        wait_until(lambda: bool(cluster.agents[0]._peers[1].blocked))
+        assert done == [0, 1]
+        with cluster.on(1):  # answers, and calls of calls, do not wait
+            assert api.rpc_sync("worker0", relay, (["worker1"], 0))[1] == ("worker1", 1)
+        Gate.open.set()
+        thread.join(60.0)
+        assert done == [0, 1, 2]
+
+
+def test_a_list_of_what_may_be_called() -> None:
+    with Cluster(2, allow=Allowed([add, Methods])) as cluster, cluster.on(0):
+        assert api.rpc_sync("worker1", add, (1, torch.ones(1))).item() == 2
+        with pytest.raises(RpcError, match="does not let others call"):
+            api.rpc_sync("worker1", who)
+        with pytest.raises(RpcError, match="does not let others call"):
+            api.rpc_sync("worker1", torch.add, (torch.ones(1), 1))
+
+
+def test_closing_ends_calls() -> None:
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        future = api.rpc_async("worker1", wait_at_gate)
+        assert Gate.reached.acquire(timeout=60.0)
+        agent.close()
+        with pytest.raises(RpcError, match="shut down"):
+            future.wait()
+        with pytest.raises(RpcError, match="shut down"):
+            api.rpc_sync("worker1", who)
+        Gate.open.set()
