@@ -3,6 +3,7 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -43,15 +44,22 @@ bool send(Outbox& outbox, const nb::bytes& message) {
 // Memory of this process' heap that is another's alone once this process lets go of it.
 std::shared_ptr<HeapMemory> give(size_t bytes, const std::shared_ptr<Process>& to) {
     const WithoutGil release;
-    return SymmetricHeap::of_process().allocate_node_shared(bytes, {nullptr, to});
+    return SymmetricHeap::of_process().allocate_node_shared(bytes, {nullptr, to}, false);
 }
+
+// How much of other processes' memory this one holds.
+std::atomic<size_t> taken_bytes{0};
 
 // What a peer has given: held until this process lets go of it.
 std::shared_ptr<HeapMemory> take(const std::shared_ptr<Process>& from, uint64_t offset,
                                  size_t bytes) {
     const size_t all = from->heap_bytes();
     if (offset > all || bytes > all - offset) throw nb::value_error("not in the peer's heap");
-    return SymmetricHeap::hold_node_shared(from, from->heap() + offset, bytes, 1);
+    auto held = SymmetricHeap::hold_node_shared(from, from->heap() + offset, bytes, 1);
+    taken_bytes += bytes;
+    auto let_go = [held, bytes](const void*) { taken_bytes -= bytes; };
+    std::byte* data = held->data;
+    return std::make_shared<HeapMemory>(data, bytes, std::shared_ptr<const void>(data, let_go));
 }
 
 }  // namespace
@@ -72,6 +80,7 @@ void bind_inbox(nb::module_& m) {
     nb::class_<Outbox>(m, "Outbox").def_static("claim", &Outbox::claim).def("send", &send);
     m.def("heap_give", &give);
     m.def("heap_take", &take);
+    m.def("heap_taken", [] { return taken_bytes.load(); });
 }
 
 }  // namespace dure

@@ -253,9 +253,10 @@ void SymmetricHeap::retire(const std::byte* data) {
 // ---- node-shared --------------------------------------------------------------------------------
 
 std::shared_ptr<HeapMemory> SymmetricHeap::allocate_node_shared(
-    size_t bytes, const std::vector<std::shared_ptr<Process>>& holders) {
-    const uint64_t offset = allocate_piece(kPage + bytes, true, true);
+    size_t bytes, const std::vector<std::shared_ptr<Process>>& holders, bool zeroed) {
+    const uint64_t offset = allocate_piece(kPage + bytes, zeroed, true);
     if (offset == kNowhere) return nullptr;
+    if (!zeroed) std::memset(base_ + offset, 0, kPage);
     for (size_t i = 0; i < holders.size(); i++) holds(offset)[i].store(1);
     // When its owner drops it, others may still hold it: `reclaim` finds out.
     auto lend = [this, offset, holders, pid = pid_](const void*) {

@@ -67,10 +67,10 @@ class SymmetricHeap {
     // At least `bytes`, from the start of a page; with `zeroed`, zeros. Null: the host has no more
     // memory, or the heap no more addresses.
     std::shared_ptr<HeapMemory> allocate(size_t bytes, bool zeroed);
-    // As `allocate`, zeroed, to be held by ranks that run in `holders`. What the caller gets holds
-    // for the first of them; each of the others makes its own with `hold_node_shared`.
+    // As `allocate`, to be held by ranks that run in `holders`. What the caller gets holds for the
+    // first of them; each of the others makes its own with `hold_node_shared`.
     std::shared_ptr<HeapMemory> allocate_node_shared(
-        size_t bytes, const std::vector<std::shared_ptr<Process>>& holders);
+        size_t bytes, const std::vector<std::shared_ptr<Process>>& holders, bool zeroed = true);
     // What rank `rank` of the holders holds of the piece that `owner` allocated and that this
     // process finds `at`.
     static std::shared_ptr<HeapMemory> hold_node_shared(const std::shared_ptr<Process>& owner,

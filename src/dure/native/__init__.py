@@ -36,6 +36,7 @@ __all__ = [
     "heap_offset",
     "heap_peer",
     "heap_take",
+    "heap_taken",
     "heap_trim",
     "heap_usage",
     "kernel_isa",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
         heap_offset,
         heap_peer,
         heap_take,
+        heap_taken,
         heap_trim,
         heap_usage,
         kernel_isa,
@@ -104,7 +106,9 @@ else:
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
     change_word = _found.change_word
-    # An extension that was built before it had them leaves sums and reading to Python.
+    # An extension that was built before it had them leaves sums and reading to Python,
+    # and counts nothing.
+    heap_taken = getattr(_found, "heap_taken", int)
     crc32c = getattr(_found, "crc32c", _slow_crc32c)
     copy_bytes = getattr(_found, "copy_bytes", _plain_copy)
     copy_from_file = getattr(_found, "copy_from_file", _copy_nothing)

@@ -32,6 +32,7 @@ __all__ = [
     "heap_offset",
     "heap_peer",
     "heap_take",
+    "heap_taken",
     "heap_trim",
     "heap_usage",
     "kernel_isa",
@@ -87,7 +88,7 @@ def _no_heap(*arguments: object) -> NoReturn:
 
 
 change_word = heap_allocate = heap_give = heap_identity = _no_heap
-heap_offset = heap_peer = heap_take = heap_trim = heap_usage = _no_heap
+heap_offset = heap_peer = heap_take = heap_taken = heap_trim = heap_usage = _no_heap
 
 
 def know_torch(tensor: type, parameter: type, reductions: list[object]) -> bool:

@@ -293,6 +293,9 @@ def heap_give(nbytes: int, to: Process, /) -> HeapMemory | None:
 def heap_take(source: Process, offset: int, nbytes: int, /) -> HeapMemory:
     """Hold memory that a peer has given, until it is let go of here."""
 
+def heap_taken() -> int:
+    """Return how many bytes of peers' memory this process holds by `heap_take`."""
+
 def heap_identity() -> tuple[int, int, int]:
     """Return how peers find the heap: pid, start time of the process, descriptor of the heap."""
 

@@ -58,6 +58,9 @@ class Workers:
         self._running = self._receiving = self._threads = 0
         self._here = threading.local()
         self._closed = False
+
+    def start(self) -> None:
+        """Begin to receive."""
         with self._lock:
             self._keep_receiving()
 
@@ -105,6 +108,11 @@ class Workers:
             self._closed = True
         self._inbox.close()
 
+    def join(self) -> None:
+        """After `close`: wait until the threads have ended; if this is one of them, all others."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._threads == self.inside)
+
     # --- the threads -------------------------------------------------------------------------
 
     def _keep_receiving(self) -> None:
@@ -125,6 +133,7 @@ class Workers:
         with self._lock:
             self._receiving -= 1
             self._threads -= 1
+            self._lock.notify_all()
 
     def _is_too_many(self) -> bool:
         with self._lock:

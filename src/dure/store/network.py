@@ -90,6 +90,11 @@ class NetworkStore(AskingStore):
         """Where the server is, in ZeroMQ's words."""
         return self._endpoint
 
+    @property
+    def key(self) -> JobKey | None:
+        """The job key; None: it talks in the clear."""
+        return self._key
+
     def close(self, serve_s: float = 0.0) -> None:
         """Say goodbye; a server that this store owns goes on until its last client has left.
 

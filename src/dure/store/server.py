@@ -24,20 +24,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from hmac import compare_digest
 
 import msgspec
 import zmq
-from zmq.utils import z85
 
 from dure.errors import DureError, StoreError
-from dure.store import tracker
 from dure.store.board import Answer, Board
 from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
-from dure.store.listener import BACKLOG, Listener
-from dure.store.tracker import ConnectionTracker, close_inherited, read_event
-from dure.store.wire import FRAME_LIMIT, Reply, frames_of, join, pack, read_request
+from dure.store.listener import Listener
+from dure.store.router import GuardedRouter, Guarding
+from dure.store.tracker import close_inherited
+from dure.store.wire import Reply, frames_of, join, pack, read_request
 
 __all__ = ["StoreServer", "adopt"]
 
@@ -50,12 +48,8 @@ _EXIT_LINGER_S = 1.0
 _BURST = 64
 """Requests that are read before the other sockets are looked at again."""
 
-_WAITING_REQUESTS = 32
-"""How many requests of one client ZeroMQ keeps for us; a client's own kernel keeps the rest."""
-
-_WAITING_REPLIES = 16
-"""How many replies are kept for a client that does not read them. A client asks one thing at a
-time, so a member never has more than one."""
+_GUARDING = Guarding(what="store", waiting_requests=32, waiting_replies=16)
+"""A client asks one thing at a time, so a member never has more than one reply."""
 
 _LONGEST_POLL_S = 3600.0
 
@@ -83,7 +77,6 @@ class StoreServer:
         self.endpoint, self.port, self.pid = listener.endpoint, listener.port, os.getpid()
         self._listen_fd = listener.fd
         self._board = Board(secrets.token_bytes(8), presence)
-        self._peers = ConnectionTracker(listener.endpoint, listener.port)
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
         self._retired: tuple[float, float] | None = None  # when it may end, and when it must
         self._at_least_s = 0.0
@@ -146,46 +139,17 @@ class StoreServer:
 
     def _open(self, listener: Listener, key: JobKey | None) -> None:
         """Make the sockets; called before the thread starts, which then owns them."""
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.linger = 0
-        self._zap.bind("inproc://zeromq.zap.01")
-        self._router = router = self._context.socket(zmq.ROUTER)
-        router.linger = 0
-        router.maxmsgsize = FRAME_LIMIT
-        router.handshake_ivl = int(1000 * tracker.HANDSHAKE_S)
-        router.backlog = BACKLOG
-        router.rcvhwm, router.sndhwm = _WAITING_REQUESTS, _WAITING_REPLIES
-        router.router_mandatory = True  # so that we learn of those that do not read
-        router.tcp_keepalive, router.tcp_keepalive_idle = 1, 60
-        router.ipv6 = "[" in listener.endpoint
-        self._admitted = b""
-        if key is not None:
-            self._admitted = z85.decode(key.pair("store client").public)
-            router.curve_server = True
-            key.arm(router, "store server")
-            router.zap_domain = b"dure"
-            if listener.endpoint.startswith("ipc://") and hasattr(zmq, "IPC_FILTER_UID"):
-                router.set(zmq.IPC_FILTER_UID, os.getuid())  # other users are not even accepted
-        events = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
-        events |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-        router.monitor("inproc://monitor", events)
-        self._monitor = self._context.socket(zmq.PAIR)
-        self._monitor.linger = 0
-        self._monitor.rcvhwm = 0  # ZeroMQ's I/O thread must never wait for this one
-        self._monitor.connect("inproc://monitor")
-        if listener.fd >= 0:
-            router.use_fd = listener.fd
-        router.bind(listener.endpoint)
+        self._guarded = GuardedRouter(self._context, listener, key, _GUARDING)
+        self._router, self._peers = self._guarded.socket, self._guarded.peers
 
     def _close_sockets(self) -> None:
-        self._peers.tidy(float("inf"))
         self._context.destroy(linger=0)
         self._waker.close()
         self._wakened.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._router, self._zap, self._monitor, self._wakened):
+        for source in (*self._guarded.sources, self._wakened):
             poller.register(source, zmq.POLLIN)
         try:
             while not self._ended():
@@ -196,7 +160,8 @@ class StoreServer:
                     _log.exception("the store's server goes on after an error")
         finally:
             self._stopping = True
-            self._router.disable_monitor()
+            self._peers.tidy(float("inf"))
+            self._guarded.close()
             self._close_sockets()
             _servers.discard(self)  # last, so that whoever does not find it finds a free port
 
@@ -227,10 +192,8 @@ class StoreServer:
     def _serve(self, ready: dict[object, int]) -> None:
         if self._wakened.fileno() in ready:
             self._wakened.recv(4096)
-        if self._monitor in ready:
-            self._watch()
-        if self._zap in ready:
-            self._admit()
+        for gone in self._guarded.serve(ready):
+            self._board.leave(gone)
         if self._router in ready:
             self._answer_requests()
         now = time.monotonic()
@@ -247,12 +210,8 @@ class StoreServer:
 
     def _read(self, client: bytes) -> list[bytes]:
         """Read the frames of one request; the first one of a client says which connection it is."""
-        router = self._router
-        if client in self._peers.clients:
-            return router.recv_multipart()
-        first = router.recv(copy=False)
-        self._peers.admit(client, first.get(zmq.SRCFD))
-        return [first.bytes, *(router.recv_multipart() if router.rcvmore else ())]
+        first = self._guarded.receive(client)
+        return [first, *(self._router.recv_multipart() if self._router.rcvmore else ())]
 
     def _handle(self, client: bytes, frames: list[bytes]) -> list[Answer]:
         try:
@@ -277,26 +236,6 @@ class StoreServer:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:  # else it has left, and nobody misses the reply
                     raise
-
-    def _admit(self) -> None:
-        """Answer ZeroMQ's question about one client that has proved its public key (RFC 27)."""
-        frames = self._zap.recv_multipart()
-        number, mechanism, credentials = frames[1], frames[5], frames[6:]
-        known = (
-            mechanism == b"CURVE"
-            and len(credentials) == 1
-            and compare_digest(credentials[0], self._admitted)
-        )
-        verdict = (b"200", b"OK") if known else (b"400", b"another job key")
-        self._zap.send_multipart([b"1.0", number, *verdict, b"", b""])
-
-    def _watch(self) -> None:
-        """Follow who connects, leaves or is refused."""
-        while self._monitor.poll(0):
-            event, value = read_event(self._monitor)
-            gone = self._peers.event(event, value)
-            if gone:
-                self._board.leave(gone)
 
     def forget_inherited(self) -> None:
         """In a forked child: give up the sockets, which are the parent's.

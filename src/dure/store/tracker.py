@@ -47,6 +47,7 @@ class ConnectionTracker:
     Args:
         endpoint: Where the server listens.
         port: The same as a number; 0 for a Unix socket.
+        what: Its name, for people.
 
     Attributes:
         strangers: Who they are (host, port), by descriptor, the oldest first.
@@ -54,8 +55,8 @@ class ConnectionTracker:
         clients: The identities alone.
     """
 
-    def __init__(self, endpoint: str, port: int) -> None:
-        self._endpoint, self._port = endpoint, port
+    def __init__(self, endpoint: str, port: int, what: str = "the store") -> None:
+        self._endpoint, self._port, self._what = endpoint, port, what
         self.strangers: dict[int, tuple[str, int]] = {}
         self.members: dict[int, bytes] = {}
         self.clients: set[bytes] = set()
@@ -117,7 +118,8 @@ class ConnectionTracker:
             name, reason = self._last
             more = f" and {self._unsaid - 1} more" if self._unsaid > 1 else ""
             who = name or "a peer that has hung up"
-            _log.warning("the store at %s refused %s%s: %s", self._endpoint, who, more, reason)
+            where = f"{self._what} at {self._endpoint}"
+            _log.warning("%s refused %s%s: %s", where, who, more, reason)
             self._unsaid, self._said, self._last = 0, now, ("", "")
 
     def _shut_down(self, fd: int, peer: tuple[str, int]) -> None:

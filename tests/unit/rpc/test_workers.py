@@ -26,11 +26,13 @@ def serving(
         return lambda: function(made)
 
     made = Workers(inbox, sort, lambda _, error: refused.append(str(error)), slots)
+    made.start()
     try:
         yield made, inbox, refused
     finally:
         made.close()
-        wait_until(lambda: made.counts[2] == 0)
+        made.join()
+        assert made.counts[2] == 0
 
 
 def wait_until(done: Callable[[], bool]) -> None:

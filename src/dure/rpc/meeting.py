@@ -1,0 +1,125 @@
+"""How a process joins the others: it finds the store, says who it is, and gets its transport."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from dure import native
+from dure.rpc.peers import Peer, Peers
+from dure.rpc.sockets import Sockets
+from dure.rpc.transport import HostTransport
+from dure.store.address import outward_address, resolve
+from dure.store.base import Store
+from dure.store.identity import myself
+from dure.store.init_method import find_place
+from dure.store.key import KEY_BYTES, JobKey, mint
+from dure.store.listener import listen
+from dure.store.network import NetworkStore
+from dure.store.prefix import PrefixStore
+from dure.store.rendezvous import rendezvous
+
+__all__ = ["Meeting", "connect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Who joins, and where.
+
+    Attributes:
+        name: The process's name.
+        rank: Its rank, and id; -1: the environment's or the `init_method`'s, and with dynamic
+            membership any.
+        world_size: How many there are; -1 likewise; None: any number, who join and leave at any
+            time.
+        init_method: Where they meet, as in `init_process_group`.
+        store: A store to meet in, instead.
+        timeout: How long to wait for each other.
+    """
+
+    name: str
+    rank: int = -1
+    world_size: int | None = -1
+    init_method: str | None = None
+    store: Store | None = None
+    timeout: timedelta = timedelta(seconds=60)
+
+
+def connect(
+    meeting: Meeting, slots: int, shared_memory: bool = True, unreachable_s: float = 10.0
+) -> HostTransport:
+    """Join, and return the transport, not started yet.
+
+    Args:
+        meeting: Who joins, and where.
+        slots: How many calls run at a time.
+        shared_memory: False: all messages go through sockets.
+        unreachable_s: How long a process of another host is looked for until it counts as gone.
+
+    Raises:
+        RendezvousError: The processes could not meet, or two have one name.
+        StoreError: No socket can be opened.
+
+    Collective:
+        In a fixed world all call, and wait for each other.
+    """
+    store, rank, world_size, address, leave = _met(meeting)
+    try:
+        if store.compare_set("world", "", name := uuid.uuid4().hex) != name.encode():
+            name = store.get("world").decode()
+        listener = listen(resolve(address or outward_address(store), 0, "this host's address"))
+        sockets = Sockets(listener, _key_of(store), name, unreachable_s)
+        inbox = native.Inbox()
+        heap, process = native.heap_identity(), myself()
+        me = Peer(meeting.name, rank, process, heap, inbox.offset, listener.endpoint)
+        try:
+            peers = Peers.meet(store, me, world_size) if world_size else Peers.join(store, me)
+        except BaseException:
+            sockets.close()
+            raise
+    except BaseException:
+        leave()
+        raise
+    return HostTransport(inbox, peers, sockets, slots, shared_memory, leave)
+
+
+def _met(meeting: Meeting) -> tuple[Store, int, int, str, Callable[[], None]]:
+    """Return a store, this process's rank, the world size (0: any), its address, and how to leave.
+
+    The address is empty where others may be on other hosts.
+    """
+    rank, size, given = meeting.rank, meeting.world_size, meeting.store
+    if size is not None:
+        world = rendezvous(
+            meeting.init_method, rank, size, given, meeting.timeout, group_name="rpc"
+        )
+        address = "127.0.0.1" if world.same_host else ""
+        return world.store, world.rank, world.world_size, address, world.close
+    if given is not None:
+        return PrefixStore("dure/rpc", given), rank, 0, "", _nothing
+    url = meeting.init_method or "env://"
+    # who has no rank is not the one who serves the store
+    spot = find_place(url, rank if rank >= 0 or url.startswith("env:") else 1, 1)
+    base = spot.place.open(spot.rank, 1, meeting.timeout.total_seconds())
+    return PrefixStore(f"dure/{spot.place.name}/rpc", base), rank, 0, "", base.close
+
+
+def _nothing() -> None:
+    pass
+
+
+def _key_of(store: Store) -> JobKey | None:
+    """Return the job key of the network store at the bottom of `store`.
+
+    Other stores are as private as their file or their server is: those who meet there make a key.
+    """
+    base = store
+    while (inner := getattr(base, "underlying_store", None)) is not None:
+        base = inner
+    if isinstance(base, NetworkStore):
+        return base.key
+    key = mint()
+    there = store.compare_set("key", "", key.raw)
+    return JobKey(there[:KEY_BYTES])

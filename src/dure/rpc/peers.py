@@ -1,0 +1,273 @@
+"""Who takes part in RPC: who they are, where they are reached, who has come and who is gone.
+
+Processes meet in a store. In a *fixed world* of n each has a rank, which is its id; all are there
+before anybody goes on, and what is wrong (two with one name, say) is an error on all. With *dynamic
+membership* a process joins and leaves at any time.
+
+What changes is a *log* in the store, `event/0`, `event/1`, ...: whoever has something to say writes
+it at the end, by compare-and-set, so that all read the same, in the same order; who wants to join
+reads it all before, and so knows whether its name is free. A fixed world of one host needs no log,
+for there the kernel tells of deaths.
+
+An id is never used again: a process that was given up stays so, and who comes again under its name
+has another id.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import msgspec
+
+from dure.errors import RendezvousError, RpcError, StoreError, StoreTimeout
+from dure.rpc.names import WorkerInfo
+from dure.store.base import Store
+from dure.store.identity import Identity, alive
+
+__all__ = ["Peer", "Peers"]
+
+_NAMED_S = 15.0
+"""How long a name is waited for whose last owner, on another host, is perhaps gone."""
+
+_LOOK_S = 0.1
+_CLOSE_S = 5.0
+_LONG = timedelta(hours=1)
+_LEFT = "it left"
+
+_log = logging.getLogger("dure.rpc")
+
+
+class Peer(msgspec.Struct, array_like=True, frozen=True):
+    """A process that takes part.
+
+    Args:
+        name: Its name.
+        id: Its id.
+        process: Who it is.
+        heap: How others of its host find its memory.
+        inbox: Where in it its inbox is.
+        endpoint: Where its socket is.
+    """
+
+    name: str
+    id: int
+    process: Identity
+    heap: tuple[int, int, int]
+    inbox: int
+    endpoint: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (id {self.id}, {self.process})"
+
+
+class _Event(msgspec.Struct, array_like=True, frozen=True):
+    """That a process has joined, or (`joined` None) that the process `gone` is gone, and how."""
+
+    joined: Peer | None = None
+    gone: int = -1
+    how: str = ""
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_read_peer = msgspec.msgpack.Decoder(Peer).decode
+_read_event = msgspec.msgpack.Decoder(_Event).decode
+
+
+class Peers:
+    """The processes, as this one knows them; made by `meet` or `join`.
+
+    Args:
+        store: Keys of this world alone.
+        own_id: This process's id.
+        known: The processes that are there.
+        logged: Whether there is a log.
+
+    Threads: all methods may be called from any thread.
+    """
+
+    def __init__(self, store: Store, own_id: int, known: Sequence[Peer], logged: bool) -> None:
+        self._store, self.own_id, self._logged = store, own_id, logged
+        self._lock = threading.Lock()
+        self._by_id = {peer.id: peer for peer in known}
+        self._gone: dict[int, str] = {}
+        self._next = 0  # the event that is read next
+        self._reading = threading.Lock()  # held while the log is read
+        self._untold: deque[_Event] = deque()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def meet(cls, store: Store, me: Peer, world_size: int) -> Peers:
+        """Meet the others of a fixed world; `me.id` is this process's rank.
+
+        Collective:
+            All call, and wait for each other as long as the store's timeout.
+
+        Raises:
+            RendezvousError: Two have one name, or a name cannot be one; on all.
+        """
+        store.set(f"peer/{me.id}", _pack(me))
+        found = store.multi_get([f"peer/{rank}" for rank in range(world_size)])
+        known = [_read_peer(each) for each in found]
+        names: dict[str, Peer] = {}
+        for peer in known:
+            _check_name(peer)
+            other = names.setdefault(peer.name, peer)
+            if other is not peer:
+                raise _not_unique(peer, other)
+        one_host = len({peer.process.host_id for peer in known}) == 1
+        return cls(store, me.id, known, logged=not one_host)
+
+    @classmethod
+    def join(cls, store: Store, me: Peer) -> Peers:
+        """Join those that are there; `me.id` is the id that is wanted, -1 for any.
+
+        Where another process has had that id, the next one that is free is taken.
+
+        Raises:
+            RendezvousError: A living process has this name, or the name cannot be one.
+        """
+        _check_name(me)
+        peers = cls(store, me.id, (), logged=True)
+        deadline = time.monotonic() + _NAMED_S
+        while True:
+            peers._read()
+            other = next((p for p in peers.all() if p.name == me.name), None)
+            if other is None:
+                id = me.id
+                if id < 0 or id in peers._by_id:
+                    id = max(peers._by_id, default=-1) + 1
+                if peers._write(_Event(joined=msgspec.structs.replace(me, id=id))):
+                    peers.own_id = id
+                    peers._read()
+                    return peers
+            elif alive(other.process) is False:
+                peers._write(_Event(gone=other.id))
+            elif alive(other.process) or time.monotonic() >= deadline:
+                raise _not_unique(me, other)
+            else:
+                time.sleep(_LOOK_S)
+
+    @property
+    def me(self) -> Peer:
+        """This process."""
+        return self._by_id[self.own_id]
+
+    def all(self) -> list[Peer]:
+        """Return those that are there, this process among them, by id."""
+        with self._lock:
+            return [peer for id, peer in sorted(self._by_id.items()) if id not in self._gone]
+
+    def find(self, id: int) -> Peer | None:
+        """Return the process with an id, also one that is gone; None: there never was one."""
+        if id not in self._by_id and self._logged:
+            self._read()
+        return self._by_id.get(id)
+
+    def named(self, name: str) -> Peer | None:
+        """Return the process with a name; None: there is none."""
+        found = next((peer for peer in self.all() if peer.name == name), None)
+        if found is None and self._logged:
+            self._read()
+            found = next((peer for peer in self.all() if peer.name == name), None)
+        return found
+
+    def watch(self, joined: Callable[[Peer], None], gone: Callable[[int, str], None]) -> None:
+        """Be told of all that are there already, and from now on of who joins and who is gone.
+
+        They are told in the order in which it happened, by a thread of this object's, and `joined`
+        perhaps twice of one. Of this process, `gone` is told if others have given it up.
+        """
+        for peer in self.all():
+            if peer.id != self.own_id:
+                joined(peer)
+        if self._logged:
+            self._thread = threading.Thread(
+                target=self._wait, args=(joined, gone), name="dure-rpc-peers", daemon=True
+            )
+            self._thread.start()
+
+    def give_up(self, id: int, how: str) -> None:
+        """Tell the others that a process is gone for good; returns at once."""
+        if self._logged and not self._closed:
+            event = _Event(gone=id, how=how)
+            threading.Thread(target=self._append, args=(event,), daemon=True).start()
+
+    def close(self) -> None:
+        """Leave."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._logged:
+            self._append(_Event(gone=self.own_id, how=_LEFT))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
+
+    # --- the log -----------------------------------------------------------------------------
+
+    def _append(self, event: _Event) -> None:
+        """Write an event at the end, unless it tells of one who is known to be gone."""
+        try:
+            while event.gone not in self._gone and not self._write(event):
+                self._read()
+        except StoreError as error:
+            _log.warning("the others cannot be told of who is gone: %s", error)
+
+    def _write(self, event: _Event) -> bool:
+        """Write the event that is next; False: another has written it."""
+        packed = _pack(event)
+        return self._store.compare_set(f"event/{self._next}", "", packed) == packed
+
+    def _read(self) -> None:
+        """Read the events that are new."""
+        with self._reading:
+            while self._store.check([f"event/{self._next}"]):
+                event = _read_event(self._store.get(f"event/{self._next}"))
+                with self._lock:
+                    self._next += 1
+                    if event.joined is not None:
+                        self._by_id[event.joined.id] = event.joined
+                    elif event.gone in self._gone:
+                        continue
+                    else:
+                        self._gone[event.gone] = event.how
+                self._untold.append(event)
+
+    def _wait(self, joined: Callable[[Peer], None], gone: Callable[[int, str], None]) -> None:
+        """In a thread of its own: wait for events, and tell of them."""
+        while not self._closed:
+            while self._untold:
+                event = self._untold.popleft()
+                if event.joined is None:
+                    gone(event.gone, event.how)
+                elif event.joined.id != self.own_id:
+                    joined(event.joined)
+            try:
+                self._store.wait([f"event/{self._next}"], _LONG)
+                self._read()
+            except StoreTimeout:
+                continue
+            except StoreError as error:
+                if not self._closed:
+                    _log.warning("who joins and leaves RPC is no longer known: %s", error)
+                return
+
+
+def _check_name(peer: Peer) -> None:
+    try:
+        WorkerInfo(peer.name, peer.id)
+    except RpcError as error:
+        raise RendezvousError(error.what, seen=f"{error.seen}, of {peer.process}") from None
+
+
+def _not_unique(peer: Peer, other: Peer) -> RendezvousError:
+    return RendezvousError(
+        f"the RPC worker name {peer.name!r} is not unique",
+        seen=f"{other.process} (id {other.id}) has it, and {peer.process} wants it",
+        fix="Give every process a name of its own (init_rpc(name)).",
+    )

@@ -1,0 +1,436 @@
+"""How messages reach the other processes of the job.
+
+**Within a host** a message goes through a ring of shared memory (`csrc/core/inbox.h`), read by
+whichever thread is free. The memory of its tensors is copied once, by the sender, into memory of
+its heap that is the receiver's alone from then on; so is a message that is too long for a ring. A
+process has 16 rings for those that send to it. Where a ring is full, or there is none, the message
+goes through a socket; nobody ever waits for a receiver.
+
+**Between hosts** all goes through sockets (`sockets`).
+
+**Who is gone.** The kernel tells of processes of this host, by their pidfds; one thread listens.
+Processes of other hosts are gone when they cannot be reached for a while, or when others say so
+(`peers`). Before the program is told, what came from the process is read; a message that some
+thread holds in its hands at that moment is dropped, as if it had never arrived.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from dure import native
+from dure.errors import PeerLost, RpcError
+from dure.rpc.envelope import Envelope, Memory, Transport, Waiter
+from dure.rpc.peers import Peer, Peers
+from dure.rpc.sockets import Sockets, Told
+from dure.rpc.workers import Workers
+from dure.store.identity import start_of
+
+__all__ = ["HostTransport"]
+
+_INLINE_BYTES = 4096
+"""Memory up to this size travels in the envelope."""
+
+_RING_BYTES = 16 << 10
+"""Messages above this size travel as memory do."""
+
+_MOST_TAKEN_BYTES = 1 << 30
+"""How much of other processes' memory this one keeps; what comes then is copied."""
+
+_RINGS = 16
+_BUSY = 64  # messages to a process, after which a ring is asked for where there are many processes
+_OWN = b"\xc0"  # stands in the inbox for a message of this process to itself
+_ELSEWHERE = -1  # the kind of an envelope whose only memory holds the envelope
+
+_log = logging.getLogger("dure.rpc")
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Envelope).decode
+
+_kept: list[native.Inbox] = []
+"""Inboxes that were closed: peers that do not know it yet still write into their memory."""
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """A peer, and how it is reached.
+
+    Attributes:
+        process: Its memory, if it is used.
+        sent: How many messages were sent to it without a ring.
+        lost: How it ended.
+        reading: Held while a message of it is told, so that none is after its end.
+    """
+
+    peer: Peer
+    near: bool
+    process: native.Process | None = None
+    outbox: native.Outbox | None = None
+    sent: itertools.count[int] = field(default_factory=itertools.count)
+    lost: str | None = None
+    reading: threading.Lock = field(default_factory=threading.Lock)
+
+
+class HostTransport(Transport, Told):
+    """A `Transport` (see `envelope`) between processes that share a store.
+
+    Args:
+        inbox: This process's.
+        peers: Who takes part.
+        sockets: This process's; not started.
+        slots: How many calls run at a time.
+        shared_memory: False sends everything through sockets.
+        leave: Called at the end.
+
+    Attributes:
+        joined: Told of each process (id, name), before the first message of it is; may be set
+            before `start`.
+
+    Threads: all methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        inbox: native.Inbox,
+        peers: Peers,
+        sockets: Sockets,
+        slots: int,
+        shared_memory: bool = True,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._inbox, self.peers, self._sockets, self._slots = inbox, peers, sockets, slots
+        self._shared_memory, self._leave = shared_memory, leave
+        self._id, self._host = peers.own_id, peers.me.process.host_id
+        self._ways: dict[int, _Way] = {}
+        self._own: deque[tuple[Envelope, list[torch.Tensor]]] = deque()
+        self._deaths = _Deaths(self._ended)
+        self.joined: Callable[[int, str], None] = lambda id, name: None
+        self._joining = threading.RLock()
+        self._claiming = threading.Lock()
+        self._closed = False
+
+    def start(
+        self,
+        receive: Callable[[Envelope, list[torch.Tensor]], Callable[[], None] | None],
+        broken: Callable[[int], None],
+        died: Callable[[int, str], None],
+        refuse: Callable[[Callable[[], None], RpcError], None],
+    ) -> None:
+        self._receive, self._broken, self._died = receive, broken, died
+        self._workers = Workers(self._inbox, self._sort, refuse, self._slots)
+        self.peers.watch(self._add, self._lost)
+        self._sockets.start(self._id, self)
+        self._workers.start()
+
+    def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
+        if to == self._id:
+            self._own.append((envelope, [memory.clone() for memory in memories]))
+            self._inbox.post(_OWN)
+            return
+        way = self._way(to)
+        if way is None or way.lost is not None:
+            raise self._lost_error(to, way)
+        raw: Sequence[bytes] = ()
+        if way.process is not None:
+            envelope.memories = [_given(way.process, memory) for memory in memories]
+            packed = self._short(way.process, _encode(envelope))
+            outbox = way.outbox or self._claim(way, way.process)
+            if outbox is not None and outbox.send(packed):
+                return
+        else:
+            envelope.memories = [_described(memory) for memory in memories]
+            raw = [_bytes(memory) for memory in memories if len(memory) > _INLINE_BYTES]
+            packed = _encode(envelope)
+        self._sockets.send(to, way.peer.endpoint, way.near, packed, raw)
+
+    def ticket(self) -> Waiter:
+        return native.Ticket()
+
+    def complete(self, ticket: Waiter) -> None:
+        assert isinstance(ticket, native.Ticket)
+        self._inbox.complete(ticket)
+
+    def wait(self, ticket: Waiter, seconds: float) -> bool:
+        assert isinstance(ticket, native.Ticket)
+        deadline = time.monotonic() + seconds
+        with self._workers.aside():
+            while True:
+                left_s = min(max(0.0, deadline - time.monotonic()), 1e6)
+                message = self._inbox.next(ticket, left_s)
+                if not isinstance(message, bytes):
+                    return ticket.done
+                self._take(message)
+
+    def submit(self, call: Callable[[], None]) -> None:
+        self._workers.submit(call)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._workers.close()
+        self._workers.join()
+        self._sockets.close()
+        self._deaths.close()
+        self.peers.close()
+        self._leave()
+        _kept.append(self._inbox)
+        for way in self._ways.values():
+            way.outbox = way.process = None
+
+    # --- who is there ------------------------------------------------------------------------
+
+    def _way(self, id: int) -> _Way | None:
+        way = self._ways.get(id)
+        if way is None:
+            peer = self.peers.find(id)
+            if peer is not None:
+                self._add(peer)
+                way = self._ways.get(id)
+        return way
+
+    def _add(self, peer: Peer) -> None:
+        with self._joining:
+            if peer.id in self._ways:
+                return
+            way = _Way(peer, peer.process.host_id == self._host)
+            if way.near and self._shared_memory:
+                with suppress(OSError):  # another container, perhaps: its socket may do
+                    way.process = native.heap_peer(*peer.heap)
+            self.joined(peer.id, peer.name)
+            self._ways[peer.id] = way
+        if way.near:
+            self._deaths.watch(peer)
+
+    def _lost_error(self, id: int, way: _Way | None) -> PeerLost:
+        if way is None:
+            return PeerLost(f"there is no process with the id {id}", peer=id)
+        peer = way.peer
+        return PeerLost(
+            f"worker {peer.name!r} is gone",
+            peer=id,
+            pid=peer.process.pid,
+            host=peer.process.host,
+            exit=way.lost or None,
+            seen=way.lost or "",
+        )
+
+    def _ended(self, id: int) -> None:
+        """A process of this host has ended; told by the thread that listens."""
+        way = self._ways[id]
+        how = way.process.fate() if way.process is not None else ""
+        self._read_ring_of(way, ended=True)
+        self._sockets.finish(id, lambda: self._end(way, how))
+        self.peers.give_up(id, how)
+
+    def _lost(self, id: int, how: str) -> None:
+        """Others say that a process is gone, or that this one is; told by the peers' thread."""
+        if id == self._id:
+            _log.error("the others have given this process up: %s", how)
+            for way in list(self._ways.values()):
+                self._end(way, f"it has given this process up ({how})")
+            return
+        way = self._way(id)
+        if way is not None:
+            self._read_ring_of(way, ended=False)
+            self._sockets.finish(id, lambda: self._end(way, how))
+
+    def _read_ring_of(self, way: _Way, ended: bool) -> None:
+        """Read what is in the rings now; free that of a process that has ended."""
+        nobody = native.Ticket()
+        while not (ended and self._inbox.forget(way.peer.process.pid)):
+            message = self._inbox.next(nobody, 0.0)
+            if not isinstance(message, bytes):
+                break
+            self._take(message)
+        if ended:
+            self._inbox.forget(way.peer.process.pid)
+
+    def _end(self, way: _Way, how: str) -> None:
+        with way.reading:
+            if way.lost is not None or self._closed:
+                return
+            way.lost = how
+        with self._claiming:
+            way.outbox = None
+        self._sockets.forget(way.peer.id)
+        self._died(way.peer.id, how)
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def _short(self, process: native.Process, packed: bytes) -> bytes:
+        """Return a message, or, where it is long, one that says where in the memory it lies."""
+        count = len(packed)
+        given = native.heap_give(count, process) if count > _RING_BYTES else None
+        if given is None:
+            return packed
+        memoryview(given)[:count] = packed
+        there = Memory(offset=given.offset, nbytes=count)
+        return _encode(Envelope(_ELSEWHERE, self._id, memories=[there]))
+
+    def _claim(self, way: _Way, process: native.Process) -> native.Outbox | None:
+        """Ask for a ring: at once where there are enough for all, else for busy traffic."""
+        if len(self._ways) > _RINGS and (next(way.sent) + 1) % _BUSY:
+            return None
+        with self._claiming:
+            if way.outbox is None and way.lost is None:
+                way.outbox = native.Outbox.claim(process, way.peer.inbox)
+            return way.outbox
+
+    # --- receiving ---------------------------------------------------------------------------
+
+    def _take(self, message: bytes) -> None:
+        """Deal with a message that a thread has read which runs no calls."""
+        try:
+            call = self._sort(message)
+        except Exception:
+            _log.exception("a message could not be read")
+            return
+        if call is not None:
+            self._workers.submit(call)
+
+    def _sort(self, message: bytes) -> Callable[[], None] | None:
+        if message == _OWN:
+            return self._receive(*self._own.popleft())
+        return self._tell(_decode(message), ())
+
+    def _tell(self, envelope: Envelope, raw: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """Tell of a message; `raw` are the memories that came through a socket."""
+        way = self._way(envelope.sender)
+        if way is None:
+            raise ValueError(f"a message of a process {envelope.sender} that nobody knows")
+        if envelope.kind == _ELSEWHERE:
+            there = envelope.memories[0]
+            taken = native.heap_take(self._process(way), there.offset, there.nbytes)
+            envelope = _decode(memoryview(taken))
+        rest = iter(raw)
+        memories = [
+            next(rest) if row.nbytes and row.offset < 0 else self._memory(way, row)
+            for row in envelope.memories
+        ]
+        with way.reading:
+            return self._receive(envelope, memories) if way.lost is None else None
+
+    def _memory(self, way: _Way, row: Memory) -> torch.Tensor:
+        if row.offset < 0:
+            if not row.data:
+                return torch.empty(0, dtype=torch.uint8)
+            return torch.frombuffer(bytearray(row.data), dtype=torch.uint8)
+        taken = native.heap_take(self._process(way), row.offset, row.nbytes)
+        memory = torch.frombuffer(taken, dtype=torch.uint8)
+        return memory.clone() if native.heap_taken() > _MOST_TAKEN_BYTES else memory
+
+    def _process(self, way: _Way) -> native.Process:
+        if way.process is None:
+            raise ValueError(f"a message in the memory of {way.peer}, which is not known here")
+        return way.process
+
+    # --- what the sockets tell ---------------------------------------------------------------
+
+    def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
+        envelope = _decode(body)
+        if envelope.sender != sender:
+            raise ValueError(f"a message of {envelope.sender} from {sender}")
+        call = self._tell(envelope, memories)
+        if call is not None:
+            self._workers.submit(call)
+
+    def broken(self, peer: int) -> None:
+        way = self._ways.get(peer)
+        if way is not None and way.lost is None and not self._closed:
+            self._broken(peer)
+
+    def unreachable(self, peer: int) -> None:
+        way, how = self._ways[peer], "it could not be reached"
+        self._end(way, how)
+        self.peers.give_up(peer, how)
+
+
+class _Deaths:
+    """Tells of processes of this host that have ended, from a thread of its own."""
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self._told = ended
+        self._lock = threading.Lock()
+        self._peers: dict[int, Peer] = {}  # by descriptor
+        self._poll = select.epoll()
+        self._waker, self._wakened = socket.socketpair()
+        self._poll.register(self._wakened, select.EPOLLIN)
+        self._thread: threading.Thread | None = None
+
+    def watch(self, peer: Peer) -> None:
+        """Tell when `peer` has ended, be it already."""
+        try:
+            descriptor = os.pidfd_open(peer.process.pid)
+        except ProcessLookupError:
+            descriptor = -1
+        if start_of(peer.process.pid) != peer.process.start:  # another has its number
+            if descriptor >= 0:
+                os.close(descriptor)
+            threading.Thread(target=self._told, args=(peer.id,), daemon=True).start()
+            return
+        with self._lock:
+            self._peers[descriptor] = peer
+            self._poll.register(descriptor, select.EPOLLIN)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="dure-rpc-deaths", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """End."""
+        self._waker.send(b"!")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        for descriptor in self._peers:
+            os.close(descriptor)
+        self._poll.close()
+        self._waker.close()
+        self._wakened.close()
+
+    def _run(self) -> None:
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._wakened.fileno():
+                    return
+                self._poll.unregister(descriptor)
+                with self._lock:
+                    peer = self._peers.pop(descriptor)
+                os.close(descriptor)
+                try:
+                    self._told(peer.id)
+                except Exception:
+                    _log.exception("the end of %s could not be told", peer)
+
+
+def _bytes(memory: torch.Tensor) -> bytes:
+    return memory.numpy().tobytes()
+
+
+def _described(memory: torch.Tensor) -> Memory:
+    """Return what stands for memory that is sent through a socket."""
+    count = len(memory)
+    return Memory(data=_bytes(memory)) if count <= _INLINE_BYTES else Memory(nbytes=count)
+
+
+def _given(to: native.Process, memory: torch.Tensor) -> Memory:
+    """Return what stands for memory that is given to a process of this host."""
+    count = len(memory)
+    given = native.heap_give(count, to) if count > _INLINE_BYTES else None
+    if given is None:
+        return Memory(data=_bytes(memory))
+    torch.frombuffer(given, dtype=torch.uint8)[:count].copy_(memory)
+    return Memory(offset=given.offset, nbytes=count)
