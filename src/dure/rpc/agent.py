@@ -174,7 +174,6 @@ class Agent:
     Args:
         me: This process.
         transport: Not started yet.
-        workers: All that are known, this one included.
         timeout: Of calls that give none, in seconds; 0 is none.
         allow: What others may call; None: everything.
         static: Whether nobody joins.
@@ -187,7 +186,6 @@ class Agent:
         self,
         me: WorkerInfo,
         transport: Transport,
-        workers: Iterable[WorkerInfo],
         timeout: float = 60.0,
         allow: Allowed | None = None,
         static: bool = True,
@@ -210,12 +208,10 @@ class Agent:
         self._values: dict[RefId, _Value] = {}
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
         self._busy = self._started = 0
-        for worker in workers:
-            self.joined(worker)
 
     def start(self) -> None:
         """Begin to receive."""
-        self.transport.start(self.receive, self.broken, self.died, self._refused)
+        self.transport.start(self.receive, self.broken, self.died, self._refused, self.joined)
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -248,8 +244,9 @@ class Agent:
             raise RpcError("could not find destination", seen=f"{to!r}", fix=f"There are: {names}.")
         return found
 
-    def joined(self, worker: WorkerInfo) -> None:
-        """Take note of a process."""
+    def joined(self, id: int, name: str) -> None:
+        """Take note of a process; the transport calls this."""
+        worker = WorkerInfo(name, id)
         with self._step():
             self._workers[worker.id] = worker
             self._ids[worker.name] = worker.id

@@ -106,6 +106,7 @@ class Transport(Protocol):
         broken: Callable[[int], None],
         died: Callable[[int, str], None],
         refuse: Callable[[Callable[[], None], RpcError], None],
+        joined: Callable[[int, str], None],
     ) -> None:
         """Begin to receive.
 
@@ -119,6 +120,8 @@ class Transport(Protocol):
             died: Told once, after all that came from it, of a process that is gone for good, and
                 how it ended ("exit code 3", "signal 9 (SIGKILL)", or empty).
             refuse: Told of a call, which `receive` returned, for which there is no thread.
+            joined: Told of each process, before anything comes from it: its id and its name. Those
+                that are there, this one too, are told before this returns.
         """
         ...
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from random import Random
 from types import TracebackType
@@ -117,8 +117,11 @@ class LocalTransport:
         broken: Callable[[int], None],
         died: Callable[[int, str], None],
         refuse: Callable[[Callable[[], None], RpcError], None],
+        joined: Callable[[int, str], None],
     ) -> None:
         """Begin to receive; no call is ever refused."""
+        for id in self.network.transports:
+            joined(id, f"worker{id}")
         self._receive, self.on_broken, self.on_died = receive, broken, died
         self._spawn(self._work)
 
@@ -187,8 +190,9 @@ class LocalTransport:
 
     def _spawn(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, daemon=True, name=f"rpc-{self.id}")
-        self._threads = [thread, *(t for t in self._threads if t.is_alive())]
-        thread.start()
+        with self._bell:
+            thread.start()
+            self._threads = [thread, *(t for t in self._threads if t.is_alive())]
 
     def _work(self) -> None:
         while self._open:
@@ -249,8 +253,7 @@ class Cluster:
         infos = [WorkerInfo(f"worker{id}", id) for id in range(size)]
         transports = [LocalTransport(self.network, id, slots) for id in range(size)]
         self.agents = [
-            Agent(info, transport, infos, **how)
-            for info, transport in zip(infos, transports, strict=True)
+            Agent(info, transport, **how) for info, transport in zip(infos, transports, strict=True)
         ]
         for agent in self.agents:
             agent.start()
@@ -294,5 +297,6 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
-        for agent in self.agents:
-            agent.close()
+        with ExitStack() as stack:
+            for agent in self.agents:
+                stack.callback(agent.close)
