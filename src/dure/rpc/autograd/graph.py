@@ -24,8 +24,8 @@ itself, for these (`_pass_on`).
 would see parts of it, and be called for each. So they are set aside while a segment runs, and are
 called when the node behind the border is executed. Autograd does not tell which hooks a node has:
 leaves name their tensor; for all others `Tensor.register_hook` is followed (`follow_hooks`). Hooks
-of leaves, those of their accumulating nodes included, are called when the leaf's node runs, with
-`.grad` set aside.
+of leaves, those of their accumulating nodes included, are called at the end of the pass, in one run
+of the engine (data parallelism counts on that), with `.grad` set aside.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LocalGraph:
 
     Attributes:
         roots: As given.
-        leaves: The gradients of leaves whose segments have run.
+        leaves: The gradients of leaves, when all segments have run.
         received: Those of the nodes given that some root reaches.
         unreached: The others.
 
@@ -134,8 +134,9 @@ class LocalGraph:
         for mask in sorted(ready, key=int.bit_count):
             nodes = self._segments.pop(mask)
             self._run({node for node in nodes if not self._is_end(node)})
-            self._accumulate([node for node in nodes if hasattr(node, "variable")])
             complete |= {node: self._take(node) for node in nodes if node in self.received}
+        if self.done:
+            self._accumulate([node for node in self._masks if hasattr(node, "variable")])
         return complete
 
     def _is_end(self, node: Node) -> bool:

@@ -1,0 +1,219 @@
+"""A module that lies in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from dure.errors import RpcError, UsageError
+from dure.rpc import api
+from dure.rpc.current import current, is_set
+from dure.rpc.rref import RRef
+
+__all__ = ["RemoteModule"]
+
+
+class RemoteModule(torch.nn.Module):
+    """A module of another process, as one of this: `forward` runs there.
+
+    In a context of distributed autograd gradients go through it. It may be sent to other processes
+    by RPC (not pickled otherwise), as a reference. Of the other methods of modules `train` and
+    `eval` are there; those that would need the parameters here raise `ValueError`.
+
+    Args:
+        remote_device: Where: "worker1/cpu", "rank:1/cuda:0", "worker1" (its CPU).
+        module_cls: What makes the module there.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        UsageError: `remote_device` is nothing of that form.
+        RpcError: RPC has not been initialized; there is no such worker.
+        PeerLost: It is gone.
+
+    Attributes:
+        on: The worker's name or rank.
+        device: The device there; tensors given to `forward` are moved to it.
+        module_rref: The reference to the module.
+
+    Cost:
+        A call; errors of making the module are raised by its first use.
+    """
+
+    on: str | int
+    device: str
+    module_rref: RRef[torch.nn.Module]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., torch.nn.Module],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.on, self.device = _parse(remote_device)
+        sent = module_cls, tuple(args or ()), dict(kwargs or {}), self.device
+        self.module_rref = api.remote(self.on, _make, sent)
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str, module_rref: RRef[torch.nn.Module]
+    ) -> RemoteModule:
+        """Make one of a module that is there already.
+
+        Args:
+            remote_device: Where it lies, as in the constructor.
+            module_rref: The reference to it.
+
+        Raises:
+            UsageError: `remote_device` is nothing of that form.
+            RpcError: RPC has not been initialized.
+        """
+        return _again(*_parse(remote_device), module_rref)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `forward` where it lies, with copies of the arguments.
+
+        Raises:
+            Exception: What it, or the making of the module, has raised.
+            PeerLost: The process is gone.
+            RpcError: See `rpc_sync`.
+
+        Cost:
+            A call.
+        """
+        return api.rpc_sync(self.on, _forward, (self.module_rref, self.device, args, kwargs))
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+        """As `forward`, but return a future."""
+        return api.rpc_async(self.on, _forward, (self.module_rref, self.device, args, kwargs))
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
+        """Return references to the parameters, for `DistributedOptimizer`.
+
+        Args:
+            recurse: Also to those of modules within.
+
+        Cost:
+            A call.
+        """
+        return api.rpc_sync(self.on, _parameters, (self.module_rref, recurse))
+
+    def get_module_rref(self) -> RRef[torch.nn.Module]:
+        """Return the reference to the module."""
+        return self.module_rref
+
+    def train(self, mode: bool = True) -> RemoteModule:
+        """Put the module into training mode, or evaluation mode; returns this object."""
+        api.rpc_sync(self.on, _train, (self.module_rref, mode))
+        return self
+
+    def eval(self) -> RemoteModule:
+        """Put the module into evaluation mode; returns this object."""
+        return self.train(False)
+
+    def parameters(self, recurse: bool = True) -> NoReturn:
+        """Raise: the parameters are elsewhere."""
+        raise ValueError(
+            "Method ``parameters`` not supported for RemoteModule. "
+            "Please use ``remote_parameters`` instead."
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteModule(on={self.on!r}, device={self.device!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A reference in it can only be pickled for RPC, so this can't be pickled for anything else.
+        return _again, (self.on, self.device, self.module_rref)
+
+
+def _not_supported(name: str) -> Callable[..., NoReturn]:
+    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
+
+    method.__name__ = name
+    method.__doc__ = "Raise: the module is elsewhere."
+    return method
+
+
+for _name in (
+    "add_module apply bfloat16 buffers children cpu cuda double extra_repr float half ipu "
+    "load_state_dict modules named_buffers named_children named_modules named_parameters "
+    "register_backward_hook register_buffer register_forward_hook register_forward_pre_hook "
+    "register_parameter requires_grad_ share_memory state_dict to type xpu zero_grad"
+).split():
+    setattr(RemoteModule, _name, _not_supported(_name))
+
+
+def _parse(remote_device: str) -> tuple[str | int, str]:
+    """Return worker and device."""
+    if not is_set():
+        raise RpcError("RPC has not been initialized", fix="Call dure.rpc.init_rpc first.")
+    worker, _, device = remote_device.partition("/")
+    rank = worker.removeprefix("rank:")
+    try:
+        on = int(rank) if rank != worker else worker
+        device = str(torch.device(device or "cpu"))
+    except (ValueError, RuntimeError):
+        on = ""
+    if on == "":
+        raise UsageError(
+            "this names no device of a worker",
+            op="RemoteModule",
+            seen=repr(remote_device),
+            fix="Write '<worker name>/<device>' or 'rank:<rank>/<device>'.",
+        )
+    return on, device
+
+
+# --- what runs elsewhere --------------------------------------------------------------------
+
+
+def _again(on: str | int, device: str, module_rref: RRef[torch.nn.Module]) -> RemoteModule:
+    made = RemoteModule.__new__(RemoteModule)
+    torch.nn.Module.__init__(made)
+    made.on, made.device, made.module_rref = on, device, module_rref
+    return made
+
+
+def _make(
+    module_cls: Callable[..., torch.nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+) -> torch.nn.Module:
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it "
+            f"returns an instance of {type(module)}."
+        )
+    return module.to(device)
+
+
+def _method(module_rref: RRef[torch.nn.Module], name: str) -> Callable[..., Any]:
+    return current().method(module_rref.local_value(), name)
+
+
+def _forward(
+    module_rref: RRef[torch.nn.Module],
+    device: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    forward = _method(module_rref, "forward")
+    if device != "cpu":
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+    return forward(*args, **kwargs)
+
+
+def _parameters(module_rref: RRef[torch.nn.Module], recurse: bool) -> list[RRef[Any]]:
+    return [RRef(parameter) for parameter in _method(module_rref, "parameters")(recurse)]
+
+
+def _train(module_rref: RRef[torch.nn.Module], mode: bool) -> None:
+    _method(module_rref, "train")(mode)
