@@ -11,7 +11,7 @@ import torch
 
 from dure.errors import UsageError
 from dure.rpc import api
-from dure.rpc.autograd.api import _is_valid_context, get_gradients
+from dure.rpc.autograd.api import get_gradients
 from dure.rpc.autograd.backward import inside
 from dure.rpc.names import WorkerInfo
 from dure.rpc.rref import RRef
@@ -87,7 +87,7 @@ class DistributedOptimizer:
         Cost:
             A call to each owner.
         """
-        _is_valid_context(context_id)
+        get_gradients(context_id)  # is there such a context?
         with inside(context_id):  # also owners that had no part in it know it then
             _all(
                 [

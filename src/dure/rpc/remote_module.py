@@ -140,12 +140,14 @@ def _not_supported(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-for _name in (
-    "add_module apply bfloat16 buffers children cpu cuda double extra_repr float half ipu "
-    "load_state_dict modules named_buffers named_children named_modules named_parameters "
-    "register_backward_hook register_buffer register_forward_hook register_forward_pre_hook "
-    "register_parameter requires_grad_ share_memory state_dict to type xpu zero_grad"
-).split():
+_NOT_SUPPORTED = """
+    add_module apply bfloat16 buffers children cpu cuda double extra_repr float half ipu
+    load_state_dict modules named_buffers named_children named_modules named_parameters
+    register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
+    register_parameter requires_grad_ share_memory state_dict to type xpu zero_grad
+"""
+
+for _name in _NOT_SUPPORTED.split():
     setattr(RemoteModule, _name, _not_supported(_name))
 
 

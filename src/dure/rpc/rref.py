@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from dure.errors import RpcError
+from dure.rpc.autograd.api import backward
+from dure.rpc.autograd.backward import inside
 from dure.rpc.current import current
 from dure.rpc.functions import MARK, Later
 
@@ -130,6 +132,25 @@ class RRef(Generic[T]):
         """Return a proxy: as `rpc_sync`, methods return references."""
         return _Proxy(self, self._agent.remote, timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass from the value, which is a loss, at its owner.
+
+        Args:
+            dist_autograd_ctx_id: The context; -1: torch's own pass, within the owner, to `.grad`.
+            retain_graph: Whether there will be another pass.
+
+        Raises:
+            RpcError: The value is not a tensor, and as `dure.autograd.backward`.
+            PeerLost: The owner is gone, or a process that takes part.
+        """
+        self._check("backward()")
+        sent = self, dist_autograd_ctx_id, retain_graph
+        if self.is_owner():
+            run_backward(*sent)
+        else:
+            with inside(dist_autograd_ctx_id if dist_autograd_ctx_id >= 0 else None):
+                self._agent.rpc_sync(self.owner(), run_backward, sent, None, 0.0)
+
     # --- others ------------------------------------------------------------------------------
 
     def pack_reference(self, to: int) -> ReferenceRow:
@@ -186,6 +207,17 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[
     method = rref._agent.method(rref.local_value(), name)  # pyright: ignore[reportPrivateUsage]
     result = method(*args, **kwargs)
     return Later(result) if hasattr(method, MARK) else result
+
+
+def run_backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """Run a backward pass from a value, at its owner."""
+    root = rref.local_value()
+    if not isinstance(root, torch.Tensor):
+        raise RpcError("RRef should contain a tensor for .backward()", seen=repr(type(root)))
+    if context_id < 0:
+        root.backward(retain_graph=retain_graph)
+    else:
+        backward(context_id, [root], retain_graph)
 
 
 def value_type(rref: RRef[Any]) -> type:

@@ -19,6 +19,12 @@ from dure.rpc.autograd.backward import Contexts, inside
 from dure.rpc.names import WorkerInfo
 
 
+class Ticket(threading.Event):
+    @property
+    def done(self) -> bool:
+        return self.is_set()
+
+
 class Port:
     """What one process sends with."""
 
@@ -34,7 +40,7 @@ class Port:
     def submit(self, work: Callable[[], None]) -> None:
         self.network.works.append((self.me, work))
 
-    def ticket(self) -> threading.Event:
+    def ticket(self) -> Ticket:
         return Ticket()
 
     def complete(self, ticket: Any) -> None:
@@ -43,12 +49,6 @@ class Port:
     def wait(self, ticket: Any) -> None:
         while not ticket.done:
             assert self.network.pump(), "nothing is under way, and somebody waits"
-
-
-class Ticket(threading.Event):
-    @property
-    def done(self) -> bool:
-        return self.is_set()
 
 
 class Network:
@@ -323,13 +323,14 @@ def test_a_graph_that_is_not_retained_is_run_once_and_then_forgotten() -> None:
         there = network.carry(number, torch.ones(1, requires_grad=True), 0, 1)
         return network.carry(number, there * w, 1, 0)
 
+    losses: list[torch.Tensor] = []
     for _ in range(3):  # forward and backward in turns, in one context
-        first = loss()
-        network.at[0].backward(number, [first], True)
-        network.at[0].backward(number, [first], False)
+        losses.append(loss())
+        network.at[0].backward(number, losses[-1:], True)
+        network.at[0].backward(number, losses[-1:], False)
     assert network.at[1].find(number).gradients[w].tolist() == [6.0]
     with pytest.raises(UsageError, match="another process"):
-        network.at[0].backward(number, [first], False)
+        network.at[0].backward(number, losses[:1], False)
 
 
 def test_gradients_of_remote_tensors_are_not_lost_in_a_local_pass() -> None:

@@ -30,14 +30,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
 
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
-from dure.rpc.agent import Agent
 from dure.rpc.autograd.context import (
     Context,
     MessageId,
@@ -50,6 +49,9 @@ from dure.rpc.autograd.graph import follow_hooks
 from dure.rpc.envelope import GradientTag, Waiter
 from dure.rpc.message import TensorRow, pack, rebuild, unpack
 from dure.rpc.names import WorkerInfo
+
+if TYPE_CHECKING:
+    from dure.rpc.agent import Agent
 
 __all__ = ["Carrier", "Contexts", "attach", "current", "inside", "set_current"]
 
@@ -66,7 +68,7 @@ _here = threading.local()
 
 
 def attach(agent: Agent) -> None:
-    """Let an agent know of contexts; before it starts."""
+    """Let an agent know of contexts; before messages come."""
     contexts = agent.gradients = Contexts(agent.me, _AgentCarrier(agent))
     agent.on(_TOPIC, contexts.receive)
 
