@@ -1,0 +1,290 @@
+"""torch's own tests of RPC, which ship in its package, run with TensorPipe and with Dure.
+
+    python benchmarks/rpc_suite.py --agent tensorpipe --write
+    python benchmarks/rpc_suite.py --agent dure --write [--only RpcTest] [--part 1/4]
+    python benchmarks/rpc_suite.py --table
+
+Each case runs in processes of its own, as many as it asks for, with a time limit. For Dure, the
+names `torch.distributed.rpc`, `torch.distributed.autograd`, `DistributedOptimizer` and
+`RemoteModule` are bound to Dure's before the tests are imported; the tests of DDP also get its
+process groups and its DDP.
+What is left out, and why, is in `rpc_left_out.txt`; outcomes are kept in `results/rpc_suite.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import types
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.rpc
+
+LEFT_OUT = Path(__file__).with_name("rpc_left_out.txt")
+RESULTS = Path(__file__).parent / "results" / "rpc_suite.json"
+AGENTS = ("tensorpipe", "dure")
+
+BOUND = {
+    "rpc": "rpc",
+    "rpc.api": "rpc.api",
+    "rpc.backend_registry": "rpc.backend_registry",
+    "rpc.constants": "rpc.constants",
+    "rpc.functions": "rpc.functions",
+    "rpc.internal": "rpc",
+    "rpc.options": "rpc.options",
+    "autograd": "autograd",
+    "optim": "optim",
+    "nn": "nn",
+    "nn.api.remote_module": "nn",
+}
+"""Below torch.distributed: the module of Dure that answers in its place."""
+
+PRIVATE = {
+    "rpc": {"RpcBackendOptions", "TensorPipeAgent"},
+    "rpc.api": {"_thread_local_var", "_use_rpc_pickler"},
+    "rpc.internal": {
+        "_build_rpc_profiling_key",
+        "_internal_rpc_pickler",
+        "PythonUDF",
+        "RPCExecMode",
+    },
+    "nn.api.remote_module": {"_REMOTE_MODULE_PICKLED_ATTRIBUTES", "_RemoteModule"},
+}
+"""Names that the tests' modules import, for cases that are left out: these stay torch's."""
+
+
+class StandIn(types.ModuleType):
+    """A module of torch's whose names are Dure's."""
+
+    def __init__(self, name: str, own: str) -> None:
+        super().__init__(f"torch.distributed.{name}")
+        self.__dict__["_theirs"] = sys.modules[f"torch.distributed.{name}"]
+        self.__dict__["_own"] = own
+        self.__dict__["_private"] = PRIVATE.get(name, set())
+        self.__path__ = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._private:
+            return getattr(self._theirs, name)
+        return getattr(importlib.import_module(f"dure.{self._own}"), name)
+
+
+def bind_dure() -> None:
+    """Let what is imported from now on find Dure's RPC where it looks for torch's."""
+    for name, own in BOUND.items():
+        importlib.import_module(f"torch.distributed.{name}")
+        importlib.import_module(f"dure.{own}")
+    for name, own in BOUND.items():
+        stand_in = StandIn(name, own)
+        parent, _, last = f"torch.distributed.{name}".rpartition(".")
+        sys.modules[f"torch.distributed.{name}"] = stand_in
+        setattr(sys.modules[parent], last, stand_in)
+
+
+class Fixture:
+    """What the tests ask about the agent that they run with."""
+
+    @property
+    def rpc_backend(self) -> Any:
+        """The kind of agent."""
+        return torch.distributed.rpc.backend_registry.BackendType["TENSORPIPE"]
+
+    @property
+    def rpc_backend_options(self) -> Any:
+        """What `init_rpc` gets."""
+        registry = torch.distributed.rpc.backend_registry
+        return registry.construct_rpc_backend_options(
+            self.rpc_backend,
+            init_method=self.init_method,  # type: ignore[attr-defined]
+        )
+
+    def get_shutdown_error_regex(self) -> str:
+        """Return what an error says when the other side has shut down."""
+        return ".*"
+
+    def get_timeout_error_regex(self) -> str:
+        """Return what a timeout's error says."""
+        return "RPC ran for more than"
+
+
+class Forked:
+    """Starts the ranks of a case by fork: torch and the tests are imported once."""
+
+    def _spawn_processes(self) -> None:
+        context = torch.multiprocessing.get_context("fork")
+        self._start_processes(context.Process)  # type: ignore[attr-defined]
+
+
+def left_out() -> dict[str, str]:
+    """Return patterns of cases, each with why it is left out."""
+    found: dict[str, str] = {}
+    reason = ""
+    for line in LEFT_OUT.read_text().splitlines():
+        if line.startswith("["):
+            reason = line.strip("[]")
+        elif line and not line.startswith("#"):
+            found[line if "." in line else f"{line}.*"] = reason
+    return found
+
+
+def cases(agent: str) -> tuple[dict[str, type[unittest.TestCase]], dict[str, str]]:
+    """Return the cases to run, each with its class, and those left out, each with its reason."""
+    if agent == "dure":
+        bind_dure()
+    suites = importlib.import_module("torch.testing._internal.distributed.rpc_utils")
+    if agent == "dure":
+        import dure
+
+        name = "torch.testing._internal.distributed.ddp_under_dist_autograd_test"
+        ddp: Any = sys.modules[name]
+        ddp.dist, ddp.DistributedDataParallel = dure, dure.DistributedDataParallel
+    run: dict[str, type[unittest.TestCase]] = {}
+    out: dict[str, str] = {}
+    patterns = left_out()
+    for name in ("GENERIC", "GENERIC_CUDA", "TENSORPIPE", "TENSORPIPE_CUDA", "FAULTY_AGENT"):
+        for suite in getattr(suites, f"{name}_TESTS"):
+            bases = (Forked, Fixture, suite, suites.SpawnHelper)
+            made = type(suite.__name__, bases, {"__module__": __name__})
+            for test in unittest.defaultTestLoader.getTestCaseNames(made):
+                case = f"{suite.__name__}.{test}"
+                why = next((w for p, w in patterns.items() if fnmatch.fnmatchcase(case, p)), None)
+                if why is None:
+                    run[case] = made
+                else:
+                    out[case] = why
+    return run, out
+
+
+# --- one case ---------------------------------------------------------------------------------
+
+
+def last_error(report: str) -> str:
+    """Return the line of a traceback that says most."""
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    errors = [
+        line
+        for line in lines
+        if re.match(r"[\w.]*(Error|Exception|Lost|Timeout)\b.*:", line)
+        and not line.startswith("RuntimeError: Process ")
+    ]
+    return (errors or lines or ["no report"])[-1][:300]
+
+
+def judge(case: str, made: type[unittest.TestCase], folder: str) -> None:
+    """In a process of its own: run a case, and write its outcome."""
+    os.setsid()
+    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    result = unittest.TestResult()
+    made(case.rpartition(".")[2]).run(result)
+    failed = [*result.errors, *result.failures]
+    outcome = last_error(failed[0][1]) if failed else "passed"
+    if result.skipped:
+        outcome = f"skipped: {result.skipped[0][1]}"
+    Path(f"{folder}/outcome").write_text(outcome)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_case(case: str, made: type[unittest.TestCase], limit_s: float, logs: Path | None) -> str:
+    """Run a case; return "passed", or what was wrong."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        process = os.fork()
+        if process == 0:
+            try:
+                judge(case, made, folder)
+            finally:
+                os._exit(1)
+        until = time.monotonic() + limit_s
+        while not (ended := os.waitpid(process, os.WNOHANG)[0]) and time.monotonic() < until:
+            time.sleep(0.02)
+        with contextlib.suppress(ProcessLookupError):  # the ranks, too
+            os.killpg(process, signal.SIGKILL)
+        if not ended:
+            os.waitpid(process, 0)
+        written = Path(folder, "outcome")
+        if logs is not None:
+            logs.mkdir(exist_ok=True)
+            shutil.copyfile(Path(folder, "log"), logs / f"{case}.log")
+        if not ended:
+            return f"hung: not done after {limit_s:g} s"
+        return written.read_text() if written.exists() else "died"
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+def read_results() -> dict[str, Any]:
+    """Return what is known of each agent, by case."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {"torch": torch.__version__} | {agent: known.get(agent, {}) for agent in AGENTS}
+
+
+def show_table(results: dict[str, Any], out: dict[str, str]) -> None:
+    """Print how many cases pass by class, and each that passes with TensorPipe only."""
+    theirs, ours = results["tensorpipe"], results["dure"]
+    wanted = [case for case, outcome in theirs.items() if outcome == "passed"]
+    print("| tests | cases | pass with TensorPipe | and with Dure |\n| --- | --- | --- | --- |")
+    for name in [*dict.fromkeys(case.partition(".")[0] for case in theirs), ""]:
+        of = [case for case in theirs if not name or case.startswith(f"{name}.")]
+        passing = [case for case in of if case in wanted]
+        both = sum(ours.get(case) == "passed" for case in passing)
+        print(f"| {name or 'all'} | {len(of)} | {len(passing)} | {both} |")
+    print(f"\nleft out: {len(out)}")
+    for case in wanted:
+        if ours.get(case, "not run") != "passed":
+            print(f"- {case}: {ours.get(case, 'not run')}")
+    for case, outcome in theirs.items():
+        if outcome != "passed":
+            print(f"- fails with TensorPipe: {case}: {outcome}; Dure: {ours.get(case, 'not run')}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--agent", choices=AGENTS, default="dure")
+    parser.add_argument("--only", default="", help="a regular expression on CLASS.test")
+    parser.add_argument("--part", default="1/1", help="2/4: the second of four equal parts")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a case may take")
+    parser.add_argument("--logs", type=Path, help="keep what each case prints in this folder")
+    parser.add_argument("--write", action="store_true", help="keep the outcomes in results/")
+    parser.add_argument("--table", action="store_true", help="only show what is known")
+    options = parser.parse_args()
+    run, out = cases("tensorpipe" if options.table else options.agent)
+    results = read_results()
+    if not options.table:
+        part, parts = map(int, options.part.split("/"))
+        chosen = [case for case in run if re.search(options.only, case)][part - 1 :: parts]
+        for case in chosen:
+            began = time.monotonic()
+            outcome = run_case(case, run[case], options.limit, options.logs)
+            print(f"{case}: {outcome} ({time.monotonic() - began:.1f} s)", flush=True)
+            results[options.agent][case] = outcome
+            if options.write:
+                kept = {agent: results[agent] for agent in AGENTS}
+                in_order = {
+                    agent: {c: kept[agent][c] for c in run if c in kept[agent]} for agent in AGENTS
+                }
+                text = json.dumps({"torch": torch.__version__, **in_order}, indent=1)
+                RESULTS.write_text(text + "\n")
+    show_table(results, out)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    main()
