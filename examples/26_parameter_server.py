@@ -41,7 +41,7 @@ class Server:
         """Hogwild: change the weights at once, whoever else does so; return them."""
         with torch.no_grad():
             for p, gradient in zip(self.model.parameters(), gradients, strict=True):
-                p -= 0.1 / self.trainers * gradient
+                p.sub_(gradient, alpha=0.1 / self.trainers)
         return self.weights()
 
     @rpc.functions.async_execution
@@ -116,7 +116,8 @@ def main() -> None:
             trainers = range(1, size)
             work = [rpc.rpc_async(f"worker{i}", train, args=(mine, i, how)) for i in trainers]
             torch.futures.wait_all(work)
-            off = max((a - b).abs().max().item() for a, b in zip(server.weights(), expected))
+            pairs = zip(server.weights(), expected, strict=True)
+            off = max((a - b).abs().max().item() for a, b in pairs)
             assert off < (1e-12 if how == "push" else 0.1), off
             print(f"{how}: {size - 1} trainers, {STEPS} steps each, {off:.1e} off one process")
     rpc.shutdown()
