@@ -33,6 +33,7 @@ COMMANDS = {
         "plan:commands",
         "Say what a job would take, before it is started: schedules of pipelines.",
     ),
+    "rpc": ("rpc:commands", "Show what workers do with remote calls."),
     "trace": ("trace:commands", "Show what ranks did last, and what did not match."),
     "checkpoint": (
         "checkpoint:commands",
