@@ -36,6 +36,7 @@ from dure.rpc import failures, references
 from dure.rpc.allow import Allowed
 from dure.rpc.current import using
 from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport, Waiter
+from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
 from dure.rpc.futures import CallFuture
 from dure.rpc.links import Link, Numbered
@@ -208,6 +209,7 @@ class Agent:
         self._values: dict[RefId, _Value] = {}
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
         self._busy = self._started = 0
+        self._board = Board(me.name, self.timers.at, self._figures)
 
     def start(self) -> None:
         """Begin to receive."""
@@ -384,7 +386,7 @@ class Agent:
         tag = None
         if self.gradients is not None:
             tag = self.gradients.sending(request.to, request.what, packed.sources)
-        nbytes = len(packed.pickled) + sum(memory.numel() for memory in packed.memories)
+        nbytes = _size(packed.pickled, packed.memories)
         if not getattr(self._here, "serves", False):
             self._wait_for_room(request.to, nbytes)
         seconds = self.timeout if request.timeout < 0 else request.timeout
@@ -543,6 +545,8 @@ class Agent:
         self, envelope: Envelope, memories: list[torch.Tensor]
     ) -> Callable[[], None] | None:
         """Take a message; the transport calls this. Returns what is to be run, if anything."""
+        called = envelope.kind in (Kind.CALL, Kind.MAKE, Kind.FETCH)
+        self._board.received(_size(envelope.pickled, memories), called)
         made, rows = True, list[RRef[Any]]()
         if envelope.link or envelope.references or envelope.kind == Kind.MAKE:
             with self._step(but=envelope.sender):
@@ -906,6 +910,7 @@ class Agent:
                 if not envelope.link and peer.link.owes:
                     envelope.link = [peer.link.acknowledge()]
         if envelope.kind != Kind.RELIABLE or envelope.link:
+            self._board.sent(_size(envelope.pickled, memories))
             self.transport.send(to, envelope, memories)
 
     def _pack(self, value: object, to: int) -> Packed:
@@ -962,6 +967,16 @@ class Agent:
                 "agent.bytes_in_flight": str(sum(p.in_flight for p in self._peers.values())),
             }
 
+    def _figures(self) -> Figures:
+        with self._lock:
+            return Figures(
+                made=self._started,
+                waiting=len(self._calls),
+                running=self._busy,
+                owned=sum(bool(held) for held in self._references.holders().values()),
+                held=len(self._references.users()),
+            )
+
     def held(self) -> list[str]:
         """Return what others still hold of this process, and this process of others."""
         with self._lock:
@@ -985,9 +1000,14 @@ class Agent:
             self._fail(call, _closed())
         self.transport.close()
         self.timers.close()
+        self._board.close()
         with self._lock:
             values, self._values = self._values, {}
         values.clear()
+
+
+def _size(pickled: bytes, memories: list[torch.Tensor]) -> int:
+    return len(pickled) + sum(memory.numel() for memory in memories)
 
 
 def _closed() -> RpcError:

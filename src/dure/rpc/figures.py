@@ -10,6 +10,8 @@ import mmap
 import os
 import re
 import struct
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -18,16 +20,19 @@ __all__ = ["Board", "Figures", "Seen", "seen"]
 
 _LABEL = "dure-rpc"
 _LINK = re.compile(rf"/memfd:{_LABEL}\b")
+_OLDEST_S = 0.1
+"""How old figures of a busy process may be."""
+
 _LAYOUT = struct.Struct("128s8Q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Figures:
     """The state of a process; what is counted is counted from its start.
 
     Attributes:
         made: Calls made.
-        served: Calls of others that were run.
+        served: Calls of others that came.
         waiting: Calls made that are not answered.
         running: Calls of others that run, or wait for a thread.
         bytes_sent: In messages, without what they are wrapped in.
@@ -47,22 +52,54 @@ class Figures:
 
 
 class Board:
-    """Where a process writes its figures.
+    """Where a process shows its figures, soon after they have changed, and not while it is idle.
 
     Args:
         name: Of the worker.
+        later: Has a function called at a time of `time.monotonic`.
+        state: Returns the figures but for those that are counted here.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name.encode()
+    def __init__(
+        self,
+        name: str,
+        later: Callable[[float, Callable[[], None]], object],
+        state: Callable[[], Figures],
+    ) -> None:
+        self._name, self._later, self._state = name.encode(), later, state
+        self._served = self._bytes_sent = self._bytes_received = 0
+        self._changed = False
         self._descriptor = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, _LAYOUT.size)
         self._memory = mmap.mmap(self._descriptor, _LAYOUT.size)
-        self.write(Figures())
+        self._write(Figures())
 
-    def write(self, figures: Figures) -> None:
-        """Show these figures."""
-        _LAYOUT.pack_into(self._memory, 0, self._name, *astuple(figures))
+    def sent(self, nbytes: int) -> None:
+        """Count a message."""
+        self._bytes_sent += nbytes
+        self._soon()
+
+    def received(self, nbytes: int, calls: int) -> None:
+        """Count a message, which may be a call."""
+        self._bytes_received += nbytes
+        self._served += calls
+        self._soon()
+
+    def _soon(self) -> None:
+        if not self._changed:
+            self._changed = True
+            self._later(time.monotonic() + _OLDEST_S, self._show)
+
+    def _show(self) -> None:
+        self._changed = False
+        state = self._state()
+        state.served = self._served
+        state.bytes_sent, state.bytes_received = self._bytes_sent, self._bytes_received
+        self._write(state)
+
+    def _write(self, figures: Figures) -> None:
+        if not self._memory.closed:
+            _LAYOUT.pack_into(self._memory, 0, self._name, *astuple(figures))
 
     def close(self) -> None:
         """End; nobody finds it any more."""

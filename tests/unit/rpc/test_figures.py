@@ -1,29 +1,52 @@
 """What a process tells of its remote calls is found by others."""
 
 import os
+import time
+from collections.abc import Callable
+
+import torch
 
 from dure.rpc.figures import Board, Figures, seen
+from dure.testing.rpc import Cluster
 
 
 def mine(name: str) -> list[Figures]:
     return [each.figures for each in seen() if (each.pid, each.name) == (os.getpid(), name)]
 
 
+class Later:
+    """Keeps what is to be done later."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def __call__(self, when: float, action: Callable[[], None]) -> None:
+        self.due.append(action)
+
+
 def test_figures_are_found_by_name_until_the_board_is_closed():
-    board = Board("worker0")
+    later = Later()
+    board = Board("worker0", later, lambda: Figures(made=2**40, waiting=3, held=7))
     try:
         assert mine("worker0") == [Figures()]
-        figures = Figures(1, 2, 3, 4, 2**40, 6, 7, 8)
-        board.write(figures)
-        assert mine("worker0") == [figures]
+        board.sent(100)
+        board.sent(10)
+        board.received(1000, calls=1)
+        assert mine("worker0") == [Figures()]
+        assert len(later.due) == 1, "one look for all that changes meanwhile"
+        later.due.pop()()
+        assert mine("worker0") == [Figures(2**40, 1, 3, 0, 110, 1000, 0, 7)]
         assert mine("worker1") == []
+        board.sent(1)
+        assert len(later.due) == 1
     finally:
         board.close()
     assert mine("worker0") == []
+    later.due.pop()()  # too late: no harm
 
 
 def test_a_forked_child_is_no_worker_of_its_own():
-    board = Board("worker0")
+    board = Board("worker0", Later(), Figures)
     try:
         ready, wait = os.pipe(), os.pipe()
         child = os.fork()
@@ -41,3 +64,20 @@ def test_a_forked_child_is_no_worker_of_its_own():
                 os.close(end)
     finally:
         board.close()
+
+
+def test_an_agent_counts_its_calls_and_those_that_come():
+    with Cluster(2) as cluster:
+        here, there = cluster.agents
+        for _ in range(3):
+            assert here.rpc_sync(there.me, torch.add, (torch.ones(1000), 1)).sum() == 2000
+        until = time.monotonic() + 30
+        while True:
+            found = {each.name: each.figures for each in seen() if each.pid == os.getpid()}
+            caller, callee = (found[agent.me.name] for agent in (here, there))
+            if caller.made == 3 and callee.served == 3 and caller.waiting == callee.running == 0:
+                break
+            assert time.monotonic() < until, found
+        for figures in (caller, callee):
+            assert 3 * 4000 < figures.bytes_sent < 3 * 5000
+            assert 3 * 4000 < figures.bytes_received < 3 * 5000
