@@ -1,6 +1,9 @@
-"""torch's path `torch.distributed.nn`: collectives that autograd understands."""
+"""torch's path `torch.distributed.nn`: collectives that autograd understands, remote modules."""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from dure.nn import functional
 from dure.nn.functional import (
@@ -15,7 +18,11 @@ from dure.nn.functional import (
     scatter,
 )
 
+if TYPE_CHECKING:
+    from dure.rpc.remote_module import RemoteModule
+
 __all__ = [
+    "RemoteModule",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -27,3 +34,10 @@ __all__ = [
     "reduce_scatter",
     "scatter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import RPC when its module is first used."""
+    if name == "RemoteModule":
+        return importlib.import_module("dure.rpc.remote_module").RemoteModule
+    raise AttributeError(f"module 'dure.nn' has no attribute {name!r}")
