@@ -922,7 +922,7 @@ class Agent:
 
     def _unpack(self, incoming: _Incoming) -> Any:
         envelope = incoming.envelope
-        tensors = [rebuild(row, incoming.memories[row.memory]) for row in envelope.tensors]
+        tensors = rebuild(envelope.tensors, incoming.memories)
         if envelope.gradients is not None and self.gradients is not None:
             tensors = self.gradients.receiving(envelope.sender, envelope.gradients, tensors)
         find = None if self._allow is None else self._allow.find

@@ -6,8 +6,9 @@ are views of it, and only the part of it that they see. So tensors that share me
 share it at the receiver. References to remote values are in a table of their own, for the process
 that receives the message must know of them before anybody unpacks it (`references`).
 
-Tensors that are not plain memory (sparse, quantized, subclasses) are pickled in torch's own way;
-their parts are tensors again. Tensors of other devices are copied through the host.
+A sparse (COO) tensor is its indices and its values. Tensors of other kinds (compressed, quantized,
+subclasses) are pickled in torch's own way; their parts are tensors again. Tensors of other devices
+are copied through the host.
 
 Unpickling runs code of the sender's choice. Messages come from authenticated processes of the job
 alone; with a list of what may be called (`allow`), nothing else is looked up.
@@ -44,6 +45,8 @@ class TensorRow(msgspec.Struct, array_like=True, frozen=True):
     requires_grad: bool = False
     parameter: bool = False
     device: str = "cpu"  # the receiver's
+    parts: tuple[int, ...] = ()  # of a sparse one, indices and values: tensors before this one
+    coalesced: bool = False
 
 
 class ReferenceRow(msgspec.Struct, array_like=True, frozen=True):
@@ -142,12 +145,33 @@ def unpack(
     return _Unpickler(io.BytesIO(pickled), tensors, references, find).load()
 
 
-def rebuild(row: TensorRow, memory: torch.Tensor) -> torch.Tensor:
-    """Make a tensor of memory [bytes] that was received; it shares it.
+def rebuild(rows: Sequence[TensorRow], memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Make the tensors of a message of the memories [bytes] that came with it; they share them.
 
     Raises:
-        ValueError: The row does not fit the memory.
+        ValueError: A row does not fit its memory.
+        RuntimeError: A sparse tensor has indices outside of its shape.
     """
+    made: list[torch.Tensor] = []
+    for row in rows:
+        make = _rebuild_sparse(row, made) if row.parts else _rebuild(row, memories[row.memory])
+        made.append(make)
+    return made
+
+
+def _rebuild_sparse(row: TensorRow, before: Sequence[torch.Tensor]) -> torch.Tensor:
+    indices, values = (before[number] for number in row.parts)
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        row.shape,
+        requires_grad=row.requires_grad,
+        is_coalesced=row.coalesced,
+        check_invariants=True,
+    )
+
+
+def _rebuild(row: TensorRow, memory: torch.Tensor) -> torch.Tensor:
     dtype = getattr(torch, row.dtype)
     if not isinstance(dtype, torch.dtype) or len(row.shape) != len(row.stride):
         raise ValueError(f"no tensor: {row}")
@@ -194,6 +218,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
+            if obj.layout is torch.sparse_coo and type(obj) is torch.Tensor:
+                self._add_sparse(obj)
+                return _tensor, (len(self.packed.tensors) - 1,)
             if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(obj):
                 return NotImplemented
             self._add(obj)
@@ -236,6 +263,25 @@ class _Pickler(pickle.Pickler):
         self.packed.tensors.append(row)
         self.packed.sources.append(tensor)
 
+    def _add_sparse(self, tensor: torch.Tensor) -> None:
+        plain = tensor.detach()
+        rows = self.packed.tensors
+        self._add(plain._indices())
+        self._add(plain._values())
+        row = TensorRow(
+            memory=-1,
+            dtype=rows[-1].dtype,
+            shape=tuple(plain.shape),
+            stride=(),
+            offset=0,
+            requires_grad=tensor.requires_grad,
+            device=rows[-1].device,
+            parts=(len(rows) - 2, len(rows) - 1),
+            coalesced=plain.is_coalesced(),
+        )
+        rows.append(row)
+        self.packed.sources.append(tensor)
+
     def cut(self) -> None:
         """Leave what no tensor sees of its memory out of the message."""
         begins: list[int] = []
@@ -247,6 +293,8 @@ class _Pickler(pickle.Pickler):
             self.packed.memories.append(seen)
         rows = self.packed.tensors
         for number, row in enumerate(rows):
+            if row.parts:
+                continue
             before = begins[row.memory] // getattr(torch, row.dtype).itemsize
             offset = row.offset - before if 0 not in row.shape else 0
             rows[number] = msgspec.structs.replace(row, offset=offset)

@@ -21,7 +21,7 @@ from rpc import served, served_elsewhere
 
 def arrive(value: object, allowed: Allowed) -> Any:
     packed = pack(value)
-    tensors = [rebuild(row, packed.memories[row.memory]) for row in packed.tensors]
+    tensors = rebuild(packed.tensors, packed.memories)
     return unpack(packed.pickled, tensors, find=allowed.find)
 
 

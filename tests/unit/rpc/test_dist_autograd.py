@@ -224,6 +224,39 @@ def test_a_loss_that_is_a_reference(cluster: Cluster) -> None:
             api.remote("worker1", count, ([],)).backward()
 
 
+def change_in_place(x: torch.Tensor) -> torch.Tensor:
+    x = x.mul_(2.0)
+    return x.add_(1.0)
+
+
+def test_sparse_tensors_and_sparse_gradients(cluster: Cluster) -> None:
+    indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
+    values = torch.tensor([3.0, 4.0, 5.0])
+    a, b = (
+        torch.sparse_coo_tensor(indices, values, (3, 3), requires_grad=True, check_invariants=True)
+        for _ in range(2)
+    )
+    with cluster.on(0), autograd.context() as context_id:
+        result = api.rpc_sync("worker1", torch.add, (a, b))
+        assert result.to_dense().tolist() == [[0, 0, 6], [8, 0, 10], [0, 0, 0]]
+        autograd.backward(context_id, [torch.sparse.sum(result)])
+        found = autograd.get_gradients(context_id)
+        torch.sparse.sum(torch.add(a, b)).backward()
+        for leaf_ in (a, b):
+            assert leaf_.grad is not None
+            assert found[leaf_].to_dense().tolist() == leaf_.grad.to_dense().tolist()
+
+
+def test_what_came_may_be_changed_in_place(cluster: Cluster) -> None:
+    a = leaf(1.0, 2.0)
+    with cluster.on(0), autograd.context() as context_id:
+        result = api.rpc_sync("worker1", change_in_place, (a,))
+        result.mul_(3.0)
+        autograd.backward(context_id, [result.sum()])
+        assert result.tolist() == [9.0, 15.0]
+        assert autograd.get_gradients(context_id)[a].tolist() == [6.0, 6.0]
+
+
 # --- errors ----------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ def travel(value: object) -> Any:
 
 def arrive(packed: Packed, **how: Any) -> Any:
     memories = [memory.clone() for memory in packed.memories]
-    tensors = [rebuild(row, memories[row.memory]) for row in packed.tensors]
+    tensors = rebuild(packed.tensors, memories)
     return unpack(packed.pickled, tensors, **how)
 
 
@@ -123,7 +123,7 @@ def test_references_packed_before_an_error_are_told() -> None:
 )
 def test_rows_that_do_not_fit_are_refused(row: TensorRow) -> None:
     with pytest.raises(ValueError, match="tensor"):
-        rebuild(row, torch.zeros(16, dtype=torch.uint8))
+        rebuild([row], [torch.zeros(16, dtype=torch.uint8)])
 
 
 def test_names_are_looked_up_by_whom_one_says() -> None:

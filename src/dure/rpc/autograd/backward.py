@@ -371,7 +371,7 @@ class Contexts:
         step = _Step(got.context, got.backward, partial(self._answer, sender, got.number))
         try:
             memories = [_memory(data) for data in got.memories]
-            tensors = [rebuild(row, memories[row.memory]) for row in got.tensors]
+            tensors = rebuild(got.tensors, memories)
             gradients = unpack(got.pickled, tensors)
             context = self.find(got.context)
             with inside(None):

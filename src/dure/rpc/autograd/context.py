@@ -109,7 +109,7 @@ class Context:
             to: Who receives it.
             what: The call, for people.
         """
-        edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        edges = [_edge(tensor) for tensor in tensors if tensor.requires_grad]
         self.workers.add(to)
         if edges:
             self._sent[message] = _Sent(edges, to, what)
@@ -131,7 +131,7 @@ class Context:
         if not needing:
             return tensors
         anchor = torch.empty(0, requires_grad=True)
-        made = _FromElsewhere.apply(anchor, *(tensors[n].detach() for n in needing))
+        made = _FromElsewhere.apply(anchor, [tensors[n].detach() for n in needing])
         placed = list(tensors)
         for n, tensor in zip(needing, made, strict=True):
             placed[n] = tensor
@@ -156,7 +156,7 @@ class Context:
         """
         with self._lock:
             ones = [torch.ones_like(root) for root in roots]
-            self._graphs[number] = self._graph([get_gradient_edge(r) for r in roots], retain_graph)
+            self._graphs[number] = self._graph([_edge(r) for r in roots], retain_graph)
             return self._run(number, _ROOTS, ones, retain_graph)
 
     def arrive(
@@ -224,6 +224,17 @@ class Context:
         return outgoing, (sys.maxsize, "")
 
 
+def _edge(tensor: torch.Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor enters its graph."""
+    if tensor.grad_fn is None and tensor.layout is not torch.strided:
+        copy = tensor.clone().grad_fn  # torch's way makes a view, and there are none of these
+        assert copy is not None
+        leaf, number = copy.next_functions[0]
+        assert leaf is not None
+        return GradientEdge(leaf, number)
+    return get_gradient_edge(tensor)
+
+
 def no_gradients(what: str) -> RpcError:
     """Return the error about messages of a context that a backward pass does not reach."""
     return RpcError(
@@ -239,8 +250,10 @@ class _FromElsewhere(torch.autograd.Function):
     """Where tensors of another process enter the graph; never executed (`LocalGraph`)."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+    def forward(
+        ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple(tensors)  # in a list they are no inputs, and the results no views of them
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
