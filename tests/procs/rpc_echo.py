@@ -38,13 +38,16 @@ class Echo:
     broke: list[int] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    joined: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.me = self.transport.peers.own_id
         self._lock, self._number = threading.Lock(), 0
         self._asked: dict[int, Asked] = {}
         self._ends: dict[int, Future[str]] = {}
-        self.transport.start(self.receive, self.broken, self.died, self.refuse)
+        self.transport.start(
+            self.receive, self.broken, self.died, self.refuse, self.joined.__setitem__
+        )
 
     def ask(self, to: int, what: bytes = b"", memories: list[torch.Tensor] | None = None) -> Asked:
         with self._lock:

@@ -13,8 +13,9 @@ from dure.rpc.sockets import Sockets
 from dure.rpc.transport import HostTransport
 from dure.store.address import outward_address, resolve
 from dure.store.base import Store
+from dure.store.file import FileStore
 from dure.store.identity import myself
-from dure.store.init_method import find_place
+from dure.store.init_method import FilePlace, find_place
 from dure.store.key import KEY_BYTES, JobKey, mint
 from dure.store.listener import listen
 from dure.store.network import NetworkStore
@@ -102,7 +103,10 @@ def _met(meeting: Meeting) -> tuple[Store, int, int, str, Callable[[], None]]:
     url = meeting.init_method or "env://"
     # who has no rank is not the one who serves the store
     spot = find_place(url, rank if rank >= 0 or url.startswith("env:") else 1, 1)
-    base = spot.place.open(spot.rank, 1, meeting.timeout.total_seconds())
+    if isinstance(spot.place, FilePlace):  # in which some may have died, and others go on
+        base = FileStore(spot.place.path, 1, meeting.timeout)
+    else:
+        base = spot.place.open(spot.rank, 1, meeting.timeout.total_seconds())
     return PrefixStore(f"dure/{spot.place.name}/rpc", base), rank, 0, "", base.close
 
 

@@ -180,10 +180,13 @@ class Peers:
     def watch(self, joined: Callable[[Peer], None], gone: Callable[[int, str], None]) -> None:
         """Be told of all that are there already, and from now on of who joins and who is gone.
 
-        They are told in the order in which it happened, by a thread of this object's, and `joined`
-        perhaps twice of one. Of this process, `gone` is told if others have given it up.
+        They are told in the order in which it happened, by a thread of this object's. Of this
+        process, `gone` is told if others have given it up.
         """
-        for peer in self.all():
+        with self._reading:
+            self._untold.clear()
+            there = self.all()
+        for peer in there:
             if peer.id != self.own_id:
                 joined(peer)
         if self._logged:
@@ -240,13 +243,15 @@ class Peers:
 
     def _wait(self, joined: Callable[[Peer], None], gone: Callable[[int, str], None]) -> None:
         """In a thread of its own: wait for events, and tell of them."""
-        while not self._closed:
+        while True:
             while self._untold:
                 event = self._untold.popleft()
                 if event.joined is None:
                     gone(event.gone, event.how)
                 elif event.joined.id != self.own_id:
                     joined(event.joined)
+            if self._closed or self.own_id in self._gone:
+                return
             try:
                 self._store.wait([f"event/{self._next}"], _LONG)
                 self._read()

@@ -94,10 +94,6 @@ class HostTransport(Transport, Told):
         shared_memory: False sends everything through sockets.
         leave: Called at the end.
 
-    Attributes:
-        joined: Told of each process (id, name), before the first message of it is; may be set
-            before `start`.
-
     Threads: all methods may be called from any thread.
     """
 
@@ -116,7 +112,6 @@ class HostTransport(Transport, Told):
         self._ways: dict[int, _Way] = {}
         self._own: deque[tuple[Envelope, list[torch.Tensor]]] = deque()
         self._deaths = _Deaths(self._ended)
-        self.joined: Callable[[int, str], None] = lambda id, name: None
         self._joining = threading.RLock()
         self._claiming = threading.Lock()
         self._closed = False
@@ -127,9 +122,11 @@ class HostTransport(Transport, Told):
         broken: Callable[[int], None],
         died: Callable[[int, str], None],
         refuse: Callable[[Callable[[], None], RpcError], None],
+        joined: Callable[[int, str], None],
     ) -> None:
-        self._receive, self._broken, self._died = receive, broken, died
+        self._receive, self._broken, self._died, self._joined = receive, broken, died, joined
         self._workers = Workers(self._inbox, self._sort, refuse, self._slots)
+        joined(self._id, self.peers.me.name)
         self.peers.watch(self._add, self._lost)
         self._sockets.start(self._id, self)
         self._workers.start()
@@ -209,7 +206,7 @@ class HostTransport(Transport, Told):
             if way.near and self._shared_memory:
                 with suppress(OSError):  # another container, perhaps: its socket may do
                     way.process = native.heap_peer(*peer.heap)
-            self.joined(peer.id, peer.name)
+            self._joined(peer.id, peer.name)
             self._ways[peer.id] = way
         if way.near:
             self._deaths.watch(peer)
