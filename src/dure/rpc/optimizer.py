@@ -136,7 +136,10 @@ def _make(
 
 
 def _step(rref: RRef[_LocalOptimizer], context_id: int) -> None:
-    rref.local_value().step(context_id)
+    optimizer = rref.local_value()
+    if not isinstance(optimizer, _LocalOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError("this is no optimizer", op="DistributedOptimizer", seen=repr(optimizer))
+    optimizer.step(context_id)
 
 
 def _all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
