@@ -39,6 +39,7 @@ from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport, Waiter
 from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
 from dure.rpc.futures import CallFuture
+from dure.rpc.gatherings import Gatherings
 from dure.rpc.links import Link, Numbered
 from dure.rpc.message import Packed, ReferenceRow, pack, rebuild, unpack
 from dure.rpc.names import WorkerInfo
@@ -210,6 +211,8 @@ class Agent:
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
         self._busy = self._started = 0
         self._board = Board(me.name, self.timers.at, self._figures)
+        self.gatherings = Gatherings()
+        self._told_of_deaths = [self.gatherings.died]
 
     def start(self) -> None:
         """Begin to receive."""
@@ -271,10 +274,17 @@ class Agent:
             if self.gradients is not None:
                 self._todo.append(partial(self.gradients.died, id, self._lost(id)))
             self._act(self._references.died(id))
+            if worker is not None:
+                lost = self._lost(id)
+                self._todo += [partial(told, worker.name, lost) for told in self._told_of_deaths]
             never = [ref for ref, value in self._values.items() if ref[0] == id and not value.done]
             for ref in never:
                 if not self._references.has(ref):
                     del self._values[ref]
+
+    def on_death(self, told: Callable[[str, PeerLost], None]) -> None:
+        """Have a function called, with the name and an error, when a process is gone."""
+        self._told_of_deaths.append(told)
 
     def broken(self, id: int) -> None:
         """Take note that a connection broke; the transport calls this."""
