@@ -1,6 +1,62 @@
-"""Remote procedure calls between the processes of a job. There is no door to them yet.
+"""torch's path `torch.distributed.rpc`: remote calls and remote references between processes.
 
-What stands has no I/O of its own: who holds which remote reference (`references`), messages that
-must arrive (`links`), what travels in a message (`message`), what others may call (`allow`), the
-threads that run it (`workers`), and backward passes over several processes (`autograd`).
+    from dure import rpc
+
+    rpc.init_rpc("worker0", rank=0, world_size=2)
+    rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
+    rpc.shutdown()
+
+A call (`agent`) is packed (`message`) and carried (`transport`: rings and given memory within a
+host, sockets beyond), run by a thread of the callee (`workers`) if it may be (`allow`), and
+answered. Values stay where they are for as long as somebody refers to them (`references`).
+
+Names are imported when they are first used (PEP 562).
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "dure.rpc.api": (
+        "_get_debug_info",
+        "_is_current_rpc_agent_set",
+        "_rref_context_get_debug_info",
+        "_set_rpc_timeout",
+        "_wait_all",
+        "get_rpc_timeout",
+        "get_worker_info",
+        "is_available",
+        "remote",
+        "rpc_async",
+        "rpc_sync",
+    ),
+    "dure.rpc.backend_registry": (
+        "backend_registered",
+        "construct_rpc_backend_options",
+        "register_backend",
+    ),
+    "dure.rpc.init": ("_all_gather", "_barrier", "init_rpc", "shutdown"),
+    "dure.rpc.names": ("WorkerInfo",),
+    "dure.rpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
+    "dure.rpc.rref": ("RRef",),
+}
+_MODULES = ("api", "backend_registry", "functions")
+_OWNERS = {name: home for home, names in _HOMES.items() for name in names}
+
+_OWNERS["BackendType"] = "dure.rpc.backend_registry"
+
+__all__ = [n for n in _OWNERS if not n.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"dure.rpc.{name}")
+    if name == "BackendType":  # another one after each `register_backend`
+        return importlib.import_module("dure.rpc.backend_registry").BackendType
+    if name not in _OWNERS:
+        raise AttributeError(f"module 'dure.rpc' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_OWNERS[name]), name)
+    globals()[name] = value
+    return value

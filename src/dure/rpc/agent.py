@@ -182,6 +182,7 @@ class Agent:
 
     Attributes:
         gradients: Of distributed autograd, when there is one.
+        device_maps: For each worker, by name, where tensors of this process's devices belong there.
     """
 
     def __init__(
@@ -194,6 +195,7 @@ class Agent:
     ) -> None:
         self.me, self.transport, self.timeout, self.static = me, transport, timeout, static
         self.gradients: GradientHooks | None = None
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         self.closed = False
         self.timers = Timers()
         self._allow = allow
@@ -212,7 +214,7 @@ class Agent:
         self._busy = self._started = 0
         self._board = Board(me.name, self.timers.at, self._figures)
         self.gatherings = Gatherings()
-        self._told_of_deaths = [self.gatherings.died]
+        self._told_of_deaths: list[Callable[[str, PeerLost], None]] = [self.gatherings.died]
 
     def start(self) -> None:
         """Begin to receive."""
@@ -817,6 +819,8 @@ class Agent:
         """With the lock: take a reference out of a message."""
         known, actions = self._references.arrived(row.ref, row.owner, sender, row.token)
         self._act(actions)
+        if known and row.owner == self.me.id:
+            self._values.setdefault(row.ref, _Value())  # the call that makes it may come later
         return RRef.received(self, row.ref, row.owner, known)
 
     # --- what must arrive --------------------------------------------------------------------
@@ -902,6 +906,9 @@ class Agent:
                         if call.request.ref == ref and call.request.kind == Kind.FETCH:
                             error = RpcError("the value was never made", op=call.request.what)
                             self._todo.append(partial(self._fail, call, error))
+                    if ref in self._values:
+                        error = RpcError("the call that was to make this value never came")
+                        self._todo.append(partial(self.set_value, ref, None, error))
 
     def _flush(self, but: int = -1) -> None:
         """Send what is queued."""
@@ -925,10 +932,16 @@ class Agent:
 
     def _pack(self, value: object, to: int) -> Packed:
         try:
-            return pack(value, to, RRef)
+            return pack(value, to, RRef, partial(self._device_there, to))
         except RpcError as error:
             self._not_sent(getattr(error, "packed", Packed()))
             raise
+
+    def _device_there(self, to: int, device: torch.device) -> str:
+        device_map = self.device_maps.get(self.info(to).name, {})
+        if device not in device_map:
+            raise ValueError(f"a tensor on {device}, and no device map for it and {self.info(to)}")
+        return str(device_map[device])
 
     def _unpack(self, incoming: _Incoming) -> Any:
         envelope = incoming.envelope

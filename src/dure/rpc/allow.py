@@ -38,7 +38,7 @@ _VALUES = {
 
 _OWN = {
     "dure.rpc.rref": {"call_method", "value_type"},
-    "dure.rpc.shutdown": {"enter", "report"},
+    "dure.rpc.termination": {"enter", "report"},
 }
 """What RPC itself calls."""
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from dure.errors import PeerLost
+from dure.rpc.functions import Later
+
 __all__ = ["Gatherings"]
 
 
@@ -36,3 +39,38 @@ class Gatherings:
         with self._lock:
             self._counts[joined] = number = self._counts.get(joined, 0) + 1
         return f"{number}/{joined}"
+
+    def enter(self, key: str, name: str, value: Any, names: set[str], without_dead: bool) -> Later:
+        """Take a value; all are the answer, when they are there."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:
+            gathering = self._open.setdefault(key, _Gathering(names, without_dead))
+            gathering.values[name], gathering.futures[name] = value, future
+        self._look(key)
+        return Later(future, counted=False)
+
+    def died(self, name: str, error: PeerLost) -> None:
+        """Go on without who died, or end what cannot be whole any more."""
+        with self._lock:
+            concerned = {key: g for key, g in self._open.items() if name in g.names}
+            for key, gathering in concerned.items():
+                if gathering.without_dead:
+                    gathering.names.discard(name)
+                else:
+                    del self._open[key]
+        for key, gathering in concerned.items():
+            if gathering.without_dead:
+                self._look(key)
+            else:
+                for future in gathering.futures.values():
+                    future.set_exception(error)
+
+    def _look(self, key: str) -> None:
+        """Answer if all are there, the leader last: it may end then."""
+        with self._lock:
+            gathering = self._open.get(key)
+            if gathering is None or not gathering.names <= gathering.values.keys():
+                return
+            del self._open[key]
+        for name in sorted(gathering.futures, reverse=True):
+            gathering.futures[name].set_result(gathering.values)

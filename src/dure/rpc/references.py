@@ -207,6 +207,7 @@ class References:
         self._used: dict[RefId, _Used] = {}
         self._sent: dict[Token, _Sent] = {}
         self._early: dict[RefId, set[int]] = {}  # holders of values that are not made yet
+        self._unmade: set[RefId] = set()  # owned, for references overtook the calls that make them
         self._refused: set[Token] = set()  # declined: not to be taken if they come late
         self._peers: set[int] = set()
         self._dead: set[int] = set()
@@ -267,7 +268,8 @@ class References:
         if sender in self._dead or ref in self._refused:
             return False, []
         holders = self._early.pop(ref, set()) | {sender}
-        self._owned[ref] = _Owned(holders=holders)
+        self._unmade.discard(ref)
+        self._owned.setdefault(ref, _Owned()).holders |= holders
         for holder in sorted(holders):
             self._send(holder, Held(ref))
         return True, self._take()
@@ -282,6 +284,11 @@ class References:
         if token in self._refused or owner in self._dead or sender in self._dead:
             return False, []
         if owner == self.me:
+            if ref not in self._owned and self._may_come(ref):
+                self._owned[ref] = _Owned(holders=self._early.pop(ref, set()))
+                self._unmade.add(ref)
+                for holder in sorted(self._owned[ref].holders):
+                    self._send(holder, Held(ref))
             owned = self._owned.get(ref)
             if owned is not None:
                 owned.local += 1
@@ -330,7 +337,7 @@ class References:
         self._refused = {token for token in self._refused if token[0] != peer}
         for ref in [ref for ref, used in self._used.items() if used.owner == peer]:
             self._lose(ref)
-        for ref in [ref for ref in self._early if ref[0] == peer]:
+        for ref in [ref for ref in (*self._early, *self._unmade) if ref[0] == peer]:
             self._never_made(ref)
         for holders in self._early.values():
             holders.discard(peer)
@@ -411,7 +418,7 @@ class References:
                 expected = {token for used in self._used.values() for _, token in used.waiting}
                 declined = tuple(token for token in tokens if token not in expected)
                 self._refused.update(declined)
-                for ref in self._early.keys() & self._refused:
+                for ref in (self._early.keys() | self._unmade) & self._refused:
                     self._never_made(ref)
                 self._send(sender, Declined(declined))
             case Declined(tokens):
@@ -426,13 +433,25 @@ class References:
         if ref in self._owned:
             self._owned[ref].holders.add(holder)
             self._send(holder, Held(ref))
-        elif ref[0] == self.me or ref[0] in self._dead or ref in self._refused:
-            self._send(holder, Gone(ref))
-        else:
+        elif self._may_come(ref):
             self._early.setdefault(ref, set()).add(holder)
+        else:
+            self._send(holder, Gone(ref))
+
+    def _may_come(self, ref: RefId) -> bool:
+        """Whether the call that makes a value here may be on its way."""
+        return ref[0] != self.me and ref[0] not in self._dead and ref not in self._refused
 
     def _never_made(self, ref: RefId) -> None:
-        for holder in sorted(self._early.pop(ref)):
+        holders = self._early.pop(ref, set[int]())
+        if ref in self._unmade:
+            self._unmade.discard(ref)
+            owned = self._owned.pop(ref)
+            holders |= owned.holders
+            for token in owned.tokens:
+                self._sent.pop(token, None)
+            self._actions.append(Lost(ref))
+        for holder in sorted(holders):
             self._send(holder, Gone(ref))
 
     def _hold_stands(self, ref: RefId) -> None:
@@ -471,6 +490,7 @@ class References:
         if owned is not None:
             if owned.local <= 0 and not owned.holders and not owned.tokens:
                 del self._owned[ref]
+                self._unmade.discard(ref)
                 self._actions.append(Freed(ref))
             return
         used = self._used.get(ref)
