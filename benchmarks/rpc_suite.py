@@ -37,6 +37,10 @@ from unittest import mock
 import torch
 import torch.distributed.rpc
 
+from dure.rpc.agent import Agent
+from dure.rpc.current import current
+from dure.rpc.envelope import Envelope, Kind
+
 LEFT_OUT = Path(__file__).with_name("rpc_left_out.txt")
 RESULTS = Path(__file__).parent / "results" / "rpc_suite.json"
 AGENTS = ("tensorpipe", "dure")
@@ -102,7 +106,13 @@ def bind_dure() -> None:
 
 
 class Fixture:
-    """What the tests ask about the agent that they run with."""
+    """What the tests ask about the agent that they run with.
+
+    A group of torch's that a test makes meets in the file that the test names; Dure's RPC, whose
+    files are of another kind, in one beside it.
+    """
+
+    beside = ""
 
     @property
     def rpc_backend(self) -> Any:
@@ -115,7 +125,7 @@ class Fixture:
         registry = torch.distributed.rpc.backend_registry
         return registry.construct_rpc_backend_options(
             self.rpc_backend,
-            init_method=self.init_method,  # type: ignore[attr-defined]
+            init_method=self.init_method + self.beside,  # type: ignore[attr-defined]
         )
 
     def get_shutdown_error_regex(self) -> str:
@@ -125,6 +135,91 @@ class Fixture:
     def get_timeout_error_regex(self) -> str:
         """Return what a timeout's error says."""
         return "RPC ran for more than"
+
+
+CALLS = {
+    Kind.CALL: {"PYTHON_CALL", "SCRIPT_CALL"},
+    Kind.MAKE: {"PYTHON_REMOTE_CALL", "SCRIPT_REMOTE_CALL"},
+    Kind.FETCH: {"PYTHON_RREF_FETCH_CALL", "SCRIPT_RREF_FETCH_CALL"},
+}
+"""What torch calls messages that are lost for good, or late."""
+
+RESENT = {
+    "RREF_FORK_REQUEST",
+    "RREF_CHILD_ACCEPT",
+    "RREF_USER_DELETE",
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ",
+}
+LATE = {"PYTHON_CALL": 1.5, "SCRIPT_CALL": 1.5}
+NUM_LOST = 3
+
+
+class FaultyTransport:
+    """Loses the first of an agent's messages of some kinds, and lets others come late.
+
+    Calls are lost with the connection that they were on; what must arrive is sent again.
+
+    Args:
+        agent: Its messages.
+        lost: Kinds, by torch's names.
+        late: Seconds, by torch's names of kinds.
+    """
+
+    def __init__(self, agent: Agent, lost: set[str], late: dict[str, float]) -> None:
+        self._agent, self._under, self._lost, self._late = agent, agent.transport, lost, late
+        self._left = NUM_LOST
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._under, name)
+
+    def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
+        """Send a message, or not, or later."""
+        names = CALLS.get(Kind(envelope.kind), set())
+        if self._left and names & self._lost:
+            self._left -= 1
+            self._agent.timers.soon(lambda: self._agent.broken(to))
+            return
+        if self._left and envelope.link and RESENT & self._lost:
+            self._left -= 1
+            envelope.link = []
+            self._agent.timers.at(time.monotonic() + 0.1, lambda: self._again(to))
+        late = max((self._late.get(name, 0.0) for name in names), default=0.0)
+        if late:
+            when = time.monotonic() + late
+            self._agent.timers.at(when, lambda: self._under.send(to, envelope, memories))
+        else:
+            self._under.send(to, envelope, memories)
+
+    def _again(self, to: int) -> None:
+        """Send what was lost once more, as after a connection that broke."""
+        agent: Any = self._agent
+        with agent._lock:
+            peer = agent._peers[to]
+            peer.queued = peer.link.again()
+        agent._flush()
+
+
+class FaultyFixture(Fixture):
+    """The same for the tests of an agent with faults: Dure's agent gets a `FaultyTransport`."""
+
+    def get_timeout_error_regex(self) -> str:
+        """Return what the error says of a call that was late, or lost with its connection."""
+        return "RPC ran for more than|may have run"
+
+    def setup_fault_injection(
+        self, faulty_messages: list[str] | None, messages_to_delay: dict[str, float] | None
+    ) -> None:
+        """Take what a test says of the faults; None: the usual ones."""
+        lost = RESENT if faulty_messages is None else set(faulty_messages)
+        late = LATE if messages_to_delay is None else messages_to_delay
+        init_rpc = torch.distributed.rpc.init_rpc
+
+        def init_with_faults(*args: Any, **kwargs: Any) -> None:
+            init_rpc(*args, **kwargs)
+            agent: Any = current()
+            agent.transport = FaultyTransport(agent, lost, late)
+
+        torch.distributed.rpc.init_rpc = init_with_faults
 
 
 class Forked:
@@ -160,12 +255,19 @@ def cases(agent: str) -> tuple[dict[str, type[unittest.TestCase]], dict[str, str
         name = "torch.testing._internal.distributed.ddp_under_dist_autograd_test"
         ddp: Any = sys.modules[name]
         ddp.dist, ddp.DistributedDataParallel = dure, dure.DistributedDataParallel
+    fixtures: tuple[type, type] = (Fixture, FaultyFixture)
+    if agent == "dure":
+        Fixture.beside = ".rpc"
+    else:
+        place = "torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture"
+        fixtures = (Fixture, importlib.import_module(place).FaultyRpcAgentTestFixture)
     run: dict[str, type[unittest.TestCase]] = {}
     out: dict[str, str] = {}
     patterns = left_out()
     for name in ("GENERIC", "GENERIC_CUDA", "TENSORPIPE", "TENSORPIPE_CUDA", "FAULTY_AGENT"):
         for suite in getattr(suites, f"{name}_TESTS"):
-            bases = (Forked, Fixture, suite, suites.SpawnHelper)
+            fixture = fixtures[name == "FAULTY_AGENT"]
+            bases = (Forked, fixture, suite, suites.SpawnHelper)
             made = type(suite.__name__, bases, {"__module__": __name__})
             globals()[suite.__name__] = made  # some are pickled by name
             for test in unittest.defaultTestLoader.getTestCaseNames(made):
