@@ -40,6 +40,8 @@ import torch.distributed.rpc
 from dure.rpc.agent import Agent
 from dure.rpc.current import current
 from dure.rpc.envelope import Envelope, Kind
+from dure.rpc.message import pack
+from dure.rpc.rref import RRef
 
 LEFT_OUT = Path(__file__).with_name("rpc_left_out.txt")
 RESULTS = Path(__file__).parent / "results" / "rpc_suite.json"
@@ -101,6 +103,8 @@ def bind_dure() -> None:
     for name, own in BOUND.items():
         stand_in = StandIn(name, own)
         parent, _, last = f"torch.distributed.{name}".rpartition(".")
+        if name == "rpc.internal":
+            stand_in.__dict__["serialize"] = lambda value: pack(value, 0, RRef)
         sys.modules[f"torch.distributed.{name}"] = stand_in
         setattr(sys.modules[parent], last, stand_in)
 

@@ -623,7 +623,7 @@ class Agent:
                     self._allow.check(function)
                 result = function(*args, **kwargs)
                 if hasattr(function, MARK) and not isinstance(result, _Future):
-                    raise TypeError(
+                    raise RpcError(
                         "Functions decorated with @rpc.async_function must return a "
                         f"torch.futures.Future object, but got {result!r}"
                     )

@@ -94,7 +94,7 @@ class RRef(Generic[T]):
             RpcError: This process is not the owner, or RPC was shut down.
             Exception: What the call that was to make it has raised.
         """
-        self._check("local_value()")
+        self._check("local_value() on it")
         if not self.is_owner():
             raise RpcError(
                 f"Cannot call localValue() on a reference of another worker {self!r}",
@@ -113,7 +113,7 @@ class RRef(Generic[T]):
             RpcError: The value was never made, or the time is over, or RPC was shut down.
             Exception: What the call that was to make it has raised.
         """
-        self._check("to_here()")
+        self._check("to_here() on it")
         if self.is_owner():
             return self._agent.local_value(self._ref)
         call = self._agent.fetch(self._ref, self._owner, timeout)
@@ -143,7 +143,7 @@ class RRef(Generic[T]):
             RpcError: The value is not a tensor, and as `dure.autograd.backward`.
             PeerLost: The owner is gone, or a process that takes part.
         """
-        self._check("backward()")
+        self._check("backward() on it")
         sent = self, dist_autograd_ctx_id, retain_graph
         if self.is_owner():
             run_backward(*sent)
@@ -183,7 +183,7 @@ class RRef(Generic[T]):
     def _check(self, what: str) -> None:
         """Raise if the value cannot be had."""
         if self._agent.closed:
-            raise RpcError(f"Cannot call {what} on it after deletion", seen=repr(self))
+            raise RpcError(f"Cannot call {what} after deletion", seen=repr(self))
         outcome = self._call.outcome if self._call is not None else None
         if isinstance(outcome, Exception):
             raise RpcError(f"RRef creation via rpc.remote() failed: {outcome}") from outcome

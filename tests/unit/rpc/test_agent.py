@@ -170,7 +170,7 @@ def test_functions_that_return_futures() -> None:
         assert api.rpc_sync("worker1", Methods.of_class, ("worker0", 1)) == 21
         with pytest.raises(RuntimeError, match="unsupported operand"):  # as callbacks of torch do
             api.rpc_sync("worker1", add_there, ("worker2", 1, "two"))
-        with pytest.raises(TypeError, match=r"must return a torch\.futures\.Future"):
+        with pytest.raises(RpcError, match=r"must return a torch\.futures\.Future"):
             api.rpc_sync("worker1", no_future)
 
 

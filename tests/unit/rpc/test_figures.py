@@ -9,6 +9,8 @@ import torch
 from dure.rpc.figures import Board, Figures, seen
 from dure.testing.rpc import Cluster
 
+NAME = f"mine{os.getpid()}"
+
 
 def mine(name: str) -> list[Figures]:
     return [each.figures for each in seen() if (each.pid, each.name) == (os.getpid(), name)]
@@ -26,27 +28,27 @@ class Later:
 
 def test_figures_are_found_by_name_until_the_board_is_closed():
     later = Later()
-    board = Board("worker0", later, lambda: Figures(made=2**40, waiting=3, held=7))
+    board = Board(NAME, later, lambda: Figures(made=2**40, waiting=3, held=7))
     try:
-        assert mine("worker0") == [Figures()]
+        assert mine(NAME) == [Figures()]
         board.sent(100)
         board.sent(10)
         board.received(1000, calls=1)
-        assert mine("worker0") == [Figures()]
+        assert mine(NAME) == [Figures()]
         assert len(later.due) == 1, "one look for all that changes meanwhile"
         later.due.pop()()
-        assert mine("worker0") == [Figures(2**40, 1, 3, 0, 110, 1000, 0, 7)]
-        assert mine("worker1") == []
+        assert mine(NAME) == [Figures(2**40, 1, 3, 0, 110, 1000, 0, 7)]
+        assert mine(f"{NAME}x") == []
         board.sent(1)
         assert len(later.due) == 1
     finally:
         board.close()
-    assert mine("worker0") == []
+    assert mine(NAME) == []
     later.due.pop()()  # too late: no harm
 
 
 def test_a_forked_child_is_no_worker_of_its_own():
-    board = Board("worker0", Later(), Figures)
+    board = Board(NAME, Later(), Figures)
     try:
         ready, wait = os.pipe(), os.pipe()
         child = os.fork()
@@ -56,7 +58,7 @@ def test_a_forked_child_is_no_worker_of_its_own():
             os._exit(0)
         try:
             os.read(ready[0], 1)
-            assert [each.pid for each in seen() if each.name == "worker0"] == [os.getpid()]
+            assert [each.pid for each in seen() if each.name == NAME] == [os.getpid()]
         finally:
             os.write(wait[1], b"1")
             os.waitpid(child, 0)
