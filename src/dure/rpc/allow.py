@@ -37,10 +37,12 @@ _VALUES = {
 """Names that make plain values, and run nothing of the program's."""
 
 _OWN = {
-    "dure.rpc.rref": {"call_method", "value_type"},
+    "dure.rpc.optimizer": {"_make", "_step"},
+    "dure.rpc.remote_module": {"_again", "_forward", "_make", "_parameters", "_train"},
+    "dure.rpc.rref": {"call_method", "run_backward", "value_type"},
     "dure.rpc.termination": {"enter", "report"},
 }
-"""What RPC itself calls."""
+"""What RPC itself calls; what of the program's they run must be on the list itself."""
 
 
 class Allowed:

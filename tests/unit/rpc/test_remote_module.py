@@ -15,6 +15,7 @@ from dure.errors import RpcError, UsageError
 from dure.nn import RemoteModule
 from dure.optim import DistributedOptimizer
 from dure.rpc import api
+from dure.rpc.allow import Allowed
 from dure.rpc.autograd.backward import attach
 from dure.rpc.rref import RRef
 from dure.testing.rpc import Cluster
@@ -141,6 +142,25 @@ def test_what_is_wrong(cluster: Cluster) -> None:
                 RemoteModule(device, Scale, (3.0,))
         with pytest.raises(RpcError, match="could not find destination"):
             RemoteModule("nobody", Scale, (3.0,))
+
+
+def test_a_list_of_what_is_allowed_holds_for_classes_and_methods() -> None:
+    with Cluster(2, allow=Allowed([Scale, torch.optim.SGD])) as cluster:
+        for agent in cluster.agents:
+            attach(agent)
+        with cluster.on(0):
+            module = RemoteModule("worker1", Scale, (3.0,))
+            assert module(torch.ones(1)).tolist() == [3.0]
+            parameters = module.eval().remote_parameters()
+            optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [module(torch.ones(1)).sum()])
+                optimizer.step(context_id)
+            assert module(torch.ones(1)).tolist() == [2.0]
+            with pytest.raises(RpcError, match="does not let others call that"):
+                RemoteModule("worker1", Where)()
+            with pytest.raises(RpcError, match="does not let others call that"):
+                DistributedOptimizer(torch.optim.Adam, parameters)
 
 
 def test_methods_that_need_the_parameters_here_say_so(cluster: Cluster) -> None:
