@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from dure.errors import PeerLost, RpcError, UsageError
+from dure.errors import DureError, PeerLost, RpcError, UsageError
 from dure.rpc import failures, references
 from dure.rpc.allow import Allowed
 from dure.rpc.current import using
@@ -213,7 +213,7 @@ class Agent:
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
         self._busy = self._started = 0
         self._board = Board(me.name, self.timers.at, self._figures)
-        self.gatherings = Gatherings()
+        self.gatherings = Gatherings(lambda: {worker.name for worker in self.workers})
         self._told_of_deaths: list[Callable[[str, PeerLost], None]] = [self.gatherings.died]
 
     def start(self) -> None:
@@ -395,6 +395,7 @@ class Agent:
             RpcError: What it says cannot be sent.
         """
         packed = self._pack(request.value, request.to) if request.value is not None else Packed()
+        request.value = None  # the call would keep the arguments
         tag = None
         if self.gradients is not None:
             tag = self.gradients.sending(request.to, request.what, packed.sources)
@@ -561,7 +562,8 @@ class Agent:
         self._board.received(_size(envelope.pickled, memories), called)
         made, rows = True, list[RRef[Any]]()
         if envelope.link or envelope.references or envelope.kind == Kind.MAKE:
-            with self._step(but=envelope.sender):
+            answered = envelope.kind in (Kind.CALL, Kind.MAKE, Kind.FETCH)
+            with self._step(but=envelope.sender if answered else -1):
                 for numbered in envelope.link:
                     self._take_reliable(envelope.sender, numbered)
                 rows = [self._take_reference(row, envelope.sender) for row in envelope.references]
@@ -935,6 +937,8 @@ class Agent:
             return pack(value, to, RRef, partial(self._device_there, to))
         except RpcError as error:
             self._not_sent(getattr(error, "packed", Packed()))
+            if isinstance(error.__cause__, DureError):  # of a reference
+                raise error.__cause__ from None
             raise
 
     def _device_there(self, to: int, device: torch.device) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,14 @@ class _Gathering:
 
 
 class Gatherings:
-    """Those of which this process is the leader, and how many it took part in."""
+    """Those of which this process is the leader, and how many it took part in.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        alive: Returns the names of who is there.
+    """
+
+    def __init__(self, alive: Callable[[], set[str]]) -> None:
+        self._alive, self._lock = alive, threading.Lock()
         self._open: dict[str, _Gathering] = {}
         self._counts: dict[str, int] = {}
 
@@ -46,6 +50,8 @@ class Gatherings:
         with self._lock:
             gathering = self._open.setdefault(key, _Gathering(names, without_dead))
             gathering.values[name], gathering.futures[name] = value, future
+        for dead in names - self._alive():  # those that come with a call from before it
+            self.died(dead, PeerLost(f"worker {dead!r} is gone", op="gathering"))
         self._look(key)
         return Later(future, counted=False)
 

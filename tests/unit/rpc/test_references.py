@@ -339,3 +339,29 @@ def test_a_value_whose_call_never_arrived_is_lost() -> None:
     assert owner.made(ref, 0) == (False, [])
     with pytest.raises(KeyError):
         user.pack(ref, 1)
+
+
+def test_a_reference_may_overtake_the_call_that_makes_its_value() -> None:
+    user, owner = References(0), References(1)
+    user.joined(1)
+    owner.joined(0)
+    ref = user.create(1)
+    _, token = user.pack(ref, 1)
+    assert owner.arrived(ref, 1, 0, token) == (True, [Send(0, Accepted(token))])
+    assert user.heard(1, Accepted(token)) == []
+    assert owner.made(ref, 0) == (True, [Send(0, Held(ref))])
+    assert user.heard(1, Held(ref)) == []
+    assert owner.dropped(ref) == []
+    assert user.dropped(ref) == [Send(1, Drop(ref))]
+    assert owner.heard(0, Drop(ref)) == [Freed(ref)]
+
+
+def test_a_reference_that_overtook_a_call_that_never_comes_is_lost() -> None:
+    user, owner, third = processes(3)
+    ref = user.create(1)
+    _, token = user.pack(ref, 1)
+    assert owner.arrived(ref, 1, 0, token)[0]
+    assert owner.heard(2, Hold(ref)) == [Send(2, Held(ref))]
+    assert owner.died(0)[:2] == [Lost(ref), Send(2, Gone(ref))]
+    assert not owner.has(ref)
+    assert third.me == 2
