@@ -245,6 +245,10 @@ def test_sparse_tensors_and_sparse_gradients(cluster: Cluster) -> None:
         for leaf_ in (a, b):
             assert leaf_.grad is not None
             assert found[leaf_].to_dense().tolist() == leaf_.grad.to_dense().tolist()
+    with cluster.on(0), autograd.context() as context_id:  # what came is sent on
+        result = api.rpc_sync("worker1", torch.add, (a, api.rpc_sync("worker2", torch.add, (a, b))))
+        autograd.backward(context_id, [torch.sparse.sum(result)])
+        assert autograd.get_gradients(context_id)[a].to_dense()[1].tolist() == [2.0, 0.0, 2.0]
 
 
 def test_what_came_may_be_changed_in_place(cluster: Cluster) -> None:

@@ -212,9 +212,11 @@ class Contexts:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many contexts there are, and how many steps that are not answered."""
+        """How many contexts there are, and through how many of them a pass is under way."""
         with self._lock:
-            return len(self._contexts), len({id(step) for step, _ in self._steps.values()})
+            running = {context.number for context in self._contexts.values() if context.is_running}
+            running |= {step.context for step, _ in self._steps.values()}
+            return len(self._contexts), len(running)
 
     @property
     def max_number(self) -> int:

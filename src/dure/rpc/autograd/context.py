@@ -98,6 +98,11 @@ class Context:
     _ended: set[PassId] = field(default_factory=set[PassId])
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is under way here."""
+        return bool(self._graphs)
+
     # --- forward -----------------------------------------------------------------------------
 
     def sends(self, message: MessageId, tensors: Sequence[torch.Tensor], to: int, what: str) -> int:
@@ -226,12 +231,12 @@ class Context:
 
 def _edge(tensor: torch.Tensor) -> GradientEdge:
     """Return where the gradient of a tensor enters its graph."""
-    if tensor.grad_fn is None and tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided:
         copy = tensor.clone().grad_fn  # torch's way makes a view, and there are none of these
         assert copy is not None
-        leaf, number = copy.next_functions[0]
-        assert leaf is not None
-        return GradientEdge(leaf, number)
+        node, number = copy.next_functions[0]
+        assert node is not None
+        return GradientEdge(node, number, copy)
     return get_gradient_edge(tensor)
 
 
