@@ -57,9 +57,10 @@ def table(before: list[Seen], now: list[Seen], seconds: float) -> Table | Text:
     """
     if not now:
         return Text(_NOBODY)
-    made = Table("worker", "pid")
-    for title in ("calls/s", "served/s", "waiting", "running", "out MB/s", "in MB/s"):
-        made.add_column(title, justify="right")
+    made = Table(box=None, padding=(0, 2, 0, 0))
+    made.add_column("worker", no_wrap=True)
+    for title in ("pid", "calls/s", "served/s", "wait", "run", "out MB/s", "in MB/s"):
+        made.add_column(title, justify="right", no_wrap=True)
     made.add_column("owns", justify="right")
     made.add_column("refers", justify="right")
     old = {(each.pid, each.name): each.figures for each in before}

@@ -10,10 +10,10 @@ from dure.rpc.figures import Figures, Seen
 
 
 def shown(before: list[Seen], now: list[Seen], seconds: float) -> list[list[str]]:
-    console = Console(file=StringIO(), width=140)
+    console = Console(file=StringIO(), width=80)
     console.print(table(before, now, seconds))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    return [line.split() for line in lines[1:]]
 
 
 def test_rates_are_between_two_looks_and_states_are_of_the_second():
