@@ -163,6 +163,15 @@ def test_a_reference_to_a_parameter_gets_its_gradient_at_its_owner(cluster: Clus
             assert api.rpc_sync("worker1", gradient_of, (weight, context_id)) == [7.0]
 
 
+def test_fetching_a_value_makes_the_context_known(cluster: Cluster) -> None:
+    with cluster.on(0):
+        weight = api.remote("worker1", leaf, (5.0,))
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [(weight.to_here() * 4).sum()])
+            assert api.rpc_sync("worker1", gradient_of, (weight, context_id)) == [4.0]
+    wait_until(all_released(cluster))
+
+
 def test_calls_to_itself(cluster: Cluster) -> None:
     a = leaf(2.0)
     with cluster.on(0), autograd.context() as context_id:

@@ -296,6 +296,9 @@ class Contexts:
 
     def serving(self, tag: GradientTag) -> AbstractContextManager[None]:
         """Return what a call that came with the tag runs in, its answer included."""
+        context = self._known(tag.context)  # also where a message has nothing to unpack
+        if context is not None:
+            context.workers.add(tag.message[0])
         return inside(tag.context)
 
     def _known(self, number: int) -> Context | None:
