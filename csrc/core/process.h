@@ -41,7 +41,9 @@ struct ProcessPage {
 };
 static_assert(sizeof(ProcessPage) <= 4096);
 
-class Process {
+// Python holds it by the same shared_ptr (enable_shared_from_this): one that held Python's object
+// instead would want the GIL when the heap, with its lock, lets go of it.
+class Process : public std::enable_shared_from_this<Process> {
   public:
     // The process `pid`, which started at `start_time` and has its heap at its descriptor
     // `heap_fd`; one object however often it is asked for. Null if that process has ended. Throws

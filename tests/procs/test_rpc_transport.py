@@ -409,8 +409,8 @@ def test_with_dynamic_membership_processes_come_go_and_come_again(url: str, star
     _, pipe = start_victim(url, -1, None)  # the same name
     assert pipe.recv() == 2
     assert wait_for(agent, "v") == 2
-    assert agent.joined == {0: "first", 1: "v", 2: "v"}
     assert agent.get(2, b"hello")[0] == b"hello"
+    assert agent.joined == {0: "first", 1: "v", 2: "v"}
     with pytest.raises(PeerLost):
         agent.get(1)
     pipe.send("leave")

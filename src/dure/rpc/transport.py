@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import torch
@@ -168,7 +169,7 @@ class HostTransport(Transport, Told):
                 message = self._inbox.next(ticket, left_s)
                 if not isinstance(message, bytes):
                     return ticket.done
-                self._take(message)
+                self._take(partial(self._sort, message))
 
     def submit(self, call: Callable[[], None]) -> None:
         self._workers.submit(call)
@@ -251,7 +252,7 @@ class HostTransport(Transport, Told):
             message = self._inbox.next(nobody, 0.0)
             if not isinstance(message, bytes):
                 break
-            self._take(message)
+            self._take(partial(self._sort, message))
         if ended:
             self._inbox.forget(way.peer.process.pid)
 
@@ -288,10 +289,10 @@ class HostTransport(Transport, Told):
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _take(self, message: bytes) -> None:
-        """Deal with a message that a thread has read which runs no calls."""
+    def _take(self, read: Callable[[], Callable[[], None] | None]) -> None:
+        """Deal with a message in a thread that runs no calls."""
         try:
-            call = self._sort(message)
+            call = read()
         except Exception:
             _log.exception("a message could not be read")
             return
@@ -340,9 +341,7 @@ class HostTransport(Transport, Told):
         envelope = _decode(body)
         if envelope.sender != sender:
             raise ValueError(f"a message of {envelope.sender} from {sender}")
-        call = self._tell(envelope, memories)
-        if call is not None:
-            self._workers.submit(call)
+        self._take(lambda: self._tell(envelope, memories))
 
     def broken(self, peer: int) -> None:
         way = self._ways.get(peer)
