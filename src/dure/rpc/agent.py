@@ -562,8 +562,7 @@ class Agent:
         self._board.received(_size(envelope.pickled, memories), called)
         made, rows = True, list[RRef[Any]]()
         if envelope.link or envelope.references or envelope.kind == Kind.MAKE:
-            answered = envelope.kind in (Kind.CALL, Kind.MAKE, Kind.FETCH)
-            with self._step(but=envelope.sender if answered else -1):
+            with self._step(but=envelope.sender if called else -1):
                 for numbered in envelope.link:
                     self._take_reliable(envelope.sender, numbered)
                 rows = [self._take_reference(row, envelope.sender) for row in envelope.references]

@@ -328,3 +328,16 @@ def test_closing_ends_calls() -> None:
         with pytest.raises(RpcError, match="shut down"):
             api.rpc_sync("worker1", who)
         Gate.open.set()
+
+
+def test_a_reference_whose_call_was_lost_is_settled() -> None:
+    with Cluster(2) as cluster:
+        agent = cluster.agents[0]
+        cluster.network.hold(0, 1)
+        rref = agent.remote("worker1", add, (1, 2))
+        cluster.network._held[0, 1].clear()  # and only this side knows
+        cluster.network.release(0, 1)
+        agent.broken(1)
+        wait_until(lambda: agent.references_info()["num_pending_users"] == "0")
+        with pytest.raises(RpcError, match="may have run"):
+            rref.to_here()
