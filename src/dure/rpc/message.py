@@ -312,11 +312,13 @@ class _Unpickler(pickle.Unpickler):
     ) -> None:
         super().__init__(file)
         self._own = {"_tensor": tensors.__getitem__, "_reference": references.__getitem__}
-        self._find = super().find_class if find is None else find
+        self._find = find
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == __name__ and global_name in self._own:
             return self._own[global_name]
+        if self._find is None:  # a bound method kept there would be a cycle, and keep the tensors
+            return super().find_class(module_name, global_name)
         return self._find(module_name, global_name)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +69,20 @@ def test_shared_memory_is_shared_and_what_nobody_sees_stays() -> None:
     a += 1
     assert b.tolist() == [1.0] * 5 + [0.0] * 10
     assert whole.sum() == 0
+
+
+def test_what_was_received_goes_when_nobody_has_it() -> None:
+    packed = pack([torch.ones(4)])
+    memory = packed.memories[0].clone()
+    gone = weakref.ref(memory.untyped_storage())
+    gc.disable()  # the memory is a sender's: it must not wait for a collection
+    try:
+        got = unpack(packed.pickled, rebuild(packed.tensors, [memory]))
+        assert got[0].sum() == 4.0
+        del got, memory
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_values_that_are_no_tensors() -> None:
