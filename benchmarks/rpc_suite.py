@@ -199,7 +199,7 @@ class FaultyTransport:
         agent: Any = self._agent
         with agent._lock:
             peer = agent._peers[to]
-            peer.queued = peer.link.again()
+            peer.queued, peer.due = peer.link.again(), True
         agent._flush()
 
 

@@ -84,8 +84,16 @@ class GradientHooks(Protocol):
         """Return what a call that came with the tag runs in, its answer included."""
         ...
 
-    def died(self, worker: int, error: PeerLost) -> None:
-        """Take note of a process that is gone, after all that came from it."""
+    def waits(self, backward: tuple[int, int], arrival: Callable[[], None]) -> bool:
+        """Whether a thread waits in that backward pass; it then runs what gradients set off."""
+        ...
+
+    def arrive(self, backward: tuple[int, int], read: Callable[[], Any]) -> None:
+        """Run what gradients set off; `read` unpacks them."""
+        ...
+
+    def lost(self, worker: int, error: DureError) -> None:
+        """Take note of a process that is gone (`PeerLost`), or of a connection that broke."""
         ...
 
 
@@ -167,7 +175,8 @@ class _Peer:
     in_flight: int = 0  # bytes
     calls: dict[int, Call] = field(default_factory=dict[int, Call])
     blocked: deque[Waiter] = field(default_factory=deque[Waiter])
-    acknowledging: bool = False
+    due: bool = False  # what is queued is sent soon
+    acknowledging: bool = False  # or by a timer
 
 
 class Agent:
@@ -274,7 +283,7 @@ class Agent:
             ]
             self._todo += [partial(self.transport.complete, ticket) for ticket in peer.blocked]
             if self.gradients is not None:
-                self._todo.append(partial(self.gradients.died, id, self._lost(id)))
+                self._todo.append(partial(self.gradients.lost, id, self._lost(id)))
             self._act(self._references.died(id))
             if worker is not None:
                 lost = self._lost(id)
@@ -302,8 +311,11 @@ class Agent:
                     fix="Call again if running twice does no harm.",
                 )
                 self._todo.append(partial(self._fail, call, error))
+            if self.gradients is not None:
+                error = RpcError(f"the connection to worker {name!r} broke: gradients were lost")
+                self._todo.append(partial(self.gradients.lost, id, error))
             self._act(self._references.unsure(id, self._references.sent_to(id)))
-            peer.queued = peer.link.again()
+            peer.queued, peer.due = peer.link.again(), True
 
     def _lost(self, id: int) -> PeerLost:
         name, how = self._dead[id].split("\0")
@@ -574,12 +586,21 @@ class Agent:
                 work = self._serve if made else self._refuse
             case Kind.FETCH:
                 work = self._fetched
+            case Kind.GRADIENTS:
+                return self._gradients_came(incoming)
             case Kind.ANSWER | Kind.ERROR:
                 call = self._take(envelope.number)
                 return None if call is None else self._end(call, incoming)
             case _:
                 return None
         return self._as_work(partial(work, incoming), envelope)
+
+    def _gradients_came(self, incoming: _Incoming) -> _Work | None:
+        hooks, backward = self.gradients, incoming.envelope.make
+        if hooks is None or backward is None:
+            return None
+        run = partial(hooks.arrive, backward, partial(self._unpack, incoming))
+        return None if hooks.waits(backward, run) else self._as_work(run)
 
     def _as_work(self, run: Callable[[], None], call: Envelope | None = None) -> _Work:
         """Return what a thread of the transport's is to do; it may be the program's code."""
@@ -826,13 +847,14 @@ class Agent:
 
     # --- what must arrive --------------------------------------------------------------------
 
-    def tell(self, to: int, topic: int, body: bytes) -> None:
+    def tell(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         """Send a message that must arrive, once, as long as both processes live.
 
         Args:
             to: Who gets it.
             topic: 1 to 255; who has said `on` there gets it.
             body: The message.
+            hurry: Whether it goes at once; otherwise with the next message, or a little later.
 
         Raises:
             PeerLost: The process is gone.
@@ -840,20 +862,36 @@ class Agent:
         with self._step():
             if to in self._dead:
                 raise self._lost(to)
-            self._queue(to, topic, body)
+            self._queue(to, topic, body, hurry)
+
+    def send_gradients(self, to: int, backward: tuple[int, int], value: object) -> None:
+        """Send gradients of a backward pass; they are lost with the connection.
+
+        Raises:
+            PeerLost: The process is gone.
+        """
+        packed = self._pack(value, to)
+        envelope = Envelope(
+            kind=Kind.GRADIENTS,
+            sender=self.me.id,
+            pickled=packed.pickled,
+            tensors=packed.tensors,
+            make=backward,
+        )
+        self._send(to, envelope, packed.memories)
 
     def on(self, topic: int, handler: Callable[[int, bytes], None]) -> None:
         """Have a function called with sender and body of messages; it must return quickly."""
         self._handlers[topic] = handler
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Have something run as if it were a call: it may wait, and is of this agent."""
-        self._submit(self._as_work(work))
-
-    def _queue(self, to: int, topic: int, body: bytes) -> None:
+    def _queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         peer = self._peers.get(to)
-        if peer is not None:
-            peer.queued.append(peer.link.send(bytes((topic,)) + body))
+        if peer is None:
+            return
+        peer.queued.append(peer.link.send(bytes((topic,)) + body))
+        peer.due |= hurry
+        if not hurry:
+            self._send_later(to, peer)
 
     def _take_reliable(self, sender: int, numbered: Numbered) -> None:
         peer = self._peers.get(sender)
@@ -864,18 +902,24 @@ class Agent:
                 self._act(self._references.heard(sender, _decoder.decode(body[1:])))
             else:
                 self._todo.append(partial(self._handlers[body[0]], sender, body[1:]))
-        if peer.link.owes and not peer.acknowledging:
+        if peer.link.owes:
+            self._send_later(sender, peer)
+
+    def _send_later(self, to: int, peer: _Peer) -> None:
+        """With the lock: send what is queued or owed in a while, if nothing else is sent before."""
+        if not peer.acknowledging:
             peer.acknowledging = True
             when = time.monotonic() + _ACKNOWLEDGE_S
-            self._todo.append(lambda: void(self.timers.at(when, partial(self._owed, sender))))
+            self._todo.append(lambda: void(self.timers.at(when, partial(self._owed, to))))
 
     def _owed(self, to: int) -> None:
         with self._step():
             peer = self._peers.get(to)
             if peer is not None:
                 peer.acknowledging = False
-                if peer.link.owes:
+                if not peer.queued and peer.link.owes:
                     peer.queued.append(peer.link.acknowledge())
+                peer.due = bool(peer.queued)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -914,7 +958,7 @@ class Agent:
     def _flush(self, but: int = -1) -> None:
         """Send what is queued."""
         with self._lock:
-            due = [id for id, peer in self._peers.items() if peer.queued and id != but]
+            due = [id for id, peer in self._peers.items() if peer.queued and peer.due and id != but]
         for id in due:
             with suppress(PeerLost):  # `died` comes, or has come
                 self._send(id, Envelope(kind=Kind.RELIABLE, sender=self.me.id), [])
@@ -924,7 +968,7 @@ class Agent:
         with self._lock:
             peer = self._peers.get(to)
             if peer is not None:
-                envelope.link, peer.queued = peer.queued, []
+                envelope.link, peer.queued, peer.due = peer.queued, [], False
                 if not envelope.link and peer.link.owes:
                     envelope.link = [peer.link.acknowledge()]
         if envelope.kind != Kind.RELIABLE or envelope.link:

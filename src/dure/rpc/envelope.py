@@ -29,8 +29,9 @@ class Kind(IntEnum):
     MAKE = 1  # the same, and the result stays there, under the reference `make`
     ANSWER = 2  # a value
     ERROR = 3  # an exception
-    RELIABLE = 4  # only what `link` has: it must arrive (references, gradients)
+    RELIABLE = 4  # only what `link` has: it must arrive (references, the end of a context)
     FETCH = 5  # the value of a reference is wanted: `RRef.to_here`
+    GRADIENTS = 6  # of the backward pass `make`
 
 
 class Memory(msgspec.Struct, array_like=True, frozen=True):
@@ -69,7 +70,8 @@ class Envelope(msgspec.Struct, array_like=True):
         memories: Their memory; filled by the transport.
         references: The references in them.
         gradients: What it means for a distributed backward pass.
-        make: The reference to make (`Kind.MAKE`), or to look up (`Kind.FETCH`).
+        make: The reference to make (`Kind.MAKE`), to look up (`Kind.FETCH`), or the
+            backward pass (`Kind.GRADIENTS`).
         link: What must arrive; rides along with any message.
     """
 

@@ -21,7 +21,7 @@ class Processes:
     """Contexts that send tensors, and later gradients, to each other."""
 
     def __init__(self, number: int, random: Random | None = None) -> None:
-        self.contexts = [Context(1, me) for me in range(number)]
+        self.contexts = [Context(1) for _ in range(number)]
         self.random, self.last, self.passes = random or Random(0), 0, 0
         self.sent_back = 0
 
@@ -38,14 +38,16 @@ class Processes:
         self.passes += 1
         number = (at, self.passes)
         missing = [""] * len(self.contexts)
-        under_way, (_, missing[at]) = self.contexts[at].begin(number, roots, retain_graph)
+        under_way, progress = self.contexts[at].begin(number, roots, retain_graph)
+        missing[at] = progress[1] if progress else ""
         while under_way:
             out = under_way.pop(self.random.randrange(len(under_way)))
             self.sent_back += 1
             gradients = [None if g is None else g.clone() for g in out.gradients] or [None]
-            more, (_, missing[out.to]) = self.contexts[out.to].arrive(
+            more, progress = self.contexts[out.to].arrive(
                 number, out.message, gradients, retain_graph
             )
+            missing[out.to] = progress[1] if progress else ""
             under_way += more
         return missing
 

@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from dure.rpc.autograd.graph import LocalGraph, follow_hooks
+from dure.rpc.autograd.graph import LocalGraph, follow_hooks, place
 
 follow_hooks()
 
@@ -103,28 +103,22 @@ def edges(roots: dict[Hashable, list[torch.Tensor]]) -> dict[Hashable, list[Grad
     return {name: [get_gradient_edge(t) for t in tensors] for name, tensors in roots.items()}
 
 
-class FromElsewhere(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, anchor, *tensors):  # pyright: ignore
-        return tuple(tensor.clone() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients):  # pyright: ignore
-        return (None,) * (1 + len(gradients))
+def node(tensor: torch.Tensor) -> Node:
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn
 
 
 def test_received_gradients_come_as_soon_as_they_can() -> None:
     # loss -> y1 (received) -> elsewhere -> sent back as the gradient of x2, which needs only y1.
-    anchor = torch.ones(1, requires_grad=True)
     seen: list[float] = []
-    one, two = FromElsewhere.apply(anchor, torch.tensor([2.0]), torch.tensor([3.0]))
+    one, two = place([torch.tensor([2.0]), torch.tensor([3.0])])
     one.register_hook(lambda g: seen.append(float(g)))
-    (other,) = FromElsewhere.apply(anchor, torch.tensor([5.0]))
+    (other,) = place([torch.tensor([5.0])])
     leaf = torch.tensor([4.0], requires_grad=True)
     loss = one * 10 + two * leaf
     sent = leaf * other
     graph = LocalGraph(
-        edges({"loss": [loss], "sent": [sent]}), [one.grad_fn, other.grad_fn], retain_graph=True
+        edges({"loss": [loss], "sent": [sent]}), [node(one), node(other)], retain_graph=True
     )
     first = graph.arrive("loss", [torch.ones(1)])
     assert first == {one.grad_fn: (torch.tensor([10.0]), torch.tensor([4.0]))}
@@ -136,10 +130,9 @@ def test_received_gradients_come_as_soon_as_they_can() -> None:
 
 
 def test_what_no_root_reaches_is_named() -> None:
-    anchor = torch.ones(1, requires_grad=True)
-    (idle,) = FromElsewhere.apply(anchor, torch.ones(1))
+    (idle,) = place([torch.ones(1)])
     leaf = torch.ones(1, requires_grad=True)
-    graph = LocalGraph(edges({"loss": [leaf * 2]}), [idle.grad_fn])
+    graph = LocalGraph(edges({"loss": [leaf * 2]}), [node(idle)])
     assert graph.unreached == {idle.grad_fn}
 
 

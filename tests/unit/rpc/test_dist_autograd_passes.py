@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc.autograd.backward import Contexts, inside
+from dure.rpc.message import pack, rebuild, unpack
 from dure.rpc.names import WorkerInfo
 
 
@@ -29,16 +31,30 @@ class Port:
     """What one process sends with."""
 
     def __init__(self, network: Network, me: int) -> None:
-        self.network, self.me = network, me
+        self.network, self.me, self.transport = network, me, self
 
-    def tell(self, to: int, body: bytes) -> None:
+    def tell(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
+        self.send(to, lambda: self.network.at[to].receive(self.me, body))
+
+    def send_gradients(self, to: int, backward: tuple[int, int], value: object) -> None:
+        copies = pack(value)
+        memories = [memory.clone() for memory in copies.memories]
+
+        def read() -> Any:
+            return unpack(copies.pickled, rebuild(copies.tensors, memories))
+
+        def arrive() -> None:
+            run = partial(self.network.at[to].arrive, backward, read)
+            if not self.network.at[to].waits(backward, run):
+                self.network.works.append((to, run))
+
+        self.send(to, arrive)
+
+    def send(self, to: int, arrive: Callable[[], None]) -> None:
         if to in self.network.dead:
             raise PeerLost(f"worker {to} is gone", peer=to)
         self.network.sent += 1
-        self.network.under_way.setdefault((self.me, to), deque()).append(body)
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self.network.works.append((self.me, work))
+        self.network.under_way.setdefault((self.me, to), deque()).append(arrive)
 
     def ticket(self) -> Ticket:
         return Ticket()
@@ -46,15 +62,16 @@ class Port:
     def complete(self, ticket: Any) -> None:
         ticket.set()
 
-    def wait(self, ticket: Any) -> None:
+    def wait(self, ticket: Any, seconds: float) -> bool:
         while not ticket.done:
             assert self.network.pump(), "nothing is under way, and somebody waits"
+        return True
 
 
 class Network:
     def __init__(self, number: int, seed: int = 0) -> None:
         self.random, self.dead, self.sent = Random(seed), set[int](), 0
-        self.under_way: dict[tuple[int, int], deque[bytes]] = {}
+        self.under_way: dict[tuple[int, int], deque[Callable[[], None]]] = {}
         self.works: list[tuple[int, Callable[[], None]]] = []
         self.at = [Contexts(WorkerInfo(f"w{me}", me), Port(self, me)) for me in range(number)]
 
@@ -66,8 +83,7 @@ class Network:
             return False
         choice = self.random.randrange(len(ways) + len(works))
         if choice < len(ways):
-            sender, to = ways[choice]
-            self.at[to].receive(sender, self.under_way[sender, to].popleft())
+            self.under_way[ways[choice]].popleft()()
         else:
             self.works.pop(works[choice - len(ways)])[1]()
         return True
@@ -81,9 +97,9 @@ class Network:
         self.dead.add(me)
         for to, contexts in enumerate(self.at):
             if to not in self.dead:
-                for body in self.under_way.pop((me, to), ()):
-                    contexts.receive(me, body)
-                contexts.died(me, PeerLost(f"worker {me} is gone", peer=me))
+                for arrive in self.under_way.pop((me, to), ()):
+                    arrive()
+                contexts.lost(me, PeerLost(f"worker {me} is gone", peer=me))
 
     def context(self) -> int:
         """Make a context at process 0 that all know."""
@@ -112,7 +128,7 @@ def test_there_and_back_again() -> None:
     network.at[0].backward(number, [(back * x).sum()], False)
     assert network.at[0].find(number).gradients[x].tolist() == [2 * 2 * 5, 2 * 3 * 7]
     assert network.at[1].find(number).gradients[w].tolist() == [4.0, 9.0]
-    assert network.sent == 4  # gradients there and back, and an answer to each
+    assert network.sent == 2  # gradients there and back
     assert [contexts.counts for contexts in network.at] == [(1, 0), (1, 0)]
     assert (x.grad, w.grad) == (None, None)
 

@@ -5,20 +5,23 @@
 so that the calls made there are tagged again. What needs gradients is noted on both sides
 (`context`).
 
-**Backward.** Gradients go back to where tensors came from. A *step* is what one message with
-gradients (at the beginning: the call of `backward`) sets off in one process: it runs what can be
-run, and sends on what that gives. A step is answered when all messages that it has sent are
-answered. So when the first one is complete, nothing is under way any more, on any process. Each
-answer says how far the processes below it have come; a process may be in several of them, and its
-furthest progress counts. If a process has not had all gradients then, some call's result got none,
-and the pass has failed.
+**Backward.** Gradients go back to where tensors came from. Each message with gradients sets off a
+step in the process that it comes to: that runs what can be run, and sends on what this gives. The
+pass is over when no such message is under way and no step runs. To know that, its first process
+has 1 credit: each message carries a share of the credit of the step that has sent it, and a step
+that sends none gives its share back to the first process. When that has 1 again, all is done; in a
+pass there and back, no message but those with gradients is needed. Credits are powers of 1/2.
 
-**Failures.** An error, or the death of a process that owes an answer, completes a step at once and
-goes up in its answer. The first process raises it, and tells all that know the context that the
-pass has ended (`_End`): they forget what they have of it, and drop what still comes for it. A
-context is released in the same way, and also when the process that made it dies.
+Steps of the first process run in the thread that waits in `backward`; others where they come in.
 
-All messages of this file are reliable (`links`): they arrive, or their receiver is dead.
+A process that still waits for gradients says so along with its share, and again when they have
+come. If one waits at the end, some call's result got no gradients, and the pass has failed.
+
+**Failures.** Messages with gradients are sent once. Who sees an error, or the loss of a process or
+of a connection that gradients went through, tells the first process. It raises the error, and
+tells all that know the context that the pass has ended (`_End`): they forget what they have of it,
+and drop what still comes for it. A context is released in the same way, and also when the process
+that made it dies. These messages are reliable (`links`).
 """
 
 from __future__ import annotations
@@ -27,9 +30,8 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -37,23 +39,15 @@ import torch
 
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
-from dure.rpc.autograd.context import (
-    Context,
-    MessageId,
-    Outgoing,
-    PassId,
-    Progress,
-    no_gradients,
-)
+from dure.rpc.autograd.context import Context, Outgoing, PassId, Progress, no_gradients
 from dure.rpc.autograd.graph import follow_hooks
 from dure.rpc.envelope import GradientTag, Waiter
-from dure.rpc.message import TensorRow, pack, rebuild, unpack
 from dure.rpc.names import WorkerInfo
 
 if TYPE_CHECKING:
     from dure.rpc.agent import Agent
 
-__all__ = ["Carrier", "Contexts", "attach", "current", "inside", "set_current"]
+__all__ = ["Contexts", "attach", "current", "inside", "set_current"]
 
 _ID_BITS = 48
 """A context's number: the process that made it, and in so many bits a number of that process."""
@@ -69,7 +63,7 @@ _here = threading.local()
 
 def attach(agent: Agent) -> None:
     """Let an agent know of contexts; before messages come."""
-    contexts = agent.gradients = Contexts(agent.me, _AgentCarrier(agent))
+    contexts = agent.gradients = Contexts(agent.me, agent)
     agent.on(_TOPIC, contexts.receive)
 
 
@@ -94,66 +88,35 @@ def inside(number: int | None) -> Iterator[None]:
         _here.number = before
 
 
-class Carrier(Protocol):
-    """Carries what this file sends, and knows threads."""
+class _Waiting(Protocol):
+    """How threads wait: a part of `envelope.Transport`."""
 
-    def tell(self, to: int, body: bytes) -> None:
-        """Send a reliable message to another process, or to this one.
-
-        Raises:
-            PeerLost: The process is gone.
-        """
-        ...
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Have something run by a thread of RPC's."""
-        ...
-
-    def ticket(self) -> Waiter:
-        """Return something to wait for."""
-        ...
-
-    def complete(self, ticket: Waiter) -> None:
-        """Say that it is there."""
-        ...
-
-    def wait(self, ticket: Waiter) -> None:
-        """Wait for it; the thread receives messages meanwhile."""
-        ...
+    def ticket(self) -> Waiter: ...
+    def complete(self, ticket: Waiter) -> None: ...
+    def wait(self, ticket: Waiter, seconds: float) -> bool: ...
 
 
-class _AgentCarrier:
-    """The agent's way to do that."""
+class _Carrier(Protocol):
+    """What is needed of an agent."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.submit = agent.submit
-        self.ticket, self.complete = agent.transport.ticket, agent.transport.complete
-
-    def tell(self, to: int, body: bytes) -> None:
-        self._agent.tell(to, _TOPIC, body)
-
-    def wait(self, ticket: Waiter) -> None:
-        while not ticket.done:
-            self._agent.transport.wait(ticket, 60.0)
+    @property
+    def transport(self) -> _Waiting: ...
+    def tell(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None: ...
+    def send_gradients(self, to: int, backward: PassId, value: object) -> None: ...
 
 
-class _Gradients(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    context: int
+class _Back(msgspec.Struct, array_like=True, frozen=True, tag=0):
+    """A share of the credit, 1/2**share."""
+
     backward: PassId
-    number: int  # of the message, for the answer
-    message: MessageId  # that has brought the tensors
-    retain_graph: bool
-    pickled: bytes
-    tensors: list[TensorRow]
-    memories: list[memoryview]
-
-
-class _Answer(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    number: int
+    share: int
     progress: dict[int, Progress]
-    node: int = -1  # where it has failed
-    error: bytes = b""
+
+
+class _Failed(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    backward: PassId
+    node: int
+    error: bytes
 
 
 class _End(msgspec.Struct, array_like=True, frozen=True, tag=2):
@@ -161,34 +124,23 @@ class _End(msgspec.Struct, array_like=True, frozen=True, tag=2):
     backward: PassId | None  # None: the context is released
 
 
-_decoder = msgspec.msgpack.Decoder(_Gradients | _Answer | _End)
+_decoder = msgspec.msgpack.Decoder(_Back | _Failed | _End)
 
 
-@dataclass(slots=True, eq=False)
-class _Step:
-    """What a message with gradients, or `backward`, has set off here.
+class _Pass:
+    """A backward pass that began here."""
 
-    Args:
-        context: The context's number.
-        backward: The pass.
-        tell: Called with it when it is complete.
-        open: How many messages that it has sent are not answered; one more while it runs.
-        progress: Of the processes below it.
-        failed: Where, and with which error.
-    """
+    def __init__(self, context: int) -> None:
+        self.context = context
+        self.credit = Fraction(0)
+        self.progress: dict[int, Progress] = {}
+        self.failed: tuple[int, bytes] | None = None  # where, and with which error
+        self.arrivals: deque[Callable[[], None]] = deque()
+        self.ticket: Waiter | None = None
 
-    context: int
-    backward: PassId
-    tell: Callable[[_Step], None]
-    open: int = 1
-    progress: dict[int, Progress] = field(default_factory=dict[int, Progress])
-    failed: tuple[int, bytes] | None = None
-
-    def learn(self, progress: dict[int, Progress]) -> None:
-        for worker, new in progress.items():
-            old = self.progress.get(worker)
-            if old is None or new[0] > old[0]:
-                self.progress[worker] = new
+    @property
+    def over(self) -> bool:
+        return self.credit == 1 or self.failed is not None
 
 
 class Contexts:
@@ -201,22 +153,23 @@ class Contexts:
     Threads: any.
     """
 
-    def __init__(self, me: WorkerInfo, carrier: Carrier) -> None:
+    def __init__(self, me: WorkerInfo, carrier: _Carrier) -> None:
         follow_hooks()
         self._me, self._carrier = me, carrier
         self._contexts: dict[int, Context] = {}
         self._released: deque[int] = deque(maxlen=_KEPT)
         self._numbers = itertools.count(1)  # of contexts, passes and messages
-        self._steps: dict[int, tuple[_Step, int]] = {}  # by message: the step, the receiver
+        self._passes: dict[PassId, _Pass] = {}
         self._lock = threading.Lock()
 
     @property
     def counts(self) -> tuple[int, int]:
         """How many contexts there are, and through how many of them a pass is under way."""
         with self._lock:
-            running = {context.number for context in self._contexts.values() if context.is_running}
-            running |= {step.context for step, _ in self._steps.values()}
-            return len(self._contexts), len(running)
+            contexts = list(self._contexts.values())
+        running = {context.number for context in contexts if context.is_running}
+        running |= {run.context for run in list(self._passes.values())}
+        return len(contexts), len(running)
 
     @property
     def max_number(self) -> int:
@@ -228,8 +181,7 @@ class Contexts:
     def new(self) -> Context:
         """Make a context."""
         number = (self._me.id << _ID_BITS) + next(self._numbers)
-        with self._lock:
-            context = self._contexts[number] = Context(number, self._me.id)
+        context = self._contexts[number] = Context(number)
         return context
 
     def find(self, number: int) -> Context:
@@ -253,21 +205,25 @@ class Contexts:
             if context is None:
                 return
             self._released.append(number)
-            steps = self._forget(lambda step: step.context == number)
-        for step in steps:
-            self._fail(step, self._me.id, self._encoded(_released(number)))
-        self._tell(context, _End(number, None))
+        passes = [this for this, run in list(self._passes.items()) if run.context == number]
+        for this in passes:
+            error = RpcError(f"the context {number} was released during its backward pass")
+            self._failed(this, self._me.id, failures.encode(error, self._me))
+        self._tell_all(context, _End(number, None), hurry=False)
 
-    # --- forward -----------------------------------------------------------------------------
+    def _known(self, number: int) -> Context | None:
+        """Return a context that another process has spoken of; None: it is released."""
+        context = self._contexts.get(number)
+        if context is None and number >> _ID_BITS != self._me.id:
+            with self._lock:
+                if number not in self._released:
+                    context = self._contexts.setdefault(number, Context(number))
+        return context
+
+    # --- forward: `agent.GradientHooks` ------------------------------------------------------
 
     def sending(self, to: int, what: str, tensors: Sequence[torch.Tensor]) -> GradientTag | None:
-        """Take note of a message that this thread sends; return its tag if it is in a context.
-
-        Args:
-            to: Who receives it.
-            what: The call, for people.
-            tensors: All tensors of the message.
-        """
+        """Take note of a message that this thread sends; return its tag if it is in a context."""
         number = current()
         context = None if number is None else self._contexts.get(number)
         if context is None:
@@ -279,20 +235,12 @@ class Contexts:
     def receiving(
         self, sender: int, tag: GradientTag, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the tensors of a message with their places in the graph.
-
-        Args:
-            sender: Who sent it.
-            tag: Its tag.
-            tensors: All tensors of the message.
-        """
+        """Return the tensors of a message with their places in the graph."""
         context = self._known(tag.context)
         if context is None:
             return tensors
         context.workers.add(sender)
-        if not tag.needing:
-            return tensors
-        return context.receives(tag.message, tensors, sender, tag.what)
+        return context.receives(tag.message, tensors, sender, tag.what) if tag.needing else tensors
 
     def serving(self, tag: GradientTag) -> AbstractContextManager[None]:
         """Return what a call that came with the tag runs in, its answer included."""
@@ -301,174 +249,163 @@ class Contexts:
             context.workers.add(tag.message[0])
         return inside(tag.context)
 
-    def _known(self, number: int) -> Context | None:
-        """Return a context that another process has spoken of; None: it is released."""
-        with self._lock:
-            context = self._contexts.get(number)
-            mine = number >> _ID_BITS == self._me.id
-            if context is None and not mine and number not in self._released:
-                context = self._contexts[number] = Context(number, self._me.id)
-            return context
-
     # --- backward ----------------------------------------------------------------------------
 
     def backward(self, number: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Run a backward pass that begins here, to its end; see `api.backward`."""
         context = self.find(number)
-        ticket = self._carrier.ticket()
         this = self._me.id, next(self._numbers)
-        step = _Step(number, this, lambda _: self._carrier.complete(ticket))
+        run = self._passes[this] = _Pass(number)
         try:
-            with inside(None):
-                outgoing, progress = context.begin(step.backward, roots, retain_graph)
-            step.learn({self._me.id: progress})
-            self._send(step, outgoing, retain_graph)
-            self._carrier.wait(ticket)
-            if step.failed is not None:
-                raise _raised(*step.failed)
-            missing = [text for _, text in step.progress.values() if text]
+            with inside(None), _profiled("torch::distributed::autograd::backward"):
+                step = context.begin(this, roots, retain_graph)
+                self._go_on(context, this, retain_graph, 0, {}, *step)
+                while not run.over:
+                    self._wait(run)
+            if run.failed is not None:
+                raise _raised(*run.failed)
+            missing = [text for _, text in run.progress.values() if text]
             if missing:
                 raise no_gradients("; ".join(missing))
         except BaseException:
-            self._end(number, step.backward)
+            self._end(number, this)
             raise
+        finally:
+            del self._passes[this]
 
-    def receive(self, sender: int, body: bytes) -> None:
-        """Take a message; returns quickly.
+    def _wait(self, run: _Pass) -> None:
+        """Run what gradients set off that have come, or wait for something to come."""
+        with self._lock:
+            arrival = run.arrivals.popleft() if run.arrivals else None
+            if arrival is None and run.over:
+                return
+            ticket = run.ticket = None if arrival else self._carrier.transport.ticket()
+        if arrival is not None:
+            arrival()
+        elif ticket is not None:
+            self._carrier.transport.wait(ticket, 60.0)
 
-        Args:
-            sender: Who sent it.
-            body: What its `Carrier.tell` was given.
-        """
+    def waits(self, backward: PassId, arrival: Callable[[], None]) -> bool:
+        """Whether a thread waits in that backward pass; it then runs what gradients set off."""
+        run = self._passes.get(backward)
+        if run is None:
+            return False
+        with self._lock:
+            run.arrivals.append(arrival)
+        self._wake(run)
+        return True
+
+    def arrive(self, backward: PassId, read: Callable[[], Any]) -> None:
+        """Run what gradients set off; `read` returns what `send_gradients` was given."""
+        try:
+            number, message, retain_graph, share, progress, gradients = read()
+            context = self.find(number)
+            with inside(None), _profiled("SendRpcBackward"):
+                step = context.arrive(backward, message, gradients, retain_graph)
+            self._go_on(context, backward, retain_graph, share, progress, *step)
+        except Exception as error:
+            self._failed(backward, self._me.id, failures.encode(error, self._me))
+
+    def _go_on(
+        self,
+        context: Context,
+        backward: PassId,
+        retain_graph: bool,
+        share: int,
+        progress: dict[int, Progress],
+        outgoing: list[Outgoing],
+        mine: Progress | None,
+    ) -> None:
+        """Send gradients on, with shares of the credit; where there are none, give it back."""
+        if mine is not None:
+            progress = progress | {self._me.id: mine}
+        if not outgoing:
+            self._back(_Back(backward, share, progress))
+        for left, (to, message, gradients) in zip(
+            range(len(outgoing) - 1, -1, -1), outgoing, strict=True
+        ):
+            share += left > 0  # one half for this message, the other for those after it
+            context.asked.setdefault(backward, set()).add(to)
+            value = context.number, message, retain_graph, share, progress, gradients
+            with _profiled("RecvRpcBackward"):
+                self._carrier.send_gradients(to, backward, value)
+            progress = {}
+
+    def _back(self, message: _Back) -> None:
+        if message.backward[0] != self._me.id:
+            self._tell(message.backward[0], message)
+            return
+        run = self._passes.get(message.backward)
+        if run is None:
+            return
+        with self._lock:
+            run.credit += Fraction(1, 1 << message.share)
+            for worker, new in message.progress.items():
+                if new[0] > run.progress.get(worker, (-1, ""))[0]:
+                    run.progress[worker] = new
+        self._wake(run)
+
+    def _failed(self, backward: PassId, node: int, error: bytes) -> None:
+        if backward[0] != self._me.id:
+            self._tell(backward[0], _Failed(backward, node, error))
+            return
+        run = self._passes.get(backward)
+        if run is not None:
+            run.failed = run.failed or (node, error)
+            self._wake(run)
+
+    def _wake(self, run: _Pass) -> None:
+        with self._lock:
+            ticket, run.ticket = run.ticket, None
+        if ticket is not None:
+            self._carrier.transport.complete(ticket)
+
+    def _end(self, number: int, backward: PassId) -> None:
+        """End a pass that has failed, here and on all processes that know its context."""
+        context = self._contexts.get(number)
+        if context is not None and context.end(backward):
+            self._tell_all(context, _End(number, backward))
+
+    # --- what comes --------------------------------------------------------------------------
+
+    def receive(self, _: int, body: bytes) -> None:
+        """Take a reliable message; returns quickly."""
         message = _decoder.decode(body)
-        if isinstance(message, _Gradients):
-            self._carrier.submit(partial(self._arrive, sender, message))
-        elif isinstance(message, _Answer):
-            with self._lock:
-                step, _ = self._steps.pop(message.number, (None, None))
-                if step is not None:
-                    step.learn(message.progress)
-            if step is not None and message.error:
-                self._fail(step, message.node, message.error)
-            elif step is not None:
-                self._count_down(step)
+        if isinstance(message, _Back):
+            self._back(message)
+        elif isinstance(message, _Failed):
+            self._failed(message.backward, message.node, message.error)
         elif message.backward is not None:
             self._end(message.context, message.backward)
         else:
             self.release(message.context)
 
-    def died(self, worker: int, error: PeerLost) -> None:
-        """Take note of a process that is gone, after all that came from it."""
-        with self._lock:
-            steps = self._forget(lambda step: False, worker)
-            orphans = [number for number in self._contexts if number >> _ID_BITS == worker]
+    def lost(self, worker: int, error: DureError) -> None:
+        """Take note of a process that is gone (`PeerLost`), or of a connection that broke."""
+        encoded = failures.encode(error, self._me)
         for context in list(self._contexts.values()):
-            context.workers.discard(worker)
-        for step in steps:
-            self._fail(step, self._me.id, self._encoded(error))
-        for number in orphans:
-            self.release(number)
+            for backward, asked in list(context.asked.items()):
+                if worker in asked:
+                    self._failed(backward, self._me.id, encoded)
+            if isinstance(error, PeerLost):
+                context.workers.discard(worker)
+                if context.number >> _ID_BITS == worker:
+                    self.release(context.number)
 
-    # --- steps -------------------------------------------------------------------------------
+    def _tell(self, to: int, message: msgspec.Struct, hurry: bool = True) -> None:
+        with suppress(PeerLost):
+            self._carrier.tell(to, _TOPIC, msgspec.msgpack.encode(message), hurry)
 
-    def _arrive(self, sender: int, got: _Gradients) -> None:
-        """Run the step that gradients set off."""
-        step = _Step(got.context, got.backward, partial(self._answer, sender, got.number))
-        try:
-            memories = [_memory(data) for data in got.memories]
-            tensors = rebuild(got.tensors, memories)
-            gradients = unpack(got.pickled, tensors)
-            context = self.find(got.context)
-            with inside(None):
-                outgoing, progress = context.arrive(
-                    got.backward, got.message, gradients, got.retain_graph
-                )
-            step.learn({self._me.id: progress})
-            self._send(step, outgoing, got.retain_graph)
-        except Exception as error:
-            self._fail(step, self._me.id, self._encoded(error))
-
-    def _send(self, step: _Step, outgoing: list[Outgoing], retain_graph: bool) -> None:
-        for out in outgoing:
-            packed = pack(out.gradients, out.to)
-            number = next(self._numbers)
-            body = _Gradients(
-                step.context,
-                step.backward,
-                number,
-                out.message,
-                retain_graph,
-                packed.pickled,
-                packed.tensors,
-                [_bytes(memory) for memory in packed.memories],
-            )
-            with self._lock:
-                step.open += 1
-                self._steps[number] = step, out.to
-            self._carrier.tell(out.to, msgspec.msgpack.encode(body))
-        self._count_down(step)
-
-    def _count_down(self, step: _Step) -> None:
-        with self._lock:
-            step.open -= 1
-            if step.open or step.failed is not None:
-                return
-        step.tell(step)
-
-    def _fail(self, step: _Step, node: int, error: bytes) -> None:
-        with self._lock:
-            if step.failed is not None or not step.open:
-                return
-            step.failed = node, error
-        step.tell(step)
-
-    def _answer(self, to: int, number: int, step: _Step) -> None:
-        node, error = step.failed or (-1, b"")
-        answer = msgspec.msgpack.encode(_Answer(number, step.progress, node, error))
-        with suppress(PeerLost):  # nobody waits for it any more
-            self._carrier.tell(to, answer)
-
-    def _forget(self, which: Callable[[_Step], bool], worker: int | None = None) -> list[_Step]:
-        """With the lock: drop messages that are not answered; return their steps."""
-        dropped = [n for n, (s, to) in self._steps.items() if to == worker or which(s)]
-        return [self._steps.pop(number)[0] for number in dropped]
-
-    # --- ends --------------------------------------------------------------------------------
-
-    def _end(self, number: int, backward: PassId) -> None:
-        """End a pass that has failed, here and on all processes that know its context."""
-        context = self._contexts.get(number)
-        if context is None or not context.end(backward):
-            return
-        with self._lock:
-            self._forget(lambda step: step.backward == backward)
-        self._tell(context, _End(number, backward))
-
-    def _tell(self, context: Context, message: _End) -> None:
-        body = msgspec.msgpack.encode(message)
+    def _tell_all(self, context: Context, message: _End, hurry: bool = True) -> None:
         for worker in context.workers - {self._me.id}:
-            with suppress(PeerLost):
-                self._carrier.tell(worker, body)
-
-    def _encoded(self, error: Exception) -> bytes:
-        return failures.encode(error, self._me)
+            self._tell(worker, message, hurry)
 
 
-def _bytes(memory: torch.Tensor) -> memoryview:
-    array: Any = memory.numpy()
-    return memoryview(array)
-
-
-def _memory(data: memoryview) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8)
-    )
-
-
-def _released(number: int) -> RpcError:
-    return RpcError(f"the context {number} was released during its backward pass")
+def _profiled(name: str) -> AbstractContextManager[Any]:
+    """Return what shows in torch's profiler, where one runs."""
+    if torch.autograd._profiler_enabled():  # pyright: ignore
+        return torch.profiler.record_function(name)
+    return nullcontext()
 
 
 def _raised(node: int, error: bytes) -> DureError:

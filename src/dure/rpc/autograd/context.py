@@ -2,15 +2,10 @@
 
 In a context, each message with tensors that need gradients has an id. The sender keeps, under it,
 where the gradients of those tensors enter its graph; the receiver gives the tensors a node of its
-own (`FromElsewhere`), whose gradients are sent back to the sender under that id.
+own (`graph.place`), whose gradients are sent back to the sender under that id.
 
-A backward pass begins on one process, with the tensors that the user named. Its gradients go from
-process to process: each message with gradients is answered when all that it has set off has been
-answered. So the first process knows when nothing is under way any more; and if its graph, or that
-of another, has parts that have not run, then some message of the context got no gradients. As in
-torch's FAST mode, all messages of a context take part in each backward pass of it.
-
-A pass that does not retain the graph forgets, when it is done here, the messages that took part.
+As in torch's FAST mode, all messages of a context take part in each backward pass of it. A pass
+that does not retain the graph forgets, when it is done here, the messages that took part.
 """
 
 from __future__ import annotations
@@ -18,16 +13,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from dure.errors import RpcError, UsageError
-from dure.rpc.autograd.graph import Gradients, LocalGraph
+from dure.errors import RpcError
+from dure.rpc.autograd.graph import Gradients, LocalGraph, place
 
-__all__ = ["Context", "MessageId", "Outgoing", "PassId", "Progress"]
+__all__ = ["Context", "MessageId", "Outgoing", "PassId", "Progress", "no_gradients"]
 
 MessageId = tuple[int, int]
 """The process that sent a message, and a number of that process."""
@@ -41,62 +35,50 @@ Progress = tuple[int, str]
 _ROOTS = "the tensors of backward"
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """Gradients to be sent to the process that sent these tensors.
-
-    Args:
-        to: The process.
-        message: The id under which the tensors came.
-        gradients: One for each tensor of the message that needs one.
-    """
+class Outgoing(NamedTuple):
+    """Gradients for the process that sent these tensors, one for each that needs one."""
 
     to: int
     message: MessageId
     gradients: Gradients
 
 
-@dataclass(slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     edges: list[GradientEdge]
-    to: int
     what: str
 
 
-@dataclass(slots=True)
-class _Came:
+class _Came(NamedTuple):
     message: MessageId
     sender: int
     what: str
-    anchor: torch.Tensor
 
 
-@dataclass(slots=True)
 class Context:
     """One context on one process.
 
     Args:
         number: Equal on all processes.
-        me: This process.
 
     Attributes:
         workers: The other processes of which this one knows that they have the context.
         gradients: Of this process's leaves, summed over backward passes.
+        asked: For each pass, to whom this process has sent gradients.
 
     Threads: any; graphs run one at a time.
     """
 
-    number: int
-    me: int
-    workers: set[int] = field(default_factory=set[int])
-    gradients: dict[torch.Tensor, torch.Tensor] = field(
-        default_factory=dict[torch.Tensor, torch.Tensor]
-    )
-    _sent: dict[MessageId, _Sent] = field(default_factory=dict[MessageId, _Sent])
-    _came: dict[Node, _Came] = field(default_factory=dict[Node, _Came])
-    _graphs: dict[PassId, LocalGraph] = field(default_factory=dict[PassId, LocalGraph])
-    _ended: set[PassId] = field(default_factory=set[PassId])
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.workers: set[int] = set()
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.asked: dict[PassId, set[int]] = {}
+        self._sent: dict[MessageId, _Sent] = {}
+        self._came: dict[Node, _Came] = {}
+        self._graphs: dict[PassId, LocalGraph] = {}
+        self._late: set[PassId] = set()  # those of which it was told that gradients are missing
+        self._ended: set[PassId] = set()
+        self._lock = threading.RLock()
 
     @property
     def is_running(self) -> bool:
@@ -106,62 +88,42 @@ class Context:
     # --- forward -----------------------------------------------------------------------------
 
     def sends(self, message: MessageId, tensors: Sequence[torch.Tensor], to: int, what: str) -> int:
-        """Take note of tensors that leave; return how many of them need gradients.
-
-        Args:
-            message: The message's id.
-            tensors: All tensors of the message.
-            to: Who receives it.
-            what: The call, for people.
-        """
+        """Take note of the tensors of a message to `to`; return how many need gradients."""
         edges = [_edge(tensor) for tensor in tensors if tensor.requires_grad]
         self.workers.add(to)
         if edges:
-            self._sent[message] = _Sent(edges, to, what)
+            self._sent[message] = _Sent(edges, what)
         return len(edges)
 
     def receives(
         self, message: MessageId, tensors: list[torch.Tensor], sender: int, what: str
     ) -> list[torch.Tensor]:
-        """Return the tensors of a message with their places in this process's graph.
-
-        Args:
-            message: The message's id.
-            tensors: All tensors of the message; those that need gradients say so.
-            sender: Who sent it.
-            what: The call, for people.
-        """
+        """Return the tensors of a message, those that need gradients with places in the graph."""
         self.workers.add(sender)
         needing = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
-        if not needing:
-            return tensors
-        anchor = torch.empty(0, requires_grad=True)
-        made = _FromElsewhere.apply(anchor, [tensors[n].detach() for n in needing])
-        placed = list(tensors)
-        for n, tensor in zip(needing, made, strict=True):
-            placed[n] = tensor
-        node = made[0].grad_fn
-        self._came[node] = _Came(message, sender, what, anchor)
-        return placed
+        if needing:
+            made = place([tensors[n].detach() for n in needing])
+            tensors = list(tensors)
+            for n, tensor in zip(needing, made, strict=True):
+                tensors[n] = tensor
+            node = made[0].grad_fn
+            assert node is not None
+            self._came[node] = _Came(message, sender, what)
+        return tensors
 
     # --- backward ----------------------------------------------------------------------------
 
     def begin(
         self, number: PassId, roots: Sequence[torch.Tensor], retain_graph: bool
-    ) -> tuple[list[Outgoing], Progress]:
-        """Begin a backward pass here; return the gradients that can be sent.
-
-        Args:
-            number: The pass.
-            roots: Scalars of this process's graph.
-            retain_graph: Whether there will be another pass.
+    ) -> tuple[list[Outgoing], Progress | None]:
+        """Begin a pass at scalars of this process; returns as `arrive`.
 
         Raises:
             RpcError: A message of the context gets no gradients.
         """
         with self._lock:
             ones = [torch.ones_like(root) for root in roots]
-            self._graphs[number] = self._graph([_edge(r) for r in roots], retain_graph)
+            self._graphs[number] = self._graph([_edge(root) for root in roots], retain_graph)
             return self._run(number, _ROOTS, ones, retain_graph)
 
     def arrive(
@@ -170,15 +132,19 @@ class Context:
         message: MessageId,
         gradients: Sequence[torch.Tensor | None],
         retain_graph: bool,
-    ) -> tuple[list[Outgoing], Progress]:
-        """Take the gradients of tensors that left; return those that can be sent now.
+    ) -> tuple[list[Outgoing], Progress | None]:
+        """Take the gradients of tensors that left.
+
+        Returns:
+            The gradients that can be sent now, and how far this process has come, if some are
+            missing, or were when it was last asked.
 
         Raises:
             RpcError: A message of the context gets no gradients.
         """
         with self._lock:
             if number in self._ended:
-                return [], (sys.maxsize, "")
+                return [], None
             if number not in self._graphs:
                 self._graphs[number] = self._graph([], retain_graph)
             return self._run(number, message, gradients, retain_graph)
@@ -206,38 +172,37 @@ class Context:
         root: Any,
         gradients: Sequence[torch.Tensor | None],
         retain_graph: bool,
-    ) -> tuple[list[Outgoing], Progress]:
+    ) -> tuple[list[Outgoing], Progress | None]:
         graph = self._graphs[number]
-        found = graph.arrive(root, gradients)
+        outgoing = [
+            Outgoing(self._came[node].sender, self._came[node].message, got)
+            for node, got in graph.arrive(root, gradients).items()
+        ]
+        if not graph.done:
+            self._late.add(number)
+            missing = [self._sent[m].what for m in graph.missing if isinstance(m, tuple)]
+            return outgoing, (len(graph.roots) - len(missing), "; ".join(missing))
         for leaf, gradient in graph.leaves.items():
             before = self.gradients.get(leaf)
             self.gradients[leaf] = gradient if before is None else before + gradient
-        graph.leaves.clear()
-        outgoing = [
-            Outgoing(self._came[node].sender, self._came[node].message, got or ())
-            for node, got in found.items()
-        ]
-        if not graph.done:
-            missing = [self._sent[m].what for m in graph.missing if isinstance(m, tuple)]
-            return outgoing, (len(graph.roots) - len(missing), "; ".join(missing))
         self._graphs.pop(number, None)
         if not retain_graph:
             for message in graph.roots:
                 self._sent.pop(message, None)  # pyright: ignore[reportCallIssue, reportArgumentType]
             for node in graph.received:
                 del self._came[node]
-        return outgoing, (sys.maxsize, "")
+        return outgoing, (sys.maxsize, "") if number in self._late else None
 
 
 def _edge(tensor: torch.Tensor) -> GradientEdge:
     """Return where the gradient of a tensor enters its graph."""
-    if tensor.layout is not torch.strided:
-        copy = tensor.clone().grad_fn  # torch's way makes a view, and there are none of these
-        assert copy is not None
-        node, number = copy.next_functions[0]
-        assert node is not None
-        return GradientEdge(node, number, copy)
-    return get_gradient_edge(tensor)
+    if tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    copy = tensor.clone().grad_fn  # torch's way makes a view, and there are none of these
+    assert copy is not None
+    node, number = copy.next_functions[0]
+    assert node is not None
+    return GradientEdge(node, number, copy)
 
 
 def no_gradients(what: str) -> RpcError:
@@ -249,22 +214,3 @@ def no_gradients(what: str) -> RpcError:
         fix="Let all results that need gradients take part in the loss, detach those that do not, "
         "or make such calls outside of the context.",
     )
-
-
-class _FromElsewhere(torch.autograd.Function):
-    """Where tensors of another process enter the graph; never executed (`LocalGraph`)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        return tuple(tensors)  # in a list they are no inputs, and the results no views of them
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        raise UsageError(
-            "these gradients belong to another process",
-            op="backward",
-            fix="Call dure.autograd.backward(context_id, [loss]) for a loss that remote calls "
-            "have part in, once, or with retain_graph=True.",
-        )

@@ -10,7 +10,8 @@ graph cannot be run at once. It is cut:
 
 Along the graph masks only grow. A segment runs, by one call of torch's engine, when all roots of
 its mask have their gradients; what flows out of it, into nodes of larger masks, is summed until
-those run. So each node runs once, with its whole gradient, and its hooks are called once.
+those run. So each node runs once, with its whole gradient, and its hooks are called once. Where no
+edge leads from one segment into another, as in most programs, a segment is just run to its ends.
 
 Leaves and the nodes of tensors that came from other processes are the ends: the gradients of leaves
 go to the context instead of `.grad`, those of received tensors are sent there.
@@ -39,7 +40,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-__all__ = ["Gradients", "LocalGraph", "follow_hooks"]
+from dure.errors import UsageError
+
+__all__ = ["Gradients", "LocalGraph", "follow_hooks", "place"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -70,6 +73,14 @@ def follow_hooks() -> None:
     torch.Tensor.register_hook = register_hook  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def place(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return tensors of another process as those of this process's graph; they share memory.
+
+    All have one node, which is never executed: `LocalGraph` takes the gradients that come to it.
+    """
+    return _FromElsewhere.apply(_anchor, tensors)
+
+
 class LocalGraph:
     """One backward pass through this process.
 
@@ -98,8 +109,17 @@ class LocalGraph:
     ) -> None:
         self.roots, self._retain = roots, retain_graph
         self._bits = {root: 1 << n for n, root in enumerate(roots)}
-        self._masks = _masks({self._bits[root]: edges for root, edges in roots.items()})
+        self._masks = _masks(
+            {self._bits[root]: edges for root, edges in roots.items()}, set(received)
+        )
         self.received = {node for node in received if node in self._masks}
+        self._whole = len(set(self._masks.values())) <= 1 or not any(
+            self._masks[following] != mask
+            for node, mask in self._masks.items()
+            if node not in self.received
+            for following, _ in node.next_functions
+            if following is not None
+        )
         self._arrived = 0
         self._gradients: dict[tuple[Node, int], torch.Tensor] = {}  # to run the segments with
         self._segments: dict[int, list[Node]] = {}  # those that have not run
@@ -133,7 +153,11 @@ class LocalGraph:
         complete: dict[Node, Gradients] = {}
         for mask in sorted(ready, key=int.bit_count):
             nodes = self._segments.pop(mask)
-            self._run({node for node in nodes if not self._is_end(node)})
+            inner = {node for node in nodes if not self._is_end(node)}
+            if self._whole:
+                self._execute(inner, _border(inner, inner), set())
+            else:
+                self._run(inner)
             complete |= {node: self._take(node) for node in nodes if node in self.received}
         if self.done:
             self._accumulate([node for node in self._masks if hasattr(node, "variable")])
@@ -148,12 +172,7 @@ class LocalGraph:
         """Run the nodes of a segment: first those that lead to borders that no other leads to."""
         while begin := {node for node, _ in self._gradients if node in nodes}:
             reached = [node for node in _in_order(begin, nodes) if node in nodes]
-            border = {
-                (following, number)
-                for node in reached
-                for following, number in node.next_functions
-                if following is not None and following not in nodes
-            }
+            border = _border(reached, nodes)
             beyond = _behind({following for following, _ in border})
             first = [edge for edge in border if edge[0] not in beyond]
             targets = {following for following, _ in first}
@@ -166,16 +185,22 @@ class LocalGraph:
             nodes = nodes - (run or nodes)
 
     def _execute(
-        self, nodes: set[Node], border: list[tuple[Node, int]], targets: set[Node]
+        self, nodes: set[Node], border: Collection[tuple[Node, int]], targets: set[Node]
     ) -> None:
-        """Have the engine execute nodes, as far as the border, once."""
+        """Have the engine execute nodes, as far as the border, once.
+
+        Args:
+            nodes: These.
+            border: The edges whose gradients are wanted.
+            targets: Those of `nodes`, and behind the border, that lead to it; none: all do.
+        """
         seeds = [edge for edge in self._gradients if edge[0] in nodes]
         if not seeds:
             return
         shared = [  # those that pass gradients on to others as well
             node
             for node in nodes
-            if any(f is not None and f not in targets for f, _ in node.next_functions)
+            if targets and any(f is not None and f not in targets for f, _ in node.next_functions)
         ]
         got: dict[Node, Gradients] = {}
         with ExitStack() as stack:
@@ -235,20 +260,58 @@ class LocalGraph:
         nodes = [node for node in nodes if (node, 0) in self._gradients]
         if not nodes:
             return
-        given = [self._gradients.pop((node, 0)) for node in nodes]
         tensors: list[torch.Tensor] = [node.variable for node in nodes]  # pyright: ignore
+        with torch.enable_grad():
+            handing = _Handing.apply([self._gradients.pop((node, 0)) for node in nodes], *tensors)
         with _aside_lock:
             kept = [tensor.grad for tensor in tensors]
             try:
                 for tensor in tensors:
                     tensor.grad = None
-                torch.autograd.backward([_edge(node, 0) for node in nodes], given)
+                torch.autograd.backward(handing)
                 for tensor in tensors:
                     if tensor.grad is not None:
                         self.leaves[tensor] = tensor.grad
             finally:
                 for tensor, before in zip(tensors, kept, strict=True):
                     tensor.grad = before
+
+
+class _FromElsewhere(torch.autograd.Function):
+    """Where tensors of another process enter the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple(tensors)  # in a list they are no inputs, and the results no views of them
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        raise UsageError(
+            "these gradients belong to another process",
+            op="backward",
+            fix="Call dure.autograd.backward(context_id, [loss]) for a loss that remote calls "
+            "have part in, once, or with retain_graph=True.",
+        )
+
+
+_anchor = torch.empty(0, requires_grad=True)
+"""Makes the engine see results of `_FromElsewhere` as part of a graph."""
+
+
+class _Handing(torch.autograd.Function):
+    """Hands gradients to leaves without holding them, so that they need not be copied."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
+        gradients, ctx.gradients = ctx.gradients, ()
+        return None, *gradients
 
 
 def _note(got: dict[Node, Gradients], node: Node, _: Gradients, gradients: Gradients) -> None:
@@ -273,13 +336,25 @@ def _zeros(node: Node, number: int) -> torch.Tensor:
     return torch.zeros(made.shape, dtype=made.dtype, device=made.device)
 
 
-def _masks(roots: Mapping[int, Sequence[GradientEdge]]) -> dict[Node, int]:
+def _border(nodes: Iterable[Node], within: Collection[Node]) -> set[tuple[Node, int]]:
+    """Return the edges that lead out of nodes and out of `within`."""
+    return {
+        (following, number)
+        for node in nodes
+        for following, number in node.next_functions
+        if following is not None and following not in within
+    }
+
+
+def _masks(roots: Mapping[int, Sequence[GradientEdge]], ends: set[Node]) -> dict[Node, int]:
     """Return all nodes that are reached, each with the roots that reach it."""
     masks: dict[Node, int] = {}
     for bit, edges in roots.items():
         for edge in edges:
             masks[edge.node] = masks.get(edge.node, 0) | bit
     for node in _in_order(list(masks)):
+        if node in ends:
+            continue
         for following, _ in node.next_functions:
             if following is not None:
                 masks[following] = masks.get(following, 0) | masks[node]
