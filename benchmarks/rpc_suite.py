@@ -197,9 +197,10 @@ class FaultyTransport:
     def _again(self, to: int) -> None:
         """Send what was lost once more, as after a connection that broke."""
         agent: Any = self._agent
-        with agent._lock:
+        with agent.lock:
             peer = agent._peers[to]
-            peer.queued, peer.due = peer.link.again(), True
+            peer.queued = peer.link.again()
+            agent._due.add(to)
         agent._flush()
 
 

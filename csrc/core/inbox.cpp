@@ -1,6 +1,8 @@
 // See the note "Inbox" in inbox.h.
 #include "inbox.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <climits>
 #include <cstring>
@@ -10,7 +12,10 @@ namespace dure {
 
 namespace {
 
-constexpr int64_t kSpinNs = 30'000;  // after a message, before the leader sleeps
+constexpr int64_t kBusyNs = 400'000;      // after a message, while more are expected soon
+constexpr int64_t kSpinNs = 60'000;       // then one thread looks so long before it sleeps
+constexpr int64_t kStretchNs = 4'000;     // without giving the core to somebody else
+constexpr int64_t kContendedNs = 40'000;  // a yield that long: others need the core
 constexpr int64_t kSleepNs = 500'000'000;
 constexpr size_t kHead = sizeof(uint64_t);
 
@@ -58,6 +63,7 @@ Inbox::Got Inbox::next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns,
                        std::string& message) {
     std::lock_guard hold(lock_);
     Got got = Got::nothing;
+    bool in_vain = false;  // has looked
     while (true) {
         if (closed_) {
             got = Got::closed;
@@ -72,8 +78,8 @@ Inbox::Got Inbox::next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns,
         }
         const int64_t now = now_ns();
         if (got != Got::nothing || now >= deadline_ns) break;
-        if (!looking_ && now - last_ns_ < kSpinNs)
-            look_around(std::min(last_ns_ + kSpinNs, deadline_ns));
+        if (!looking_ && !in_vain && now - last_ns_ < kBusyNs)
+            in_vain = !look_around(std::min(now + kSpinNs, deadline_ns));
         else
             sleep(mine.get(), deadline_ns);
     }
@@ -81,18 +87,29 @@ Inbox::Got Inbox::next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns,
     return got;
 }
 
-// With the lock: look at the rings for a while, without it.
-void Inbox::look_around(int64_t until_ns) {
+// With the lock: look at the rings for a while, without it. False: in vain.
+bool Inbox::look_around(int64_t until_ns) {
     looking_ = true;
     called_.store(false);
     page_.wake.store(0);
     lock_.unlock();
-    while (!called_.load(std::memory_order_relaxed) && now_ns() < until_ns) {
-        for (int i = 0; i < 16 && !pending(); i++) relax();
-        if (pending()) break;
+    int64_t yielded_ns = now_ns();
+    bool found = false;
+    while (!found) {
+        for (int i = 0; i < 16 && !found; i++) {
+            found = pending() || called_.load(std::memory_order_relaxed);
+            relax();
+        }
+        const int64_t now = now_ns();
+        if (now >= until_ns) break;
+        if (now - yielded_ns < kStretchNs) continue;
+        sched_yield();
+        yielded_ns = now_ns();
+        if (yielded_ns - now >= kContendedNs) break;
     }
     lock_.lock();
     looking_ = false;
+    return found || pending();
 }
 
 // With the lock: sleep without it, until there is a message or somebody calls.

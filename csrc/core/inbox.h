@@ -11,7 +11,8 @@
 // it.
 //
 // *Waking.* One thread at a time may look at the rings without sleeping; it does so for a short
-// time after there was a message, for then another often follows. The others sleep on the bell,
+// time if there was a message not long ago, for then another often follows, and gives its core away
+// now and then to whom it may be looking out for. The others sleep on the bell,
 // each under a bit of its own. The page says whom a sender is to wake: nobody while somebody looks;
 // the one with a ticket, if one sleeps, for what comes is most likely its answer; else any. A
 // thread that leaves with a message wakes nobody: if it is back before the next one comes, as it is
@@ -90,7 +91,7 @@ class Inbox {
   private:
     bool take(std::string& message);
     bool pending() const;
-    void look_around(int64_t until_ns);
+    bool look_around(int64_t until_ns);
     void sleep(Ticket* mine, int64_t deadline_ns);
     void leave();
     void wake(uint32_t bits, int most);

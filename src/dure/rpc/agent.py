@@ -5,49 +5,49 @@ thread of the callee that has a slot, and run there; the answer has the same num
 once, by whatever takes it out of the table first: its answer, its timeout, a connection that broke
 (it may have run, and is not sent again), or the callee's death.
 
-**A value** that others refer to is in a table of its owner, from when it is known that it will be
-made. Who wants it before it is there is answered when it is.
-
 **What must arrive** (references, gradients) is numbered by a link a peer, rides along with the next
 message to that peer, or goes by itself when none is about to be sent.
 
+**Time.** All calls have deadlines, and hardly any is reached: one timer, for the earliest, looks at
+all calls that are under way then.
+
 Threads: one lock guards all tables. Nothing is sent, and no code of the program's runs, with it
-held: what a step leaves to be done is put on a list, and done after (`_step`).
+held: what a step leaves to be done is put on a list, and done after (`step`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from time import monotonic
 from typing import Any, Protocol
 
-import msgspec
 import torch
 
 from dure.errors import DureError, PeerLost, RpcError, UsageError
-from dure.rpc import failures, references
+from dure.rpc import failures
 from dure.rpc.allow import Allowed
-from dure.rpc.current import using
+from dure.rpc.current import here
 from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport, Waiter
 from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
 from dure.rpc.futures import CallFuture
 from dure.rpc.gatherings import Gatherings
 from dure.rpc.links import Link, Numbered
-from dure.rpc.message import Packed, ReferenceRow, pack, rebuild, unpack
+from dure.rpc.message import Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
 from dure.rpc.names import WorkerInfo
-from dure.rpc.references import Freed, Lost, References, RefId, Send
+from dure.rpc.references import RefId
 from dure.rpc.rref import RRef
-from dure.rpc.timers import Timer, Timers
+from dure.rpc.timers import Timers
+from dure.rpc.values import TOPIC, Value, Values
 
-__all__ = ["MOST_BYTES", "UNSET", "Agent", "Call", "GradientHooks", "Request"]
+__all__ = ["MOST_BYTES", "UNSET", "Agent", "Call", "GradientHooks"]
 
 MOST_BYTES = 1 << 30
 """How much of unanswered calls to one process may be under way before the program must wait."""
@@ -58,13 +58,11 @@ UNSET = -1.0
 _ACKNOWLEDGE_S = 0.05
 """How long what was received may be unacknowledged, if nothing else is sent."""
 
-_REFERENCES = 0
-"""The topic of messages about references; others are the caller's of `on`."""
+_SHOWN_S = 0.1
+"""How old the figures of a busy process may be (`dure rpc top`)."""
 
 _log = logging.getLogger("dure.rpc")
 _Future = torch.futures.Future.__mro__[1]  # of C++: what `then` returns
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(references.Message)
 
 
 class GradientHooks(Protocol):
@@ -97,29 +95,6 @@ class GradientHooks(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Request:
-    """A call to be made.
-
-    Args:
-        kind: CALL, MAKE or FETCH.
-        to: The callee's id.
-        value: (function, arguments, keyword arguments); nothing for FETCH.
-        what: For people.
-        timeout: Seconds; `UNSET`, or 0 for none.
-        ref: The reference to make or to fetch.
-        counted: False for what RPC itself calls, which no shutdown waits for.
-    """
-
-    kind: Kind
-    to: int
-    value: object
-    what: str
-    timeout: float = UNSET
-    ref: RefId | None = None
-    counted: bool = True
-
-
 @dataclass(slots=True, eq=False)
 class Call:
     """A call that was made.
@@ -128,44 +103,40 @@ class Call:
         ticket: Done when the outcome is there, and, with `told`, when that has returned.
         outcome: The message that came, or what went wrong.
         told: Called once with the call, by a thread that may run code of the program's.
+        counted: False for what RPC itself calls, which no shutdown waits for.
     """
 
-    number: int
-    request: Request
+    kind: Kind
+    to: WorkerInfo
+    function: str
+    ref: RefId | None
     ticket: Waiter
-    deadline: float
     seconds: float
+    deadline: float
     nbytes: int
-    told: Callable[[Call], None] | None = None
-    timer: Timer | None = None
+    told: Callable[[Call], None] | None
+    counted: bool
+    number: int = 0
     outcome: _Incoming | Exception | None = None
-    ended: bool = False
 
-
-@dataclass(slots=True)
-class _Incoming:
-    envelope: Envelope
-    memories: list[torch.Tensor]
-    references: list[RRef[Any]]
-
-
-@dataclass(slots=True)
-class _Work:
-    """What a thread of the transport's is to do; `call` is answered by it."""
-
-    run: Callable[[], None]
-    call: Envelope | None
-
-    def __call__(self) -> None:
-        self.run()
+    @property
+    def what(self) -> str:
+        """The call, for people."""
+        return f"{self.function} on {self.to.name}"
 
 
 @dataclass(slots=True, eq=False)
-class _Value:
-    done: bool = False
-    value: Any = None
-    error: BaseException | None = None
-    watchers: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+class _Incoming:
+    """A message that came; if it is a call, the transport has it run."""
+
+    agent: Agent
+    envelope: Envelope
+    memories: list[torch.Tensor]
+    references: list[RRef[Any]]
+    made: bool = True  # False: its value was given up
+
+    def __call__(self) -> None:
+        self.agent.run(partial(self.agent.serve, self))
 
 
 @dataclass(slots=True, eq=False)
@@ -173,10 +144,8 @@ class _Peer:
     link: Link = field(default_factory=Link)
     queued: list[Numbered] = field(default_factory=list[Numbered])
     in_flight: int = 0  # bytes
-    calls: dict[int, Call] = field(default_factory=dict[int, Call])
     blocked: deque[Waiter] = field(default_factory=deque[Waiter])
-    due: bool = False  # what is queued is sent soon
-    acknowledging: bool = False  # or by a timer
+    timed: bool = False  # what is queued or owed is sent by a timer, if by nothing else
 
 
 class Agent:
@@ -192,6 +161,8 @@ class Agent:
     Attributes:
         gradients: Of distributed autograd, when there is one.
         device_maps: For each worker, by name, where tensors of this process's devices belong there.
+        lock: Guards all tables.
+        todo: What is to be done after a step.
     """
 
     def __init__(
@@ -204,24 +175,24 @@ class Agent:
     ) -> None:
         self.me, self.transport, self.timeout, self.static = me, transport, timeout, static
         self.gradients: GradientHooks | None = None
-        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        self.device_maps: Mapping[str, Mapping[torch.device, torch.device]] = {}
         self.closed = False
         self.timers = Timers()
-        self._allow = allow
-        self._lock = threading.Lock()
-        self._here = threading.local()
-        self._todo: list[Callable[[], None]] = []
+        self.lock = threading.Lock()
+        self.todo: list[Callable[[], None]] = []
+        self._allow, self._find = allow, None if allow is None else allow.find
         self._workers: dict[int, WorkerInfo] = {}
         self._ids: dict[str, int] = {}
         self._dead: dict[int, str] = {}
         self._peers: dict[int, _Peer] = {}
+        self._due: set[int] = set()  # to whom something is queued
         self._calls: dict[int, Call] = {}
         self._number = 0
-        self._references = References(me.id)
-        self._values: dict[RefId, _Value] = {}
+        self._sweep_at = inf
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
-        self._busy = self._started = 0
-        self._board = Board(me.name, self.timers.at, self._figures)
+        self._busy = 0
+        self._figures, self._showing, self._board = Figures(), False, Board(me.name)
+        self.values = Values(self, self._never_made)
         self.gatherings = Gatherings(lambda: {worker.name for worker in self.workers})
         self._told_of_deaths: list[Callable[[str, PeerLost], None]] = [self.gatherings.died]
 
@@ -234,7 +205,7 @@ class Agent:
     @property
     def workers(self) -> list[WorkerInfo]:
         """Who is there, this process included, by id."""
-        with self._lock:
+        with self.lock:
             return [self._workers[id] for id in sorted(self._workers)]
 
     def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
@@ -252,72 +223,70 @@ class Agent:
                 "a worker is told by its name, its id or its WorkerInfo", op="rpc", seen=repr(to)
             )
         id = self._ids.get(to, -1) if isinstance(to, str) else int(to)
-        if id in self._dead:
-            raise self._lost(id)
         found = self._workers.get(id)
         if found is None:
             names = ", ".join(sorted(self._ids))
-            raise RpcError("could not find destination", seen=f"{to!r}", fix=f"There are: {names}.")
+            raise self.lost(id) or RpcError(
+                "could not find destination", seen=f"{to!r}", fix=f"There are: {names}."
+            )
         return found
 
     def joined(self, id: int, name: str) -> None:
         """Take note of a process; the transport calls this."""
-        worker = WorkerInfo(name, id)
-        with self._step():
-            self._workers[worker.id] = worker
-            self._ids[worker.name] = worker.id
-            if worker.id not in self._dead:
-                self._peers.setdefault(worker.id, _Peer())
-                self._act(self._references.joined(worker.id))
+        with self.step():
+            self._workers[id] = WorkerInfo(name, id)
+            self._ids[name] = id
+            if id not in self._dead:
+                self._peers.setdefault(id, _Peer())
+                self.values.joined(id)
 
     def died(self, id: int, how: str) -> None:
         """Take note that a process is gone for good; the transport calls this."""
-        with self._step():
+        with self.step():
             if id in self._dead:
                 return
             worker = self._workers.pop(id, None)
             self._dead[id] = f"{worker.name if worker else id}\0{how}"
             peer = self._peers.pop(id, _Peer())
-            self._todo += [
-                partial(self._fail, call, self._lost(id)) for call in peer.calls.values()
-            ]
-            self._todo += [partial(self.transport.complete, ticket) for ticket in peer.blocked]
+            lost = self.lost(id)
+            assert lost is not None
+            for call in self._calls_to(id):
+                self.todo.append(partial(self._fail, call, self.lost(id) or lost))
+            self.todo += [partial(self.transport.complete, ticket) for ticket in peer.blocked]
             if self.gradients is not None:
-                self._todo.append(partial(self.gradients.lost, id, self._lost(id)))
-            self._act(self._references.died(id))
+                self.todo.append(partial(self.gradients.lost, id, lost))
+            self.values.died(id)
             if worker is not None:
-                lost = self._lost(id)
-                self._todo += [partial(told, worker.name, lost) for told in self._told_of_deaths]
-            never = [ref for ref, value in self._values.items() if ref[0] == id and not value.done]
-            for ref in never:
-                if not self._references.has(ref):
-                    del self._values[ref]
-
-    def on_death(self, told: Callable[[str, PeerLost], None]) -> None:
-        """Have a function called, with the name and an error, when a process is gone."""
-        self._told_of_deaths.append(told)
+                self.todo += [partial(told, worker.name, lost) for told in self._told_of_deaths]
 
     def broken(self, id: int) -> None:
         """Take note that a connection broke; the transport calls this."""
-        with self._step():
+        with self.step():
             peer = self._peers.get(id)
             if peer is None:
                 return
-            name = self._workers[id].name
-            for call in peer.calls.values():
+            for call in self._calls_to(id):
                 error = RpcError(
-                    f"the connection to worker {name!r} broke: the call may have run",
-                    seen=call.request.what,
+                    f"the connection to worker {call.to.name!r} broke: the call may have run",
+                    seen=call.what,
                     fix="Call again if running twice does no harm.",
                 )
-                self._todo.append(partial(self._fail, call, error))
+                self.todo.append(partial(self._fail, call, error))
             if self.gradients is not None:
+                name = self._workers[id].name
                 error = RpcError(f"the connection to worker {name!r} broke: gradients were lost")
-                self._todo.append(partial(self.gradients.lost, id, error))
-            self._act(self._references.unsure(id, self._references.sent_to(id)))
-            peer.queued, peer.due = peer.link.again(), True
+                self.todo.append(partial(self.gradients.lost, id, error))
+            self.values.broken(id)
+            peer.queued = peer.link.again()
+            self._due.add(id)
 
-    def _lost(self, id: int) -> PeerLost:
+    def _calls_to(self, id: int) -> list[Call]:
+        return [call for call in self._calls.values() if call.to.id == id]
+
+    def lost(self, id: int) -> PeerLost | None:
+        """Return the error about a process that is gone; None: it is not."""
+        if id not in self._dead:
+            return None
         name, how = self._dead[id].split("\0")
         return PeerLost(
             f"worker {name!r} (id {id}) is gone", peer=id, exit=how or None, op="rpc", seen=how
@@ -339,9 +308,7 @@ class Agent:
         timeout: float = UNSET,
     ) -> Any:
         """Call a function of another process (`api.rpc_sync`)."""
-        call = self.call(self._request(Kind.CALL, to, func, args, kwargs, timeout))
-        self.wait(call)
-        return self.result(call)
+        return self.wait(self.call(to, (func, args, kwargs), timeout))
 
     def rpc_async(
         self,
@@ -353,8 +320,8 @@ class Agent:
     ) -> CallFuture:
         """Begin to call a function of another process (`api.rpc_async`)."""
         future = CallFuture()
-        request = self._request(Kind.CALL, to, func, args, kwargs, timeout)
-        self.call(request, future)
+        future.agent = self
+        future.call = self.call(to, (func, args, kwargs), timeout, future.told)
         return future
 
     def remote(
@@ -366,27 +333,26 @@ class Agent:
         timeout: float = UNSET,
     ) -> RRef[Any]:
         """Begin to make a value at another process (`api.remote`)."""
-        request = self._request(Kind.MAKE, to, func, args, kwargs, timeout)
-        own = request.to == self.me.id
-        request.ref = self.own() if own else self.create(request.to)
-        rref = RRef[Any].received(self, request.ref, request.to, True)
-        rref.made_by(self.call(request))
+        worker = self.find(to)
+        if not callable(func):
+            raise _not_callable(func)
+        own = worker.id == self.me.id
+        ref = self.values.own() if own else self.values.create(worker.id)
+        rref = RRef[Any].received(self, ref, worker.id, True)
+        try:
+            rref.made_by(self.call(worker, (func, args, kwargs), timeout, make=ref))
+        except Exception:
+            self.values.not_sent(_NOTHING, ref)
+            raise
         return rref
 
-    def _request(
-        self, kind: Kind, to: str | int | WorkerInfo, func: Callable[..., Any], *rest: Any
-    ) -> Request:
-        if not callable(func):
-            raise UsageError("function should be callable", op="rpc", seen=repr(func))
-        args, kwargs, timeout = rest
-        worker = self.find(to)
-        name = getattr(func, "__qualname__", type(func).__qualname__)
-        value = (func, tuple(args or ()), dict(kwargs or {}))
-        return Request(kind, worker.id, value, f"{name} on {worker.name}", timeout)
+    def fetch(self, ref: RefId, owner: WorkerInfo, timeout: float) -> Any:
+        """Return the value of a reference."""
+        return self.wait(self.call(owner, None, timeout, make=ref))
 
-    def fetch(self, ref: RefId, owner: int, timeout: float) -> Call:
-        """Ask for the value of a reference."""
-        return self.call(Request(Kind.FETCH, owner, None, "to_here", timeout, ref))
+    def ask(self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], s: float) -> Any:
+        """Call a function of RPC's own, for which no shutdown waits, with a timeout."""
+        return self.wait(self.call(to, (func, args, None), s, counted=False))
 
     def method(self, owner: object, name: str) -> Callable[..., Any]:
         """Return a method of an object that others may call.
@@ -396,82 +362,108 @@ class Agent:
         """
         return getattr(owner, name) if self._allow is None else self._allow.method(owner, name)
 
-    def call(self, request: Request, future: CallFuture | None = None) -> Call:
-        """Make a call, of which a future is told.
+    def call(
+        self,
+        to: str | int | WorkerInfo,
+        what: tuple[Callable[..., Any], Sequence[Any] | None, dict[str, Any] | None] | None,
+        timeout: float = UNSET,
+        told: Callable[[Call], None] | None = None,
+        make: RefId | None = None,
+        counted: bool = True,
+    ) -> Call:
+        """Make a call.
 
         Waits, if this is a thread of the program's and too much is under way.
 
         A callee that is gone is the call's outcome, no error of this.
 
+        Args:
+            to: The callee.
+            what: Function, arguments and keyword arguments; None: fetch the value `make`.
+            timeout: Seconds; `UNSET`, or 0 for none.
+            told: Told of the end.
+            make: Where the value is to stay.
+            counted: See `Call`.
+
         Raises:
             RpcError: What it says cannot be sent.
         """
-        packed = self._pack(request.value, request.to) if request.value is not None else Packed()
-        request.value = None  # the call would keep the arguments
+        worker = self.find(to)
+        function, packed = "to_here", _NOTHING
+        kind = Kind.CALL if make is None else Kind.MAKE if what is not None else Kind.FETCH
+        if what is not None:
+            function = getattr(what[0], "__qualname__", None) or type(what[0]).__qualname__
+            packed = self._pack_call(*what, worker)
+        if self.values.gone:
+            self.values.forget_gone(but=worker.id)
+        seconds = self.timeout if timeout < 0 else timeout
+        call = Call(
+            kind=kind,
+            to=worker,
+            function=function,
+            ref=make,
+            ticket=self.transport.ticket(),
+            seconds=seconds,
+            deadline=monotonic() + seconds if seconds > 0 else inf,
+            nbytes=packed.nbytes,
+            told=told,
+            counted=counted,
+        )
         tag = None
         if self.gradients is not None:
-            tag = self.gradients.sending(request.to, request.what, packed.sources)
-        nbytes = _size(packed.pickled, packed.memories)
-        if not getattr(self._here, "serves", False):
-            self._wait_for_room(request.to, nbytes)
-        seconds = self.timeout if request.timeout < 0 else request.timeout
-        call = Call(
-            number=0,
-            request=request,
-            ticket=self.transport.ticket(),
-            deadline=time.monotonic() + seconds if seconds > 0 else inf,
-            seconds=seconds,
-            nbytes=nbytes,
-            told=None if future is None else future.told,
-        )
-        if future is not None:
-            future.begin(self, call)
-        with self._lock:
-            self._number += 1
-            call.number = self._number
-            self._started += request.counted
-            peer = None if self.closed else self._peers.get(request.to)
-            if peer is not None:
-                self._calls[call.number] = peer.calls[call.number] = call
-                peer.in_flight += nbytes
-        if peer is None:
-            self._not_sent(packed)
-            lost = request.to in self._dead
-            if self._end(call, self._lost(request.to) if lost else _closed()) is not None:
+            tag = self.gradients.sending(worker.id, call.what, packed.sources)
+        if not self._register(call):
+            self.values.not_sent(packed)
+            if self._end(call, self.lost(worker.id) or _closed()) is not None:
                 self._tell(call)
             return call
-        if (future is not None or request.kind == Kind.MAKE) and call.deadline < inf:
-            call.timer = self.timers.at(call.deadline, partial(self._expire, call))
-        envelope = Envelope(
-            kind=request.kind,
-            sender=self.me.id,
-            number=call.number,
-            pickled=packed.pickled,
-            tensors=packed.tensors,
-            references=packed.references,
-            gradients=tag,
-            make=request.ref,
-        )
+        if call.deadline < self._sweep_at:
+            self._sweep_by(call.deadline)
         try:
-            self._send(request.to, envelope, packed.memories)
+            self._send(worker.id, kind, call.number, packed, tag, make, self._devices(worker))
         except PeerLost as error:
             self._fail(call, error)
         return call
 
-    def wait(self, call: Call) -> None:
-        """Wait until a call has ended; the thread receives messages meanwhile."""
-        before = getattr(self._here, "waits", None)
-        self._here.waits = call
+    def _register(self, call: Call) -> bool:
+        """Put a call into the table, when there is room; False: the callee is gone."""
+        to, serves = call.to.id, getattr(here, "serves", False)
+        while True:
+            with self.lock:
+                peer = self._peers.get(to)
+                if peer is None or self.closed:
+                    return False
+                after = peer.in_flight + call.nbytes
+                if serves or after <= MOST_BYTES or not peer.in_flight:
+                    peer.in_flight = after
+                    self._number = call.number = self._number + 1
+                    self._calls[call.number] = call
+                    self._figures.made += call.counted
+                    return True
+                ticket = self.transport.ticket()
+                peer.blocked.append(ticket)
+            while not ticket.done:
+                self.transport.wait(ticket, 60.0)
+
+    def wait(self, call: Call) -> Any:
+        """Wait until a call has ended, and return its value; the thread receives meanwhile.
+
+        Raises:
+            Exception: What the callee has raised, or what went wrong on the way.
+        """
+        if call.told is None:
+            while not call.ticket.done:
+                self.transport.wait(call.ticket, 60.0)
+            return self.result(call)
+        before = getattr(here, "waits", None)
+        here.waits = call
         try:
             while not call.ticket.done:
-                left = inf if call.timer is not None else call.deadline - time.monotonic()
-                if left <= 0.0:
-                    self._expire(call)
-                    left = 1.0
-                self.transport.wait(call.ticket, min(left, 60.0))
+                self.transport.wait(call.ticket, 60.0)
         finally:
-            self._here.waits = before
+            here.waits = before
         self._tell(call)
+        return None
 
     def result(self, call: Call) -> Any:
         """Return the value that a call has ended with.
@@ -482,36 +474,32 @@ class Agent:
         outcome = call.outcome
         if isinstance(outcome, Exception):
             raise outcome
-        if outcome is None:
-            raise RuntimeError("the call has not ended")
+        assert outcome is not None, "the call has not ended"
         if outcome.envelope.kind == Kind.ERROR:
             raise failures.decode(outcome.envelope.pickled)
-        return self._unpack(outcome) if outcome.envelope.pickled else None
+        if not outcome.envelope.pickled and outcome.envelope.place < 0:
+            return None
+        return self._unpack(outcome)[0]
 
     def when_done(self, call: Call, told: Callable[[Call], None]) -> None:
         """Have somebody told of a call's end that nobody waits for."""
-        with self._lock:
-            call.told, over = told, call.outcome is not None
-        if over:
+        call.told = told
+        if call.outcome is not None:
             self._tell(call)
 
     # --- how calls end -----------------------------------------------------------------------
 
     def _end(self, call: Call, outcome: _Incoming | Exception) -> Callable[[], None] | None:
         """End a call that is in no table any more; return what a worker must do for it."""
-        with self._lock:
-            call.outcome = outcome
-            told = call.told
-        if call.timer is not None:
-            self.timers.cancel(call.timer)
-        if told is not None and getattr(self._here, "waits", None) is not call:
+        call.outcome = outcome
+        if call.told is not None and getattr(here, "waits", None) is not call:
             return self._as_work(partial(self._tell, call))
         self.transport.complete(call.ticket)
         return None
 
     def _tell(self, call: Call) -> None:
         """Tell who wants to be told, once."""
-        with self._lock:
+        with self.lock:
             told, call.told = call.told, None
         if told is not None:
             told(call)
@@ -519,50 +507,63 @@ class Agent:
 
     def _fail(self, call: Call, error: Exception) -> None:
         """End a call without an answer, if it has not ended."""
-        if self._take(call.number) is not None:
+        if self._take(call.number, 0) is not None:
             work = self._end(call, error)
             if work is not None:
                 self._submit(work)
+
+    def _never_made(self, ref: RefId) -> None:
+        """With the lock: end calls that fetch a value that was never made."""
+        for call in self._calls.values():
+            if call.ref == ref and call.kind == Kind.FETCH:
+                error = RpcError("the value was never made", op=call.what)
+                self.todo.append(partial(self._fail, call, error))
+
+    def _take(self, number: int, nbytes: int) -> Call | None:
+        """Take a call out of the table; None: it has ended."""
+        with self.lock:
+            self._figures.bytes_received += nbytes
+            call = self._calls.pop(number, None)
+            if call is None:
+                return None
+            peer = self._peers.get(call.to.id)
+            if peer is None:
+                return call
+            peer.in_flight -= call.nbytes
+            if not peer.blocked:
+                return call
+            free, peer.blocked = list(peer.blocked), deque()
+        for ticket in free:
+            self.transport.complete(ticket)
+        return call
+
+    def _sweep_by(self, when: float) -> None:
+        with self.lock:
+            if when >= self._sweep_at:
+                return
+            self._sweep_at = when
+        self.timers.at(when, self._sweep)
+
+    def _sweep(self) -> None:
+        """End the calls whose time is over, and look again when the next one's is."""
+        now = monotonic()
+        with self.lock:
+            calls = list(self._calls.values())
+            self._sweep_at = inf
+        for call in calls:
+            if call.deadline <= now:
+                self._expire(call)
+        due = min((call.deadline for call in calls if call.deadline > now), default=inf)
+        if due < inf:
+            self._sweep_by(due)
 
     def _expire(self, call: Call) -> None:
         text = (
             f"RPC ran for more than set timeout ({call.seconds * 1000:.0f} ms) and will now be "
             "marked with an error"
         )
-        error = RpcError(
-            text,
-            op=call.request.what,
-            peer=call.request.to,
-            fix="Give a larger timeout; 0 is none.",
-        )
-        self._fail(call, error)
-
-    def _take(self, number: int) -> Call | None:
-        """Take a call out of the tables; None: it has ended."""
-        with self._lock:
-            call = self._calls.pop(number, None)
-            if call is None:
-                return None
-            peer = self._peers.get(call.request.to)
-            free: list[Waiter] = []
-            if peer is not None:
-                peer.calls.pop(number, None)
-                peer.in_flight -= call.nbytes
-                free, peer.blocked = list(peer.blocked), deque()
-        for ticket in free:
-            self.transport.complete(ticket)
-        return call
-
-    def _wait_for_room(self, to: int, nbytes: int) -> None:
-        while True:
-            with self._lock:
-                peer = self._peers.get(to)
-                if peer is None or not peer.in_flight or peer.in_flight + nbytes <= MOST_BYTES:
-                    return
-                ticket = self.transport.ticket()
-                peer.blocked.append(ticket)
-            while not ticket.done:
-                self.transport.wait(ticket, 60.0)
+        fix = "Give a larger timeout; 0 is none."
+        self._fail(call, RpcError(text, op=call.what, peer=call.to.id, fix=fix))
 
     # --- what comes --------------------------------------------------------------------------
 
@@ -570,86 +571,102 @@ class Agent:
         self, envelope: Envelope, memories: list[torch.Tensor]
     ) -> Callable[[], None] | None:
         """Take a message; the transport calls this. Returns what is to be run, if anything."""
-        called = envelope.kind in (Kind.CALL, Kind.MAKE, Kind.FETCH)
-        self._board.received(_size(envelope.pickled, memories), called)
-        made, rows = True, list[RRef[Any]]()
-        if envelope.link or envelope.references or envelope.kind == Kind.MAKE:
-            with self._step(but=envelope.sender if called else -1):
-                for numbered in envelope.link:
-                    self._take_reliable(envelope.sender, numbered)
-                rows = [self._take_reference(row, envelope.sender) for row in envelope.references]
-                if envelope.kind == Kind.MAKE:
-                    made = self._take_make(envelope)
-        incoming = _Incoming(envelope, memories, rows)
-        match envelope.kind:
-            case Kind.CALL | Kind.MAKE:
-                work = self._serve if made else self._refuse
-            case Kind.FETCH:
-                work = self._fetched
-            case Kind.GRADIENTS:
-                return self._gradients_came(incoming)
-            case Kind.ANSWER | Kind.ERROR:
-                call = self._take(envelope.number)
-                return None if call is None else self._end(call, incoming)
-            case _:
-                return None
-        return self._as_work(partial(work, incoming), envelope)
+        kind = envelope.kind
+        called = kind in (Kind.CALL, Kind.MAKE, Kind.FETCH)
+        incoming = _Incoming(self, envelope, memories, [])
+        if envelope.link or envelope.references or kind == Kind.MAKE:
+            self._take_along(incoming, called)
+        nbytes = len(envelope.pickled) + len(envelope.inline)
+        if memories:
+            nbytes += sum(memory.numel() for memory in memories)
+        if called:
+            with self.lock:
+                self._busy += 1
+                self._figures.bytes_received += nbytes
+                self._figures.served += 1
+            return incoming
+        if kind == Kind.GRADIENTS:
+            return self._gradients_came(incoming)
+        call = None if kind == Kind.RELIABLE else self._take(envelope.number, nbytes)
+        return None if call is None else self._end(call, incoming)
 
-    def _gradients_came(self, incoming: _Incoming) -> _Work | None:
+    def _gradients_came(self, incoming: _Incoming) -> Callable[[], None] | None:
         hooks, backward = self.gradients, incoming.envelope.make
         if hooks is None or backward is None:
             return None
-        run = partial(hooks.arrive, backward, partial(self._unpack, incoming))
-        return None if hooks.waits(backward, run) else self._as_work(run)
+        work = partial(hooks.arrive, backward, partial(self._unpack, incoming))
+        return None if hooks.waits(backward, work) else self._as_work(work)
 
-    def _as_work(self, run: Callable[[], None], call: Envelope | None = None) -> _Work:
-        """Return what a thread of the transport's is to do; it may be the program's code."""
-        with self._lock:
-            self._busy += 1
-        return _Work(partial(self._work, run), call)
+    def _take_along(self, incoming: _Incoming, called: bool) -> None:
+        """Take note of what must arrive, and of references."""
+        envelope = incoming.envelope
+        sender = envelope.sender
+        with self.step(but=sender if called else -1):
+            for numbered in envelope.link:
+                self._take_reliable(sender, numbered)
+            incoming.references = [self.values.take(row, sender) for row in envelope.references]
+            if envelope.kind == Kind.MAKE:
+                assert envelope.make is not None
+                incoming.made = self.values.take_make(envelope.make, sender)
 
-    def _work(self, run: Callable[[], None]) -> None:
-        before = getattr(self._here, "serves", False)
-        self._here.serves = True
+    def run(self, work: Callable[[], None]) -> None:
+        """Run what was counted as busy: a call, or code of the program's."""
+        before = getattr(here, "serves", False), getattr(here, "agent", None)
+        here.serves, here.agent = True, self
         try:
-            with using(self):
-                run()
-        finally:
-            self._here.serves = before
-            with self._lock:
-                self._busy -= 1
-            self._flush()
-
-    def _refused(self, work: Callable[[], None], error: RpcError) -> None:
-        """Take note that there is no thread for something; the transport calls this."""
-        call = work.call if isinstance(work, _Work) else None
-        if call is None:
             work()
-        else:
-            self._work(partial(self._answer_error, call, error))
+        finally:
+            here.serves, here.agent = before
+            with self.lock:
+                self._busy -= 1
+            if self._due:
+                self._flush()
+
+    def _as_work(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return what a thread of the transport's is to do; it may be the program's code."""
+        with self.lock:
+            self._busy += 1
+        return partial(self.run, work)
 
     def _submit(self, work: Callable[[], None]) -> None:
-        """Have something run that the program waits for."""
         try:
             self.transport.submit(work)
         except Exception:  # it is closed
             work()
 
-    def _serve(self, incoming: _Incoming) -> None:
+    def _refused(self, work: Callable[[], None], error: RpcError) -> None:
+        """Take note that there is no thread for something; the transport calls this."""
+        if isinstance(work, _Incoming):
+            self.run(partial(self._answer_error, work.envelope, error))
+        else:
+            work()
+
+    def serve(self, incoming: _Incoming) -> None:
         """Run a call, and answer it."""
         envelope = incoming.envelope
+        if envelope.kind == Kind.FETCH:
+            self._fetch(envelope)
+            return
         try:
+            if not incoming.made:
+                raise RpcError("this call was given up when a connection broke, and was not run")
             with self._serving(envelope.gradients):
-                function, args, kwargs = self._unpack(incoming)
-                if self._allow is not None:
-                    self._allow.check(function)
-                result = function(*args, **kwargs)
-                if hasattr(function, MARK) and not isinstance(result, _Future):
-                    raise RpcError(
-                        "Functions decorated with @rpc.async_function must return a "
-                        f"torch.futures.Future object, but got {result!r}"
-                    )
+                values = self._unpack(incoming)
+                if envelope.function:
+                    function = self._function(envelope.function)
+                    result = function(*values)
+                else:
+                    function, args, kwargs = values
+                    if self._allow is not None:
+                        self._allow.check(function)
+                    result = function(*args, **kwargs)
+                del values
                 if hasattr(function, MARK):
+                    if not isinstance(result, _Future):
+                        raise RpcError(
+                            "Functions decorated with @rpc.async_function must return a "
+                            f"torch.futures.Future object, but got {result!r}"
+                        )
                     self._answer_later(envelope, result, True)
                 elif isinstance(result, Later):
                     self._answer_later(envelope, result.future, result.counted)
@@ -658,64 +675,67 @@ class Agent:
         except BaseException as error:
             self._answer_error(envelope, error)
 
+    def _function(self, name: str) -> Callable[..., Any]:
+        try:
+            function = find_function(name, self._find)
+        except (AttributeError, ImportError) as error:
+            raise _unknown(error) from error
+        if self._allow is not None:
+            self._allow.check(function)
+        return function
+
     def _answer_later(
         self, envelope: Envelope, future: torch.futures.Future[Any], counted: bool
     ) -> None:
         def answer(done: torch.futures.Future[Any]) -> None:
+            before = getattr(here, "agent", None)
+            here.agent = self
             try:
-                with using(self), self._serving(envelope.gradients):
+                with self._serving(envelope.gradients):
                     self._answer(envelope, done.value())
             except BaseException as error:
                 self._answer_error(envelope, error)
             finally:
-                with self._lock:
+                here.agent = before
+                with self.lock:
                     self._busy -= counted
 
-        with self._lock:
+        with self.lock:
             self._busy += counted
         future.add_done_callback(answer)
 
-    def _refuse(self, incoming: _Incoming) -> None:
-        error = RpcError("this call was given up when a connection broke, and was not run")
-        self._answer_error(incoming.envelope, error)
-
     def _serving(self, tag: GradientTag | None) -> AbstractContextManager[None]:
         if tag is None or self.gradients is None:
-            return nullcontext()
+            return _NO_CONTEXT
         return self.gradients.serving(tag)
 
-    def _fetched(self, incoming: _Incoming) -> None:
+    def _fetch(self, envelope: Envelope) -> None:
         """Answer who wants a value, as soon as it is there."""
-        envelope = incoming.envelope
         ref = envelope.make
         assert ref is not None
-        with self._lock:
-            value = self._values.get(ref)
-            if value is None and ref[0] != self.me.id:
-                value = self._values[ref] = _Value()  # the call that makes it is on its way
-            if value is not None and not value.done:
-                value.watchers.append(partial(self._send_value, envelope, value))
-                return
+        with self.lock:
+            value = self.values.find(ref, partial(self._send_value, envelope))
+            later = value is not None and not value.done
         if value is None:
             self._answer_error(envelope, RpcError("there is no such value any more", op="to_here"))
-        else:
+        elif not later:
             self._send_value(envelope, value)
 
-    def _send_value(self, envelope: Envelope, value: _Value) -> None:
+    def _send_value(self, envelope: Envelope, value: Value) -> None:
         try:
             if value.error is not None:
                 raise value.error
             with self._serving(envelope.gradients):
-                self._answer(msgspec.structs.replace(envelope, kind=Kind.CALL), value.value)
+                self._answer(envelope, value.value)
         except BaseException as error:
             self._answer_error(envelope, error)
 
     def _answer(self, call: Envelope, result: Any) -> None:
-        if call.make is not None and call.kind == Kind.MAKE:
-            self.set_value(call.make, result)
-            self._reply(call, Kind.ANSWER, Packed(), None)
-            return
-        packed = self._pack(result, call.sender)
+        if call.kind == Kind.MAKE:
+            assert call.make is not None
+            self.values.set(call.make, result)
+            result = None
+        packed = _NOTHING if result is None else self._pack_answer(result, call)
         tag = None
         if self.gradients is not None:
             what = f"the result of {call.gradients.what}" if call.gradients is not None else ""
@@ -724,126 +744,16 @@ class Agent:
 
     def _answer_error(self, call: Envelope, error: BaseException) -> None:
         _log.warning("a call of worker %d failed here", call.sender, exc_info=error)
-        if call.make is not None and call.kind == Kind.MAKE:
-            self.set_value(call.make, None, error)
+        if call.kind == Kind.MAKE:
+            assert call.make is not None
+            self.values.set(call.make, None, error)
         self._reply(call, Kind.ERROR, Packed(failures.encode(error, self.me)), None)
 
     def _reply(self, call: Envelope, kind: Kind, packed: Packed, tag: GradientTag | None) -> None:
-        envelope = Envelope(
-            kind=kind,
-            sender=self.me.id,
-            number=call.number,
-            pickled=packed.pickled,
-            tensors=packed.tensors,
-            references=packed.references,
-            gradients=tag,
-        )
         try:
-            self._send(call.sender, envelope, packed.memories)
+            self._send(call.sender, kind, call.number, packed, tag)
         except PeerLost:
-            self._not_sent(packed)
-
-    # --- values and references ---------------------------------------------------------------
-
-    def own(self) -> RefId:
-        """Begin a value of this process, with one object that refers to it."""
-        with self._step():
-            ref = self._references.own()
-            self._values[ref] = _Value()
-            return ref
-
-    def create(self, owner: int) -> RefId:
-        """Begin a reference to a value that a call is about to make at another process."""
-        with self._step():
-            return self._references.create(owner)
-
-    def set_value(self, ref: RefId, value: Any, error: BaseException | None = None) -> None:
-        """Say what a value of this process is; whoever waits for it gets it."""
-        with self._lock:
-            entry = self._values.get(ref)
-            if entry is None:
-                return  # nobody refers to it any more
-            entry.value, entry.error, entry.done = value, error, True
-            watchers, entry.watchers = entry.watchers, []
-        for watcher in watchers:
-            watcher()
-
-    def local_value(self, ref: RefId) -> Any:
-        """Return a value of this process; waits until it is there.
-
-        Raises:
-            Exception: What was raised in place of it.
-        """
-        with self._lock:
-            entry = self._values[ref]
-            ticket = None
-            if not entry.done:
-                ticket = self.transport.ticket()
-                entry.watchers.append(partial(self.transport.complete, ticket))
-        while ticket is not None and not ticket.done:
-            self.transport.wait(ticket, 60.0)
-        if entry.error is not None:
-            raise entry.error
-        return entry.value
-
-    def pack_reference(self, ref: RefId, to: int) -> ReferenceRow:
-        """Return what stands for a reference in a message.
-
-        Raises:
-            KeyError: It is lost.
-        """
-        with self._step():
-            owner, token = self._references.pack(ref, to)
-            return ReferenceRow(ref, owner, token)
-
-    def is_held(self, ref: RefId) -> bool:
-        """Whether the owner knows that this process holds a reference."""
-        with self._lock:
-            return self._references.is_held(ref)
-
-    def why_lost(self, ref: RefId, owner: int) -> Exception | None:
-        """Return why the value of a reference cannot be had, if so."""
-        with self._lock:
-            if self._references.has(ref):
-                return None
-            if owner in self._dead:
-                return self._lost(owner)
-        return RpcError("the value of this reference was never made, or its messages were lost")
-
-    def forget(self, ref: RefId) -> None:
-        """Take note that an object that refers to a value is gone; for finalizers."""
-        if not self.closed:
-            self.timers.soon(partial(self._dropped, ref))
-
-    def _dropped(self, ref: RefId) -> None:
-        with self._step():
-            self._act(self._references.dropped(ref))
-
-    def _not_sent(self, packed: Packed) -> None:
-        if packed.references:
-            with self._step():
-                tokens = [row.token for row in packed.references]
-                self._act(self._references.not_sent(tokens))
-
-    def _take_make(self, envelope: Envelope) -> bool:
-        """With the lock: take note of a value that a call will make."""
-        ref = envelope.make
-        assert ref is not None
-        if envelope.sender == self.me.id:
-            return True
-        made, actions = self._references.made(ref, envelope.sender)
-        self._act(actions)
-        if made:
-            self._values.setdefault(ref, _Value())
-        return made
-
-    def _take_reference(self, row: ReferenceRow, sender: int) -> RRef[Any]:
-        """With the lock: take a reference out of a message."""
-        known, actions = self._references.arrived(row.ref, row.owner, sender, row.token)
-        self._act(actions)
-        if known and row.owner == self.me.id:
-            self._values.setdefault(row.ref, _Value())  # the call that makes it may come later
-        return RRef.received(self, row.ref, row.owner, known)
+            self.values.not_sent(packed)
 
     # --- what must arrive --------------------------------------------------------------------
 
@@ -859,10 +769,11 @@ class Agent:
         Raises:
             PeerLost: The process is gone.
         """
-        with self._step():
-            if to in self._dead:
-                raise self._lost(to)
-            self._queue(to, topic, body, hurry)
+        with self.step():
+            lost = self.lost(to)
+            if lost is not None:
+                raise lost
+            self.queue(to, topic, body, hurry)
 
     def send_gradients(self, to: int, backward: tuple[int, int], value: object) -> None:
         """Send gradients of a backward pass; they are lost with the connection.
@@ -870,27 +781,22 @@ class Agent:
         Raises:
             PeerLost: The process is gone.
         """
-        packed = self._pack(value, to)
-        envelope = Envelope(
-            kind=Kind.GRADIENTS,
-            sender=self.me.id,
-            pickled=packed.pickled,
-            tensors=packed.tensors,
-            make=backward,
-        )
-        self._send(to, envelope, packed.memories)
+        packed = self._pack(value, to, partial(self._device_there, self.info(to)))
+        self._send(to, Kind.GRADIENTS, packed=packed, make=backward)
 
     def on(self, topic: int, handler: Callable[[int, bytes], None]) -> None:
         """Have a function called with sender and body of messages; it must return quickly."""
         self._handlers[topic] = handler
 
-    def _queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
+    def queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
+        """With the lock: leave a message that must arrive for the next one that is sent."""
         peer = self._peers.get(to)
         if peer is None:
             return
         peer.queued.append(peer.link.send(bytes((topic,)) + body))
-        peer.due |= hurry
-        if not hurry:
+        if hurry:
+            self._due.add(to)
+        else:
             self._send_later(to, peer)
 
     def _take_reliable(self, sender: int, numbered: Numbered) -> None:
@@ -898,170 +804,209 @@ class Agent:
         if peer is None:
             return
         for body in peer.link.receive(numbered):
-            if body[0] == _REFERENCES:
-                self._act(self._references.heard(sender, _decoder.decode(body[1:])))
+            if body[0] == TOPIC:
+                self.values.hear(sender, body[1:])
             else:
-                self._todo.append(partial(self._handlers[body[0]], sender, body[1:]))
+                self.todo.append(partial(self._handlers[body[0]], sender, body[1:]))
         if peer.link.owes:
             self._send_later(sender, peer)
 
     def _send_later(self, to: int, peer: _Peer) -> None:
         """With the lock: send what is queued or owed in a while, if nothing else is sent before."""
-        if not peer.acknowledging:
-            peer.acknowledging = True
-            when = time.monotonic() + _ACKNOWLEDGE_S
-            self._todo.append(lambda: void(self.timers.at(when, partial(self._owed, to))))
+        if not peer.timed:
+            peer.timed = True
+            when = monotonic() + _ACKNOWLEDGE_S
+            self.todo.append(partial(self.timers.at, when, partial(self._owed, to)))
 
     def _owed(self, to: int) -> None:
-        with self._step():
+        with self.step():
             peer = self._peers.get(to)
             if peer is not None:
-                peer.acknowledging = False
+                peer.timed = False
                 if not peer.queued and peer.link.owes:
                     peer.queued.append(peer.link.acknowledge())
-                peer.due = bool(peer.queued)
-
-    # --- steps -------------------------------------------------------------------------------
+                if peer.queued:
+                    self._due.add(to)
 
     @contextmanager
-    def _step(self, but: int = -1) -> Iterator[None]:
+    def step(self, but: int = -1) -> Iterator[None]:
         """While within: the lock is held; after, what is left is done, and what is queued is sent.
 
         Args:
             but: To whom nothing is sent yet, for an answer will be.
         """
-        with self._lock:
+        with self.lock:
             yield
-            todo, self._todo = self._todo, []
+            todo = self.todo[:]
+            self.todo.clear()
         for action in todo:
             action()
-        self._flush(but)
-
-    def _act(self, actions: Iterable[references.Action]) -> None:
-        """With the lock: do what the state machine of references says."""
-        for action in actions:
-            match action:
-                case Send(to, message):
-                    self._queue(to, _REFERENCES, _encoder.encode(message))
-                case Freed(ref):
-                    freed = self._values.pop(ref, None)
-                    self._todo.append(lambda freed=freed: None)  # it ends there, without the lock
-                case Lost(ref):
-                    for call in self._calls.values():
-                        if call.request.ref == ref and call.request.kind == Kind.FETCH:
-                            error = RpcError("the value was never made", op=call.request.what)
-                            self._todo.append(partial(self._fail, call, error))
-                    if ref in self._values:
-                        error = RpcError("the call that was to make this value never came")
-                        self._todo.append(partial(self.set_value, ref, None, error))
+        if self._due:
+            self._flush(but)
 
     def _flush(self, but: int = -1) -> None:
         """Send what is queued."""
-        with self._lock:
-            due = [id for id, peer in self._peers.items() if peer.queued and peer.due and id != but]
+        with self.lock:
+            due = [id for id in self._due if id != but]
         for id in due:
             with suppress(PeerLost):  # `died` comes, or has come
-                self._send(id, Envelope(kind=Kind.RELIABLE, sender=self.me.id), [])
+                self._send(id, Kind.RELIABLE)
 
-    def _send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
+    # --- messages ----------------------------------------------------------------------------
+
+    def _send(
+        self,
+        to: int,
+        kind: Kind,
+        number: int = 0,
+        packed: Packed | None = None,
+        tag: GradientTag | None = None,
+        make: RefId | None = None,
+        devices: dict[str, str] | None = None,
+    ) -> None:
         """Send a message, and what is queued for the process with it."""
-        with self._lock:
+        packed = packed or _NOTHING
+        link: list[Numbered] = []
+        with self.lock:
+            self._figures.bytes_sent += packed.nbytes
+            show, self._showing = not self._showing, True
             peer = self._peers.get(to)
             if peer is not None:
-                envelope.link, peer.queued, peer.due = peer.queued, [], False
-                if not envelope.link and peer.link.owes:
-                    envelope.link = [peer.link.acknowledge()]
-        if envelope.kind != Kind.RELIABLE or envelope.link:
-            self._board.sent(_size(envelope.pickled, memories))
-            self.transport.send(to, envelope, memories)
+                if peer.queued:
+                    link, peer.queued = peer.queued, link
+                    self._due.discard(to)
+                elif peer.link.owes:
+                    link = [peer.link.acknowledge()]
+            else:
+                self._due.discard(to)
+        if show:
+            self.timers.at(monotonic() + _SHOWN_S, self._show)
+        if kind is Kind.RELIABLE and not link:
+            return
+        envelope = Envelope(
+            kind=kind,
+            sender=self.me.id,
+            number=number,
+            pickled=packed.pickled,
+            tensors=packed.tensors,
+            references=packed.references,
+            gradients=tag,
+            make=make,
+            link=link,
+            function=packed.function,
+            place=packed.place,
+            inline=packed.inline,
+            devices=devices or {},
+        )
+        self.transport.send(to, envelope, packed.memories)
 
-    def _pack(self, value: object, to: int) -> Packed:
+    def _pack_call(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: dict[str, Any] | None,
+        to: WorkerInfo,
+    ) -> Packed:
+        if not callable(function):
+            raise _not_callable(function)
+        name = "" if kwargs else name_of(function)
+        values = tuple(args or ())
+        packed = pack_plain(values) if name else None
+        if packed is None:
+            sent = values if name else (function, values, dict(kwargs or {}))
+            packed = self._pack(sent, to.id, partial(self._device_there, to))
+        packed.function = name
+        return packed
+
+    def _pack_answer(self, result: Any, call: Envelope) -> Packed:
+        def device_there(device: torch.device) -> str:
+            there = call.devices.get(str(device))
+            return there or self._device_there(self.info(call.sender), device)
+
+        packed = pack_plain((result,))
+        return packed or self._pack((result,), call.sender, device_there)
+
+    def _pack(self, value: object, to: int, device_there: Callable[[torch.device], str]) -> Packed:
         try:
-            return pack(value, to, RRef, partial(self._device_there, to))
+            return pack(value, to, RRef, device_there)
         except RpcError as error:
-            self._not_sent(getattr(error, "packed", Packed()))
+            self.values.not_sent(getattr(error, "packed", Packed()))
             if isinstance(error.__cause__, DureError):  # of a reference
                 raise error.__cause__ from None
             raise
 
-    def _device_there(self, to: int, device: torch.device) -> str:
-        device_map = self.device_maps.get(self.info(to).name, {})
+    def _device_there(self, to: WorkerInfo, device: torch.device) -> str:
+        device_map = self.device_maps.get(to.name, {})
         if device not in device_map:
-            raise ValueError(f"a tensor on {device}, and no device map for it and {self.info(to)}")
+            raise ValueError(
+                f"a tensor on {device}, and no device map from there to {to.name}: "
+                "TensorPipeRpcBackendOptions.set_device_map says where it belongs"
+            )
         return str(device_map[device])
+
+    def _devices(self, to: WorkerInfo) -> dict[str, str] | None:
+        """Return where tensors of a callee's devices belong here: the way back of ours."""
+        device_map = self.device_maps.get(to.name) if self.device_maps else None
+        return {str(b): str(a) for a, b in device_map.items()} if device_map else None
 
     def _unpack(self, incoming: _Incoming) -> Any:
         envelope = incoming.envelope
-        tensors = rebuild(envelope.tensors, incoming.memories)
-        if envelope.gradients is not None and self.gradients is not None:
-            tensors = self.gradients.receiving(envelope.sender, envelope.gradients, tensors)
-        find = None if self._allow is None else self._allow.find
+        tensors: list[torch.Tensor] = []
+        if envelope.tensors:
+            tensors = rebuild(envelope.tensors, incoming.memories, envelope.inline)
+            if envelope.gradients is not None and self.gradients is not None:
+                tensors = self.gradients.receiving(envelope.sender, envelope.gradients, tensors)
         try:
-            return unpack(envelope.pickled, tensors, incoming.references, find)
+            return unpack(
+                envelope.pickled, tensors, incoming.references, self._find, envelope.place
+            )
         except (AttributeError, ImportError) as error:
-            raise RpcError(
-                "a function or class of a message is not known here",
-                seen=str(error),
-                fix="The RPC pickler does not serialize code: define it, under the same name, in "
-                "a module that both have.",
-            ) from error
+            raise _unknown(error) from error
 
     # --- what people see, and the end --------------------------------------------------------
 
     def activity(self) -> tuple[int, int]:
         """Return how many calls were made here, and how many are under way or run here now."""
-        with self._lock:
-            waiting = sum(call.request.counted for call in self._calls.values())
-            return self._started, waiting + self._busy
+        with self.lock:
+            waiting = sum(call.counted for call in self._calls.values())
+            return self._figures.made, waiting + self._busy
 
     def references_info(self) -> dict[str, str]:
         """Return how many references there are, with torch's names."""
-        with self._lock:
-            holders = self._references.holders().values()
+        with self.lock:
+            making = sum(call.kind == Kind.MAKE for call in self._calls.values())
             return {
-                "num_owner_rrefs": str(sum(bool(held) for held in holders)),
-                "num_pending_users": str(self._references.num_unsettled),
-                "num_pending_futures": str(
-                    sum(call.request.kind == Kind.MAKE for call in self._calls.values())
-                ),
-                "num_forks": str(sum(len(held) for held in holders)),
+                "num_owner_rrefs": str(self.values.num_owned),
+                "num_pending_users": str(self.values.num_unsettled),
+                "num_pending_futures": str(making),
+                "num_forks": str(self.values.num_holds),
             }
 
     def get_debug_info(self) -> dict[str, str]:
         """Return figures, for people."""
-        with self._lock:
+        with self.lock:
             return {
                 "agent.num_pending_requests": str(len(self._calls)),
                 "agent.num_running_requests": str(self._busy),
-                "agent.num_requests": str(self._started),
+                "agent.num_requests": str(self._figures.made),
                 "agent.bytes_in_flight": str(sum(p.in_flight for p in self._peers.values())),
             }
 
-    def _figures(self) -> Figures:
-        with self._lock:
-            return Figures(
-                made=self._started,
-                waiting=len(self._calls),
-                running=self._busy,
-                owned=sum(bool(held) for held in self._references.holders().values()),
-                held=len(self._references.users()),
-            )
+    def _show(self) -> None:
+        with self.lock:
+            self._showing = False
+            figures = self._figures
+            figures.waiting, figures.running = len(self._calls), self._busy
+            figures.owned, figures.held = self.values.num_owned, self.values.num_held
+            self._board.show(figures)
 
     def held(self) -> list[str]:
         """Return what others still hold of this process, and this process of others."""
-        with self._lock:
-            names = {id: worker.name for id, worker in self._workers.items()}
-            lines = [
-                f"value {ref}, held by {', '.join(names.get(id, str(id)) for id in holders)}"
-                for ref, holders in self._references.holders().items()
-                if holders
-            ]
-            users = self._references.users().items()
-            return lines + [f"a reference to {ref} of {names.get(o, o)}" for ref, o in users]
+        return self.values.held({worker.id: worker.name for worker in self.workers})
 
     def close(self) -> None:
         """End: nothing is received any more, calls under way raise."""
-        with self._lock:
+        with self.lock:
             if self.closed:
                 return
             self.closed = True
@@ -1071,18 +1016,25 @@ class Agent:
         self.transport.close()
         self.timers.close()
         self._board.close()
-        with self._lock:
-            values, self._values = self._values, {}
-        values.clear()
+        self.values.close()
 
 
-def _size(pickled: bytes, memories: list[torch.Tensor]) -> int:
-    return len(pickled) + sum(memory.numel() for memory in memories)
+_NOTHING = Packed()
+_NO_CONTEXT = nullcontext()
+
+
+def _not_callable(function: object) -> UsageError:
+    return UsageError("function should be callable", op="rpc", seen=repr(function))
+
+
+def _unknown(error: Exception) -> RpcError:
+    return RpcError(
+        "a function or class of a message is not known here",
+        seen=str(error),
+        fix="The RPC pickler does not serialize code: define it, under the same name, in "
+        "a module that both have.",
+    )
 
 
 def _closed() -> RpcError:
     return RpcError("RPC was shut down before this call was answered")
-
-
-def void(_: object) -> None:
-    """Let go of a result that is not wanted."""

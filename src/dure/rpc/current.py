@@ -12,9 +12,10 @@ from dure.errors import RpcError
 if TYPE_CHECKING:
     from dure.rpc.agent import Agent
 
-__all__ = ["current", "is_set", "set_current", "using"]
+__all__ = ["current", "here", "is_set", "set_current", "using"]
 
-_here = threading.local()
+here = threading.local()
+"""`agent`: that of the thread; `serves`: whether it runs a call; `waits`: for which call."""
 _process: list[Agent] = []
 
 
@@ -24,7 +25,7 @@ def current() -> Agent:
     Raises:
         RpcError: There is none.
     """
-    agent = getattr(_here, "agent", None) or (_process[0] if _process else None)
+    agent = getattr(here, "agent", None) or (_process[0] if _process else None)
     if agent is None:
         raise RpcError("RPC has not been initialized", fix="Call dure.rpc.init_rpc first.")
     return agent
@@ -32,7 +33,7 @@ def current() -> Agent:
 
 def is_set() -> bool:
     """Whether there is an agent."""
-    return bool(_process) or getattr(_here, "agent", None) is not None
+    return bool(_process) or getattr(here, "agent", None) is not None
 
 
 def set_current(agent: Agent | None) -> None:
@@ -43,9 +44,9 @@ def set_current(agent: Agent | None) -> None:
 @contextmanager
 def using(agent: Agent) -> Iterator[None]:
     """While within: `current` is `agent` for this thread."""
-    before = getattr(_here, "agent", None)
-    _here.agent = agent
+    before = getattr(here, "agent", None)
+    here.agent = agent
     try:
         yield
     finally:
-        _here.agent = before
+        here.agent = before

@@ -73,6 +73,11 @@ class Envelope(msgspec.Struct, array_like=True):
         make: The reference to make (`Kind.MAKE`), to look up (`Kind.FETCH`), or the
             backward pass (`Kind.GRADIENTS`).
         link: What must arrive; rides along with any message.
+        function: Of a call, by name: then the objects are its arguments; else they are function,
+            arguments and keyword arguments.
+        place: Where the only tensor belongs among the objects (`message.pack_plain`), or -1.
+        inline: The memory of the only tensor, if it is small.
+        devices: Of a call, where tensors of the callee's devices belong at the caller.
     """
 
     kind: int
@@ -85,6 +90,10 @@ class Envelope(msgspec.Struct, array_like=True):
     gradients: GradientTag | None = None
     make: tuple[int, int] | None = None
     link: list[Numbered] = []
+    function: str = ""
+    place: int = -1
+    inline: bytes = b""
+    devices: dict[str, str] = {}
 
 
 class Waiter(Protocol):

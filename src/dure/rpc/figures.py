@@ -10,8 +10,6 @@ import mmap
 import os
 import re
 import struct
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -20,9 +18,6 @@ __all__ = ["Board", "Figures", "Seen", "seen"]
 
 _LABEL = "dure-rpc"
 _LINK = re.compile(rf"/memfd:{_LABEL}\b")
-_OLDEST_S = 0.1
-"""How old figures of a busy process may be."""
-
 _LAYOUT = struct.Struct("128s8Q")
 
 
@@ -52,52 +47,21 @@ class Figures:
 
 
 class Board:
-    """Where a process shows its figures, soon after they have changed, and not while it is idle.
+    """Where a process shows its figures.
 
     Args:
         name: Of the worker.
-        later: Has a function called at a time of `time.monotonic`.
-        state: Returns the figures but for those that are counted here.
     """
 
-    def __init__(
-        self,
-        name: str,
-        later: Callable[[float, Callable[[], None]], object],
-        state: Callable[[], Figures],
-    ) -> None:
-        self._name, self._later, self._state = name.encode(), later, state
-        self._served = self._bytes_sent = self._bytes_received = 0
-        self._changed = False
+    def __init__(self, name: str) -> None:
+        self._name = name.encode()
         self._descriptor = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, _LAYOUT.size)
         self._memory = mmap.mmap(self._descriptor, _LAYOUT.size)
-        self._write(Figures())
+        self.show(Figures())
 
-    def sent(self, nbytes: int) -> None:
-        """Count a message."""
-        self._bytes_sent += nbytes
-        self._soon()
-
-    def received(self, nbytes: int, calls: int) -> None:
-        """Count a message, which may be a call."""
-        self._bytes_received += nbytes
-        self._served += calls
-        self._soon()
-
-    def _soon(self) -> None:
-        if not self._changed:
-            self._changed = True
-            self._later(time.monotonic() + _OLDEST_S, self._show)
-
-    def _show(self) -> None:
-        self._changed = False
-        state = self._state()
-        state.served = self._served
-        state.bytes_sent, state.bytes_received = self._bytes_sent, self._bytes_received
-        self._write(state)
-
-    def _write(self, figures: Figures) -> None:
+    def show(self, figures: Figures) -> None:
+        """Show these from now on."""
         if not self._memory.closed:
             _LAYOUT.pack_into(self._memory, 0, self._name, *astuple(figures))
 

@@ -19,12 +19,8 @@ class CallFuture(torch.futures.Future[Any]):
     waits.
     """
 
-    _agent: Agent
-    _call: Call
-
-    def begin(self, agent: Agent, call: Call) -> None:
-        """Take note of the call that it is of."""
-        self._agent, self._call = agent, call
+    agent: Agent
+    call: Call
 
     def wait(self) -> Any:
         """Wait for the answer, and return the value.
@@ -33,13 +29,13 @@ class CallFuture(torch.futures.Future[Any]):
             Exception: What the callee has raised, or what went wrong on the way.
         """
         if not self.done():
-            self._agent.wait(self._call)
+            self.agent.wait(self.call)
         return super().wait()
 
     def told(self, call: Call) -> None:
         """Take the outcome of the call."""
         try:
-            value = self._agent.result(call)
+            value = self.agent.result(call)
         except Exception as error:
             self.set_exception(error)
         else:

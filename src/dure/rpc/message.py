@@ -6,6 +6,9 @@ are views of it, and only the part of it that they see. So tensors that share me
 share it at the receiver. References to remote values are in a table of their own, for the process
 that receives the message must know of them before anybody unpacks it (`references`).
 
+Most messages have only plain values and at most one tensor, beside each other. They need no pickler
+of ours (`pack_plain`): the tensor's place among the values is told, and a small one is inline.
+
 A sparse (COO) tensor is its indices and its values. Tensors of other kinds (compressed, quantized,
 subclasses) are pickled in torch's own way; their parts are tensors again. Tensors of other devices
 are copied through the host.
@@ -16,10 +19,15 @@ alone; with a list of what may be called (`allow`), nothing else is looked up.
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import io
+import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, Protocol
 
 import msgspec
@@ -28,7 +36,24 @@ import torch
 from dure.errors import RpcError
 from dure.rpc.references import RefId, Token
 
-__all__ = ["Packed", "ReferenceRow", "Referring", "TensorRow", "pack", "rebuild", "unpack"]
+__all__ = [
+    "INLINE_BYTES",
+    "Packed",
+    "ReferenceRow",
+    "Referring",
+    "TensorRow",
+    "find_function",
+    "name_of",
+    "pack",
+    "pack_plain",
+    "rebuild",
+    "unpack",
+]
+
+INLINE_BYTES = 4096
+"""The memory of a lone tensor up to this size is part of the envelope."""
+
+_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 
 _ALIGNED = 64
 """Where the part of a memory that is sent may begin, in bytes: good for elements of every type."""
@@ -76,6 +101,9 @@ class Packed:
             with the tensors, so whoever sends them copies.
         references: The references in them.
         sources: The tensors themselves, for who would attach gradients to them.
+        place: Where the only tensor belongs among plain values; -1: tensors are in the pickle.
+        inline: The memory of the only tensor, if it is small.
+        function: What is called with the values, by name (`name_of`).
     """
 
     pickled: bytes = b""
@@ -83,6 +111,73 @@ class Packed:
     memories: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     references: list[ReferenceRow] = field(default_factory=list[ReferenceRow])
     sources: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    place: int = -1
+    inline: bytes = b""
+    function: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are sent, without what they are wrapped in."""
+        count = len(self.pickled) + len(self.inline)
+        return count + sum(m.numel() for m in self.memories) if self.memories else count
+
+
+def name_of(function: Any) -> str:
+    """Return `module:name` of a function at the top of its module; of others nothing."""
+    if type(function) is not FunctionType:
+        return ""
+    module_name, name = function.__module__, function.__qualname__
+    known = getattr(sys.modules.get(module_name), name, None)
+    return f"{module_name}:{name}" if known is function else ""
+
+
+def find_function(name: str, find: Callable[[str, str], Any] | None = None) -> Any:
+    """Return the function of this name (`name_of`).
+
+    Raises:
+        AttributeError: The module has none.
+        ImportError: There is no such module.
+    """
+    module_name, _, own_name = name.rpartition(":")
+    if find is not None:
+        return find(module_name, own_name)
+    module = sys.modules.get(module_name) or importlib.import_module(module_name)
+    return getattr(module, own_name)
+
+
+def pack_plain(values: tuple[Any, ...]) -> Packed | None:
+    """Take values apart that are plain, but for one tensor; None: others are among them."""
+    place = -1
+    for number, value in enumerate(values):
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if kind is not torch.Tensor or place >= 0 or not _is_dense(value):
+            return None
+        place = number
+    if place < 0:
+        return Packed(pickle.dumps(values, 5) if values else b"")
+    tensor: torch.Tensor = values[place]
+    count = tensor.numel() * tensor.itemsize
+    small = count <= INLINE_BYTES
+    row = TensorRow(
+        memory=-1 if small else 0,
+        dtype=str(tensor.dtype)[6:],
+        shape=tuple(tensor.shape),
+        stride=() if small else tensor.stride(),
+        offset=0,
+        requires_grad=tensor.requires_grad,
+    )
+    packed = Packed(tensors=[row], sources=[tensor], place=place)
+    if len(values) > 1:
+        packed.pickled = pickle.dumps((*values[:place], None, *values[place + 1 :]), 5)
+    if small:
+        packed.inline = ctypes.string_at(tensor.data_ptr(), count) if count else b""
+    else:
+        seen, first = torch.empty(0, dtype=torch.uint8), int(tensor.storage_offset())
+        seen.set_(tensor.untyped_storage(), first * tensor.itemsize, (count,))  # pyright: ignore[reportCallIssue]
+        packed.memories.append(seen)
+    return packed
 
 
 def pack(
@@ -130,6 +225,7 @@ def unpack(
     tensors: Sequence[torch.Tensor],
     references: Sequence[object] = (),
     find: Callable[[str, str], Any] | None = None,
+    place: int = -1,
 ) -> Any:
     """Put a value together.
 
@@ -138,15 +234,29 @@ def unpack(
         tensors: Those of the message (`rebuild`).
         references: Those of the message, as programs have them.
         find: Looks up a name of a module; None: as pickle does.
+        place: Of the message.
 
     Raises:
         Exception: What unpickling raises: a function or class is not known here, for example.
     """
-    return _Unpickler(io.BytesIO(pickled), tensors, references, find).load()
+    if find is not None or (place < 0 and (tensors or references)):
+        values = (
+            _Unpickler(io.BytesIO(pickled), tensors, references, find).load() if pickled else ()
+        )
+    else:
+        values = pickle.loads(pickled) if pickled else ()
+    return values if place < 0 else (*values[:place], tensors[0], *values[place + 1 :])
 
 
-def rebuild(rows: Sequence[TensorRow], memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def rebuild(
+    rows: Sequence[TensorRow], memories: Sequence[torch.Tensor], inline: bytes = b""
+) -> list[torch.Tensor]:
     """Make the tensors of a message of the memories [bytes] that came with it; they share them.
+
+    Args:
+        rows: The tensors.
+        memories: Those of the message.
+        inline: The memory of the only tensor, if that has none of them.
 
     Raises:
         ValueError: A row does not fit its memory.
@@ -154,9 +264,25 @@ def rebuild(rows: Sequence[TensorRow], memories: Sequence[torch.Tensor]) -> list
     """
     made: list[torch.Tensor] = []
     for row in rows:
-        make = _rebuild_sparse(row, made) if row.parts else _rebuild(row, memories[row.memory])
-        made.append(make)
+        if row.parts:
+            made.append(_rebuild_sparse(row, made))
+        elif row.memory < 0:
+            made.append(_rebuild_small(row, inline))
+        else:
+            made.append(_rebuild(row, memories[row.memory]))
     return made
+
+
+def _rebuild_small(row: TensorRow, inline: bytes) -> torch.Tensor:
+    dtype = getattr(torch, row.dtype)
+    if not isinstance(dtype, torch.dtype) or math.prod(row.shape) * dtype.itemsize != len(inline):
+        raise ValueError(f"a tensor that does not fit its memory: {row}")
+    if not inline:
+        return torch.empty(row.shape, dtype=dtype, requires_grad=row.requires_grad)
+    tensor = torch.frombuffer(bytearray(inline), dtype=dtype)
+    if len(row.shape) != 1:
+        tensor = tensor.view(row.shape)
+    return tensor.requires_grad_() if row.requires_grad else tensor
 
 
 def _rebuild_sparse(row: TensorRow, before: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -320,6 +446,16 @@ class _Unpickler(pickle.Unpickler):
         if self._find is None:  # a bound method kept there would be a cycle, and keep the tensors
             return super().find_class(module_name, global_name)
         return self._find(module_name, global_name)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is memory of this host in the order of its elements, and nothing else."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

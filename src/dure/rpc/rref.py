@@ -45,8 +45,8 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = current()
-        self._fill(agent, agent.own(), agent.me.id)
-        agent.set_value(self._ref, value)
+        self._fill(agent, agent.values.own(), agent.me.id)
+        agent.values.set(self._ref, value)
 
     def _fill(self, agent: Agent, ref: RefId, owner: int, known: bool = True) -> None:
         self._agent, self._ref, self._owner, self._known = agent, ref, owner, known
@@ -65,7 +65,7 @@ class RRef(Generic[T]):
 
     def __del__(self) -> None:
         if getattr(self, "_known", False):
-            self._agent.forget(self._ref)
+            self._agent.values.forget(self._ref)
 
     # --- whose it is -------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class RRef(Generic[T]):
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows that this process has the reference."""
-        return self._agent.is_held(self._ref)
+        return self._agent.values.is_held(self._ref)
 
     # --- the value ---------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class RRef(Generic[T]):
                 f"Cannot call localValue() on a reference of another worker {self!r}",
                 fix="Call to_here(), or run a function at the owner.",
             )
-        return self._agent.local_value(self._ref)
+        return self._agent.values.local(self._ref)
 
     def to_here(self, timeout: float = -1.0) -> T:
         """Return a copy of the value, or, at the owner, the value.
@@ -115,10 +115,8 @@ class RRef(Generic[T]):
         """
         self._check("to_here() on it")
         if self.is_owner():
-            return self._agent.local_value(self._ref)
-        call = self._agent.fetch(self._ref, self._owner, timeout)
-        self._agent.wait(call)
-        return self._agent.result(call)
+            return self._agent.values.local(self._ref)
+        return self._agent.fetch(self._ref, self.owner(), timeout)
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
         """Return a proxy: methods called on it run on the value at the owner; returns results."""
@@ -156,7 +154,7 @@ class RRef(Generic[T]):
     def pack_reference(self, to: int) -> ReferenceRow:
         """Return what stands for it in a message (`message.Referring`)."""
         self._check("fork an UserRRef")
-        return self._agent.pack_reference(self._ref, to)
+        return self._agent.values.pack(self._ref, to)
 
     def _get_future(self) -> torch.futures.Future[None]:
         """Return a future that is done when the call that makes the value has ended."""
@@ -188,7 +186,7 @@ class RRef(Generic[T]):
         if isinstance(outcome, Exception):
             raise RpcError(f"RRef creation via rpc.remote() failed: {outcome}") from outcome
         error = None if self._known else RpcError("this reference came with a call given up")
-        error = error or self._agent.why_lost(self._ref, self._owner)
+        error = error or self._agent.values.why_lost(self._ref, self._owner)
         if error is not None:
             raise error
 

@@ -18,9 +18,8 @@ from math import inf
 from typing import Any
 
 from dure.errors import PeerLost, RpcError
-from dure.rpc.agent import Agent, Request
+from dure.rpc.agent import Agent
 from dure.rpc.current import current
-from dure.rpc.envelope import Kind
 from dure.rpc.functions import Later
 
 __all__ = ["all_gather", "wait_all_workers", "wait_for_own"]
@@ -78,11 +77,7 @@ def _gather(
 
 def _ask(agent: Agent, to: int, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
     """Call a function of RPC's own; no shutdown waits for it."""
-    what = f"{function.__name__} on {agent.info(to).name}"
-    request = Request(Kind.CALL, to, (function, args, {}), what, timeout, counted=False)
-    call = agent.call(request)
-    agent.wait(call)
-    return agent.result(call)
+    return agent.ask(agent.info(to), function, args, timeout)
 
 
 def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:

@@ -15,51 +15,26 @@ __all__ = ["Timers"]
 _log = logging.getLogger("dure.rpc")
 
 
-class Timer:
-    """Something that is due; cancel it by setting `action` to None."""
-
-    __slots__ = ("action",)
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.action: Callable[[], None] | None = action
-
-
 class Timers:
-    """The thread, and the times.
-
-    Cost:
-        A timer costs a push to a heap. Cancelled ones are swept out when they are the most.
-    """
+    """The thread, and the times."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._cancelled = 0
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._open = True
         self._thread = threading.Thread(target=self._work, name="dure-rpc-timers", daemon=True)
         self._thread.start()
 
-    def at(self, when: float, action: Callable[[], None]) -> Timer:
+    def at(self, when: float, action: Callable[[], None]) -> None:
         """Have something done at a time of `time.monotonic`."""
-        timer = Timer(action)
+        number = next(self._order)
         with self._lock:
-            heapq.heappush(self._heap, (when, next(self._order), timer))
-            first = self._heap[0][2] is timer
+            heapq.heappush(self._heap, (when, number, action))
+            first = self._heap[0][1] == number
         if first:
             self._queue.put(None)
-        return timer
-
-    def cancel(self, timer: Timer) -> None:
-        """Let it not be done, unless it is being done."""
-        with self._lock:
-            timer.action = None
-            self._cancelled += 1
-            if self._cancelled * 2 > len(self._heap) + 64:
-                self._heap = [entry for entry in self._heap if entry[2].action is not None]
-                heapq.heapify(self._heap)
-                self._cancelled = 0
 
     def soon(self, action: Callable[[], None]) -> None:
         """Have something done by the thread. May be called from finalizers: takes no lock."""
@@ -94,7 +69,4 @@ class Timers:
         with self._lock:
             if not self._heap or self._heap[0][0] > time.monotonic():
                 return None
-            timer = heapq.heappop(self._heap)[2]
-            if timer.action is None:
-                self._cancelled -= 1
-            return timer.action
+            return heapq.heappop(self._heap)[2]

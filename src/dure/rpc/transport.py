@@ -162,14 +162,20 @@ class HostTransport(Transport, Told):
 
     def wait(self, ticket: Waiter, seconds: float) -> bool:
         assert isinstance(ticket, native.Ticket)
+        if self._workers.inside:
+            with self._workers.aside():
+                return self._wait(ticket, seconds)
+        return self._wait(ticket, seconds)
+
+    def _wait(self, ticket: native.Ticket, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        with self._workers.aside():
-            while True:
-                left_s = min(max(0.0, deadline - time.monotonic()), 1e6)
-                message = self._inbox.next(ticket, left_s)
-                if not isinstance(message, bytes):
-                    return ticket.done
-                self._take(partial(self._sort, message))
+        while not ticket.done:
+            left_s = min(max(0.0, deadline - time.monotonic()), 1e6)
+            message = self._inbox.next(ticket, left_s)
+            if not isinstance(message, bytes):
+                break
+            self._take(partial(self._sort, message))
+        return ticket.done
 
     def submit(self, call: Callable[[], None]) -> None:
         self._workers.submit(call)

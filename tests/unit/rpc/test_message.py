@@ -23,7 +23,7 @@ def travel(value: object) -> Any:
 
 def arrive(packed: Packed, **how: Any) -> Any:
     memories = [memory.clone() for memory in packed.memories]
-    tensors = rebuild(packed.tensors, memories)
+    tensors = rebuild(packed.tensors, memories, packed.inline)
     return unpack(packed.pickled, tensors, **how)
 
 

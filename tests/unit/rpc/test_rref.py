@@ -67,12 +67,12 @@ def make_there(to: str, value: int) -> RRef[int]:
 
 def num_owned(cluster: Cluster) -> int:
     gc.collect()
-    return sum(len(agent._values) for agent in cluster.agents)
+    return sum(len(agent.values._values) for agent in cluster.agents)
 
 
 def is_settled(cluster: Cluster) -> bool:
     gc.collect()
-    return all(not agent._references.num_unsettled for agent in cluster.agents)
+    return all(not agent.values._references.num_unsettled for agent in cluster.agents)
 
 
 def test_a_value_is_made_there_and_fetched() -> None:
@@ -211,7 +211,7 @@ def test_a_death_loses_what_was_owned_and_frees_what_was_held() -> None:
                 api.rpc_sync("worker1", keep, (RRef(7),))
                 assert num_owned(cluster) == 2
                 cluster.network.kill(1)
-                wait_until(lambda: not cluster.agents[0]._values)
+                wait_until(lambda: not cluster.agents[0].values._values)
                 with pytest.raises(PeerLost):
                     there.to_here()
                 with pytest.raises(PeerLost):
@@ -234,9 +234,9 @@ def test_a_reference_is_of_no_use_outside_of_messages_and_after_the_end() -> Non
 def test_finalizers_take_no_locks() -> None:
     with Cluster(1) as cluster, cluster.on(0) as agent:
         rref: list[Any] = [RRef(1)]
-        with agent._lock:
+        with agent.lock:
             rref.clear()  # would wait for ever, did it need the lock
-        wait_until(lambda: not agent._values)
+        wait_until(lambda: not agent.values._values)
         done = threading.Event()
         agent.timers.soon(done.set)
         assert done.wait(60.0)

@@ -1,0 +1,263 @@
+"""The values that references stand for: kept by their owner while anybody refers to them.
+
+A value is in its owner's table from when it is known that it will be made, and who wants it before
+that is told when it is there. Who refers to what is the state machine's (`references`); this file
+feeds it, and does what it says.
+
+Threads: the agent's lock guards the table and the state machine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dure.errors import RpcError
+from dure.rpc import references
+from dure.rpc.message import Packed, ReferenceRow
+from dure.rpc.references import Freed, Lost, References, RefId, Send
+from dure.rpc.rref import RRef
+
+if TYPE_CHECKING:
+    from dure.rpc.agent import Agent
+
+__all__ = ["TOPIC", "Value", "Values"]
+
+TOPIC = 0
+"""Of messages about references, among those that must arrive."""
+
+_FORGET_S = 0.01
+"""How long an object that is gone may be counted, if nothing else is sent."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(references.Message)
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A value that is there, or will be."""
+
+    done: bool = False
+    value: Any = None
+    error: BaseException | None = None
+    watchers: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+
+class Values:
+    """The values of a process, and its references.
+
+    Args:
+        agent: The process's.
+        lost: Told, with the lock, of a reference whose value was never made.
+    """
+
+    def __init__(self, agent: Agent, lost: Callable[[RefId], None]) -> None:
+        self._agent, self._lost = agent, lost
+        self._step, self._lock, self._todo = agent.step, agent.lock, agent.todo
+        self._values: dict[RefId, Value] = {}
+        self._references = References(agent.me.id)
+        self.gone: deque[RefId] = deque()
+        """Of objects that are gone, and counted still."""
+        self._going = False
+
+    # --- what programs do --------------------------------------------------------------------
+
+    def own(self) -> RefId:
+        """Begin a value of this process, with one object that refers to it."""
+        with self._lock:
+            ref = self._references.own()
+            self._values[ref] = Value()
+            return ref
+
+    def create(self, owner: int) -> RefId:
+        """Begin a reference to a value that a call is about to make at another process."""
+        with self._lock:
+            return self._references.create(owner)
+
+    def set(self, ref: RefId, value: Any, error: BaseException | None = None) -> None:
+        """Say what a value of this process is; whoever waits for it gets it."""
+        with self._lock:
+            entry = self._values.get(ref)
+            if entry is None:
+                return  # nobody refers to it any more
+            entry.value, entry.error, entry.done = value, error, True
+            watchers, entry.watchers = entry.watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def local(self, ref: RefId) -> Any:
+        """Return a value of this process; waits until it is there.
+
+        Raises:
+            Exception: What was raised in place of it.
+        """
+        transport = self._agent.transport
+        with self._lock:
+            entry = self._values[ref]
+            ticket = None
+            if not entry.done:
+                ticket = transport.ticket()
+                entry.watchers.append(partial(transport.complete, ticket))
+        while ticket is not None and not ticket.done:
+            transport.wait(ticket, 60.0)
+        if entry.error is not None:
+            raise entry.error
+        return entry.value
+
+    def pack(self, ref: RefId, to: int) -> ReferenceRow:
+        """Return what stands for a reference in a message.
+
+        Raises:
+            KeyError: It is lost.
+        """
+        with self._lock:
+            owner, token = self._references.pack(ref, to)
+            return ReferenceRow(ref, owner, token)
+
+    def not_sent(self, packed: Packed, make: RefId | None = None) -> None:
+        """Take back the references of a message that was not sent."""
+        tokens = [row.token for row in packed.references]
+        if make is not None:
+            tokens.append(make)
+        if tokens:
+            with self._step():
+                self.act(self._references.not_sent(tokens))
+
+    def is_held(self, ref: RefId) -> bool:
+        """Whether the owner knows that this process holds a reference."""
+        with self._lock:
+            return self._references.is_held(ref)
+
+    def why_lost(self, ref: RefId, owner: int) -> Exception | None:
+        """Return why the value of a reference cannot be had, if so."""
+        with self._lock:
+            if self._references.has(ref):
+                return None
+        lost = self._agent.lost(owner)
+        return lost or RpcError(
+            "the value of this reference was never made, or its messages were lost"
+        )
+
+    def forget(self, ref: RefId) -> None:
+        """Take note that an object that refers to a value is gone; for finalizers: no lock."""
+        self.gone.append(ref)
+        if not self._going and not self._agent.closed:
+            self._going = True
+            timers = self._agent.timers
+            timers.soon(lambda: timers.at(monotonic() + _FORGET_S, self.forget_gone))
+
+    def forget_gone(self, but: int = -1) -> None:
+        """Count the objects that are gone no more; nothing is sent yet to `but`."""
+        self._going = False
+        with self._step(but):
+            while self.gone:
+                self.act(self._references.dropped(self.gone.popleft()))
+
+    # --- what messages say, with the lock ----------------------------------------------------
+
+    def find(self, ref: RefId, watcher: Callable[[Value], None]) -> Value | None:
+        """Return a value for who wants it; a watcher is told later if it is not there yet."""
+        value = self._values.get(ref)
+        if value is None and ref[0] != self._agent.me.id:
+            value = self._values[ref] = Value()  # the call that makes it is on its way
+        if value is not None and not value.done:
+            value.watchers.append(partial(watcher, value))
+        return value
+
+    def take_make(self, ref: RefId, sender: int) -> bool:
+        """Take note of a value that a call will make; False: it was given up."""
+        if sender == self._agent.me.id:
+            return True
+        made, actions = self._references.made(ref, sender)
+        self.act(actions)
+        if made:
+            self._values.setdefault(ref, Value())
+        return made
+
+    def take(self, row: ReferenceRow, sender: int) -> RRef[Any]:
+        """Take a reference out of a message."""
+        known, actions = self._references.arrived(row.ref, row.owner, sender, row.token)
+        self.act(actions)
+        if known and row.owner == self._agent.me.id:
+            self._values.setdefault(row.ref, Value())  # the call that makes it may come later
+        return RRef.received(self._agent, row.ref, row.owner, known)
+
+    def hear(self, sender: int, body: bytes) -> None:
+        """Take a message about references."""
+        self.act(self._references.heard(sender, _decoder.decode(body)))
+
+    def joined(self, worker: int) -> None:
+        """Take note of a process."""
+        self.act(self._references.joined(worker))
+
+    def broken(self, worker: int) -> None:
+        """Take note that a connection broke."""
+        self.act(self._references.unsure(worker, self._references.sent_to(worker)))
+
+    def died(self, worker: int) -> None:
+        """Take note that a process is gone."""
+        self.act(self._references.died(worker))
+        for ref, value in list(self._values.items()):
+            if ref[0] == worker and not value.done and not self._references.has(ref):
+                del self._values[ref]
+
+    def act(self, actions: Iterable[references.Action]) -> None:
+        """Do what the state machine says."""
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    self._agent.queue(to, TOPIC, _encoder.encode(message))
+                case Freed(ref):
+                    freed = self._values.pop(ref, None)
+                    self._todo.append(lambda freed=freed: None)  # it ends there, without the lock
+                case Lost(ref):
+                    self._lost(ref)
+                    if ref in self._values:
+                        error = RpcError("the call that was to make this value never came")
+                        self._todo.append(partial(self.set, ref, None, error))
+
+    # --- what people see ---------------------------------------------------------------------
+
+    @property
+    def num_owned(self) -> int:
+        """How many values others hold."""
+        return sum(bool(held) for held in self._references.holders().values())
+
+    @property
+    def num_held(self) -> int:
+        """How many values of others this process holds."""
+        return len(self._references.users())
+
+    @property
+    def num_unsettled(self) -> int:
+        """How many messages about references are not answered."""
+        return self._references.num_unsettled
+
+    @property
+    def num_holds(self) -> int:
+        """How many holds others have, of all values."""
+        return sum(len(held) for held in self._references.holders().values())
+
+    def held(self, names: dict[int, str]) -> list[str]:
+        """Return what others still hold of this process, and this process of others."""
+        self.forget_gone()
+        with self._lock:
+            lines = [
+                f"value {ref}, held by {', '.join(names.get(id, str(id)) for id in holders)}"
+                for ref, holders in self._references.holders().items()
+                if holders
+            ]
+            users = self._references.users().items()
+            return lines + [f"a reference to {ref} of {names.get(o, o)}" for ref, o in users]
+
+    def close(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            values, self._values = self._values, {}
+        values.clear()
