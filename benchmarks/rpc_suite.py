@@ -62,7 +62,7 @@ BOUND = {
 """Below torch.distributed: the module of Dure that answers in its place."""
 
 PRIVATE = {
-    "rpc": {"TensorPipeAgent", "constants"},
+    "rpc": {"PyRRef", "TensorPipeAgent", "constants"},
     "rpc.api": {
         "_delete_all_user_and_unforked_owner_rrefs",
         "_thread_local_var",
@@ -71,6 +71,7 @@ PRIVATE = {
     "rpc.internal": {
         "_build_rpc_profiling_key",
         "_internal_rpc_pickler",
+        "_InternalRPCPickler",
         "PythonUDF",
         "RPCExecMode",
     },
@@ -407,5 +408,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # makes its pool anew
     torch.set_num_threads(1)
     main()

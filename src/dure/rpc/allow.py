@@ -38,6 +38,7 @@ _VALUES = {
 
 _OWN = {
     "dure.rpc.optimizer": {"_make", "_step"},
+    "dure.rpc.profiling": {"profiled"},
     "dure.rpc.remote_module": {"_again", "_forward", "_make", "_parameters", "_train"},
     "dure.rpc.rref": {"call_method", "run_backward", "value_type"},
     "dure.rpc.termination": {"enter", "report"},

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from dure.errors import UsageError
+from dure.errors import PeerLost, UsageError
+from dure.rpc import profiling
 from dure.rpc.agent import UNSET
 from dure.rpc.current import current, is_set
 from dure.rpc.names import WorkerInfo
@@ -23,6 +24,8 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
 ]
+
+_profiler_runs = torch.autograd._profiler_enabled  # pyright: ignore
 
 _here = threading.local()
 """`futures`: those that `_wait_all` waits for."""
@@ -61,6 +64,8 @@ def rpc_sync(
     Cost:
         One message there and one back.
     """
+    if _profiler_runs():
+        return profiling.call(current(), "sync", to, func, args, kwargs, timeout)
     return current().rpc_sync(to, func, args, kwargs, timeout)
 
 
@@ -77,9 +82,18 @@ def rpc_async(
     more than 1 GiB of unanswered calls to that process is under way.
 
     Returns:
-        A future of what the function returns; errors that come after this are raised by it.
+        A future of what the function returns; errors that come after this are raised by it, and
+        that the callee is gone.
     """
-    future = current().rpc_async(to, func, args, kwargs, timeout)
+    future: torch.futures.Future[Any]
+    try:
+        if _profiler_runs():
+            future = profiling.call(current(), "async", to, func, args, kwargs, timeout)
+        else:
+            future = current().rpc_async(to, func, args, kwargs, timeout)
+    except PeerLost as error:
+        future = torch.futures.Future()
+        future.set_exception(error)
     if hasattr(_here, "futures"):
         _here.futures.append(future)
     return future
@@ -97,6 +111,8 @@ def remote(
     Returns:
         A reference to the result, at once; what goes wrong is raised by its methods.
     """
+    if _profiler_runs():
+        return profiling.call(current(), "remote", to, func, args, kwargs, timeout)
     return current().remote(to, func, args, kwargs, timeout)
 
 

@@ -27,7 +27,10 @@ def current() -> Agent:
     """
     agent = getattr(here, "agent", None) or (_process[0] if _process else None)
     if agent is None:
-        raise RpcError("RPC has not been initialized", fix="Call dure.rpc.init_rpc first.")
+        raise RpcError(
+            "RPC has not been initialized. Current RPC agent is not set! Did you initialize the "
+            "RPC framework with dure.rpc.init_rpc?"
+        )
     return agent
 
 

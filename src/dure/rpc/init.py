@@ -16,6 +16,7 @@ from dure.rpc.current import current, is_set, set_current
 from dure.rpc.meeting import Meeting, connect
 from dure.rpc.names import WorkerInfo
 from dure.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from dure.rpc.profiling import follow_profiler
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from dure.store.base import Store
 
@@ -86,6 +87,7 @@ def init_rpc(
     agent = Agent(me, transport, options.rpc_timeout, allowed, static=world_size is not None)
     agent.device_maps = options.device_maps
     attach(agent)
+    follow_profiler()
     set_current(agent)
     agent.start()
 

@@ -358,9 +358,9 @@ class References:
     # --- what people see -------------------------------------------------------------------
 
     def is_held(self, ref: RefId) -> bool:
-        """Whether the owner knows of this process's hold; True of own values."""
+        """Whether a value stays: its owner knows of this hold, or who sent it keeps it."""
         used = self._used.get(ref)
-        return ref in self._owned if used is None else used.held
+        return ref in self._owned if used is None else used.held or bool(used.waiting)
 
     def has(self, ref: RefId) -> bool:
         """Whether a reference is known here and not lost."""

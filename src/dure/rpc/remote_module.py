@@ -86,11 +86,13 @@ class RemoteModule(torch.nn.Module):
         Cost:
             A call.
         """
-        return api.rpc_sync(self.on, _forward, (self.module_rref, self.device, args, kwargs))
+        owner = self.module_rref.owner()
+        return api.rpc_sync(owner, _forward, (self.module_rref, self.device, args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """As `forward`, but return a future."""
-        return api.rpc_async(self.on, _forward, (self.module_rref, self.device, args, kwargs))
+        owner = self.module_rref.owner()
+        return api.rpc_async(owner, _forward, (self.module_rref, self.device, args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
         """Return references to the parameters, for `DistributedOptimizer`.
@@ -101,7 +103,7 @@ class RemoteModule(torch.nn.Module):
         Cost:
             A call.
         """
-        return api.rpc_sync(self.on, _parameters, (self.module_rref, recurse))
+        return api.rpc_sync(self.module_rref.owner(), _parameters, (self.module_rref, recurse))
 
     def get_module_rref(self) -> RRef[torch.nn.Module]:
         """Return the reference to the module."""
@@ -109,7 +111,7 @@ class RemoteModule(torch.nn.Module):
 
     def train(self, mode: bool = True) -> RemoteModule:
         """Put the module into training mode, or evaluation mode; returns this object."""
-        api.rpc_sync(self.on, _train, (self.module_rref, mode))
+        api.rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
         return self
 
     def eval(self) -> RemoteModule:

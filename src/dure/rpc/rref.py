@@ -82,7 +82,7 @@ class RRef(Generic[T]):
         return self._owner == self._agent.me.id
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows that this process has the reference."""
+        """Whether the owner knows of this reference, or who sent it keeps the value until then."""
         return self._agent.values.is_held(self._ref)
 
     # --- the value ---------------------------------------------------------------------------
@@ -96,9 +96,11 @@ class RRef(Generic[T]):
         """
         self._check("local_value() on it")
         if not self.is_owner():
+            ids = f"rref_id={self._id(self._ref[0], -1)}, fork_id={self._id(self._agent.me.id)}"
             raise RpcError(
-                f"Cannot call localValue() on a reference of another worker {self!r}",
-                fix="Call to_here(), or run a function at the owner.",
+                f"For UserRRef({ids}), can't call localValue() on user {self._agent.me!r}. "
+                f"Call it on owner {self.owner()!r}",
+                fix="Or call to_here(), for a copy.",
             )
         return self._agent.values.local(self._ref)
 
@@ -134,19 +136,26 @@ class RRef(Generic[T]):
         """Run a backward pass from the value, which is a loss, at its owner.
 
         Args:
-            dist_autograd_ctx_id: The context; -1: torch's own pass, within the owner, to `.grad`.
+            dist_autograd_ctx_id: The context; at the owner -1: torch's own pass, to `.grad`.
             retain_graph: Whether there will be another pass.
 
         Raises:
-            RpcError: The value is not a tensor, and as `dure.autograd.backward`.
+            RpcError: The value is not a tensor; there is no context, and the owner is another
+                process; and as `dure.autograd.backward`.
             PeerLost: The owner is gone, or a process that takes part.
         """
         self._check("backward() on it")
         sent = self, dist_autograd_ctx_id, retain_graph
         if self.is_owner():
             run_backward(*sent)
+        elif dist_autograd_ctx_id < 0:
+            raise RpcError(
+                "User RRefs require 'dist_autograd_ctx_id' to be specified",
+                op="RRef.backward",
+                fix="Give the id of `with dure.autograd.context() as context_id:`.",
+            )
         else:
-            with inside(dist_autograd_ctx_id if dist_autograd_ctx_id >= 0 else None):
+            with inside(dist_autograd_ctx_id):
                 self._agent.rpc_sync(self.owner(), run_backward, sent, None, 0.0)
 
     # --- others ------------------------------------------------------------------------------
@@ -191,8 +200,13 @@ class RRef(Generic[T]):
             raise error
 
     def __repr__(self) -> str:
-        made = f"GloballyUniqueId(created_on={self._ref[0]}, local_id={self._ref[1] - 1})"
-        return f"OwnerRRef({made})" if self.is_owner() else f"UserRRef(RRefId = {made})"
+        made = self._id(self._ref[0], -1)
+        if self.is_owner():
+            return f"OwnerRRef({made})"
+        return f"UserRRef(RRefId = {made}, ForkId = {self._id(self._agent.me.id)})"
+
+    def _id(self, worker: int, more: int = 0) -> str:
+        return f"GloballyUniqueId(created_on={worker}, local_id={self._ref[1] + more})"
 
     def __reduce__(self) -> tuple[object, ...]:
         raise RpcError(
@@ -235,4 +249,7 @@ class _Proxy:
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         sent = (self.rref, name, args, kwargs)
+        if self._way == self.rref._agent.remote:  # pyright: ignore[reportPrivateUsage]
+            kind = self.rref._get_type(self.rpc_timeout)  # pyright: ignore[reportPrivateUsage]
+            getattr(kind, name)  # nobody may ever ask what became of such a call
         return self._way(self.rref.owner(), call_method, sent, None, self.rpc_timeout)

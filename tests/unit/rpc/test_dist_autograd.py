@@ -230,6 +230,8 @@ def test_a_loss_that_is_a_reference(cluster: Cluster) -> None:
         assert a.grad is not None
         assert a.grad.tolist() == [3.0]
         with pytest.raises(RpcError, match="should contain a tensor"):
+            RRef("no tensor").backward()
+        with pytest.raises(RpcError, match="require 'dist_autograd_ctx_id'"):
             api.remote("worker1", count, ([],)).backward()
 
 

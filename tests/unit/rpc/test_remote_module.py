@@ -172,3 +172,13 @@ def test_methods_that_need_the_parameters_here_say_so(cluster: Cluster) -> None:
         with pytest.raises(ValueError, match="Please use ``remote_parameters`` instead"):
             module.parameters()
         assert repr(module) == "RemoteModule(on='worker1', device='cpu')"
+
+
+def test_calls_go_to_where_the_module_lies_whatever_device_was_named(cluster: Cluster) -> None:
+    with cluster.on(0):
+        module = RemoteModule("worker1", Scale, (3.0,))
+        sent = "worker2", module.get_module_rref()
+        named = api.rpc_sync("worker2", RemoteModule.init_from_module_rref, sent)
+        assert named.on == "worker2"
+        assert named(torch.ones(2)).tolist() == [3.0, 3.0]
+        assert named.remote_parameters()[0].owner_name() == "worker1"
