@@ -55,8 +55,8 @@ MOST_BYTES = 1 << 30
 UNSET = -1.0
 """A timeout that is not given: the default holds. 0 is none."""
 
-_ACKNOWLEDGE_S = 0.05
-"""How long what was received may be unacknowledged, if nothing else is sent."""
+_LATER_S = 0.005
+"""How long what is in no hurry waits for a message to ride along with."""
 
 _SHOWN_S = 0.1
 """How old the figures of a busy process may be (`dure rpc top`)."""
@@ -145,6 +145,7 @@ class _Peer:
     queued: list[Numbered] = field(default_factory=list[Numbered])
     in_flight: int = 0  # bytes
     blocked: deque[Waiter] = field(default_factory=deque[Waiter])
+    made: list[int] = field(default_factory=list[int])  # calls of it whose values are there
     timed: bool = False  # what is queued or owed is sent by a timer, if by nothing else
 
 
@@ -579,6 +580,8 @@ class Agent:
         nbytes = len(envelope.pickled) + len(envelope.inline)
         if memories:
             nbytes += sum(memory.numel() for memory in memories)
+        for number in envelope.made:
+            self._made(number)
         if called:
             with self.lock:
                 self._busy += 1
@@ -589,6 +592,14 @@ class Agent:
             return self._gradients_came(incoming)
         call = None if kind == Kind.RELIABLE else self._take(envelope.number, nbytes)
         return None if call is None else self._end(call, incoming)
+
+    def _made(self, number: int) -> None:
+        call = self._take(number, 0)
+        if call is not None:
+            outcome = _Incoming(self, Envelope(Kind.ANSWER, call.to.id), [], [])
+            work = self._end(call, outcome)
+            if work is not None:
+                self._submit(work)
 
     def _gradients_came(self, incoming: _Incoming) -> Callable[[], None] | None:
         hooks, backward = self.gradients, incoming.envelope.make
@@ -733,8 +744,13 @@ class Agent:
     def _answer(self, call: Envelope, result: Any) -> None:
         if call.kind == Kind.MAKE:
             assert call.make is not None
+            with self.lock:
+                peer = self._peers.get(call.sender)
+                if peer is not None:
+                    peer.made.append(call.number)
+                    self._send_later(call.sender, peer)
             self.values.set(call.make, result)
-            result = None
+            return
         packed = _NOTHING if result is None else self._pack_answer(result, call)
         tag = None
         if self.gradients is not None:
@@ -815,18 +831,14 @@ class Agent:
         """With the lock: send what is queued or owed in a while, if nothing else is sent before."""
         if not peer.timed:
             peer.timed = True
-            when = monotonic() + _ACKNOWLEDGE_S
-            self.todo.append(partial(self.timers.at, when, partial(self._owed, to)))
+            self.timers.at(monotonic() + _LATER_S, partial(self._owed, to))
 
     def _owed(self, to: int) -> None:
         with self.step():
             peer = self._peers.get(to)
             if peer is not None:
                 peer.timed = False
-                if not peer.queued and peer.link.owes:
-                    peer.queued.append(peer.link.acknowledge())
-                if peer.queued:
-                    self._due.add(to)
+                self._due.add(to)
 
     @contextmanager
     def step(self, but: int = -1) -> Iterator[None]:
@@ -866,22 +878,22 @@ class Agent:
     ) -> None:
         """Send a message, and what is queued for the process with it."""
         packed = packed or _NOTHING
-        link: list[Numbered] = []
+        link, made = list[Numbered](), list[int]()
         with self.lock:
             self._figures.bytes_sent += packed.nbytes
             show, self._showing = not self._showing, True
             peer = self._peers.get(to)
+            self._due.discard(to)
             if peer is not None:
                 if peer.queued:
                     link, peer.queued = peer.queued, link
-                    self._due.discard(to)
                 elif peer.link.owes:
                     link = [peer.link.acknowledge()]
-            else:
-                self._due.discard(to)
+                if peer.made:
+                    made, peer.made = peer.made, made
         if show:
             self.timers.at(monotonic() + _SHOWN_S, self._show)
-        if kind is Kind.RELIABLE and not link:
+        if kind is Kind.RELIABLE and not link and not made:
             return
         envelope = Envelope(
             kind=kind,
@@ -897,6 +909,7 @@ class Agent:
             place=packed.place,
             inline=packed.inline,
             devices=devices or {},
+            made=made,
         )
         self.transport.send(to, envelope, packed.memories)
 

@@ -77,6 +77,7 @@ class Envelope(msgspec.Struct, array_like=True):
             arguments and keyword arguments.
         place: Where the only tensor belongs among the objects (`message.pack_plain`), or -1.
         inline: The memory of the only tensor, if it is small.
+        made: Calls of the receiver whose values have been made; rides along as `link` does.
         devices: Of a call, where tensors of the callee's devices belong at the caller.
     """
 
@@ -94,6 +95,7 @@ class Envelope(msgspec.Struct, array_like=True):
     place: int = -1
     inline: bytes = b""
     devices: dict[str, str] = {}
+    made: list[int] = []
 
 
 class Waiter(Protocol):

@@ -21,7 +21,7 @@ import msgspec
 from dure.errors import RpcError
 from dure.rpc import references
 from dure.rpc.message import Packed, ReferenceRow
-from dure.rpc.references import Freed, Lost, References, RefId, Send
+from dure.rpc.references import Accepted, Freed, Held, Lost, References, RefId, Send
 from dure.rpc.rref import RRef
 
 if TYPE_CHECKING:
@@ -150,11 +150,16 @@ class Values:
         if not self._going and not self._agent.closed:
             self._going = True
             timers = self._agent.timers
-            timers.soon(lambda: timers.at(monotonic() + _FORGET_S, self.forget_gone))
+            timers.soon(lambda: timers.at(monotonic() + _FORGET_S, self._forget_late))
+
+    def _forget_late(self) -> None:
+        self._going = False
+        self.forget_gone()
 
     def forget_gone(self, but: int = -1) -> None:
         """Count the objects that are gone no more; nothing is sent yet to `but`."""
-        self._going = False
+        if not self.gone:
+            return
         with self._step(but):
             while self.gone:
                 self.act(self._references.dropped(self.gone.popleft()))
@@ -212,7 +217,8 @@ class Values:
         for action in actions:
             match action:
                 case Send(to, message):
-                    self._agent.queue(to, TOPIC, _encoder.encode(message))
+                    hurry = not isinstance(message, Accepted | Held)
+                    self._agent.queue(to, TOPIC, _encoder.encode(message), hurry)
                 case Freed(ref):
                     freed = self._values.pop(ref, None)
                     self._todo.append(lambda freed=freed: None)  # it ends there, without the lock
