@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from dure.errors import RpcError
-from dure.rpc.autograd.graph import Gradients, LocalGraph, place
+from dure.rpc.autograd.graph import Gradients, LocalGraph, leaf_lock, place
 
 __all__ = ["Context", "MessageId", "Outgoing", "PassId", "Progress", "no_gradients"]
 
@@ -197,7 +197,10 @@ class Context:
 def _edge(tensor: torch.Tensor) -> GradientEdge:
     """Return where the gradient of a tensor enters its graph."""
     if tensor.layout is torch.strided:
-        return get_gradient_edge(tensor)
+        if tensor.grad_fn is not None:
+            return get_gradient_edge(tensor)
+        with leaf_lock:
+            return get_gradient_edge(tensor)
     copy = tensor.clone().grad_fn  # torch's way makes a view, and there are none of these
     assert copy is not None
     node, number = copy.next_functions[0]

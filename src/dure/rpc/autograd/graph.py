@@ -42,7 +42,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from dure.errors import UsageError
 
-__all__ = ["Gradients", "LocalGraph", "follow_hooks", "place"]
+__all__ = ["Gradients", "LocalGraph", "follow_hooks", "leaf_lock", "place"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -51,6 +51,10 @@ _HOOKS = "dure.hooks"
 
 _aside_lock = threading.RLock()
 """Held while hooks, or `.grad`, are set aside."""
+
+leaf_lock = threading.Lock()
+"""Held while the engine is asked for the node of a leaf: torch takes its own lock and Python's
+in either order there, and two threads that ask at once may never come back."""
 
 
 def follow_hooks() -> None:
@@ -261,7 +265,7 @@ class LocalGraph:
         if not nodes:
             return
         tensors: list[torch.Tensor] = [node.variable for node in nodes]  # pyright: ignore
-        with torch.enable_grad():
+        with torch.enable_grad(), leaf_lock:
             handing = _Handing.apply([self._gradients.pop((node, 0)) for node in nodes], *tensors)
         with _aside_lock:
             kept = [tensor.grad for tensor in tensors]
