@@ -47,15 +47,29 @@ std::shared_ptr<HeapMemory> give(size_t bytes, const std::shared_ptr<Process>& t
     return SymmetricHeap::of_process().allocate_node_shared(bytes, {nullptr, to}, false);
 }
 
-// How much of other processes' memory this one holds.
+// Memory of this process' heap that others are told of, and hold as long as they like (`lend`).
+std::shared_ptr<HeapMemory> share(size_t bytes) {
+    const WithoutGil release;
+    return SymmetricHeap::of_process().allocate_node_shared(bytes, {nullptr}, false, true);
+}
+
+// By what `to` holds the shared memory at `address`; 0: it is no such memory.
+uint64_t lend(size_t address, const std::shared_ptr<Process>& to) {
+    return SymmetricHeap::of_process().lend(reinterpret_cast<const std::byte*>(address), to);
+}
+
+// How much of what other processes have given this one holds.
 std::atomic<size_t> taken_bytes{0};
 
-// What a peer has given: held until this process lets go of it.
+// What a peer has given (`hold` is 0), or lent: held until this process lets go of it.
 std::shared_ptr<HeapMemory> take(const std::shared_ptr<Process>& from, uint64_t offset,
-                                 size_t bytes) {
+                                 size_t bytes, uint64_t hold) {
     const size_t all = from->heap_bytes();
-    if (offset > all || bytes > all - offset) throw nb::value_error("not in the peer's heap");
-    auto held = SymmetricHeap::hold_node_shared(from, from->heap() + offset, bytes, 1);
+    if (offset < 2 * kPage || offset > all || bytes > all - offset || hold >= all)
+        throw nb::value_error("not in the peer's heap");
+    const std::byte* at = from->heap() + offset;
+    if (hold) return SymmetricHeap::hold_lent(from, at, bytes, from->heap() + hold);
+    auto held = SymmetricHeap::hold_node_shared(from, at, bytes, 1);
     taken_bytes += bytes;
     auto let_go = [held, bytes](const void*) { taken_bytes -= bytes; };
     std::byte* data = held->data;
@@ -79,7 +93,10 @@ void bind_inbox(nb::module_& m) {
         .def("close", &Inbox::close);
     nb::class_<Outbox>(m, "Outbox").def_static("claim", &Outbox::claim).def("send", &send);
     m.def("heap_give", &give);
-    m.def("heap_take", &take);
+    m.def("heap_share", &share);
+    m.def("heap_lend", &lend);
+    m.def("heap_take", &take, nb::arg("source"), nb::arg("offset"), nb::arg("bytes"),
+          nb::arg("hold") = 0);
     m.def("heap_taken", [] { return taken_bytes.load(); });
 }
 

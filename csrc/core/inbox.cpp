@@ -16,8 +16,9 @@ constexpr int64_t kBusyNs = 400'000;      // after a message, while more are exp
 constexpr int64_t kSpinNs = 60'000;       // then one thread looks so long before it sleeps
 constexpr int64_t kStretchNs = 4'000;     // without giving the core to somebody else
 constexpr int64_t kContendedNs = 40'000;  // a yield that long: others need the core
-constexpr int64_t kSleepNs = 500'000'000;
 constexpr size_t kHead = sizeof(uint64_t);
+constexpr uint32_t kPlaces = 16;  // of threads with tickets, and as many of threads without
+constexpr uint32_t kTicketed = ~uint32_t{0} << kPlaces;
 
 size_t room_of(size_t bytes) { return kHead + (bytes + kHead - 1) / kHead * kHead; }
 
@@ -114,15 +115,15 @@ bool Inbox::look_around(int64_t until_ns) {
 
 // With the lock: sleep without it, until there is a message or somebody calls.
 void Inbox::sleep(Ticket* mine, int64_t deadline_ns) {
-    const uint32_t place = next_bit_++ % 32;
+    const uint32_t place = next_place_++ % kPlaces + (mine ? kPlaces : 0);
     const uint32_t bit = uint32_t{1} << place;
     sleepers_[place]++;
     sleeping_ |= bit;
     if (mine) {
-        mine->bit = bit;
-        ticketed_ |= bit;
+        mine->sleepers++;
+        mine->bits |= bit;
     }
-    if (!looking_) page_.wake.store(ticketed_ ? ticketed_ : sleeping_);
+    if (!looking_) page_.wake.store(preferred());
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const uint32_t seen = page_.bell.load();
     if (!pending()) {
@@ -131,19 +132,23 @@ void Inbox::sleep(Ticket* mine, int64_t deadline_ns) {
         syscall(SYS_futex, &page_.bell, FUTEX_WAIT_BITSET, seen, &until, nullptr, bit);
         lock_.lock();
     }
-    if (mine) {
-        mine->bit = 0;
-        ticketed_ &= ~bit;
-    }
+    if (mine && --mine->sleepers == 0) mine->bits = 0;
     if (--sleepers_[place] == 0) sleeping_ &= ~bit;
 }
 
-// With the lock: see to it that somebody is woken by the next message, and by one that is there.
+// With the lock: see to it that somebody is woken by the next message, and by what is there.
 void Inbox::leave() {
+    if (!posted_.empty() && (sleeping_ & ~kTicketed)) wake(~kTicketed, 1);
     if (looking_) return;
-    page_.wake.store(ticketed_ ? ticketed_ : sleeping_);
+    page_.wake.store(preferred());
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (sleeping_ && (pending() || !posted_.empty())) wake(sleeping_, 1);
+    if (sleeping_ && pending()) wake(sleeping_, 1);
+}
+
+// Of whom one is to be woken by a message.
+uint32_t Inbox::preferred() const {
+    const uint32_t ticketed = sleeping_ & kTicketed;
+    return ticketed ? ticketed : sleeping_;
 }
 
 void Inbox::wake(uint32_t bits, int most) { ring_bell(page_.bell, bits, most); }
@@ -178,14 +183,14 @@ void Inbox::complete(const std::shared_ptr<Ticket>& ticket) {
     std::lock_guard hold(lock_);
     ticket->done = true;
     called_.store(true);  // it may be the one that looks
-    if (ticket->bit) wake(ticket->bit, INT_MAX);
+    if (ticket->bits) wake(ticket->bits, INT_MAX);
 }
 
 void Inbox::post(std::string message) {
     std::lock_guard hold(lock_);
     posted_.push_back(std::move(message));
     called_.store(true);
-    if (const uint32_t free = sleeping_ & ~ticketed_) wake(free, 1);
+    if (sleeping_ & ~kTicketed) wake(~kTicketed, 1);
 }
 
 void Inbox::close() {

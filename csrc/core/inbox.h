@@ -12,11 +12,12 @@
 //
 // *Waking.* One thread at a time may look at the rings without sleeping; it does so for a short
 // time if there was a message not long ago, for then another often follows, and gives its core away
-// now and then to whom it may be looking out for. The others sleep on the bell,
-// each under a bit of its own. The page says whom a sender is to wake: nobody while somebody looks;
-// the one with a ticket, if one sleeps, for what comes is most likely its answer; else any. A
-// thread that leaves with a message wakes nobody: if it is back before the next one comes, as it is
-// after a short call, the others have slept through it all.
+// now and then to whom it may be looking out for. The others sleep on the bell, each under one of
+// 32 bits: the upper half is for threads with tickets, which do not take what is posted, and no
+// thread of one kind is ever woken in place of one of the other. The page says whom a sender is to
+// wake: nobody while somebody looks; the one with a ticket, if one sleeps, for what comes is most
+// likely its answer; else any. A thread that leaves with a message wakes nobody: if it is back
+// before the next one comes, as it is after a short call, the others have slept through it all.
 //
 // *The bell.* A sender writes, and then looks whom to wake; a thread that is about to sleep says
 // so, and then looks at the rings once more. Both are fenced, so one of them sees the other.
@@ -68,7 +69,8 @@ class Inbox {
     // Something that a thread waits for, and another one brings.
     struct Ticket {
         bool done = false;
-        uint32_t bit = 0;  // of the thread that sleeps with it
+        int sleepers = 0;
+        uint32_t bits = 0;  // of the threads that sleep with it
     };
     enum class Got { message, done, nothing, closed };
 
@@ -94,6 +96,7 @@ class Inbox {
     bool look_around(int64_t until_ns);
     void sleep(Ticket* mine, int64_t deadline_ns);
     void leave();
+    uint32_t preferred() const;
     void wake(uint32_t bits, int most);
 
     std::shared_ptr<HeapMemory> memory_;
@@ -101,9 +104,8 @@ class Inbox {
     std::mutex lock_;
     std::deque<std::string> posted_;
     std::array<int, 32> sleepers_{};  // threads by their bit
-    uint32_t sleeping_ = 0,
-             ticketed_ = 0;  // the bits of those that sleep, and of those with tickets
-    uint32_t next_bit_ = 0;
+    uint32_t sleeping_ = 0;           // the bits of those that sleep
+    uint32_t next_place_ = 0;
     bool looking_ = false;
     std::atomic<bool> called_{false};  // who looks is to stop
     bool closed_ = false;

@@ -129,7 +129,7 @@ uint64_t SymmetricHeap::allocate_piece(size_t bytes, bool zeroed, bool node_shar
         reclaim();
         offset = take(length, warm);
         if (offset == kNowhere) return kNowhere;
-        used_[offset] = {length, node_shared};
+        used_[offset] = {.bytes = length, .node_shared = node_shared};
         used_bytes_ += length;
     }
     if (zeroed && warm) std::memset(base_ + offset, 0, bytes);
@@ -175,7 +175,7 @@ void SymmetricHeap::put_back(uint64_t offset, size_t bytes, bool warm) {
 
 void SymmetricHeap::drop(uint64_t offset) {
     const auto found = used_.find(offset);
-    const Piece piece = found->second;
+    const Piece piece = std::move(found->second);
     used_bytes_ -= piece.bytes;
     if (piece.retired) {  // its private memory goes; its addresses stay taken, and on the list
         madvise(base_ + offset, piece.bytes, MADV_DONTNEED);
@@ -253,17 +253,24 @@ void SymmetricHeap::retire(const std::byte* data) {
 // ---- node-shared --------------------------------------------------------------------------------
 
 std::shared_ptr<HeapMemory> SymmetricHeap::allocate_node_shared(
-    size_t bytes, const std::vector<std::shared_ptr<Process>>& holders, bool zeroed) {
+    size_t bytes, const std::vector<std::shared_ptr<Process>>& holders, bool zeroed,
+    bool lendable) {
     const uint64_t offset = allocate_piece(kPage + bytes, zeroed, true);
     if (offset == kNowhere) return nullptr;
     if (!zeroed) std::memset(base_ + offset, 0, kPage);
     for (size_t i = 0; i < holders.size(); i++) holds(offset)[i].store(1);
+    {
+        std::lock_guard hold(lock_);
+        Piece& piece = used_.at(offset);
+        piece.holders = holders;
+        piece.lendable = lendable;
+    }
     // When its owner drops it, others may still hold it: `reclaim` finds out.
-    auto lend = [this, offset, holders, pid = pid_](const void*) {
+    auto lend = [this, offset, pid = pid_](const void*) {
         if (getpid() != pid) return;
         holds(offset)[0].store(0);
         std::lock_guard hold(lock_);
-        lent_.push_back({offset, holders});
+        lent_.push_back(offset);
     };
     std::byte* data = base_ + offset + kPage;
     return std::make_shared<HeapMemory>(data, bytes, std::shared_ptr<const void>(data, lend));
@@ -272,22 +279,49 @@ std::shared_ptr<HeapMemory> SymmetricHeap::allocate_node_shared(
 std::shared_ptr<HeapMemory> SymmetricHeap::hold_node_shared(const std::shared_ptr<Process>& owner,
                                                             const std::byte* at, size_t bytes,
                                                             int rank) {
-    auto let_go = [owner, at, rank, pid = getpid()](const void*) {
-        if (getpid() != pid) return;
-        auto* holds = reinterpret_cast<std::atomic<uint8_t>*>(const_cast<std::byte*>(at) - kPage);
-        holds[rank].store(0);
+    return hold_lent(owner, at, bytes, const_cast<std::byte*>(at) - kPage + rank);
+}
+
+std::shared_ptr<HeapMemory> SymmetricHeap::hold_lent(const std::shared_ptr<Process>& owner,
+                                                     const std::byte* at, size_t bytes,
+                                                     std::byte* hold) {
+    auto let_go = [owner, hold, pid = getpid()](const void*) {
+        if (getpid() == pid) reinterpret_cast<std::atomic<uint8_t>*>(hold)->store(0);
     };
     auto* data = const_cast<std::byte*>(at);
     return std::make_shared<HeapMemory>(data, bytes, std::shared_ptr<const void>(data, let_go));
 }
 
+uint64_t SymmetricHeap::lend(const std::byte* data, const std::shared_ptr<Process>& to) {
+    const auto at = static_cast<size_t>(data - base_);
+    if (at >= bytes_ || getpid() != pid_) return 0;
+    std::lock_guard hold(lock_);
+    const auto after = used_.upper_bound(at);
+    if (after == used_.begin()) return 0;
+    auto& [offset, piece] = *std::prev(after);
+    if (at >= offset + piece.bytes || !piece.lendable) return 0;
+    std::vector<std::shared_ptr<Process>>& holders = piece.holders;
+    size_t rank = 1;  // of one that holds it no longer, or one more
+    while (rank < holders.size() && is_held(offset, piece, rank)) rank++;
+    if (rank == kPage) return 0;
+    holders.resize(std::max(holders.size(), rank + 1));
+    holders[rank] = to;
+    holds(offset)[rank].store(1);
+    return offset + rank;
+}
+
+bool SymmetricHeap::is_held(uint64_t offset, const Piece& piece, size_t rank) const {
+    const std::shared_ptr<Process>& holder = piece.holders[rank];
+    return holds(offset)[rank].load() != 0 && holder && !holder->dead();
+}
+
 void SymmetricHeap::reclaim() {
-    std::erase_if(lent_, [this](const Lent& lent) {
-        for (size_t r = 0; r < lent.holders.size(); r++) {
-            const std::shared_ptr<Process>& holder = lent.holders[r];
-            if (holds(lent.offset)[r].load() != 0 && holder && !holder->dead()) return false;
+    std::erase_if(lent_, [this](uint64_t offset) {
+        const Piece& piece = used_.at(offset);
+        for (size_t rank = 0; rank < piece.holders.size(); rank++) {
+            if (is_held(offset, piece, rank)) return false;
         }
-        drop(lent.offset);
+        drop(offset);
         return true;
     });
 }

@@ -22,7 +22,8 @@
 //
 // *Node-shared.* A piece that several ranks hold (Group::host_shared_empty) has one page more, with
 // a byte for each rank; the piece is free when no living rank holds it. The owner looks when it
-// allocates.
+// allocates. A piece that is *lendable* begins with no other holders: the owner adds one at a time
+// (`lend`), as it tells processes of it (rpc.share).
 //
 // Threads: any. A forked child does not see the parent's pieces as its own, and gives none back.
 #pragma once
@@ -70,12 +71,20 @@ class SymmetricHeap {
     // As `allocate`, to be held by ranks that run in `holders`. What the caller gets holds for the
     // first of them; each of the others makes its own with `hold_node_shared`.
     std::shared_ptr<HeapMemory> allocate_node_shared(
-        size_t bytes, const std::vector<std::shared_ptr<Process>>& holders, bool zeroed = true);
+        size_t bytes, const std::vector<std::shared_ptr<Process>>& holders, bool zeroed = true,
+        bool lendable = false);
     // What rank `rank` of the holders holds of the piece that `owner` allocated and that this
     // process finds `at`.
     static std::shared_ptr<HeapMemory> hold_node_shared(const std::shared_ptr<Process>& owner,
                                                         const std::byte* at, size_t bytes,
                                                         int rank);
+    // Have `to` hold the lendable piece in which `data` lies: where in this heap its byte is, which
+    // it sets to 0 at the end. 0: there is no such piece, or it has too many holders.
+    uint64_t lend(const std::byte* data, const std::shared_ptr<Process>& to);
+    // What a process holds of [at, at + bytes) by the byte `hold`, both of the heap of `owner`.
+    static std::shared_ptr<HeapMemory> hold_lent(const std::shared_ptr<Process>& owner,
+                                                 const std::byte* at, size_t bytes,
+                                                 std::byte* hold);
 
     // Whether [data, data + bytes) lies in this heap, in memory that peers see.
     bool shares(const std::byte* data, size_t bytes) const {
@@ -100,12 +109,8 @@ class SymmetricHeap {
   private:
     struct Piece {
         size_t bytes;
-        bool node_shared = false, retired = false;
-    };
-    // A piece that its owner has dropped and others may hold.
-    struct Lent {
-        uint64_t offset;
-        std::vector<std::shared_ptr<Process>> holders;
+        bool node_shared = false, retired = false, lendable = false;
+        std::vector<std::shared_ptr<Process>> holders;  // of one that is node-shared
     };
 
     SymmetricHeap();
@@ -119,6 +124,7 @@ class SymmetricHeap {
     void put_back(uint64_t offset, size_t bytes, bool warm);
     void drop(uint64_t offset);
     void reclaim();
+    bool is_held(uint64_t offset, const Piece& piece, size_t rank) const;
     size_t trim_locked();
     std::atomic<uint8_t>* holds(uint64_t offset) const {
         return reinterpret_cast<std::atomic<uint8_t>*>(base_ + offset);
@@ -134,7 +140,7 @@ class SymmetricHeap {
     std::map<uint64_t, Piece> used_;                    // by offset
     std::map<uint64_t, size_t> free_[2];                // cold, warm: bytes by offset
     std::set<std::pair<size_t, uint64_t>> by_size_[2];  // the same, by bytes
-    std::vector<Lent> lent_;
+    std::vector<uint64_t> lent_;  // pieces that their owner has dropped and others may hold
     size_t kept_ = kKeptBytes, warm_bytes_ = 0, used_bytes_ = 0;
     std::atomic<int> num_retired_{0};
 };

@@ -95,6 +95,51 @@ TEST(callers_get_their_answers_and_nobody_waits_for_ever) {
     for (auto& thread : threads) thread.join();
 }
 
+// More threads wait for tickets than there are bits: what is posted is for the one that has none.
+TEST(what_is_posted_wakes_the_thread_without_a_ticket_among_many) {
+    constexpr int kWaiters = 70, kPosts = 20;
+    Inbox inbox;
+    std::vector<std::thread> threads;
+    for (int w = 0; w < kWaiters; w++) {
+        threads.emplace_back([&] {
+            std::string message;
+            const auto mine = std::make_shared<Ticket>();
+            CHECK(inbox.next(mine, now_ns() + 2 * kPatientNs, message) == Got::closed);
+        });
+    }
+    std::atomic<int> got{0};
+    threads.emplace_back([&] {
+        std::string message;
+        while (inbox.next(nullptr, now_ns() + 2 * kPatientNs, message) == Got::message) got++;
+    });
+    const int64_t begin = now_ns();
+    for (int n = 0; n < kPosts; n++) {
+        usleep(2'000);  // long enough that all sleep
+        inbox.post("one");
+        while (got.load() <= n && now_ns() < begin + kPatientNs) usleep(100);
+        CHECK(got.load() == n + 1);
+    }
+    inbox.close();
+    for (auto& thread : threads) thread.join();
+}
+
+TEST(all_that_wait_for_one_ticket_are_called) {
+    Inbox inbox;
+    const auto ticket = std::make_shared<Ticket>();
+    std::vector<std::thread> threads;
+    for (int w = 0; w < 3; w++) {
+        threads.emplace_back([&] {
+            std::string message;
+            const int64_t begin = now_ns();
+            CHECK(inbox.next(ticket, begin + 2 * kPatientNs, message) == Got::done);
+            CHECK(now_ns() < begin + kPatientNs);
+        });
+    }
+    usleep(20'000);  // long enough that all sleep
+    inbox.complete(ticket);
+    for (auto& thread : threads) thread.join();
+}
+
 TEST(a_deadline_passes_and_a_closed_inbox_says_so) {
     Inbox inbox;
     std::string message;

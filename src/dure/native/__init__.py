@@ -33,8 +33,10 @@ __all__ = [
     "heap_allocate",
     "heap_give",
     "heap_identity",
+    "heap_lend",
     "heap_offset",
     "heap_peer",
+    "heap_share",
     "heap_take",
     "heap_taken",
     "heap_trim",
@@ -73,8 +75,10 @@ if TYPE_CHECKING:
         heap_allocate,
         heap_give,
         heap_identity,
+        heap_lend,
         heap_offset,
         heap_peer,
+        heap_share,
         heap_take,
         heap_taken,
         heap_trim,
@@ -103,6 +107,7 @@ else:
     Inbox, Outbox, Ticket = _found.Inbox, _found.Outbox, _found.Ticket
     heap_allocate, heap_trim = _found.heap_allocate, _found.heap_trim
     heap_give, heap_take = _found.heap_give, _found.heap_take
+    heap_lend, heap_share = _found.heap_lend, _found.heap_share
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
     change_word = _found.change_word

@@ -29,8 +29,10 @@ __all__ = [
     "heap_allocate",
     "heap_give",
     "heap_identity",
+    "heap_lend",
     "heap_offset",
     "heap_peer",
+    "heap_share",
     "heap_take",
     "heap_taken",
     "heap_trim",
@@ -87,7 +89,7 @@ def _no_heap(*arguments: object) -> NoReturn:
     raise RuntimeError("the native engine is not there, and so there is no symmetric heap")
 
 
-change_word = heap_allocate = heap_give = heap_identity = _no_heap
+change_word = heap_allocate = heap_give = heap_identity = heap_lend = heap_share = _no_heap
 heap_offset = heap_peer = heap_take = heap_taken = heap_trim = heap_usage = _no_heap
 
 

@@ -290,11 +290,17 @@ class Outbox:
 def heap_give(nbytes: int, to: Process, /) -> HeapMemory | None:
     """Allocate memory in this heap that is the peer's alone when this process lets go of it."""
 
-def heap_take(source: Process, offset: int, nbytes: int, /) -> HeapMemory:
-    """Hold memory that a peer has given, until it is let go of here."""
+def heap_share(nbytes: int, /) -> HeapMemory | None:
+    """Allocate memory in this heap that others may hold as well, for as long as they like."""
+
+def heap_lend(address: int, to: Process, /) -> int:
+    """Have a peer hold memory of `heap_share`; return by what, for `heap_take`; 0: it is none."""
+
+def heap_take(source: Process, offset: int, nbytes: int, hold: int = 0, /) -> HeapMemory:
+    """Hold memory that a peer has given, or (by `hold`) lent, until it is let go of here."""
 
 def heap_taken() -> int:
-    """Return how many bytes of peers' memory this process holds by `heap_take`."""
+    """Return how many bytes this process holds that peers have given."""
 
 def heap_identity() -> tuple[int, int, int]:
     """Return how peers find the heap: pid, start time of the process, descriptor of the heap."""
