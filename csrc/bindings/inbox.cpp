@@ -94,7 +94,7 @@ void bind_inbox(nb::module_& m) {
     nb::class_<Outbox>(m, "Outbox").def_static("claim", &Outbox::claim).def("send", &send);
     m.def("heap_give", &give);
     m.def("heap_share", &share);
-    m.def("heap_lend", &lend);
+    m.def("heap_lend", &lend, nb::arg("address"), nb::arg("to").none());
     m.def("heap_take", &take, nb::arg("source"), nb::arg("offset"), nb::arg("bytes"),
           nb::arg("hold") = 0);
     m.def("heap_taken", [] { return taken_bytes.load(); });

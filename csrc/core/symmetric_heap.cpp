@@ -300,6 +300,7 @@ uint64_t SymmetricHeap::lend(const std::byte* data, const std::shared_ptr<Proces
     if (after == used_.begin()) return 0;
     auto& [offset, piece] = *std::prev(after);
     if (at >= offset + piece.bytes || !piece.lendable) return 0;
+    if (!to) return offset;
     std::vector<std::shared_ptr<Process>>& holders = piece.holders;
     size_t rank = 1;  // of one that holds it no longer, or one more
     while (rank < holders.size() && is_held(offset, piece, rank)) rank++;

@@ -79,7 +79,8 @@ class SymmetricHeap {
                                                         const std::byte* at, size_t bytes,
                                                         int rank);
     // Have `to` hold the lendable piece in which `data` lies: where in this heap its byte is, which
-    // it sets to 0 at the end. 0: there is no such piece, or it has too many holders.
+    // it sets to 0 at the end. 0: there is no such piece, or it has too many holders. With no `to`
+    // it only tells whether there is one.
     uint64_t lend(const std::byte* data, const std::shared_ptr<Process>& to);
     // What a process holds of [at, at + bytes) by the byte `hold`, both of the heap of `owner`.
     static std::shared_ptr<HeapMemory> hold_lent(const std::shared_ptr<Process>& owner,

@@ -38,6 +38,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "register_backend",
     ),
     "dure.rpc.init": ("_all_gather", "_barrier", "init_rpc", "shutdown"),
+    "dure.rpc.memory": ("share",),
     "dure.rpc.names": ("WorkerInfo",),
     "dure.rpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
     "dure.rpc.rref": ("RRef",),

@@ -17,9 +17,10 @@ import torch
 
 from dure.errors import RpcError
 from dure.rpc.links import Numbered
+from dure.rpc.memory import Memory
 from dure.rpc.message import ReferenceRow, TensorRow
 
-__all__ = ["Envelope", "GradientTag", "Kind", "Memory", "Transport", "Waiter"]
+__all__ = ["Envelope", "GradientTag", "Kind", "Transport", "Waiter"]
 
 
 class Kind(IntEnum):
@@ -32,14 +33,6 @@ class Kind(IntEnum):
     RELIABLE = 4  # only what `link` has: it must arrive (references, the end of a context)
     FETCH = 5  # the value of a reference is wanted: `RRef.to_here`
     GRADIENTS = 6  # of the backward pass `make`
-
-
-class Memory(msgspec.Struct, array_like=True, frozen=True):
-    """The memory of some tensors: inline, or where it lies in the sender's heap."""
-
-    data: bytes = b""
-    offset: int = -1
-    nbytes: int = 0
 
 
 class GradientTag(msgspec.Struct, array_like=True, frozen=True):

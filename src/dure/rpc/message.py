@@ -33,11 +33,12 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from dure import native
 from dure.errors import RpcError
+from dure.rpc.memory import INLINE_BYTES
 from dure.rpc.references import RefId, Token
 
 __all__ = [
-    "INLINE_BYTES",
     "Packed",
     "ReferenceRow",
     "Referring",
@@ -49,9 +50,6 @@ __all__ = [
     "rebuild",
     "unpack",
 ]
-
-INLINE_BYTES = 4096
-"""The memory of a lone tensor up to this size is part of the envelope."""
 
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 
@@ -159,7 +157,7 @@ def pack_plain(values: tuple[Any, ...]) -> Packed | None:
         return Packed(pickle.dumps(values, 5) if values else b"")
     tensor: torch.Tensor = values[place]
     count = tensor.numel() * tensor.itemsize
-    small = count <= INLINE_BYTES
+    small = count <= INLINE_BYTES and native.heap_offset(tensor.data_ptr(), count) < 0
     row = TensorRow(
         memory=-1 if small else 0,
         dtype=str(tensor.dtype)[6:],

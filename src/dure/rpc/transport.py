@@ -34,7 +34,8 @@ import torch
 
 from dure import native
 from dure.errors import PeerLost, RpcError
-from dure.rpc.envelope import Envelope, Memory, Transport, Waiter
+from dure.rpc.envelope import Envelope, Transport, Waiter
+from dure.rpc.memory import INLINE_BYTES, Memory, bytes_of, describe, give, own, take
 from dure.rpc.peers import Peer, Peers
 from dure.rpc.sockets import Sockets, Told
 from dure.rpc.workers import Workers
@@ -42,14 +43,8 @@ from dure.store.identity import start_of
 
 __all__ = ["HostTransport"]
 
-_INLINE_BYTES = 4096
-"""Memory up to this size travels in the envelope."""
-
 _RING_BYTES = 16 << 10
 """Messages above this size travel as memory do."""
-
-_MOST_TAKEN_BYTES = 1 << 30
-"""How much of other processes' memory this one keeps; what comes then is copied."""
 
 _RINGS = 16
 _BUSY = 64  # messages to a process, after which a ring is asked for where there are many processes
@@ -134,7 +129,7 @@ class HostTransport(Transport, Told):
 
     def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
         if to == self._id:
-            self._own.append((envelope, [memory.clone() for memory in memories]))
+            self._own.append((envelope, [own(memory) for memory in memories]))
             self._inbox.post(_OWN)
             return
         way = self._way(to)
@@ -142,14 +137,14 @@ class HostTransport(Transport, Told):
             raise self._lost_error(to, way)
         raw: Sequence[bytes] = ()
         if way.process is not None:
-            envelope.memories = [_given(way.process, memory) for memory in memories]
+            envelope.memories = [give(way.process, memory) for memory in memories]
             packed = self._short(way.process, _encode(envelope))
             outbox = way.outbox or self._claim(way, way.process)
             if outbox is not None and outbox.send(packed):
                 return
         else:
-            envelope.memories = [_described(memory) for memory in memories]
-            raw = [_bytes(memory) for memory in memories if len(memory) > _INLINE_BYTES]
+            envelope.memories = [describe(memory) for memory in memories]
+            raw = [bytes_of(memory) for memory in memories if len(memory) > INLINE_BYTES]
             packed = _encode(envelope)
         self._sockets.send(to, way.peer.endpoint, way.near, packed, raw)
 
@@ -332,9 +327,7 @@ class HostTransport(Transport, Told):
             if not row.data:
                 return torch.empty(0, dtype=torch.uint8)
             return torch.frombuffer(bytearray(row.data), dtype=torch.uint8)
-        taken = native.heap_take(self._process(way), row.offset, row.nbytes)
-        memory = torch.frombuffer(taken, dtype=torch.uint8)
-        return memory.clone() if native.heap_taken() > _MOST_TAKEN_BYTES else memory
+        return take(self._process(way), row)
 
     def _process(self, way: _Way) -> native.Process:
         if way.process is None:
@@ -416,23 +409,3 @@ class _Deaths:
                     self._told(peer.id)
                 except Exception:
                     _log.exception("the end of %s could not be told", peer)
-
-
-def _bytes(memory: torch.Tensor) -> bytes:
-    return memory.numpy().tobytes()
-
-
-def _described(memory: torch.Tensor) -> Memory:
-    """Return what stands for memory that is sent through a socket."""
-    count = len(memory)
-    return Memory(data=_bytes(memory)) if count <= _INLINE_BYTES else Memory(nbytes=count)
-
-
-def _given(to: native.Process, memory: torch.Tensor) -> Memory:
-    """Return what stands for memory that is given to a process of this host."""
-    count = len(memory)
-    given = native.heap_give(count, to) if count > _INLINE_BYTES else None
-    if given is None:
-        return Memory(data=_bytes(memory))
-    torch.frombuffer(given, dtype=torch.uint8)[:count].copy_(memory)
-    return Memory(offset=given.offset, nbytes=count)
