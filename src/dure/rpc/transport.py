@@ -236,6 +236,8 @@ class HostTransport(Transport, Told):
 
     def _lost(self, id: int, how: str) -> None:
         """Others say that a process is gone, or that this one is; told by the peers' thread."""
+        if self._closed:
+            return
         if id == self._id:
             _log.error("the others have given this process up: %s", how)
             for way in list(self._ways.values()):
