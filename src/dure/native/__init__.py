@@ -107,13 +107,14 @@ else:
     Inbox, Outbox, Ticket = _found.Inbox, _found.Outbox, _found.Ticket
     heap_allocate, heap_trim = _found.heap_allocate, _found.heap_trim
     heap_give, heap_take = _found.heap_give, _found.heap_take
-    heap_lend, heap_share = _found.heap_lend, _found.heap_share
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
     change_word = _found.change_word
     # An extension that was built before it had them leaves sums and reading to Python,
-    # and counts nothing.
+    # counts nothing, and lends nothing.
     heap_taken = getattr(_found, "heap_taken", int)
+    heap_lend = getattr(_found, "heap_lend", lambda address, to: 0)
+    heap_share = getattr(_found, "heap_share", _found.heap_allocate)
     crc32c = getattr(_found, "crc32c", _slow_crc32c)
     copy_bytes = getattr(_found, "copy_bytes", _plain_copy)
     copy_from_file = getattr(_found, "copy_from_file", _copy_nothing)
