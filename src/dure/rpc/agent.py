@@ -791,13 +791,14 @@ class Agent:
                 raise lost
             self.queue(to, topic, body, hurry)
 
-    def send_gradients(self, to: int, backward: tuple[int, int], value: object) -> None:
+    def send_gradients(self, to: int, backward: tuple[int, int], values: tuple[Any, ...]) -> None:
         """Send gradients of a backward pass; they are lost with the connection.
 
         Raises:
             PeerLost: The process is gone.
         """
-        packed = self._pack(value, to, partial(self._device_there, self.info(to)))
+        packed = pack_plain(values)
+        packed = packed or self._pack(values, to, partial(self._device_there, self.info(to)))
         self._send(to, Kind.GRADIENTS, packed=packed, make=backward)
 
     def on(self, topic: int, handler: Callable[[int, bytes], None]) -> None:

@@ -71,7 +71,8 @@ def init_rpc(
     if options is None:
         options = TensorPipeRpcBackendOptions()
     if not isinstance(options, TensorPipeRpcBackendOptions):
-        raise TypeError(f"Could not infer backend for options {options!r}")
+        text = "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"
+        raise TypeError(f"{text}, not {options!r}")
     WorkerInfo(name, 0)  # a bad name is told at once
     allowed = None if allow is None else Allowed(allow)
     meeting = Meeting(

@@ -36,8 +36,8 @@ class Port:
     def tell(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         self.send(to, lambda: self.network.at[to].receive(self.me, body))
 
-    def send_gradients(self, to: int, backward: tuple[int, int], value: object) -> None:
-        copies = pack(value)
+    def send_gradients(self, to: int, backward: tuple[int, int], values: tuple[Any, ...]) -> None:
+        copies = pack(values)
         memories = [memory.clone() for memory in copies.memories]
 
         def read() -> Any:

@@ -102,7 +102,7 @@ class _Carrier(Protocol):
     @property
     def transport(self) -> _Waiting: ...
     def tell(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None: ...
-    def send_gradients(self, to: int, backward: PassId, value: object) -> None: ...
+    def send_gradients(self, to: int, backward: PassId, values: tuple[Any, ...]) -> None: ...
 
 
 class _Back(msgspec.Struct, array_like=True, frozen=True, tag=0):
@@ -124,6 +124,7 @@ class _End(msgspec.Struct, array_like=True, frozen=True, tag=2):
     backward: PassId | None  # None: the context is released
 
 
+_decode_progress = msgspec.msgpack.Decoder(dict[int, Progress]).decode
 _decoder = msgspec.msgpack.Decoder(_Back | _Failed | _End)
 
 
@@ -198,8 +199,13 @@ class Contexts:
             )
         return context
 
-    def release(self, number: int) -> None:
-        """Forget a context, here and on all processes that know it; none is an error."""
+    def release(self, number: int, teller: int = -1) -> None:
+        """Forget a context, here and on all processes that know it; none is an error.
+
+        Args:
+            number: The context.
+            teller: Who has said so, if not this process.
+        """
         with self._lock:
             context = self._contexts.pop(number, None)
             if context is None:
@@ -209,6 +215,7 @@ class Contexts:
         for this in passes:
             error = RpcError(f"the context {number} was released during its backward pass")
             self._failed(this, self._me.id, failures.encode(error, self._me))
+        context.workers.discard(teller)
         self._tell_all(context, _End(number, None), hurry=False)
 
     def _known(self, number: int) -> Context | None:
@@ -298,7 +305,8 @@ class Contexts:
     def arrive(self, backward: PassId, read: Callable[[], Any]) -> None:
         """Run what gradients set off; `read` returns what `send_gradients` was given."""
         try:
-            number, message, retain_graph, share, progress, gradients = read()
+            number, sender, sent, retain_graph, share, told, *gradients = read()
+            message, progress = (sender, sent), _decode_progress(told) if told else {}
             context = self.find(number)
             with inside(None), _profiled("SendRpcBackward"):
                 step = context.arrive(backward, message, gradients, retain_graph)
@@ -326,9 +334,10 @@ class Contexts:
         ):
             share += left > 0  # one half for this message, the other for those after it
             context.asked.setdefault(backward, set()).add(to)
-            value = context.number, message, retain_graph, share, progress, gradients
+            told = msgspec.msgpack.encode(progress) if progress else b""
+            values = context.number, *message, retain_graph, share, told, *gradients
             with _profiled("RecvRpcBackward"):
-                self._carrier.send_gradients(to, backward, value)
+                self._carrier.send_gradients(to, backward, values)
             progress = {}
 
     def _back(self, message: _Back) -> None:
@@ -368,7 +377,7 @@ class Contexts:
 
     # --- what comes --------------------------------------------------------------------------
 
-    def receive(self, _: int, body: bytes) -> None:
+    def receive(self, sender: int, body: bytes) -> None:
         """Take a reliable message; returns quickly."""
         message = _decoder.decode(body)
         if isinstance(message, _Back):
@@ -378,7 +387,7 @@ class Contexts:
         elif message.backward is not None:
             self._end(message.context, message.backward)
         else:
-            self.release(message.context)
+            self.release(message.context, sender)
 
     def lost(self, worker: int, error: DureError) -> None:
         """Take note of a process that is gone (`PeerLost`), or of a connection that broke."""

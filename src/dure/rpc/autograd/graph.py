@@ -38,7 +38,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import (
+    GradientEdge,
+    Node,
+    _engine_run_backward,  # pyright: ignore[reportPrivateUsage]: without what `backward` checks
+    get_gradient_edge,
+)
 
 from dure.errors import UsageError
 
@@ -113,24 +118,18 @@ class LocalGraph:
     ) -> None:
         self.roots, self._retain = roots, retain_graph
         self._bits = {root: 1 << n for n, root in enumerate(roots)}
-        self._masks = _masks(
-            {self._bits[root]: edges for root, edges in roots.items()}, set(received)
+        ends = set(received)
+        self._masks, self._whole = _masks(
+            {self._bits[root]: edges for root, edges in roots.items()}, ends
         )
-        self.received = {node for node in received if node in self._masks}
-        self._whole = len(set(self._masks.values())) <= 1 or not any(
-            self._masks[following] != mask
-            for node, mask in self._masks.items()
-            if node not in self.received
-            for following, _ in node.next_functions
-            if following is not None
-        )
+        self.received = ends & self._masks.keys()
         self._arrived = 0
         self._gradients: dict[tuple[Node, int], torch.Tensor] = {}  # to run the segments with
         self._segments: dict[int, list[Node]] = {}  # those that have not run
         for node, mask in self._masks.items():
             self._segments.setdefault(mask, []).append(node)
         self.leaves: dict[torch.Tensor, torch.Tensor] = {}
-        self.unreached = {node for node in received if node not in self._masks}
+        self.unreached = ends - self.received
 
     @property
     def done(self) -> bool:
@@ -212,12 +211,14 @@ class LocalGraph:
                 hook = node.register_hook(functools.partial(_note, got, node))
                 stack.callback(hook.remove)
             stack.enter_context(_aside(node for node, _ in border))
-            found = torch.autograd.grad(
-                [_edge(*seed) for seed in seeds],
-                [_edge(*edge) for edge in border],
-                [self._gradients.pop(seed) for seed in seeds],
-                retain_graph=self._retain or bool(shared),
-                allow_unused=True,
+            found = _engine_run_backward(
+                tuple(_edge(*seed) for seed in seeds),
+                tuple(self._gradients.pop(seed) for seed in seeds),
+                self._retain or bool(shared),
+                False,
+                tuple(_edge(*edge) for edge in border),
+                allow_unreachable=True,
+                accumulate_grad=False,
             )
         for edge, gradient in zip(border, found, strict=True):
             self._add(*edge, gradient)
@@ -272,7 +273,8 @@ class LocalGraph:
             try:
                 for tensor in tensors:
                     tensor.grad = None
-                torch.autograd.backward(handing)
+                how: dict[str, Any] = {"allow_unreachable": True, "accumulate_grad": True}
+                _engine_run_backward((handing,), (_one,), False, False, (), **how)
                 for tensor in tensors:
                     if tensor.grad is not None:
                         self.leaves[tensor] = tensor.grad
@@ -302,6 +304,10 @@ class _FromElsewhere(torch.autograd.Function):
 
 _anchor = torch.empty(0, requires_grad=True)
 """Makes the engine see results of `_FromElsewhere` as part of a graph."""
+
+_anchor_edge = get_gradient_edge(_anchor)  # kept: see `leaf_lock`
+
+_one = torch.ones(())
 
 
 class _Handing(torch.autograd.Function):
@@ -350,32 +356,44 @@ def _border(nodes: Iterable[Node], within: Collection[Node]) -> set[tuple[Node, 
     }
 
 
-def _masks(roots: Mapping[int, Sequence[GradientEdge]], ends: set[Node]) -> dict[Node, int]:
-    """Return all nodes that are reached, each with the roots that reach it."""
+def _masks(
+    roots: Mapping[int, Sequence[GradientEdge]], ends: set[Node]
+) -> tuple[dict[Node, int], bool]:
+    """Return all nodes that are reached, each with the roots that reach it.
+
+    And whether no edge leads from a node to one with another mask.
+    """
     masks: dict[Node, int] = {}
     for bit, edges in roots.items():
         for edge in edges:
             masks[edge.node] = masks.get(edge.node, 0) | bit
-    for node in _in_order(list(masks)):
-        if node in ends:
-            continue
-        for following, _ in node.next_functions:
+    order = _in_order(list(masks), ends=ends)
+    if len(roots) == 1:
+        return dict.fromkeys(order, 1), True
+    pairs: list[tuple[Node, Node]] = []
+    for node in order:
+        for following, _ in node.next_functions if node not in ends else ():
             if following is not None:
                 masks[following] = masks.get(following, 0) | masks[node]
-    return masks
+                pairs.append((node, following))
+    return masks, all(masks[node] == masks[following] for node, following in pairs)
 
 
-def _in_order(begin: Iterable[Node], within: Collection[Node] | None = None) -> list[Node]:
+def _in_order(
+    begin: Iterable[Node], within: Collection[Node] | None = None, ends: Collection[Node] = ()
+) -> list[Node]:
     """Return all nodes that are reached, each before those that follow it.
 
     Args:
         begin: Where from.
         within: Go no further than these; None: to the end.
+        ends: Go no further than one of these.
     """
     seen: set[Node] = set()
     order: list[Node] = []
     for first in begin:
-        stack = [(first, iter(first.next_functions))] if first not in seen else []
+        more = () if first in ends else first.next_functions
+        stack = [(first, iter(more))] if first not in seen else []
         seen.add(first)
         while stack:
             node, rest = stack[-1]
@@ -384,7 +402,8 @@ def _in_order(begin: Iterable[Node], within: Collection[Node] | None = None) -> 
                     continue
                 seen.add(following)
                 if within is None or following in within:
-                    stack.append((following, iter(following.next_functions)))
+                    more = () if following in ends else following.next_functions
+                    stack.append((following, iter(more)))
                     break
             else:
                 order.append(node)
