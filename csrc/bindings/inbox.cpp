@@ -4,10 +4,12 @@
 #include <nanobind/stl/shared_ptr.h>
 
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <string>
 
 #include "bindings.h"
+#include "copying.h"
 #include "interrupt.h"
 
 namespace nb = nanobind;
@@ -15,6 +17,9 @@ namespace nb = nanobind;
 namespace dure {
 
 namespace {
+
+// Of what is given: more would drive all else out of the sender's cache, and not stay there itself.
+constexpr size_t kStreamBytes = size_t{512} << 10;
 
 // A message as bytes; True: the ticket is done; None: neither in time; False: it was closed.
 nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, double seconds) {
@@ -41,10 +46,19 @@ bool send(Outbox& outbox, const nb::bytes& message) {
     return outbox.send(static_cast<const std::byte*>(message.data()), message.size());
 }
 
-// Memory of this process' heap that is another's alone once this process lets go of it.
-std::shared_ptr<HeapMemory> give(size_t bytes, const std::shared_ptr<Process>& to) {
+// Memory of this process' heap, a copy of what is at `address`, that is another's alone once this
+// process lets go of it.
+std::shared_ptr<HeapMemory> give(size_t bytes, const std::shared_ptr<Process>& to, size_t address) {
     const WithoutGil release;
-    return SymmetricHeap::of_process().allocate_node_shared(bytes, {nullptr, to}, false);
+    auto given = SymmetricHeap::of_process().allocate_node_shared(bytes, {nullptr, to}, false);
+    if (given && address) {
+        const auto* from = reinterpret_cast<const std::byte*>(address);
+        if (bytes >= kStreamBytes)
+            stream_copy(given->data, from, bytes);
+        else
+            std::memcpy(given->data, from, bytes);
+    }
+    return given;
 }
 
 // Memory of this process' heap that others are told of, and hold as long as they like (`lend`).
@@ -92,7 +106,7 @@ void bind_inbox(nb::module_& m) {
         .def("forget", &Inbox::forget)
         .def("close", &Inbox::close);
     nb::class_<Outbox>(m, "Outbox").def_static("claim", &Outbox::claim).def("send", &send);
-    m.def("heap_give", &give);
+    m.def("heap_give", &give, nb::arg("bytes"), nb::arg("to"), nb::arg("address") = 0);
     m.def("heap_share", &share);
     m.def("heap_lend", &lend, nb::arg("address"), nb::arg("to").none());
     m.def("heap_take", &take, nb::arg("source"), nb::arg("offset"), nb::arg("bytes"),

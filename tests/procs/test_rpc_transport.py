@@ -414,6 +414,6 @@ def test_with_dynamic_membership_processes_come_go_and_come_again(url: str, star
     with pytest.raises(PeerLost):
         agent.get(1)
     pipe.send("leave")
-    assert agent.end_of(2) == "it left"
+    assert agent.end_of(2) in ("it left", "exit code 0")  # the log or the kernel, who is first
     assert [peer.name for peer in agent.transport.peers.all()] == ["first"]
     agent.transport.close()

@@ -287,8 +287,11 @@ class Outbox:
     def send(self, message: bytes, /) -> bool:
         """Send; False: it does not fit, now or (above 16 KiB) ever."""
 
-def heap_give(nbytes: int, to: Process, /) -> HeapMemory | None:
-    """Allocate memory in this heap that is the peer's alone when this process lets go of it."""
+def heap_give(nbytes: int, to: Process, address: int = 0, /) -> HeapMemory | None:
+    """Allocate memory in this heap that is the peer's alone when this process lets go of it.
+
+    What is at `address` is copied into it.
+    """
 
 def heap_share(nbytes: int, /) -> HeapMemory | None:
     """Allocate memory in this heap that others may hold as well, for as long as they like."""

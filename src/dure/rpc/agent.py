@@ -579,7 +579,7 @@ class Agent:
             self._take_along(incoming, called)
         nbytes = len(envelope.pickled) + len(envelope.inline)
         if memories:
-            nbytes += sum(memory.numel() for memory in memories)
+            nbytes += sum(memory.nbytes for memory in memories)
         for number in envelope.made:
             self._made(number)
         if called:

@@ -132,7 +132,7 @@ class Transport(Protocol):
         ...
 
     def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
-        """Send a message; the memories (uint8 [bytes]) are copied, or sent, before this returns.
+        """Send a message; the memories (contiguous) are copied, or sent, before this returns.
 
         Never waits for the receiver. A process may send to itself.
 

@@ -7,6 +7,8 @@ have the same. Small memory travels inline. Between hosts it goes through socket
 
 from __future__ import annotations
 
+import ctypes
+
 import msgspec
 import torch
 
@@ -78,14 +80,13 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def give(to: native.Process, memory: torch.Tensor) -> Memory:
-    """Return what stands for memory (uint8 [bytes]) that goes to a process of this host."""
-    count = len(memory)
-    if hold := native.heap_lend(memory.data_ptr(), to):
-        return Memory(offset=native.heap_offset(memory.data_ptr(), count), nbytes=count, hold=hold)
-    given = native.heap_give(count, to) if count > INLINE_BYTES else None
+    """Return what stands for memory that goes to a process of this host."""
+    address, count = memory.data_ptr(), memory.nbytes
+    if hold := native.heap_lend(address, to):
+        return Memory(offset=native.heap_offset(address, count), nbytes=count, hold=hold)
+    given = native.heap_give(count, to, address) if count > INLINE_BYTES else None
     if given is None:
         return Memory(data=bytes_of(memory))
-    torch.frombuffer(given, dtype=torch.uint8)[:count].copy_(memory)
     return Memory(offset=given.offset, nbytes=count)
 
 
@@ -99,15 +100,16 @@ def take(giver: native.Process, row: Memory) -> torch.Tensor:
 
 def own(memory: torch.Tensor) -> torch.Tensor:
     """Return what stands for memory in a message of this process to itself."""
+    memory = memory.detach()
     return memory if native.heap_lend(memory.data_ptr(), None) else memory.clone()
 
 
 def describe(memory: torch.Tensor) -> Memory:
     """Return what stands for memory that goes through a socket; beside it, if it is not small."""
-    count = len(memory)
+    count = memory.nbytes
     return Memory(data=bytes_of(memory)) if count <= INLINE_BYTES else Memory(nbytes=count)
 
 
 def bytes_of(memory: torch.Tensor) -> bytes:
-    """Return a copy of memory [bytes]."""
-    return memory.numpy().tobytes()
+    """Return a copy of memory."""
+    return ctypes.string_at(memory.data_ptr(), memory.nbytes) if memory.nbytes else b""

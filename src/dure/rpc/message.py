@@ -95,7 +95,7 @@ class Packed:
     Args:
         pickled: The objects.
         tensors: The tensors in them.
-        memories: The parts of the memory that the tensors see, uint8 [bytes] each; they share it
+        memories: The parts of the memory that the tensors see, contiguous each; they share it
             with the tensors, so whoever sends them copies.
         references: The references in them.
         sources: The tensors themselves, for who would attach gradients to them.
@@ -117,7 +117,7 @@ class Packed:
     def nbytes(self) -> int:
         """How many bytes are sent, without what they are wrapped in."""
         count = len(self.pickled) + len(self.inline)
-        return count + sum(m.numel() for m in self.memories) if self.memories else count
+        return count + sum(m.nbytes for m in self.memories) if self.memories else count
 
 
 def name_of(function: Any) -> str:
@@ -172,9 +172,7 @@ def pack_plain(values: tuple[Any, ...]) -> Packed | None:
     if small:
         packed.inline = ctypes.string_at(tensor.data_ptr(), count) if count else b""
     else:
-        seen, first = torch.empty(0, dtype=torch.uint8), int(tensor.storage_offset())
-        seen.set_(tensor.untyped_storage(), first * tensor.itemsize, (count,))  # pyright: ignore[reportCallIssue]
-        packed.memories.append(seen)
+        packed.memories.append(tensor)
     return packed
 
 
@@ -301,11 +299,12 @@ def _rebuild(row: TensorRow, memory: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"no tensor: {row}")
     last = row.offset + sum(s * (n - 1) for n, s in zip(row.shape, row.stride, strict=True))
     inside = min((row.offset, *row.shape, *row.stride)) >= 0
-    if not inside or (0 not in row.shape and (last + 1) * dtype.itemsize > memory.numel()):
+    if not inside or (0 not in row.shape and (last + 1) * dtype.itemsize > memory.nbytes):
         raise ValueError(f"a tensor that is larger than its memory: {row}")
-    storage = memory.untyped_storage()
+    storage, begin = memory.untyped_storage(), int(memory.storage_offset()) * memory.itemsize
+    offset = begin // dtype.itemsize + row.offset
     tensor = torch.empty(0, dtype=dtype)
-    tensor.set_(storage, row.offset, row.shape, row.stride)  # pyright: ignore[reportCallIssue]
+    tensor.set_(storage, offset, row.shape, row.stride)  # pyright: ignore[reportCallIssue]
     if row.device != "cpu":
         tensor = tensor.to(row.device)
     if row.parameter:

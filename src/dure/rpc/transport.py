@@ -144,7 +144,7 @@ class HostTransport(Transport, Told):
                 return
         else:
             envelope.memories = [describe(memory) for memory in memories]
-            raw = [bytes_of(memory) for memory in memories if len(memory) > INLINE_BYTES]
+            raw = [bytes_of(memory) for memory in memories if memory.nbytes > INLINE_BYTES]
             packed = _encode(envelope)
         self._sockets.send(to, way.peer.endpoint, way.near, packed, raw)
 

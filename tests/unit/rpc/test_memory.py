@@ -160,3 +160,14 @@ def test_it_is_a_tensor_like_the_one_it_was_made_of() -> None:
 def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(UsageError, match="only dense tensors of the CPU"):
         share(torch.eye(3).to_sparse())
+
+
+def test_a_message_to_oneself_passes_what_is_shared() -> None:
+    tensor = share(torch.arange(4000.0))
+    packed = pack([tensor[3000:]])
+    (got,) = rebuild(packed.tensors, [own(memory) for memory in packed.memories])
+    assert got[0] == 3000.0
+    assert got.data_ptr() == tensor[3000:].data_ptr()
+    plain = pack([torch.ones(4000)])
+    (other,) = rebuild(plain.tensors, [own(memory) for memory in plain.memories])
+    assert other.data_ptr() != plain.memories[0].data_ptr()
