@@ -24,8 +24,10 @@ constexpr size_t kStreamBytes = size_t{512} << 10;
 // A message as bytes; True: the ticket is done; None: neither in time; False: it was closed.
 nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, double seconds) {
     std::string message;
-    Inbox::Got got;
-    {
+    // Python's lock stays with who has it as long as there is something to do: another thread would
+    // have to be woken to take it.
+    Inbox::Got got = inbox.next_if_there(ticket, message);
+    if (got == Inbox::Got::nothing) {
         const WithoutGil release;
         got = inbox.next(ticket, now_ns() + nanoseconds(seconds), message);
     }

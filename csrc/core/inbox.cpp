@@ -66,17 +66,7 @@ Inbox::Got Inbox::next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns,
     Got got = Got::nothing;
     bool in_vain = false;  // has looked
     while (true) {
-        if (closed_) {
-            got = Got::closed;
-        } else if (mine && mine->done) {
-            got = Got::done;
-        } else if (!mine && !posted_.empty()) {
-            message = std::move(posted_.front());
-            posted_.pop_front();
-            got = Got::message;
-        } else if (take(message)) {
-            got = Got::message;
-        }
+        got = what_is_there(mine, message);
         const int64_t now = now_ns();
         if (got != Got::nothing || now >= deadline_ns) break;
         if (!looking_ && !in_vain && now - last_ns_ < kBusyNs)
@@ -86,6 +76,25 @@ Inbox::Got Inbox::next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns,
     }
     leave();
     return got;
+}
+
+Inbox::Got Inbox::next_if_there(const std::shared_ptr<Ticket>& mine, std::string& message) {
+    const std::unique_lock hold(lock_, std::try_to_lock);
+    if (!hold) return Got::nothing;
+    const Got got = what_is_there(mine, message);
+    if (got != Got::nothing) leave();
+    return got;
+}
+
+Inbox::Got Inbox::what_is_there(const std::shared_ptr<Ticket>& mine, std::string& message) {
+    if (closed_) return Got::closed;
+    if (mine && mine->done) return Got::done;
+    if (!mine && !posted_.empty()) {
+        message = std::move(posted_.front());
+        posted_.pop_front();
+        return Got::message;
+    }
+    return take(message) ? Got::message : Got::nothing;
 }
 
 // With the lock: look at the rings for a while, without it. False: in vain.

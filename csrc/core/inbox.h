@@ -81,6 +81,8 @@ class Inbox {
     uint64_t offset() const;
     // Wait until `deadline_ns` for a message, or for `mine`, which may be null.
     Got next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns, std::string& message);
+    // The same, without waiting for anything.
+    Got next_if_there(const std::shared_ptr<Ticket>& mine, std::string& message);
     void complete(const std::shared_ptr<Ticket>& ticket);
     // Leave a message for a thread of this process that has no ticket.
     void post(std::string message);
@@ -91,6 +93,7 @@ class Inbox {
     bool forget(int pid);
 
   private:
+    Got what_is_there(const std::shared_ptr<Ticket>& mine, std::string& message);
     bool take(std::string& message);
     bool pending() const;
     bool look_around(int64_t until_ns);
