@@ -352,8 +352,14 @@ class Agent:
         return self.wait(self.call(owner, None, timeout, make=ref))
 
     def ask(self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], s: float) -> Any:
-        """Call a function of RPC's own, for which no shutdown waits, with a timeout."""
-        return self.wait(self.call(to, (func, args, None), s, counted=False))
+        """Call a function of RPC's own, for which no shutdown waits, with a timeout.
+
+        The thread receives nothing meanwhile: it may wait for long, and others can run what comes.
+        """
+        done = threading.Event()
+        call = self.call(to, (func, args, None), s, lambda _: done.set(), counted=False)
+        done.wait()
+        return self.result(call)
 
     def method(self, owner: object, name: str) -> Callable[..., Any]:
         """Return a method of an object that others may call.
