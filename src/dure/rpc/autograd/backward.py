@@ -335,7 +335,7 @@ class Contexts:
             share += left > 0  # one half for this message, the other for those after it
             context.asked.setdefault(backward, set()).add(to)
             told = msgspec.msgpack.encode(progress) if progress else b""
-            values = context.number, *message, retain_graph, share, told, *gradients
+            values = context.number, *message, retain_graph, share, told, *map(_dense, gradients)
             with _profiled("RecvRpcBackward"):
                 self._carrier.send_gradients(to, backward, values)
             progress = {}
@@ -408,6 +408,13 @@ class Contexts:
     def _tell_all(self, context: Context, message: _End, hurry: bool = True) -> None:
         for worker in context.workers - {self._me.id}:
             self._tell(worker, message, hurry)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient as it is sent soonest: those of sums are one number in many places."""
+    if gradient is None or gradient.layout is not torch.strided or gradient.numel() > 1024:
+        return gradient
+    return gradient.contiguous()
 
 
 def _profiled(name: str) -> AbstractContextManager[Any]:
