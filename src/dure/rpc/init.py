@@ -71,6 +71,8 @@ def init_rpc(
     if options is None:
         options = TensorPipeRpcBackendOptions()
     if not isinstance(options, TensorPipeRpcBackendOptions):
+        if backend is None:
+            raise TypeError(f"Could not infer backend for options {options!r}")
         text = "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"
         raise TypeError(f"{text}, not {options!r}")
     WorkerInfo(name, 0)  # a bad name is told at once
@@ -125,7 +127,14 @@ def _all_gather(  # pyright: ignore[reportUnusedFunction]
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET
 ) -> dict[str, Any]:
     """Return the objects of all workers, by their names."""
-    return all_gather(current(), obj, worker_names, timeout)
+    agent = current()
+    seconds = agent.timeout if timeout < 0 else timeout
+    try:
+        return all_gather(agent, obj, worker_names, timeout)
+    except RpcError as error:
+        if "RPC ran for more than" not in str(error):
+            raise
+        raise RpcError(f"timed out in _all_gather after {seconds:.2f} seconds: {error}") from None
 
 
 def _barrier(worker_names: Collection[str]) -> None:  # pyright: ignore[reportUnusedFunction]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -144,13 +145,7 @@ def _step(rref: RRef[_LocalOptimizer], context_id: int) -> None:
 
 def _all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
     """Wait for all; then raise the first error."""
-    results: list[Any] = []
-    errors: list[Exception] = []
     for future in futures:
-        try:
-            results.append(future.wait())
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return results
+        with suppress(Exception):
+            future.wait()
+    return [future.value() for future in futures]

@@ -390,8 +390,10 @@ class _Deaths:
     def close(self) -> None:
         """End."""
         self._waker.send(b"!")
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        with self._lock:  # it is started with the lock held
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
         for descriptor in self._peers:
             os.close(descriptor)
         self._poll.close()

@@ -73,7 +73,8 @@ class Network:
         self.random, self.dead, self.sent = Random(seed), set[int](), 0
         self.under_way: dict[tuple[int, int], deque[Callable[[], None]]] = {}
         self.works: list[tuple[int, Callable[[], None]]] = []
-        self.at = [Contexts(WorkerInfo(f"w{me}", me), Port(self, me)) for me in range(number)]
+        ports: list[Any] = [Port(self, me) for me in range(number)]
+        self.at = [Contexts(WorkerInfo(f"w{me}", me), port) for me, port in enumerate(ports)]
 
     def pump(self) -> bool:
         """Let one thing happen; tell whether there was one."""

@@ -113,45 +113,30 @@ def _check_roots(roots: Sequence[torch.Tensor]) -> None:
             raise RpcError(f"a root cannot be differentiated: {seen}", op="backward")
 
 
-# --- torch's private names ------------------------------------------------------------------
+# --- torch's private names, and the class as torch calls it ----------------------------------
 
 
-class DistAutogradContext:
-    """What torch's tests see of a context."""
-
-    def __init__(self, context: Context) -> None:
-        self.number, self._context = context.number, context
-
-    def _context_id(self) -> int:
-        """Return the context's number."""
-        return self.number
-
-    def _known_worker_ids(self) -> set[int]:
-        """Return the other processes of which this one knows that they have the context."""
-        return set(self._context.workers)
+DistAutogradContext = Context
 
 
 def _contexts() -> Contexts:
-    """Return the contexts of this process."""
     contexts = agents.current().gradients
     if not isinstance(contexts, Contexts):
         raise RpcError("this process has no contexts", fix="Call dure.rpc.init_rpc first.")
     return contexts
 
 
-def _new_context() -> DistAutogradContext:
-    """Make a context, and let this thread be in it."""
+def _new_context() -> Context:
     if passes.current() is not None:
         raise RpcError(
             "Already have an autograd context id for this thread", seen=str(passes.current())
         )
     made = _contexts().new()
     passes.set_current(made.number)
-    return DistAutogradContext(made)
+    return made
 
 
-def _current_context() -> DistAutogradContext:  # pyright: ignore[reportUnusedFunction]
-    """Return the context that this thread is in."""
+def _current_context() -> Context:  # pyright: ignore[reportUnusedFunction]
     number = passes.current()
     if number is None:
         raise RpcError(
@@ -161,9 +146,8 @@ def _current_context() -> DistAutogradContext:  # pyright: ignore[reportUnusedFu
     return _retrieve_context(number)
 
 
-def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """Return a context that is known to this process."""
-    return DistAutogradContext(_contexts().find(context_id))
+def _retrieve_context(context_id: int) -> Context:
+    return _contexts().find(context_id)
 
 
 def _release_context(context_id: int) -> None:
@@ -176,7 +160,6 @@ def _release_context(context_id: int) -> None:
 
 
 def _is_valid_context(context_id: int) -> None:  # pyright: ignore[reportUnusedFunction]
-    """Raise if there is no such context."""
     _contexts().find(context_id)
 
 
@@ -187,5 +170,4 @@ def _get_debug_info() -> dict[str, int]:  # pyright: ignore[reportUnusedFunction
 
 
 def _get_max_id() -> int:  # pyright: ignore[reportUnusedFunction]
-    """Return the largest number that a context of this process can have."""
     return _contexts().max_number

@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -88,23 +88,6 @@ def inside(number: int | None) -> Iterator[None]:
         _here.number = before
 
 
-class _Waiting(Protocol):
-    """How threads wait: a part of `envelope.Transport`."""
-
-    def ticket(self) -> Waiter: ...
-    def complete(self, ticket: Waiter) -> None: ...
-    def wait(self, ticket: Waiter, seconds: float) -> bool: ...
-
-
-class _Carrier(Protocol):
-    """What is needed of an agent."""
-
-    @property
-    def transport(self) -> _Waiting: ...
-    def tell(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None: ...
-    def send_gradients(self, to: int, backward: PassId, values: tuple[Any, ...]) -> None: ...
-
-
 class _Back(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """A share of the credit, 1/2**share."""
 
@@ -149,14 +132,14 @@ class Contexts:
 
     Args:
         me: This process.
-        carrier: Who carries its messages.
+        agent: Who carries its messages.
 
     Threads: any.
     """
 
-    def __init__(self, me: WorkerInfo, carrier: _Carrier) -> None:
+    def __init__(self, me: WorkerInfo, agent: Agent) -> None:
         follow_hooks()
-        self._me, self._carrier = me, carrier
+        self._me, self._agent = me, agent
         self._contexts: dict[int, Context] = {}
         self._released: deque[int] = deque(maxlen=_KEPT)
         self._numbers = itertools.count(1)  # of contexts, passes and messages
@@ -286,11 +269,11 @@ class Contexts:
             arrival = run.arrivals.popleft() if run.arrivals else None
             if arrival is None and run.over:
                 return
-            ticket = run.ticket = None if arrival else self._carrier.transport.ticket()
+            ticket = run.ticket = None if arrival else self._agent.transport.ticket()
         if arrival is not None:
             arrival()
         elif ticket is not None:
-            self._carrier.transport.wait(ticket, 60.0)
+            self._agent.transport.wait(ticket, 60.0)
 
     def waits(self, backward: PassId, arrival: Callable[[], None]) -> bool:
         """Whether a thread waits in that backward pass; it then runs what gradients set off."""
@@ -337,7 +320,7 @@ class Contexts:
             told = msgspec.msgpack.encode(progress) if progress else b""
             values = context.number, *message, retain_graph, share, told, *map(_dense, gradients)
             with _profiled("RecvRpcBackward"):
-                self._carrier.send_gradients(to, backward, values)
+                self._agent.send_gradients(to, backward, values)
             progress = {}
 
     def _back(self, message: _Back) -> None:
@@ -367,7 +350,7 @@ class Contexts:
         with self._lock:
             ticket, run.ticket = run.ticket, None
         if ticket is not None:
-            self._carrier.transport.complete(ticket)
+            self._agent.transport.complete(ticket)
 
     def _end(self, number: int, backward: PassId) -> None:
         """End a pass that has failed, here and on all processes that know its context."""
@@ -403,7 +386,7 @@ class Contexts:
 
     def _tell(self, to: int, message: msgspec.Struct, hurry: bool = True) -> None:
         with suppress(PeerLost):
-            self._carrier.tell(to, _TOPIC, msgspec.msgpack.encode(message), hurry)
+            self._agent.tell(to, _TOPIC, msgspec.msgpack.encode(message), hurry)
 
     def _tell_all(self, context: Context, message: _End, hurry: bool = True) -> None:
         for worker in context.workers - {self._me.id}:

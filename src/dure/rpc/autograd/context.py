@@ -85,6 +85,12 @@ class Context:
         """Whether a pass is under way here."""
         return bool(self._graphs)
 
+    def _context_id(self) -> int:
+        return self.number
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.workers)
+
     # --- forward -----------------------------------------------------------------------------
 
     def sends(self, message: MessageId, tensors: Sequence[torch.Tensor], to: int, what: str) -> int:
