@@ -161,7 +161,7 @@ class Drill:
             gc.collect()
             return not current().held()
 
-        until(nothing_held, lambda: f"references to be freed: {current().held()}")
+        until(nothing_held, lambda: f"references to be freed: {current().held()}", 20.0)
         info = rpc.api._rref_context_get_debug_info()
         native.heap_trim()
         process = psutil.Process()

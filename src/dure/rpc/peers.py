@@ -180,12 +180,15 @@ class Peers:
     def watch(self, joined: Callable[[Peer], None], gone: Callable[[int, str], None]) -> None:
         """Be told of all that are there already, and from now on of who joins and who is gone.
 
-        They are told in the order in which it happened, by a thread of this object's. Of this
-        process, `gone` is told if others have given it up.
+        They are told in the order in which it happened, by a thread of this object's. Those that
+        were gone before are told to be, too, for others may ask about them. Of this process, `gone`
+        is told if others have given it up.
         """
         with self._reading:
             self._untold.clear()
-            there = self.all()
+            there, lost = self.all(), dict(self._gone)
+        for id, how in lost.items():
+            gone(id, how)
         for peer in there:
             if peer.id != self.own_id:
                 joined(peer)

@@ -243,10 +243,12 @@ class HostTransport(Transport, Told):
             for way in list(self._ways.values()):
                 self._end(way, f"it has given this process up ({how})")
             return
-        way = self._way(id)
-        if way is not None:
-            self._read_ring_of(way, ended=False)
-            self._sockets.finish(id, lambda: self._end(way, how))
+        way = self._ways.get(id)
+        if way is None:  # gone before this process came: it has sent us nothing
+            self._died(id, how)
+            return
+        self._read_ring_of(way, ended=False)
+        self._sockets.finish(id, lambda: self._end(way, how))
 
     def _read_ring_of(self, way: _Way, ended: bool) -> None:
         """Read what is in the rings now; free that of a process that has ended."""

@@ -136,3 +136,15 @@ def test_a_name_of_another_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("dure.rpc.peers._NAMED_S", 0.0)
     with pytest.raises(RendezvousError):
         Peers.join(store, peer("x"))
+
+
+def test_who_joins_is_told_of_those_that_are_gone() -> None:
+    """Others may ask about them: what came from them has been read here, for nothing did."""
+    store = HashStore()
+    a = Peers.join(store, peer("a"))
+    Peers.join(store, peer("b")).close()
+    c = Peers.join(store, peer("c"))
+    seen = told(c)
+    assert [seen.get(timeout=20) for _ in range(2)] == [("gone", 1, "it left"), ("joined", 0, "a")]
+    a.close()
+    c.close()
