@@ -2,8 +2,8 @@
 
 A program calls two workers that call each other: plainly, with references that are passed on, and
 with backward passes through all three. At a random moment one of them is killed; what waits for it
-must end, with the right value or with a `PeerLost` somewhere in its error. It then comes again under
-its name.
+must end, with the right value or with a `PeerLost` somewhere in its error. It then comes again
+under its name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from procs.rpc_workers import (
     gradient,
     keep,
     let_go,
-    nap,
     passed_on,
     weight,
 )
@@ -57,7 +56,9 @@ def plain(to: str, other: str) -> None:
     futures = [rpc.rpc_async(to, double, (LARGE,)) for _ in range(4)]
     for future in futures:
         assert torch.equal(future.wait(), 2 * LARGE)
-    assert torch.equal(rpc.rpc_sync(to, chain, ([other], torch.ones(2, 4))), torch.full((2, 4), 16.0))
+    assert torch.equal(
+        rpc.rpc_sync(to, chain, ([other], torch.ones(2, 4))), torch.full((2, 4), 16.0)
+    )
 
 
 def references(to: str, other: str) -> None:
@@ -90,7 +91,13 @@ def is_lost(error: BaseException) -> bool:
         isinstance(error, RpcError | DureError | RuntimeError)
         and any(
             text in str(error)
-            for text in ("is gone", "PeerLost", "may have run", "could not find destination", "lost")
+            for text in (
+                "is gone",
+                "PeerLost",
+                "may have run",
+                "could not find destination",
+                "lost",
+            )
         )
     )
 
@@ -104,7 +111,9 @@ class Drill:
         self.odd: list[BaseException] = []
         self.rounds = [0] * len(KINDS)
         self._over = threading.Event()
-        logging.getLogger("dure.rpc").setLevel(logging.CRITICAL)  # records hold frames, and these memory
+        logging.getLogger("dure.rpc").setLevel(
+            logging.CRITICAL
+        )  # records hold frames, and these memory
         Start(name="program", rank=0, url=url).init()
         self.workers = {name: self.start(name) for name in NAMES}
         self.threads = [

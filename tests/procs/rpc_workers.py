@@ -1,4 +1,4 @@
-"""Workers of RPC as processes of their own, that tests start, and kill; and what they are called for."""
+"""Workers of RPC as processes of their own, that tests start and kill, and what they can do."""
 
 from __future__ import annotations
 

@@ -235,11 +235,12 @@ class Agent:
     def joined(self, id: int, name: str) -> None:
         """Take note of a process; the transport calls this."""
         with self.step():
+            if id in self._dead:
+                return
             self._workers[id] = WorkerInfo(name, id)
             self._ids[name] = id
-            if id not in self._dead:
-                self._peers.setdefault(id, _Peer())
-                self.values.joined(id)
+            self._peers.setdefault(id, _Peer())
+            self.values.joined(id)
 
     def died(self, id: int, how: str) -> None:
         """Take note that a process is gone for good; the transport calls this."""

@@ -126,8 +126,9 @@ class Transport(Protocol):
             died: Told once, after all that came from it, of a process that is gone for good, and
                 how it ended ("exit code 3", "signal 9 (SIGKILL)", or empty).
             refuse: Told of a call, which `receive` returned, for which there is no thread.
-            joined: Told of each process, before anything comes from it: its id and its name. Those
-                that are there, this one too, are told before this returns.
+            joined: Told of each process, before anything comes from it, or a reference to a value
+                of it: its id and its name. Those that are there, this one too, are told before
+                this returns.
         """
         ...
 

@@ -249,9 +249,9 @@ class Peers:
         while True:
             while self._untold:
                 event = self._untold.popleft()
-                if event.joined is None and not (self._closed and event.gone == self.own_id):
+                if event.joined is None:
                     gone(event.gone, event.how)
-                elif event.joined is not None and event.joined.id != self.own_id:
+                elif event.joined.id != self.own_id:
                     joined(event.joined)
             if self._closed or self.own_id in self._gone:
                 return

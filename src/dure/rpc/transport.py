@@ -136,10 +136,11 @@ class HostTransport(Transport, Told):
         if way is None or way.lost is not None:
             raise self._lost_error(to, way)
         raw: Sequence[bytes] = ()
-        if way.process is not None:
-            envelope.memories = [give(way.process, memory) for memory in memories]
-            packed = self._short(way.process, _encode(envelope))
-            outbox = way.outbox or self._claim(way, way.process)
+        process = way.process
+        if process is not None:
+            envelope.memories = [give(process, memory) for memory in memories]
+            packed = self._short(process, _encode(envelope))
+            outbox = way.outbox or self._claim(way, process)
             if outbox is not None and outbox.send(packed):
                 return
         else:
@@ -267,7 +268,7 @@ class HostTransport(Transport, Told):
                 return
             way.lost = how
         with self._claiming:
-            way.outbox = None
+            way.outbox = way.process = None
         self._sockets.forget(way.peer.id)
         self._died(way.peer.id, how)
 
@@ -314,6 +315,8 @@ class HostTransport(Transport, Told):
         way = self._way(envelope.sender)
         if way is None:
             raise ValueError(f"a message of a process {envelope.sender} that nobody knows")
+        if way.lost is not None:
+            return None
         if envelope.kind == _ELSEWHERE:
             there = envelope.memories[0]
             taken = native.heap_take(self._process(way), there.offset, there.nbytes)
@@ -323,6 +326,9 @@ class HostTransport(Transport, Told):
             next(rest) if row.nbytes and row.offset < 0 else self._memory(way, row)
             for row in envelope.memories
         ]
+        for row in envelope.references:  # whose owner may have joined just now
+            if row.owner != self._id:
+                self._way(row.owner)
         with way.reading:
             return self._receive(envelope, memories) if way.lost is None else None
 
