@@ -37,6 +37,19 @@ class CallFuture(torch.futures.Future[Any]):
         try:
             value = self.agent.result(call)
         except Exception as error:
-            self.set_exception(error)
+            self._set_unwrap_func(_raise_another)
+            self.set_result(error.with_traceback(None))
         else:
             self.set_result(value)
+
+
+def _raise_another(error: Exception) -> None:
+    """Raise an exception like the one that a future has.
+
+    Were it raised itself, its traceback would hold the frames that hold the future, in a circle
+    through C++ that Python cannot see, so that neither they nor their tensors were ever freed.
+    """
+    another = type(error).__new__(type(error), *error.args)
+    another.__dict__.update(error.__dict__)
+    another.__cause__ = error.__cause__
+    raise another
