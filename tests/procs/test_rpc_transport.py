@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -188,6 +189,63 @@ def stopped(rank: int, url: str, shared: bool) -> None:
 @both
 def test_nobody_waits_for_a_receiver(process_pool, url: str, shared: bool) -> None:
     process_pool(2).run(stopped, url, shared)
+
+
+def one_of_many(url: str, rank: int, world_size: int, pipe: Connection) -> None:
+    """Ask everybody, be idle, and leave; the pipe says when."""
+    torch.set_num_threads(1)
+    agent = echo(url, rank, world_size)
+    before = threading.active_count()
+    pipe.send(pipe.recv())  # all are there
+    for _ in range(2):
+        asked = [agent.ask(to, b"%d" % to, [numbered(6000, to)]) for to in range(world_size)]
+        for to, each in enumerate(asked):
+            assert agent.transport.wait(each.ticket, 90.0)
+            assert isinstance(each.answer, tuple)
+            assert digest(each.answer[1]) == digest([numbered(6000, to)])
+    threads = threading.active_count()
+    pipe.send((before, threads))
+    pipe.recv()  # all have asked
+    busy = time.process_time()
+    assert not pipe.poll(2.0)
+    pipe.send(time.process_time() - busy)
+    pipe.recv()  # all have been idle
+    agent.transport.close()
+    pipe.send(agent.broke)
+
+
+@pytest.mark.parametrize(
+    "count", [6, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
+)
+def test_many_small_workers_ask_each_other_and_cost_nothing_when_idle(url: str, count: int) -> None:
+    context, pipes, started = start_server(), list[Connection](), list[Any]()
+    for rank in range(count):
+        pipe, theirs = context.Pipe()
+        process = context.Process(
+            target=one_of_many, args=(url, rank, count, theirs), name=f"many-{rank}", daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(pipe)
+        started.append(process)
+
+    def all_together(word: str) -> list[Any]:
+        for pipe in pipes:
+            pipe.send(word)
+        return [pipe.recv() for pipe in pipes]
+
+    assert all_together("there") == ["there"] * count
+    counts = [pipe.recv() for pipe in pipes]
+    assert max(before for before, _ in counts) <= 6  # nothing for each that is there
+    assert max(threads for _, threads in counts) <= 16  # nor for each that was asked
+    assert max(all_together("idle")) < 0.1
+    assert all_together("leave") == [[]] * count
+    for process in started:
+        process.join()
+        assert process.exitcode == 0
+        process.close()
+    for pipe in pipes:
+        pipe.close()
 
 
 # --- who ends -------------------------------------------------------------------------------------
