@@ -199,9 +199,7 @@ class FaultyTransport:
         """Send what was lost once more, as after a connection that broke."""
         agent: Any = self._agent
         with agent.lock:
-            peer = agent._peers[to]
-            peer.queued = peer.link.again()
-            agent._due.add(to)
+            agent.delivery.again(to)
         agent._flush()
 
 

@@ -5,12 +5,6 @@ thread of the callee that has a slot, and run there; the answer has the same num
 once, by whatever takes it out of the table first: its answer, its timeout, a connection that broke
 (it may have run, and is not sent again), or the callee's death.
 
-**What must arrive** (references, gradients) is numbered by a link a peer, rides along with the next
-message to that peer, or goes by itself when none is about to be sent.
-
-**Time.** All calls have deadlines, and hardly any is reached: one timer, for the earliest, looks at
-all calls that are under way then.
-
 Threads: one lock guards all tables. Nothing is sent, and no code of the program's runs, with it
 held: what a step leaves to be done is put on a list, and done after (`step`).
 """
@@ -19,110 +13,47 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dure.errors import DureError, PeerLost, RpcError, UsageError
 from dure.rpc import failures
 from dure.rpc.allow import Allowed
+from dure.rpc.calls import Call, Calls
 from dure.rpc.current import here
-from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport, Waiter
+from dure.rpc.delivery import Delivery
+from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport
 from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
 from dure.rpc.futures import CallFuture
 from dure.rpc.gatherings import Gatherings
-from dure.rpc.links import Link, Numbered
 from dure.rpc.message import Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
-from dure.rpc.names import WorkerInfo
+from dure.rpc.names import Directory, WorkerInfo
 from dure.rpc.references import RefId
 from dure.rpc.rref import RRef
 from dure.rpc.timers import Timers
 from dure.rpc.values import TOPIC, Value, Values
 
-__all__ = ["MOST_BYTES", "UNSET", "Agent", "Call", "GradientHooks"]
+if TYPE_CHECKING:
+    from dure.rpc.autograd.backward import Contexts
 
-MOST_BYTES = 1 << 30
-"""How much of unanswered calls to one process may be under way before the program must wait."""
+__all__ = ["UNSET", "Agent"]
 
 UNSET = -1.0
 """A timeout that is not given: the default holds. 0 is none."""
-
-_LATER_S = 0.005
-"""How long what is in no hurry waits for a message to ride along with."""
 
 _SHOWN_S = 0.1
 """How old the figures of a busy process may be (`dure rpc top`)."""
 
 _log = logging.getLogger("dure.rpc")
 _Future = torch.futures.Future.__mro__[1]  # of C++: what `then` returns
-
-
-class GradientHooks(Protocol):
-    """What distributed autograd adds to messages."""
-
-    def sending(self, to: int, what: str, tensors: Sequence[torch.Tensor]) -> GradientTag | None:
-        """Take note of the tensors of a call or an answer, in the thread that sends it."""
-        ...
-
-    def receiving(
-        self, sender: int, tag: GradientTag, tensors: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return the tensors of a message with their places in the graph, before it is unpacked."""
-        ...
-
-    def serving(self, tag: GradientTag) -> AbstractContextManager[None]:
-        """Return what a call that came with the tag runs in, its answer included."""
-        ...
-
-    def waits(self, backward: tuple[int, int], arrival: Callable[[], None]) -> bool:
-        """Whether a thread waits in that backward pass; it then runs what gradients set off."""
-        ...
-
-    def arrive(self, backward: tuple[int, int], read: Callable[[], Any]) -> None:
-        """Run what gradients set off; `read` unpacks them."""
-        ...
-
-    def lost(self, worker: int, error: DureError) -> None:
-        """Take note of a process that is gone (`PeerLost`), or of a connection that broke."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """A call that was made.
-
-    Attributes:
-        ticket: Done when the outcome is there, and, with `told`, when that has returned.
-        outcome: The message that came, or what went wrong.
-        told: Called once with the call, by a thread that may run code of the program's.
-        counted: False for what RPC itself calls, which no shutdown waits for.
-    """
-
-    kind: Kind
-    to: WorkerInfo
-    function: str
-    ref: RefId | None
-    ticket: Waiter
-    seconds: float
-    deadline: float
-    nbytes: int
-    told: Callable[[Call], None] | None
-    counted: bool
-    number: int = 0
-    outcome: _Incoming | Exception | None = None
-
-    @property
-    def what(self) -> str:
-        """The call, for people."""
-        return f"{self.function} on {self.to.name}"
 
 
 @dataclass(slots=True, eq=False)
@@ -137,16 +68,6 @@ class _Incoming:
 
     def __call__(self) -> None:
         self.agent.run(partial(self.agent.serve, self))
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    link: Link = field(default_factory=Link)
-    queued: list[Numbered] = field(default_factory=list[Numbered])
-    in_flight: int = 0  # bytes
-    blocked: deque[Waiter] = field(default_factory=deque[Waiter])
-    made: list[int] = field(default_factory=list[int])  # calls of it whose values are there
-    timed: bool = False  # what is queued or owed is sent by a timer, if by nothing else
 
 
 class Agent:
@@ -175,27 +96,22 @@ class Agent:
         static: bool = True,
     ) -> None:
         self.me, self.transport, self.timeout, self.static = me, transport, timeout, static
-        self.gradients: GradientHooks | None = None
+        self.gradients: Contexts | None = None
         self.device_maps: Mapping[str, Mapping[torch.device, torch.device]] = {}
         self.closed = False
         self.timers = Timers()
         self.lock = threading.Lock()
         self.todo: list[Callable[[], None]] = []
         self._allow, self._find = allow, None if allow is None else allow.find
-        self._workers: dict[int, WorkerInfo] = {}
-        self._ids: dict[str, int] = {}
-        self._dead: dict[int, str] = {}
-        self._peers: dict[int, _Peer] = {}
-        self._due: set[int] = set()  # to whom something is queued
-        self._calls: dict[int, Call] = {}
-        self._number = 0
-        self._sweep_at = inf
+        self._directory = directory = Directory()
+        self.find, self.info, self.lost = directory.find, directory.info, directory.lost
+        self.delivery = Delivery(self.timers, self._owed)
+        self.calls = Calls(self.lock, transport, self.timers, self._fail)
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
         self._busy = 0
         self._figures, self._showing, self._board = Figures(), False, Board(me.name)
         self.values = Values(self, self._never_made)
         self.gatherings = Gatherings(lambda: {worker.name for worker in self.workers})
-        self._told_of_deaths: list[Callable[[str, PeerLost], None]] = [self.gatherings.died]
 
     def start(self) -> None:
         """Begin to receive."""
@@ -207,67 +123,41 @@ class Agent:
     def workers(self) -> list[WorkerInfo]:
         """Who is there, this process included, by id."""
         with self.lock:
-            return [self._workers[id] for id in sorted(self._workers)]
-
-    def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
-        """Return who is meant.
-
-        Raises:
-            RpcError: Nobody has that name or id.
-            PeerLost: It is gone.
-            UsageError: It is no name, id or `WorkerInfo`.
-        """
-        if isinstance(to, WorkerInfo):
-            return to
-        if not isinstance(to, str | int):
-            raise UsageError(
-                "a worker is told by its name, its id or its WorkerInfo", op="rpc", seen=repr(to)
-            )
-        id = self._ids.get(to, -1) if isinstance(to, str) else int(to)
-        found = self._workers.get(id)
-        if found is None:
-            names = ", ".join(sorted(self._ids))
-            raise self.lost(id) or RpcError(
-                "could not find destination", seen=f"{to!r}", fix=f"There are: {names}."
-            )
-        return found
+            return self._directory.all()
 
     def joined(self, id: int, name: str) -> None:
         """Take note of a process; the transport calls this."""
         with self.step():
-            if id in self._dead:
-                return
-            self._workers[id] = WorkerInfo(name, id)
-            self._ids[name] = id
-            self._peers.setdefault(id, _Peer())
-            self.values.joined(id)
+            if self.lost(id) is None:
+                self._directory.add(WorkerInfo(name, id))
+                self.delivery.add(id)
+                self.values.joined(id)
 
     def died(self, id: int, how: str) -> None:
         """Take note that a process is gone for good; the transport calls this."""
         with self.step():
-            if id in self._dead:
+            if self.lost(id) is not None:
                 return
-            worker = self._workers.pop(id, None)
-            self._dead[id] = f"{worker.name if worker else id}\0{how}"
-            peer = self._peers.pop(id, _Peer())
+            worker = self._directory.remove(id, how)
+            self.delivery.remove(id)
             lost = self.lost(id)
             assert lost is not None
-            for call in self._calls_to(id):
+            for call in self.calls.all(id):
                 self.todo.append(partial(self._fail, call, self.lost(id) or lost))
-            self.todo += [partial(self.transport.complete, ticket) for ticket in peer.blocked]
+            self.todo += [
+                partial(self.transport.complete, ticket) for ticket in self.calls.blocked(id)
+            ]
             if self.gradients is not None:
                 self.todo.append(partial(self.gradients.lost, id, lost))
             self.values.died(id)
-            if worker is not None:
-                self.todo += [partial(told, worker.name, lost) for told in self._told_of_deaths]
+            self.todo.append(partial(self.gatherings.died, worker.name, lost))
 
     def broken(self, id: int) -> None:
         """Take note that a connection broke; the transport calls this."""
         with self.step():
-            peer = self._peers.get(id)
-            if peer is None:
+            if id not in self.delivery:
                 return
-            for call in self._calls_to(id):
+            for call in self.calls.all(id):
                 error = RpcError(
                     f"the connection to worker {call.to.name!r} broke: the call may have run",
                     seen=call.what,
@@ -275,29 +165,11 @@ class Agent:
                 )
                 self.todo.append(partial(self._fail, call, error))
             if self.gradients is not None:
-                name = self._workers[id].name
+                name = self.info(id).name
                 error = RpcError(f"the connection to worker {name!r} broke: gradients were lost")
                 self.todo.append(partial(self.gradients.lost, id, error))
             self.values.broken(id)
-            peer.queued = peer.link.again()
-            self._due.add(id)
-
-    def _calls_to(self, id: int) -> list[Call]:
-        return [call for call in self._calls.values() if call.to.id == id]
-
-    def lost(self, id: int) -> PeerLost | None:
-        """Return the error about a process that is gone; None: it is not."""
-        if id not in self._dead:
-            return None
-        name, how = self._dead[id].split("\0")
-        return PeerLost(
-            f"worker {name!r} (id {id}) is gone", peer=id, exit=how or None, op="rpc", seen=how
-        )
-
-    def info(self, id: int) -> WorkerInfo:
-        """Return a worker by its id, be it gone."""
-        found = self._workers.get(id)
-        return found or WorkerInfo(self._dead[id].split("\0")[0], id)
+            self.delivery.again(id)
 
     # --- calls -------------------------------------------------------------------------------
 
@@ -420,38 +292,19 @@ class Agent:
         tag = None
         if self.gradients is not None:
             tag = self.gradients.sending(worker.id, call.what, packed.sources)
-        if not self._register(call):
+        if not self.calls.add(call, self._is_there, not getattr(here, "serves", False)):
             self.values.not_sent(packed)
             if self._end(call, self.lost(worker.id) or _closed()) is not None:
                 self._tell(call)
             return call
-        if call.deadline < self._sweep_at:
-            self._sweep_by(call.deadline)
         try:
             self._send(worker.id, kind, call.number, packed, tag, make, self._devices(worker))
         except PeerLost as error:
             self._fail(call, error)
         return call
 
-    def _register(self, call: Call) -> bool:
-        """Put a call into the table, when there is room; False: the callee is gone."""
-        to, serves = call.to.id, getattr(here, "serves", False)
-        while True:
-            with self.lock:
-                peer = self._peers.get(to)
-                if peer is None or self.closed:
-                    return False
-                after = peer.in_flight + call.nbytes
-                if serves or after <= MOST_BYTES or not peer.in_flight:
-                    peer.in_flight = after
-                    self._number = call.number = self._number + 1
-                    self._calls[call.number] = call
-                    self._figures.made += call.counted
-                    return True
-                ticket = self.transport.ticket()
-                peer.blocked.append(ticket)
-            while not ticket.done:
-                self.transport.wait(ticket, 60.0)
+    def _is_there(self, id: int) -> bool:
+        return id in self.delivery and not self.closed
 
     def wait(self, call: Call) -> Any:
         """Wait until a call has ended, and return its value; the thread receives meanwhile.
@@ -515,63 +368,17 @@ class Agent:
 
     def _fail(self, call: Call, error: Exception) -> None:
         """End a call without an answer, if it has not ended."""
-        if self._take(call.number, 0) is not None:
+        if self.calls.take(call.number) is not None:
             work = self._end(call, error)
             if work is not None:
                 self._submit(work)
 
     def _never_made(self, ref: RefId) -> None:
         """With the lock: end calls that fetch a value that was never made."""
-        for call in self._calls.values():
+        for call in self.calls.all():
             if call.ref == ref and call.kind == Kind.FETCH:
                 error = RpcError("the value was never made", op=call.what)
                 self.todo.append(partial(self._fail, call, error))
-
-    def _take(self, number: int, nbytes: int) -> Call | None:
-        """Take a call out of the table; None: it has ended."""
-        with self.lock:
-            self._figures.bytes_received += nbytes
-            call = self._calls.pop(number, None)
-            if call is None:
-                return None
-            peer = self._peers.get(call.to.id)
-            if peer is None:
-                return call
-            peer.in_flight -= call.nbytes
-            if not peer.blocked:
-                return call
-            free, peer.blocked = list(peer.blocked), deque()
-        for ticket in free:
-            self.transport.complete(ticket)
-        return call
-
-    def _sweep_by(self, when: float) -> None:
-        with self.lock:
-            if when >= self._sweep_at:
-                return
-            self._sweep_at = when
-        self.timers.at(when, self._sweep)
-
-    def _sweep(self) -> None:
-        """End the calls whose time is over, and look again when the next one's is."""
-        now = monotonic()
-        with self.lock:
-            calls = list(self._calls.values())
-            self._sweep_at = inf
-        for call in calls:
-            if call.deadline <= now:
-                self._expire(call)
-        due = min((call.deadline for call in calls if call.deadline > now), default=inf)
-        if due < inf:
-            self._sweep_by(due)
-
-    def _expire(self, call: Call) -> None:
-        text = (
-            f"RPC ran for more than set timeout ({call.seconds * 1000:.0f} ms) and will now be "
-            "marked with an error"
-        )
-        fix = "Give a larger timeout; 0 is none."
-        self._fail(call, RpcError(text, op=call.what, peer=call.to.id, fix=fix))
 
     # --- what comes --------------------------------------------------------------------------
 
@@ -589,19 +396,19 @@ class Agent:
             nbytes += sum(memory.nbytes for memory in memories)
         for number in envelope.made:
             self._made(number)
+        self._figures.bytes_received += nbytes
         if called:
             with self.lock:
                 self._busy += 1
-                self._figures.bytes_received += nbytes
                 self._figures.served += 1
             return incoming
         if kind == Kind.GRADIENTS:
             return self._gradients_came(incoming)
-        call = None if kind == Kind.RELIABLE else self._take(envelope.number, nbytes)
+        call = None if kind == Kind.RELIABLE else self.calls.take(envelope.number)
         return None if call is None else self._end(call, incoming)
 
     def _made(self, number: int) -> None:
-        call = self._take(number, 0)
+        call = self.calls.take(number)
         if call is not None:
             outcome = _Incoming(self, Envelope(Kind.ANSWER, call.to.id), [], [])
             work = self._end(call, outcome)
@@ -621,7 +428,7 @@ class Agent:
         sender = envelope.sender
         with self.step(but=sender if called else -1):
             for numbered in envelope.link:
-                self._take_reliable(sender, numbered)
+                self._deliver(sender, self.delivery.receive(sender, numbered))
             incoming.references = [self.values.take(row, sender) for row in envelope.references]
             if envelope.kind == Kind.MAKE:
                 assert envelope.make is not None
@@ -637,7 +444,7 @@ class Agent:
             here.serves, here.agent = before
             with self.lock:
                 self._busy -= 1
-            if self._due:
+            if self.delivery.due:
                 self._flush()
 
     def _as_work(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -752,10 +559,7 @@ class Agent:
         if call.kind == Kind.MAKE:
             assert call.make is not None
             with self.lock:
-                peer = self._peers.get(call.sender)
-                if peer is not None:
-                    peer.made.append(call.number)
-                    self._send_later(call.sender, peer)
+                self.delivery.made(call.sender, call.number)
             self.values.set(call.make, result)
             return
         packed = _NOTHING if result is None else self._pack_answer(result, call)
@@ -814,39 +618,19 @@ class Agent:
 
     def queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         """With the lock: leave a message that must arrive for the next one that is sent."""
-        peer = self._peers.get(to)
-        if peer is None:
-            return
-        peer.queued.append(peer.link.send(bytes((topic,)) + body))
-        if hurry:
-            self._due.add(to)
-        else:
-            self._send_later(to, peer)
+        self.delivery.queue(to, bytes((topic,)) + body, hurry)
 
-    def _take_reliable(self, sender: int, numbered: Numbered) -> None:
-        peer = self._peers.get(sender)
-        if peer is None:
-            return
-        for body in peer.link.receive(numbered):
+    def _deliver(self, sender: int, bodies: list[bytes]) -> None:
+        for body in bodies:
             if body[0] == TOPIC:
                 self.values.hear(sender, body[1:])
             else:
                 self.todo.append(partial(self._handlers[body[0]], sender, body[1:]))
-        if peer.link.owes:
-            self._send_later(sender, peer)
-
-    def _send_later(self, to: int, peer: _Peer) -> None:
-        """With the lock: send what is queued or owed in a while, if nothing else is sent before."""
-        if not peer.timed:
-            peer.timed = True
-            self.timers.at(monotonic() + _LATER_S, partial(self._owed, to))
 
     def _owed(self, to: int) -> None:
         with self.step():
-            peer = self._peers.get(to)
-            if peer is not None:
-                peer.timed = False
-                self._due.add(to)
+            if to in self.delivery:
+                self.delivery.due.add(to)
 
     @contextmanager
     def step(self, but: int = -1) -> Iterator[None]:
@@ -861,13 +645,13 @@ class Agent:
             self.todo.clear()
         for action in todo:
             action()
-        if self._due:
+        if self.delivery.due:
             self._flush(but)
 
     def _flush(self, but: int = -1) -> None:
         """Send what is queued."""
         with self.lock:
-            due = [id for id in self._due if id != but]
+            due = [id for id in self.delivery.due if id != but]
         for id in due:
             with suppress(PeerLost):  # `died` comes, or has come
                 self._send(id, Kind.RELIABLE)
@@ -886,19 +670,10 @@ class Agent:
     ) -> None:
         """Send a message, and what is queued for the process with it."""
         packed = packed or _NOTHING
-        link, made = list[Numbered](), list[int]()
         with self.lock:
             self._figures.bytes_sent += packed.nbytes
             show, self._showing = not self._showing, True
-            peer = self._peers.get(to)
-            self._due.discard(to)
-            if peer is not None:
-                if peer.queued:
-                    link, peer.queued = peer.queued, link
-                elif peer.link.owes:
-                    link = [peer.link.acknowledge()]
-                if peer.made:
-                    made, peer.made = peer.made, made
+            link, made = self.delivery.take(to)
         if show:
             self.timers.at(monotonic() + _SHOWN_S, self._show)
         if kind is Kind.RELIABLE and not link and not made:
@@ -989,13 +764,13 @@ class Agent:
     def activity(self) -> tuple[int, int]:
         """Return how many calls were made here, and how many are under way or run here now."""
         with self.lock:
-            waiting = sum(call.counted for call in self._calls.values())
-            return self._figures.made, waiting + self._busy
+            waiting = sum(call.counted for call in self.calls.all())
+            return self.calls.made, waiting + self._busy
 
     def references_info(self) -> dict[str, str]:
         """Return how many references there are, with torch's names."""
         with self.lock:
-            making = sum(call.kind == Kind.MAKE for call in self._calls.values())
+            making = sum(call.kind == Kind.MAKE for call in self.calls.all())
             return {
                 "num_owner_rrefs": str(self.values.num_owned),
                 "num_pending_users": str(self.values.num_unsettled),
@@ -1007,17 +782,18 @@ class Agent:
         """Return figures, for people."""
         with self.lock:
             return {
-                "agent.num_pending_requests": str(len(self._calls)),
+                "agent.num_pending_requests": str(len(self.calls.all())),
                 "agent.num_running_requests": str(self._busy),
-                "agent.num_requests": str(self._figures.made),
-                "agent.bytes_in_flight": str(sum(p.in_flight for p in self._peers.values())),
+                "agent.num_requests": str(self.calls.made),
+                "agent.bytes_in_flight": str(self.calls.nbytes),
             }
 
     def _show(self) -> None:
         with self.lock:
             self._showing = False
             figures = self._figures
-            figures.waiting, figures.running = len(self._calls), self._busy
+            figures.waiting, figures.running = len(self.calls.all()), self._busy
+            figures.made = self.calls.made
             figures.owned, figures.held = self.values.num_owned, self.values.num_held
             self._board.show(figures)
 
@@ -1031,7 +807,7 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
-            calls = list(self._calls.values())
+            calls = self.calls.all()
         for call in calls:
             self._fail(call, _closed())
         self.transport.close()

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from dure.store.identity import start_of
+
 __all__ = ["Board", "Figures", "Seen", "seen"]
 
 _LABEL = "dure-rpc"
@@ -83,7 +85,8 @@ class Seen:
 def seen() -> list[Seen]:
     """Return the workers of this host whose figures this user may read, by name."""
     found: dict[tuple[int, int], Seen] = {}
-    for pid in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    for pid in sorted(pids, key=lambda pid: (int(start_of(pid) or 0), pid)):  # a parent is older
         with suppress(OSError):  # it is gone, or another user's
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
@@ -92,5 +95,5 @@ def seen() -> list[Seen]:
                         name, *numbers = _LAYOUT.unpack(link.read_bytes())
                         text = name.rstrip(b"\0").decode(errors="replace")
                         each = Seen(pid, text, Figures(*numbers))
-                        found.setdefault((state.st_dev, state.st_ino), each)  # forked: the parent
+                        found.setdefault((state.st_dev, state.st_ino), each)
     return sorted(found.values(), key=lambda each: (each.name, each.pid))

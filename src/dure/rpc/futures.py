@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from dure.rpc.agent import Agent, Call
+    from dure.rpc.agent import Agent
+    from dure.rpc.calls import Call
 
 __all__ = ["CallFuture"]
 

@@ -15,7 +15,8 @@ from dure.rpc.current import current
 from dure.rpc.functions import MARK, Later
 
 if TYPE_CHECKING:
-    from dure.rpc.agent import Agent, Call
+    from dure.rpc.agent import Agent
+    from dure.rpc.calls import Call
     from dure.rpc.message import ReferenceRow
     from dure.rpc.names import WorkerInfo
     from dure.rpc.references import RefId

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dure.errors import PeerLost, RpcError, UsageError
-from dure.rpc import agent as module
 from dure.rpc import api
+from dure.rpc import calls as module
 from dure.rpc.allow import Allowed
 from dure.rpc.functions import async_execution
 from dure.rpc.names import WorkerInfo
@@ -260,7 +260,7 @@ def test_what_must_arrive_does_over_broken_connections_in_order() -> None:
         cluster.network.release(0, 1)
         wait_until(lambda: len(got) == 30)
         assert sorted(got) == [bytes([n]) for n in range(30)]
-        wait_until(lambda: not one._peers[1].link.num_kept)
+        wait_until(lambda: not one.delivery.num_kept(1))
 
 
 def test_a_death_ends_the_calls_that_wait_for_it() -> None:
@@ -300,7 +300,7 @@ def test_the_program_waits_when_too_much_is_under_way(monkeypatch: pytest.Monkey
         thread.start()
         for _ in range(2):
             assert Gate.reached.acquire(timeout=60.0)
-        wait_until(lambda: bool(cluster.agents[0]._peers[1].blocked))
+        wait_until(lambda: bool(cluster.agents[0].calls._rooms[1].blocked))
         assert done == [0, 1]
         with cluster.on(1):  # answers, and calls of calls, do not wait
             assert api.rpc_sync("worker0", relay, (["worker1"], 0))[1] == ("worker1", 1)

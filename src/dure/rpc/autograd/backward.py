@@ -210,7 +210,7 @@ class Contexts:
                     context = self._contexts.setdefault(number, Context(number))
         return context
 
-    # --- forward: `agent.GradientHooks` ------------------------------------------------------
+    # --- forward: what the agent asks of messages -------------------------------------------
 
     def sending(self, to: int, what: str, tensors: Sequence[torch.Tensor]) -> GradientTag | None:
         """Take note of a message that this thread sends; return its tag if it is in a context."""

@@ -1,0 +1,183 @@
+"""The calls of a process that are under way: who is called, room for more, and time.
+
+**Room.** How many bytes of unanswered calls are under way to each process is counted, and a thread
+of the program waits while there are too many. Others do not: their calls are what frees the room.
+
+**Time.** All calls have deadlines, and hardly any is reached: one timer, for the earliest, looks at
+all calls that are under way then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
+from typing import Any
+
+from dure.errors import RpcError
+from dure.rpc.envelope import Kind, Transport, Waiter
+from dure.rpc.names import WorkerInfo
+from dure.rpc.references import RefId
+from dure.rpc.timers import Timers
+
+__all__ = ["MOST_BYTES", "Call", "Calls"]
+
+MOST_BYTES = 1 << 30
+"""How much of unanswered calls to one process may be under way before the program must wait."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call that was made.
+
+    Attributes:
+        ticket: Done when the outcome is there, and, with `told`, when that has returned.
+        outcome: The message that came, or what went wrong.
+        told: Called once with the call, by a thread that may run code of the program's.
+        counted: False for what RPC itself calls, which no shutdown waits for.
+    """
+
+    kind: Kind
+    to: WorkerInfo
+    function: str
+    ref: RefId | None
+    ticket: Waiter
+    seconds: float
+    deadline: float
+    nbytes: int
+    told: Callable[[Call], None] | None
+    counted: bool
+    number: int = 0
+    outcome: Any = None
+
+    @property
+    def what(self) -> str:
+        """The call, for people."""
+        return f"{self.function} on {self.to.name}"
+
+
+@dataclass(slots=True)
+class _Room:
+    nbytes: int = 0
+    blocked: list[Waiter] = field(default_factory=list[Waiter])
+
+
+class Calls:
+    """The table.
+
+    Args:
+        lock: The agent's; the methods take it, but for those that say otherwise.
+        transport: Carries the calls.
+        timers: For deadlines.
+        fail: Told of a call whose time is over, and the error.
+
+    Attributes:
+        made: How many there were, but for RPC's own.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        transport: Transport,
+        timers: Timers,
+        fail: Callable[[Call, Exception], None],
+    ) -> None:
+        self._lock, self._transport, self._timers, self._fail = lock, transport, timers, fail
+        self._calls: dict[int, Call] = {}
+        self._rooms: dict[int, _Room] = {}
+        self._number = 0
+        self._sweep_at = inf
+        self.made = 0
+
+    def add(self, call: Call, is_there: Callable[[int], bool], may_wait: bool) -> bool:
+        """Put a call into the table, when there is room; False: the callee is gone.
+
+        Args:
+            call: The call; gets its number.
+            is_there: Tells, with the lock, whether a process can be called.
+            may_wait: Whether there must be room.
+        """
+        to = call.to.id
+        while True:
+            with self._lock:
+                if not is_there(to):
+                    return False
+                room = self._rooms.get(to)
+                if room is None:
+                    room = self._rooms[to] = _Room()
+                after = room.nbytes + call.nbytes
+                if after <= MOST_BYTES or not room.nbytes or not may_wait:
+                    room.nbytes = after
+                    self._number = call.number = self._number + 1
+                    self._calls[call.number] = call
+                    self.made += call.counted
+                    break
+                ticket = self._transport.ticket()
+                room.blocked.append(ticket)
+            while not ticket.done:
+                self._transport.wait(ticket, 60.0)
+        if call.deadline < self._sweep_at:
+            self._sweep_by(call.deadline)
+        return True
+
+    def take(self, number: int) -> Call | None:
+        """Take a call out of the table; None: it has ended."""
+        with self._lock:
+            call = self._calls.pop(number, None)
+            if call is None:
+                return None
+            room = self._rooms[call.to.id]
+            room.nbytes -= call.nbytes
+            if not room.blocked:
+                return call
+            free = self.blocked(call.to.id)
+        for ticket in free:
+            self._transport.complete(ticket)
+        return call
+
+    def blocked(self, to: int) -> list[Waiter]:
+        """With the lock: return who waits for room; they look again when they are woken."""
+        room = self._rooms.get(to, _Room())
+        free, room.blocked = room.blocked, []
+        return free
+
+    def all(self, to: int | None = None) -> list[Call]:
+        """With the lock: return those under way, to one process or all."""
+        return [call for call in self._calls.values() if to is None or call.to.id == to]
+
+    @property
+    def nbytes(self) -> int:
+        """How much is under way."""
+        return sum(room.nbytes for room in self._rooms.values())
+
+    def _sweep_by(self, when: float) -> None:
+        with self._lock:
+            if when >= self._sweep_at:
+                return
+            self._sweep_at = when
+        self._timers.at(when, self._sweep)
+
+    def _sweep(self) -> None:
+        """End the calls whose time is over, and look again when the next one's is."""
+        now = monotonic()
+        with self._lock:
+            calls = self.all()
+            self._sweep_at = inf
+        for call in calls:
+            if call.deadline <= now:
+                self._fail(call, _timeout(call))
+        due = min((call.deadline for call in calls if call.deadline > now), default=inf)
+        if due < inf:
+            self._sweep_by(due)
+
+
+def _timeout(call: Call) -> RpcError:
+    return RpcError(
+        f"RPC ran for more than set timeout ({call.seconds * 1000:.0f} ms) and will now be "
+        "marked with an error",
+        op=call.what,
+        peer=call.to.id,
+        fix="Give a larger timeout; 0 is none.",
+    )
