@@ -378,3 +378,21 @@ def test_gradients_of_every_layout_travel() -> None:
     sparse, dense = (gradient, other) if gradient.is_sparse else (other, gradient)
     assert sparse.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
     assert dense.tolist() == [[2.0] * 3] * 2
+
+
+def test_a_connection_that_breaks_fails_the_pass_and_the_next_one_works() -> None:
+    network = Network(3)
+    number = network.at[0].new().number
+    x = network.carry(number, torch.ones(1, requires_grad=True), 0, 1)
+    w = torch.tensor([3.0], requires_grad=True)
+    there = network.carry(number, x * 2, 1, 2) * w
+    broke = RpcError("the connection broke: gradients were lost")
+    hook = there.register_hook(lambda _: network.at[1].lost(2, broke))
+    loss = network.carry(number, network.carry(number, there, 2, 1), 1, 0)
+    with pytest.raises(RpcError, match="Error on Node 1: the connection broke"):
+        network.at[0].backward(number, [loss], True)
+    hook.remove()
+    network.settle()
+    assert [contexts.counts for contexts in network.at] == [(1, 0)] * 3
+    network.at[0].backward(number, [loss], False)
+    assert w in network.at[2].find(number).gradients
