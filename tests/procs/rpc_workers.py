@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -72,7 +73,7 @@ def gradient(names: list[str]) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a worker is started: arguments of `init_rpc`, and variables."""
+    """Arguments of a worker's `init_rpc`, and variables; modules are allowed by name."""
 
     name: str
     rank: int = -1
@@ -94,7 +95,8 @@ class Start:
             rank=self.rank,
             world_size=self.world_size,
             rpc_backend_options=options,
-            allow=self.allow,
+            allow=self.allow
+            and [importlib.import_module(a) if isinstance(a, str) else a for a in self.allow],
         )
 
 

@@ -4,7 +4,6 @@ Each test attacks a server in a process of its own while a genuine client works;
 """
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,7 +19,7 @@ from dure.store.key import mint
 from dure.store.wire import MAX_FRAME_BYTES, Request, pack
 from security.victim import Victim, victim
 from security.wire_tools import (
-    SIGNATURE,
+    JUNK,
     Proxy,
     connect,
     frame_header,
@@ -55,19 +54,7 @@ def test_a_port_scan_is_told_of_in_few_lines(server: Victim) -> None:
 
 @pytest.mark.parametrize(
     "junk",
-    [
-        b"GET / HTTP/1.1\r\nHost: dure\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # TLS
-        b"SSH-2.0-OpenSSH_9.2\r\n",
-        b"\x80\x04\x95cposix\nsystem\n(S'id'\ntR.",  # a pickle
-        os.urandom(100_000),
-        SIGNATURE + b"\x01\x00",  # ZMTP 2
-        greeting(b"NULL"),
-        greeting(b"GSSAPI"),
-        greeting() + frame_header(1 << 62, command=True),
-        greeting() + b"\x04\x05hello",
-        greeting() + b"\x04\xc8\x05HELLO" + bytes(194),
-    ],
+    JUNK,
     ids=lambda junk: repr(junk[:12]),
 )
 def test_bytes_that_are_not_ours_end_the_connection(junk: bytes, server: Victim) -> None:

@@ -6,6 +6,7 @@ server's log can be asked who it was.
 
 import contextlib
 import itertools
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -28,6 +29,22 @@ def greeting(mechanism: bytes = b"CURVE") -> bytes:
 def frame_header(size: int, command: bool) -> bytes:
     """The header of a long frame that announces `size` bytes."""
     return (b"\x06" if command else b"\x02") + size.to_bytes(8, "big")
+
+
+JUNK = [
+    b"GET / HTTP/1.1\r\nHost: dure\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # TLS
+    b"SSH-2.0-OpenSSH_9.2\r\n",
+    b"\x80\x04\x95cposix\nsystem\n(S'id'\ntR.",  # a pickle
+    os.urandom(100_000),
+    SIGNATURE + b"\x01\x00",  # ZMTP 2
+    greeting(b"NULL"),
+    greeting(b"GSSAPI"),
+    greeting() + frame_header(1 << 62, command=True),
+    greeting() + b"\x04\x05hello",
+    greeting() + b"\x04\xc8\x05HELLO" + bytes(194),
+]
+"""What strangers say that are no members."""
 
 
 def new_source() -> str:
@@ -82,10 +99,10 @@ def peer(
 
 
 def member(
-    port: int, source: str, key: JobKey
+    port: int, source: str, key: JobKey, of: str = "store"
 ) -> contextlib.AbstractContextManager[zmq.Socket[bytes]]:
-    """A client that holds the job key, and says what it likes."""
-    return peer(port, source, key.pair("store server").public, key.pair("store client"))
+    """A client that holds the job key, and says what it likes, to a store or a worker of "rpc"."""
+    return peer(port, source, key.pair(f"{of} server").public, key.pair(f"{of} client"))
 
 
 class Proxy:
