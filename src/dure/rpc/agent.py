@@ -715,12 +715,13 @@ class Agent:
         return packed
 
     def _pack_answer(self, result: Any, call: Envelope) -> Packed:
-        def device_there(device: torch.device) -> str:
-            there = call.devices.get(str(device))
-            return there or self._device_there(self.info(call.sender), device)
-
         packed = pack_plain((result,))
-        return packed or self._pack((result,), call.sender, device_there)
+        back = partial(self._device_back, call)
+        return packed or self._pack((result,), call.sender, back)
+
+    def _device_back(self, call: Envelope, device: torch.device) -> str:
+        there = call.devices.get(str(device))  # the way back of the caller's map, else our own map
+        return there or self._device_there(self.info(call.sender), device)
 
     def _pack(self, value: object, to: int, device_there: Callable[[torch.device], str]) -> Packed:
         try:

@@ -13,6 +13,7 @@ from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc import api
 from dure.rpc import calls as module
 from dure.rpc.allow import Allowed
+from dure.rpc.envelope import Envelope
 from dure.rpc.functions import async_execution
 from dure.rpc.names import WorkerInfo
 from dure.testing.rpc import Cluster
@@ -316,6 +317,28 @@ def test_a_list_of_what_may_be_called() -> None:
             api.rpc_sync("worker1", who)
         with pytest.raises(RpcError, match="does not let others call"):
             api.rpc_sync("worker1", torch.add, (torch.ones(1), 1))
+
+
+def test_results_go_back_by_the_callers_device_map() -> None:
+    one, two, three = (torch.device("cuda", n) for n in (1, 2, 3))
+    with Cluster(2) as cluster:
+        here, there = cluster.agents
+        here.device_maps = {"worker1": {one: two}}
+        there.device_maps = {"worker0": {three: one}}
+        calls = list[Envelope]()
+        receive = there.transport._receive
+        there.transport._receive = lambda envelope, memories: (
+            calls.append(envelope),
+            receive(envelope, memories),
+        )[1]
+        assert here.rpc_sync("worker1", add, (1, 2)) == 3
+        assert calls[0].devices == {"cuda:2": "cuda:1"}
+        assert here._device_there(there.me, one) == "cuda:2"
+        assert there._device_back(calls[0], two) == "cuda:1"
+        assert there._device_back(calls[0], three) == "cuda:1"  # by its own map
+        for device in (one, torch.device("cuda", 7)):
+            with pytest.raises(ValueError, match="no device map"):
+                there._device_back(calls[0], device)
 
 
 def test_closing_ends_calls() -> None:
