@@ -238,7 +238,8 @@ def test_workers_that_are_killed_at_random_moments(seed: int, kills: int, tmp_pa
     assert drill.ended["backward: done"]
     for what in ("references", "contexts", "passes"):
         assert after[what] == 0, (what, after)
-    assert after["descriptors"] <= before["descriptors"] + 4, (before, after)
-    assert after["taken"] <= before["taken"] + 5e6, (before, after)
+    # two workers may be connected by sockets, where they were not: four descriptors each
+    assert after["descriptors"] <= before["descriptors"] + 10, (before, after)
+    assert after["taken"] <= before["taken"] + 1e6, (before, after)
     assert after["used"] <= before["used"] + 20e6, (before, after)
     assert after["memory"] <= before["memory"] + 60e6 + 0.2e6 * kills, (before, after)
