@@ -287,7 +287,7 @@ class Outbox:
     def send(self, message: bytes, /) -> bool:
         """Send; False: it does not fit, now or (above 16 KiB) ever."""
 
-def heap_give(nbytes: int, to: Process, address: int = 0, /) -> HeapMemory | None:
+def heap_give(bytes: int, to: Process, address: int = 0) -> HeapMemory | None:
     """Allocate memory in this heap that is the peer's alone when this process lets go of it.
 
     What is at `address` is copied into it.

@@ -247,6 +247,8 @@ class Peers:
     def _wait(self, joined: Callable[[Peer], None], gone: Callable[[int, str], None]) -> None:
         """In a thread of its own: wait for events, and tell of them."""
         while True:
+            with self._reading:  # what others read from here on wakes this thread
+                awaited = f"event/{self._next}"
             while self._untold:
                 event = self._untold.popleft()
                 if event.joined is None:
@@ -256,7 +258,7 @@ class Peers:
             if self._closed or self.own_id in self._gone:
                 return
             try:
-                self._store.wait([f"event/{self._next}"], _LONG)
+                self._store.wait([awaited], _LONG)
                 self._read()
             except StoreTimeout:
                 continue

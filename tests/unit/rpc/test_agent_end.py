@@ -6,13 +6,13 @@ import threading
 from typing import Any
 
 import pytest
-from tests.unit.rpc.test_agent import Gate, wait_at_gate, wait_until
 
 from dure.errors import PeerLost, RpcError
 from dure.rpc import api
 from dure.rpc.current import current
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from dure.testing.rpc import Cluster
+from unit.rpc.test_agent import Gate, wait_at_gate, wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.rpc.test_agent import Gate, add, fail, wait_at_gate, wait_until
 
 from dure.errors import PeerLost, RpcError
 from dure.rpc import api
@@ -18,6 +17,7 @@ from dure.rpc.allow import Allowed
 from dure.rpc.functions import async_execution
 from dure.rpc.rref import RRef
 from dure.testing.rpc import Cluster
+from unit.rpc.test_agent import Gate, add, fail, wait_at_gate, wait_until
 
 
 @pytest.fixture(autouse=True)
