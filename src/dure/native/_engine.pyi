@@ -296,10 +296,10 @@ def heap_give(bytes: int, to: Process, address: int = 0) -> HeapMemory | None:
 def heap_share(nbytes: int, /) -> HeapMemory | None:
     """Allocate memory in this heap that others may hold as well, for as long as they like."""
 
-def heap_lend(address: int, to: Process | None, /) -> int:
+def heap_lend(address: int, to: Process | None) -> int:
     """Have a peer (None: nobody) hold memory of `heap_share`; return by what; 0: it is none."""
 
-def heap_take(source: Process, offset: int, nbytes: int, hold: int = 0, /) -> HeapMemory:
+def heap_take(source: Process, offset: int, bytes: int, hold: int = 0) -> HeapMemory:
     """Hold memory that a peer has given, or (by `hold`) lent, until it is let go of here."""
 
 def heap_taken() -> int:

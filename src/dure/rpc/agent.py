@@ -312,10 +312,12 @@ class Agent:
         Raises:
             Exception: What the callee has raised, or what went wrong on the way.
         """
-        if call.told is None:
-            while not call.ticket.done:
-                self.transport.wait(call.ticket, 60.0)
-            return self.result(call)
+        while not call.ticket.done:
+            self.transport.wait(call.ticket, 60.0)
+        return self.result(call)
+
+    def wait_until_told(self, call: Call) -> None:
+        """Wait until who wants to be told of a call's end has been; perhaps by this thread."""
         before = getattr(here, "waits", None)
         here.waits = call
         try:
@@ -324,7 +326,6 @@ class Agent:
         finally:
             here.waits = before
         self._tell(call)
-        return None
 
     def result(self, call: Call) -> Any:
         """Return the value that a call has ended with.

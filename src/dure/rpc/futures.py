@@ -30,7 +30,7 @@ class CallFuture(torch.futures.Future[Any]):
             Exception: What the callee has raised, or what went wrong on the way.
         """
         if not self.done():
-            self.agent.wait(self.call)
+            self.agent.wait_until_told(self.call)
         return super().wait()
 
     def told(self, call: Call) -> None:

@@ -59,6 +59,13 @@ def wait_at_gate(value: Any = None) -> Any:
     return value
 
 
+class Unpacked:
+    """Waits at the gate where it is unpacked."""
+
+    def __reduce__(self) -> Any:
+        return wait_at_gate, ("unpacked",)
+
+
 def fail(text: str) -> None:
     raise ValueError(text)
 
@@ -200,6 +207,21 @@ def test_timeouts() -> None:
         assert (kept.wait(), unlimited.wait()) == (5, 6)
         assert api.rpc_sync("worker1", add, (1, 2), timeout=0) == 3
         wait_until(lambda: agent.activity()[1] == 0)
+
+
+def test_a_result_is_unpacked_once_though_somebody_begins_to_wait_meanwhile() -> None:
+    """Unpacked twice, its tensors would have two places in the graph of distributed autograd."""
+    with Cluster(2) as cluster, cluster.on(0):
+        future = api.rpc_async("worker1", Unpacked)
+        assert Gate.reached.acquire(timeout=20)  # a thread of the caller's unpacks it
+        got: list[Any] = []
+        waiting = threading.Thread(target=lambda: got.append(future.wait()))
+        waiting.start()
+        waiting.join(0.2)
+        Gate.open.set()
+        waiting.join(20)
+        assert got == ["unpacked"]
+        assert not Gate.reached.acquire(blocking=False)
 
 
 def test_futures_of_torch_are_completed_though_nobody_waits() -> None:
