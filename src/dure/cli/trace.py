@@ -16,6 +16,7 @@ from rich.text import Text
 from dure.cli.pipeline_steps import MeasuredStep, measured_step
 from dure.errors import UsageError
 from dure.schedules import draw_svg
+from dure.trace.calls import calls
 from dure.trace.events import State
 from dure.trace.findings import Findings, GroupView, describe, study
 from dure.trace.merging import Flight, read, read_file
@@ -24,6 +25,7 @@ from dure.trace.timeline import timeline
 
 _MAX_COLUMNS = 8
 _LONGEST_REASON = 200
+_MOST_CALLS = 20
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -181,6 +183,28 @@ def _tell(console: Console, flight: Flight, findings: Findings) -> None:
     if not findings.sentences and not findings.failures and not crashed:
         console.print(Text("The ranks' operations match.", "green"))
     _tell_arrivals(console, findings)
+    _tell_calls(console, flight)
+
+
+def _tell_calls(console: Console, flight: Flight) -> None:
+    found = calls(flight)
+    if not found:
+        return
+    table = Table("caller", "callee", "function", "calls", "mean", "at most", "queued")
+    table.title, table.title_justify = "Remote calls", "left"
+    for each in found[:_MOST_CALLS]:
+        queued = "" if each.queued_ms is None else f"{each.queued_ms:.3g} ms"
+        under_way = f", {each.num_running} under way" if each.num_running else ""
+        table.add_row(
+            str(each.caller),
+            str(each.callee),
+            Text(each.function),
+            f"{each.num_calls}{under_way}",
+            f"{each.mean_ms:.3g} ms",
+            f"{each.max_ms:.3g} ms",
+            queued,
+        )
+    console.print(table)
 
 
 def _tell_arrivals(console: Console, findings: Findings) -> None:
@@ -213,6 +237,7 @@ def _as_json(flight: Flight, findings: Findings) -> dict[str, Any]:
         "waits": [_plain(w) | {"text": str(w)} for w in findings.waits],
         "failures": [_plain(f) for f in findings.failures],
         "arrivals": [_plain(a) for a in findings.arrivals],
+        "calls": [_plain(each) for each in calls(flight)],
     }
 
 

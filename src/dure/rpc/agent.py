@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from time import monotonic
+from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +36,12 @@ from dure.rpc.futures import CallFuture
 from dure.rpc.gatherings import Gatherings
 from dure.rpc.message import Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
 from dure.rpc.names import Directory, WorkerInfo
+from dure.rpc.recording import Recorder, served
 from dure.rpc.references import RefId
 from dure.rpc.rref import RRef
 from dure.rpc.timers import Timers
 from dure.rpc.values import TOPIC, Value, Values
+from dure.trace.spans import listeners
 
 if TYPE_CHECKING:
     from dure.rpc.autograd.backward import Contexts
@@ -65,9 +67,13 @@ class _Incoming:
     memories: list[torch.Tensor]
     references: list[RRef[Any]]
     made: bool = True  # False: its value was given up
+    came_ns: int = 0  # where steps are recorded
 
     def __call__(self) -> None:
-        self.agent.run(partial(self.agent.serve, self))
+        run = partial(self.agent.serve, self)
+        if self.came_ns:
+            run = partial(served, self.agent.me.id, self.envelope, self.came_ns, run)
+        self.agent.run(run)
 
 
 class Agent:
@@ -109,12 +115,14 @@ class Agent:
         self.calls = Calls(self.lock, transport, self.timers, self._fail)
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
         self._busy = 0
+        self._recorder = Recorder(me)
         self._figures, self._showing, self._board = Figures(), False, Board(me.name)
         self.values = Values(self, self._never_made)
         self.gatherings = Gatherings(lambda: {worker.name for worker in self.workers})
 
     def start(self) -> None:
         """Begin to receive."""
+        self._recorder.start()
         self.transport.start(self.receive, self.broken, self.died, self._refused, self.joined)
 
     # --- who is there ------------------------------------------------------------------------
@@ -132,6 +140,7 @@ class Agent:
                 self._directory.add(WorkerInfo(name, id))
                 self.delivery.add(id)
                 self.values.joined(id)
+                self._recorder.joined(id)
 
     def died(self, id: int, how: str) -> None:
         """Take note that a process is gone for good; the transport calls this."""
@@ -288,6 +297,7 @@ class Agent:
             nbytes=packed.nbytes,
             told=told,
             counted=counted,
+            noted=self._recorder.begin(kind, worker.id, function, told is None),
         )
         tag = None
         if self.gradients is not None:
@@ -354,6 +364,7 @@ class Agent:
     def _end(self, call: Call, outcome: _Incoming | Exception) -> Callable[[], None] | None:
         """End a call that is in no table any more; return what a worker must do for it."""
         call.outcome = outcome
+        self._recorder.end(call.noted, outcome if isinstance(outcome, Exception) else None)
         if call.told is not None and getattr(here, "waits", None) is not call:
             return self._as_work(partial(self._tell, call))
         self.transport.complete(call.ticket)
@@ -402,6 +413,8 @@ class Agent:
             with self.lock:
                 self._busy += 1
                 self._figures.served += 1
+            if listeners:
+                incoming.came_ns = monotonic_ns()
             return incoming
         if kind == Kind.GRADIENTS:
             return self._gradients_came(incoming)
@@ -815,6 +828,7 @@ class Agent:
         self.transport.close()
         self.timers.close()
         self._board.close()
+        self._recorder.close()
         self.values.close()
 
 

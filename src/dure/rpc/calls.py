@@ -21,6 +21,7 @@ from dure.rpc.envelope import Kind, Transport, Waiter
 from dure.rpc.names import WorkerInfo
 from dure.rpc.references import RefId
 from dure.rpc.timers import Timers
+from dure.trace.flight import Noted
 
 __all__ = ["MOST_BYTES", "Call", "Calls"]
 
@@ -37,6 +38,7 @@ class Call:
         outcome: The message that came, or what went wrong.
         told: Called once with the call, by a thread that may run code of the program's.
         counted: False for what RPC itself calls, which no shutdown waits for.
+        noted: In the flight recorder.
     """
 
     kind: Kind
@@ -49,6 +51,7 @@ class Call:
     nbytes: int
     told: Callable[[Call], None] | None
     counted: bool
+    noted: Noted
     number: int = 0
     outcome: Any = None
 

@@ -14,7 +14,7 @@ from dure.trace.events import State
 
 __all__ = ["MESSAGES", "Origin", "Record", "Source", "describe"]
 
-MESSAGES = frozenset({"send", "isend", "recv", "irecv"})
+MESSAGES = frozenset({"send", "isend", "recv", "irecv", "rpc", "remote", "to_here"})
 """Operations between two ranks: they are numbered apart from the collectives of a group."""
 
 
@@ -34,7 +34,8 @@ class Record:
         nbytes: Bytes of this rank's input; of its output where it has no input.
         peer: The root of a rooted collective, or the peer of a message (a rank of `group`).
         tag: The tag of a message.
-        reduction: Name of the reduction, such as "SUM"; empty where nothing is reduced.
+        reduction: Name of the reduction, such as "SUM"; empty where nothing is reduced. Of a remote
+            call, the function's name.
         async_op: The caller went on before the operation ended.
         file: The program's file that called; empty where that is not known.
         line: The line in it.

@@ -8,7 +8,8 @@ through this seam, and knows nothing of who listens:
         spans.emit(Span(name="forward", track="step", ...))
 
 The listener is a `Keeper`, which `dure.trace.record_steps` starts and stops; `dump` writes what it
-kept beside the operations. `dure trace merge -o` puts both on one timeline.
+kept beside the operations. `dure trace merge -o` puts both on one timeline. Remote calls that a
+rank has run are spans, too.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["BUCKETS", "MODULES", "STEP", "WAITS", "Keeper", "Span", "emit", "listeners"]
+__all__ = ["BUCKETS", "CALLS", "MODULES", "STEP", "WAITS", "Keeper", "Span", "emit", "listeners"]
 
 STEP, BUCKETS, MODULES, WAITS = "step", "buckets", "modules", "waits"
 """Tracks: phases, one at a time on each rank; buckets of gradients, gathers and reductions of
 modules, which overlap them and each other; what a rank did nothing but wait for."""
+
+CALLS = "calls"
+"""The track of remote calls that a rank has run, each from when it came."""
 
 _CAPACITY = 20_000
 

@@ -1,0 +1,77 @@
+"""Calls in `dure trace`: what each worker called last, for whom it waits, how long calls wait.
+
+A call is kept by the flight recorder, as a message of a group "rpc" whose ranks are the workers'
+ids. Calls that come are told of as spans, where steps are recorded (`dure.trace.record_steps`):
+from when a call came to its end, with how long it waited for a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic_ns
+
+from dure.rpc.envelope import Envelope, Kind
+from dure.rpc.names import WorkerInfo
+from dure.trace import signals, spans
+from dure.trace.flight import FlightRing, Noted, Origin, add_source, retire
+
+__all__ = ["Recorder", "served"]
+
+_OPS = {Kind.CALL: "rpc", Kind.MAKE: "remote", Kind.FETCH: "to_here"}
+
+
+class Recorder:
+    """The calls of one worker.
+
+    Args:
+        me: The worker.
+    """
+
+    def __init__(self, me: WorkerInfo) -> None:
+        self._ring = FlightRing(Origin(group="rpc", rank=me.id, global_ranks=_ranks(me.id)))
+        self.end = self._ring.end
+
+    def start(self) -> None:
+        """Have dumps show the calls, those on SIGUSR2 too."""
+        add_source(self._ring)
+        signals.install()
+
+    def joined(self, id: int) -> None:
+        """Take note of a worker."""
+        if id >= len(self._ring.origin.global_ranks):
+            self._ring.origin = replace(self._ring.origin, global_ranks=_ranks(id))
+
+    def begin(self, kind: Kind, to: int, function: str, waits: bool) -> Noted:
+        """Note a call; `waits`: its caller waits for it. `end` takes what this returns."""
+        return self._ring.begin(_OPS[kind], None, to, function, not waits)
+
+    def close(self) -> None:
+        """Keep what was called for later dumps."""
+        retire(self._ring)
+
+
+def _ranks(last: int) -> tuple[int, ...]:
+    return tuple(range(last + 1))
+
+
+def served(me: int, envelope: Envelope, came_ns: int, run: Callable[[], None]) -> None:
+    """Run a call that came, and tell of it."""
+    began_ns = monotonic_ns()
+    run()
+    ended_ns = monotonic_ns()
+    function = envelope.function.rpartition(":")[2] or _OPS[envelope.kind]
+    details: dict[str, str | int | float] = {
+        "caller": envelope.sender,
+        "queued_ms": (began_ns - came_ns) / 1e6,
+        "ran_ms": (ended_ns - began_ns) / 1e6,
+    }
+    span = spans.Span(
+        name=function,
+        track=spans.CALLS,
+        global_rank=me,
+        start_ns=came_ns,
+        end_ns=ended_ns,
+        details=details,
+    )
+    spans.emit(span)

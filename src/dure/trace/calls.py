@@ -1,0 +1,75 @@
+"""Remote calls in the flight records of a job's workers: who calls whom, and how long it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dure.trace.events import State
+from dure.trace.merging import Flight
+from dure.trace.spans import CALLS
+
+__all__ = ["Calls", "calls"]
+
+GROUP = "rpc"
+"""Under which calls are recorded; its ranks are the workers' ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """The calls of one function that one worker has made to another.
+
+    Attributes:
+        caller: The id of the worker that called.
+        callee: Of the one that was called.
+        function: Its name; "to_here" is fetching a value.
+        num_calls: How many there were, those under way included.
+        num_running: How many were under way.
+        mean_ms: From call to answer, of those that had ended; 0 if none had.
+        max_ms: The longest.
+        queued_ms: How long calls have waited for a thread of the callee's, on average; None: the
+            callee recorded no steps.
+    """
+
+    caller: int
+    callee: int
+    function: str
+    num_calls: int
+    num_running: int
+    mean_ms: float
+    max_ms: float
+    queued_ms: float | None
+
+
+def calls(flight: Flight) -> list[Calls]:
+    """Return all calls that the records have, those that took longest together first."""
+    took: dict[tuple[int, int, str], list[float | None]] = {}
+    for file in flight.ranks.values():
+        for record in file.records:
+            if record.group == GROUP and record.peer is not None:
+                key = record.rank, record.peer, record.reduction
+                ended = record.state is not State.STARTED
+                ms = (record.end_ns - record.start_ns) / 1e6 if ended else None
+                took.setdefault(key, []).append(ms)
+    queued: dict[tuple[int, int, str], list[float]] = {}
+    for file in flight.ranks.values():
+        for span in file.spans:
+            if span.track == CALLS:
+                key = int(span.details["caller"]), span.global_rank, span.name
+                queued.setdefault(key, []).append(float(span.details["queued_ms"]))
+    found = [_calls(key, each, queued.get(key, [])) for key, each in took.items()]
+    return sorted(found, key=lambda each: -each.mean_ms * each.num_calls)
+
+
+def _calls(key: tuple[int, int, str], took: list[float | None], queued: list[float]) -> Calls:
+    ended = [ms for ms in took if ms is not None]
+    caller, callee, function = key
+    return Calls(
+        caller=caller,
+        callee=callee,
+        function=function,
+        num_calls=len(took),
+        num_running=len(took) - len(ended),
+        mean_ms=sum(ended) / len(ended) if ended else 0.0,
+        max_ms=max(ended, default=0.0),
+        queued_ms=sum(queued) / len(queued) if queued else None,
+    )

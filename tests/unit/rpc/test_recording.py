@@ -1,0 +1,93 @@
+"""Calls in `dure trace`: who waits for whom, how often, and for how long calls wait."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dure.cli.trace import merge
+from dure.errors import PeerLost
+from dure.rpc import api
+from dure.testing.rpc import Cluster
+from dure.trace import dump, record_steps
+from dure.trace.calls import calls
+from dure.trace.findings import study
+from dure.trace.merging import read
+from unit.rpc.test_agent import Gate, fail, wait_at_gate
+
+
+@pytest.fixture(autouse=True)
+def _gate() -> Iterator[None]:
+    Gate.renew()
+    yield
+    Gate.open.set()
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def double(n: int) -> int:
+    return 2 * n
+
+
+def ask(to: str) -> object:
+    return api.rpc_sync(to, wait_at_gate, ("done",))
+
+
+def test_who_waits_for_whom_and_how_often_they_called(tmp_path: Path) -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        assert api.rpc_sync("worker1", add, (1, 2)) == 3
+        assert api.rpc_sync("worker1", add, (3, 4)) == 7
+        with pytest.raises(ValueError):
+            api.rpc_sync("worker2", fail, ("bad",))
+        waiting = api.rpc_async("worker1", ask, ("worker2",))
+        assert Gate.reached.acquire(timeout=20)
+        dump(tmp_path)
+        Gate.open.set()
+        assert waiting.wait() == "done"
+    flight = read(tmp_path)
+    texts = [str(wait) for wait in study(flight).waits]
+    assert [t for t in texts if "rank 0 waits for rank 1 in rpc #4 (ask, peer 1)" in t]
+    assert [t for t in texts if "rank 1 waits for rank 2 in rpc #1 (wait_at_gate, peer 2)" in t]
+    found = {(each.caller, each.callee, each.function): each for each in calls(flight)}
+    assert found.keys() >= {(0, 2, "fail"), (1, 2, "wait_at_gate")}
+    assert (found[0, 1, "add"].num_calls, found[0, 1, "add"].num_running) == (2, 0)
+    assert (found[0, 1, "ask"].num_calls, found[0, 1, "ask"].num_running) == (1, 1)
+    assert 0 < found[0, 1, "add"].mean_ms <= found[0, 1, "add"].max_ms
+    assert found[0, 1, "add"].queued_ms is None
+
+
+def test_how_long_calls_wait_for_a_thread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with record_steps(), Cluster(2) as cluster, cluster.on(0):
+        for n in range(5):
+            assert api.rpc_sync("worker1", double, (n,)) == 2 * n
+        dump(tmp_path)
+    merge(tmp_path, output=tmp_path / "timeline", as_json=False, last=10)
+    shown = capsys.readouterr().out
+    assert "Remote calls" in shown
+    assert "double" in shown
+    (found,) = [each for each in calls(read(tmp_path)) if each.function == "double"]
+    assert found.num_calls == 5
+    assert found.queued_ms is not None
+    assert 0 <= found.queued_ms < found.max_ms
+    events = json.loads((tmp_path / "timeline").read_text())["traceEvents"]
+    assert len([e for e in events if e.get("cat") == "calls" and e["name"] == "double"]) == 5
+
+
+def test_a_lost_callee_is_how_a_call_ended(tmp_path: Path) -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        waiting = api.rpc_async("worker1", wait_at_gate)
+        assert Gate.reached.acquire(timeout=20)
+        cluster.network.kill(1)
+        with pytest.raises(PeerLost):
+            waiting.wait()
+        dump(tmp_path)
+        Gate.open.set()
+    (failure,) = [f for f in study(read(tmp_path)).failures if f.group == "rpc"]
+    assert (failure.op, failure.peer, failure.error) == ("rpc", 1, "PeerLost")
