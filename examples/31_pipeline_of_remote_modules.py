@@ -50,8 +50,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train_in_stages(workers: list[str]) -> list[float]:
     """Train with a stage on each of these workers; return the losses."""
-    stages = [RemoteModule(f"{worker}/cpu", Stage, (i,)) for i, worker in enumerate(workers)]
-    everything = [p for stage in stages for p in stage.remote_parameters()]
+    stages, everything = [], []
+    for i, worker in enumerate(workers):
+        stage = RemoteModule(f"{worker}/cpu", Stage, (i,))
+        everything += stage.remote_parameters()  # made by now: both may draw from one generator
+        stages.append(stage)
     optimizer = DistributedOptimizer(torch.optim.Adam, everything, lr=0.01)
     losses = []
     for step in range(STEPS):

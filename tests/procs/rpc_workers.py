@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dure import autograd, env, rpc
+from dure.store import FileStore
 from dure.testing.pool import start_server
 
 kept: list[rpc.RRef[Any]] = []
@@ -82,6 +83,7 @@ class Start:
     allow: list[object] | None = None
     variables: dict[str, str] = field(default_factory=dict[str, str])
     timeout_s: float = 30.0
+    store: str | None = None  # the file of one
 
     def init(self) -> None:
         """Join."""
@@ -95,6 +97,7 @@ class Start:
             rank=self.rank,
             world_size=self.world_size,
             rpc_backend_options=options,
+            store=None if self.store is None else FileStore(self.store, -1),
             allow=self.allow
             and [importlib.import_module(a) if isinstance(a, str) else a for a in self.allow],
         )

@@ -66,9 +66,9 @@ def everything(rank: int, url: str, shared: bool) -> list[str]:
     assert what == b"again"
     assert digest(got) == digest(sent)
     used = native.heap_taken()
+    assert not agent.broke
     closed(agent)
     assert (used > 0) == shared  # `got` is still the sender's memory, given to us
-    assert not agent.broke
     return [thread.name for thread in threading.enumerate() if "rpc" in thread.name]
 
 

@@ -109,7 +109,7 @@ class Agent:
         self.lock = threading.Lock()
         self.todo: list[Callable[[], None]] = []
         self._allow, self._find = allow, None if allow is None else allow.find
-        self._directory = directory = Directory()
+        self._directory = directory = Directory(None if static else transport.look)
         self.find, self.info, self.lost = directory.find, directory.info, directory.lost
         self.delivery = Delivery(self.timers, self._owed)
         self.calls = Calls(self.lock, transport, self.timers, self._fail)

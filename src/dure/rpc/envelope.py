@@ -132,6 +132,10 @@ class Transport(Protocol):
         """
         ...
 
+    def look(self, to: str | int) -> None:
+        """Find out whether a process of that name, or id, has joined; then `joined` is told."""
+        ...
+
     def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
         """Send a message; the memories (contiguous) are copied, or sent, before this returns.
 

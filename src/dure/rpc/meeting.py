@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from dure import native
+from dure import env, native
 from dure.rpc.peers import Peer, Peers
 from dure.rpc.sockets import Sockets
 from dure.rpc.transport import HostTransport
@@ -107,7 +107,10 @@ def _met(meeting: Meeting) -> tuple[Store, int, int, str, Callable[[], None]]:
         base = FileStore(spot.place.path, 1, meeting.timeout)
     else:
         base = spot.place.open(spot.rank, 1, meeting.timeout.total_seconds())
-    return PrefixStore(f"dure/{spot.place.name}/rpc", base), rank, 0, "", base.close
+    name, elastic = spot.place.name, env.flag("DURE_ELASTIC")
+    if url.startswith("env:") and elastic:  # replacements have another restart count
+        name = env.text("TORCHELASTIC_RUN_ID") or name
+    return PrefixStore(f"dure/{name}/rpc", base), rank, 0, "", base.close
 
 
 def _nothing() -> None:

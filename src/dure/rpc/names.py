@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from dure.errors import PeerLost, RpcError, UsageError
 
@@ -51,10 +52,14 @@ class WorkerInfo:
 class Directory:
     """Who is there, and who was.
 
+    Args:
+        look: Finds out whether one of that name, or id, has joined meanwhile; None: nobody joins.
+
     Threads: the caller's lock guards changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[str | int], None] | None) -> None:
+        self._look = look
         self._workers: dict[int, WorkerInfo] = {}
         self._ids: dict[str, int] = {}
         self._dead: dict[int, tuple[WorkerInfo, str]] = {}
@@ -90,6 +95,10 @@ class Directory:
             )
         id = self._ids.get(to, -1) if isinstance(to, str) else int(to)
         found = self._workers.get(id)
+        if found is None and self._look is not None:
+            self._look(to)
+            id = self._ids.get(to, -1) if isinstance(to, str) else int(to)
+            found = self._workers.get(id)
         if found is None:
             names = ", ".join(sorted(self._ids))
             raise self.lost(id) or RpcError(

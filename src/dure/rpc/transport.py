@@ -127,6 +127,11 @@ class HostTransport(Transport, Told):
         self._sockets.start(self._id, self)
         self._workers.start()
 
+    def look(self, to: str | int) -> None:
+        peer = self.peers.named(to) if isinstance(to, str) else self.peers.find(to)
+        if peer is not None:
+            self._add(peer)
+
     def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
         if to == self._id:
             self._own.append((envelope, [own(memory) for memory in memories]))
