@@ -19,6 +19,8 @@ from dure.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from dure.rpc.profiling import follow_profiler
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from dure.store.base import Store
+from dure.trace import signals
+from dure.trace.flight import recording
 
 __all__ = ["init_rpc", "shutdown"]
 
@@ -93,6 +95,7 @@ def init_rpc(
     follow_profiler()
     set_current(agent)
     agent.start()
+    signals.install()
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -121,6 +124,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     finally:
         set_current(None)
         agent.close()
+        if not recording():
+            signals.remove()
 
 
 def _all_gather(  # pyright: ignore[reportUnusedFunction]

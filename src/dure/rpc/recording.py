@@ -13,7 +13,7 @@ from time import monotonic_ns
 
 from dure.rpc.envelope import Envelope, Kind
 from dure.rpc.names import WorkerInfo
-from dure.trace import signals, spans
+from dure.trace import spans
 from dure.trace.flight import FlightRing, Noted, Origin, add_source, retire
 
 __all__ = ["Recorder", "served"]
@@ -33,9 +33,8 @@ class Recorder:
         self.end = self._ring.end
 
     def start(self) -> None:
-        """Have dumps show the calls, those on SIGUSR2 too."""
+        """Have dumps show the calls."""
         add_source(self._ring)
-        signals.install()
 
     def joined(self, id: int) -> None:
         """Take note of a worker."""

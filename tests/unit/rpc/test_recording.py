@@ -26,39 +26,43 @@ def _gate() -> Iterator[None]:
     Gate.open.set()
 
 
-def add(a: int, b: int) -> int:
+def plus(a: int, b: int) -> int:
     return a + b
 
 
-def double(n: int) -> int:
+def doubled(n: int) -> int:
     return 2 * n
 
 
-def ask(to: str) -> object:
+def held() -> None:
+    wait_at_gate()
+
+
+def relayed(to: str) -> object:
     return api.rpc_sync(to, wait_at_gate, ("done",))
 
 
 def test_who_waits_for_whom_and_how_often_they_called(tmp_path: Path) -> None:
     with Cluster(3) as cluster, cluster.on(0):
-        assert api.rpc_sync("worker1", add, (1, 2)) == 3
-        assert api.rpc_sync("worker1", add, (3, 4)) == 7
+        assert api.rpc_sync("worker1", plus, (1, 2)) == 3
+        assert api.rpc_sync("worker1", plus, (3, 4)) == 7
         with pytest.raises(ValueError):
             api.rpc_sync("worker2", fail, ("bad",))
-        waiting = api.rpc_async("worker1", ask, ("worker2",))
+        waiting = api.rpc_async("worker1", relayed, ("worker2",))
         assert Gate.reached.acquire(timeout=20)
         dump(tmp_path)
         Gate.open.set()
         assert waiting.wait() == "done"
     flight = read(tmp_path)
     texts = [str(wait) for wait in study(flight).waits]
-    assert [t for t in texts if "rank 0 waits for rank 1 in rpc #4 (ask, peer 1)" in t]
+    assert [t for t in texts if "rank 0 waits for rank 1 in rpc #4 (relayed, peer 1)" in t]
     assert [t for t in texts if "rank 1 waits for rank 2 in rpc #1 (wait_at_gate, peer 2)" in t]
     found = {(each.caller, each.callee, each.function): each for each in calls(flight)}
     assert found.keys() >= {(0, 2, "fail"), (1, 2, "wait_at_gate")}
-    assert (found[0, 1, "add"].num_calls, found[0, 1, "add"].num_running) == (2, 0)
-    assert (found[0, 1, "ask"].num_calls, found[0, 1, "ask"].num_running) == (1, 1)
-    assert 0 < found[0, 1, "add"].mean_ms <= found[0, 1, "add"].max_ms
-    assert found[0, 1, "add"].queued_ms is None
+    assert (found[0, 1, "plus"].num_calls, found[0, 1, "plus"].num_running) == (2, 0)
+    assert (found[0, 1, "relayed"].num_calls, found[0, 1, "relayed"].num_running) == (1, 1)
+    assert 0 < found[0, 1, "plus"].mean_ms <= found[0, 1, "plus"].max_ms
+    assert found[0, 1, "plus"].queued_ms is None
 
 
 def test_how_long_calls_wait_for_a_thread(
@@ -66,28 +70,27 @@ def test_how_long_calls_wait_for_a_thread(
 ) -> None:
     with record_steps(), Cluster(2) as cluster, cluster.on(0):
         for n in range(5):
-            assert api.rpc_sync("worker1", double, (n,)) == 2 * n
+            assert api.rpc_sync("worker1", doubled, (n,)) == 2 * n
         dump(tmp_path)
     merge(tmp_path, output=tmp_path / "timeline", as_json=False, last=10)
     shown = capsys.readouterr().out
     assert "Remote calls" in shown
-    assert "double" in shown
-    (found,) = [each for each in calls(read(tmp_path)) if each.function == "double"]
+    (found,) = [each for each in calls(read(tmp_path)) if each.function == "doubled"]
     assert found.num_calls == 5
     assert found.queued_ms is not None
     assert 0 <= found.queued_ms < found.max_ms
     events = json.loads((tmp_path / "timeline").read_text())["traceEvents"]
-    assert len([e for e in events if e.get("cat") == "calls" and e["name"] == "double"]) == 5
+    assert len([e for e in events if e.get("cat") == "calls" and e["name"] == "doubled"]) == 5
 
 
 def test_a_lost_callee_is_how_a_call_ended(tmp_path: Path) -> None:
     with Cluster(2) as cluster, cluster.on(0):
-        waiting = api.rpc_async("worker1", wait_at_gate)
+        waiting = api.rpc_async("worker1", held)
         assert Gate.reached.acquire(timeout=20)
         cluster.network.kill(1)
         with pytest.raises(PeerLost):
             waiting.wait()
         dump(tmp_path)
         Gate.open.set()
-    (failure,) = [f for f in study(read(tmp_path)).failures if f.group == "rpc"]
-    assert (failure.op, failure.peer, failure.error) == ("rpc", 1, "PeerLost")
+    (lost,) = [r for r in read(tmp_path).ranks[0].records if r.reduction == "held"]
+    assert (lost.op, lost.peer, lost.error) == ("rpc", 1, "PeerLost")
