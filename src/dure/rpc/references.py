@@ -362,6 +362,10 @@ class References:
         used = self._used.get(ref)
         return ref in self._owned if used is None else used.held or bool(used.waiting)
 
+    def is_refused(self, ref: RefId) -> bool:
+        """Whether the call that was to make a value here was given up, and does not count."""
+        return ref in self._refused
+
     def has(self, ref: RefId) -> bool:
         """Whether a reference is known here and not lost."""
         return ref in self._owned or ref in self._used

@@ -21,7 +21,7 @@ import msgspec
 from dure.errors import RpcError
 from dure.rpc import references
 from dure.rpc.message import Packed, ReferenceRow
-from dure.rpc.references import Accepted, Freed, Held, Lost, References, RefId, Send
+from dure.rpc.references import Accepted, Freed, Held, Lost, References, RefId, Send, Unsure
 from dure.rpc.rref import RRef
 
 if TYPE_CHECKING:
@@ -169,7 +169,8 @@ class Values:
     def find(self, ref: RefId, watcher: Callable[[Value], None]) -> Value | None:
         """Return a value for who wants it; a watcher is told later if it is not there yet."""
         value = self._values.get(ref)
-        if value is None and ref[0] != self._agent.me.id:
+        elsewhere = ref[0] != self._agent.me.id
+        if value is None and elsewhere and not self._references.is_refused(ref):
             value = self._values[ref] = Value()  # the call that makes it is on its way
         if value is not None and not value.done:
             value.watchers.append(partial(watcher, value))
@@ -195,7 +196,20 @@ class Values:
 
     def hear(self, sender: int, body: bytes) -> None:
         """Take a message about references."""
-        self.act(self._references.heard(sender, _decoder.decode(body)))
+        message = _decoder.decode(body)
+        self.act(self._references.heard(sender, message))
+        if isinstance(message, Unsure):
+            self._drop_refused()
+
+    def _drop_refused(self) -> None:
+        """Let go of values that somebody waits for, and whose calls will not count any more."""
+        for ref, value in list(self._values.items()):
+            refused = self._references.is_refused(ref) and not self._references.has(ref)
+            if refused and not value.done:
+                del self._values[ref]
+                value.error = RpcError("the call that was to make this value never came")
+                value.done = True
+                self._todo += value.watchers
 
     def joined(self, worker: int) -> None:
         """Take note of a process."""

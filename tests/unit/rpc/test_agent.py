@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from dure.testing.rpc import Cluster
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    for _ in range(4000):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
         if done():
             return
         threading.Event().wait(0.005)
