@@ -40,7 +40,6 @@ import torch
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
 from dure.rpc.autograd.context import Context, Outgoing, PassId, Progress, no_gradients
-from dure.rpc.autograd.graph import follow_hooks
 from dure.rpc.envelope import GradientTag, Waiter
 from dure.rpc.names import WorkerInfo
 
@@ -138,7 +137,6 @@ class Contexts:
     """
 
     def __init__(self, me: WorkerInfo, agent: Agent) -> None:
-        follow_hooks()
         self._me, self._agent = me, agent
         self._contexts: dict[int, Context] = {}
         self._released: deque[int] = deque(maxlen=_KEPT)

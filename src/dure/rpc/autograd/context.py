@@ -184,7 +184,7 @@ class Context:
             Outgoing(self._came[node].sender, self._came[node].message, got)
             for node, got in graph.arrive(root, gradients).items()
         ]
-        if not graph.done:
+        if graph.missing:
             self._late.add(number)
             missing = [self._sent[m].what for m in graph.missing if isinstance(m, tuple)]
             return outgoing, (len(graph.roots) - len(missing), "; ".join(missing))

@@ -3,38 +3,32 @@
 A backward pass enters a process through *roots*: the tensors on which the user called `backward`,
 and, for each message with tensors that left the process, those tensors. Their gradients come at
 different times, and some of them only after gradients that this process must send first. So the
-graph cannot be run at once. It is cut:
+graph cannot be run at once. Each node has a count of the edges and roots that lead to it and have
+brought nothing yet; those with none are *ready*, and run when a root arrives, by one call of
+torch's engine. So each node runs once, with its whole gradient, and its hooks are called once.
 
-    the *mask* of a node is the set of roots from which it is reached;
-    a *segment* is all nodes of one mask.
+Leaves and the nodes of tensors that came from other processes are the ends: the engine *captures*
+their gradients. Those of leaves go to the context instead of `.grad`, those of received tensors are
+sent there.
 
-Along the graph masks only grow. A segment runs, by one call of torch's engine, when all roots of
-its mask have their gradients; what flows out of it, into nodes of larger masks, is summed until
-those run. So each node runs once, with its whole gradient, and its hooks are called once. Where no
-edge leads from one segment into another, as in most programs, a segment is just run to its ends.
+**At a border**, where an edge leads from a ready node to one that is not, the engine must not go
+on. It executes what leads to a captured end and nothing else, so an end to which some node behind
+the border leads is left out, and what leads to no other end stays ready for the next time. A node
+that does run, and also leads to what does not, is called once more, by itself, for what it passes
+on there (`_pass_on`). In most programs there is no border but at leaves: roots share weights only.
 
-Leaves and the nodes of tensors that came from other processes are the ends: the gradients of leaves
-go to the context instead of `.grad`, those of received tensors are sent there.
-
-**What the engine does at a border.** It is asked to *capture* the gradients there. A captured node
-is not executed, unless it leads to another one that is captured. So only those borders are captured
-that no other leads to; a node that also passes gradients on to others is called once more, by
-itself, for these (`_pass_on`).
-
-**Hooks.** The engine calls the hooks of a tensor where it captures its gradient. At a border they
-would see parts of it, and be called for each. So they are set aside while a segment runs, and are
-called when the node behind the border is executed. Autograd does not tell which hooks a node has:
-leaves name their tensor; for all others `Tensor.register_hook` is followed (`follow_hooks`). Hooks
-of leaves, those of their accumulating nodes included, are called at the end of the pass, in one run
-of the engine (data parallelism counts on that), with `.grad` set aside.
+**Leaves** accumulate at the end of the pass, in one run of the engine (data parallelism counts on
+that), with `.grad` set aside; their hooks, and those of their accumulating nodes, are called there.
+The engine also calls the hooks of a tensor where it captures its gradient. Those of leaves are set
+aside meanwhile, for they would see parts of it.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +41,12 @@ from torch.autograd.graph import (
 
 from dure.errors import UsageError
 
-__all__ = ["Gradients", "LocalGraph", "follow_hooks", "leaf_lock", "place"]
+__all__ = ["Gradients", "LocalGraph", "leaf_lock", "place"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 
-_HOOKS = "dure.hooks"
-"""In a node's metadata: the tables of hooks of the tensors that it made."""
+_COPIED_BYTES = 64 << 10
+"""Gradients of leaves are handed over, which costs a node, and not copied, if they have more."""
 
 _aside_lock = threading.RLock()
 """Held while hooks, or `.grad`, are set aside."""
@@ -60,26 +54,6 @@ _aside_lock = threading.RLock()
 leaf_lock = threading.Lock()
 """Held while the engine is asked for the node of a leaf: torch takes its own lock and Python's
 in either order there, and two threads that ask at once may never come back."""
-
-
-def follow_hooks() -> None:
-    """From now on, let nodes know of the hooks that are registered on their tensors.
-
-    Wraps `torch.Tensor.register_hook`, once a process.
-    """
-    plain = torch.Tensor.register_hook
-    if hasattr(plain, _HOOKS):
-        return
-
-    @functools.wraps(plain)
-    def register_hook(self: torch.Tensor, hook: Any) -> Any:
-        handle = plain(self, hook)
-        if self.grad_fn is not None:
-            _metadata(self.grad_fn).setdefault(_HOOKS, []).append(self._backward_hooks)
-        return handle
-
-    setattr(register_hook, _HOOKS, True)
-    torch.Tensor.register_hook = register_hook  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def place(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -100,14 +74,15 @@ class LocalGraph:
 
     Attributes:
         roots: As given.
-        leaves: The gradients of leaves, when all segments have run.
+        missing: The roots whose gradients have not come.
+        leaves: The gradients of leaves, when those of all roots have come.
         received: Those of the nodes given that some root reaches.
         unreached: The others.
 
     Threads: one at a time.
 
     Cost:
-        Some microseconds a node, and one call of torch's engine a segment.
+        Some microseconds a node, and at most one call of torch's engine a root.
     """
 
     def __init__(
@@ -117,29 +92,29 @@ class LocalGraph:
         retain_graph: bool = False,
     ) -> None:
         self.roots, self._retain = roots, retain_graph
-        self._bits = {root: 1 << n for n, root in enumerate(roots)}
-        ends = set(received)
-        self._masks, self._whole = _masks(
-            {self._bits[root]: edges for root, edges in roots.items()}, ends
-        )
-        self.received = ends & self._masks.keys()
-        self._arrived = 0
-        self._gradients: dict[tuple[Node, int], torch.Tensor] = {}  # to run the segments with
-        self._segments: dict[int, list[Node]] = {}  # those that have not run
-        for node, mask in self._masks.items():
-            self._segments.setdefault(mask, []).append(node)
+        self.missing: dict[Hashable, None] = dict.fromkeys(roots)
         self.leaves: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[tuple[Node, int], torch.Tensor] = {}  # of nodes that have not run
+        self._ready: dict[Node, None] = {}  # and have not run; each after those that lead to it
+        self._counts: dict[Node, int] = {}
+        self._next: dict[Node, list[Node]] = {}
+        self._variables: dict[Node, torch.Tensor] = {}  # of the leaves' nodes
+        ends = set(received)
+        stack = [edge.node for edges in roots.values() for edge in edges]
+        while stack:
+            node = stack.pop()
+            if node in self._counts:
+                self._counts[node] += 1
+                continue
+            self._counts[node] = 1
+            following = () if node in ends else node.next_functions
+            self._next[node] = after = [each for each, _ in following if each is not None]
+            stack += after
+            if not after and hasattr(node, "variable"):
+                self._variables[node] = node.variable  # pyright: ignore
+        self.received = ends & self._counts.keys()
         self.unreached = ends - self.received
-
-    @property
-    def done(self) -> bool:
-        """Whether all segments have run."""
-        return not self._segments
-
-    @property
-    def missing(self) -> list[Hashable]:
-        """The roots whose gradients have not come."""
-        return [root for root, bit in self._bits.items() if not self._arrived & bit]
+        self._due = set(self.received)
 
     def arrive(
         self, root: Hashable, gradients: Sequence[torch.Tensor | None]
@@ -149,81 +124,82 @@ class LocalGraph:
         Returns:
             For each received node whose gradients are complete now, those of its outputs.
         """
-        self._arrived |= self._bits[root]
+        del self.missing[root]
         for edge, gradient in zip(self.roots[root], gradients, strict=True):
             self._add(edge.node, edge.output_nr, gradient)
-        ready = [mask for mask in self._segments if mask & ~self._arrived == 0]
-        complete: dict[Node, Gradients] = {}
-        for mask in sorted(ready, key=int.bit_count):
-            nodes = self._segments.pop(mask)
-            inner = {node for node in nodes if not self._is_end(node)}
-            if self._whole:
-                self._execute(inner, _border(inner, inner), set())
-            else:
-                self._run(inner)
-            complete |= {node: self._take(node) for node in nodes if node in self.received}
-        if self.done:
-            self._accumulate([node for node in self._masks if hasattr(node, "variable")])
+        if self.missing:
+            return self._run_ready(root)
+        complete = self._execute(self._next.keys(), self._variables, ())
+        self._accumulate()
         return complete
 
-    def _is_end(self, node: Node) -> bool:
-        return node in self.received or hasattr(node, "variable")
-
-    # --- one segment -----------------------------------------------------------------------
-
-    def _run(self, nodes: set[Node]) -> None:
-        """Run the nodes of a segment: first those that lead to borders that no other leads to."""
-        while begin := {node for node, _ in self._gradients if node in nodes}:
-            reached = [node for node in _in_order(begin, nodes) if node in nodes]
-            border = _border(reached, nodes)
-            beyond = _behind({following for following, _ in border})
-            first = [edge for edge in border if edge[0] not in beyond]
-            targets = {following for following, _ in first}
-            run: set[Node] = set()
-            for node in reversed(reached):
-                if any(following in targets for following, _ in node.next_functions):
-                    run.add(node)
-                    targets.add(node)
-            self._execute(run, first, targets)
-            nodes = nodes - (run or nodes)
+    def _run_ready(self, root: Hashable) -> dict[Node, Gradients]:
+        """Run what can be run while some roots are missing."""
+        stack = [edge.node for edge in self.roots[root]]
+        while stack:
+            node = stack.pop()
+            self._counts[node] -= 1
+            if self._counts[node] == 0 and node not in self._variables:
+                self._ready[node] = None
+                stack += self._next[node]
+        after = {each for node in self._ready for each in self._next[node]}
+        border = [n for n in after if n not in self._ready and n not in self._variables]
+        behind = set(border)
+        while border:
+            new = set(self._next[border.pop()]) - behind
+            behind |= new
+            border += new
+        leaves = {node for node in after if node in self._variables and node not in behind}
+        run: set[Node] = set()
+        for node in reversed(self._ready):
+            if node in self._due or any(n in run or n in leaves for n in self._next[node]):
+                run.add(node)
+        for node in run:
+            del self._ready[node]
+        shared = [n for n in run if any(f not in run and f not in leaves for f in self._next[n])]
+        return self._execute(run, leaves, shared)
 
     def _execute(
-        self, nodes: set[Node], border: Collection[tuple[Node, int]], targets: set[Node]
-    ) -> None:
-        """Have the engine execute nodes, as far as the border, once.
+        self, nodes: Collection[Node], leaves: Collection[Node], shared: Collection[Node]
+    ) -> dict[Node, Gradients]:
+        """Have the engine execute nodes; return as `arrive`.
 
         Args:
-            nodes: These.
-            border: The edges whose gradients are wanted.
-            targets: Those of `nodes`, and behind the border, that lead to it; none: all do.
+            nodes: These; leaves among them are left out.
+            leaves: Those that they lead to, and nothing else does that has a gradient.
+            shared: Those of `nodes` that also lead to others.
         """
-        seeds = [edge for edge in self._gradients if edge[0] in nodes]
+        due: list[Any] = [node for node in self._due if node in nodes]  # of `_FromElsewhere`
+        self._due.difference_update(due)
+        seeds = [e for e in self._gradients if e[0] in nodes and e[0] not in self._variables]
         if not seeds:
-            return
-        shared = [  # those that pass gradients on to others as well
-            node
-            for node in nodes
-            if targets and any(f is not None and f not in targets for f, _ in node.next_functions)
-        ]
+            return dict.fromkeys(due, ())
+        ends = [GradientEdge(node, n) for node in due for n in range(node.size)]
+        ends += [GradientEdge(node, 0) for node in leaves]
         got: dict[Node, Gradients] = {}
         with ExitStack() as stack:
             for node in shared:
-                hook = node.register_hook(functools.partial(_note, got, node))
-                stack.callback(hook.remove)
-            stack.enter_context(_aside(node for node, _ in border))
-            found = _engine_run_backward(
-                tuple(_edge(*seed) for seed in seeds),
-                tuple(self._gradients.pop(seed) for seed in seeds),
-                self._retain or bool(shared),
-                False,
-                tuple(_edge(*edge) for edge in border),
-                allow_unreachable=True,
-                accumulate_grad=False,
+                stack.callback(node.register_hook(partial(_note, got, node)).remove)
+            stack.enter_context(_aside(self._variables[node] for node in leaves))
+            found = iter(
+                _engine_run_backward(
+                    tuple(GradientEdge(*seed) for seed in seeds),
+                    tuple(self._gradients.pop(seed) for seed in seeds),
+                    self._retain or bool(shared),
+                    False,
+                    tuple(ends),
+                    allow_unreachable=True,
+                    accumulate_grad=False,
+                )
             )
-        for edge, gradient in zip(border, found, strict=True):
-            self._add(*edge, gradient)
+        complete: dict[Node, Gradients] = {
+            node: tuple(next(found) for _ in range(node.size)) for node in due
+        }
+        for node, gradient in zip(leaves, found, strict=True):
+            self._add(node, 0, gradient)
         for node, gradients in got.items():
-            self._pass_on(node, gradients, targets)
+            self._pass_on(node, gradients, {*nodes, *leaves})
+        return complete
 
     def _pass_on(self, node: Node, got: Gradients, known: set[Node]) -> None:
         """Find the gradients that a node passes on to others than the engine was told of."""
@@ -244,37 +220,24 @@ class LocalGraph:
             before = self._gradients.get((node, number))
             self._gradients[node, number] = gradient if before is None else before + gradient
 
-    # --- the ends --------------------------------------------------------------------------
-
-    def _take(self, node: Node) -> Gradients:
-        """Return the gradients of a received node, after the hooks of its tensors."""
-        numbers = range(len(_outputs(node)))
-        edges = {n: _edge(node, n) for n in numbers if (node, n) in self._gradients}
-        if not edges:
-            return ()
-        given = [self._gradients.pop((node, n)) for n in edges]
-        if not any(_metadata(node).get(_HOOKS, ())):
-            found = dict(zip(edges, given, strict=True))
-            return tuple(found.get(n) for n in numbers)
-        ends = [*edges.values()]
-        found = dict(zip(edges, torch.autograd.grad(ends, ends, given), strict=True))
-        return tuple(found.get(n) for n in numbers)
-
-    def _accumulate(self, nodes: list[Node]) -> None:
+    def _accumulate(self) -> None:
         """Let leaves have their gradients: in `leaves`, not in `.grad`."""
-        nodes = [node for node in nodes if (node, 0) in self._gradients]
-        if not nodes:
+        edges = tuple(GradientEdge(*edge) for edge in self._gradients)
+        gradients, self._gradients = [*self._gradients.values()], {}
+        if not edges:
             return
-        tensors: list[torch.Tensor] = [node.variable for node in nodes]  # pyright: ignore
-        with torch.enable_grad(), leaf_lock:
-            handing = _Handing.apply([self._gradients.pop((node, 0)) for node in nodes], *tensors)
+        tensors = [self._variables[edge.node] for edge in edges]
+        if sum(gradient.numel() * gradient.itemsize for gradient in gradients) > _COPIED_BYTES:
+            with torch.enable_grad(), leaf_lock:
+                edges = (get_gradient_edge(_Handing.apply(gradients, *tensors)),)
+            gradients = [_one]
         with _aside_lock:
             kept = [tensor.grad for tensor in tensors]
             try:
                 for tensor in tensors:
                     tensor.grad = None
                 how: dict[str, Any] = {"allow_unreachable": True, "accumulate_grad": True}
-                _engine_run_backward((handing,), (_one,), False, False, (), **how)
+                _engine_run_backward(edges, tuple(gradients), False, False, (), **how)
                 for tensor in tensors:
                     if tensor.grad is not None:
                         self.leaves[tensor] = tensor.grad
@@ -290,6 +253,7 @@ class _FromElsewhere(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
+        ctx.size = len(tensors)
         return tuple(tensors)  # in a list they are no inputs, and the results no views of them
 
     @staticmethod
@@ -328,120 +292,24 @@ def _note(got: dict[Node, Gradients], node: Node, _: Gradients, gradients: Gradi
     got[node] = gradients
 
 
-def _edge(node: Node, number: int) -> GradientEdge:
-    return GradientEdge(node, number)
-
-
-def _metadata(node: Node) -> dict[str, Any]:
-    return node.metadata  # pyright: ignore[reportReturnType]: a table, which torch types as a method
-
-
-def _outputs(node: Node) -> Sequence[Any]:
-    """Return shape, dtype and device of each tensor that the node made."""
-    return node._input_metadata  # pyright: ignore[reportPrivateUsage]
-
-
 def _zeros(node: Node, number: int) -> torch.Tensor:
-    made = _outputs(node)[number]
+    made = node._input_metadata[number]  # pyright: ignore
     return torch.zeros(made.shape, dtype=made.dtype, device=made.device)
 
 
-def _border(nodes: Iterable[Node], within: Collection[Node]) -> set[tuple[Node, int]]:
-    """Return the edges that lead out of nodes and out of `within`."""
-    return {
-        (following, number)
-        for node in nodes
-        for following, number in node.next_functions
-        if following is not None and following not in within
-    }
-
-
-def _masks(
-    roots: Mapping[int, Sequence[GradientEdge]], ends: set[Node]
-) -> tuple[dict[Node, int], bool]:
-    """Return all nodes that are reached, each with the roots that reach it.
-
-    And whether no edge leads from a node to one with another mask.
-    """
-    masks: dict[Node, int] = {}
-    for bit, edges in roots.items():
-        for edge in edges:
-            masks[edge.node] = masks.get(edge.node, 0) | bit
-    order = _in_order(list(masks), ends=ends)
-    if len(roots) == 1:
-        return dict.fromkeys(order, 1), True
-    pairs: list[tuple[Node, Node]] = []
-    for node in order:
-        for following, _ in node.next_functions if node not in ends else ():
-            if following is not None:
-                masks[following] = masks.get(following, 0) | masks[node]
-                pairs.append((node, following))
-    return masks, all(masks[node] == masks[following] for node, following in pairs)
-
-
-def _in_order(
-    begin: Iterable[Node], within: Collection[Node] | None = None, ends: Collection[Node] = ()
-) -> list[Node]:
-    """Return all nodes that are reached, each before those that follow it.
-
-    Args:
-        begin: Where from.
-        within: Go no further than these; None: to the end.
-        ends: Go no further than one of these.
-    """
-    seen: set[Node] = set()
-    order: list[Node] = []
-    for first in begin:
-        more = () if first in ends else first.next_functions
-        stack = [(first, iter(more))] if first not in seen else []
-        seen.add(first)
-        while stack:
-            node, rest = stack[-1]
-            for following, _ in rest:
-                if following is None or following in seen:
-                    continue
-                seen.add(following)
-                if within is None or following in within:
-                    more = () if following in ends else following.next_functions
-                    stack.append((following, iter(more)))
-                    break
-            else:
-                order.append(node)
-                stack.pop()
-    return order[::-1]
-
-
-def _behind(border: set[Node]) -> set[Node]:
-    """Return all nodes that some node of the border leads to."""
-    if len(border) < 2:
-        return set()
-    return {
-        following
-        for node in _in_order(border)
-        for following, _ in node.next_functions
-        if following is not None
-    }
-
-
 @contextmanager
-def _aside(nodes: Iterable[Node]) -> Iterator[None]:
-    """Keep the hooks of the tensors at these nodes from being called."""
-    tables: dict[int, Any] = {}
-    for node in nodes:
-        found: list[Any] = list(_metadata(node).get(_HOOKS, ()))
-        tensor = getattr(node, "variable", None)
-        if tensor is not None:
-            found.append(tensor._backward_hooks)
-        tables |= {id(table): table for table in found if table}
+def _aside(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep the hooks of leaves from being called."""
+    tables: list[Any] = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
     if not tables:
         yield
         return
     with _aside_lock:
-        kept = [(table, dict(table)) for table in tables.values()]
+        kept = [dict(table) for table in tables]
         try:
-            for table, _ in kept:
+            for table in tables:
                 table.clear()
             yield
         finally:
-            for table, hooks in kept:
+            for table, hooks in zip(tables, kept, strict=True):
                 table.update(hooks)
