@@ -29,8 +29,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ import torch
 
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
-from dure.rpc.autograd.context import Context, Outgoing, PassId, Progress, no_gradients
+from dure.rpc.autograd.context import Context, PassId, Progress, Step, no_gradients
 from dure.rpc.envelope import GradientTag, Waiter
 from dure.rpc.names import WorkerInfo
 
@@ -76,38 +76,37 @@ def set_current(number: int | None) -> None:
     _here.number = number
 
 
-@contextmanager
-def inside(number: int | None) -> Iterator[None]:
+class inside:
     """While within, the calling thread is in a context, or in none."""
-    before = current()
-    _here.number = number
-    try:
-        yield
-    finally:
-        _here.number = before
+
+    def __init__(self, number: int | None) -> None:
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._before = current()
+        _here.number = self._number
+
+    def __exit__(self, *error: object) -> None:
+        _here.number = self._before
 
 
 class _Back(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    """A share of the credit, 1/2**share."""
+    """To the first process of a pass: a share of the credit, 1/2**share, or an error at `node`."""
 
     backward: PassId
     share: int
-    progress: dict[int, Progress]
+    progress: dict[int, Progress] = {}
+    node: int = -1
+    error: bytes = b""
 
 
-class _Failed(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    backward: PassId
-    node: int
-    error: bytes
-
-
-class _End(msgspec.Struct, array_like=True, frozen=True, tag=2):
+class _End(msgspec.Struct, array_like=True, frozen=True, tag=1):
     context: int
     backward: PassId | None  # None: the context is released
 
 
 _decode_progress = msgspec.msgpack.Decoder(dict[int, Progress]).decode
-_decoder = msgspec.msgpack.Decoder(_Back | _Failed | _End)
+_decoder = msgspec.msgpack.Decoder(_Back | _End)
 
 
 class _Pass:
@@ -117,7 +116,7 @@ class _Pass:
         self.context = context
         self.credit = Fraction(0)
         self.progress: dict[int, Progress] = {}
-        self.failed: tuple[int, bytes] | None = None  # where, and with which error
+        self.failed: _Back | None = None
         self.arrivals: deque[Callable[[], None]] = deque()
         self.ticket: Waiter | None = None
 
@@ -139,7 +138,7 @@ class Contexts:
     def __init__(self, me: WorkerInfo, agent: Agent) -> None:
         self._me, self._agent = me, agent
         self._contexts: dict[int, Context] = {}
-        self._released: deque[int] = deque(maxlen=_KEPT)
+        self._released: dict[int, None] = {}  # in their order
         self._numbers = itertools.count(1)  # of contexts, passes and messages
         self._passes: dict[PassId, _Pass] = {}
         self._lock = threading.Lock()
@@ -191,11 +190,13 @@ class Contexts:
             context = self._contexts.pop(number, None)
             if context is None:
                 return
-            self._released.append(number)
+            self._released[number] = None
+            if len(self._released) > _KEPT:
+                del self._released[next(iter(self._released))]
         passes = [this for this, run in list(self._passes.items()) if run.context == number]
         for this in passes:
             error = RpcError(f"the context {number} was released during its backward pass")
-            self._failed(this, self._me.id, failures.encode(error, self._me))
+            self._failed(this, error)
         context.workers.discard(teller)
         self._tell_all(context, _End(number, None), hurry=False)
 
@@ -247,11 +248,11 @@ class Contexts:
         try:
             with inside(None), _profiled("torch::distributed::autograd::backward"):
                 step = context.begin(this, roots, retain_graph)
-                self._go_on(context, this, retain_graph, 0, {}, *step)
+                self._go_on(context, this, retain_graph, 0, {}, step)
                 while not run.over:
                     self._wait(run)
             if run.failed is not None:
-                raise _raised(*run.failed)
+                raise _raised(run.failed.node, run.failed.error)
             missing = [text for _, text in run.progress.values() if text]
             if missing:
                 raise no_gradients("; ".join(missing))
@@ -291,9 +292,9 @@ class Contexts:
             context = self.find(number)
             with inside(None), _profiled("SendRpcBackward"):
                 step = context.arrive(backward, message, gradients, retain_graph)
-            self._go_on(context, backward, retain_graph, share, progress, *step)
+            self._go_on(context, backward, retain_graph, share, progress, step)
         except Exception as error:
-            self._failed(backward, self._me.id, failures.encode(error, self._me))
+            self._failed(backward, error)
 
     def _go_on(
         self,
@@ -302,10 +303,10 @@ class Contexts:
         retain_graph: bool,
         share: int,
         progress: dict[int, Progress],
-        outgoing: list[Outgoing],
-        mine: Progress | None,
+        step: Step,
     ) -> None:
         """Send gradients on, with shares of the credit; where there are none, give it back."""
+        outgoing, mine = step
         if mine is not None:
             progress = progress | {self._me.id: mine}
         if not outgoing:
@@ -314,7 +315,6 @@ class Contexts:
             range(len(outgoing) - 1, -1, -1), outgoing, strict=True
         ):
             share += left > 0  # one half for this message, the other for those after it
-            context.asked.setdefault(backward, set()).add(to)
             told = msgspec.msgpack.encode(progress) if progress else b""
             values = context.number, *message, retain_graph, share, told, *map(_dense, gradients)
             with _profiled("RecvRpcBackward"):
@@ -329,20 +329,18 @@ class Contexts:
         if run is None:
             return
         with self._lock:
-            run.credit += Fraction(1, 1 << message.share)
+            if message.error:
+                run.failed = run.failed or message
+            else:
+                run.credit += Fraction(1, 1 << message.share)
             for worker, new in message.progress.items():
                 if new[0] > run.progress.get(worker, (-1, ""))[0]:
                     run.progress[worker] = new
         self._wake(run)
 
-    def _failed(self, backward: PassId, node: int, error: bytes) -> None:
-        if backward[0] != self._me.id:
-            self._tell(backward[0], _Failed(backward, node, error))
-            return
-        run = self._passes.get(backward)
-        if run is not None:
-            run.failed = run.failed or (node, error)
-            self._wake(run)
+    def _failed(self, backward: PassId, error: Exception) -> None:
+        encoded = failures.encode(error, self._me)
+        self._back(_Back(backward, 0, node=self._me.id, error=encoded))
 
     def _wake(self, run: _Pass) -> None:
         with self._lock:
@@ -363,8 +361,6 @@ class Contexts:
         message = _decoder.decode(body)
         if isinstance(message, _Back):
             self._back(message)
-        elif isinstance(message, _Failed):
-            self._failed(message.backward, message.node, message.error)
         elif message.backward is not None:
             self._end(message.context, message.backward)
         else:
@@ -372,11 +368,10 @@ class Contexts:
 
     def lost(self, worker: int, error: DureError) -> None:
         """Take note of a process that is gone (`PeerLost`), or of a connection that broke."""
-        encoded = failures.encode(error, self._me)
         for context in list(self._contexts.values()):
-            for backward, asked in list(context.asked.items()):
-                if worker in asked:
-                    self._failed(backward, self._me.id, encoded)
+            for backward, part in list(context.passes.items()):
+                if worker in part.asked:
+                    self._failed(backward, error)
             if isinstance(error, PeerLost):
                 context.workers.discard(worker)
                 if context.number >> _ID_BITS == worker:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from dure.errors import RpcError
 from dure.rpc.autograd.graph import Gradients, LocalGraph, leaf_lock, place
 
-__all__ = ["Context", "MessageId", "Outgoing", "PassId", "Progress", "no_gradients"]
+__all__ = ["Context", "MessageId", "Outgoing", "PassId", "Progress", "Step", "no_gradients"]
 
 MessageId = tuple[int, int]
 """The process that sent a message, and a number of that process."""
@@ -31,6 +33,10 @@ PassId = tuple[int, int]
 
 Progress = tuple[int, str]
 """How many gradients of a pass have come to a process, and which are missing, for people."""
+
+Step = tuple[list["Outgoing"], Progress | None]
+"""What comes of gradients: those that can be sent now, and how far the process has come, if some
+are missing, or were when it was last asked."""
 
 _ROOTS = "the tensors of backward"
 
@@ -54,6 +60,16 @@ class _Came(NamedTuple):
     what: str
 
 
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What a process does for a pass."""
+
+    graph: LocalGraph | None  # None: it has run, or the pass has ended
+    asked: set[int] = field(default_factory=set[int])  # to whom gradients were sent
+    late: bool = False  # whether it was told of that gradients are missing
+    ended: bool = False  # by an error
+
+
 class Context:
     """One context on one process.
 
@@ -63,7 +79,7 @@ class Context:
     Attributes:
         workers: The other processes of which this one knows that they have the context.
         gradients: Of this process's leaves, summed over backward passes.
-        asked: For each pass, to whom this process has sent gradients.
+        passes: Those that have come here.
 
     Threads: any; graphs run one at a time.
     """
@@ -72,18 +88,15 @@ class Context:
         self.number = number
         self.workers: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.asked: dict[PassId, set[int]] = {}
+        self.passes: dict[PassId, _Part] = {}
         self._sent: dict[MessageId, _Sent] = {}
         self._came: dict[Node, _Came] = {}
-        self._graphs: dict[PassId, LocalGraph] = {}
-        self._late: set[PassId] = set()  # those of which it was told that gradients are missing
-        self._ended: set[PassId] = set()
         self._lock = threading.RLock()
 
     @property
     def is_running(self) -> bool:
         """Whether a pass is under way here."""
-        return bool(self._graphs)
+        return any(part.graph is not None for part in list(self.passes.values()))
 
     def _context_id(self) -> int:
         return self.number
@@ -119,85 +132,67 @@ class Context:
 
     # --- backward ----------------------------------------------------------------------------
 
-    def begin(
-        self, number: PassId, roots: Sequence[torch.Tensor], retain_graph: bool
-    ) -> tuple[list[Outgoing], Progress | None]:
-        """Begin a pass at scalars of this process; returns as `arrive`.
-
-        Raises:
-            RpcError: A message of the context gets no gradients.
-        """
-        with self._lock:
-            ones = [torch.ones_like(root) for root in roots]
-            self._graphs[number] = self._graph([_edge(root) for root in roots], retain_graph)
-            return self._run(number, _ROOTS, ones, retain_graph)
+    def begin(self, number: PassId, roots: Sequence[torch.Tensor], retain_graph: bool) -> Step:
+        """Begin a pass at scalars of this process; as `arrive`."""
+        ones = [torch.ones_like(root) for root in roots]
+        edges = {_ROOTS: [_edge(root) for root in roots]}
+        return self.arrive(number, _ROOTS, ones, retain_graph, edges)
 
     def arrive(
         self,
         number: PassId,
-        message: MessageId,
+        root: MessageId | str,
         gradients: Sequence[torch.Tensor | None],
         retain_graph: bool,
-    ) -> tuple[list[Outgoing], Progress | None]:
-        """Take the gradients of tensors that left.
-
-        Returns:
-            The gradients that can be sent now, and how far this process has come, if some are
-            missing, or were when it was last asked.
+        more: Mapping[str, list[GradientEdge]] = MappingProxyType({}),
+    ) -> Step:
+        """Take the gradients of tensors that left, in a message or, where `more` says, by name.
 
         Raises:
             RpcError: A message of the context gets no gradients.
         """
         with self._lock:
-            if number in self._ended:
+            part = self.passes.get(number)
+            if part is None:
+                graph = self._graph(more, retain_graph)
+                part = self.passes[number] = _Part(graph)
+            graph = part.graph
+            if graph is None:
                 return [], None
-            if number not in self._graphs:
-                self._graphs[number] = self._graph([], retain_graph)
-            return self._run(number, message, gradients, retain_graph)
+            outgoing = [
+                Outgoing(self._came[node].sender, self._came[node].message, got)
+                for node, got in graph.arrive(root, gradients).items()
+            ]
+            part.asked.update(out.to for out in outgoing)
+            if graph.missing:
+                part.late = True
+                missing = [self._sent[m].what for m in graph.missing if isinstance(m, tuple)]
+                return outgoing, (len(graph.roots) - len(missing), "; ".join(missing))
+            part.graph = None
+            for leaf, gradient in graph.leaves.items():
+                before = self.gradients.get(leaf)
+                self.gradients[leaf] = gradient if before is None else before + gradient
+            if not retain_graph:
+                for message in graph.roots:
+                    self._sent.pop(message, None)  # pyright: ignore[reportCallIssue, reportArgumentType]
+                for node in graph.received:
+                    del self._came[node]
+            return outgoing, (sys.maxsize, "") if part.late else None
 
-    def end(self, number: PassId) -> bool:
-        """End a pass that has failed; tell whether that is new."""
-        if number in self._ended:
-            return False
-        self._ended.add(number)  # without the lock: a graph that runs may wait for something else
-        self._graphs.pop(number, None)
-        return True
-
-    def _graph(self, roots: list[GradientEdge], retain_graph: bool) -> LocalGraph:
+    def _graph(self, more: Mapping[str, list[GradientEdge]], retain_graph: bool) -> LocalGraph:
         edges: dict[Any, list[GradientEdge]] = {m: s.edges for m, s in list(self._sent.items())}
-        if roots:
-            edges[_ROOTS] = roots
-        graph = LocalGraph(edges, list(self._came), retain_graph)
+        graph = LocalGraph({**edges, **more}, list(self._came), retain_graph)
         if graph.unreached:
             raise no_gradients("; ".join(self._came[node].what for node in graph.unreached))
         return graph
 
-    def _run(
-        self,
-        number: PassId,
-        root: Any,
-        gradients: Sequence[torch.Tensor | None],
-        retain_graph: bool,
-    ) -> tuple[list[Outgoing], Progress | None]:
-        graph = self._graphs[number]
-        outgoing = [
-            Outgoing(self._came[node].sender, self._came[node].message, got)
-            for node, got in graph.arrive(root, gradients).items()
-        ]
-        if graph.missing:
-            self._late.add(number)
-            missing = [self._sent[m].what for m in graph.missing if isinstance(m, tuple)]
-            return outgoing, (len(graph.roots) - len(missing), "; ".join(missing))
-        for leaf, gradient in graph.leaves.items():
-            before = self.gradients.get(leaf)
-            self.gradients[leaf] = gradient if before is None else before + gradient
-        self._graphs.pop(number, None)
-        if not retain_graph:
-            for message in graph.roots:
-                self._sent.pop(message, None)  # pyright: ignore[reportCallIssue, reportArgumentType]
-            for node in graph.received:
-                del self._came[node]
-        return outgoing, (sys.maxsize, "") if number in self._late else None
+    def end(self, number: PassId) -> bool:
+        """End a pass that has failed; tell whether that is new."""
+        part = self.passes.get(number)
+        if part is not None and part.ended:
+            return False
+        self.passes[number] = _Part(None, ended=True)  # without the lock: a graph may run, and wait
+        return True
 
 
 def _edge(tensor: torch.Tensor) -> GradientEdge:
