@@ -26,10 +26,16 @@ nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, doub
     std::string message;
     // Python's lock stays with who has it as long as there is something to do: another thread would
     // have to be woken to take it.
-    Inbox::Got got = inbox.next_if_there(ticket, message);
+    Inbox::Got got = inbox.take(ticket, false, message);
     if (got == Inbox::Got::nothing) {
-        const WithoutGil release;
-        got = inbox.next(ticket, now_ns() + nanoseconds(seconds), message);
+        const int64_t deadline_ns = now_ns() + nanoseconds(seconds);
+        do {
+            {
+                const WithoutGil release;
+                inbox.wait(ticket, deadline_ns);
+            }
+            got = inbox.take(ticket, true, message);
+        } while (got == Inbox::Got::nothing && now_ns() < deadline_ns);
     }
     switch (got) {
         case Inbox::Got::message:

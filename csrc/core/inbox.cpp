@@ -16,6 +16,8 @@ constexpr int64_t kBusyNs = 400'000;      // after a message, while more are exp
 constexpr int64_t kSpinNs = 150'000;      // then one thread looks so long before it sleeps
 constexpr int64_t kStretchNs = 4'000;     // without giving the core to somebody else
 constexpr int64_t kContendedNs = 40'000;  // a yield that long: others need the core
+constexpr int64_t kBackNs = 50'000;       // so long a short call takes
+constexpr int64_t kMostDozeNs = 200'000;
 constexpr size_t kHead = sizeof(uint64_t);
 constexpr uint32_t kPlaces = 16;  // of threads with tickets, and as many of threads without
 constexpr uint32_t kTicketed = ~uint32_t{0} << kPlaces;
@@ -60,29 +62,47 @@ uint64_t Inbox::offset() const {
     return static_cast<uint64_t>(memory_->data - SymmetricHeap::of_process().base());
 }
 
-Inbox::Got Inbox::next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns,
-                       std::string& message) {
+void Inbox::wait(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns) {
     std::lock_guard hold(lock_);
-    Got got = Got::nothing;
+    if (served_by_ == std::this_thread::get_id()) served_ns_ = 0;
     bool in_vain = false;  // has looked
     while (true) {
-        got = what_is_there(mine, message);
         const int64_t now = now_ns();
-        if (got != Got::nothing || now >= deadline_ns) break;
-        if (!looking_ && !in_vain && now - last_ns_ < kBusyNs)
+        const bool there = is_something_there(mine.get());
+        const bool soon_back = !mine && !closed_ && now - served_ns_ < kBackNs;
+        if (now >= deadline_ns || (there && !soon_back)) break;
+        if (there)
+            doze();
+        else if (!looking_ && !in_vain && now - last_ns_ < kBusyNs)
             in_vain = !look_around(std::min(now + kSpinNs, deadline_ns));
         else
             sleep(mine.get(), deadline_ns);
     }
-    leave();
-    return got;
+    woken_++;
+    woken_without_ += !mine;
+    page_.wake.store(0);
 }
 
-Inbox::Got Inbox::next_if_there(const std::shared_ptr<Ticket>& mine, std::string& message) {
-    const std::unique_lock hold(lock_, std::try_to_lock);
-    if (!hold) return Got::nothing;
+Inbox::Got Inbox::take(const std::shared_ptr<Ticket>& mine, bool waited, std::string& message) {
+    std::unique_lock hold(lock_, std::defer_lock);
+    if (waited) {
+        hold.lock();
+        woken_--;
+        woken_without_ -= !mine;
+    } else if (!hold.try_lock()) {
+        return Got::nothing;
+    }
     const Got got = what_is_there(mine, message);
-    if (got != Got::nothing) leave();
+    if (got == Got::message && !mine) {
+        served_ns_ = last_ns_;
+        served_by_ = std::this_thread::get_id();
+    }
+    if (got == Got::nothing && !waited) return got;
+    // Somebody is to be woken by the next message, and by what is there.
+    wake_for_posted();
+    page_.wake.store(preferred());
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (const uint32_t bits = preferred(); bits && pending()) wake(bits, 1);
     return got;
 }
 
@@ -92,9 +112,14 @@ Inbox::Got Inbox::what_is_there(const std::shared_ptr<Ticket>& mine, std::string
     if (!mine && !posted_.empty()) {
         message = std::move(posted_.front());
         posted_.pop_front();
+        last_ns_ = now_ns();
         return Got::message;
     }
-    return take(message) ? Got::message : Got::nothing;
+    return read(message) ? Got::message : Got::nothing;
+}
+
+bool Inbox::is_something_there(const Ticket* mine) const {
+    return closed_ || (mine ? mine->done : !posted_.empty()) || pending();
 }
 
 // With the lock: look at the rings for a while, without it. False: in vain.
@@ -132,7 +157,7 @@ void Inbox::sleep(Ticket* mine, int64_t deadline_ns) {
         mine->sleepers++;
         mine->bits |= bit;
     }
-    if (!looking_) page_.wake.store(preferred());
+    page_.wake.store(preferred());
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const uint32_t seen = page_.bell.load();
     if (!pending()) {
@@ -145,19 +170,32 @@ void Inbox::sleep(Ticket* mine, int64_t deadline_ns) {
     if (--sleepers_[place] == 0) sleeping_ &= ~bit;
 }
 
-// With the lock: see to it that somebody is woken by the next message, and by what is there.
-void Inbox::leave() {
-    if (!posted_.empty() && (sleeping_ & ~kTicketed)) wake(~kTicketed, 1);
-    if (looking_) return;
+// With the lock: let a thread that serves a message come back for the next one.
+void Inbox::doze() {
+    const int64_t began_ns = served_ns_;
+    doze_ns_ = std::clamp(doze_ns_, kBackNs, kMostDozeNs);
+    const int64_t until_ns = began_ns + doze_ns_;
+    dozing_ = true;
     page_.wake.store(preferred());
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (sleeping_ && pending()) wake(sleeping_, 1);
+    lock_.unlock();
+    timespec until{until_ns / 1000000000, until_ns % 1000000000};
+    clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr);
+    lock_.lock();
+    dozing_ = false;
+    doze_ns_ = served_ns_ == began_ns ? kBackNs : 2 * doze_ns_;
 }
 
 // Of whom one is to be woken by a message.
 uint32_t Inbox::preferred() const {
-    const uint32_t ticketed = sleeping_ & kTicketed;
-    return ticketed ? ticketed : sleeping_;
+    if (looking_ || woken_) return 0;
+    if (const uint32_t ticketed = sleeping_ & kTicketed) return ticketed;
+    return dozing_ ? 0 : sleeping_;
+}
+
+// With the lock: tell a thread without a ticket, unless one comes by itself.
+void Inbox::wake_for_posted() {
+    if (posted_.empty() || dozing_ || woken_without_) return;
+    if (const uint32_t bits = sleeping_ & ~kTicketed) wake(bits, 1);
 }
 
 void Inbox::wake(uint32_t bits, int most) { ring_bell(page_.bell, bits, most); }
@@ -169,7 +207,7 @@ bool Inbox::pending() const {
     return false;
 }
 
-bool Inbox::take(std::string& message) {
+bool Inbox::read(std::string& message) {
     for (int i = 0; i < kRings; i++) {
         MessageRing& ring = page_.rings[(first_ + i) % kRings];
         const uint64_t read = ring.read.load(std::memory_order_relaxed);
@@ -199,7 +237,7 @@ void Inbox::post(std::string message) {
     std::lock_guard hold(lock_);
     posted_.push_back(std::move(message));
     called_.store(true);
-    if (sleeping_ & ~kTicketed) wake(~kTicketed, 1);
+    wake_for_posted();
 }
 
 void Inbox::close() {

@@ -15,9 +15,15 @@
 // now and then to whom it may be looking out for. The others sleep on the bell, each under one of
 // 32 bits: the upper half is for threads with tickets, which do not take what is posted, and no
 // thread of one kind is ever woken in place of one of the other. The page says whom a sender is to
-// wake: nobody while somebody looks; the one with a ticket, if one sleeps, for what comes is most
-// likely its answer; else any. A thread that leaves with a message wakes nobody: if it is back
-// before the next one comes, as it is after a short call, the others have slept through it all.
+// wake: nobody while somebody looks, or was woken and has not taken anything yet; the one with a
+// ticket, if one sleeps, for what comes is most likely its answer; else any.
+//
+// *Short calls stay in one thread.* Threads of Python run one at a time, and to hand a message to a
+// second one costs more than a short call. So a thread takes its message with Python's lock held
+// (`wait`, then `take`): none is in the hands of a thread that cannot run. And a thread without a
+// ticket that is woken while another one serves a message dozes until that one had kBackNs to come
+// back for the next; meanwhile nobody else is woken. Only if it does not, for its call is a long
+// one, the dozing thread takes over. The more often it was not needed, the longer it dozes.
 //
 // *The bell.* A sender writes, and then looks whom to wake; a thread that is about to sleep says
 // so, and then looks at the rings once more. Both are fenced, so one of them sees the other.
@@ -36,6 +42,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "futex.h"
@@ -79,10 +86,11 @@ class Inbox {
 
     // Where a peer finds it in this process' heap.
     uint64_t offset() const;
-    // Wait until `deadline_ns` for a message, or for `mine`, which may be null.
-    Got next(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns, std::string& message);
-    // The same, without waiting for anything.
-    Got next_if_there(const std::shared_ptr<Ticket>& mine, std::string& message);
+    // Wait until `deadline_ns` for a message, or for `mine`, which may be null. A `take` must
+    // follow.
+    void wait(const std::shared_ptr<Ticket>& mine, int64_t deadline_ns);
+    // Take what is there, without waiting. `waited`: `wait` came before.
+    Got take(const std::shared_ptr<Ticket>& mine, bool waited, std::string& message);
     void complete(const std::shared_ptr<Ticket>& ticket);
     // Leave a message for a thread of this process that has no ticket.
     void post(std::string message);
@@ -94,13 +102,15 @@ class Inbox {
 
   private:
     Got what_is_there(const std::shared_ptr<Ticket>& mine, std::string& message);
-    bool take(std::string& message);
+    bool is_something_there(const Ticket* mine) const;
+    bool read(std::string& message);
     bool pending() const;
     bool look_around(int64_t until_ns);
     void sleep(Ticket* mine, int64_t deadline_ns);
-    void leave();
+    void doze();
     uint32_t preferred() const;
     void wake(uint32_t bits, int most);
+    void wake_for_posted();
 
     std::shared_ptr<HeapMemory> memory_;
     InboxPage& page_;
@@ -110,6 +120,12 @@ class Inbox {
     uint32_t sleeping_ = 0;           // the bits of those that sleep
     uint32_t next_place_ = 0;
     bool looking_ = false;
+    bool dozing_ = false;              // a thread without a ticket
+    int64_t doze_ns_ = 0;              // how long the next one does
+    int woken_ = 0;                    // threads that have waited, and have not taken anything yet
+    int woken_without_ = 0;            // those of them without tickets
+    int64_t served_ns_ = 0;            // when a thread without a ticket last left with a message,
+    std::thread::id served_by_;        // and which one; 0, or none, if it is back
     std::atomic<bool> called_{false};  // who looks is to stop
     bool closed_ = false;
     int first_ = 0;        // the ring that is looked at first

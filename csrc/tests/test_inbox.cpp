@@ -26,6 +26,17 @@ void send(Outbox& outbox, const std::string& message) {
         sched_yield();
 }
 
+Got next(Inbox& inbox, const std::shared_ptr<Ticket>& mine, int64_t deadline_ns,
+         std::string& message) {
+    Got got = inbox.take(mine, false, message);
+    while (got == Got::nothing) {
+        inbox.wait(mine, deadline_ns);
+        got = inbox.take(mine, true, message);
+        if (now_ns() >= deadline_ns) break;
+    }
+    return got;
+}
+
 TEST(all_arrive_once_at_whoever_is_free) {
     constexpr int kSenders = 4, kReceivers = 4, kEach = 3'000;
     Inbox inbox;
@@ -45,7 +56,7 @@ TEST(all_arrive_once_at_whoever_is_free) {
     for (int r = 0; r < kReceivers; r++) {
         threads.emplace_back([&] {
             std::string message;
-            while (inbox.next(nullptr, now_ns() + kPatientNs, message) == Got::message) {
+            while (next(inbox, nullptr, now_ns() + kPatientNs, message) == Got::message) {
                 std::lock_guard hold(lock);
                 got.insert(message);
                 if (++count == kSenders * kEach) inbox.close();
@@ -69,7 +80,7 @@ TEST(callers_get_their_answers_and_nobody_waits_for_ever) {
         threads.emplace_back([&] {
             auto back = outbox_of(client);
             std::string message;
-            while (server.next(nullptr, now_ns() + kPatientNs, message) == Got::message)
+            while (next(server, nullptr, now_ns() + kPatientNs, message) == Got::message)
                 send(*back, message);
         });
     }
@@ -82,7 +93,7 @@ TEST(callers_get_their_answers_and_nobody_waits_for_ever) {
                 const size_t mine = static_cast<size_t>(c * kCalls + n);
                 send(*out, std::to_string(mine));
                 while (true) {
-                    const Got got = client.next(tickets[mine], now_ns() + kPatientNs, message);
+                    const Got got = next(client, tickets[mine], now_ns() + kPatientNs, message);
                     CHECK(got == Got::message || got == Got::done);
                     if (got == Got::done) break;
                     client.complete(tickets[std::stoul(message)]);
@@ -104,13 +115,13 @@ TEST(what_is_posted_wakes_the_thread_without_a_ticket_among_many) {
         threads.emplace_back([&] {
             std::string message;
             const auto mine = std::make_shared<Ticket>();
-            CHECK(inbox.next(mine, now_ns() + 2 * kPatientNs, message) == Got::closed);
+            CHECK(next(inbox, mine, now_ns() + 2 * kPatientNs, message) == Got::closed);
         });
     }
     std::atomic<int> got{0};
     threads.emplace_back([&] {
         std::string message;
-        while (inbox.next(nullptr, now_ns() + 2 * kPatientNs, message) == Got::message) got++;
+        while (next(inbox, nullptr, now_ns() + 2 * kPatientNs, message) == Got::message) got++;
     });
     const int64_t begin = now_ns();
     for (int n = 0; n < kPosts; n++) {
@@ -123,6 +134,44 @@ TEST(what_is_posted_wakes_the_thread_without_a_ticket_among_many) {
     for (auto& thread : threads) thread.join();
 }
 
+// Each pair of messages is served by two threads, for the first waits for the second: whether that
+// one comes through a ring or is posted, and after short calls, which one thread serves alone.
+TEST(a_long_call_is_followed_by_another_thread) {
+    constexpr int kPairs = 60, kShort = 40;
+    Inbox inbox;
+    auto outbox = outbox_of(inbox);
+    std::atomic<int> firsts{0}, seconds{0}, shorts{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 2; t++) {
+        threads.emplace_back([&] {
+            std::string message;
+            while (next(inbox, nullptr, now_ns() + kPatientNs, message) == Got::message) {
+                if (message == "short") shorts++;
+                if (message == "second") seconds++;
+                if (message != "first") continue;
+                const int number = ++firsts;
+                const int64_t begin = now_ns();
+                while (seconds < number && now_ns() < begin + kPatientNs) sched_yield();
+                CHECK(seconds >= number);
+            }
+        });
+    }
+    for (int n = 0; n < kPairs; n++) {
+        for (int k = 0; k < kShort; k++) send(*outbox, "short");
+        send(*outbox, "first");
+        while (firsts <= n) sched_yield();
+        if (n % 3 == 1) usleep(300);  // long enough that the other one sleeps
+        if (n % 2)
+            send(*outbox, "second");
+        else
+            inbox.post("second");
+        while (seconds <= n) sched_yield();
+    }
+    inbox.close();
+    for (auto& thread : threads) thread.join();
+    CHECK(shorts == kPairs * kShort);
+}
+
 TEST(all_that_wait_for_one_ticket_are_called) {
     Inbox inbox;
     const auto ticket = std::make_shared<Ticket>();
@@ -131,7 +180,7 @@ TEST(all_that_wait_for_one_ticket_are_called) {
         threads.emplace_back([&] {
             std::string message;
             const int64_t begin = now_ns();
-            CHECK(inbox.next(ticket, begin + 2 * kPatientNs, message) == Got::done);
+            CHECK(next(inbox, ticket, begin + 2 * kPatientNs, message) == Got::done);
             CHECK(now_ns() < begin + kPatientNs);
         });
     }
@@ -143,13 +192,13 @@ TEST(all_that_wait_for_one_ticket_are_called) {
 TEST(a_deadline_passes_and_a_closed_inbox_says_so) {
     Inbox inbox;
     std::string message;
-    CHECK(inbox.next(nullptr, now_ns() + 1'000'000, message) == Got::nothing);
+    CHECK(next(inbox, nullptr, now_ns() + 1'000'000, message) == Got::nothing);
     inbox.post("one");
     auto ticket = std::make_shared<Ticket>();
-    CHECK(inbox.next(ticket, now_ns(), message) == Got::nothing);
-    CHECK(inbox.next(nullptr, now_ns(), message) == Got::message && message == "one");
+    CHECK(next(inbox, ticket, now_ns(), message) == Got::nothing);
+    CHECK(next(inbox, nullptr, now_ns(), message) == Got::message && message == "one");
     inbox.close();
-    CHECK(inbox.next(nullptr, now_ns() + kPatientNs, message) == Got::closed);
+    CHECK(next(inbox, nullptr, now_ns() + kPatientNs, message) == Got::closed);
 }
 
 TEST(messages_cross_the_end_of_a_ring_whole) {
@@ -159,7 +208,7 @@ TEST(messages_cross_the_end_of_a_ring_whole) {
     for (size_t bytes = 0; bytes <= kMostBytes; bytes += 997) {
         const std::string sent(bytes, static_cast<char>('a' + bytes % 26));
         send(*outbox, sent);
-        CHECK(inbox.next(nullptr, now_ns() + kPatientNs, message) == Got::message);
+        CHECK(next(inbox, nullptr, now_ns() + kPatientNs, message) == Got::message);
         CHECK(message == sent);
     }
     CHECK(!outbox->send(nullptr, kMostBytes + 1));
