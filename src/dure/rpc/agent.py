@@ -719,11 +719,19 @@ class Agent:
     ) -> Packed:
         if not callable(function):
             raise _not_callable(function)
+        given = () if args is None else args, {} if kwargs is None else kwargs
+        if not (isinstance(given[0], Sequence) and isinstance(given[1], dict)):  # pyright: ignore
+            raise UsageError(
+                "a call takes a tuple of arguments, and a dict of those by keyword",
+                op="rpc",
+                seen=f"args={args!r}, kwargs={kwargs!r}",
+                fix='Write args=(x,) for one argument, kwargs={"name": x}.',
+            )
         name = "" if kwargs else name_of(function)
-        values = tuple(args or ())
+        values = tuple(given[0])
         packed = pack_plain(values) if name else None
         if packed is None:
-            sent = values if name else (function, values, dict(kwargs or {}))
+            sent = values if name else (function, values, given[1])
             packed = self._pack(sent, to.id, partial(self._device_there, to))
         packed.function = name
         return packed

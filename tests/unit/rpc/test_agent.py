@@ -152,6 +152,12 @@ def test_what_cannot_be_sent_is_refused_at_the_caller() -> None:
                 call("worker1", 3)  # pyright: ignore[reportArgumentType]
             with pytest.raises(UsageError):
                 call(1.5, add)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(UsageError, match=r"args=\(x,\)"):
+                call("worker1", add, 1)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(UsageError, match=r"args=\(x,\)"):
+                call("worker1", add, torch.ones(2))  # pyright: ignore[reportArgumentType]
+            with pytest.raises(UsageError, match="kwargs="):
+                call("worker1", add, (1,), 2)  # pyright: ignore[reportArgumentType]
             with pytest.raises(RpcError, match="could not find destination"):
                 call("worker7", add)
             with pytest.raises(RpcError, match="could not find destination"):
