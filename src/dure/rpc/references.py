@@ -15,8 +15,8 @@ owner keeps, for each value, the set of processes that hold it.
 own hold until the receiver has one: it packs a *token* into the message, and the receiver answers
 `Accepted` when its own hold stands at the owner, at once where it stands already. `remote` makes
 the caller a holder with the call itself: the reference is the call's token, which ends with `Held`.
-A reference may be passed on before the call that makes the value has arrived; a `Hold` that comes
-before it waits for it.
+A reference may be passed on before the call that makes the value has arrived: the owner keeps
+its entry from whatever speaks of it first.
 
 **Calls that may not have arrived.** Calls are never resent. When a connection breaks, the sender
 asks about the tokens of the calls that were under way (`Unsure`). The receiver answers `Declined`
@@ -206,8 +206,7 @@ class References:
         self._owned: dict[RefId, _Owned] = {}
         self._used: dict[RefId, _Used] = {}
         self._sent: dict[Token, _Sent] = {}
-        self._early: dict[RefId, set[int]] = {}  # holders of values that are not made yet
-        self._unmade: set[RefId] = set()  # owned, for references overtook the calls that make them
+        self._unmade: set[RefId] = set()  # owned, for a message overtook the call that makes it
         self._refused: set[Token] = set()  # declined: not to be taken if they come late
         self._peers: set[int] = set()
         self._dead: set[int] = set()
@@ -244,10 +243,6 @@ class References:
         self._sent[token] = _Sent(ref, to, makes=False)
         return (entry.owner if isinstance(entry, _Used) else self.me), token
 
-    def another(self, ref: RefId) -> None:
-        """Take note of one more object here that refers to the value."""
-        (self._owned.get(ref) or self._used[ref]).local += 1
-
     def dropped(self, ref: RefId) -> list[Action]:
         """Take note that an object, or a message that was read and not unpacked, is gone."""
         entry = self._owned.get(ref) or self._used.get(ref)
@@ -267,11 +262,9 @@ class References:
         """Take a call that makes a value here; False: it was given up, and must not run."""
         if sender in self._dead or ref in self._refused:
             return False, []
-        holders = self._early.pop(ref, set()) | {sender}
         self._unmade.discard(ref)
-        self._owned.setdefault(ref, _Owned()).holders |= holders
-        for holder in sorted(holders):
-            self._send(holder, Held(ref))
+        self._owned.setdefault(ref, _Owned()).holders.add(sender)
+        self._send(sender, Held(ref))
         return True, self._take()
 
     def arrived(
@@ -284,12 +277,7 @@ class References:
         if token in self._refused or owner in self._dead or sender in self._dead:
             return False, []
         if owner == self.me:
-            if ref not in self._owned and self._may_come(ref):
-                self._owned[ref] = _Owned(holders=self._early.pop(ref, set()))
-                self._unmade.add(ref)
-                for holder in sorted(self._owned[ref].holders):
-                    self._send(holder, Held(ref))
-            owned = self._owned.get(ref)
+            owned = self._find_owned(ref)
             if owned is not None:
                 owned.local += 1
             self._send(sender, Accepted(token))
@@ -337,10 +325,8 @@ class References:
         self._refused = {token for token in self._refused if token[0] != peer}
         for ref in [ref for ref, used in self._used.items() if used.owner == peer]:
             self._lose(ref)
-        for ref in [ref for ref in (*self._early, *self._unmade) if ref[0] == peer]:
+        for ref in [ref for ref in self._unmade if ref[0] == peer]:
             self._never_made(ref)
-        for holders in self._early.values():
-            holders.discard(peer)
         self._asked = {(by, dead) for by, dead in self._asked if by != peer}
         concerned = (
             bool(self._limbo)
@@ -422,7 +408,7 @@ class References:
                 expected = {token for used in self._used.values() for _, token in used.waiting}
                 declined = tuple(token for token in tokens if token not in expected)
                 self._refused.update(declined)
-                for ref in (self._early.keys() | self._unmade) & self._refused:
+                for ref in self._unmade & self._refused:
                     self._never_made(ref)
                 self._send(sender, Declined(declined))
             case Declined(tokens):
@@ -434,28 +420,26 @@ class References:
                 self._leave_limbo()
 
     def _hold(self, ref: RefId, holder: int) -> None:
-        if ref in self._owned:
-            self._owned[ref].holders.add(holder)
-            self._send(holder, Held(ref))
-        elif self._may_come(ref):
-            self._early.setdefault(ref, set()).add(holder)
-        else:
-            self._send(holder, Gone(ref))
+        owned = self._find_owned(ref)
+        if owned is not None:
+            owned.holders.add(holder)
+        self._send(holder, Gone(ref) if owned is None else Held(ref))
 
-    def _may_come(self, ref: RefId) -> bool:
-        """Whether the call that makes a value here may be on its way."""
-        return ref[0] != self.me and ref[0] not in self._dead and ref not in self._refused
+    def _find_owned(self, ref: RefId) -> _Owned | None:
+        """Return a value of this process, also if the call that makes it may be on its way."""
+        coming = ref[0] != self.me and ref[0] not in self._dead and ref not in self._refused
+        if ref not in self._owned and coming:
+            self._owned[ref] = _Owned()
+            self._unmade.add(ref)
+        return self._owned.get(ref)
 
     def _never_made(self, ref: RefId) -> None:
-        holders = self._early.pop(ref, set[int]())
-        if ref in self._unmade:
-            self._unmade.discard(ref)
-            owned = self._owned.pop(ref)
-            holders |= owned.holders
-            for token in owned.tokens:
-                self._sent.pop(token, None)
-            self._actions.append(Lost(ref))
-        for holder in sorted(holders):
+        self._unmade.discard(ref)
+        owned = self._owned.pop(ref)
+        for token in owned.tokens:
+            self._sent.pop(token, None)
+        self._actions.append(Lost(ref))
+        for holder in sorted(owned.holders):
             self._send(holder, Gone(ref))
 
     def _hold_stands(self, ref: RefId) -> None:

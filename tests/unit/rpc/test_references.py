@@ -314,8 +314,9 @@ def test_a_call_that_has_arrived_is_not_declined() -> None:
 def test_who_dies_before_the_value_is_made_does_not_hold_it() -> None:
     maker, owner, third = processes(3)
     ref = maker.create(1)
-    assert owner.heard(third.me, Hold(ref)) == []
-    owner.died(third.me)
+    assert owner.heard(third.me, Hold(ref)) == [Send(2, Held(ref))]
+    assert owner.died(third.me) == [Send(0, AskFlush(2))]
+    assert owner.heard(0, Flushed(2)) == [Freed(ref)]
     assert owner.made(ref, 0) == (True, [Send(0, Held(ref))])
     assert owner.holders() == {ref: (0,)}
 
