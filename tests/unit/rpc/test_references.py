@@ -372,3 +372,10 @@ def test_a_reference_that_overtook_a_call_that_never_comes_is_lost() -> None:
     assert owner.died(0)[:2] == [Lost(ref), Send(2, Gone(ref))]
     assert not owner.has(ref)
     assert third.me == 2
+
+
+def test_who_holds_what_a_lost_call_was_to_make_is_told() -> None:
+    user, owner, _ = processes(3)
+    ref = user.create(1)
+    assert owner.heard(2, Hold(ref)) == [Send(2, Held(ref))]
+    assert owner.heard(0, Unsure((ref,)))[:2] == [Lost(ref), Send(2, Gone(ref))]
