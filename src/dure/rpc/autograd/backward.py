@@ -14,8 +14,10 @@ pass there and back, no message but those with gradients is needed. Credits are 
 
 Steps of the first process run in the thread that waits in `backward`; others where they come in.
 
-A process that still waits for gradients says so along with its share, and again when they have
-come. If one waits at the end, some call's result got no gradients, and the pass has failed.
+Along with the credit goes how many gradients the processes wait for: each adds those of its tensors
+that left, when it first has part in the pass, and takes off one for each that comes. If some are
+missing at the end, a call's result got no gradients, and the pass has failed: all are told that it
+has ended, and those that wait answer with the calls' names.
 
 **Failures.** Messages with gradients are sent once. Who sees an error, or the loss of a process or
 of a connection that gradients went through, tells the first process. It raises the error, and
@@ -39,7 +41,7 @@ import torch
 
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
-from dure.rpc.autograd.context import Context, PassId, Progress, Step, no_gradients
+from dure.rpc.autograd.context import Context, PassId, Step, no_gradients
 from dure.rpc.envelope import GradientTag, Waiter
 from dure.rpc.names import WorkerInfo
 
@@ -91,11 +93,12 @@ class inside:
 
 
 class _Back(msgspec.Struct, array_like=True, frozen=True, tag=0):
-    """To the first process of a pass: a share of the credit, 1/2**share, or an error at `node`."""
+    """To who began a pass: a share of the credit, 1/2**share; or what is missing; or an error."""
 
     backward: PassId
-    share: int
-    progress: dict[int, Progress] = {}
+    share: int = 0
+    awaited: int = 0
+    missing: list[str] = []
     node: int = -1
     error: bytes = b""
 
@@ -105,7 +108,6 @@ class _End(msgspec.Struct, array_like=True, frozen=True, tag=1):
     backward: PassId | None  # None: the context is released
 
 
-_decode_progress = msgspec.msgpack.Decoder(dict[int, Progress]).decode
 _decoder = msgspec.msgpack.Decoder(_Back | _End)
 
 
@@ -115,14 +117,17 @@ class _Pass:
     def __init__(self, context: int) -> None:
         self.context = context
         self.credit = Fraction(0)
-        self.progress: dict[int, Progress] = {}
+        self.awaited = 0
+        self.asked = False  # who waits for gradients, and for what
+        self.missing: list[str] = []
         self.failed: _Back | None = None
         self.arrivals: deque[Callable[[], None]] = deque()
         self.ticket: Waiter | None = None
 
     @property
     def over(self) -> bool:
-        return self.credit == 1 or self.failed is not None
+        done = self.awaited == 0 if self.asked else self.credit == 1
+        return done or self.failed is not None
 
 
 class Contexts:
@@ -248,14 +253,18 @@ class Contexts:
         try:
             with inside(None), _profiled("torch::distributed::autograd::backward"):
                 step = context.begin(this, roots, retain_graph)
-                self._go_on(context, this, retain_graph, 0, {}, step)
+                self._go_on(context, this, retain_graph, 0, 0, step)
                 while not run.over:
                     self._wait(run)
+                if run.awaited and run.failed is None:
+                    run.asked = True
+                    self._end(number, this)
+                    while not run.over:
+                        self._wait(run)
             if run.failed is not None:
                 raise _raised(run.failed.node, run.failed.error)
-            missing = [text for _, text in run.progress.values() if text]
-            if missing:
-                raise no_gradients("; ".join(missing))
+            if run.missing:
+                raise no_gradients("; ".join(run.missing))
         except BaseException:
             self._end(number, this)
             raise
@@ -287,12 +296,11 @@ class Contexts:
     def arrive(self, backward: PassId, read: Callable[[], Any]) -> None:
         """Run what gradients set off; `read` returns what `send_gradients` was given."""
         try:
-            number, sender, sent, retain_graph, share, told, *gradients = read()
-            message, progress = (sender, sent), _decode_progress(told) if told else {}
+            number, sender, sent, retain_graph, share, awaited, *gradients = read()
             context = self.find(number)
             with inside(None), _profiled("SendRpcBackward"):
-                step = context.arrive(backward, message, gradients, retain_graph)
-            self._go_on(context, backward, retain_graph, share, progress, step)
+                step = context.arrive(backward, (sender, sent), gradients, retain_graph)
+            self._go_on(context, backward, retain_graph, share, awaited, step)
         except Exception as error:
             self._failed(backward, error)
 
@@ -302,24 +310,22 @@ class Contexts:
         backward: PassId,
         retain_graph: bool,
         share: int,
-        progress: dict[int, Progress],
+        awaited: int,
         step: Step,
     ) -> None:
         """Send gradients on, with shares of the credit; where there are none, give it back."""
-        outgoing, mine = step
-        if mine is not None:
-            progress = progress | {self._me.id: mine}
+        outgoing, more = step
+        awaited += more
         if not outgoing:
-            self._back(_Back(backward, share, progress))
+            self._back(_Back(backward, share, awaited))
         for left, (to, message, gradients) in zip(
             range(len(outgoing) - 1, -1, -1), outgoing, strict=True
         ):
             share += left > 0  # one half for this message, the other for those after it
-            told = msgspec.msgpack.encode(progress) if progress else b""
-            values = context.number, *message, retain_graph, share, told, *map(_dense, gradients)
+            values = context.number, *message, retain_graph, share, awaited, *map(_dense, gradients)
             with _profiled("RecvRpcBackward"):
                 self._agent.send_gradients(to, backward, values)
-            progress = {}
+            awaited = 0
 
     def _back(self, message: _Back) -> None:
         if message.backward[0] != self._me.id:
@@ -333,14 +339,13 @@ class Contexts:
                 run.failed = run.failed or message
             else:
                 run.credit += Fraction(1, 1 << message.share)
-            for worker, new in message.progress.items():
-                if new[0] > run.progress.get(worker, (-1, ""))[0]:
-                    run.progress[worker] = new
+                run.awaited += message.awaited
+                run.missing += message.missing
         self._wake(run)
 
     def _failed(self, backward: PassId, error: Exception) -> None:
         encoded = failures.encode(error, self._me)
-        self._back(_Back(backward, 0, node=self._me.id, error=encoded))
+        self._back(_Back(backward, node=self._me.id, error=encoded))
 
     def _wake(self, run: _Pass) -> None:
         with self._lock:
@@ -351,8 +356,11 @@ class Contexts:
     def _end(self, number: int, backward: PassId) -> None:
         """End a pass that has failed, here and on all processes that know its context."""
         context = self._contexts.get(number)
-        if context is not None and context.end(backward):
+        missing = None if context is None else context.end(backward)
+        if context is not None and missing is not None:
             self._tell_all(context, _End(number, backward))
+            if missing:
+                self._back(_Back(backward, awaited=-len(missing), missing=missing))
 
     # --- what comes --------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ that does not retain the graph forgets, when it is done here, the messages that 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from dure.errors import RpcError
 from dure.rpc.autograd.graph import Gradients, LocalGraph, leaf_lock, place
 
-__all__ = ["Context", "MessageId", "Outgoing", "PassId", "Progress", "Step", "no_gradients"]
+__all__ = ["Context", "MessageId", "Outgoing", "PassId", "Step", "no_gradients"]
 
 MessageId = tuple[int, int]
 """The process that sent a message, and a number of that process."""
@@ -31,12 +30,8 @@ MessageId = tuple[int, int]
 PassId = tuple[int, int]
 """The process that began a backward pass, and a number of that process."""
 
-Progress = tuple[int, str]
-"""How many gradients of a pass have come to a process, and which are missing, for people."""
-
-Step = tuple[list["Outgoing"], Progress | None]
-"""What comes of gradients: those that can be sent now, and how far the process has come, if some
-are missing, or were when it was last asked."""
+Step = tuple[list["Outgoing"], int]
+"""What comes of gradients: those that can be sent now, and how many more this process waits for."""
 
 _ROOTS = "the tensors of backward"
 
@@ -64,10 +59,10 @@ class _Came(NamedTuple):
 class _Part:
     """What a process does for a pass."""
 
-    graph: LocalGraph | None  # None: it has run, or the pass has ended
+    graph: LocalGraph | None = None
     asked: set[int] = field(default_factory=set[int])  # to whom gradients were sent
-    late: bool = False  # whether it was told of that gradients are missing
-    ended: bool = False  # by an error
+    over: bool = False  # whether the graph has run, or the pass has ended
+    ended: bool = False  # whether the pass has, by an error
 
 
 class Context:
@@ -152,32 +147,30 @@ class Context:
             RpcError: A message of the context gets no gradients.
         """
         with self._lock:
-            part = self.passes.get(number)
-            if part is None:
-                graph = self._graph(more, retain_graph)
-                part = self.passes[number] = _Part(graph)
+            part = self.passes.setdefault(number, _Part())
+            more_awaited = -1
+            if part.graph is None and not part.over:
+                part.graph = self._graph(more, retain_graph)
+                more_awaited += len(part.graph.roots)
             graph = part.graph
             if graph is None:
-                return [], None
+                return [], 0
             outgoing = [
                 Outgoing(self._came[node].sender, self._came[node].message, got)
                 for node, got in graph.arrive(root, gradients).items()
             ]
             part.asked.update(out.to for out in outgoing)
-            if graph.missing:
-                part.late = True
-                missing = [self._sent[m].what for m in graph.missing if isinstance(m, tuple)]
-                return outgoing, (len(graph.roots) - len(missing), "; ".join(missing))
-            part.graph = None
-            for leaf, gradient in graph.leaves.items():
-                before = self.gradients.get(leaf)
-                self.gradients[leaf] = gradient if before is None else before + gradient
-            if not retain_graph:
-                for message in graph.roots:
-                    self._sent.pop(message, None)  # pyright: ignore[reportCallIssue, reportArgumentType]
-                for node in graph.received:
-                    del self._came[node]
-            return outgoing, (sys.maxsize, "") if part.late else None
+            if not graph.missing:
+                part.graph, part.over = None, True
+                for leaf, gradient in graph.leaves.items():
+                    before = self.gradients.get(leaf)
+                    self.gradients[leaf] = gradient if before is None else before + gradient
+                if not retain_graph:
+                    for message in graph.roots:
+                        self._sent.pop(message, None)  # pyright: ignore[reportCallIssue, reportArgumentType]
+                    for node in graph.received:
+                        del self._came[node]
+            return outgoing, more_awaited
 
     def _graph(self, more: Mapping[str, list[GradientEdge]], retain_graph: bool) -> LocalGraph:
         edges: dict[Any, list[GradientEdge]] = {m: s.edges for m, s in list(self._sent.items())}
@@ -186,13 +179,15 @@ class Context:
             raise no_gradients("; ".join(self._came[node].what for node in graph.unreached))
         return graph
 
-    def end(self, number: PassId) -> bool:
-        """End a pass that has failed; tell whether that is new."""
-        part = self.passes.get(number)
-        if part is not None and part.ended:
-            return False
-        self.passes[number] = _Part(None, ended=True)  # without the lock: a graph may run, and wait
-        return True
+    def end(self, number: PassId) -> list[str] | None:
+        """End a pass that has failed; return what has got no gradients; None: it ended before."""
+        part = self.passes.setdefault(number, _Part())
+        if part.ended:
+            return None
+        part.over = part.ended = True  # without the lock: a graph may run, and wait
+        graph, part.graph = part.graph, None
+        missing = [] if graph is None else list(graph.missing)
+        return [self._sent[message].what for message in missing if isinstance(message, tuple)]
 
 
 def _edge(tensor: torch.Tensor) -> GradientEdge:
