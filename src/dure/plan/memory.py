@@ -31,11 +31,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from dure.errors import UsageError
 from dure.schedules import Action, Kind, find_generator, make_schedule
 
-__all__ = ["Memory", "Mesh", "Model", "Training", "memory"]
+__all__ = ["Memory", "Mesh", "Model", "Training", "kept_elements", "memory"]
 
 FREED = 64 << 20
 """Bytes of freed memory that a rank of `dure run` keeps (docs/launch.md)."""
@@ -311,7 +312,19 @@ def _layer_activations(model: Model, mesh: Mesh, tokens: int) -> int:
     units = 4 * h
     if model.experts:
         units = model.active * (4 * h + 3 * w) + model.shared * 4 * h + model.experts
-    return tokens * ((4 * w + 2 + 2 * w + 2 * k + model.heads + units) // t + 2 * w)
+    return tokens * (kept_elements(w, k, model.heads, units) // t + 2 * w)
+
+
+def kept_elements(width: Any, keys: Any, heads: Any, units: Any) -> Any:
+    """Return the elements that a layer keeps of a token, which tp divides; numbers or columns.
+
+    Args:
+        width: Features of an activation.
+        keys: Of the keys.
+        heads: Of the queries.
+        units: Elements that the MLP keeps: 4 times its hidden units with a gate, 2 times without.
+    """
+    return 6 * width + 2 + 2 * keys + heads + units
 
 
 def _most_live(actions: Sequence[Action | None], kept: dict[int, int]) -> int:
