@@ -1,5 +1,7 @@
-"""The constants of the cost model: read from `data/constants.toml`, where each has a unit, a meaning
-and a source. `benchmarks/plan_accuracy.py --fit` fits them to published measurements.
+"""The constants of the cost model.
+
+They are read from `data/constants.toml`, where each has its unit, meaning and source.
+`benchmarks/plan_accuracy.py --fit` fits them to published measurements.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ import tomllib
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 __all__ = ["Constant", "Constants", "described"]
@@ -63,6 +64,11 @@ class Constants:
         """Return the fitted ones."""
         return Constants(**{name: constant.value for name, constant in described().items()})
 
+    @staticmethod
+    def before() -> Constants:
+        """Return what the fit starts from."""
+        return Constants(**{name: constant.before for name, constant in described().items()})
+
     def replaced(self, measured: dict[str, float]) -> Constants:
         """Return them with some measured on a machine."""
         return replace(self, **measured)
@@ -78,18 +84,19 @@ class Constant:
     """A constant with what is known of it."""
 
     value: float
+    before: float  # the fit
     unit: str
     meaning: str
     source: str
 
 
 @cache
-def described(path: Path | None = None) -> dict[str, Constant]:
+def described() -> dict[str, Constant]:
     """Return all constants with unit, meaning and source."""
-    return {name: Constant(**table) for name, table in document(path)["constant"].items()}
+    return {name: Constant(**table) for name, table in document()["constant"].items()}
 
 
-def document(path: Path | None = None) -> dict[str, Any]:
+@cache
+def document() -> dict[str, Any]:
     """Return the file: constants, and the fit that they come from."""
-    own = files("dure.plan") / "data" / "constants.toml"
-    return tomllib.loads(own.read_text() if path is None else path.read_text())
+    return tomllib.loads((files("dure.plan") / "data" / "constants.toml").read_text())

@@ -10,8 +10,8 @@ microseconds a layout and a fit of the constants seconds. Names of constants are
     products     2 m n k FLOPs each, at ``peak * gemm / (1 + gemm_area / (m n))``: a product with a
                  small result leaves units idle
     attention    4 tokens seq width / tp FLOPs; a fused kernel leaves out the masked half and has a
-                 rate of its own (``flash``), otherwise the scores cross the memory ``scores_passes``
-                 times
+                 rate of its own (``flash``), otherwise the scores cross the memory
+                 ``scores_passes`` times
     elementwise  norms, activations, residuals: ``passes`` over every feature, at the memory's speed
     launches     a host thread starts the kernels one by one, which takes ``host`` a layer; a layer
                  takes the longer of both, so small layers wait for the host
@@ -27,9 +27,9 @@ the pipeline, filled and drained once, is the bubble: ``(sum of the stages - slo
 microbatch waits for its messages between stages. Then comes what cannot hide behind computing: the
 reduction of gradients along dp, or the gathers of sharded parameters, and the optimizer.
 
-**A collective** of b bytes over n ranks, l of them in each node, moves ``b (l - 1) / l`` through the
-links of a node and ``b (n/l - 1) / (n/l)`` through the network, whose cards a node's l ranks share;
-all-reduce moves twice as much. Latency grows with log2 of l, and with a power of the nodes.
+**A collective** of b bytes over n ranks, l of them in each node, moves ``b (l - 1) / l`` through
+the links of a node and ``b (n/l - 1) / (n/l)`` through the network, whose cards a node's l ranks
+share; all-reduce moves twice as much. Latency grows with log2 of l, and with a power of the nodes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Jobs:
     """Jobs, a number for each in every column; flags are 0 or 1.
 
     Attributes:
-        layers, width, hidden, kv_width, heads, vocab, seq: Sizes of the model, and of a sequence.
+        layers, width, hidden, kv_width, heads, vocab, seq: Sizes of the model, of a sequence.
         gated: Whether the MLP has a gate (SwiGLU): three matrices.
         tied: Whether the scores use the embedding's weights.
         peak: FLOP/s of a rank in the precision of the products.
@@ -374,9 +374,7 @@ def _data_parallel(jobs: Jobs, c: Constants, stage: Column) -> Column:
     return np.where(jobs.zero >= 2, sharded, np.where(jobs.zero == 1, zero1, ddp))
 
 
-def _sharded(
-    jobs: Jobs, c: Constants, stage: Column, gradients: Column, weights: Column
-) -> Column:
+def _sharded(jobs: Jobs, c: Constants, stage: Column, gradients: Column, weights: Column) -> Column:
     """Seconds of the gathers and scatters of FSDP, layer by layer for every microbatch."""
     n, near = jobs.shard, np.minimum(_near(jobs), jobs.shard)
     starts = collective(jobs, c, np.ones_like(stage), n, near, 1.0) * (jobs.layers / jobs.pp - 1)

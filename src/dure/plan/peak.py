@@ -15,7 +15,10 @@ from dure.plan.constants import Constants
 from dure.plan.cost import Column, Jobs
 from dure.plan.memory import kept_elements
 
-__all__ = ["Peak", "peak_memory"]
+__all__ = ["ROOM", "Peak", "peak_memory"]
+
+ROOM = 0.95
+"""Of a GPU's memory: what a job may be predicted to take, to be called one that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +82,19 @@ def _gathered(jobs: Jobs) -> Column:
 def _activations(jobs: Jobs, c: Constants) -> tuple[Column, Column]:
     """Return the bytes of the first and of the last stage's activations at their peaks."""
     layers = np.ceil(jobs.layers / jobs.pp)
-    units = (2 + 2 * jobs.gated) * jobs.hidden
+    kept = np.where(jobs.compiled > 0, 1.0, c.kept)
+    units = kept * (2 + 2 * jobs.gated) * jobs.hidden
     elements = kept_elements(jobs.width, jobs.kv_width, jobs.heads, units) + 2 * jobs.width
     fused = jobs.fused > 0
     scores = np.where(fused, 0.0, 2.5 * jobs.heads * jobs.seq)
     # Recomputed operators: without fused attention its scores; else all but every second product.
-    cheap = np.where(fused, 0.5 * elements, elements)
-    whole = c.kept * elements + scores
-    each = np.where(jobs.selective > 0, c.kept * cheap, whole) / jobs.tp
+    cheap = np.where(fused, 0.4 * elements, elements)
+    whole = elements + scores
+    each = np.where(jobs.selective > 0, cheap, whole) / jobs.tp
     inputs = jobs.width / np.where(jobs.sp > 0, jobs.tp, 1.0)
     again = jobs.recompute
-    stage = layers * (again * inputs + (1 - again) * each) + np.where(again > 0, whole / jobs.tp, 0)
+    one_layer = np.where(again > 0, 2 * whole / jobs.tp, 0.0)  # computed again, and its gradients
+    stage = layers * (again * inputs + (1 - again) * each) + one_layer
     interleaved = np.where(jobs.parts > 1, 1 + (jobs.pp - 1) / (jobs.pp * jobs.parts), 1.0)
     live = np.minimum(jobs.microbatches, jobs.pp) * interleaved
     one = jobs.tokens * jobs.param_bytes * stage
