@@ -136,61 +136,10 @@ def _row(line: dict[str, str], known: dict[str, Gpu]) -> Row | None:
         return None
     if source.startswith("nemo") and not precision:
         return None
-    is_hf = source.startswith("hf")
-    width, dp, tp = _number(line, "hidden"), _number(line, "dp", 1), _number(line, "tp", 1)
-    cp, zero = _number(line, "cp", 1), _number(line, "zero_stage", 0)
     stated = line["mbs"] != ""
     recompute = line["recompute"]
     eight_bits = bool(re.search("fp8|float8", precision, re.IGNORECASE))
-    newest = source.startswith(NEWEST)
-    float32 = "DEFAULT" in precision or precision == "bf16"
-    parallel = tp > 1 and (
-        source.startswith((*BALANCED, "megatron_h100")) or "sequence" in recompute
-    )
-    network = {"vtrain_multi": 12.5e9, "llm_foundry": 25e9 if gpu.kind == "a100" else 50e9}
-    job = {
-        "layers": _number(line, "layers"),
-        "width": width,
-        "hidden": _number(line, "ffn"),
-        "kv_width": width / _number(line, "heads") * _number(line, "kv_heads"),
-        "heads": _number(line, "heads"),
-        "vocab": _number(line, "vocab", 51_200),
-        "seq": _number(line, "seq_len"),
-        "gated": "llama" in line["model"],
-        "tied": not source.startswith(("torchtitan", "nemo"))
-        and not (is_hf and _number(line, "n_params_b") > 4),
-        "peak": (gpu.fp8_tflops if eight_bits else gpu.bf16_tflops) * 1e12,
-        "hbm": gpu.memory_tb_s * 1e12,
-        "link": gpu.link_gb_s * 1e9,
-        "net": network.get(source, gpu.network_gb_s * 1e9),
-        "node_size": 8,
-        "is_h100": gpu.kind in ("h100", "b200"),
-        "is_cpu": 0,
-        "efa": is_hf,
-        "power": gpu.power,
-        "dp": dp,
-        "tp": tp,
-        "cp": cp,
-        "pp": _number(line, "pp", 1),
-        "zero": zero,
-        "shard": dp * cp if zero >= 2 else 1,
-        "sp": parallel and "without" not in notes,
-        "parts": _number(line, "vpp", 1),
-        "microbatch": _number(line, "mbs", 1),
-        "microbatches": _number(line, "gas") if stated else _number(line, "gbs") / dp,
-        "recompute": {"full": 1.0, "selective layer": 0.5}.get(recompute, 0.0),
-        "selective": "selective" in recompute and recompute != "selective layer",
-        "param_bytes": 2,
-        "master_bytes": 0 if "PURE" in precision else 4,
-        "grad_bytes": 4 if source.startswith(WITH_FLOAT32_GRADIENTS) or float32 else 2,
-        "fp8": eight_bits,
-        "fused": 2 if newest else source.startswith(FUSED),
-        "compiled": line["compile"] == "yes" or newest,
-        "overlapped": newest or "async TP" in notes,
-        "balanced": source.startswith(BALANCED),
-        "blocking": is_hf,
-        "split": source.startswith(SPLIT_MESSAGES),
-    }
+    job = _sizes(line) | _hardware(source, gpu, eight_bits) | _software(line, eight_bits)
     name = "nemo" if source.startswith("nemo") else GROUPS.get(source, source)
     if name == "torchtitan" and eight_bits:
         name = "torchtitan, 8 bits"
@@ -208,6 +157,76 @@ def _row(line: dict[str, str], known: dict[str, Gpu]) -> Row | None:
         failed=failed,
         speed=_number(line, "tok_s_gpu", 0),
     )
+
+
+def _sizes(line: dict[str, str]) -> dict[str, float]:
+    """Return a row's model and layout."""
+    is_hf = line["source_id"].startswith("hf")
+    width, heads, zero = (
+        _number(line, "hidden"),
+        _number(line, "heads"),
+        _number(line, "zero_stage", 0),
+    )
+    dp, cp = _number(line, "dp", 1), _number(line, "cp", 1)
+    tied = not line["source_id"].startswith(("torchtitan", "nemo"))
+    return {
+        "layers": _number(line, "layers"),
+        "width": width,
+        "hidden": _number(line, "ffn"),
+        "kv_width": width / heads * _number(line, "kv_heads"),
+        "heads": heads,
+        "vocab": _number(line, "vocab", 51_200),
+        "seq": _number(line, "seq_len"),
+        "gated": "llama" in line["model"],
+        "tied": tied and not (is_hf and _number(line, "n_params_b") > 4),
+        "dp": dp,
+        "tp": _number(line, "tp", 1),
+        "cp": cp,
+        "pp": _number(line, "pp", 1),
+        "zero": zero,
+        "shard": dp * cp if zero >= 2 else 1,
+        "parts": _number(line, "vpp", 1),
+        "microbatch": _number(line, "mbs", 1),
+        "microbatches": _number(line, "gas") if line["mbs"] else _number(line, "gbs") / dp,
+    }
+
+
+def _hardware(source: str, gpu: Gpu, eight_bits: bool) -> dict[str, float]:
+    network = {"vtrain_multi": 12.5e9, "llm_foundry": 25e9 if gpu.kind == "a100" else 50e9}
+    return {
+        "peak": (gpu.fp8_tflops if eight_bits else gpu.bf16_tflops) * 1e12,
+        "hbm": gpu.memory_tb_s * 1e12,
+        "link": gpu.link_gb_s * 1e9,
+        "net": network.get(source, gpu.network_gb_s * 1e9),
+        "node_size": 8,
+        "is_h100": gpu.kind in ("h100", "b200"),
+        "is_cpu": 0,
+        "efa": source.startswith("hf"),
+        "power": gpu.power,
+    }
+
+
+def _software(line: dict[str, str], eight_bits: bool) -> dict[str, float]:
+    """Return what a row, or the head of its file, states about software."""
+    source, precision, recompute = line["source_id"], line["precision"], line["recompute"]
+    newest = source.startswith(NEWEST)
+    float32 = source.startswith(WITH_FLOAT32_GRADIENTS) or "DEFAULT" in precision
+    sequence = source.startswith((*BALANCED, *NEWEST)) or "sequence" in recompute
+    return {
+        "sp": _number(line, "tp", 1) > 1 and sequence and "without" not in line["notes"],
+        "recompute": {"full": 1.0, "selective layer": 0.5}.get(recompute, 0.0),
+        "selective": "selective" in recompute and recompute != "selective layer",
+        "param_bytes": 2,
+        "master_bytes": 0 if "PURE" in precision else 4,
+        "grad_bytes": 4 if float32 or precision == "bf16" else 2,
+        "fp8": eight_bits,
+        "fused": 2 if newest else source.startswith(FUSED),
+        "compiled": line["compile"] == "yes" or newest,
+        "overlapped": newest or "async TP" in line["notes"],
+        "balanced": source.startswith(BALANCED),
+        "blocking": source.startswith("hf"),
+        "split": source.startswith(SPLIT_MESSAGES),
+    }
 
 
 def _number(line: dict[str, str], name: str, otherwise: float | None = None) -> float:
@@ -409,7 +428,7 @@ def speed(rows: list[Row]) -> None:
 
 def fingerprint(rows: list[Row]) -> str:
     """Return a hash of the rows that are fitted."""
-    text = repr([(row.job, row.seconds, row.memory) for row in rows])
+    text = repr([(sorted(row.job.items()), row.seconds, row.memory) for row in rows])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -319,11 +319,18 @@ def _tensor_parallel(jobs: Jobs, c: Constants) -> Column:
 
 
 def _context_parallel(jobs: Jobs, c: Constants, attention: Column) -> Column:
-    """Seconds that passing keys and values around a ring takes beyond the attention it feeds."""
-    nbytes = 2 * jobs.param_bytes * jobs.tokens * jobs.kv_width / jobs.tp * (jobs.cp - 1)
+    """Seconds of a ring of keys and values: what attention does not hide, and adding up parts.
+
+    Each of the cp - 1 steps has its messages, its kernels to start, and reads and writes the
+    output once to add its part.
+    """
+    steps = jobs.cp - 1
+    nbytes = 2 * jobs.param_bytes * jobs.tokens * jobs.kv_width / jobs.tp
     near = jobs.tp * jobs.cp <= jobs.node_size
     bandwidth = np.where(near, jobs.link * c.link, jobs.net * c.net)
-    return np.where(jobs.cp > 1, _exposed(nbytes / bandwidth, 0.7 * attention), 0.0)
+    ring = _exposed(steps * nbytes / bandwidth, 0.7 * attention)
+    added = 3 * jobs.param_bytes * jobs.tokens * jobs.width / jobs.tp / _memory_rate(jobs)
+    return np.where(steps > 0, ring + steps * (added + c.message + 0.1 * _host(jobs, c)), 0.0)
 
 
 # --- the ends, the pipeline -----------------------------------------------------------------------

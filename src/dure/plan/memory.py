@@ -60,6 +60,7 @@ class Model:
         active: Experts that a token goes to.
         shared: Experts that every token goes to.
         tied: 1: the scores use the embedding's weights.
+        gated: 1: the MLP has a gate (SwiGLU), and three matrices; 0: two.
     """
 
     vocabulary: int
@@ -73,6 +74,7 @@ class Model:
     active: int = 2
     shared: int = 0
     tied: int = 0
+    gated: int = 1
 
     @staticmethod
     def of_size(parameters: float, *, vocabulary: int = 128_256, length: int = 4096) -> Model:
@@ -119,7 +121,7 @@ class Model:
     @property
     def expert_parameters(self) -> int:
         """Of the MLP, or of one expert."""
-        return 3 * self.width * self.hidden
+        return (2 + self.gated) * self.width * self.hidden
 
     @property
     def layer_parameters(self) -> int:
@@ -274,7 +276,8 @@ def _numbers(text: str, kind: type[Mesh] | type[Model]) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, number = part.partition("=")
-        if name not in names or not number.isdecimal() or int(number) < 1:
+        least = 0 if name in ("experts", "shared", "tied", "gated") else 1
+        if name not in names or not number.isdecimal() or int(number) < least:
             raise UsageError(
                 f"a {kind.__name__.lower()} is names with numbers of at least 1",
                 op=_OP,
@@ -308,10 +311,10 @@ def _activations(model: Model, mesh: Mesh, training: Training, layers: int) -> i
 
 def _layer_activations(model: Model, mesh: Mesh, tokens: int) -> int:
     """Return the elements that one layer keeps (see the top of this file)."""
-    w, k, h, t = model.width, model.keys, model.hidden, mesh.tp
-    units = 4 * h
+    w, k, h, t = model.width, model.keys, (1 + model.gated) * model.hidden, mesh.tp
+    units = 2 * h
     if model.experts:
-        units = model.active * (4 * h + 3 * w) + model.shared * 4 * h + model.experts
+        units = model.active * (2 * h + 3 * w) + model.shared * 2 * h + model.experts
     return tokens * (kept_elements(w, k, model.heads, units) // t + 2 * w)
 
 

@@ -1,0 +1,202 @@
+"""What is to be trained: a model by name, by a Hugging Face configuration, or by its sizes."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dure.errors import UsageError
+from dure.plan.memory import Model
+
+__all__ = ["PRECISIONS", "Job", "configured_model", "find_model", "models"]
+
+_OP = "plan layouts"
+
+PRECISIONS = ("bf16", "fp8", "fp32")
+"""Of matrix products: bfloat16 and fp8 have parameters in bfloat16 and a float32 copy of them."""
+
+_NAMES = {  # of `Model`'s sizes in config.json, in the families that there are
+    "vocabulary": ("vocab_size",),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "groups": ("num_key_value_heads", "num_kv_heads"),
+    "hidden": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "length": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+_LONGEST_BY_DEFAULT = 8192
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model with its batch.
+
+    Attributes:
+        model: Its sizes; `Model.length` is the sequences' length.
+        batch_tokens: Tokens of a step over all ranks; a multiple of the length.
+        precision: Of matrix products: "bf16", "fp8" or "fp32".
+        compiled: Whether layers are compiled, so that elementwise operators are fused.
+    """
+
+    model: Model
+    batch_tokens: int
+    precision: str = "bf16"
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        _check_model(self.model)
+        if self.precision not in PRECISIONS:
+            four_bits = "4" in self.precision
+            raise UsageError(
+                f"{'4-bit formats are' if four_bits else 'this precision is'} not planned for",
+                op=_OP,
+                seen=repr(self.precision),
+                fix=f"Take one of {', '.join(PRECISIONS)}.",
+            )
+        self._check_batch()
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.batch_tokens // self.model.length
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a step that the model needs: attention uncut, nothing computed again."""
+        model = self.model
+        products = model.layers * model.layer_parameters + model.vocabulary * model.width
+        attention = 12 * model.layers * model.length * model.width
+        return float(self.batch_tokens) * (6 * products + attention)
+
+    def _check_batch(self) -> None:
+        tokens, length = self.batch_tokens, self.model.length
+        if tokens < length:
+            in_units = [f"{tokens * unit:,}" for unit in (10**3, 2**10, 10**6, 2**20)]
+            raise UsageError(
+                f"a batch of {tokens:,} tokens is less than one sequence of {length:,}",
+                op=_OP,
+                seen=f"in thousands or millions it would be {', '.join(in_units)}",
+                fix="--batch-tokens counts tokens of a step over all ranks: 4M is 4,000,000.",
+            )
+        if tokens % length:
+            near = (tokens // length * length, -(-tokens // length) * length)
+            raise UsageError(
+                "a batch is whole sequences",
+                op=_OP,
+                seen=f"{tokens:,} tokens, sequences of {length:,}",
+                fix=f"Take --batch-tokens {near[0]} or {near[1]}.",
+            )
+        if tokens > 10**9:
+            raise UsageError(
+                "a batch of more than 10^9 tokens is no batch",
+                op=_OP,
+                seen=f"{tokens:,}",
+                fix="--batch-tokens counts tokens of one step, not of the whole training.",
+            )
+
+
+@cache
+def models() -> dict[str, Model]:
+    """Return the models that are known by name."""
+    text = (files("dure.plan") / "data" / "models.toml").read_text()
+    return {name: Model(**sizes) for name, sizes in tomllib.loads(text).items()}
+
+
+def find_model(name: str) -> Model:
+    """Return a model by its name.
+
+    Raises:
+        UsageError: There is none; near names are told.
+    """
+    known = models()
+    found = known.get(name.lower().replace("_", "-"))
+    if found is None:
+        near = get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+        raise UsageError(
+            f"no model is called {name!r} here",
+            op=_OP,
+            seen=f"near names: {', '.join(near)}" if near else "",
+            fix=f"Take one of {', '.join(known)}; or --config config.json; or its sizes.",
+        )
+    return found
+
+
+def configured_model(path: str | Path) -> Model:
+    """Read a model's sizes from a Hugging Face ``config.json``.
+
+    Raises:
+        UsageError: No such file, no such sizes, experts, or weights in 4 bits.
+    """
+    try:
+        config: dict[str, Any] = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read", op=_OP, seen=str(error)) from None
+    config = config.get("text_config") or config
+    if any(config.get(name) for name in _EXPERTS):
+        raise UsageError(
+            "mixtures of experts are not planned for",
+            op=_OP,
+            seen=", ".join(f"{name}={config[name]}" for name in _EXPERTS if config.get(name)),
+            fix="`dure plan memory` counts their memory; docs/experts.md has what they cost.",
+        )
+    quantized = config.get("quantization_config") or {}
+    if quantized:
+        method = quantized.get("quant_method", "quantized")
+        raise UsageError("quantized weights are not trained", op=_OP, seen=f"{path}: {method}")
+    sizes: dict[str, int] = {}
+    for size, names in _NAMES.items():
+        value = next((config[name] for name in names if config.get(name)), None)
+        if value is not None:
+            sizes[size] = int(value)
+    missing = [s for s in ("vocabulary", "width", "layers", "heads") if s not in sizes]
+    if missing:
+        raise UsageError(
+            f"{path} does not say {', '.join(missing)}",
+            op=_OP,
+            seen=f"it has {', '.join(sorted(config)[:12]) or 'nothing'}",
+            fix="Give the sizes: --layers --hidden --heads --vocab --seq.",
+        )
+    gated = int(str(config.get("hidden_act", config.get("activation_function", ""))) == "silu")
+    usual = {
+        "groups": sizes["heads"],
+        "hidden": 4 * sizes["width"],
+        "length": _LONGEST_BY_DEFAULT,
+        "gated": gated,
+        "tied": int(bool(config.get("tie_word_embeddings", False))),
+    }
+    model = Model(**(usual | sizes))
+    return replace(model, length=min(model.length, _LONGEST_BY_DEFAULT))
+
+
+def _check_model(model: Model) -> None:
+    """Refuse sizes that do not go together, and numbers that no model has."""
+    if model.experts:
+        raise UsageError("mixtures of experts are not planned for", op=_OP)
+    if model.width % model.heads or model.heads % model.groups:
+        raise UsageError(
+            "the heads do not divide the width, or their groups the heads",
+            op=_OP,
+            seen=f"width {model.width}, {model.heads} heads, {model.groups} of keys and values",
+        )
+    ranges = {
+        "layers": (1, 1000),
+        "width": (32, 200_000),
+        "vocabulary": (2, 2_000_000),
+        "length": (2, 4_000_000),
+    }
+    for size, (least, most) in ranges.items():
+        value = getattr(model, size)
+        if not least <= value <= most:
+            raise UsageError(
+                f"a model of {value:,} {size} is none",
+                op=_OP,
+                seen=f"{least:,} to {most:,} are possible",
+                fix="Sizes are whole numbers: --hidden 4096, not 4; --layers 32.",
+            )

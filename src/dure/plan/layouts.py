@@ -1,0 +1,267 @@
+"""Layouts: how a job is divided over ranks; all that divide it, and their columns for the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import gcd
+
+import numpy as np
+
+from dure.errors import UsageError
+from dure.plan.cost import Jobs
+from dure.plan.jobs import Job
+from dure.plan.machines import Machine
+
+__all__ = ["RECOMPUTED", "STRATEGIES", "Layout", "columns", "layouts"]
+
+_OP = "plan layouts"
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+"""What ranks along dp share: nothing; the optimizer's state; gradients too (FSDP that keeps whole
+parameters between forward and backward); parameters too; those within a node."""
+
+RECOMPUTED = ("none", "selective", "full")
+
+_SCHEDULES = {"1f1b": 1, "interleaved-1f1b": 2}  # stages a rank
+_LARGEST_MICROBATCH = 32
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """How a job is divided; tp's ranks are nearest, then cp's, dp's, and pp's.
+
+    Attributes:
+        dp: Replicas, or ranks that share what `strategy` says.
+        strategy: See `STRATEGIES`.
+        tp: Parts of each layer, with sequence parallelism.
+        cp: Parts of each sequence.
+        pp: Ranks of the pipeline.
+        schedule: Of the pipeline: "1f1b", "interleaved-1f1b"; "" without.
+        parts: Stages a rank.
+        microbatch: Sequences of a microbatch.
+        microbatches: In a step.
+        recompute: See `RECOMPUTED`.
+    """
+
+    dp: int = 1
+    strategy: str = "ddp"
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    schedule: str = ""
+    parts: int = 1
+    microbatch: int = 1
+    microbatches: int = 1
+    recompute: str = "none"
+
+    def __str__(self) -> str:
+        axes = [f"{self.strategy}={self.dp}"] if self.dp * self.cp > 1 else []
+        axes += [f"{axis}={n}" for axis in ("tp", "cp", "pp") if (n := getattr(self, axis)) > 1]
+        if self.schedule and self.schedule != "1f1b":
+            axes.append(f"schedule={self.schedule}")
+        axes.append(f"mb={self.microbatch}")
+        if self.recompute != "none":
+            axes.append(f"recompute={self.recompute}")
+        return ",".join(axes)
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def mesh(self) -> Layout:
+        """The layout without what a user sets beside the mesh."""
+        plain = {"schedule": "", "parts": 1, "microbatch": 1, "microbatches": 1}
+        return replace(self, recompute="none", **plain)
+
+    @staticmethod
+    def parse(text: str, job: Job) -> Layout:
+        """Read ``fsdp=8,tp=2,mb=1,recompute=full``, as it is printed.
+
+        Raises:
+            UsageError: An axis that there is not, or a batch that it does not divide.
+        """
+        values: dict[str, str | int] = {}
+        for word in filter(None, text.replace(" ", "").split(",")):
+            name, _, value = word.partition("=")
+            if name in STRATEGIES:
+                values |= {"strategy": name, "dp": value}
+            elif name in ("tp", "cp", "pp", "dp", "schedule", "recompute"):
+                values[name] = value
+            elif name in ("mb", "microbatch"):
+                values["microbatch"] = value
+            else:
+                raise UsageError(
+                    "a layout has no such axis",
+                    op=_OP,
+                    seen=repr(word),
+                    fix=f"Write it as the table does: {', '.join(STRATEGIES)} with a number, tp, "
+                    "cp, pp, schedule, mb, recompute.",
+                )
+        for name, value in values.items():
+            if name not in ("strategy", "schedule", "recompute"):
+                if not str(value).isdecimal() or int(value) < 1:
+                    raise UsageError(f"{name} is a number of ranks", op=_OP, seen=repr(value))
+                values[name] = int(value)
+        found = Layout(**values)  # type: ignore[arg-type]
+        if found.pp > 1 and not found.schedule:
+            found = replace(found, schedule="1f1b")
+        found = replace(found, parts=_SCHEDULES.get(found.schedule, 1))
+        return replace(found, microbatches=_microbatches(found, job))
+
+
+def _microbatches(layout: Layout, job: Job) -> int:
+    """Return how many a step has.
+
+    Raises:
+        UsageError: The batch is not divided.
+    """
+    each = layout.dp * layout.microbatch
+    if job.sequences % each:
+        raise UsageError(
+            "the batch is not divided by dp times the microbatch",
+            op=_OP,
+            seen=f"{job.sequences} sequences, dp={layout.dp}, mb={layout.microbatch}",
+            fix=f"Take dp * mb that divides {job.sequences}.",
+        )
+    return job.sequences // each
+
+
+def layouts(job: Job, machine: Machine) -> list[Layout]:
+    """Return all layouts that divide a job over a machine, whether they fit or not.
+
+    Raises:
+        UsageError: Nothing divides it; the nearest batch or number of nodes that would is told.
+    """
+    found = [
+        layout
+        for mesh in _meshes(job, machine)
+        for layout in _filled(mesh, job)
+        if not (layout.pp > 1 and layout.microbatches < layout.pp)
+    ]
+    if not found:
+        usual = 1 << max(0, machine.ranks.bit_length() - 1)
+        raise UsageError(
+            f"nothing divides the job over {machine.ranks} ranks",
+            op=_OP,
+            seen=f"{job.sequences} sequences, {job.model.heads} heads, {job.model.groups} of keys, "
+            f"{job.model.layers} layers",
+            fix=f"Take a batch of a multiple of {machine.ranks} sequences "
+            f"({machine.ranks * job.model.length:,} tokens), or {usual} ranks.",
+        )
+    return found
+
+
+def _meshes(job: Job, machine: Machine) -> Iterator[Layout]:
+    """Yield meshes with the strategies that they can have."""
+    model, ranks = job.model, machine.ranks
+    heads = gcd(model.heads, model.groups)
+    for tp, cp in itertools.product(_divisors(ranks), repeat=2):
+        if heads % tp or tp > machine.gpus_per_node or ranks % (tp * cp):
+            continue
+        if cp > 1 and (model.length % (2 * cp) or model.length // cp < 1024):
+            continue
+        for pp in _divisors(ranks // (tp * cp)):
+            if pp > model.layers:
+                continue
+            dp = ranks // (tp * cp * pp)
+            for strategy in _strategies(dp * cp, tp * cp, machine):
+                yield Layout(dp=dp, strategy=strategy, tp=tp, cp=cp, pp=pp)
+
+
+def _strategies(replicas: int, before: int, machine: Machine) -> Sequence[str]:
+    if replicas == 1:
+        return ("ddp",)
+    near = machine.gpus_per_node // before
+    hybrid = near > 1 and replicas > near and replicas % near == 0
+    return STRATEGIES if hybrid else STRATEGIES[:-1]
+
+
+def _filled(mesh: Layout, job: Job) -> Iterator[Layout]:
+    """Yield a mesh with every microbatch, schedule and recomputation that it can have."""
+    if job.sequences % mesh.dp:
+        return
+    each = job.sequences // mesh.dp
+    schedules: dict[str, int] = {"": 1} if mesh.pp == 1 else _SCHEDULES
+    for size in _divisors(each):
+        if size > _LARGEST_MICROBATCH:
+            break
+        many = each // size
+        for schedule, parts in schedules.items():
+            if parts > 1 and (many % mesh.pp or mesh.pp * parts > job.model.layers):
+                continue
+            for recompute in RECOMPUTED:
+                yield replace(
+                    mesh,
+                    schedule=schedule,
+                    parts=parts,
+                    microbatch=size,
+                    microbatches=many,
+                    recompute=recompute,
+                )
+
+
+def _divisors(number: int) -> list[int]:
+    return [i for i in range(1, number + 1) if number % i == 0]
+
+
+def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
+    """Return the columns of some layouts of a job, for `step_time` and `peak_memory`."""
+    model, gpu = job.model, machine.gpu
+    is_cpu, single = gpu.kind == "cpu", job.precision == "fp32"
+    names = ("dp", "tp", "cp", "pp", "parts", "microbatch", "microbatches")
+    axes = np.array([[getattr(layout, name) for name in names] for layout in chosen], dtype=float)
+    of = dict(zip(names, axes.T, strict=True))
+    zero = np.array([_ZERO[layout.strategy] for layout in chosen], dtype=float)
+    hybrid = np.array([layout.strategy == "hsdp" for layout in chosen])
+    near = np.maximum(machine.gpus_per_node // (of["tp"] * of["cp"]), 1) * of["cp"]
+    replicas = of["dp"] * of["cp"]
+    shard = np.where(zero >= 2, np.where(hybrid, np.minimum(near, replicas), replicas), 1.0)
+    recompute = np.array([RECOMPUTED.index(layout.recompute) for layout in chosen])
+    peak = gpu.fp8_tflops if job.precision == "fp8" else gpu.bf16_tflops
+    same = {
+        "layers": model.layers,
+        "width": model.width,
+        "hidden": model.hidden,
+        "kv_width": model.keys,
+        "heads": model.heads,
+        "vocab": model.vocabulary,
+        "seq": model.length,
+        "gated": model.gated,
+        "tied": model.tied,
+        "peak": peak * 1e12 * (0.5 if single and not is_cpu else 1.0),
+        "hbm": gpu.memory_tb_s * 1e12,
+        "link": gpu.link_gb_s * 1e9,
+        "net": gpu.network_gb_s * 1e9,
+        "node_size": machine.gpus_per_node,
+        "is_h100": gpu.kind in ("h100", "b200"),
+        "is_cpu": is_cpu,
+        "efa": gpu.network == "efa",
+        "power": gpu.power,
+        "param_bytes": 4 if single else 2,
+        "master_bytes": 0 if single else 4,
+        "grad_bytes": 4,
+        "fp8": job.precision == "fp8",
+        "fused": 1,
+        "compiled": job.compiled,
+        "overlapped": 0,
+        "balanced": 1,
+        "blocking": 0,
+        "split": 1,
+    }
+    whole = {name: np.full(len(chosen), float(value)) for name, value in same.items()}
+    own = {
+        **of,
+        "zero": zero,
+        "shard": shard,
+        "sp": (of["tp"] > 1).astype(float),
+        "recompute": (recompute == 2).astype(float),
+        "selective": (recompute == 1).astype(float),
+    }
+    return Jobs(**{field.name: (whole | own)[field.name] for field in fields(Jobs)})
+
+
+_ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}

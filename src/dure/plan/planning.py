@@ -1,0 +1,419 @@
+"""Which layout suits a job on a machine: all of them costed, the best ones told with reasons.
+
+`plan` costs every layout in closed form, drops those that do not fit, and keeps for each mesh its
+best microbatch, schedule and recomputation. Pipelines that are shown are simulated
+(`dure.schedules`). Layouts whose intervals overlap the winner's are ties: the model cannot tell
+them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import exp
+
+import numpy as np
+
+from dure.errors import UsageError
+from dure.plan.constants import Constants, document
+from dure.plan.cost import Time, step_time
+from dure.plan.jobs import Job
+from dure.plan.layouts import RECOMPUTED, Layout, columns, layouts
+from dure.plan.machines import Machine
+from dure.plan.peak import ROOM, Peak, peak_memory
+from dure.schedules import make_schedule, simulate
+
+__all__ = ["Change", "Plan", "Row", "plan"]
+
+_OP = "plan layouts"
+_SAME = 0.005
+"""Layouts whose times differ by less are ordered by simplicity."""
+
+_SIMULATED_MICROBATCHES = 4  # for each rank of a pipeline; the rest only repeats
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout, with what it is predicted to take.
+
+    Attributes:
+        layout: It.
+        seconds: Of a step.
+        low, high: Tokens/s of the whole job that 8 of 10 measurements would be within.
+        speed: Tokens/s of the whole job.
+        mfu: The model's FLOPs over the dense bfloat16 peak.
+        time: Seconds of a step by what they are spent on (`Time`).
+        memory: Bytes of the fullest rank by what they are for (`Peak`).
+        simulated: Whether the pipeline was simulated.
+    """
+
+    layout: Layout
+    seconds: float
+    low: float
+    high: float
+    speed: float
+    mfu: float
+    time: dict[str, float]
+    memory: dict[str, float]
+    simulated: bool = False
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest rank."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Change:
+    """A single change of the machine with which another mesh wins.
+
+    Attributes:
+        what: Of what: "memory", "link", "network", "nodes".
+        factor: Its new value over the old one.
+        text: For people.
+        layout: The winner then.
+        speed: Its tokens/s.
+    """
+
+    what: str
+    factor: float
+    text: str
+    layout: Layout
+    speed: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        job, machine: What was asked.
+        rows: Layouts that fit, fastest first: the best of each mesh, or all.
+        ties: How many of the first rows cannot be told from the first.
+        too_large: Layouts that would be faster than the first and do not fit, fastest first.
+        reasons: A sentence for each of the first rows.
+        changes: The nearest changes that alter the winner, nearest first.
+        warnings: Where the job is outside what the model was fitted to.
+    """
+
+    job: Job
+    machine: Machine
+    rows: tuple[Row, ...]
+    ties: int
+    too_large: tuple[Row, ...]
+    reasons: tuple[str, ...]
+    changes: tuple[Change, ...]
+    warnings: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything as plain values, for JSON."""
+        return asdict(self)
+
+
+def plan(job: Job, machine: Machine, *, everything: bool = False, changes: bool = True) -> Plan:
+    """Return the layouts of a job on a machine by predicted speed, with reasons.
+
+    Cost: some microseconds a layout, and a few simulated pipelines.
+
+    Args:
+        job: What is trained.
+        machine: On what.
+        everything: Keep all layouts, not only the best of each mesh.
+        changes: Look for the nearest change of the machine that alters the winner.
+
+    Raises:
+        UsageError: Nothing divides the job, or nothing fits; the smallest change that would is
+            told.
+    """
+    found = _Costed(job, machine)
+    if not len(found.fitting):
+        raise _nothing_fits(found)
+    order = found.order if everything else found.best_of_meshes()
+    rows = [found.row(int(i)) for i in order]
+    shown = [_simulated(row, job, machine) for row in rows[:20]]
+    rows = sorted(shown, key=lambda row: row.seconds * (1 + _SAME)) + rows[20:]
+    rows.sort(key=lambda row: (round(np.log(row.seconds) / _SAME), _complexity(row.layout)))
+    ties = sum(row.high >= rows[0].low for row in rows)
+    return Plan(
+        job=job,
+        machine=machine,
+        rows=tuple(rows),
+        ties=ties,
+        too_large=tuple(found.too_large(rows[0])),
+        reasons=tuple(reason(rows[i], found) for i in range(min(3, len(rows)))),
+        changes=tuple(_changes(job, machine, rows[0])) if changes else (),
+        warnings=tuple(_warnings(job, machine)),
+    )
+
+
+class _Costed:
+    """All layouts of a job with their times and memory."""
+
+    def __init__(self, job: Job, machine: Machine, only: Sequence[Layout] | None = None) -> None:
+        self.job, self.machine = job, machine
+        self.layouts = list(only) if only is not None else layouts(job, machine)
+        jobs = columns(job, machine, self.layouts)
+        constants = Constants.load().replaced(machine.measured)
+        self.time: Time = step_time(jobs, constants)
+        self.peak: Peak = peak_memory(jobs, constants)
+        self.seconds, self.bytes = self.time.total, self.peak.total
+        self.room = ROOM * machine.gpu.memory_gb * 1e9
+        self.order = np.argsort(self.seconds, kind="stable")
+        self.fitting = self.order[self.bytes[self.order] <= self.room]
+        self.order = self.fitting if only is None else self.order
+
+    def best_of_meshes(self) -> list[int]:
+        """Return the fastest layout of each mesh, fastest first."""
+        best: dict[Layout, int] = {}
+        for i in self.fitting:
+            best.setdefault(self.layouts[i].mesh, int(i))
+        return list(best.values())
+
+    def row(self, i: int) -> Row:
+        """Return a layout's row."""
+        job, machine, seconds = self.job, self.machine, float(self.seconds[i])
+        spread = exp(document()["fit"][f"left_out_{'within' if machine.nodes == 1 else 'across'}"])
+        speed = job.batch_tokens / seconds
+        peak = machine.gpu.bf16_tflops * 1e12 * machine.ranks
+        return Row(
+            layout=self.layouts[i],
+            seconds=seconds,
+            low=speed / spread,
+            high=speed * spread,
+            speed=speed,
+            mfu=job.flops / seconds / peak,
+            time={name: float(getattr(self.time, name)[i]) for name in Time.__slots__},
+            memory={name: float(getattr(self.peak, name)[i]) for name in Peak.__slots__},
+        )
+
+    def too_large(self, first: Row) -> list[Row]:
+        """Return the best of each mesh that would be faster than a row, and does not fit."""
+        best: dict[Layout, Row] = {}
+        for i in np.argsort(self.seconds, kind="stable"):
+            if self.seconds[i] >= first.seconds:
+                break
+            if self.bytes[i] > self.room:
+                best.setdefault(self.layouts[i].mesh, self.row(int(i)))
+        return list(best.values())
+
+
+def costed(job: Job, machine: Machine, layout: Layout) -> Row:
+    """Return a single layout's row, whether it fits or not.
+
+    Raises:
+        UsageError: It has not the machine's ranks.
+    """
+    if layout.ranks != machine.ranks:
+        raise UsageError(
+            "the layout is not of this machine",
+            op=_OP,
+            seen=f"{layout} has {layout.ranks} ranks, the machine {machine.ranks}",
+        )
+    return _simulated(_Costed(job, machine, [layout]).row(0), job, machine)
+
+
+def _complexity(layout: Layout) -> tuple[int, int, int, int]:
+    """Order layouts that are equally fast: fewer axes, nothing recomputed, less sharing first."""
+    axes = sum(n > 1 for n in (layout.tp, layout.cp, layout.pp))
+    return (
+        axes,
+        RECOMPUTED.index(layout.recompute) + (layout.parts > 1),
+        layout.tp * layout.cp * layout.pp,
+        len(layout.strategy),
+    )
+
+
+def _simulated(row: Row, job: Job, machine: Machine) -> Row:
+    """Return a row with its pipeline simulated instead of computed in closed form."""
+    layout = row.layout
+    if layout.pp == 1:
+        return row
+    busy = sum(row.time[name] for name in row.time if name not in ("bubble", "dp", "optimizer"))
+    each = busy / layout.microbatches / layout.parts
+    many = min(layout.microbatches, _SIMULATED_MICROBATCHES * layout.pp)
+    schedule = make_schedule(
+        layout.schedule, stages=layout.pp * layout.parts, microbatches=many, ranks=layout.pp
+    )
+    share = 0.25 if layout.recompute == "full" else 1 / 3
+    stages = schedule.stages
+    found = simulate(schedule, {"F": [each * share] * stages, "B": [each * (1 - share)] * stages})
+    bubble = found.step_time - each * layout.parts * many
+    seconds = row.seconds - row.time["bubble"] + bubble
+    factor = row.seconds / seconds
+    return replace(
+        row,
+        seconds=seconds,
+        low=row.low * factor,
+        high=row.high * factor,
+        speed=row.speed * factor,
+        mfu=row.mfu * factor,
+        time=row.time | {"bubble": bubble},
+        simulated=True,
+    )
+
+
+# --- why, and what would change it ---------------------------------------------------------------
+
+_SPENT = {
+    "launches": "waiting for the host to start kernels",
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "messages": "messages between stages",
+    "bubble": "the pipeline's bubble",
+    "dp": "gradients and sharded parameters",
+    "optimizer": "the optimizer",
+}
+
+
+def reason(row: Row, found: _Costed) -> str:
+    """Return a sentence on where a layout's time goes, and why nothing simpler is as good."""
+    costs = {name: row.time[name] / row.seconds for name in _SPENT}
+    largest = max(costs, key=lambda name: costs[name])
+    computing = 1 - sum(costs.values())
+    text = f"{row.layout}: {computing:.0%} of the step is computing"
+    if costs[largest] >= 0.01:
+        text += f", {costs[largest]:.0%} {_SPENT[largest]}"
+    layout = row.layout
+    axes = [axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1]
+    parts = [_without(axis, layout, row, found) for axis in axes]
+    if layout.recompute != "none":
+        plain = [i for i, other in enumerate(found.layouts) if _is_plain(other, layout)]
+        if plain:
+            least = min(float(found.bytes[i]) for i in plain)
+            if least > found.room:
+                parts.append(f"without recomputing it takes {least / 1e9:.0f} GB")
+    return "; ".join([text, *filter(None, parts)]) + "."
+
+
+def _without(axis: str, layout: Layout, row: Row, found: _Costed) -> str:
+    """Say how the best layout without an axis does."""
+    others = [i for i, each in enumerate(found.layouts) if getattr(each, axis) == 1]
+    if not others:
+        return ""
+    fitting = [i for i in others if found.bytes[i] <= found.room]
+    if not fitting:
+        least = min(float(found.bytes[i]) for i in others)
+        gpu = found.machine.gpu
+        return f"nothing without {axis} fits ({least / 1e9:.0f} GB of {gpu.memory_gb:g})"
+    best = min(fitting, key=lambda i: found.seconds[i])
+    other = found.row(best)
+    slower = other.seconds / row.seconds - 1
+    if slower < _SAME:
+        return f"without {axis} ({other.layout}) it is as fast"
+    grown = {name: other.time[name] - row.time[name] for name in other.time}
+    most = max(grown, key=lambda name: grown[name])
+    why = _SPENT.get(most, "computing")
+    return f"without {axis} ({other.layout}) it is {slower:.0%} slower, for {why}"
+
+
+def _is_plain(other: Layout, layout: Layout) -> bool:
+    return other.mesh == layout.mesh and other.recompute == "none"
+
+
+_FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
+_CHANGED = {
+    "memory": ("memory_gb", "GB of memory a GPU"),
+    "link": ("link_gb_s", "GB/s within a node"),
+    "network": ("network_gb_s", "GB/s to other nodes a GPU"),
+}
+
+
+def _changes(job: Job, machine: Machine, first: Row) -> list[Change]:
+    """Return, for each figure, the nearest change with which another mesh wins."""
+    found: list[Change] = []
+    tried = [(f, w) for f in _FACTORS for w in (f, 1 / f)]
+    for what, (name, unit) in _CHANGED.items():
+        if what == "network" and machine.nodes == 1:
+            continue
+        for _, factor in tried:
+            value = getattr(machine.gpu, name) * factor
+            change = _winner(job, machine.with_(**{name: value}), first)
+            if change is not None:
+                text = f"with {value:.3g} {unit} instead of {getattr(machine.gpu, name):.3g}"
+                found.append(Change(what, factor, text, change.layout, change.speed))
+                break
+    for factor in (2.0, 0.5, 4.0, 0.25):
+        nodes = int(machine.nodes * factor)
+        if nodes < 1:
+            continue
+        change = _winner(job, replace(machine, nodes=nodes), first)
+        if change is not None:
+            text = f"with {nodes} nodes instead of {machine.nodes}"
+            found.append(Change("nodes", factor, text, change.layout, change.speed))
+            break
+    return sorted(found, key=lambda change: abs(np.log(change.factor)))
+
+
+def _winner(job: Job, machine: Machine, first: Row) -> Row | None:
+    """Return who wins on another machine, if it is another mesh by more than a trifle."""
+    try:
+        costed_ = _Costed(job, machine)
+    except UsageError:
+        return None
+    if not len(costed_.fitting):
+        return None
+    best = costed_.row(int(costed_.fitting[0]))
+    same = _shape(first.layout)
+    old = [i for i in costed_.fitting if _shape(costed_.layouts[i]) == same]
+    if old and costed_.seconds[old[0]] <= best.seconds * (1 + _SAME):
+        return None
+    return best
+
+
+def _shape(layout: Layout) -> tuple[str, int, int, int]:
+    """What of a layout stays when there are more ranks."""
+    return (layout.strategy, layout.tp, layout.cp, layout.pp)
+
+
+def _nothing_fits(found: _Costed) -> UsageError:
+    """Return the error that tells the smallest change with which something fits."""
+    job, machine = found.job, found.machine
+    i = int(np.argmin(found.bytes))
+    least = float(found.bytes[i])
+    fixes = [f"GPUs of {least / ROOM / 1e9:.0f} GB"]
+    for factor in (2, 4, 8, 16, 32):
+        more = replace(machine, nodes=machine.nodes * factor)
+        try:
+            if len(_Costed(job, more).fitting):
+                fixes.append(f"{more.nodes} nodes")
+                break
+        except UsageError:
+            continue
+    length = job.model.length
+    while length % 2 == 0 and length > 256:
+        length //= 2
+        shorter = replace(job, model=replace(job.model, length=length))
+        if len(_Costed(shorter, machine).fitting):
+            fixes.append(f"sequences of {length}")
+            break
+    return UsageError(
+        "nothing fits",
+        op=_OP,
+        seen=f"the least is {found.layouts[i]}: {least / 1e9:.0f} GB of "
+        f"{machine.gpu.memory_gb:g} GB a GPU",
+        fix=f"It would fit with {', or '.join(fixes)}.",
+    )
+
+
+_FITTED = {"nodes": 420, "width": 20_480, "length": 262_144}
+
+
+def _warnings(job: Job, machine: Machine) -> list[str]:
+    """Return where a job is outside what the constants were fitted to."""
+    found: list[str] = []
+    for what, value in (
+        ("nodes", machine.nodes),
+        ("width", job.model.width),
+        ("length", job.model.length),
+    ):
+        if value > _FITTED[what]:
+            found.append(f"{what} {value:,} is beyond what was measured ({_FITTED[what]:,})")
+    if job.model.width < 768 and machine.gpu.kind != "cpu":
+        found.append(f"width {job.model.width} is below what was measured (768)")
+    if machine.gpu.kind == "b200":
+        found.append(f"{machine.gpu.name}: hardly measured; Hopper's efficiencies are assumed")
+    if machine.gpu.kind == "v100":
+        found.append(f"{machine.gpu.name}: two rows were measured; Ampere's efficiencies")
+    if job.precision == "fp8":
+        found.append("8 bits: few rows were measured, and they scatter by 20 %")
+    return found
