@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,9 +15,10 @@ import torch
 from dure.errors import PeerLost, RpcError
 from dure.rpc.envelope import Envelope, Kind, Waiter
 from dure.rpc.meeting import Meeting, connect
+from dure.rpc.message import Body
 from dure.rpc.transport import HostTransport
 
-Answer = tuple[bytes, list[torch.Tensor]]
+Answer = tuple[bytes, Sequence[torch.Tensor]]
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Echo:
         with self._lock:
             number = self._number = self._number + 1
             asked = self._asked[number] = Asked(to, self.transport.ticket())
-        envelope = Envelope(Kind.CALL, self.me, number, pickled=what)
+        envelope = Envelope(Kind.CALL, self.me, number, body=Body(what))
         try:
             self.transport.send(to, envelope, memories or [])
         except PeerLost as error:
@@ -77,18 +78,18 @@ class Echo:
         return end.result(30.0)
 
     def receive(
-        self, envelope: Envelope, memories: list[torch.Tensor]
+        self, envelope: Envelope, memories: Sequence[torch.Tensor]
     ) -> Callable[[], None] | None:
         if envelope.kind == Kind.ANSWER:
-            self._end(envelope.number, (envelope.pickled, memories))
+            self._end(envelope.number, (envelope.body.pickled, memories))
             return None
         return lambda: self._serve(envelope, memories)
 
-    def _serve(self, envelope: Envelope, memories: list[torch.Tensor]) -> None:
-        what, name = envelope.pickled, envelope.pickled.partition(b" ")[0]
+    def _serve(self, envelope: Envelope, memories: Sequence[torch.Tensor]) -> None:
+        what, name = envelope.body.pickled, envelope.body.pickled.partition(b" ")[0]
         function = self.functions.get(name, lambda _, question: question)
         pickled, given = function(envelope.sender, (what, memories))
-        answer = Envelope(Kind.ANSWER, self.me, envelope.number, pickled=pickled)
+        answer = Envelope(Kind.ANSWER, self.me, envelope.number, body=Body(pickled))
         with suppress(PeerLost):
             self.transport.send(envelope.sender, answer, given)
 
@@ -140,7 +141,7 @@ def numbered(nbytes: int, number: int) -> torch.Tensor:
     return (torch.arange(nbytes, dtype=torch.int64) * 31 + number).to(torch.uint8)
 
 
-def digest(memories: list[torch.Tensor]) -> bytes:
+def digest(memories: Sequence[torch.Tensor]) -> bytes:
     """Return what tells memories apart."""
     summed = hashlib.blake2b(digest_size=16)
     for memory in memories:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from math import inf
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from dure.errors import DureError, PeerLost, RpcError, UsageError
@@ -34,7 +34,7 @@ from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
 from dure.rpc.futures import CallFuture
 from dure.rpc.gatherings import Gatherings
-from dure.rpc.message import Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
+from dure.rpc.message import Body, Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
 from dure.rpc.names import Directory, WorkerInfo
 from dure.rpc.recording import Recorder, served
 from dure.rpc.references import RefId
@@ -54,26 +54,46 @@ UNSET = -1.0
 _SHOWN_S = 0.1
 """How old the figures of a busy process may be (`dure rpc top`)."""
 
+_NOTHING = Packed()
+
 _log = logging.getLogger("dure.rpc")
 _Future = torch.futures.Future.__mro__[1]  # of C++: what `then` returns
 
 
-@dataclass(slots=True, eq=False)
-class _Incoming:
+class _Incoming(msgspec.Struct, eq=False):
     """A message that came; if it is a call, the transport has it run."""
 
-    agent: Agent
+    agent: Any  # the Agent
     envelope: Envelope
-    memories: list[torch.Tensor]
-    references: list[RRef[Any]]
+    memories: Sequence[torch.Tensor] = ()
+    references: Sequence[RRef[Any]] = ()
     made: bool = True  # False: its value was given up
     came_ns: int = 0  # where steps are recorded
 
     def __call__(self) -> None:
-        run = partial(self.agent.serve, self)
+        self.agent.run(self.serve)
+
+    def serve(self) -> None:
         if self.came_ns:
-            run = partial(served, self.agent.me.id, self.envelope, self.came_ns, run)
-        self.agent.run(run)
+            run = partial(self.agent.serve, self)
+            served(self.agent.me.id, self.envelope, self.came_ns, run)
+        else:
+            self.agent.serve(self)
+
+
+class _Step:
+    """While within: see `Agent.step`."""
+
+    __slots__ = ("_agent", "_but")
+
+    def __init__(self, agent: Agent, but: int) -> None:
+        self._agent, self._but = agent, but
+
+    def __enter__(self) -> None:
+        self._agent.lock.acquire()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._agent.end_step(self._but, kind is None)
 
 
 class Agent:
@@ -225,7 +245,7 @@ class Agent:
         try:
             rref.made_by(self.call(worker, (func, args, kwargs), timeout, make=ref))
         except Exception:
-            self.values.not_sent(_NOTHING, ref)
+            self.values.not_sent((), ref)
             raise
         return rref
 
@@ -303,7 +323,7 @@ class Agent:
         if self.gradients is not None:
             tag = self.gradients.sending(worker.id, call.what, packed.sources)
         if not self.calls.add(call, self._is_there, not getattr(here, "serves", False)):
-            self.values.not_sent(packed)
+            self.values.not_sent(packed.body.references)
             if self._end(call, self.lost(worker.id) or _closed()) is not None:
                 self._tell(call)
             return call
@@ -347,9 +367,10 @@ class Agent:
         if isinstance(outcome, Exception):
             raise outcome
         assert outcome is not None, "the call has not ended"
+        body = outcome.envelope.body
         if outcome.envelope.kind == Kind.ERROR:
-            raise failures.decode(outcome.envelope.pickled)
-        if not outcome.envelope.pickled and outcome.envelope.place < 0:
+            raise failures.decode(body.pickled)
+        if not body.pickled and body.place < 0:
             return None
         return self._unpack(outcome)[0]
 
@@ -395,15 +416,15 @@ class Agent:
     # --- what comes --------------------------------------------------------------------------
 
     def receive(
-        self, envelope: Envelope, memories: list[torch.Tensor]
+        self, envelope: Envelope, memories: Sequence[torch.Tensor]
     ) -> Callable[[], None] | None:
         """Take a message; the transport calls this. Returns what is to be run, if anything."""
         kind = envelope.kind
         called = kind in (Kind.CALL, Kind.MAKE, Kind.FETCH)
-        incoming = _Incoming(self, envelope, memories, [])
-        if envelope.link or envelope.references or kind == Kind.MAKE:
+        incoming, body = _Incoming(self, envelope, memories), envelope.body
+        if envelope.link or body.references or kind == Kind.MAKE:
             self._take_along(incoming, called)
-        nbytes = len(envelope.pickled) + len(envelope.inline)
+        nbytes = len(body.pickled) + len(body.inline)
         if memories:
             nbytes += sum(memory.nbytes for memory in memories)
         for number in envelope.made:
@@ -424,7 +445,7 @@ class Agent:
     def _made(self, number: int) -> None:
         call = self.calls.take(number)
         if call is not None:
-            outcome = _Incoming(self, Envelope(Kind.ANSWER, call.to.id), [], [])
+            outcome = _Incoming(self, Envelope(Kind.ANSWER, call.to.id))
             work = self._end(call, outcome)
             if work is not None:
                 self._submit(work)
@@ -443,7 +464,9 @@ class Agent:
         with self.step(but=sender if called else -1):
             for numbered in envelope.link:
                 self._deliver(sender, self.delivery.receive(sender, numbered))
-            incoming.references = [self.values.take(row, sender) for row in envelope.references]
+            incoming.references = [
+                self.values.take(row, sender) for row in envelope.body.references
+            ]
             if envelope.kind == Kind.MAKE:
                 assert envelope.make is not None
                 incoming.made = self.values.take_make(envelope.make, sender)
@@ -491,8 +514,8 @@ class Agent:
                 raise RpcError("this call was given up when a connection broke, and was not run")
             with self._serving(envelope.gradients):
                 values = self._unpack(incoming)
-                if envelope.function:
-                    function = self._function(envelope.function)
+                if name := envelope.body.function:
+                    function = self._function(name)
                     result = function(*values)
                 else:
                     function, args, kwargs = values
@@ -588,13 +611,13 @@ class Agent:
         if call.kind == Kind.MAKE:
             assert call.make is not None
             self.values.set(call.make, None, error)
-        self._reply(call, Kind.ERROR, Packed(failures.encode(error, self.me)), None)
+        self._reply(call, Kind.ERROR, Packed(Body(failures.encode(error, self.me))), None)
 
     def _reply(self, call: Envelope, kind: Kind, packed: Packed, tag: GradientTag | None) -> None:
         try:
             self._send(call.sender, kind, call.number, packed, tag)
         except PeerLost:
-            self.values.not_sent(packed)
+            self.values.not_sent(packed.body.references)
 
     # --- what must arrive --------------------------------------------------------------------
 
@@ -646,20 +669,23 @@ class Agent:
             if to in self.delivery:
                 self.delivery.due.add(to)
 
-    @contextmanager
-    def step(self, but: int = -1) -> Iterator[None]:
+    def step(self, but: int = -1) -> AbstractContextManager[None]:
         """While within: the lock is held; after, what is left is done, and what is queued is sent.
 
         Args:
             but: To whom nothing is sent yet, for an answer will be.
         """
-        with self.lock:
-            yield
-            todo = self.todo[:]
+        return _Step(self, but)
+
+    def end_step(self, but: int, well: bool) -> None:
+        """Let go of the lock; if all went well, do what is left."""
+        todo = self.todo[:] if well else ()
+        if todo:
             self.todo.clear()
+        self.lock.release()
         for action in todo:
             action()
-        if self.delivery.due:
+        if well and self.delivery.due:
             self._flush(but)
 
     def _flush(self, but: int = -1) -> None:
@@ -677,13 +703,12 @@ class Agent:
         to: int,
         kind: Kind,
         number: int = 0,
-        packed: Packed | None = None,
+        packed: Packed = _NOTHING,
         tag: GradientTag | None = None,
         make: RefId | None = None,
         devices: dict[str, str] | None = None,
     ) -> None:
         """Send a message, and what is queued for the process with it."""
-        packed = packed or _NOTHING
         with self.lock:
             self._figures.bytes_sent += packed.nbytes
             show, self._showing = not self._showing, True
@@ -693,20 +718,15 @@ class Agent:
         if kind is Kind.RELIABLE and not link and not made:
             return
         envelope = Envelope(
-            kind=kind,
-            sender=self.me.id,
-            number=number,
-            pickled=packed.pickled,
-            tensors=packed.tensors,
-            references=packed.references,
+            kind,
+            self.me.id,
+            number,
+            packed.body,
             gradients=tag,
             make=make,
-            link=link,
-            function=packed.function,
-            place=packed.place,
-            inline=packed.inline,
-            devices=devices or {},
-            made=made,
+            link=tuple(link),
+            devices=devices,
+            made=tuple(made),
         )
         self.transport.send(to, envelope, packed.memories)
 
@@ -729,11 +749,10 @@ class Agent:
             )
         name = "" if kwargs else name_of(function)
         values = tuple(given[0])
-        packed = pack_plain(values) if name else None
+        packed = pack_plain(values, name) if name else None
         if packed is None:
             sent = values if name else (function, values, given[1])
-            packed = self._pack(sent, to.id, partial(self._device_there, to))
-        packed.function = name
+            packed = self._pack(sent, to.id, partial(self._device_there, to), name)
         return packed
 
     def _pack_answer(self, result: Any, call: Envelope) -> Packed:
@@ -742,14 +761,22 @@ class Agent:
         return packed or self._pack((result,), call.sender, back)
 
     def _device_back(self, call: Envelope, device: torch.device) -> str:
-        there = call.devices.get(str(device))  # the way back of the caller's map, else our own map
+        there = (call.devices or {}).get(
+            str(device)
+        )  # the way back of the caller's map, else our own map
         return there or self._device_there(self.info(call.sender), device)
 
-    def _pack(self, value: object, to: int, device_there: Callable[[torch.device], str]) -> Packed:
+    def _pack(
+        self,
+        value: object,
+        to: int,
+        device_there: Callable[[torch.device], str],
+        function: str = "",
+    ) -> Packed:
         try:
-            return pack(value, to, RRef, device_there)
+            return pack(value, to, RRef, device_there, function)
         except RpcError as error:
-            self.values.not_sent(getattr(error, "packed", Packed()))
+            self.values.not_sent(getattr(error, "references", ()))
             if isinstance(error.__cause__, DureError):  # of a reference
                 raise error.__cause__ from None
             raise
@@ -771,14 +798,12 @@ class Agent:
     def _unpack(self, incoming: _Incoming) -> Any:
         envelope = incoming.envelope
         tensors: list[torch.Tensor] = []
-        if envelope.tensors:
-            tensors = rebuild(envelope.tensors, incoming.memories, envelope.inline)
+        if envelope.body.tensors:
+            tensors = rebuild(envelope.body, incoming.memories)
             if envelope.gradients is not None and self.gradients is not None:
                 tensors = self.gradients.receiving(envelope.sender, envelope.gradients, tensors)
         try:
-            return unpack(
-                envelope.pickled, tensors, incoming.references, self._find, envelope.place
-            )
+            return unpack(envelope.body, tensors, incoming.references, self._find)
         except (AttributeError, ImportError) as error:
             raise _unknown(error) from error
 
@@ -840,7 +865,6 @@ class Agent:
         self.values.close()
 
 
-_NOTHING = Packed()
 _NO_CONTEXT = nullcontext()
 
 

@@ -16,6 +16,8 @@ from math import inf
 from time import monotonic
 from typing import Any
 
+import msgspec
+
 from dure.errors import RpcError
 from dure.rpc.envelope import Kind, Transport, Waiter
 from dure.rpc.names import WorkerInfo
@@ -29,8 +31,7 @@ MOST_BYTES = 1 << 30
 """How much of unanswered calls to one process may be under way before the program must wait."""
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(msgspec.Struct, eq=False):
     """A call that was made.
 
     Attributes:

@@ -8,7 +8,7 @@ between hosts through sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import torch
 from dure.errors import RpcError
 from dure.rpc.links import Numbered
 from dure.rpc.memory import Memory
-from dure.rpc.message import ReferenceRow, TensorRow
+from dure.rpc.message import Body
 
 __all__ = ["Envelope", "GradientTag", "Kind", "Transport", "Waiter"]
 
@@ -58,37 +58,26 @@ class Envelope(msgspec.Struct, array_like=True):
         kind: What it is.
         sender: The sender's id.
         number: Of the call, given by who calls; an answer has the call's.
-        pickled: The objects (`message.pack`).
-        tensors: The tensors in them.
-        memories: Their memory; filled by the transport.
-        references: The references in them.
+        body: The values that it is about, or an exception (`failures`).
+        memories: Of the tensors in them; filled by the transport.
         gradients: What it means for a distributed backward pass.
         make: The reference to make (`Kind.MAKE`), to look up (`Kind.FETCH`), or the
             backward pass (`Kind.GRADIENTS`).
         link: What must arrive; rides along with any message.
-        function: Of a call, by name: then the objects are its arguments; else they are function,
-            arguments and keyword arguments.
-        place: Where the only tensor belongs among the objects (`message.pack_plain`), or -1.
-        inline: The memory of the only tensor, if it is small.
-        made: Calls of the receiver whose values have been made; rides along as `link` does.
         devices: Of a call, where tensors of the callee's devices belong at the caller.
+        made: Calls of the receiver whose values have been made; rides along as `link` does.
     """
 
     kind: int
     sender: int
     number: int = 0
-    pickled: bytes = b""
-    tensors: list[TensorRow] = []
-    memories: list[Memory] = []
-    references: list[ReferenceRow] = []
+    body: Body = Body()
+    memories: tuple[Memory, ...] = ()
     gradients: GradientTag | None = None
     make: tuple[int, int] | None = None
-    link: list[Numbered] = []
-    function: str = ""
-    place: int = -1
-    inline: bytes = b""
-    devices: dict[str, str] = {}
-    made: list[int] = []
+    link: tuple[Numbered, ...] = ()
+    devices: dict[str, str] | None = None
+    made: tuple[int, ...] = ()
 
 
 class Waiter(Protocol):
@@ -108,7 +97,7 @@ class Transport(Protocol):
 
     def start(
         self,
-        receive: Callable[[Envelope, list[torch.Tensor]], Callable[[], None] | None],
+        receive: Callable[[Envelope, Sequence[torch.Tensor]], Callable[[], None] | None],
         broken: Callable[[int], None],
         died: Callable[[int, str], None],
         refuse: Callable[[Callable[[], None], RpcError], None],
@@ -136,7 +125,7 @@ class Transport(Protocol):
         """Find out whether a process of that name, or id, has joined; then `joined` is told."""
         ...
 
-    def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
+    def send(self, to: int, envelope: Envelope, memories: Sequence[torch.Tensor]) -> None:
         """Send a message; the memories (contiguous) are copied, or sent, before this returns.
 
         Never waits for the receiver. A process may send to itself.

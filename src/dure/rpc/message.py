@@ -20,13 +20,13 @@ alone; with a list of what may be called (`allow`), nothing else is looked up.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import io
 import math
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -39,6 +39,7 @@ from dure.rpc.memory import INLINE_BYTES
 from dure.rpc.references import RefId, Token
 
 __all__ = [
+    "Body",
     "Packed",
     "ReferenceRow",
     "Referring",
@@ -88,35 +89,45 @@ class Referring(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Packed:
-    """A message that was taken apart.
+class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a message is about: values, taken apart.
 
     Args:
         pickled: The objects.
         tensors: The tensors in them.
-        memories: The parts of the memory that the tensors see, contiguous each; they share it
-            with the tensors, so whoever sends them copies.
         references: The references in them.
-        sources: The tensors themselves, for who would attach gradients to them.
         place: Where the only tensor belongs among plain values; -1: tensors are in the pickle.
         inline: The memory of the only tensor, if it is small.
-        function: What is called with the values, by name (`name_of`).
+        function: What is called with the values, by name (`name_of`); if there is none, the values
+            are function, arguments and keyword arguments.
     """
 
     pickled: bytes = b""
-    tensors: list[TensorRow] = field(default_factory=list[TensorRow])
-    memories: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    references: list[ReferenceRow] = field(default_factory=list[ReferenceRow])
-    sources: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    tensors: tuple[TensorRow, ...] = ()
+    references: tuple[ReferenceRow, ...] = ()
     place: int = -1
     inline: bytes = b""
     function: str = ""
 
+
+class Packed(msgspec.Struct, frozen=True, gc=False):
+    """A body, and what it needs.
+
+    Args:
+        body: What is sent.
+        memories: The parts of the memory that the tensors see, contiguous each; they share it
+            with the tensors, so whoever sends them copies.
+        sources: The tensors themselves, for who would attach gradients to them.
+    """
+
+    body: Body = Body()
+    memories: tuple[torch.Tensor, ...] = ()
+    sources: tuple[torch.Tensor, ...] = ()
+
     @property
     def nbytes(self) -> int:
         """How many bytes are sent, without what they are wrapped in."""
-        count = len(self.pickled) + len(self.inline)
+        count = len(self.body.pickled) + len(self.body.inline)
         return count + sum(m.nbytes for m in self.memories) if self.memories else count
 
 
@@ -143,8 +154,13 @@ def find_function(name: str, find: Callable[[str, str], Any] | None = None) -> A
     return getattr(module, own_name)
 
 
-def pack_plain(values: tuple[Any, ...]) -> Packed | None:
-    """Take values apart that are plain, but for one tensor; None: others are among them."""
+def pack_plain(values: tuple[Any, ...], function: str = "") -> Packed | None:
+    """Take values apart that are plain, but for one tensor; None: others are among them.
+
+    Args:
+        values: The values.
+        function: For the body.
+    """
     place = -1
     for number, value in enumerate(values):
         kind = type(value)
@@ -154,26 +170,23 @@ def pack_plain(values: tuple[Any, ...]) -> Packed | None:
             return None
         place = number
     if place < 0:
-        return Packed(pickle.dumps(values, 5) if values else b"")
+        return Packed(Body(pickle.dumps(values, 5) if values else b"", (), (), -1, b"", function))
     tensor: torch.Tensor = values[place]
-    count = tensor.numel() * tensor.itemsize
-    small = count <= INLINE_BYTES and native.heap_offset(tensor.data_ptr(), count) < 0
+    count, address = tensor.nbytes, tensor.data_ptr()
+    small = count <= INLINE_BYTES and native.heap_offset(address, count) < 0
     row = TensorRow(
-        memory=-1 if small else 0,
-        dtype=str(tensor.dtype)[6:],
-        shape=tuple(tensor.shape),
-        stride=() if small else tensor.stride(),
-        offset=0,
-        requires_grad=tensor.requires_grad,
+        -1 if small else 0,
+        _name_of_dtype(tensor.dtype),
+        tuple(tensor.shape),
+        () if small else tensor.stride(),
+        0,
+        tensor.requires_grad,
     )
-    packed = Packed(tensors=[row], sources=[tensor], place=place)
-    if len(values) > 1:
-        packed.pickled = pickle.dumps((*values[:place], None, *values[place + 1 :]), 5)
-    if small:
-        packed.inline = ctypes.string_at(tensor.data_ptr(), count) if count else b""
-    else:
-        packed.memories.append(tensor)
-    return packed
+    others = (*values[:place], None, *values[place + 1 :]) if len(values) > 1 else ()
+    pickled = pickle.dumps(others, 5) if others else b""
+    inline = ctypes.string_at(address, count) if small and count else b""
+    body = Body(pickled, (row,), (), place, inline, function)
+    return Packed(body, () if small else (tensor,), (tensor,))
 
 
 def pack(
@@ -181,6 +194,7 @@ def pack(
     to: int = -1,
     referring: type[Any] | None = None,
     device_there: Callable[[torch.device], str] | None = None,
+    function: str = "",
 ) -> Packed:
     """Take a value apart.
 
@@ -190,10 +204,11 @@ def pack(
         referring: The type of references.
         device_there: Says on which device of the receiver a tensor of a device of ours belongs;
             without it, only CPU tensors are taken.
+        function: For the body.
 
     Raises:
-        RpcError: Something in it cannot be pickled. References that were packed before that are in
-            the error's `packed`.
+        RpcError: Something in it cannot be pickled. The error has the `references` that were packed
+            before that.
 
     Cost:
         No tensor's memory is copied, but for tensors of other devices and conjugated ones.
@@ -209,61 +224,51 @@ def pack(
             fix="Functions and classes are sent by name: define them at the top of a module that "
             "the receiver can import; send what objects are made of.",
         )
-        refused.packed = pickler.packed  # pyright: ignore[reportAttributeAccessIssue]
+        refused.references = pickler.references  # pyright: ignore[reportAttributeAccessIssue]
         raise refused from error
-    pickler.packed.pickled = buffer.getvalue()
-    pickler.cut()
-    return pickler.packed
+    return pickler.packed(buffer.getvalue(), function)
 
 
 def unpack(
-    pickled: bytes,
+    body: Body,
     tensors: Sequence[torch.Tensor],
     references: Sequence[object] = (),
     find: Callable[[str, str], Any] | None = None,
-    place: int = -1,
 ) -> Any:
     """Put a value together.
 
     Args:
-        pickled: Of the message.
+        body: Of the message.
         tensors: Those of the message (`rebuild`).
         references: Those of the message, as programs have them.
         find: Looks up a name of a module; None: as pickle does.
-        place: Of the message.
 
     Raises:
         Exception: What unpickling raises: a function or class is not known here, for example.
     """
-    if find is not None or (place < 0 and (tensors or references)):
-        values = (
-            _Unpickler(io.BytesIO(pickled), tensors, references, find).load() if pickled else ()
-        )
+    pickled, place = body.pickled, body.place
+    if not pickled:
+        values = ()
+    elif find is not None or (place < 0 and (tensors or references)):
+        values = _Unpickler(io.BytesIO(pickled), tensors, references, find).load()
     else:
-        values = pickle.loads(pickled) if pickled else ()
+        values = pickle.loads(pickled)
     return values if place < 0 else (*values[:place], tensors[0], *values[place + 1 :])
 
 
-def rebuild(
-    rows: Sequence[TensorRow], memories: Sequence[torch.Tensor], inline: bytes = b""
-) -> list[torch.Tensor]:
+def rebuild(body: Body, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make the tensors of a message of the memories [bytes] that came with it; they share them.
-
-    Args:
-        rows: The tensors.
-        memories: Those of the message.
-        inline: The memory of the only tensor, if that has none of them.
 
     Raises:
         ValueError: A row does not fit its memory.
         RuntimeError: A sparse tensor has indices outside of its shape.
     """
     made: list[torch.Tensor] = []
-    for row in rows:
+    for row in body.tensors:
         if row.parts:
             made.append(_rebuild_sparse(row, made))
         elif row.memory < 0:
-            made.append(_rebuild_small(row, inline))
+            made.append(_rebuild_small(row, body.inline))
         else:
             made.append(_rebuild(row, memories[row.memory]))
     return made
@@ -333,7 +338,9 @@ class _Pickler(pickle.Pickler):
         device_there: Callable[[torch.device], str] | None,
     ) -> None:
         super().__init__(file, protocol=5)
-        self.packed = Packed()
+        self.references: list[ReferenceRow] = []
+        self._rows: list[TensorRow] = []
+        self._sources: list[torch.Tensor] = []
         self._to, self._referring, self._device_there = to, referring, device_there
         self._numbers: dict[int, int] = {}  # of memories, by their storages
         self._storages: list[torch.UntypedStorage] = []
@@ -343,14 +350,14 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             if obj.layout is torch.sparse_coo and type(obj) is torch.Tensor:
                 self._add_sparse(obj)
-                return _tensor, (len(self.packed.tensors) - 1,)
+                return _tensor, (len(self._rows) - 1,)
             if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(obj):
                 return NotImplemented
             self._add(obj)
-            return _tensor, (len(self.packed.tensors) - 1,)
+            return _tensor, (len(self._rows) - 1,)
         if self._referring is not None and isinstance(obj, self._referring):
-            self.packed.references.append(obj.pack_reference(self._to))
-            return _reference, (len(self.packed.references) - 1,)
+            self.references.append(obj.pack_reference(self._to))
+            return _reference, (len(self.references) - 1,)
         return NotImplemented
 
     def _add(self, tensor: torch.Tensor) -> None:
@@ -375,7 +382,7 @@ class _Pickler(pickle.Pickler):
             self._seen[number] = min(begin, first * size), max(end, (last + 1) * size)
         row = TensorRow(
             memory=number,
-            dtype=str(plain.dtype).removeprefix("torch."),
+            dtype=_name_of_dtype(plain.dtype),
             shape=tuple(plain.shape),
             stride=plain.stride(),
             offset=int(plain.storage_offset()),
@@ -383,12 +390,12 @@ class _Pickler(pickle.Pickler):
             parameter=isinstance(tensor, torch.nn.Parameter),
             device=device,
         )
-        self.packed.tensors.append(row)
-        self.packed.sources.append(tensor)
+        self._rows.append(row)
+        self._sources.append(tensor)
 
     def _add_sparse(self, tensor: torch.Tensor) -> None:
         plain = tensor.detach()
-        rows = self.packed.tensors
+        rows = self._rows
         self._add(plain._indices())
         self._add(plain._values())
         row = TensorRow(
@@ -403,24 +410,27 @@ class _Pickler(pickle.Pickler):
             coalesced=plain.is_coalesced(),
         )
         rows.append(row)
-        self.packed.sources.append(tensor)
+        self._sources.append(tensor)
 
-    def cut(self) -> None:
-        """Leave what no tensor sees of its memory out of the message."""
+    def packed(self, pickled: bytes, function: str) -> Packed:
+        """Return all of it, but for what no tensor sees of its memory."""
         begins: list[int] = []
+        memories: list[torch.Tensor] = []
         for storage, (first, end) in zip(self._storages, self._seen, strict=True):
             begin = min(first, end) // _ALIGNED * _ALIGNED
             begins.append(begin)
             seen = torch.empty(0, dtype=torch.uint8)
             seen.set_(storage, begin, (end - begin,))  # pyright: ignore[reportCallIssue]
-            self.packed.memories.append(seen)
-        rows = self.packed.tensors
+            memories.append(seen)
+        rows = self._rows
         for number, row in enumerate(rows):
             if row.parts:
                 continue
             before = begins[row.memory] // getattr(torch, row.dtype).itemsize
             offset = row.offset - before if 0 not in row.shape else 0
             rows[number] = msgspec.structs.replace(row, offset=offset)
+        body = Body(pickled, tuple(rows), tuple(self.references), function=function)
+        return Packed(body, tuple(memories), tuple(self._sources))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -443,6 +453,11 @@ class _Unpickler(pickle.Unpickler):
         if self._find is None:  # a bound method kept there would be a cycle, and keep the tensors
             return super().find_class(module_name, global_name)
         return self._find(module_name, global_name)
+
+
+@functools.cache
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

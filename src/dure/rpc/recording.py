@@ -59,7 +59,7 @@ def served(me: int, envelope: Envelope, came_ns: int, run: Callable[[], None]) -
     began_ns = monotonic_ns()
     run()
     ended_ns = monotonic_ns()
-    function = envelope.function.rpartition(":")[2] or _OPS[Kind(envelope.kind)]
+    function = envelope.body.function.rpartition(":")[2] or _OPS[Kind(envelope.kind)]
     details: dict[str, str | int | float] = {
         "caller": envelope.sender,
         "queued_ms": (began_ns - came_ns) / 1e6,

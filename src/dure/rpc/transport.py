@@ -114,7 +114,7 @@ class HostTransport(Transport, Told):
 
     def start(
         self,
-        receive: Callable[[Envelope, list[torch.Tensor]], Callable[[], None] | None],
+        receive: Callable[[Envelope, Sequence[torch.Tensor]], Callable[[], None] | None],
         broken: Callable[[int], None],
         died: Callable[[int, str], None],
         refuse: Callable[[Callable[[], None], RpcError], None],
@@ -132,7 +132,7 @@ class HostTransport(Transport, Told):
         if peer is not None:
             self._add(peer)
 
-    def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
+    def send(self, to: int, envelope: Envelope, memories: Sequence[torch.Tensor]) -> None:
         if to == self._id:
             self._own.append((envelope, [own(memory) for memory in memories]))
             self._inbox.post(_OWN)
@@ -143,13 +143,13 @@ class HostTransport(Transport, Told):
         raw: Sequence[bytes] = ()
         process = way.process
         if process is not None:
-            envelope.memories = [give(process, memory) for memory in memories]
+            envelope.memories = tuple([give(process, memory) for memory in memories])
             packed = self._short(process, _encode(envelope))
             outbox = way.outbox or self._claim(way, process)
             if outbox is not None and outbox.send(packed):
                 return
         else:
-            envelope.memories = [describe(memory) for memory in memories]
+            envelope.memories = tuple([describe(memory) for memory in memories])
             raw = [bytes_of(memory) for memory in memories if memory.nbytes > INLINE_BYTES]
             packed = _encode(envelope)
         self._sockets.send(to, way.peer.endpoint, way.near, packed, raw)
@@ -287,7 +287,7 @@ class HostTransport(Transport, Told):
             return packed
         memoryview(given)[:count] = packed
         there = Memory(offset=given.offset, nbytes=count)
-        return _encode(Envelope(_ELSEWHERE, self._id, memories=[there]))
+        return _encode(Envelope(_ELSEWHERE, self._id, memories=(there,)))
 
     def _claim(self, way: _Way, process: native.Process) -> native.Outbox | None:
         """Ask for a ring: at once where there are enough for all, else for busy traffic."""
@@ -331,7 +331,7 @@ class HostTransport(Transport, Told):
             next(rest) if row.nbytes and row.offset < 0 else self._memory(way, row)
             for row in envelope.memories
         ]
-        for row in envelope.references:  # whose owner may have joined just now
+        for row in envelope.body.references:  # whose owner may have joined just now
             if row.owner != self._id:
                 self._way(row.owner)
         with way.reading:

@@ -20,7 +20,7 @@ import msgspec
 
 from dure.errors import RpcError
 from dure.rpc import references
-from dure.rpc.message import Packed, ReferenceRow
+from dure.rpc.message import ReferenceRow
 from dure.rpc.references import Accepted, Freed, Held, Lost, References, RefId, Send, Unsure
 from dure.rpc.rref import RRef
 
@@ -120,9 +120,9 @@ class Values:
             owner, token = self._references.pack(ref, to)
             return ReferenceRow(ref, owner, token)
 
-    def not_sent(self, packed: Packed, make: RefId | None = None) -> None:
+    def not_sent(self, rows: Iterable[ReferenceRow], make: RefId | None = None) -> None:
         """Take back the references of a message that was not sent."""
-        tokens = [row.token for row in packed.references]
+        tokens = [row.token for row in rows]
         if make is not None:
             tokens.append(make)
         if tokens:

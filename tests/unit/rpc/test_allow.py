@@ -15,14 +15,14 @@ import torch
 
 from dure.errors import RpcError, UsageError
 from dure.rpc.allow import Allowed
-from dure.rpc.message import pack, rebuild, unpack
+from dure.rpc.message import Body, pack, rebuild, unpack
 from rpc import served, served_elsewhere
 
 
 def arrive(value: object, allowed: Allowed) -> Any:
     packed = pack(value)
-    tensors = rebuild(packed.tensors, packed.memories)
-    return unpack(packed.pickled, tensors, find=allowed.find)
+    tensors = rebuild(packed.body, packed.memories)
+    return unpack(packed.body, tensors, find=allowed.find)
 
 
 MODULE = Allowed([served])
@@ -93,7 +93,7 @@ def test_a_forged_pickle_runs_nothing() -> None:
     buffer = io.BytesIO()
     Pickler(buffer, protocol=2).dump(Forged())
     with pytest.raises(RpcError, match=r"posix\.system"):
-        unpack(buffer.getvalue(), [], find=MODULE.find)
+        unpack(Body(buffer.getvalue()), [], find=MODULE.find)
 
 
 def test_a_function_alone_allows_itself_alone() -> None:

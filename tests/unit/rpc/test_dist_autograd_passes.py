@@ -41,7 +41,7 @@ class Port:
         memories = [memory.clone() for memory in copies.memories]
 
         def read() -> Any:
-            return unpack(copies.pickled, rebuild(copies.tensors, memories))
+            return unpack(copies.body, rebuild(copies.body, memories))
 
         def arrive() -> None:
             run = partial(self.network.at[to].arrive, backward, read)

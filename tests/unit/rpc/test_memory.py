@@ -152,8 +152,8 @@ def test_it_is_a_tensor_like_the_one_it_was_made_of() -> None:
     assert own(bytes_of(shared)).data_ptr() == shared.data_ptr()
     packed = pack_plain((share(torch.ones(2)),))
     assert packed is not None
-    assert rebuild(packed.tensors, packed.memories)[0].tolist() == [1.0, 1.0]
-    assert not packed.inline
+    assert rebuild(packed.body, packed.memories)[0].tolist() == [1.0, 1.0]
+    assert not packed.body.inline
     assert share(torch.zeros(0, 4)).shape == (0, 4)
 
 
@@ -165,9 +165,9 @@ def test_what_cannot_be_shared_is_refused() -> None:
 def test_a_message_to_oneself_passes_what_is_shared() -> None:
     tensor = share(torch.arange(4000.0))
     packed = pack([tensor[3000:]])
-    (got,) = rebuild(packed.tensors, [own(memory) for memory in packed.memories])
+    (got,) = rebuild(packed.body, [own(memory) for memory in packed.memories])
     assert got[0] == 3000.0
     assert got.data_ptr() == tensor[3000:].data_ptr()
     plain = pack([torch.ones(4000)])
-    (other,) = rebuild(plain.tensors, [own(memory) for memory in plain.memories])
+    (other,) = rebuild(plain.body, [own(memory) for memory in plain.memories])
     assert other.data_ptr() != plain.memories[0].data_ptr()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dure.errors import RpcError
-from dure.rpc.message import Packed, ReferenceRow, TensorRow, pack, rebuild, unpack
+from dure.rpc.message import Body, Packed, ReferenceRow, TensorRow, pack, rebuild, unpack
 
 
 def travel(value: object) -> Any:
@@ -23,8 +23,8 @@ def travel(value: object) -> Any:
 
 def arrive(packed: Packed, **how: Any) -> Any:
     memories = [memory.clone() for memory in packed.memories]
-    tensors = rebuild(packed.tensors, memories, packed.inline)
-    return unpack(packed.pickled, tensors, **how)
+    tensors = rebuild(packed.body, memories)
+    return unpack(packed.body, tensors, **how)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*quantize", "ignore:TypedStorage")
@@ -77,7 +77,7 @@ def test_what_was_received_goes_when_nobody_has_it() -> None:
     gone = weakref.ref(memory.untyped_storage())
     gc.disable()  # the memory is a sender's: it must not wait for a collection
     try:
-        got = unpack(packed.pickled, rebuild(packed.tensors, [memory]))
+        got = unpack(packed.body, rebuild(packed.body, [memory]))
         assert got[0].sum() == 4.0
         del got, memory
         assert gone() is None
@@ -88,7 +88,7 @@ def test_what_was_received_goes_when_nobody_has_it() -> None:
 def test_values_that_are_no_tensors() -> None:
     value = OrderedDict(a=[1, "two", None], b={3.0, (4,)})
     packed = pack(value)
-    assert (packed.tensors, packed.memories) == ([], [])
+    assert (packed.body.tensors, packed.memories) == ((), ())
     assert arrive(packed) == value
 
 
@@ -112,17 +112,17 @@ class Reference:
 
 def test_references_are_told_beside_the_pickle() -> None:
     packed = pack([Reference(5), (Reference(6), 1)], to=9, referring=Reference)
-    assert packed.references == [
+    assert packed.body.references == (
         ReferenceRow((1, 5), 1, (9, 5)),
         ReferenceRow((1, 6), 1, (9, 6)),
-    ]
+    )
     assert arrive(packed, references=["a", "b"]) == ["a", ("b", 1)]
 
 
 def test_references_packed_before_an_error_are_told() -> None:
     with pytest.raises(RpcError) as raised:
         pack([Reference(5), (n for n in "x")], referring=Reference)
-    assert [row.ref for row in raised.value.packed.references] == [(1, 5)]  # pyright: ignore
+    assert [row.ref for row in raised.value.references] == [(1, 5)]  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_references_packed_before_an_error_are_told() -> None:
 )
 def test_rows_that_do_not_fit_are_refused(row: TensorRow) -> None:
     with pytest.raises(ValueError, match="tensor"):
-        rebuild([row], [torch.zeros(16, dtype=torch.uint8)])
+        rebuild(Body(tensors=(row,)), [torch.zeros(16, dtype=torch.uint8)])
 
 
 def test_names_are_looked_up_by_whom_one_says() -> None:
