@@ -57,10 +57,12 @@ class Layout:
     recompute: str = "none"
 
     def __str__(self) -> str:
-        axes = [f"{self.strategy}={self.dp}"] if self.dp * self.cp > 1 else []
+        axes = [f"{self.strategy}={self.dp}"] if self.dp > 1 else []
+        if self.dp == 1 and self.strategy != "ddp":
+            axes = [self.strategy]  # the ranks along cp share
         axes += [f"{axis}={n}" for axis in ("tp", "cp", "pp") if (n := getattr(self, axis)) > 1]
-        if self.schedule and self.schedule != "1f1b":
-            axes.append(f"schedule={self.schedule}")
+        if self.parts > 1:
+            axes.append(f"interleaved={self.parts}")
         axes.append(f"mb={self.microbatch}")
         if self.recompute != "none":
             axes.append(f"recompute={self.recompute}")
@@ -79,7 +81,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str, job: Job) -> Layout:
-        """Read ``fsdp=8,tp=2,mb=1,recompute=full``, as it is printed.
+        """Read ``fsdp=8,tp=2,pp=4,interleaved=2,mb=1,recompute=full``, as it is printed.
 
         Raises:
             UsageError: An axis that there is not, or a batch that it does not divide.
@@ -88,9 +90,11 @@ class Layout:
         for word in filter(None, text.replace(" ", "").split(",")):
             name, _, value = word.partition("=")
             if name in STRATEGIES:
-                values |= {"strategy": name, "dp": value}
-            elif name in ("tp", "cp", "pp", "dp", "schedule", "recompute"):
+                values |= {"strategy": name, "dp": value or 1}
+            elif name in ("tp", "cp", "pp", "dp", "recompute"):
                 values[name] = value
+            elif name == "interleaved":
+                values |= {"schedule": "interleaved-1f1b", "parts": value}
             elif name in ("mb", "microbatch"):
                 values["microbatch"] = value
             else:
@@ -99,17 +103,23 @@ class Layout:
                     op=_OP,
                     seen=repr(word),
                     fix=f"Write it as the table does: {', '.join(STRATEGIES)} with a number, tp, "
-                    "cp, pp, schedule, mb, recompute.",
+                    "cp, pp, interleaved, mb, recompute.",
                 )
         for name, value in values.items():
             if name not in ("strategy", "schedule", "recompute"):
                 if not str(value).isdecimal() or int(value) < 1:
-                    raise UsageError(f"{name} is a number of ranks", op=_OP, seen=repr(value))
+                    raise UsageError(f"{name} is a whole number", op=_OP, seen=repr(value))
                 values[name] = int(value)
         found = Layout(**values)  # type: ignore[arg-type]
+        if found.recompute not in RECOMPUTED:
+            raise UsageError(
+                "recompute has no such value",
+                op=_OP,
+                seen=repr(found.recompute),
+                fix=f"Take one of {', '.join(RECOMPUTED)}.",
+            )
         if found.pp > 1 and not found.schedule:
             found = replace(found, schedule="1f1b")
-        found = replace(found, parts=_SCHEDULES.get(found.schedule, 1))
         return replace(found, microbatches=_microbatches(found, job))
 
 
