@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,13 @@ class Job:
                 fix="--batch-tokens counts tokens of a step over all ranks: 4M is 4,000,000.",
             )
         if tokens % length:
-            near = (tokens // length * length, -(-tokens // length) * length)
+            power = 1 << round(log2(tokens / length))
             raise UsageError(
                 "a batch is whole sequences",
                 op=_OP,
                 seen=f"{tokens:,} tokens, sequences of {length:,}",
-                fix=f"Take --batch-tokens {near[0]} or {near[1]}.",
+                fix=f"Take --batch-tokens {power * length} ({power} sequences), or "
+                f"{tokens // length * length}; 4M is 4,000,000 and 4Mi is 4,194,304.",
             )
         if tokens > 10**9:
             raise UsageError(

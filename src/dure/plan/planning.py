@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import exp
+from math import ceil, exp
 
 import numpy as np
 
@@ -90,7 +90,8 @@ class Plan:
         job, machine: What was asked.
         rows: Layouts that fit, fastest first: the best of each mesh, or all.
         ties: How many of the first rows cannot be told from the first.
-        too_large: Layouts that would be faster than the first and do not fit, fastest first.
+        too_large: Layouts that would be faster than the first and do not fit: of each mesh the
+            one that needs least, least first.
         reasons: A sentence for each of the first rows.
         changes: The nearest changes that alter the winner, nearest first.
         warnings: Where the job is outside what the model was fitted to.
@@ -106,8 +107,12 @@ class Plan:
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return everything as plain values, for JSON."""
-        return asdict(self)
+        """Return everything as plain values, for JSON; layouts have their `text` as well."""
+        found = asdict(self)
+        for name in ("rows", "too_large", "changes"):
+            for plain, each in zip(found[name], getattr(self, name), strict=True):
+                plain["layout"]["text"] = str(each.layout)
+        return found
 
 
 def plan(job: Job, machine: Machine, *, everything: bool = False, changes: bool = True) -> Plan:
@@ -187,14 +192,15 @@ class _Costed:
         )
 
     def too_large(self, first: Row) -> list[Row]:
-        """Return the best of each mesh that would be faster than a row, and does not fit."""
-        best: dict[Layout, Row] = {}
-        for i in np.argsort(self.seconds, kind="stable"):
-            if self.seconds[i] >= first.seconds:
-                break
-            if self.bytes[i] > self.room:
-                best.setdefault(self.layouts[i].mesh, self.row(int(i)))
-        return list(best.values())
+        """Return, of each mesh, what needs least of the layouts faster than a row that do not fit.
+
+        Least first.
+        """
+        best: dict[Layout, int] = {}
+        for i in np.argsort(self.bytes, kind="stable"):
+            if self.bytes[i] > self.room and self.seconds[i] < first.seconds * (1 - _SAME):
+                best.setdefault(self.layouts[i].mesh, int(i))
+        return [self.row(i) for i in best.values()]
 
 
 def costed(job: Job, machine: Machine, layout: Layout) -> Row:
@@ -255,59 +261,78 @@ def _simulated(row: Row, job: Job, machine: Machine) -> Row:
 # --- why, and what would change it ---------------------------------------------------------------
 
 _SPENT = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "operators bound by memory",
+    "ends": "scores and loss",
     "launches": "waiting for the host to start kernels",
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
+    "tp": "communication of tensor parallelism",
+    "cp": "communication of context parallelism",
     "messages": "messages between stages",
     "bubble": "the pipeline's bubble",
-    "dp": "gradients and sharded parameters",
+    "dp": "communication of gradients and sharded parameters",
     "optimizer": "the optimizer",
 }
+_COMPUTING = ("products", "attention", "elementwise", "ends")
 
 
 def reason(row: Row, found: _Costed) -> str:
-    """Return a sentence on where a layout's time goes, and why nothing simpler is as good."""
-    costs = {name: row.time[name] / row.seconds for name in _SPENT}
-    largest = max(costs, key=lambda name: costs[name])
-    computing = 1 - sum(costs.values())
-    text = f"{row.layout}: {computing:.0%} of the step is computing"
-    if costs[largest] >= 0.01:
-        text += f", {costs[largest]:.0%} {_SPENT[largest]}"
+    """Return sentences on where a layout's time goes, and why nothing simpler is as good."""
     layout = row.layout
-    axes = [axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1]
-    parts = [_without(axis, layout, row, found) for axis in axes]
+    computing = sum(row.time[name] for name in _COMPUTING)
+    largest = max((set(_SPENT) - set(_COMPUTING)), key=lambda name: row.time[name])
+    text = f"{layout}: {computing / row.seconds:.0%} of the step is computing"
+    if row.time[largest] >= 0.01 * row.seconds:
+        text += f", {row.time[largest] / row.seconds:.0%} {_SPENT[largest]}"
+    every = list(enumerate(found.layouts))
+    same = replace(layout.mesh, strategy="ddp")
+    others = {
+        f"Without {axis}": [i for i, each in every if getattr(each, axis) == 1]
+        for axis in ("pp", "cp", "tp")
+        if getattr(layout, axis) > 1
+    }
+    if layout.strategy != "ddp":
+        others["With ddp on this mesh"] = [i for i, each in every if each.mesh == same]
     if layout.recompute != "none":
-        plain = [i for i, other in enumerate(found.layouts) if _is_plain(other, layout)]
-        if plain:
-            least = min(float(found.bytes[i]) for i in plain)
-            if least > found.room:
-                parts.append(f"without recomputing it takes {least / 1e9:.0f} GB")
-    return "; ".join([text, *filter(None, parts)]) + "."
+        plain = [i for i, e in every if e.mesh == layout.mesh and e.recompute == "none"]
+        if not any(found.bytes[i] <= found.room for i in plain):
+            others["Without recomputing"] = plain
+    return ". ".join([text, *_beside(row, others, found)]) + "."
 
 
-def _without(axis: str, layout: Layout, row: Row, found: _Costed) -> str:
-    """Say how the best layout without an axis does."""
-    others = [i for i, each in enumerate(found.layouts) if getattr(each, axis) == 1]
-    if not others:
-        return ""
-    fitting = [i for i in others if found.bytes[i] <= found.room]
-    if not fitting:
-        least = min(float(found.bytes[i]) for i in others)
-        gpu = found.machine.gpu
-        return f"nothing without {axis} fits ({least / 1e9:.0f} GB of {gpu.memory_gb:g})"
-    best = min(fitting, key=lambda i: found.seconds[i])
-    other = found.row(best)
-    slower = other.seconds / row.seconds - 1
-    if slower < _SAME:
-        return f"without {axis} ({other.layout}) it is as fast"
-    grown = {name: other.time[name] - row.time[name] for name in other.time}
+def _beside(row: Row, others: dict[str, list[int]], found: _Costed) -> list[str]:
+    """Say how the best of each of some sets of layouts does beside a row; once for each best."""
+    names: dict[int, list[str]] = {}
+    sentences: list[str] = []
+    for name, each in others.items():
+        fitting = [i for i in each if found.bytes[i] <= found.room]
+        if fitting:
+            names.setdefault(min(fitting, key=lambda i: found.seconds[i]), []).append(name)
+        elif each:
+            least = min(float(found.bytes[i]) for i in each) / 1e9
+            sentences.append(
+                f"{name} it takes {least:.0f} GB or more ({found.room / 1e9:.0f} usable)"
+            )
+    for best, each in names.items():
+        other = found.row(best)
+        which = " or ".join([each[0], *(name.lower() for name in each[1:])])
+        sentences.insert(0, f"{which} the best is {other.layout}: {_slower(other, row)}")
+    return sentences
+
+
+def _slower(other: Row, row: Row) -> str:
+    """Say by how much a layout is slower than another, and what it spends the time on."""
+    ratio = other.seconds / row.seconds
+    if abs(ratio - 1) < _SAME:
+        return "as fast"
+    if ratio < 1:
+        return f"{1 / ratio - 1:.0%} faster"
+    grown = {name: other.time[name] - row.time[name] for name in _SPENT}
     most = max(grown, key=lambda name: grown[name])
-    why = _SPENT.get(most, "computing")
-    return f"without {axis} ({other.layout}) it is {slower:.0%} slower, for {why}"
-
-
-def _is_plain(other: Layout, layout: Layout) -> bool:
-    return other.mesh == layout.mesh and other.recompute == "none"
+    again = RECOMPUTED.index(other.layout.recompute) > RECOMPUTED.index(row.layout.recompute)
+    why = "recomputing" if again and most in _COMPUTING else _SPENT[most]
+    slower = f"{ratio - 1:.0%} slower" if ratio < 2 else f"{ratio:.1f} times as slow"
+    return f"{slower}, mostly for {why}"
 
 
 _FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
@@ -338,7 +363,7 @@ def _changes(job: Job, machine: Machine, first: Row) -> list[Change]:
             continue
         change = _winner(job, replace(machine, nodes=nodes), first)
         if change is not None:
-            text = f"with {nodes} nodes instead of {machine.nodes}"
+            text = f"with {nodes} node{'s' * (nodes > 1)} instead of {machine.nodes}"
             found.append(Change("nodes", factor, text, change.layout, change.speed))
             break
     return sorted(found, key=lambda change: abs(np.log(change.factor)))
@@ -370,7 +395,7 @@ def _nothing_fits(found: _Costed) -> UsageError:
     job, machine = found.job, found.machine
     i = int(np.argmin(found.bytes))
     least = float(found.bytes[i])
-    fixes = [f"GPUs of {least / ROOM / 1e9:.0f} GB"]
+    fixes = [f"GPUs of {ceil(least / ROOM / 1e9)} GB"]
     for factor in (2, 4, 8, 16, 32):
         more = replace(machine, nodes=machine.nodes * factor)
         try:
