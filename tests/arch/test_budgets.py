@@ -29,6 +29,7 @@ MORE_PARAMETERS = {
     "ScheduleLoopedBFS.__init__": AS_TORCH_CLASS,
     "DureError.__init__": "every field of an error, keyword-only",
     "demo": "typer reads the options of a command from its parameters",
+    "layouts": "typer reads the options of a command from its parameters",
     "memory": "typer reads the options of a command from its parameters",
     "bench": "typer reads the options of a command from its parameters",
 }

@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "plan": (
         "plan:commands",
-        "Say what a job would take, before it is started: schedules of pipelines.",
+        "Say which layout suits a job, how fast, in how much memory, before it is started.",
     ),
     "rpc": ("rpc:commands", "Show what workers do with remote calls."),
     "trace": ("trace:commands", "Show what ranks did last, and what did not match."),

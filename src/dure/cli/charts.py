@@ -2,7 +2,7 @@
 
 It must be readable in light and in dark, and cost the installation little; a plotting library would
 bring tens of megabytes or a script of several. A chart here is text: its colours are style-sheet
-variables of the page, ``c0, c1, ...`` of lines and ``p0, p1, ...`` of parts of bars.
+variables of the page, ``c0, c1, ...`` of lines and points, ``p0, p1, ...`` of parts of bars.
 
 Coordinates: the plot lies within fixed margins of a view box; `_Scale` maps values to it. An axis
 begins and ends at its first and last tick, and ticks are 1, 2 or 5 times a power of ten (powers of
@@ -22,6 +22,7 @@ WIDTH, HEIGHT = 560, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 34, 46
 _LETTER, _GAP = 6.8, 10.0
 _MAX_POINTS = 400
+_CLOSE = 32  # pixels between bars below which there is no room for a line of text
 Colours = Mapping[str, tuple[str, str]]  # variables of a style sheet, each as (light, dark)
 
 
@@ -43,6 +44,14 @@ class Axis:
     show: Callable[[float], str] = lambda value: f"{value:g}"
     log: bool = False
     marks: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Dots:
+    """Points of one colour, each with what is shown where the mouse is over it."""
+
+    name: str
+    points: Sequence[tuple[float, float, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +110,32 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis) -> str:
     return _svg(title, [*body, *_legend([s.name for s in series])])
 
 
+def scatter_chart(title: str, series: Sequence[Dots], x: Axis, y: Axis, edge: float) -> str:
+    """Draw points over a common pair of axes, with a legend, and a dashed line at x = `edge`."""
+    points = [point for dots in series for point in dots.points]
+    xs, ys = [edge, *(p[0] for p in points)], [p[1] for p in points] or [1.0]
+    across = _Scale(ticks(min(0.0, *xs), max(xs)), _LEFT, WIDTH - _RIGHT)
+    up = _Scale(ticks(min(ys), max(ys)), HEIGHT - _BOTTOM, _TOP)
+    body = _grid(across, up, x, y)
+    body.append(f'<path class="edge" d="M{across(edge):.1f} {_TOP}V{HEIGHT - _BOTTOM}"/>')
+    for i, dots in reversed(list(enumerate(series))):  # the first are drawn above the others
+        body += [
+            f'<circle class="fill c{i}" cx="{across(at):.1f}" cy="{up(height):.1f}" r="4">'
+            f"<title>{escape(text)}</title></circle>"
+            for at, height, text in dots.points
+        ]
+    return _svg(title, [*body, *_legend([dots.name for dots in series], "c", "fill")])
+
+
 def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], x: Axis) -> str:
-    """Draw one horizontal bar a `Bar`, cut into its parts, with a legend of the parts' names."""
+    """Draw one horizontal bar a `Bar`, cut into its parts, with a legend of the parts' names.
+
+    Each bar's length stands above its end, or where bars are close together behind it.
+    """
     longest = max((sum(bar.parts) for bar in bars), default=1.0)
-    across = _Scale(ticks(0.0, longest), _LEFT, WIDTH - _RIGHT)
     room = (HEIGHT - _BOTTOM - _TOP) / max(1, len(bars))
+    close = room < _CLOSE
+    across = _Scale(ticks(0.0, longest * (1.08 if close else 1.0)), _LEFT, WIDTH - _RIGHT)
     body = _vertical_grid(across, x)
     for row, bar in enumerate(bars):
         top, thick = _TOP + (row + 0.28) * room, room * 0.44
@@ -118,7 +148,10 @@ def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], x: Axis)
                 f'height="{thick:.1f}"><title>{escape(parts[i])}: {length:.2f}</title></rect>'
             )
             at += length
-        body.append(_text(across(at), top - 6, f"{at:.1f}", "tick end"))
+        if close:
+            body.append(_text(across(at) + 5, top + thick / 2 + 4, f"{at:.1f}", "tick"))
+        else:
+            body.append(_text(across(at), top - 6, f"{at:.1f}", "tick end"))
     return _svg(title, [*body, *_legend(parts, "p", "fill")])
 
 
@@ -190,7 +223,7 @@ def page(
     `more` are further rules of style.
     """
     lines = (f".line.{name} {{ stroke: var(--{name}); }}" for name in colours if name[0] == "c")
-    fills = (f".{name} {{ fill: var(--{name}); }}" for name in colours if name[0] == "p")
+    fills = (f".fill.{name} {{ fill: var(--{name}); }}" for name in colours)
     template = Template(files("dure.cli").joinpath("page.html").read_text("utf-8"))
     return template.substitute(
         kicker=escape(command),

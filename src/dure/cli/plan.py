@@ -1,15 +1,21 @@
-"""`dure plan`: what a job would take, before it is started."""
+"""`dure plan`: what a job would take, before it is started.
+
+`dure plan --model ...` is `dure plan layouts --model ...` (`plan_layouts`); `pipeline` and `memory`
+stand here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any  # Any: click's own context, of typer's copy of it
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.table import Table
 
+from dure.cli.plan_layouts import layouts
 from dure.errors import UsageError
 from dure.plan import Memory, Mesh, Model, Training
 from dure.plan import memory as plan_memory
@@ -31,7 +37,24 @@ from dure.schedules import (
 
 __all__ = ["commands"]
 
-commands = typer.Typer(no_args_is_help=True)
+
+class _LayoutsByDefault(typer.core.TyperGroup):
+    """Options without a command's name are those of `layouts`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            args = ["layouts", *args]
+        return super().parse_args(ctx, args)
+
+
+commands = typer.Typer(
+    no_args_is_help=True,
+    cls=_LayoutsByDefault,
+    epilog="Options alone are those of layouts: dure plan --model llama3-8b --gpu h100 --nodes 4",
+)
+commands.command(help="Which layout of a training job suits a machine: speed, memory, reasons.")(
+    layouts
+)
 
 _ANY_NUMBER = 2  # stages a rank, of schedules that take any number, where nothing says how many
 

@@ -53,9 +53,9 @@ _FORMULAS: dict[str, str] = {
     "messages": "microbatches * 2 * (message + message_bytes * tokens width 2 bytes / tp / "
     "(network * net)) * parts",
     "bubble": "(sum of the stages - slowest) / parts; simulated for the rows that are shown",
-    "dp": "gradients over dp and cp beyond overlap * backward; with FSDP the gathers of every layer "
-    "beyond overlap_sharded * computing, and interference of them in any case; between nodes: "
-    "bytes * (nodes - 1) / nodes / (network * ranks of a node * net) + net_latency * "
+    "dp": "gradients over dp and cp beyond overlap * backward; with FSDP the gathers of every "
+    "layer beyond overlap_sharded * computing, and interference of them in any case; between "
+    "nodes: bytes * (nodes - 1) / nodes / (network * ranks of a node * net) + net_latency * "
     "(nodes - 1)^net_growth",
     "optimizer": "adam * 30 bytes * parameters of a rank / (0.85 * memory)",
     "parameters": "parameters of the fullest stage / tp * bytes, over the ranks that share them",

@@ -32,6 +32,7 @@ _NAMES = {  # of `Model`'s sizes in config.json, in the families that there are
     "length": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+_EXPERTS_IN_NAMES = ("moe", "mixtral", "deepseek", "8x7b", "8x22b")
 _LONGEST_BY_DEFAULT = 8192
 
 
@@ -118,6 +119,8 @@ def find_model(name: str) -> Model:
         UsageError: There is none; near names are told.
     """
     known = models()
+    if any(word in name.lower() for word in _EXPERTS_IN_NAMES):
+        raise UsageError("mixtures of experts are not planned for", op=_OP, seen=repr(name))
     found = known.get(name.lower().replace("_", "-"))
     if found is None:
         near = get_close_matches(name.lower(), known, n=3, cutoff=0.4)
@@ -197,7 +200,7 @@ def _check_model(model: Model) -> None:
         value = getattr(model, size)
         if not least <= value <= most:
             raise UsageError(
-                f"a model of {value:,} {size} is none",
+                f"no model has {size} {value:,}",
                 op=_OP,
                 seen=f"{least:,} to {most:,} are possible",
                 fix="Sizes are whole numbers: --hidden 4096, not 4; --layers 32.",

@@ -219,8 +219,14 @@ def _divisors(number: int) -> list[int]:
 
 
 def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
-    """Return the columns of some layouts of a job, for `step_time` and `peak_memory`."""
+    """Return the columns of some layouts of a job, for `step_time` and `peak_memory`.
+
+    Raises:
+        UsageError: The GPU has no products of that precision.
+    """
     model, gpu = job.model, machine.gpu
+    if job.precision == "fp8" and not gpu.fp8_tflops:
+        raise UsageError(f"{gpu.name} has no products in 8 bits", op=_OP, fix="Take bf16.")
     is_cpu, single = gpu.kind == "cpu", job.precision == "fp32"
     names = ("dp", "tp", "cp", "pp", "parts", "microbatch", "microbatches")
     axes = np.array([[getattr(layout, name) for name in names] for layout in chosen], dtype=float)

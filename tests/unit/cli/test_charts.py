@@ -5,7 +5,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dure.cli.charts import Axis, Bar, Series, line_chart, stacked_bars, ticks
+from dure.cli.charts import (
+    Axis,
+    Bar,
+    Dots,
+    Series,
+    line_chart,
+    scatter_chart,
+    stacked_bars,
+    ticks,
+)
 
 PLAIN = Axis("time (s) <&>")
 
@@ -60,3 +69,25 @@ def test_stacked_bars_are_as_long_as_their_parts():
     root = ElementTree.fromstring(stacked_bars("t", ["data", "compute"], bars, PLAIN))
     widths = [float(e.attrib["width"]) for e in root.iter("rect") if e.find("title") is not None]
     assert widths == [121.0, 363.0, 121.0, 121.0]
+
+
+def test_bars_that_are_close_have_their_length_behind_them():
+    bars = [Bar(str(i), [10.0]) for i in range(10)]
+    root = ElementTree.fromstring(stacked_bars("t", ["all"], bars, PLAIN))
+    lengths = [e for e in root.iter("text") if e.text == "10.0"]
+    # 10 of 15 (ticks up to 10.8: 0, 5, 10, 15), from 62 to 546
+    assert {float(e.attrib["x"]) for e in lengths} == {round(62 + 484 * 10 / 15 + 5, 1)}
+
+
+def test_scatter_chart_draws_points_where_they_belong_and_the_edge():
+    series = [Dots("a <b>", [(0, 100.0, "one"), (100, 200.0, "two & more")]), Dots("none", [])]
+    svg = scatter_chart("t", series, Axis("GB"), Axis("speed"), 50)
+    root = ElementTree.fromstring(svg)
+    drawn = {
+        c.find("title").text: (float(c.attrib["cx"]), float(c.attrib["cy"]), c.attrib["class"])
+        for c in root.iter("circle")
+    }
+    assert drawn == {"one": (62, 274, "fill c0"), "two & more": (546, 34, "fill c0")}
+    (edge,) = (e.attrib["d"] for e in root.iter("path") if e.attrib["class"] == "edge")
+    assert edge == "M304.0 34V274"
+    ElementTree.fromstring(scatter_chart("t", [Dots("a", [])], PLAIN, PLAIN, 50))

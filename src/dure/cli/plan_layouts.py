@@ -1,0 +1,393 @@
+"""`dure plan layouts`: which layout suits a training job on a machine; options in, a table out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dure.cli.plan_report import PARTS, shares, short, too_large, write_report
+from dure.errors import UsageError
+from dure.plan import Job, Machine, Model, Plan, Row, configured_model, find_gpu, find_model
+from dure.plan import plan as plan_layouts
+from dure.plan.advice import code, command
+from dure.plan.explain import explain as explain_layout
+from dure.plan.jobs import PRECISIONS
+from dure.plan.layouts import Layout, columns
+from dure.plan.layouts import layouts as all_layouts
+from dure.plan.peak import ROOM
+
+__all__ = ["layouts", "show"]
+
+_OP = "plan layouts"
+_ROWS = 15
+_WIDE, _WIDEST = 100, 120  # columns of a terminal
+_USUAL_BATCH, _USUAL_BATCH_OF_A_CPU = 4 << 20, 64 << 10  # tokens
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
+_LEAST = 0.005  # of a step: shares below are shown as "-"
+_NARROW = {"compute": "comp", "messages": "msgs", "bubble": "bub", "optimizer": "opt"}
+
+
+def layouts(
+    model: Annotated[str, typer.Option(help="A model by name, such as llama3-8b.")] = "",
+    config: Annotated[Path | None, typer.Option(help="Or its config.json (Hugging Face).")] = None,
+    layers: Annotated[int | None, typer.Option(help="Or its sizes: layers,")] = None,
+    hidden: Annotated[int | None, typer.Option(help="features of an activation,")] = None,
+    heads: Annotated[int | None, typer.Option(help="heads of attention,")] = None,
+    vocab: Annotated[int | None, typer.Option(help="tokens of the vocabulary,")] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="tokens of a sequence (of --model and --config, too).")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Heads of keys and values; by default as --heads.")
+    ] = None,
+    ffn: Annotated[
+        int | None, typer.Option(help="Units of the MLP; 3.5 times --hidden, with --gelu 4 times.")
+    ] = None,
+    gelu: Annotated[bool, typer.Option("--gelu", help="The MLP has no gate (SwiGLU).")] = False,
+    batch_tokens: Annotated[
+        str,
+        typer.Option(
+            help="Of a step, over all ranks: 4Mi, 2M, 512k. By default 4Mi, at least a sequence "
+            "for each GPU; 64Ki for ranks on a CPU."
+        ),
+    ] = "",
+    precision: Annotated[
+        str, typer.Option(help=f"{', '.join(PRECISIONS)}; by default bf16, fp32 on a CPU.")
+    ] = "",
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Layers are compiled (torch.compile).")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="A GPU by name, such as h100, a100-p4de, h200.")] = "",
+    nodes: Annotated[int, typer.Option(help="How many nodes.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="In each; by default as usual. With --here: ranks, 2.")
+    ] = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="This machine instead, measured in a minute: once a day,")
+    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="or now.")] = False,
+    machines: Annotated[
+        Path | None, typer.Option(help="A file with figures of GPUs of one's own (docs/plan.md).")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GB (10^9 bytes) of a GPU, instead of the known.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show every layout that fits, not 15 meshes.")
+    ] = False,
+    explain: Annotated[
+        str, typer.Option(help="Every term of a layout: a row's number, or fsdp=8,tp=2,mb=1.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Draw a page with pictures here, .html.")
+    ] = None,
+) -> None:
+    """Print the layouts of a job on a machine by predicted speed, with reasons."""
+    sizes = {"layers": layers, "width": hidden, "heads": heads, "vocabulary": vocab}
+    sizes |= {"length": seq, "groups": kv_heads, "hidden": ffn, "gated": 0 if gelu else None}
+    _check_report(report)
+    shape = _model(model, config, {name: n for name, n in sizes.items() if n is not None})
+    if here:
+        machine = _this_machine(gpus_per_node or 2, measure, gpu or machines or nodes != 1)
+    else:
+        machine = _gpus(gpu, nodes, gpus_per_node, machines)
+    machine = machine if memory is None else _with_memory(machine, memory)
+    job = _job(shape, machine, batch_tokens, precision, compile_)
+    if explain:
+        _explain(job, machine, _explained(explain, job, machine, everything), as_json)
+        return
+    found = plan_layouts(job, machine, everything=everything)
+    title = _title(found, model or (str(config) if config else "a model"))
+    if report is not None:
+        write_report(report, found, title)
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=1))
+    else:
+        show(Console(), found, title, everything=everything)
+
+
+# --- what was asked ------------------------------------------------------------------------------
+
+
+def _model(name: str, config: Path | None, sizes: dict[str, int]) -> Model:
+    own = set(sizes) - {"length"}
+    if (bool(name), config is not None, bool(own)).count(True) > 1:
+        raise UsageError(
+            "a model is told twice",
+            op=_OP,
+            fix="Give --model, or --config, or the sizes; --seq goes with each.",
+        )
+    if name or config:
+        found = find_model(name) if name else configured_model(config or "")
+        return replace(found, **sizes)
+    flags = {
+        "layers": "--layers",
+        "width": "--hidden",
+        "heads": "--heads",
+        "vocabulary": "--vocab",
+        "length": "--seq",
+    }
+    missing = [flag for size, flag in flags.items() if size not in sizes]
+    if missing and own:
+        raise UsageError("the model lacks sizes", op=_OP, seen=", ".join(missing))
+    if missing:
+        raise UsageError(
+            "a model is needed",
+            op=_OP,
+            fix="Give --model NAME, --config config.json, or --layers --hidden --heads --vocab "
+            "--seq.",
+        )
+    units = 4 * sizes["width"] if sizes.get("gated") == 0 else 7 * sizes["width"] // 2
+    usual = {"groups": sizes["heads"], "hidden": units}
+    return Model(**(usual | sizes))
+
+
+def _gpus(gpu: str, nodes: int, each: int | None, own: Path | None) -> Machine:
+    if not gpu:
+        raise UsageError(
+            "a machine is needed", op=_OP, fix="Give --gpu NAME (and --nodes), or --here."
+        )
+    found = find_gpu(gpu, *([own] if own else []))
+    return Machine(found, nodes, found.gpus_per_node if each is None else each)
+
+
+def _this_machine(ranks: int, measure: bool, others: object) -> Machine:
+    if others:
+        raise UsageError(
+            "--here is this machine", op=_OP, fix="Leave out --gpu, --machines and --nodes."
+        )
+    module = importlib.import_module("dure.cli.here")  # now: it needs what `dure bench` needs
+    return module.here(ranks, again=measure)
+
+
+def _with_memory(machine: Machine, memory: float) -> Machine:
+    if not 0.5 <= memory <= 2000:
+        raise UsageError(
+            f"no GPU has {memory:g} GB",
+            op=_OP,
+            seen=f"{memory:g} MB would be {memory / 1e3:g}, {memory:g} bytes {memory / 1e9:.3g}",
+            fix="--memory is in GB, 10^9 bytes: 80.",
+        )
+    return machine.with_(memory_gb=memory)
+
+
+def _tokens(text: str) -> int:
+    """Read a number of tokens, such as 4194304, 4Mi or 2.5M."""
+    match = re.fullmatch(r"([0-9][0-9,_]*(?:\.[0-9]+)?)(k|m|ki|mi|)", text.strip().lower())
+    if match is None:
+        raise UsageError(
+            "--batch-tokens is a number of tokens",
+            op=_OP,
+            seen=repr(text),
+            fix="Write 4194304, or 4Mi (2^20); k and M are 10^3 and 10^6.",
+        )
+    unit = _UNITS[{"ki": "Ki", "mi": "Mi", "m": "M"}.get(match[2], match[2])]
+    return round(float(re.sub("[,_]", "", match[1])) * unit)
+
+
+def _job(model: Model, machine: Machine, tokens: str, precision: str, compiled: bool) -> Job:
+    usual = "fp32" if machine.gpu.kind == "cpu" else "bf16"
+    batch = _tokens(tokens) if tokens else _usual_batch(model, machine)
+    return Job(model, batch, precision or usual, compiled)
+
+
+def _usual_batch(model: Model, machine: Machine) -> int:
+    """Return a batch for those who tell none: a power of two of sequences for each rank."""
+    tokens = _USUAL_BATCH_OF_A_CPU if machine.gpu.kind == "cpu" else _USUAL_BATCH
+    each = max(1, tokens // (model.length * machine.ranks))
+    return (1 << (each.bit_length() - 1)) * machine.ranks * model.length
+
+
+def _check_report(report: Path | None) -> None:
+    """Refuse a page that cannot be written before there is work."""
+    if report is not None and report.suffix != ".html":
+        raise UsageError("a report is a page, .html", op=_OP, seen=str(report))
+    if report is not None and not report.absolute().parent.is_dir():
+        raise UsageError("there is no such directory", op=_OP, seen=str(report.absolute().parent))
+
+
+def _explained(text: str, job: Job, machine: Machine, everything: bool) -> Layout:
+    """Return the layout that is to be explained: a row's number, or as it is printed."""
+    if not text.isdecimal():
+        return Layout.parse(text, job)
+    rows = plan_layouts(job, machine, everything=everything, changes=False).rows
+    if not 1 <= int(text) <= len(rows):
+        raise UsageError(
+            "the table has no such row", op=_OP, seen=f"{text}; it has 1 to {len(rows)}"
+        )
+    return rows[int(text) - 1].layout
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def _title(found: Plan, name: str) -> str:
+    job, machine = found.job, found.machine
+    model = job.model
+    nodes = (
+        f"{machine.nodes} nodes of {machine.gpus_per_node}"
+        if machine.nodes > 1
+        else (f"{machine.gpus_per_node}")
+    )
+    compiled = ", compiled" if job.compiled else ""
+    return (
+        f"{name} ({model.parameters / 1e9:.3g} billion parameters, {job.precision}{compiled}) on "
+        f"{nodes} {machine.gpu.name}; a step is {job.batch_tokens:,} tokens: "
+        f"{job.sequences:,} sequences of {model.length:,}"
+    )
+
+
+def show(console: Console, found: Plan, title: str, *, everything: bool) -> None:
+    """Print a plan: its table, and below it what is too large, reasons, changes, code."""
+    rows = found.rows if everything else found.rows[:_ROWS]
+    _say(console, title)
+    console.print(_table(rows, found, console.width))
+    first, ties = found.rows[0], found.ties
+    within = first.high / first.speed - 1
+    more = f" of {len(found.rows)}" if len(rows) < len(found.rows) else ""
+    _say(
+        console,
+        "Behind GB (of the fullest rank): shares of a step; tp, cp and dp are communication that "
+        f"nothing hides. 8 of 10 measurements were within {within:.0%} of what is predicted. "
+        f"{ties}{more or f' of {len(rows)}'} layouts cannot be told from the first by that (~).",
+    )
+    parts = [f"{name} {size / 1e9:.1f}" for name, size in first.memory.items() if size]
+    _say(console, f"GB of the first: {', '.join(parts)}.")
+    usable = f"{ROOM * found.machine.gpu.memory_gb:.3g} of {found.machine.gpu.memory_gb:g} GB"
+    _section(console, f"Faster, but too large ({usable} are usable):", too_large(found))
+    _section(console, "Why:", [f"{i}. {text}" for i, text in enumerate(found.reasons, 1)])
+    _section(
+        console,
+        "Another layout is the fastest:",
+        [f"{each.text}: {each.layout}, {each.speed:,.0f} tokens/s" for each in found.changes],
+    )
+    _section(console, "Note:", found.warnings)
+    lines = code(first.layout, found.job, found.machine).splitlines()
+    _section(console, f"{first.layout} in a program:", lines, verbatim=True)
+    where = "The command, on each node:" if found.machine.nodes > 1 else "The command:"
+    _section(console, where, [command(found.machine)], verbatim=True)
+
+
+def _table(rows: Sequence[Row], found: Plan, width: int) -> Table:
+    """Make a table that fits a width: less columns and broken layouts where it is narrow."""
+    wide = width >= _WIDE
+    cells = {"#": [f"{i}{' ~' if 1 < i <= found.ties else ''}" for i in range(1, len(rows) + 1)]}
+    cells["tokens/s"] = [f"{row.speed:,.0f}" for row in rows]
+    if wide:
+        cells["interval"] = [f"{short(row.low)}-{short(row.high)}" for row in rows]
+    if width >= _WIDEST:
+        cells["a GPU"] = [f"{row.speed / found.machine.ranks:,.0f}" for row in rows]
+    cells["MFU"] = [f"{row.mfu:.0%}" for row in rows]
+    cells["GB"] = [f"{row.peak / 1e9:.1f}" for row in rows]
+    spent = [shares(row) for row in rows]
+    for name in PARTS:
+        if max(each[name] for each in spent) >= _LEAST:
+            head = name if wide else _NARROW.get(name, name)
+            cells[head] = [f"{s[name]:.0%}" if s[name] >= _LEAST else "-" for s in spent]
+    taken = sum(max(len(head), *map(len, each)) + 1 for head, each in cells.items())
+    room = max(16, width - taken - 1)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in cells:
+        table.add_column(head, justify="left" if head == "#" else "right", no_wrap=True)
+        if head == "#":
+            table.add_column("layout", no_wrap=True)
+    for i, row in enumerate(rows):
+        number, *others = [each[i] for each in cells.values()]
+        table.add_row(number, Text(_broken(str(row.layout), room)), *others)
+    return table
+
+
+def _broken(layout: str, room: int) -> str:
+    """Break a layout into lines, behind commas."""
+    lines = [""]
+    for word in re.findall("[^,]+,?", layout):
+        if lines[-1] and len(lines[-1] + word) > room:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(lines)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(Text(text))
+
+
+def _section(console: Console, title: str, lines: Sequence[str], *, verbatim: bool = False) -> None:
+    """Print lines below a title, or nothing; verbatim: as they are to be copied, never wrapped."""
+    if not lines:
+        return
+    console.print()
+    console.print(Text(title, "bold"))
+    for line in lines:
+        if verbatim:
+            console.print(Text(f"  {line}"), soft_wrap=True)
+        else:
+            console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+
+
+# --- every term ----------------------------------------------------------------------------------
+
+
+_IN_FORMULAS = {"hbm": "memory", "link": "links", "net": "network", "recompute": "again"}
+"""Columns of `Jobs` whose names in the formulas are others, since constants have theirs."""
+
+
+def _explain(job: Job, machine: Machine, layout: Layout, as_json: bool) -> None:
+    row, terms = explain_layout(job, machine, layout)
+    if layout not in all_layouts(job, machine):
+        raise UsageError(
+            "the layout does not divide the job",
+            op=_OP,
+            seen=str(layout),
+            fix="tp divides the heads of keys and a node, pp at most the layers, with a microbatch "
+            "for each stage or more; cp leaves 1,024 tokens of a sequence or more.",
+        )
+    numbers = columns(job, machine, [layout])
+    inputs = {"tokens": float(numbers.tokens[0])}
+    for each in fields(numbers):
+        value = float(getattr(numbers, each.name)[0])
+        inputs[_IN_FORMULAS.get(each.name, each.name)] = value
+    if as_json:
+        plain = {"layout": str(layout), "seconds": row.seconds, "peak": row.peak}
+        print(json.dumps(plain | {"inputs": inputs, "terms": [asdict(t) for t in terms]}, indent=1))
+        return
+    console = Console()
+    _say(
+        console,
+        f"{layout}: {row.seconds:.4g} s a step, {row.speed:,.0f} tokens/s, "
+        f"{row.peak / 1e9:.1f} GB of the fullest rank",
+    )
+    for unit, title, show, total in (
+        ("s", "Time of a step", "{:.4g} s", row.seconds),
+        ("bytes", "Memory", "{:.2f} GB", row.peak / 1e9),
+    ):
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title)
+        table.title_justify = "left"
+        for head, justify in (("term", "left"), ("value", "right"), ("share", "right")):
+            table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column("formula")
+        for term in terms:
+            value = term.value if unit == "s" else term.value / 1e9
+            if term.unit == unit and value:
+                share = f"{value / total:.1%}"
+                table.add_row(term.name, show.format(value), share, Text(term.formula))
+        console.print()
+        console.print(table)
+        none = [term.name for term in terms if term.unit == unit and not term.value]
+        if none:
+            _say(console, f"Nothing: {', '.join(none)}.")
+    given = [f"{name} {value:.6g}" for name, value in inputs.items()]
+    _section(console, "Numbers in the formulas:", [", ".join(given)])
+    used = dict.fromkeys(c for term in terms if term.value for c in term.constants)
+    _section(console, "Constants:", list(used))
