@@ -51,6 +51,7 @@ _STYLE = """
 body { max-width: 1400px; }
 td { font-size: 14px; }
 td:last-child { font-weight: inherit; }
+section p { overflow-wrap: anywhere; }
 section p + p { margin-top: 8px; }
 pre { margin: 0; overflow-x: auto; font-size: 13px; }
 """
@@ -70,9 +71,9 @@ def write_report(path: Path, found: Plan, title: str) -> None:
         charts.side_by_side([_bars(found), _dots(found)]),
         charts.side_by_side([charts.section(_rows(found), "Layouts that fit, fastest first")]),
         charts.side_by_side([charts.section(_memory(found), "GB of the fullest rank")]),
+        charts.side_by_side([_sentences("Why", found.reasons)]),
         charts.side_by_side(
             [
-                _sentences("Why", found.reasons),
                 _sentences("Faster, but too large", too_large(found)),
                 _sentences("Another layout is the fastest", changes),
                 _sentences("Note", found.warnings),

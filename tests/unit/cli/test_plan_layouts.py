@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -69,14 +70,59 @@ def test_all_shows_every_layout_that_fits(capsys):
     assert sorted(shown) == sorted(f"mb={mb}{way}" for mb in (1, 2, 4, 8) for way in ways)
 
 
-def test_lines_fit_the_terminal_and_layouts_are_whole():
+@pytest.fixture(scope="module")
+def found():
+    """A plan with layouts too long for a line."""
     machine = Machine(find_gpu("h100-p5"), 32)
-    found = plan(Job(find_model("llama3-70b"), 2**22), machine, changes=False)
+    return plan(Job(find_model("llama3-70b"), 2**22), machine, changes=False)
+
+
+def shown(found, width):
+    screen = Console(width=width, file=StringIO())
+    show(screen, found, "llama3-70b", everything=False)
+    return screen.file.getvalue()
+
+
+def test_ties_are_marked_and_counted(found):
+    out = shown(replace(found, ties=3), 200)
+    assert re.findall(r"^(\d+) ~", out, re.M) == ["2", "3"]
+    assert f"3 of {len(found.rows)} layouts cannot be told from the first" in " ".join(out.split())
+
+
+def test_columns_are_shares_of_a_step(found):
+    """From parts by hand: half of 10 s computes, one in ten waits, in each of the other ways."""
+    row = found.rows[0]
+    time = dict.fromkeys(row.time, 0.0) | {"products": 3.0, "attention": 1.0, "elementwise": 0.5}
+    time |= {"ends": 0.5, "launches": 1.0, "tp": 1.0, "dp": 2.0, "bubble": 0.96, "messages": 0.04}
+    first = replace(row, seconds=10.0, speed=1000.0, low=900.0, high=1111.0, mfu=0.414, time=time)
+    memory = dict.fromkeys(row.memory, 0.0) | {"parameters": 2e9, "scores": 0.5e9}
+    first = replace(first, memory=memory)
+    large = replace(first, speed=1020.0, memory=memory | {"parameters": 82e9})
+    out = shown(replace(found, rows=(first,), ties=1, too_large=(large,)), 200)
+    assert f"{large.layout}: 2% faster; 82.5 GB are 6.5 too many\n" in out  # of 0.95 * 80
+    head, line = out.splitlines()[1:3]
+    assert head.split()[-6:] == ["GB", "compute", "tp", "dp", "bubble", "host"]
+    assert line.split()[2:] == (
+        [
+            "1,000",
+            "900-1.11k",
+            f"{1000 / 256:,.0f}",
+            "41%",
+            "2.5",
+            "50%",
+            "10%",
+            "20%",
+            "10%",
+            "10%",
+        ]
+    )
+    assert "GB of the first: parameters 2.0, scores 0.5.\n" in out
+
+
+def test_lines_fit_the_terminal_and_layouts_are_whole(found):
     assert max(len(str(row.layout)) for row in found.rows[:15]) > 40  # more than 80 columns leave
     for width in (80, 100, 130):
-        screen = Console(width=width, file=StringIO())
-        show(screen, found, "llama3-70b", everything=False)
-        out = screen.file.getvalue()
+        out = shown(found, width)
         table, _, rest = out.partition("Behind GB")
         text = rest.partition(" in a program:")[0]
         assert max(len(line.rstrip()) for line in (table + text).splitlines()) <= width
@@ -184,6 +230,7 @@ def test_here_is_measured_and_computes_in_float32(capsys, monkeypatch):
 
 
 def test_a_row_is_explained_by_number_or_as_it_is_printed(capsys):
+    assert called(capsys, *LLAMA, "--explain", "zero1,cp=2,pp=4")[1].startswith("zero1,cp=2,pp=4,")
     text = answered(capsys, *LLAMA)["rows"][2]["layout"]["text"]
     by_number = called(capsys, *LLAMA, "--explain", "3")
     assert by_number == called(capsys, *LLAMA, "--explain", text)
