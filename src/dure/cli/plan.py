@@ -52,9 +52,13 @@ commands = typer.Typer(
     cls=_LayoutsByDefault,
     epilog="Options alone are those of layouts: dure plan --model llama3-8b --gpu h100 --nodes 4",
 )
-commands.command(help="Which layout of a training job suits a machine: speed, memory, reasons.")(
-    layouts
-)
+commands.command(
+    help="Which layout of a training job suits a machine: speed, memory, reasons.",
+    epilog="A layout is fsdp=8,tp=2,mb=1: ranks of data parallelism by what they share (ddp: "
+    "nothing; zero1: the optimizer's state; zero2: gradients too; fsdp: parameters too; hsdp: "
+    "those within a node), ranks along tp, cp and pp, stages a rank (interleaved), sequences of a "
+    "microbatch (mb), recompute.",
+)(layouts)
 
 _ANY_NUMBER = 2  # stages a rank, of schedules that take any number, where nothing says how many
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -37,61 +38,69 @@ _UNITS = {"": 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 _LEAST = 0.005  # of a step: shares below are shown as "-"
 _NARROW = {"compute": "comp", "messages": "msgs", "bubble": "bub", "optimizer": "opt"}
 
+_of_model = partial(typer.Option, rich_help_panel="The model")
+_of_job = partial(typer.Option, rich_help_panel="How it is trained")
+_of_machine = partial(typer.Option, rich_help_panel="The machine")
+_of_answer = partial(typer.Option, rich_help_panel="The answer")
+
 
 def layouts(
-    model: Annotated[str, typer.Option(help="A model by name, such as llama3-8b.")] = "",
-    config: Annotated[Path | None, typer.Option(help="Or its config.json (Hugging Face).")] = None,
-    layers: Annotated[int | None, typer.Option(help="Or its sizes: layers,")] = None,
-    hidden: Annotated[int | None, typer.Option(help="features of an activation,")] = None,
-    heads: Annotated[int | None, typer.Option(help="heads of attention,")] = None,
-    vocab: Annotated[int | None, typer.Option(help="tokens of the vocabulary,")] = None,
+    model: Annotated[str, _of_model(help="A model by name, such as llama3-8b.")] = "",
+    config: Annotated[Path | None, _of_model(help="Or by its config.json (Hugging Face).")] = None,
+    layers: Annotated[int | None, _of_model(help="Or by its sizes: layers,")] = None,
+    hidden: Annotated[int | None, _of_model(help="features of an activation,")] = None,
+    heads: Annotated[int | None, _of_model(help="heads of attention,")] = None,
+    vocab: Annotated[int | None, _of_model(help="size of the vocabulary,")] = None,
     seq: Annotated[
-        int | None, typer.Option(help="tokens of a sequence (of --model and --config, too).")
+        int | None, _of_model(help="tokens of a sequence (also to change that of --model).")
     ] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(help="Heads of keys and values; by default as --heads.")
+        int | None, _of_model(help="Heads of keys and values; by default as --heads.")
     ] = None,
     ffn: Annotated[
-        int | None, typer.Option(help="Units of the MLP; 3.5 times --hidden, with --gelu 4 times.")
+        int | None, _of_model(help="Units of the MLP; 3.5 times --hidden, with --gelu 4 times.")
     ] = None,
-    gelu: Annotated[bool, typer.Option("--gelu", help="The MLP has no gate (SwiGLU).")] = False,
+    gelu: Annotated[
+        bool,
+        _of_model("--gelu", help="The MLP has two matrices, without a gate, not SwiGLU's three."),
+    ] = False,
     batch_tokens: Annotated[
         str,
-        typer.Option(
-            help="Of a step, over all ranks: 4Mi, 2M, 512k. By default 4Mi, at least a sequence "
-            "for each GPU; 64Ki for ranks on a CPU."
+        _of_job(
+            help="Of a step, over all ranks: 512k, 4Mi (k, M: 10^3, 10^6; Ki, Mi: 2^10, 2^20). By "
+            "default some 4Mi, a sequence for each GPU or more; 64Ki for ranks on a CPU."
         ),
     ] = "",
     precision: Annotated[
-        str, typer.Option(help=f"{', '.join(PRECISIONS)}; by default bf16, fp32 on a CPU.")
+        str, _of_job(help=f"{', '.join(PRECISIONS)}; by default bf16, fp32 on a CPU.")
     ] = "",
     compile_: Annotated[
-        bool, typer.Option("--compile", help="Layers are compiled (torch.compile).")
+        bool, _of_job("--compile", help="Layers are compiled (torch.compile).")
     ] = False,
-    gpu: Annotated[str, typer.Option(help="A GPU by name, such as h100, a100-p4de, h200.")] = "",
-    nodes: Annotated[int, typer.Option(help="How many nodes.")] = 1,
+    gpu: Annotated[str, _of_machine(help="A GPU by name, such as h100, a100-p4de, h200.")] = "",
+    nodes: Annotated[int, _of_machine(help="How many nodes.")] = 1,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="In each; by default as usual. With --here: ranks, 2.")
+        int | None, _of_machine(help="In each; by default as usual. With --here: ranks, 2.")
     ] = None,
     here: Annotated[
-        bool, typer.Option("--here", help="This machine instead, measured in a minute: once a day,")
+        bool, _of_machine("--here", help="This machine, measured in a minute and kept for a day;")
     ] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="or now.")] = False,
+    measure: Annotated[bool, _of_machine("--measure", help="measured anew.")] = False,
     machines: Annotated[
-        Path | None, typer.Option(help="A file with figures of GPUs of one's own (docs/plan.md).")
+        Path | None, _of_machine(help="A file with figures of GPUs of one's own (docs/plan.md).")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="GB (10^9 bytes) of a GPU, instead of the known.")
+        float | None, _of_machine(help="GB (10^9 bytes) of a GPU that has another memory.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show every layout that fits, not 15 meshes.")
+        bool, _of_answer("--all", help="Show every layout that fits, not 15 meshes.")
     ] = False,
     explain: Annotated[
-        str, typer.Option(help="Every term of a layout: a row's number, or fsdp=8,tp=2,mb=1.")
+        str, _of_answer(help="Every term of a layout: a row's number, or fsdp=8,tp=2,mb=1.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, _of_answer("--json", help="Print JSON instead.")] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Draw a page with pictures here, .html.")
+        Path | None, _of_answer(help="Draw a page with pictures here, .html.")
     ] = None,
 ) -> None:
     """Print the layouts of a job on a machine by predicted speed, with reasons."""
@@ -235,16 +244,13 @@ def _explained(text: str, job: Job, machine: Machine, everything: bool) -> Layou
 
 def _title(found: Plan, name: str) -> str:
     job, machine = found.job, found.machine
-    model = job.model
-    nodes = (
-        f"{machine.nodes} nodes of {machine.gpus_per_node}"
-        if machine.nodes > 1
-        else (f"{machine.gpus_per_node}")
-    )
+    model, each = job.model, machine.gpus_per_node
+    nodes = f"{machine.nodes} nodes of {each}" if machine.nodes > 1 else f"{each}"
+    on = f"{nodes} {machine.gpu.name}" if machine.gpu.name != "here" else f"{each} ranks here"
     compiled = ", compiled" if job.compiled else ""
     return (
         f"{name} ({model.parameters / 1e9:.3g} billion parameters, {job.precision}{compiled}) on "
-        f"{nodes} {machine.gpu.name}; a step is {job.batch_tokens:,} tokens: "
+        f"{on}; a step is {job.batch_tokens:,} tokens: "
         f"{job.sequences:,} sequences of {model.length:,}"
     )
 
