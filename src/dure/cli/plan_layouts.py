@@ -108,7 +108,7 @@ def layouts(
     sizes |= {"length": seq, "groups": kv_heads, "hidden": ffn, "gated": 0 if gelu else None}
     _check_report(report)
     shape = _model(model, config, {name: n for name, n in sizes.items() if n is not None})
-    if here:
+    if here or measure:
         machine = _this_machine(gpus_per_node or 2, measure, gpu or machines or nodes != 1)
     else:
         machine = _gpus(gpu, nodes, gpus_per_node, machines)

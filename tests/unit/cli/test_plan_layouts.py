@@ -222,7 +222,7 @@ def test_here_is_measured_and_computes_in_float32(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "dure.cli.here", SimpleNamespace(here=here))
     job = answered(capsys, "--model", "gpt2", "--here")["job"]
     assert (job["precision"], job["batch_tokens"]) == ("fp32", 65536)
-    code, out, _ = called(capsys, "--model", "gpt2", "--here", "--measure", "--gpus-per-node", "4")
+    code, out, _ = called(capsys, "--model", "gpt2", "--measure", "--gpus-per-node", "4")
     assert asked == [(2, False), (4, True)]
     assert code == 0
     assert "dure run --nproc 4 train.py" in out
