@@ -50,7 +50,9 @@ class Echo:
             self.receive, self.broken, self.died, self.refuse, self.joined.__setitem__
         )
 
-    def ask(self, to: int, what: bytes = b"", memories: list[torch.Tensor] | None = None) -> Asked:
+    def ask(
+        self, to: int, what: bytes = b"", memories: Sequence[torch.Tensor] | None = None
+    ) -> Asked:
         with self._lock:
             number = self._number = self._number + 1
             asked = self._asked[number] = Asked(to, self.transport.ticket())
@@ -68,7 +70,9 @@ class Echo:
             raise asked.answer
         return asked.answer
 
-    def get(self, to: int, what: bytes = b"", memories: list[torch.Tensor] | None = None) -> Answer:
+    def get(
+        self, to: int, what: bytes = b"", memories: Sequence[torch.Tensor] | None = None
+    ) -> Answer:
         return self.answer(self.ask(to, what, memories))
 
     def end_of(self, peer: int) -> str:

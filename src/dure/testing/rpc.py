@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from random import Random
@@ -76,7 +76,7 @@ class Network:
                 self.release(id, other)
                 transport.tell((False, partial(transport.on_died, id, how)))
 
-    def send(self, to: int, sender: int, raw: bytes, memories: list[torch.Tensor]) -> None:
+    def send(self, to: int, sender: int, raw: bytes, memories: Sequence[torch.Tensor]) -> None:
         """Carry a message; memories are its own."""
         with self.lock:
             if sender not in self.transports:
@@ -113,7 +113,7 @@ class LocalTransport:
 
     def start(
         self,
-        receive: Callable[[Envelope, list[torch.Tensor]], Callable[[], None] | None],
+        receive: Callable[[Envelope, Sequence[torch.Tensor]], Callable[[], None] | None],
         broken: Callable[[int], None],
         died: Callable[[int, str], None],
         refuse: Callable[[Callable[[], None], RpcError], None],
@@ -128,7 +128,7 @@ class LocalTransport:
     def look(self, to: str | int) -> None:
         """All are known from the start."""
 
-    def send(self, to: int, envelope: Envelope, memories: list[torch.Tensor]) -> None:
+    def send(self, to: int, envelope: Envelope, memories: Sequence[torch.Tensor]) -> None:
         """Send a message."""
         copies = [memory.clone() for memory in memories]
         self.network.send(to, self.id, msgspec.msgpack.encode(envelope), copies)
@@ -179,7 +179,7 @@ class LocalTransport:
             self._inbox.append(event)
             self._bell.notify_all()
 
-    def on_message(self, raw: bytes, memories: list[torch.Tensor]) -> Callable[[], None] | None:
+    def on_message(self, raw: bytes, memories: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """Deal with a message."""
         return self._receive(_decoder.decode(raw), memories)
 
