@@ -180,6 +180,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "dure.parallel.amp": ("GradScaler", "clip_grad_norm_"),
     "dure.trace.line": ("progress",),
+    "dure.trace.publishing": ("log",),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
 _MODULES = frozenset({"autograd", "checkpoint", "debug", "device_mesh", "elastic", "trace"})

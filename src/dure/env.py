@@ -150,6 +150,10 @@ VARIABLES: dict[str, Variable] = {
             example="traces",
         ),
         Variable(
+            name="DURE_PAGE_DIR",
+            meaning="where ranks publish for the page of their run; set by `dure run --page`",
+        ),
+        Variable(
             name="DURE_VERIFY",
             meaning="1: ranks compare every collective over gloo or nccl before data move",
         ),

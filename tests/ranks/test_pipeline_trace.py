@@ -12,7 +12,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 from dure import trace
-from dure.cli.pipeline_steps import measured_step
 from dure.cli.trace import commands
 from dure.parallel.pipeline import executor
 from dure.parallel.pipeline.messages import Messages
@@ -20,6 +19,7 @@ from dure.schedules import Action, Kind
 from dure.testing import run_ranks
 from dure.trace import spans
 from dure.trace.merging import read
+from dure.trace.pipeline_steps import measured_step
 from dure.trace.timeline import timeline
 from ranks.pipeline_models import Pipeline, batches, dense
 

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dure.cli.pipeline_steps import MeasuredStep, measured_step
 from dure.errors import UsageError
 from dure.schedules import draw_svg
 from dure.trace.calls import calls
 from dure.trace.events import State
 from dure.trace.findings import Findings, GroupView, describe, study
 from dure.trace.merging import Flight, read, read_file
+from dure.trace.pipeline_steps import MeasuredStep, measured_step
 from dure.trace.record import Record
 from dure.trace.timeline import timeline
 

@@ -11,7 +11,7 @@ import time
 
 from dure import env
 from dure.store.base import Store
-from dure.trace import flight, line, signals
+from dure.trace import flight, line, publishing, signals
 
 _KEY = "trace/job"
 
@@ -28,6 +28,7 @@ def begin_recording(store: Store) -> None:
         flight.set_job(env.text("DURE_LAUNCHER") or _agree(store))
     signals.install()
     line.answer_launcher()
+    publishing.start()
 
 
 def _agree(store: Store) -> str:

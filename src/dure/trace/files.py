@@ -3,7 +3,8 @@
 A file is one JSON object: which rank wrote it (`rank`, `world_size`, `host`, `boot`, `pid`, `job`),
 why (`reason`), two clocks read together (`clock`), the groups it was in, its records by their start
 (`records`, with the fields of `Record`), what its last steps were made of, where that was recorded
-(`spans`, with the fields of `Span`), and the Python stack of each of its threads (`threads`,
+(`spans`, with the fields of `Span`), what its program said of them (`marks`, with the fields of
+`Mark`), and the Python stack of each of its threads (`threads`,
 innermost frame last). Times are `time.monotonic_ns`, which all processes of a host share; `clock`
 relates them to the time of day, and so to other hosts.
 
@@ -29,6 +30,7 @@ from types import FrameType
 import msgspec
 
 from dure import env
+from dure.trace.marks import Mark
 from dure.trace.record import Origin, Record
 from dure.trace.spans import Span
 
@@ -110,6 +112,7 @@ def write(
     groups: Sequence[Origin],
     records: Sequence[Record],
     spans: Sequence[Span] = (),
+    marks: Sequence[Mark] = (),
     job: str,
     reason: str,
 ) -> Path:
@@ -121,6 +124,7 @@ def write(
         groups: Groups that it is or was in.
         records: Its last operations.
         spans: What its last steps were made of, where that was recorded.
+        marks: What its program said of its steps.
         job: Name of the job.
         reason: Why it is written.
 
@@ -144,6 +148,7 @@ def write(
         ],
         "records": list(records),
         "spans": list(spans),
+        "marks": list(marks),
         "threads": _threads(),
     }
     to.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -27,6 +27,7 @@ from weakref import WeakSet
 from dure import env
 from dure.errors import CommTimeout, Desync, DureError, PeerLost
 from dure.trace import files
+from dure.trace.marks import Mark, Marks
 from dure.trace.record import Origin, Record, Source
 from dure.trace.ring import CAPACITY, FlightRing, Noted
 from dure.trace.spans import Keeper
@@ -42,8 +43,11 @@ __all__ = [
     "dump",
     "forget",
     "job",
+    "mark",
     "on_crash",
     "on_error",
+    "publish",
+    "read_steps",
     "record_steps",
     "recorded",
     "recording",
@@ -72,6 +76,7 @@ class _Recorder:
         self.origins: deque[Origin] = deque(maxlen=64)
         self.dumped: dict[tuple[str, int], Path | None] = {}
         self.spans = Keeper()
+        self.marks = Marks()
         self.job = ""
 
     def known(self) -> dict[int, list[Origin]]:
@@ -83,13 +88,13 @@ class _Recorder:
             found.setdefault(origin.global_rank, {})[origin.group] = origin
         return {rank: list(groups.values()) for rank, groups in found.items()}
 
-    def records(self, rank: int) -> list[Record]:
-        """Return the last operations of a rank, by their start."""
+    def records(self, rank: int, last: int | None = None) -> list[Record]:
+        """Return the last operations of a rank, by their start; `last`: so many of each source."""
         with self.lock:
-            found = list(self.retired.get(rank, ()))
+            found = list(self.retired.get(rank, ()))[-last if last else 0 :]
             sources = [s for s in list(self.sources) if s.origin.global_rank == rank]
         for source in sources:
-            found += source.records()
+            found += source.records(last)
         return sorted(found, key=lambda r: r.start_ns)[-CAPACITY:]
 
 
@@ -198,6 +203,7 @@ def dump(
             groups=known.get(r, []),
             records=_recorder.records(r),
             spans=_recorder.spans.of(r),
+            marks=_recorder.marks.last(),
             job=_recorder.job,
             reason=reason,
         )
@@ -218,14 +224,50 @@ def record_steps(directory: Path | str | None = None) -> Generator[None]:
 
     Cost: some 2 microseconds a phase or bucket, inside the block alone.
     """
-    keeper = _recorder.spans
-    keeper.start()
+    read_steps(True)
     try:
         yield
     finally:
-        keeper.stop()
+        read_steps(False)
         if directory is not None:
             dump(directory, reason="record_steps()")
+
+
+def read_steps(wanted: bool) -> None:
+    """Keep spans and marks from now on, or no longer, where nobody else wants them."""
+    (_recorder.spans.start if wanted else _recorder.spans.stop)()
+    _recorder.marks.num_readers += 1 if wanted else -1
+
+
+def mark(what: Mark) -> None:
+    """Keep what the program says of a step, if somebody reads."""
+    _recorder.marks.keep(what)
+
+
+def publish(folder: Path, reason: str, most: tuple[int, int, int]) -> None:
+    """Write the newest of each rank of this process, in short.
+
+    Args:
+        folder: Where; a file a rank.
+        reason: Why, as the files tell their reader.
+        most: How many operations of each group, and spans and marks of each rank.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    known = _recorder.known() or {env.integer("RANK", -1) or 0: []}
+    records, spans, marks = most
+    for rank, groups in known.items():
+        files.write(
+            files.Target(folder=folder),
+            rank=rank,
+            groups=groups,
+            records=_recorder.records(rank, records),
+            spans=_recorder.spans.of(rank, spans),
+            marks=_recorder.marks.last(marks),
+            job=_recorder.job,
+            reason=reason,
+        )
 
 
 def on_crash(error: BaseException) -> None:

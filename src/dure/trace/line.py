@@ -34,7 +34,7 @@ from dure.trace import flight
 from dure.trace.events import State
 from dure.trace.record import describe
 
-__all__ = ["answer_launcher", "last_operation", "progress", "tell_elastic", "tell_last"]
+__all__ = ["answer_launcher", "is_rank", "last_operation", "progress", "tell_elastic", "tell_last"]
 
 _EVERY_S = 0.1
 _next_at = 0.0
@@ -45,6 +45,11 @@ def _line() -> Any:
     """Return the launcher's line, or None where there is none of this process's own."""
     line = sys.modules.get("__dure_line__")
     return line if line is not None and getattr(line, "pid", -1) == os.getpid() else None
+
+
+def is_rank() -> bool:
+    """Tell whether this process is a rank of a launcher, and not something that a rank started."""
+    return _line() is not None
 
 
 def _tell(content: dict[str, object]) -> None:

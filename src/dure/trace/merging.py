@@ -21,6 +21,7 @@ import msgspec
 from dure.errors import UsageError
 from dure.trace.files import CRASHED, FORMAT, VERSION
 from dure.trace.frames import is_library
+from dure.trace.marks import Mark
 from dure.trace.record import Record
 from dure.trace.spans import Span
 
@@ -88,6 +89,7 @@ class RankFile:
     records: tuple[Record, ...]
     threads: tuple[ThreadStack, ...] = ()
     spans: tuple[Span, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
     @property
     def failure(self) -> str:

@@ -109,8 +109,8 @@ class Source(Protocol):
     origin: Origin
     """Whose operations they are."""
 
-    def records(self) -> list[Record]:
-        """Return what is kept, the oldest first."""
+    def records(self, last: int | None = None) -> list[Record]:
+        """Return what is kept, the oldest first; or only the `last` ones, which costs less."""
         ...
 
 

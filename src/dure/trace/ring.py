@@ -97,10 +97,11 @@ class FlightRing:
         noted[_END] = monotonic_ns()
         noted[_ERROR] = _GOOD if error is None else type(error).__name__
 
-    def records(self) -> list[Record]:
-        """Return what is kept, the oldest first."""
+    def records(self, last: int | None = None) -> list[Record]:
+        """Return what is kept, the oldest first; or only the `last` ones."""
         lines: dict[tuple[int, int], int] = {}
-        return [self._record(noted, lines) for noted in list(self._noted)]
+        noted = list(self._noted)
+        return [self._record(each, lines) for each in noted[-last if last else 0 :]]
 
     def _record(self, noted: Noted, lines: dict[tuple[int, int], int]) -> Record:
         origin, how, detail = self.origin, noted[_ERROR], noted[_DETAIL]

@@ -100,7 +100,8 @@ class Keeper:
             ring = self._kept.setdefault(span.global_rank, deque(maxlen=self._capacity))
             ring.append(span)
 
-    def of(self, rank: int) -> list[Span]:
-        """Return the kept spans of a global rank, the earliest first."""
+    def of(self, rank: int, last: int | None = None) -> list[Span]:
+        """Return the kept spans of a global rank, or the `last` ones told, the earliest first."""
         with self._lock:
-            return sorted(self._kept.get(rank, ()), key=lambda span: span.start_ns)
+            kept = list(self._kept.get(rank, ()))
+        return sorted(kept[-last if last else 0 :], key=lambda span: span.start_ns)

@@ -80,6 +80,8 @@ def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
             _report(report_fd, error)
             if flight := sys.modules.get("dure.trace.flight"):
                 flight.on_crash(error)
+            if page := sys.modules.get("dure.trace.publishing"):
+                page.on_crash(error)
         _hide_bootstrap_frames()
         raise
     if os.getpid() == me and _is_still(report_fd, pipe):

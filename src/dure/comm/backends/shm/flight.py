@@ -33,16 +33,20 @@ class EngineFlight:
             backend="shm",
         )
 
-    def records(self) -> list[Record]:
-        """Return what the engine has kept, the oldest first."""
+    def records(self, last: int | None = None) -> list[Record]:
+        """Return what the engine has kept, the oldest first; or only the `last` ones."""
         o = self.origin
         found: list[Record] = []
         num_messages = 0
-        for entry in self._group.flight():
+        entries = self._group.flight()
+        first = len(entries) - last if last else 0
+        for number, entry in enumerate(entries):
             seq, op, dtype, reduction, nbytes, peer, tag = entry[:7]
             is_async, status, start_ns, end_ns, file, line, function, channel = entry[7:]
             message = op in MESSAGES
             num_messages += message
+            if number < first:
+                continue
             state = State.STARTED if status == _RUNNING else State.SUCCEEDED
             found.append(
                 Record(
