@@ -3,8 +3,10 @@
 * `events`: the one seam at which a recorder of communication or fault injection attaches.
 * `record`, `ring`, `flight`, `files`: the last operations of every rank, always kept, and written
   down on an error, on SIGUSR2 (`signals`), or by `dump()`.
-* `spans`: what a training step is made of, recorded on request (`record_steps`).
-* `merging`, `findings`, `timeline`: the files of all ranks side by side (`dure trace merge`).
+* `spans`, `marks`: what a training step is made of, and what the program says of it, recorded on
+  request (`record_steps`); `publishing`: all of it once a second, for the page of a run.
+* `merging`, `findings`, `waiting`, `timeline`, `pipeline_steps`: the files of all ranks side by
+  side (`dure trace merge`, and the page).
 """
 
 from dure.trace.events import (

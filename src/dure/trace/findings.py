@@ -14,6 +14,7 @@ difference of a group counts; what follows it is mostly its consequence.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -226,22 +227,21 @@ def _comes_back(rank: int, waits: dict[int, Wait]) -> bool:
 
 def _groups(flight: Flight) -> tuple[GroupView, ...]:
     members: dict[str, tuple[int, ...]] = {}
-    for file in flight.ranks.values():
+    calls: dict[tuple[int, str], dict[int, Record]] = {}
+    for rank, file in flight.ranks.items():
         for group in file.groups:
             members.setdefault(group.name, group.ranks)
-    views: list[GroupView] = []
-    for name, ranks in members.items():
-        calls = {
-            r: {
-                c.seq: c
-                for c in flight.ranks[r].records
-                if c.group == name and not c.is_message and c.seq > 0
-            }
-            for r in ranks
-            if r in flight.ranks
-        }
-        views.append(GroupView(name=name, members=ranks, calls=calls))
-    return tuple(views)
+        for call in file.records:
+            if not call.is_message and call.seq > 0:
+                calls.setdefault((rank, call.group), {})[call.seq] = call
+    return tuple(
+        GroupView(
+            name=name,
+            members=ranks,
+            calls={r: calls.get((r, name), {}) for r in ranks if r in flight.ranks},
+        )
+        for name, ranks in members.items()
+    )
 
 
 def _first_difference(group: GroupView) -> Difference | None:
@@ -274,14 +274,14 @@ def _differ(values: Iterable[object]) -> bool:
 
 def _absences(flight: Flight, group: GroupView) -> list[Absence]:
     found: list[Absence] = []
+    numbers = group.numbers
     for rank in group.members:
-        last = group.last(rank)
-        later = [seq for seq in group.numbers if seq > last]
+        later = bisect_right(numbers, group.last(rank))
         if rank not in flight.ranks:  # what it called nobody knows: show what others called last
-            later = group.numbers[-1:]
-        if not later:
+            later = len(numbers) - 1
+        if not 0 <= later < len(numbers):
             continue
-        others = group.at(later[0])
+        others = group.at(numbers[later])
         first = min(others, key=lambda r: flight.time_ns(r, others[r].start_ns))
         absence = Absence(
             group=group.name,

@@ -265,7 +265,7 @@ def publish(folder: Path, reason: str, most: tuple[int, int, int]) -> None:
             records=_recorder.records(rank, records),
             spans=_recorder.spans.of(rank, spans),
             marks=_recorder.marks.last(marks),
-            job=_recorder.job,
+            job=_recorder.job or env.text("DURE_LAUNCHER") or "",  # the world may be left
             reason=reason,
         )
 

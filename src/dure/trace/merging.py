@@ -25,13 +25,24 @@ from dure.trace.marks import Mark
 from dure.trace.record import Record
 from dure.trace.spans import Span
 
-_MOST_BYTES = 1 << 28  # a thousand times what a rank writes
+_MOST_BYTES = 1 << 28  # a hundred ranks' full records
+_MOST_PROBLEMS = 20
 # Control characters as JSON writes them (a doubled backslash is none), DEL, and those of Latin-1.
 _CONTROL = re.compile(
     rb"\\\\|\\u00(?:[01][0-9a-f]|[7-9][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
 )
 
-__all__ = ["Clock", "Flight", "Frame", "Membership", "RankFile", "ThreadStack", "read", "read_file"]
+__all__ = [
+    "Clock",
+    "Flight",
+    "Frame",
+    "Membership",
+    "RankFile",
+    "ThreadStack",
+    "read",
+    "read_file",
+    "read_files",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,17 +162,33 @@ def read(folder: Path) -> Flight:
     """
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}", fix="Name the folder of rank*.json files.")
+    return read_files(sorted(folder.glob("*.json")), str(folder))
+
+
+def read_files(paths: Iterable[Path], where: str, most_bytes: int | None = None) -> Flight:
+    """Read files of ranks.
+
+    Args:
+        paths: The files.
+        where: What they are called together, where none can be read.
+        most_bytes: How much to read at most, together; files that are beyond it are left out.
+
+    Raises:
+        UsageError: None of them is a flight record.
+    """
     found: list[tuple[Path, RankFile]] = []
     problems: list[str] = []
-    for path in sorted(folder.glob("*.json")):
+    left = most_bytes
+    for path in paths:
         try:
-            found.append((path, _decode(path)))
+            content = _content(path, _MOST_BYTES if left is None else min(left, _MOST_BYTES))
+            left = None if left is None else left - len(content)
+            found.append((path, _decode(content)))
         except _Unreadable as problem:
             problems.append(f"{_printable(path.name)}: {problem}")
     if not found:
-        raise UsageError(
-            f"there is no flight record in {folder}", seen="; ".join(problems) or "no *.json file"
-        )
+        seen = "; ".join(problems[:_MOST_PROBLEMS]) or "no *.json file"
+        raise UsageError(f"there is no flight record in {_printable(where)}", seen=seen)
     kept = _one_of_each(found, problems)
     return _on_one_clock(kept, tuple(problems))
 
@@ -173,13 +200,12 @@ def read_file(path: Path) -> RankFile:
         UsageError: It cannot be read, or is no flight record.
     """
     try:
-        return _decode(path)
+        return _decode(_content(path, _MOST_BYTES))
     except _Unreadable as problem:
         raise UsageError(f"{path} cannot be shown", seen=str(problem)) from None
 
 
-def _decode(path: Path) -> RankFile:
-    content = _content(path)
+def _decode(content: bytes) -> RankFile:
     try:
         header = msgspec.json.decode(content, type=_Header)
     except (msgspec.ValidationError, RecursionError):
@@ -196,7 +222,7 @@ def _decode(path: Path) -> RankFile:
         raise _Unreadable(f"is damaged ({error})") from None
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, most_bytes: int) -> bytes:
     """Read a file, whose texts are made such that a terminal shows them and does nothing else."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a FIFO it would wait
@@ -204,11 +230,11 @@ def _content(path: Path) -> bytes:
             os.close(descriptor)
             raise _Unreadable("is no regular file")
         with open(descriptor, "rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+            content = file.read(most_bytes + 1)
     except OSError as error:
         raise _Unreadable(f"cannot be read ({error.strerror})") from None
-    if len(content) > _MOST_BYTES:
-        raise _Unreadable(f"is larger than {_MOST_BYTES >> 20} MiB")
+    if len(content) > most_bytes:
+        raise _Unreadable(f"is larger than {most_bytes >> 20} MiB")
     return _CONTROL.sub(_visible, content)
 
 
