@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from dure.errors import RpcError
 from dure.native import Inbox
 
@@ -124,6 +126,7 @@ class Workers:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def _work(self) -> None:
+        torch.get_num_threads()  # from here on, what the program has set holds in this thread, too
         while True:
             message = self._inbox.next(None, _IDLE_S)
             if message is False or (message is None and self._is_too_many()):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 
 from dure import native
 from dure.rpc import workers as module
@@ -122,3 +126,24 @@ def test_too_many_threads_that_wait_are_an_error(monkeypatch: pytest.MonkeyPatch
         wait_until(lambda: len(refused) == 1)
         assert "too many calls wait" in refused[0]
         end.set()
+
+
+def test_calls_compute_with_as_many_threads_as_the_program_has_set() -> None:
+    mapped = Path("/proc/self/maps").read_text().split()
+    found = [word for word in mapped if Path(word).name.startswith("libgomp")]
+    if not found:
+        pytest.skip("torch has no OpenMP here, or another one")
+    seen = list[int]()  # torch's own answer would set what is asked for
+
+    def call(_: Workers) -> None:
+        seen.append(ctypes.CDLL(found[0]).omp_get_max_threads())
+
+    before, wanted = torch.get_num_threads(), (os.cpu_count() or 1) + 1
+    torch.set_num_threads(wanted)
+    try:
+        with serving({b"call": call}, slots=1) as (_, inbox, _):
+            inbox.post(b"call")
+            wait_until(lambda: bool(seen))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [wanted]
