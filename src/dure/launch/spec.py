@@ -13,9 +13,12 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dure.errors import LaunchError
+
+if TYPE_CHECKING:
+    from dure.launch.show.live import Watcher
 
 __all__ = [
     "Crash",
@@ -131,6 +134,7 @@ class JobSpec:
         prefix: What stands before each line.
         fold: Show lines that several ranks write alike once.
         live: Show the progress of all ranks in one view.
+        watcher: Is told of the ranks and what they write, beside the terminal.
     """
 
     program: str
@@ -178,6 +182,7 @@ class JobSpec:
     prefix: Literal["auto", "rank", "host", "none"] = "auto"
     fold: bool = True
     live: bool = False
+    watcher: Watcher | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

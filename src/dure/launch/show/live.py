@@ -20,13 +20,16 @@ from __future__ import annotations
 import io
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil
 
 from dure.launch.ranks.report import Step
+from dure.launch.spec import Stream
 
-__all__ = ["REFRESH_S", "Row", "Rows", "draw", "plain"]
+__all__ = ["REFRESH_S", "Row", "Rows", "Watcher", "draw", "plain"]
 
 REFRESH_S = 0.2
 _USAGE_S = 1.0
@@ -44,6 +47,7 @@ class Row:
 
     rank: int
     pid: int
+    host: str = ""
     state: str = "running"
     step: Step | None = None
     last: str = ""
@@ -64,6 +68,21 @@ class Row:
             self.resident = self.cpu = None
 
 
+class Watcher(Protocol):
+    """Who looks on while a job runs, beside the terminal: a page.
+
+    Threads: it is called on the launcher's, which must never wait.
+    """
+
+    def wrote(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
+        """Take note of lines that a rank wrote."""
+        ...
+
+    def saw(self, rows: Sequence[Row]) -> None:
+        """Take note of this host's ranks as they are now; called every `REFRESH_S`."""
+        ...
+
+
 class Rows:
     """The ranks of this host, and when they are to be drawn again."""
 
@@ -74,9 +93,9 @@ class Rows:
         self._measured_at = float("-inf")
         self.draw_at = 0.0
 
-    def started(self, rank: int, pid: int) -> None:
+    def started(self, rank: int, pid: int, host: str = "") -> None:
         """Add a rank, or put a new process in an ended one's place."""
-        self._rows[rank] = Row(rank, pid, spoke_at=time.monotonic())
+        self._rows[rank] = Row(rank, pid, host, spoke_at=time.monotonic())
 
     def ended(self, rank: int, ok: bool) -> None:
         row = self._rows[rank]
@@ -96,19 +115,24 @@ class Rows:
         if row.state == "running" and line.strip():
             row.last, row.spoke_at = plain(line[-_LONGEST:]), now
 
-    def draw(self, now: float, width: int, height: int) -> list[str]:
+    def look(self, now: float) -> Sequence[Row]:
+        """Return the ranks, measured anew if the last time was long ago."""
         self.draw_at = now + REFRESH_S
         if now - self._measured_at >= _USAGE_S:
             self._measured_at = now
             for row in self._rows.values():
                 if row.state == "running":
                     row.measure()
+        return list(self._rows.values())
+
+    def draw(self, now: float, width: int, height: int) -> list[str]:
+        rows = self.look(now)
         minutes, seconds = divmod(int(now - self._began_at), 60)
-        title = f"{self._title} · {len(self._rows)} ranks · {minutes}:{seconds:02}"
-        return draw(title, list(self._rows.values()), now, width, height)
+        title = f"{self._title} · {len(rows)} ranks · {minutes}:{seconds:02}"
+        return draw(title, rows, now, width, height)
 
 
-def draw(title: str, rows: list[Row], now: float, width: int, height: int) -> list[str]:
+def draw(title: str, rows: Sequence[Row], now: float, width: int, height: int) -> list[str]:
     """Return the table as lines that fit into a terminal.
 
     Where there are more ranks than fit into half of its height, those that failed or have come

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections import deque
 
 from dure import env
@@ -48,8 +49,9 @@ class Terminal:
         self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of errors
         self._tracebacks = Tracebacks()
         self._begun: set[LineReader] = set()  # whose line was shown in part
-        live = spec.live and spec.on_line is None and out.terminal
-        self._rows = Rows(" ".join((spec.program, *spec.args))) if live else None
+        self._live = spec.live and spec.on_line is None and out.terminal
+        looked_at = self._live or spec.watcher is not None
+        self._rows = Rows(" ".join((spec.program, *spec.args))) if looked_at else None
         self._warned = False
         self._logs = Logs(spec)
 
@@ -112,7 +114,7 @@ class Terminal:
         rank, pid = process.rank, process.pid
         self._logs.note("started", rank=rank, pid=pid, host=process.host)
         if self._rows is not None:
-            self._rows.started(rank, pid)
+            self._rows.started(rank, pid, process.host)
 
     def ended(self, process: RankProcess, exit: Exit) -> None:
         rank, pid = process.rank, process.pid
@@ -153,8 +155,8 @@ class Terminal:
         """Show what has waited long enough: unfinished lines, and lines that might have folded."""
         if self._spec.on_line is not None:
             return
-        if self._rows is not None:
-            self._draw(self._rows, now)
+        if self._rows is not None and now >= self._rows.draw_at:
+            self._look(self._rows, now)
         for reader in self._readers:
             if self._may_show_part(reader) and now >= reader.show_at:
                 self._show_part(reader, now)
@@ -199,8 +201,10 @@ class Terminal:
     def finish(self) -> None:
         """Show what is left of unfinished lines, and close the files."""
         self._flush()
-        if self._rows is not None:
+        if self._live:
             self._sinks["stdout"].put_area([])
+        if self._spec.watcher is not None and self._rows is not None:
+            self._spec.watcher.saw(self._rows.look(time.monotonic()))
         for sink in self.sinks:
             sink.finish()
         self.close()
@@ -214,10 +218,13 @@ class Terminal:
         for sink in self.sinks:
             self._put(sink, self._folders[sink.fd].flush())
 
-    def _draw(self, rows: Rows, now: float) -> None:
-        """Draw the live view if it is due, and nothing else waits for the terminal."""
+    def _look(self, rows: Rows, now: float) -> None:
+        """Show the watcher where the ranks are, and draw them unless the terminal is behind."""
+        seen = rows.look(now)
+        if self._spec.watcher is not None:
+            self._spec.watcher.saw(seen)
         sink = self._sinks["stdout"]
-        if now < rows.draw_at or sink.waiting:
+        if not self._live or sink.waiting:
             return
         try:
             width, height = os.get_terminal_size(sink.fd)
@@ -229,6 +236,8 @@ class Terminal:
     def _show(self, reader: LineReader, lines: list[bytes], now: float) -> None:
         if not lines:
             return
+        if self._spec.watcher is not None:
+            self._spec.watcher.wrote(reader.rank, reader.stream, lines)
         if self._spec.on_line is not None:
             for line in lines:
                 self._spec.on_line(Line(reader.rank, reader.stream, line))
@@ -258,9 +267,12 @@ class Terminal:
         text = reader.flush()
         if not text:
             return
-        if self._spec.on_line is not None or self._rows is not None:
+        if self._spec.on_line is not None or self._live:
             self._show(reader, [text], now)  # nothing may stay unfinished above the live view
-        elif is_shown(self._spec, local, reader.stream):
+            return
+        if self._spec.watcher is not None:
+            self._spec.watcher.wrote(reader.rank, reader.stream, [text])
+        if is_shown(self._spec, local, reader.stream):
             self._put(sink, folder.flush())
             sink.put_part(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), text)
             sink.write_some()
@@ -268,7 +280,7 @@ class Terminal:
 
     def _may_show_part(self, reader: LineReader) -> bool:
         """Tell whether something of a pipe waits for its end, and need not wait for ever."""
-        return self._tracebacks.holds(reader) or (reader.holds and self._rows is None)
+        return self._tracebacks.holds(reader) or (reader.holds and not self._live)
 
     def _put(self, sink: Sink, entries: list[Entry]) -> None:
         of, colour = self._prefixes.of, self._colour[sink.fd]
