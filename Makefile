@@ -19,7 +19,7 @@ NATIVE_SOURCES := CMakeLists.txt $(CPP_SOURCES)
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill kills pictures native-build native-test lint format setup clean
+.PHONY: help demo test drill kills pictures docs native-build native-test lint format setup clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -57,10 +57,13 @@ pictures: $(STAMPS)/package ## draw the schedules of docs/pipelines.md anew
 	        --microbatches 8 --svg docs/pictures/$${each%:*}.svg > /dev/null; \
 	done
 
-setup: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint ## install everything, run nothing
+docs: $(STAMPS)/docs ## build the site: site/index.html, which needs no server and no network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --clean
+
+setup: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs ## install everything, run nothing
 
 clean: ## remove what was built and installed
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Each stamp names one finished step of scripts/setup; a step is repeated when what it reads changes.
 $(STAMPS)/venv: constraints.txt scripts/setup
@@ -77,4 +80,8 @@ $(STAMPS)/test: $(STAMPS)/venv pyproject.toml
 
 $(STAMPS)/lint: $(STAMPS)/venv pyproject.toml
 	@scripts/setup extra lint
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/venv pyproject.toml
+	@scripts/setup extra docs
 	@touch $@

@@ -74,6 +74,7 @@ SCHEDULES = (
     ),
     Generator(name="forward-only", torch_name="ForwardOnly", make=forward_only, trains=False),
 )
+"""Every schedule that can be made by name."""
 
 
 def find_generator(name: str) -> Generator:

@@ -15,6 +15,7 @@ __all__ = ["DEFAULT_TIMES", "Simulation", "Times", "cost_function", "simulate"]
 Times = Callable[[Action], float] | Mapping[str, float | Sequence[float]]
 
 DEFAULT_TIMES: dict[str, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""What the actions of a stage take where nothing else is said, in units of a forward."""
 
 
 def cost_function(times: Times) -> Callable[[Action], float]:
