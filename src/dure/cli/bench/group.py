@@ -21,7 +21,7 @@ import tempfile
 import time
 import uuid
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any  # Any: what a command takes and answers
 
@@ -195,20 +195,28 @@ class Group:
         Raises:
             GroupFailed: A rank failed, ended, or did not answer within two minutes. All are ended.
         """
-        answers: list[dict[str, Any]] = []
+        answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + _ANSWER_LIMIT_S
         try:
             for rank in self._connections:
                 rank.send({"command": command, **arguments})
-            for number, rank in enumerate(self._connections):
-                if not rank.poll(max(0.0, deadline - time.monotonic())):
-                    raise self._failed(f"no answer in {_ANSWER_LIMIT_S:.0f} s", command)
-                answers.append(rank.recv())
-                if "error" in answers[-1]:
-                    raise self._failed(f"rank {number}: {answers[-1]['error']}", command)
+            waited = {rank: number for number, rank in enumerate(self._connections)}
+            while waited:  # whoever answers: a rank that raises may leave the others waiting for it
+                ready = wait(list(waited), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    late = ", ".join(map(str, waited.values()))
+                    raise self._failed(
+                        f"rank {late}: no answer in {_ANSWER_LIMIT_S:.0f} s", command
+                    )
+                for rank in ready:
+                    assert isinstance(rank, Connection)
+                    number = waited.pop(rank)
+                    answers[number] = answer = rank.recv()
+                    if "error" in answer:
+                        raise self._failed(f"rank {number}: {answer['error']}", command)
         except (OSError, EOFError) as error:
             raise self._failed(str(error) or "a rank ended", command) from error
-        return answers
+        return [answers[number] for number in sorted(answers)]
 
     def _failed(self, what: str, command: str = "") -> GroupFailed:
         """End the ranks; return the error that says why."""
