@@ -53,7 +53,7 @@ BOUND = {
     "rpc.backend_registry": "rpc.backend_registry",
     "rpc.functions": "rpc.functions",
     "rpc.internal": "rpc",
-    "rpc.options": "rpc.options",
+    "rpc.options": "rpc.backend_registry",
     "autograd": "autograd",
     "optim": "rpc.optimizer",
     "nn": "rpc.remote_module",
@@ -182,11 +182,11 @@ class FaultyTransport:
         names = CALLS.get(Kind(envelope.kind), set())
         if self._left and names & self._lost:
             self._left -= 1
-            self._agent.timers.soon(lambda: self._agent.broken(to))
+            self._agent.timers.at(0.0, lambda: self._agent.broken(to))
             return
         if self._left and envelope.link and RESENT & self._lost:
             self._left -= 1
-            envelope.link = []
+            envelope.link = ()
             self._agent.timers.at(time.monotonic() + 0.1, lambda: self._again(to))
         late = max((self._late.get(name, 0.0) for name in names), default=0.0)
         if late:
@@ -199,7 +199,7 @@ class FaultyTransport:
         """Send what was lost once more, as after a connection that broke."""
         agent: Any = self._agent
         with agent.lock:
-            agent.delivery.again(to)
+            agent.directory.again(to)
         agent._flush()
 
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 
 from dure.errors import PeerLost, RpcError
-from dure.rpc.envelope import Envelope, Kind, Waiter
+from dure.rpc.envelope import Envelope, Kind, Waiter, Work
 from dure.rpc.meeting import Meeting, connect
 from dure.rpc.message import Body
 from dure.rpc.transport import HostTransport
@@ -39,16 +39,14 @@ class Echo:
     broke: list[int] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    joined: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.me = self.transport.peers.own_id
         self._lock, self._number = threading.Lock(), 0
         self._asked: dict[int, Asked] = {}
         self._ends: dict[int, Future[str]] = {}
-        self.transport.start(
-            self.receive, self.broken, self.died, self.refuse, self.joined.__setitem__
-        )
+        self.transport.start(self)
 
     def ask(
         self, to: int, what: bytes = b"", memories: Sequence[torch.Tensor] | None = None
@@ -81,13 +79,13 @@ class Echo:
             end = self._ends.setdefault(peer, Future())
         return end.result(30.0)
 
-    def receive(
-        self, envelope: Envelope, memories: Sequence[torch.Tensor]
-    ) -> Callable[[], None] | None:
+    def receive(self, envelope: Envelope, memories: Sequence[torch.Tensor]) -> Work | None:
         if envelope.kind == Kind.ANSWER:
             self._end(envelope.number, (envelope.body.pickled, memories))
             return None
-        return lambda: self._serve(envelope, memories)
+        return lambda *error: (
+            self.refused.append(str(error[0])) if error else self._serve(envelope, memories)
+        )
 
     def _serve(self, envelope: Envelope, memories: Sequence[torch.Tensor]) -> None:
         what, name = envelope.body.pickled, envelope.body.pickled.partition(b" ")[0]
@@ -97,20 +95,20 @@ class Echo:
         with suppress(PeerLost):
             self.transport.send(envelope.sender, answer, given)
 
-    def broken(self, peer: int) -> None:
-        self.broke.append(peer)
-        self._end_all(peer, RpcError("may have run"))
+    def broken(self, id: int) -> None:
+        self.broke.append(id)
+        self._end_all(id, RpcError("may have run"))
 
-    def died(self, peer: int, how: str) -> None:
-        assert peer not in self.ended
-        self.ended[peer] = how
-        self._end_all(peer, PeerLost("gone", peer=peer, exit=how))
+    def died(self, id: int, how: str) -> None:
+        assert id not in self.ended
+        self.ended[id] = how
+        self._end_all(id, PeerLost("gone", peer=id, exit=how))
         with self._lock:
-            end = self._ends.setdefault(peer, Future())
+            end = self._ends.setdefault(id, Future())
         end.set_result(how)
 
-    def refuse(self, _: Callable[[], None], error: RpcError) -> None:
-        self.refused.append(str(error))
+    def joined(self, id: int, name: str) -> None:
+        self.names[id] = name
 
     def _end_all(self, peer: int, error: Exception) -> None:
         with self._lock:

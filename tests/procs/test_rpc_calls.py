@@ -35,8 +35,8 @@ def open_gate() -> None:
 
 
 def waits(agent: Agent) -> bool:
-    room = agent.calls._rooms.get(1)
-    return room is not None and bool(room.blocked)
+    peer = agent.directory.get(1)
+    return peer is not None and bool(peer.blocked)
 
 
 def open_when(ready: Callable[[], bool]) -> None:
@@ -67,12 +67,12 @@ def much(rank: int, url: str) -> tuple[int, int, float]:
         for n in range(64):
             sent[-1] = n
             large.append(rpc.rpc_async("worker1", take, (sent,)))
-            most = max(most, int(agent.get_debug_info()["agent.bytes_in_flight"]))
+            most = max(most, int(agent.debug_info()["agent.bytes_in_flight"]))
             used = max(used, psutil.virtual_memory().shared - before)
         for future in large:
             future.wait()
         opener.join()
-        assert agent.get_debug_info()["agent.bytes_in_flight"] == "0"
+        assert agent.debug_info()["agent.bytes_in_flight"] == "0"
     rpc.shutdown()
     return most, used, sum(_sums)
 

@@ -20,6 +20,8 @@ from typing import Any
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "dure.rpc.api": (
+        "_all_gather",
+        "_barrier",
         "_get_debug_info",
         "_is_current_rpc_agent_set",
         "_rref_context_get_debug_info",
@@ -27,20 +29,22 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "_wait_all",
         "get_rpc_timeout",
         "get_worker_info",
+        "init_rpc",
         "is_available",
         "remote",
         "rpc_async",
         "rpc_sync",
+        "shutdown",
     ),
     "dure.rpc.backend_registry": (
+        "RpcBackendOptions",
+        "TensorPipeRpcBackendOptions",
         "backend_registered",
         "construct_rpc_backend_options",
         "register_backend",
     ),
-    "dure.rpc.init": ("_all_gather", "_barrier", "init_rpc", "shutdown"),
     "dure.rpc.memory": ("share",),
     "dure.rpc.names": ("WorkerInfo",),
-    "dure.rpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
     "dure.rpc.rref": ("RRef",),
 }
 _MODULES = ("api", "backend_registry", "functions")

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from math import inf
 from time import monotonic, monotonic_ns
@@ -28,17 +28,17 @@ from dure.rpc import failures
 from dure.rpc.allow import Allowed
 from dure.rpc.calls import Call, Calls
 from dure.rpc.current import here
-from dure.rpc.delivery import Delivery
-from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport
+from dure.rpc.directory import Directory
+from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport, Work
 from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
 from dure.rpc.futures import CallFuture
-from dure.rpc.gatherings import Gatherings
 from dure.rpc.message import Body, Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
-from dure.rpc.names import Directory, WorkerInfo
+from dure.rpc.names import WorkerInfo
 from dure.rpc.recording import Recorder, served
 from dure.rpc.references import RefId
 from dure.rpc.rref import RRef
+from dure.rpc.termination import Gatherings
 from dure.rpc.timers import Timers
 from dure.rpc.values import TOPIC, Value, Values
 from dure.trace.spans import listeners
@@ -46,7 +46,14 @@ from dure.trace.spans import listeners
 if TYPE_CHECKING:
     from dure.rpc.autograd.backward import Contexts
 
-__all__ = ["UNSET", "Agent"]
+__all__ = ["UNSET", "Agent", "Args", "Function", "Kwargs", "To"]
+
+To = str | int | WorkerInfo
+"""A worker, by name, by id, or itself."""
+
+Function = Callable[..., Any]
+Args = Sequence[Any] | None
+Kwargs = dict[str, Any] | None
 
 UNSET = -1.0
 """A timeout that is not given: the default holds. 0 is none."""
@@ -55,45 +62,19 @@ _SHOWN_S = 0.1
 """How old the figures of a busy process may be (`dure rpc top`)."""
 
 _NOTHING = Packed()
+_NO_CONTEXT = nullcontext()
 
 _log = logging.getLogger("dure.rpc")
 _Future = torch.futures.Future.__mro__[1]  # of C++: what `then` returns
 
 
-class _Incoming(msgspec.Struct, eq=False):
-    """A message that came; if it is a call, the transport has it run."""
+class _Came(msgspec.Struct, eq=False):
+    """A message that came."""
 
-    agent: Any  # the Agent
     envelope: Envelope
     memories: Sequence[torch.Tensor] = ()
     references: Sequence[RRef[Any]] = ()
     made: bool = True  # False: its value was given up
-    came_ns: int = 0  # where steps are recorded
-
-    def __call__(self) -> None:
-        self.agent.run(self.serve)
-
-    def serve(self) -> None:
-        if self.came_ns:
-            run = partial(self.agent.serve, self)
-            served(self.agent.me.id, self.envelope, self.came_ns, run)
-        else:
-            self.agent.serve(self)
-
-
-class _Step:
-    """While within: see `Agent.step`."""
-
-    __slots__ = ("_agent", "_but")
-
-    def __init__(self, agent: Agent, but: int) -> None:
-        self._agent, self._but = agent, but
-
-    def __enter__(self) -> None:
-        self._agent.lock.acquire()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._agent.end_step(self._but, kind is None)
 
 
 class Agent:
@@ -124,26 +105,25 @@ class Agent:
         self.me, self.transport, self.timeout, self.static = me, transport, timeout, static
         self.gradients: Contexts | None = None
         self.device_maps: Mapping[str, Mapping[torch.device, torch.device]] = {}
-        self.closed = False
         self.timers = Timers()
         self.lock = threading.Lock()
         self.todo: list[Callable[[], None]] = []
-        self._allow, self._find = allow, None if allow is None else allow.find
-        self._directory = directory = Directory(None if static else transport.look)
-        self.find, self.info, self.lost = directory.find, directory.info, directory.lost
-        self.delivery = Delivery(self.timers, self._owed)
-        self.calls = Calls(self.lock, transport, self.timers, self._fail)
+        self.allow, self._find = allow, None if allow is None else allow.find
+        self.directory = Directory(self.timers, self._send_waiting, transport.look)
+        self.find, self.info = self.directory.find, self.directory.info
+        self.lost = self.directory.lost
+        self.calls = Calls(self.lock, self.directory, transport, self.timers, self._fail)
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
         self._busy = 0
         self._recorder = Recorder(me)
         self._figures, self._showing, self._board = Figures(), False, Board(me.name)
         self.values = Values(self, self._never_made)
-        self.gatherings = Gatherings(lambda: {worker.name for worker in self.workers})
+        self.gatherings = Gatherings(self)
 
     def start(self) -> None:
         """Begin to receive."""
         self._recorder.start()
-        self.transport.start(self.receive, self.broken, self.died, self._refused, self.joined)
+        self.transport.start(self)
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -151,14 +131,18 @@ class Agent:
     def workers(self) -> list[WorkerInfo]:
         """Who is there, this process included, by id."""
         with self.lock:
-            return self._directory.all()
+            return self.directory.workers()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self.calls.closed
 
     def joined(self, id: int, name: str) -> None:
         """Take note of a process; the transport calls this."""
         with self.step():
             if self.lost(id) is None:
-                self._directory.add(WorkerInfo(name, id))
-                self.delivery.add(id)
+                self.directory.add(WorkerInfo(name, id))
                 self.values.joined(id)
                 self._recorder.joined(id)
 
@@ -167,47 +151,45 @@ class Agent:
         with self.step():
             if self.lost(id) is not None:
                 return
-            worker = self._directory.remove(id, how)
-            self.delivery.remove(id)
+            peer = self.directory.remove(id, how)
             lost = self.lost(id)
             assert lost is not None
             for call in self.calls.all(id):
                 self.todo.append(partial(self._fail, call, self.lost(id) or lost))
-            self.todo += [
-                partial(self.transport.complete, ticket) for ticket in self.calls.blocked(id)
-            ]
+            self.todo.append(partial(self.calls.unblock, peer.blocked))
             if self.gradients is not None:
                 self.todo.append(partial(self.gradients.lost, id, lost))
             self.values.died(id)
-            self.todo.append(partial(self.gatherings.died, worker.name, lost))
+            self.todo.append(partial(self.gatherings.died, peer.info.name, lost))
 
     def broken(self, id: int) -> None:
         """Take note that a connection broke; the transport calls this."""
         with self.step():
-            if id not in self.delivery:
+            peer = self.directory.get(id)
+            if peer is None:
                 return
+            text = f"the connection to worker {peer.info.name!r} broke: "
             for call in self.calls.all(id):
                 error = RpcError(
-                    f"the connection to worker {call.to.name!r} broke: the call may have run",
+                    text + "the call may have run",
                     seen=call.what,
                     fix="Call again if running twice does no harm.",
                 )
                 self.todo.append(partial(self._fail, call, error))
             if self.gradients is not None:
-                name = self.info(id).name
-                error = RpcError(f"the connection to worker {name!r} broke: gradients were lost")
+                error = RpcError(text + "gradients were lost")
                 self.todo.append(partial(self.gradients.lost, id, error))
             self.values.broken(id)
-            self.delivery.again(id)
+            self.directory.again(id)
 
     # --- calls -------------------------------------------------------------------------------
 
     def rpc_sync(
         self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        to: To,
+        func: Function,
+        args: Args = None,
+        kwargs: Kwargs = None,
         timeout: float = UNSET,
     ) -> Any:
         """Call a function of another process (`api.rpc_sync`)."""
@@ -215,24 +197,25 @@ class Agent:
 
     def rpc_async(
         self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        to: To,
+        func: Function,
+        args: Args = None,
+        kwargs: Kwargs = None,
         timeout: float = UNSET,
     ) -> CallFuture:
         """Begin to call a function of another process (`api.rpc_async`)."""
         future = CallFuture()
         future.agent = self
         future.call = self.call(to, (func, args, kwargs), timeout, future.told)
+        future.call.quick = True
         return future
 
     def remote(
         self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: dict[str, Any] | None = None,
+        to: To,
+        func: Function,
+        args: Args = None,
+        kwargs: Kwargs = None,
         timeout: float = UNSET,
     ) -> RRef[Any]:
         """Begin to make a value at another process (`api.remote`)."""
@@ -253,28 +236,28 @@ class Agent:
         """Return the value of a reference."""
         return self.wait(self.call(owner, None, timeout, make=ref))
 
-    def ask(self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], s: float) -> Any:
-        """Call a function of RPC's own, for which no shutdown waits, with a timeout.
+    def ask(self, to: To, func: Function, args: tuple[Any, ...], timeout: float) -> Any:
+        """Call a function of RPC's own, for which no shutdown waits.
 
         The thread receives nothing meanwhile: it may wait for long, and others can run what comes.
         """
         done = threading.Event()
-        call = self.call(to, (func, args, None), s, lambda _: done.set(), counted=False)
+        call = self.call(to, (func, args, None), timeout, lambda _: done.set(), counted=False)
         done.wait()
         return self.result(call)
 
-    def method(self, owner: object, name: str) -> Callable[..., Any]:
+    def method(self, owner: object, name: str) -> Function:
         """Return a method of an object that others may call.
 
         Raises:
             RpcError: They may not.
         """
-        return getattr(owner, name) if self._allow is None else self._allow.method(owner, name)
+        return getattr(owner, name) if self.allow is None else self.allow.method(owner, name)
 
     def call(
         self,
-        to: str | int | WorkerInfo,
-        what: tuple[Callable[..., Any], Sequence[Any] | None, dict[str, Any] | None] | None,
+        to: To,
+        what: tuple[Function, Args, Kwargs] | None,
         timeout: float = UNSET,
         told: Callable[[Call], None] | None = None,
         make: RefId | None = None,
@@ -282,13 +265,12 @@ class Agent:
     ) -> Call:
         """Make a call.
 
-        Waits, if this is a thread of the program's and too much is under way.
-
-        A callee that is gone is the call's outcome, no error of this.
+        Waits, if this is a thread of the program's and too much is under way. A callee that is gone
+        is the call's outcome, no error of this.
 
         Args:
             to: The callee.
-            what: Function, arguments and keyword arguments; None: fetch the value `make`.
+            what: What is called, and with what; None: fetch the value `make`.
             timeout: Seconds; `UNSET`, or 0 for none.
             told: Told of the end.
             make: Where the value is to stay.
@@ -322,19 +304,15 @@ class Agent:
         tag = None
         if self.gradients is not None:
             tag = self.gradients.sending(worker.id, call.what, packed.sources)
-        if not self.calls.add(call, self._is_there, not getattr(here, "serves", False)):
+        if not self.calls.add(call, not getattr(here, "serves", False)):
             self.values.not_sent(packed.body.references)
-            if self._end(call, self.lost(worker.id) or _closed()) is not None:
-                self._tell(call)
+            self._end_at_once(call, self.lost(worker.id) or _closed())
             return call
         try:
             self._send(worker.id, kind, call.number, packed, tag, make, self._devices(worker))
         except PeerLost as error:
-            self._fail(call, error)
+            self._fail(call, self.lost(worker.id) or error)
         return call
-
-    def _is_there(self, id: int) -> bool:
-        return id in self.delivery and not self.closed
 
     def wait(self, call: Call) -> Any:
         """Wait until a call has ended, and return its value; the thread receives meanwhile.
@@ -348,13 +326,9 @@ class Agent:
 
     def wait_until_told(self, call: Call) -> None:
         """Wait until who wants to be told of a call's end has been; perhaps by this thread."""
-        before = getattr(here, "waits", None)
-        here.waits = call
-        try:
-            while not call.ticket.done:
-                self.transport.wait(call.ticket, 60.0)
-        finally:
-            here.waits = before
+        call.awaited = True
+        while not call.ticket.done:
+            self.transport.wait(call.ticket, 60.0)
         self._tell(call)
 
     def result(self, call: Call) -> Any:
@@ -382,14 +356,26 @@ class Agent:
 
     # --- how calls end -----------------------------------------------------------------------
 
-    def _end(self, call: Call, outcome: _Incoming | Exception) -> Callable[[], None] | None:
+    def _end(self, call: Call, outcome: _Came | Exception) -> Work | None:
         """End a call that is in no table any more; return what a worker must do for it."""
         call.outcome = outcome
-        self._recorder.end(call.noted, outcome if isinstance(outcome, Exception) else None)
-        if call.told is not None and getattr(here, "waits", None) is not call:
-            return self._as_work(partial(self._tell, call))
-        self.transport.complete(call.ticket)
+        is_error = isinstance(outcome, Exception)
+        self._recorder.end(call.noted, outcome if is_error else None)
+        if call.told is None or call.awaited:
+            self.transport.complete(call.ticket)
+        elif call.quick and (is_error or outcome.envelope.body.is_plain):
+            self._tell(call)
+        else:
+            return self._as_work(lambda _: self._tell(call))
         return None
+
+    def _end_at_once(self, call: Call, outcome: _Came | Exception) -> None:
+        work = self._end(call, outcome)
+        if work is not None:
+            try:
+                self.transport.submit(work)
+            except Exception:  # it is closed
+                work()
 
     def _tell(self, call: Call) -> None:
         """Tell who wants to be told, once."""
@@ -402,9 +388,7 @@ class Agent:
     def _fail(self, call: Call, error: Exception) -> None:
         """End a call without an answer, if it has not ended."""
         if self.calls.take(call.number) is not None:
-            work = self._end(call, error)
-            if work is not None:
-                self._submit(work)
+            self._end_at_once(call, error)
 
     def _never_made(self, ref: RefId) -> None:
         """With the lock: end calls that fetch a value that was never made."""
@@ -415,140 +399,114 @@ class Agent:
 
     # --- what comes --------------------------------------------------------------------------
 
-    def receive(
-        self, envelope: Envelope, memories: Sequence[torch.Tensor]
-    ) -> Callable[[], None] | None:
+    def receive(self, envelope: Envelope, memories: Sequence[torch.Tensor]) -> Work | None:
         """Take a message; the transport calls this. Returns what is to be run, if anything."""
         kind = envelope.kind
         called = kind in (Kind.CALL, Kind.MAKE, Kind.FETCH)
-        incoming, body = _Incoming(self, envelope, memories), envelope.body
+        came, body = _Came(envelope, memories), envelope.body
         if envelope.link or body.references or kind == Kind.MAKE:
-            self._take_along(incoming, called)
-        nbytes = len(body.pickled) + len(body.inline)
-        if memories:
-            nbytes += sum(memory.nbytes for memory in memories)
+            self._take_along(came, called)
         for number in envelope.made:
-            self._made(number)
-        self._figures.bytes_received += nbytes
+            if (call := self.calls.take(number)) is not None:
+                self._end_at_once(call, _Came(Envelope(Kind.ANSWER, call.to.id)))
+        with self.lock:
+            self._figures.bytes_received += body.nbytes + sum(memory.nbytes for memory in memories)
+            self._figures.served += called
         if called:
-            with self.lock:
-                self._busy += 1
-                self._figures.served += 1
+            work = partial(self._serve, came)
             if listeners:
-                incoming.came_ns = monotonic_ns()
-            return incoming
+                work = partial(served, self.me.id, envelope, monotonic_ns(), work)
+            return self._as_work(work)
         if kind == Kind.GRADIENTS:
-            return self._gradients_came(incoming)
+            return self._gradients_came(came)
         call = None if kind == Kind.RELIABLE else self.calls.take(envelope.number)
-        return None if call is None else self._end(call, incoming)
+        return None if call is None else self._end(call, came)
 
-    def _made(self, number: int) -> None:
-        call = self.calls.take(number)
-        if call is not None:
-            outcome = _Incoming(self, Envelope(Kind.ANSWER, call.to.id))
-            work = self._end(call, outcome)
-            if work is not None:
-                self._submit(work)
-
-    def _gradients_came(self, incoming: _Incoming) -> Callable[[], None] | None:
-        hooks, backward = self.gradients, incoming.envelope.make
+    def _gradients_came(self, came: _Came) -> Work | None:
+        hooks, backward = self.gradients, came.envelope.make
         if hooks is None or backward is None:
             return None
-        work = partial(hooks.arrive, backward, partial(self._unpack, incoming))
-        return None if hooks.waits(backward, work) else self._as_work(work)
+        work = partial(hooks.arrive, backward, partial(self._unpack, came))
+        return None if hooks.waits(backward, work) else self._as_work(lambda _: work())
 
-    def _take_along(self, incoming: _Incoming, called: bool) -> None:
+    def _take_along(self, came: _Came, called: bool) -> None:
         """Take note of what must arrive, and of references."""
-        envelope = incoming.envelope
-        sender = envelope.sender
+        envelope, sender = came.envelope, came.envelope.sender
         with self.step(but=sender if called else -1):
-            for numbered in envelope.link:
-                self._deliver(sender, self.delivery.receive(sender, numbered))
-            incoming.references = [
-                self.values.take(row, sender) for row in envelope.body.references
-            ]
+            for body in self.directory.receive(sender, envelope.link):
+                if body[0] == TOPIC:
+                    self.values.hear(sender, body[1:])
+                else:
+                    self.todo.append(partial(self._handlers[body[0]], sender, body[1:]))
+            came.references = [self.values.take(row, sender) for row in envelope.body.references]
             if envelope.kind == Kind.MAKE:
                 assert envelope.make is not None
-                incoming.made = self.values.take_make(envelope.make, sender)
+                came.made = self.values.take_make(envelope.make, sender)
 
-    def run(self, work: Callable[[], None]) -> None:
+    def _as_work(self, work: Callable[[RpcError | None], None]) -> Work:
+        """Return what a thread of the transport's is to do; it may be the program's code."""
+        with self.lock:
+            self._busy += 1
+        return partial(self._run, work)
+
+    def _run(
+        self, work: Callable[[RpcError | None], None], refusal: RpcError | None = None
+    ) -> None:
         """Run what was counted as busy: a call, or code of the program's."""
         before = getattr(here, "serves", False), getattr(here, "agent", None)
         here.serves, here.agent = True, self
         try:
-            work()
+            work(refusal)
         finally:
             here.serves, here.agent = before
             with self.lock:
                 self._busy -= 1
-            if self.delivery.due:
+            if self.directory.due:
                 self._flush()
 
-    def _as_work(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return what a thread of the transport's is to do; it may be the program's code."""
-        with self.lock:
-            self._busy += 1
-        return partial(self.run, work)
-
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _serve(self, came: _Came, refusal: RpcError | None) -> None:
+        """Run a call, and answer it; or answer that there is no thread for it."""
+        envelope = came.envelope
         try:
-            self.transport.submit(work)
-        except Exception:  # it is closed
-            work()
-
-    def _refused(self, work: Callable[[], None], error: RpcError) -> None:
-        """Take note that there is no thread for something; the transport calls this."""
-        if isinstance(work, _Incoming):
-            self.run(partial(self._answer_error, work.envelope, error))
-        else:
-            work()
-
-    def serve(self, incoming: _Incoming) -> None:
-        """Run a call, and answer it."""
-        envelope = incoming.envelope
-        if envelope.kind == Kind.FETCH:
-            self._fetch(envelope)
-            return
-        try:
-            if not incoming.made:
+            if refusal is not None:
+                raise refusal
+            if envelope.kind == Kind.FETCH:
+                self._fetch(envelope)
+                return
+            if not came.made:
                 raise RpcError("this call was given up when a connection broke, and was not run")
             with self._serving(envelope.gradients):
-                values = self._unpack(incoming)
-                if name := envelope.body.function:
-                    function = self._function(name)
-                    result = function(*values)
-                else:
-                    function, args, kwargs = values
-                    if self._allow is not None:
-                        self._allow.check(function)
-                    result = function(*args, **kwargs)
-                del values
-                if hasattr(function, MARK):
-                    if not isinstance(result, _Future):
-                        raise RpcError(
-                            "Functions decorated with @rpc.async_function must return a "
-                            f"torch.futures.Future object, but got {result!r}"
-                        )
-                    self._answer_later(envelope, result, True)
-                elif isinstance(result, Later):
-                    self._answer_later(envelope, result.future, result.counted)
-                else:
-                    self._answer(envelope, result)
+                self._call_here(came)
         except BaseException as error:
             self._answer_error(envelope, error)
 
-    def _function(self, name: str) -> Callable[..., Any]:
-        try:
-            function = find_function(name, self._find)
-        except (AttributeError, ImportError) as error:
-            raise _unknown(error) from error
-        if self._allow is not None:
-            self._allow.check(function)
-        return function
+    def _call_here(self, came: _Came) -> None:
+        envelope = came.envelope
+        values, kwargs = self._unpack(came), {}
+        if name := envelope.body.function:
+            try:
+                function = find_function(name, self._find)
+            except (AttributeError, ImportError) as error:
+                raise _unknown(error) from error
+        else:
+            function, values, kwargs = values
+        if self.allow is not None:
+            self.allow.check(function)
+        result = function(*values, **kwargs)
+        del values, kwargs
+        if hasattr(function, MARK):
+            if not isinstance(result, _Future):
+                raise RpcError(
+                    "Functions decorated with @rpc.async_function must return a "
+                    f"torch.futures.Future object, but got {result!r}"
+                )
+            result = Later(result)
+        if isinstance(result, Later):
+            self._answer_later(envelope, result)
+        else:
+            self._answer(envelope, result)
 
-    def _answer_later(
-        self, envelope: Envelope, future: torch.futures.Future[Any], counted: bool
-    ) -> None:
+    def _answer_later(self, envelope: Envelope, later: Later) -> None:
         def answer(done: torch.futures.Future[Any]) -> None:
             before = getattr(here, "agent", None)
             here.agent = self
@@ -560,11 +518,11 @@ class Agent:
             finally:
                 here.agent = before
                 with self.lock:
-                    self._busy -= counted
+                    self._busy -= later.counted
 
         with self.lock:
-            self._busy += counted
-        future.add_done_callback(answer)
+            self._busy += later.counted
+        later.future.add_done_callback(answer)
 
     def _serving(self, tag: GradientTag | None) -> AbstractContextManager[None]:
         if tag is None or self.gradients is None:
@@ -579,8 +537,8 @@ class Agent:
             value = self.values.find(ref, partial(self._send_value, envelope))
             later = value is not None and not value.done
         if value is None:
-            self._answer_error(envelope, RpcError("there is no such value any more", op="to_here"))
-        elif not later:
+            raise RpcError("there is no such value any more", op="to_here")
+        if not later:
             self._send_value(envelope, value)
 
     def _send_value(self, envelope: Envelope, value: Value) -> None:
@@ -596,10 +554,13 @@ class Agent:
         if call.kind == Kind.MAKE:
             assert call.make is not None
             with self.lock:
-                self.delivery.made(call.sender, call.number)
+                self.directory.made(call.sender, call.number)
             self.values.set(call.make, result)
             return
-        packed = _NOTHING if result is None else self._pack_answer(result, call)
+        packed = _NOTHING
+        if result is not None:
+            back = partial(self._device_back, call)
+            packed = self._pack((result,), call.sender, back)
         tag = None
         if self.gradients is not None:
             what = f"the result of {call.gradients.what}" if call.gradients is not None else ""
@@ -645,8 +606,7 @@ class Agent:
         Raises:
             PeerLost: The process is gone.
         """
-        packed = pack_plain(values)
-        packed = packed or self._pack(values, to, partial(self._device_there, self.info(to)))
+        packed = self._pack(values, to, partial(self._device_there, self.info(to)))
         self._send(to, Kind.GRADIENTS, packed=packed, make=backward)
 
     def on(self, topic: int, handler: Callable[[int, bytes], None]) -> None:
@@ -655,46 +615,34 @@ class Agent:
 
     def queue(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         """With the lock: leave a message that must arrive for the next one that is sent."""
-        self.delivery.queue(to, bytes((topic,)) + body, hurry)
+        self.directory.queue(to, bytes((topic,)) + body, hurry)
 
-    def _deliver(self, sender: int, bodies: list[bytes]) -> None:
-        for body in bodies:
-            if body[0] == TOPIC:
-                self.values.hear(sender, body[1:])
-            else:
-                self.todo.append(partial(self._handlers[body[0]], sender, body[1:]))
-
-    def _owed(self, to: int) -> None:
-        with self.step():
-            if to in self.delivery:
-                self.delivery.due.add(to)
-
-    def step(self, but: int = -1) -> AbstractContextManager[None]:
+    @contextmanager
+    def step(self, but: int = -1) -> Iterator[None]:
         """While within: the lock is held; after, what is left is done, and what is queued is sent.
 
         Args:
             but: To whom nothing is sent yet, for an answer will be.
         """
-        return _Step(self, but)
-
-    def end_step(self, but: int, well: bool) -> None:
-        """Let go of the lock; if all went well, do what is left."""
-        todo = self.todo[:] if well else ()
-        if todo:
+        with self.lock:
+            yield
+            todo = self.todo[:]
             self.todo.clear()
-        self.lock.release()
         for action in todo:
             action()
-        if well and self.delivery.due:
+        if self.directory.due:
             self._flush(but)
 
     def _flush(self, but: int = -1) -> None:
         """Send what is queued."""
         with self.lock:
-            due = [id for id in self.delivery.due if id != but]
+            due = [id for id in self.directory.due if id != but]
         for id in due:
-            with suppress(PeerLost):  # `died` comes, or has come
-                self._send(id, Kind.RELIABLE)
+            self._send_waiting(id)
+
+    def _send_waiting(self, to: int) -> None:
+        with suppress(PeerLost):  # `died` comes, or has come
+            self._send(to, Kind.RELIABLE)
 
     # --- messages ----------------------------------------------------------------------------
 
@@ -712,31 +660,17 @@ class Agent:
         with self.lock:
             self._figures.bytes_sent += packed.nbytes
             show, self._showing = not self._showing, True
-            link, made = self.delivery.take(to)
+            link, made = self.directory.take(to)
         if show:
             self.timers.at(monotonic() + _SHOWN_S, self._show)
         if kind is Kind.RELIABLE and not link and not made:
             return
         envelope = Envelope(
-            kind,
-            self.me.id,
-            number,
-            packed.body,
-            gradients=tag,
-            make=make,
-            link=tuple(link),
-            devices=devices,
-            made=tuple(made),
+            kind, self.me.id, number, packed.body, (), tag, make, link, devices, made
         )
         self.transport.send(to, envelope, packed.memories)
 
-    def _pack_call(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: dict[str, Any] | None,
-        to: WorkerInfo,
-    ) -> Packed:
+    def _pack_call(self, function: Function, args: Args, kwargs: Kwargs, to: WorkerInfo) -> Packed:
         if not callable(function):
             raise _not_callable(function)
         given = () if args is None else args, {} if kwargs is None else kwargs
@@ -749,32 +683,21 @@ class Agent:
             )
         name = "" if kwargs else name_of(function)
         values = tuple(given[0])
-        packed = pack_plain(values, name) if name else None
-        if packed is None:
-            sent = values if name else (function, values, given[1])
-            packed = self._pack(sent, to.id, partial(self._device_there, to), name)
-        return packed
-
-    def _pack_answer(self, result: Any, call: Envelope) -> Packed:
-        packed = pack_plain((result,))
-        back = partial(self._device_back, call)
-        return packed or self._pack((result,), call.sender, back)
-
-    def _device_back(self, call: Envelope, device: torch.device) -> str:
-        there = (call.devices or {}).get(
-            str(device)
-        )  # the way back of the caller's map, else our own map
-        return there or self._device_there(self.info(call.sender), device)
+        sent = values if name else (function, values, given[1])
+        return self._pack(sent, to.id, partial(self._device_there, to), name)
 
     def _pack(
         self,
-        value: object,
+        values: tuple[Any, ...],
         to: int,
         device_there: Callable[[torch.device], str],
         function: str = "",
     ) -> Packed:
+        packed = pack_plain(values, function)
+        if packed is not None:
+            return packed
         try:
-            return pack(value, to, RRef, device_there, function)
+            return pack(values, to, RRef, device_there, function)
         except RpcError as error:
             self.values.not_sent(getattr(error, "references", ()))
             if isinstance(error.__cause__, DureError):  # of a reference
@@ -790,20 +713,25 @@ class Agent:
             )
         return str(device_map[device])
 
+    def _device_back(self, call: Envelope, device: torch.device) -> str:
+        """Return where a result belongs: the way back of the caller's map, else our own map."""
+        there = (call.devices or {}).get(str(device))
+        return there or self._device_there(self.info(call.sender), device)
+
     def _devices(self, to: WorkerInfo) -> dict[str, str] | None:
         """Return where tensors of a callee's devices belong here: the way back of ours."""
         device_map = self.device_maps.get(to.name) if self.device_maps else None
         return {str(b): str(a) for a, b in device_map.items()} if device_map else None
 
-    def _unpack(self, incoming: _Incoming) -> Any:
-        envelope = incoming.envelope
+    def _unpack(self, came: _Came) -> Any:
+        envelope = came.envelope
         tensors: list[torch.Tensor] = []
         if envelope.body.tensors:
-            tensors = rebuild(envelope.body, incoming.memories)
+            tensors = rebuild(envelope.body, came.memories)
             if envelope.gradients is not None and self.gradients is not None:
                 tensors = self.gradients.receiving(envelope.sender, envelope.gradients, tensors)
         try:
-            return unpack(envelope.body, tensors, incoming.references, self._find)
+            return unpack(envelope.body, tensors, came.references, self._find)
         except (AttributeError, ImportError) as error:
             raise _unknown(error) from error
 
@@ -815,26 +743,21 @@ class Agent:
             waiting = sum(call.counted for call in self.calls.all())
             return self.calls.made, waiting + self._busy
 
-    def references_info(self) -> dict[str, str]:
-        """Return how many references there are, with torch's names."""
+    def debug_info(self) -> dict[str, str]:
+        """Return figures of calls and references, for people, with torch's names."""
         with self.lock:
-            making = sum(call.kind == Kind.MAKE for call in self.calls.all())
-            return {
-                "num_owner_rrefs": str(self.values.num_owned),
-                "num_pending_users": str(self.values.num_unsettled),
-                "num_pending_futures": str(making),
-                "num_forks": str(self.values.num_holds),
+            calls = self.calls.all()
+            figures = {
+                "num_owner_rrefs": self.values.num_owned,
+                "num_pending_users": self.values.num_unsettled,
+                "num_pending_futures": sum(call.kind == Kind.MAKE for call in calls),
+                "num_forks": self.values.num_holds,
+                "agent.num_pending_requests": len(calls),
+                "agent.num_running_requests": self._busy,
+                "agent.num_requests": self.calls.made,
+                "agent.bytes_in_flight": self.calls.nbytes,
             }
-
-    def get_debug_info(self) -> dict[str, str]:
-        """Return figures, for people."""
-        with self.lock:
-            return {
-                "agent.num_pending_requests": str(len(self.calls.all())),
-                "agent.num_running_requests": str(self._busy),
-                "agent.num_requests": str(self.calls.made),
-                "agent.bytes_in_flight": str(self.calls.nbytes),
-            }
+        return {name: str(figure) for name, figure in figures.items()}
 
     def _show(self) -> None:
         with self.lock:
@@ -854,7 +777,7 @@ class Agent:
         with self.lock:
             if self.closed:
                 return
-            self.closed = True
+            self.calls.closed = True
             calls = self.calls.all()
         for call in calls:
             self._fail(call, _closed())
@@ -863,9 +786,6 @@ class Agent:
         self._board.close()
         self._recorder.close()
         self.values.close()
-
-
-_NO_CONTEXT = nullcontext()
 
 
 def _not_callable(function: object) -> UsageError:

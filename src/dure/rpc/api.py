@@ -1,34 +1,168 @@
-"""Calls, references and workers: the functions that programs use."""
+"""The beginning and the end of RPC, calls, references and workers: what programs use."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from dure.errors import PeerLost, UsageError
-from dure.rpc import profiling
-from dure.rpc.agent import UNSET
-from dure.rpc.current import current, is_set
+from dure.errors import PeerLost, RpcError, UsageError
+from dure.rpc import backend_registry, profiling
+from dure.rpc.agent import UNSET, Agent, Args, Function, Kwargs, To
+from dure.rpc.allow import Allowed
+from dure.rpc.autograd.backward import attach
+from dure.rpc.backend_registry import RpcBackendOptions, TensorPipeRpcBackendOptions
+from dure.rpc.current import current, is_set, set_current
+from dure.rpc.meeting import Meeting, connect
 from dure.rpc.names import WorkerInfo
 from dure.rpc.rref import RRef
+from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
+from dure.store.base import Store
+from dure.trace import signals
+from dure.trace.flight import recording
 
 __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
+    "init_rpc",
     "is_available",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "shutdown",
 ]
+
+_log = logging.getLogger("dure.rpc")
 
 _profiler_runs = torch.autograd._profiler_enabled  # pyright: ignore
 
 _here = threading.local()
 """`futures`: those that `_wait_all` waits for."""
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    allow: Iterable[object] | None = None,
+    store: Store | None = None,
+) -> None:
+    """Let this process call others, and others call it.
+
+    Args:
+        name: Unique among those that are there; letters, digits, `_`, `-` and `:`, under 128.
+        backend: A member of `BackendType`.
+        rank: This process's id; -1: the environment's, or, where processes come and go, any.
+        world_size: How many there are; -1: the environment's; None: processes come and go.
+        rpc_backend_options: Threads, timeouts, where to meet (`TensorPipeRpcBackendOptions`).
+        allow: Functions, classes and modules that others may call; None: everything.
+        store: A store to meet in, in place of the options' `init_method`.
+
+    Collective:
+        With a world size all call, and wait for each other.
+
+    Raises:
+        RpcError: RPC is initialized already, or the name cannot be one.
+        RendezvousError: The processes could not meet, or two have one name.
+        UsageError: Something of `allow` cannot be allowed by name.
+    """
+    options = rpc_backend_options
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if options is not None and not isinstance(options, RpcBackendOptions):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions, "
+            f"not {options!r}"
+        )
+    if is_set():
+        raise RpcError("RPC is already initialized", fix="Call shutdown first.")
+    if backend is not None and backend.value.init_backend_handler is not None:
+        made = options or backend_registry.construct_rpc_backend_options(backend)
+        set_current(backend.value.init_backend_handler(store, name, rank, world_size, made))
+        return
+    if options is None:
+        options = TensorPipeRpcBackendOptions()
+    if not isinstance(options, TensorPipeRpcBackendOptions):
+        if backend is None:
+            raise TypeError(f"Could not infer backend for options {options!r}")
+        text = "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"
+        raise TypeError(f"{text}, not {options!r}")
+    WorkerInfo(name, 0)  # a bad name is told at once
+    allowed = None if allow is None else Allowed(allow)
+    meeting = Meeting(
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        init_method=options.init_method,
+        store=store,
+        timeout=timedelta(seconds=options.rpc_timeout or 1800.0),
+    )
+    transport = connect(meeting, options.num_worker_threads)
+    me = WorkerInfo(name, transport.peers.own_id)
+    agent = Agent(me, transport, options.rpc_timeout, allowed, static=world_size is not None)
+    agent.device_maps = options.device_maps
+    attach(agent)
+    profiling.follow_profiler()
+    set_current(agent)
+    agent.start()
+    signals.install()
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """End RPC in this process.
+
+    Args:
+        graceful: Wait until all workers have called this and no call is under way anywhere,
+            nested ones too; who dies counts as done. Where processes come and go: until no call of
+            this process is under way and none runs here.
+        timeout: Seconds; 0 is none.
+
+    Collective:
+        With `graceful` and a world size all call, and wait for each other.
+
+    Raises:
+        RpcError: RPC has not been initialized, or the time is over; it has ended here all the same.
+    """
+    agent = current()
+    if timeout < 0:
+        raise UsageError("a timeout is 0 or more seconds", op="shutdown", seen=str(timeout))
+    try:
+        if graceful:
+            (wait_all_workers if agent.static else wait_for_own)(agent, timeout)
+            for held in agent.held():
+                _log.info("at the end of RPC the program still holds %s", held)
+    finally:
+        set_current(None)
+        agent.close()
+        if not recording():
+            signals.remove()
+
+
+def _all_gather(  # pyright: ignore[reportUnusedFunction]
+    obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET
+) -> dict[str, Any]:
+    """Return the objects of all workers, by their names."""
+    agent = current()
+    seconds = agent.timeout if timeout < 0 else timeout
+    try:
+        return all_gather(agent, obj, worker_names, timeout)
+    except RpcError as error:
+        if "RPC ran for more than" not in str(error):
+            raise
+        raise RpcError(f"timed out in _all_gather after {seconds:.2f} seconds: {error}") from None
+
+
+def _barrier(worker_names: Collection[str]) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Wait for the workers named, which wait for each other."""
+    all_gather(current(), None, worker_names)
 
 
 def is_available() -> bool:
@@ -37,11 +171,7 @@ def is_available() -> bool:
 
 
 def rpc_sync(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET,
+    to: To, func: Function, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
 ) -> Any:
     """Call a function of another process, or of this one, and return what it returns.
 
@@ -70,11 +200,7 @@ def rpc_sync(
 
 
 def rpc_async(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET,
+    to: To, func: Function, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
 ) -> torch.futures.Future[Any]:
     """Begin to call a function of another process; arguments and errors as in `rpc_sync`.
 
@@ -100,11 +226,7 @@ def rpc_async(
 
 
 def remote(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET,
+    to: To, func: Function, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
 ) -> RRef[Any]:
     """Begin to call a function of another process that keeps the result; arguments as `rpc_sync`.
 
@@ -161,11 +283,12 @@ def _wait_all() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
             future.wait()
 
 
-def _rref_context_get_debug_info() -> dict[str, str]:
+def _rref_context_get_debug_info() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
     """Return how many references there are."""
-    return current().references_info()
+    figures = current().debug_info()
+    return {name: figure for name, figure in figures.items() if name.startswith("num_")}
 
 
 def _get_debug_info() -> dict[str, str]:  # pyright: ignore[reportUnusedFunction]
     """Return figures of calls and references, for people."""
-    return current().get_debug_info() | _rref_context_get_debug_info()
+    return current().debug_info()

@@ -1,22 +1,112 @@
-"""Backends by name, as torch has them; there is one, and programs may add others."""
+"""What `init_rpc` can be told: options, and backends by name, as torch has them.
+
+There is one backend, and programs may add others.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dure.errors import RpcError
-from dure.rpc.options import TensorPipeRpcBackendOptions
+import torch
+
+from dure.errors import RpcError, UsageError
 
 __all__ = [
     "BackendType",
-    "BackendValue",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
     "backend_registered",
     "construct_rpc_backend_options",
-    "init_backend",
     "register_backend",
 ]
+
+Device = int | str | torch.device
+
+
+class RpcBackendOptions:
+    """Options of any backend.
+
+    Args:
+        rpc_timeout: Of calls that give none, in seconds; 0 is none.
+        init_method: Where the workers meet: `env://`, `tcp://HOST:PORT`, `file:///PATH`.
+    """
+
+    def __init__(self, rpc_timeout: float = 60.0, init_method: str = "env://") -> None:
+        if not isinstance(rpc_timeout, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"incompatible constructor arguments: rpc_timeout is a number of seconds, "
+                f"not {rpc_timeout!r}"
+            )
+        self.rpc_timeout, self.init_method = float(rpc_timeout), init_method
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """Options of the backend that there is; the name is torch's.
+
+    Args:
+        num_worker_threads: How many calls of others run at a time; those that wait for another call
+            do not count.
+        rpc_timeout: Of calls that give none, in seconds; 0 is none.
+        init_method: Where the workers meet: `env://`, `tcp://HOST:PORT`, `file:///PATH`.
+        device_maps: For each callee, by name, where tensors of this process's devices belong.
+        devices: Accepted; all devices may be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = 16,
+        rpc_timeout: float = 60.0,
+        init_method: str = "env://",
+        device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
+        devices: Sequence[Device] | None = None,
+        _transports: object = None,
+        _channels: object = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        if num_worker_threads < 1:
+            raise UsageError("at least one thread runs calls", seen=str(num_worker_threads))
+        self.num_worker_threads = num_worker_threads
+        self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        self.devices: list[torch.device] = []
+        for to, device_map in (device_maps or {}).items():
+            self.set_device_map(to, device_map)
+        self.set_devices(devices or ())
+
+    def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
+        """Say where tensors of this process's devices belong at the worker `to`.
+
+        Raises:
+            UsageError: Two devices belong to one, or a device would belong to two.
+        """
+        known = self.device_maps.setdefault(to, {})
+        for here, there in device_map.items():
+            source, target = torch.device(here), torch.device(there)
+            others = [device for device, other in known.items() if other == target]
+            if others not in ([], [source]):
+                raise UsageError(
+                    "`device_map` only supports 1-to-1 mapping",
+                    seen=f"{source} and {others[0]} to {target}",
+                )
+            if known.get(source, target) != target:
+                raise UsageError(
+                    "`set_device_map` only supports 1-to-1 mapping",
+                    seen=f"{source} to {known[source]} and {target}",
+                )
+            known[source] = target
+
+    def set_devices(self, devices: Sequence[Device]) -> None:
+        """Say which devices of this process calls use.
+
+        Raises:
+            UsageError: One is no CUDA device.
+        """
+        self.devices = [torch.device(device) for device in devices]
+        for device in self.devices:
+            if device.type != "cuda":
+                raise UsageError("`set_devices` expect a list of CUDA devices", seen=str(device))
 
 
 class BackendValue(NamedTuple):
@@ -70,8 +160,3 @@ def construct_rpc_backend_options(
 ) -> Any:
     """Return options for a backend."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
-
-
-def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the agent of a backend that a program has registered."""
-    return backend.value.init_backend_handler(*args, **kwargs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from dure.errors import RpcError
+from dure.rpc.directory import Directory
 from dure.rpc.envelope import Kind, Transport, Waiter
 from dure.rpc.names import WorkerInfo
 from dure.rpc.references import RefId
@@ -38,6 +38,8 @@ class Call(msgspec.Struct, eq=False):
         ticket: Done when the outcome is there, and, with `told`, when that has returned.
         outcome: The message that came, or what went wrong.
         told: Called once with the call, by a thread that may run code of the program's.
+        quick: Whether `told` runs no code of the program's, but for unpickling.
+        awaited: Whether a thread waits that will see to it that `told` is called.
         counted: False for what RPC itself calls, which no shutdown waits for.
         noted: In the flight recorder.
     """
@@ -53,6 +55,8 @@ class Call(msgspec.Struct, eq=False):
     told: Callable[[Call], None] | None
     counted: bool
     noted: Noted
+    quick: bool = False
+    awaited: bool = False
     number: int = 0
     outcome: Any = None
 
@@ -62,64 +66,57 @@ class Call(msgspec.Struct, eq=False):
         return f"{self.function} on {self.to.name}"
 
 
-@dataclass(slots=True)
-class _Room:
-    nbytes: int = 0
-    blocked: list[Waiter] = field(default_factory=list[Waiter])
-
-
 class Calls:
     """The table.
 
     Args:
         lock: The agent's; the methods take it, but for those that say otherwise.
+        directory: Who can be called.
         transport: Carries the calls.
         timers: For deadlines.
         fail: Told of a call whose time is over, and the error.
 
     Attributes:
         made: How many there were, but for RPC's own.
+        closed: Whether there are to be no more.
     """
 
     def __init__(
         self,
         lock: threading.Lock,
+        directory: Directory,
         transport: Transport,
         timers: Timers,
         fail: Callable[[Call, Exception], None],
     ) -> None:
-        self._lock, self._transport, self._timers, self._fail = lock, transport, timers, fail
+        self._lock, self._directory, self._transport = lock, directory, transport
+        self._timers, self._fail = timers, fail
         self._calls: dict[int, Call] = {}
-        self._rooms: dict[int, _Room] = {}
-        self._number = 0
+        self._number = self.made = 0
         self._sweep_at = inf
-        self.made = 0
+        self.closed = False
 
-    def add(self, call: Call, is_there: Callable[[int], bool], may_wait: bool) -> bool:
+    def add(self, call: Call, may_wait: bool) -> bool:
         """Put a call into the table, when there is room; False: the callee is gone.
 
         Args:
             call: The call; gets its number.
-            is_there: Tells, with the lock, whether a process can be called.
             may_wait: Whether there must be room.
         """
-        to = call.to.id
         while True:
             with self._lock:
-                if not is_there(to):
+                peer = self._directory.get(call.to.id)
+                if peer is None or self.closed:
                     return False
-                room = self._rooms.get(to)
-                if room is None:
-                    room = self._rooms[to] = _Room()
-                after = room.nbytes + call.nbytes
-                if after <= MOST_BYTES or not room.nbytes or not may_wait:
-                    room.nbytes = after
+                after = peer.nbytes + call.nbytes
+                if after <= MOST_BYTES or not peer.nbytes or not may_wait:
+                    peer.nbytes = after
                     self._number = call.number = self._number + 1
                     self._calls[call.number] = call
                     self.made += call.counted
                     break
                 ticket = self._transport.ticket()
-                room.blocked.append(ticket)
+                peer.blocked.append(ticket)
             while not ticket.done:
                 self._transport.wait(ticket, 60.0)
         if call.deadline < self._sweep_at:
@@ -130,22 +127,18 @@ class Calls:
         """Take a call out of the table; None: it has ended."""
         with self._lock:
             call = self._calls.pop(number, None)
-            if call is None:
-                return None
-            room = self._rooms[call.to.id]
-            room.nbytes -= call.nbytes
-            if not room.blocked:
+            peer = None if call is None else self._directory.get(call.to.id)
+            if call is None or peer is None:
                 return call
-            free = self.blocked(call.to.id)
-        for ticket in free:
-            self._transport.complete(ticket)
+            peer.nbytes -= call.nbytes
+            blocked, peer.blocked = peer.blocked, []
+        self.unblock(blocked)
         return call
 
-    def blocked(self, to: int) -> list[Waiter]:
-        """With the lock: return who waits for room; they look again when they are woken."""
-        room = self._rooms.get(to, _Room())
-        free, room.blocked = room.blocked, []
-        return free
+    def unblock(self, blocked: list[Waiter]) -> None:
+        """Wake who waits for room, to look again."""
+        for ticket in blocked:
+            self._transport.complete(ticket)
 
     def all(self, to: int | None = None) -> list[Call]:
         """With the lock: return those under way, to one process or all."""
@@ -154,7 +147,7 @@ class Calls:
     @property
     def nbytes(self) -> int:
         """How much is under way."""
-        return sum(room.nbytes for room in self._rooms.values())
+        return sum(call.nbytes for call in self._calls.values())
 
     def _sweep_by(self, when: float) -> None:
         with self._lock:

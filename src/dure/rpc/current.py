@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["current", "here", "is_set", "set_current", "using"]
 
 here = threading.local()
-"""`agent`: that of the thread; `serves`: whether it runs a call; `waits`: for which call."""
+"""`agent`: that of the thread; `serves`: whether it runs a call."""
 _process: list[Agent] = []
 
 

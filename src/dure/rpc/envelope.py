@@ -15,12 +15,14 @@ from typing import Protocol
 import msgspec
 import torch
 
-from dure.errors import RpcError
 from dure.rpc.links import Numbered
 from dure.rpc.memory import Memory
 from dure.rpc.message import Body
 
-__all__ = ["Envelope", "GradientTag", "Kind", "Transport", "Waiter"]
+__all__ = ["Envelope", "GradientTag", "Kind", "Receiver", "Transport", "Waiter", "Work"]
+
+Work = Callable[..., None]
+"""What a thread of a transport's runs; called with the error where there is no thread for it."""
 
 
 class Kind(IntEnum):
@@ -36,48 +38,27 @@ class Kind(IntEnum):
 
 
 class GradientTag(msgspec.Struct, array_like=True, frozen=True):
-    """Says that tensors of a message are part of a distributed graph.
-
-    Args:
-        context: The context's number.
-        message: The id of the message in it (`autograd.context.MessageId`).
-        needing: How many of the tensors need gradients; 0 only makes the context known.
-        what: The call, for people.
-    """
+    """Says that tensors of a message are part of a distributed graph."""
 
     context: int
-    message: tuple[int, int]
-    needing: int
-    what: str = ""
+    message: tuple[int, int]  # its id in the context (`autograd.context.MessageId`)
+    needing: int  # how many of the tensors need gradients; 0 only makes the context known
+    what: str = ""  # the call, for people
 
 
 class Envelope(msgspec.Struct, array_like=True):
-    """A message.
-
-    Args:
-        kind: What it is.
-        sender: The sender's id.
-        number: Of the call, given by who calls; an answer has the call's.
-        body: The values that it is about, or an exception (`failures`).
-        memories: Of the tensors in them; filled by the transport.
-        gradients: What it means for a distributed backward pass.
-        make: The reference to make (`Kind.MAKE`), to look up (`Kind.FETCH`), or the
-            backward pass (`Kind.GRADIENTS`).
-        link: What must arrive; rides along with any message.
-        devices: Of a call, where tensors of the callee's devices belong at the caller.
-        made: Calls of the receiver whose values have been made; rides along as `link` does.
-    """
+    """A message."""
 
     kind: int
     sender: int
-    number: int = 0
-    body: Body = Body()
-    memories: tuple[Memory, ...] = ()
+    number: int = 0  # of the call, given by who calls; an answer has the call's
+    body: Body = Body()  # the values that it is about, or an exception (`failures`)
+    memories: tuple[Memory, ...] = ()  # of the tensors in them; filled by the transport
     gradients: GradientTag | None = None
-    make: tuple[int, int] | None = None
-    link: tuple[Numbered, ...] = ()
-    devices: dict[str, str] | None = None
-    made: tuple[int, ...] = ()
+    make: tuple[int, int] | None = None  # the reference, or the backward pass (`Kind`)
+    link: tuple[Numbered, ...] = ()  # what must arrive; rides along with any message
+    devices: dict[str, str] | None = None  # where tensors of the callee's belong at the caller
+    made: tuple[int, ...] = ()  # calls of the receiver's whose values have been made; rides along
 
 
 class Waiter(Protocol):
@@ -89,36 +70,44 @@ class Waiter(Protocol):
         ...
 
 
+class Receiver(Protocol):
+    """Who is told what comes: the agent."""
+
+    def receive(self, envelope: Envelope, memories: Sequence[torch.Tensor]) -> Work | None:
+        """Take a message, with its memories (uint8 [bytes] each, this process's own).
+
+        Returns quickly; what it returns is the call to run: the transport has it run by a thread of
+        its own, in order of arrival as far as there are free slots.
+        """
+        ...
+
+    def broken(self, id: int) -> None:
+        """A connection to a process broke, after all that came through it was told.
+
+        Calls under way may have run, and answers may be lost.
+        """
+        ...
+
+    def died(self, id: int, how: str) -> None:
+        """A process is gone for good, once, after all that came from it was told.
+
+        `how` it ended: "exit code 3", "signal 9 (SIGKILL)", or empty.
+        """
+        ...
+
+    def joined(self, id: int, name: str) -> None:
+        """A process is there; told before anything comes from it, or a reference to its values."""
+        ...
+
+
 class Transport(Protocol):
     """Carries messages.
 
     Threads: all methods may be called from any thread.
     """
 
-    def start(
-        self,
-        receive: Callable[[Envelope, Sequence[torch.Tensor]], Callable[[], None] | None],
-        broken: Callable[[int], None],
-        died: Callable[[int, str], None],
-        refuse: Callable[[Callable[[], None], RpcError], None],
-        joined: Callable[[int, str], None],
-    ) -> None:
-        """Begin to receive.
-
-        Args:
-            receive: Told of each message, with its memories (uint8 [bytes] each, this process's
-                own), in the receiving thread; returns quickly. What it returns is the call to run:
-                the transport has it run by a thread of its own, in order of arrival as far as there
-                are free slots.
-            broken: Told, after all that came through it, of a connection to a process that broke:
-                calls under way may have run, and answers may be lost.
-            died: Told once, after all that came from it, of a process that is gone for good, and
-                how it ended ("exit code 3", "signal 9 (SIGKILL)", or empty).
-            refuse: Told of a call, which `receive` returned, for which there is no thread.
-            joined: Told of each process, before anything comes from it, or a reference to a value
-                of it: its id and its name. Those that are there, this one too, are told before
-                this returns.
-        """
+    def start(self, receiver: Receiver) -> None:
+        """Begin to receive. Who is there, this process too, is told before this returns."""
         ...
 
     def look(self, to: str | int) -> None:
@@ -151,7 +140,7 @@ class Transport(Protocol):
         """
         ...
 
-    def submit(self, call: Callable[[], None]) -> None:
+    def submit(self, work: Work) -> None:
         """Have one of the transport's threads run something, as if it were a call."""
         ...
 

@@ -15,43 +15,33 @@ from dure.rpc.names import WorkerInfo
 __all__ = ["decode", "encode"]
 
 
-class _Failure(msgspec.Struct, array_like=True, frozen=True):
-    module: str
-    name: str
-    text: str
-    traceback: str
-    worker: str
-
-
-_decoder = msgspec.msgpack.Decoder(_Failure)
-
-
 def encode(error: BaseException, worker: WorkerInfo) -> bytes:
     """Return what is sent in place of an exception that `worker` has raised."""
     kind = type(error)
     trace = "".join(traceback.format_exception(error))
-    failure = _Failure(kind.__module__, kind.__qualname__, str(error), trace, repr(worker))
+    failure = kind.__module__, kind.__qualname__, str(error), trace, repr(worker)
     return msgspec.msgpack.encode(failure)
 
 
-def decode(pickled: bytes) -> Exception:
+def decode(encoded: bytes) -> Exception:
     """Return the exception for the caller.
 
     It is of the same type where that is known here and can be made from a text, and an `RpcError`
     otherwise. Both have the `remote_traceback`, and name the worker in their text.
     """
-    failure = _decoder.decode(pickled)
-    text = f"{failure.text}\n\nOn {failure.worker}:\n{failure.traceback}"
+    failure = msgspec.msgpack.decode(encoded, type=tuple[str, str, str, str, str])
+    module_name, name, what, trace, worker = failure
+    text = f"{what}\n\nOn {worker}:\n{trace}"
     error: Exception | None = None
-    kind = _find(failure.module, failure.name)
+    kind = _find(module_name, name)
     if kind is not None:
         try:
             error = kind(text)
         except Exception as refused:
-            text = f"{refused}\nOriginal exception on remote side was {failure.name}: {text}"
+            text = f"{refused}\nOriginal exception on remote side was {name}: {text}"
     if error is None:
-        error = RpcError(f"{failure.module}.{failure.name}", seen=text)
-    error.remote_traceback = failure.traceback  # pyright: ignore[reportAttributeAccessIssue]
+        error = RpcError(f"{module_name}.{name}", seen=text)
+    error.remote_traceback = trace  # pyright: ignore[reportAttributeAccessIssue]
     return error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,7 @@ __all__ = ["CallFuture"]
 class CallFuture(torch.futures.Future[Any]):
     """A future of torch's whose waiting thread receives messages.
 
-    Callbacks run in a thread of RPC's that counts as one that runs a call, or in the one that
-    waits.
+    Callbacks run in a thread of RPC's that counts as one that runs a call, or in one that waits.
     """
 
     agent: Agent
@@ -32,6 +32,16 @@ class CallFuture(torch.futures.Future[Any]):
         if not self.done():
             self.agent.wait_until_told(self.call)
         return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
+        """Have something done with the future when it is done; see torch."""
+        self.call.quick = False
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
+        """Have something called when the future is done; see torch."""
+        self.call.quick = False
+        super().add_done_callback(callback)
 
     def told(self, call: Call) -> None:
         """Take the outcome of the call."""

@@ -6,9 +6,6 @@ end of that, without I/O: the sender numbers its messages and keeps each until t
 that it has all up to that number; when a connection breaks, what is kept is sent again. The
 receiver delivers in the order of the numbers and drops what it has had; messages may come through a
 ring of shared memory and through a socket in turns, and so in another order.
-
-What was received is acknowledged by whatever is sent to that process next, or by an empty message
-when nothing has been sent for a while (`owes`).
 """
 
 from __future__ import annotations
@@ -27,15 +24,11 @@ class Numbered(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Link:
-    """One end of the messages between two processes.
-
-    Threads: the caller's lock guards it.
-    """
+    """One end of the messages between two processes; the caller's lock guards it."""
 
     def __init__(self) -> None:
-        self._sent = 0
-        self._kept: dict[int, bytes] = {}  # sent, and not acknowledged
-        self._received = 0
+        self._sent = self._received = 0
+        self.kept: dict[int, bytes] = {}  # sent, and not acknowledged
         self._early: dict[int, bytes] = {}
         self._told = 0  # of what was received, what the other knows
 
@@ -44,15 +37,10 @@ class Link:
         """Whether there is something to acknowledge."""
         return self._told < self._received
 
-    @property
-    def num_kept(self) -> int:
-        """How many messages are not acknowledged."""
-        return len(self._kept)
-
     def send(self, body: bytes) -> Numbered:
         """Return what to send for a message."""
         self._sent += 1
-        self._kept[self._sent] = body
+        self.kept[self._sent] = body
         return self._message(self._sent, body)
 
     def acknowledge(self) -> Numbered:
@@ -61,12 +49,12 @@ class Link:
 
     def again(self) -> list[Numbered]:
         """Return what to send on a new connection."""
-        return [self._message(number, body) for number, body in self._kept.items()]
+        return [self._message(number, body) for number, body in self.kept.items()]
 
     def receive(self, message: Numbered) -> list[bytes]:
         """Return the messages that can be delivered now, in order."""
-        for number in [number for number in self._kept if number <= message.received]:
-            del self._kept[number]
+        for number in [number for number in self.kept if number <= message.received]:
+            del self.kept[number]
         if message.number > self._received:
             self._early[message.number] = message.body
         elif message.number > 0:

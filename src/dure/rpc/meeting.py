@@ -99,7 +99,7 @@ def _met(meeting: Meeting) -> tuple[Store, int, int, str, Callable[[], None]]:
         address = "127.0.0.1" if world.same_host else ""
         return world.store, world.rank, world.world_size, address, world.close
     if given is not None:
-        return PrefixStore("dure/rpc", given), rank, 0, "", _nothing
+        return PrefixStore("dure/rpc", given), rank, 0, "", lambda: None
     url = meeting.init_method or "env://"
     # who has no rank is not the one who serves the store
     spot = find_place(url, rank if rank >= 0 or url.startswith("env:") else 1, 1)
@@ -111,10 +111,6 @@ def _met(meeting: Meeting) -> tuple[Store, int, int, str, Callable[[], None]]:
     if url.startswith("env:") and elastic:  # replacements have another restart count
         name = env.text("TORCHELASTIC_RUN_ID") or name
     return PrefixStore(f"dure/{name}/rpc", base), rank, 0, "", base.close
-
-
-def _nothing() -> None:
-    pass
 
 
 def _key_of(store: Store) -> JobKey | None:

@@ -28,7 +28,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -42,7 +42,6 @@ __all__ = [
     "Body",
     "Packed",
     "ReferenceRow",
-    "Referring",
     "TensorRow",
     "find_function",
     "name_of",
@@ -53,6 +52,9 @@ __all__ = [
 ]
 
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+
+_NOWHERE, _PICKLED = -1, -2
+"""In place of a tensor's place: there is none; objects of any kind, and tensors, are pickled."""
 
 _ALIGNED = 64
 """Where the part of a memory that is sent may begin, in bytes: good for elements of every type."""
@@ -81,33 +83,27 @@ class ReferenceRow(msgspec.Struct, array_like=True, frozen=True):
     token: Token
 
 
-class Referring(Protocol):
-    """A reference as a program has it."""
-
-    def pack_reference(self, to: int) -> ReferenceRow:
-        """Return what stands for it in a message to the process `to`."""
-        ...
-
-
 class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a message is about: values, taken apart.
+    """What a message is about: values, taken apart."""
 
-    Args:
-        pickled: The objects.
-        tensors: The tensors in them.
-        references: The references in them.
-        place: Where the only tensor belongs among plain values; -1: tensors are in the pickle.
-        inline: The memory of the only tensor, if it is small.
-        function: What is called with the values, by name (`name_of`); if there is none, the values
-            are function, arguments and keyword arguments.
-    """
-
-    pickled: bytes = b""
-    tensors: tuple[TensorRow, ...] = ()
-    references: tuple[ReferenceRow, ...] = ()
-    place: int = -1
-    inline: bytes = b""
+    pickled: bytes = b""  # the objects
+    tensors: tuple[TensorRow, ...] = ()  # in them
+    references: tuple[ReferenceRow, ...] = ()  # in them
+    place: int = _NOWHERE  # of the only tensor among plain values
+    inline: bytes = b""  # the memory of the only tensor, if it is small
     function: str = ""
+    """What is called with the values, by name (`name_of`); if there is none, the values are
+    function, arguments and keyword arguments."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether unpickling runs no code of the program's, if the sender is honest."""
+        return self.place != _PICKLED
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are sent, without what they are wrapped in, and memory by itself."""
+        return len(self.pickled) + len(self.inline)
 
 
 class Packed(msgspec.Struct, frozen=True, gc=False):
@@ -127,8 +123,7 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         """How many bytes are sent, without what they are wrapped in."""
-        count = len(self.body.pickled) + len(self.body.inline)
-        return count + sum(m.nbytes for m in self.memories) if self.memories else count
+        return self.body.nbytes + sum(memory.nbytes for memory in self.memories)
 
 
 def name_of(function: Any) -> str:
@@ -161,7 +156,7 @@ def pack_plain(values: tuple[Any, ...], function: str = "") -> Packed | None:
         values: The values.
         function: For the body.
     """
-    place = -1
+    place = _NOWHERE
     for number, value in enumerate(values):
         kind = type(value)
         if kind in _PLAIN:
@@ -170,17 +165,17 @@ def pack_plain(values: tuple[Any, ...], function: str = "") -> Packed | None:
             return None
         place = number
     if place < 0:
-        return Packed(Body(pickle.dumps(values, 5) if values else b"", (), (), -1, b"", function))
+        return Packed(Body(pickle.dumps(values, 5) if values else b"", function=function))
     tensor: torch.Tensor = values[place]
     count, address = tensor.nbytes, tensor.data_ptr()
     small = count <= INLINE_BYTES and native.heap_offset(address, count) < 0
     row = TensorRow(
-        -1 if small else 0,
-        _name_of_dtype(tensor.dtype),
-        tuple(tensor.shape),
-        () if small else tensor.stride(),
-        0,
-        tensor.requires_grad,
+        memory=-1 if small else 0,
+        dtype=_name_of_dtype(tensor.dtype),
+        shape=tuple(tensor.shape),
+        stride=() if small else tensor.stride(),
+        offset=0,
+        requires_grad=tensor.requires_grad,
     )
     others = (*values[:place], None, *values[place + 1 :]) if len(values) > 1 else ()
     pickled = pickle.dumps(others, 5) if others else b""
@@ -249,7 +244,7 @@ def unpack(
     pickled, place = body.pickled, body.place
     if not pickled:
         values = ()
-    elif find is not None or (place < 0 and (tensors or references)):
+    elif find is not None or place == _PICKLED:
         values = _Unpickler(io.BytesIO(pickled), tensors, references, find).load()
     else:
         values = pickle.loads(pickled)
@@ -429,7 +424,7 @@ class _Pickler(pickle.Pickler):
             before = begins[row.memory] // getattr(torch, row.dtype).itemsize
             offset = row.offset - before if 0 not in row.shape else 0
             rows[number] = msgspec.structs.replace(row, offset=offset)
-        body = Body(pickled, tuple(rows), tuple(self.references), function=function)
+        body = Body(pickled, tuple(rows), tuple(self.references), _PICKLED, function=function)
         return Packed(body, tuple(memories), tuple(self._sources))
 
 

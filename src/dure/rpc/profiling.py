@@ -140,7 +140,7 @@ def profiled(
     what: tuple[bool, bool],
 ) -> tuple[Any, list[Event]]:
     """Run a call for a caller that profiles it; at the callee."""
-    allow = current()._allow  # pyright: ignore[reportPrivateUsage]
+    allow = current().allow
     if allow is not None:
         allow.check(func)
     profile: Any = profiler_legacy.profile(record_shapes=what[0], profile_memory=what[1])

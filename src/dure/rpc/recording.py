@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic_ns
 
+from dure.errors import RpcError
 from dure.rpc.envelope import Envelope, Kind
 from dure.rpc.names import WorkerInfo
 from dure.trace import spans
@@ -54,10 +55,16 @@ def _ranks(last: int) -> tuple[int, ...]:
     return tuple(range(last + 1))
 
 
-def served(me: int, envelope: Envelope, came_ns: int, run: Callable[[], None]) -> None:
-    """Run a call that came, and tell of it."""
+def served(
+    me: int,
+    envelope: Envelope,
+    came_ns: int,
+    run: Callable[[RpcError | None], None],
+    refusal: RpcError | None,
+) -> None:
+    """Run a call that came, or refuse it, and tell of it."""
     began_ns = monotonic_ns()
-    run()
+    run(refusal)
     ended_ns = monotonic_ns()
     function = envelope.body.function.rpartition(":")[2] or _OPS[Kind(envelope.kind)]
     details: dict[str, str | int | float] = {

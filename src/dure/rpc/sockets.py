@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import socket
 import threading
 import time
@@ -48,7 +49,9 @@ _FINISH_S = 1.0  # for the connections of a process that has ended to be seen to
 _HEARTBEAT_MS, _SILENCE_MS = 2_000, 5_000  # between hosts
 _MOST_SOCKETS = 16_383
 _LONGEST_POLL_S = 3600.0
-_HELLO, _WHOLE, _LONG = b"\0", b"\1", b"\2"
+_HELLO = b"\0"
+_HEAD_BYTES = 8  # of a message: how long its opening is
+_MOST_OPENING_BYTES = 1 << 32
 _EVENTS = (
     zmq.Event.HANDSHAKE_SUCCEEDED
     | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -83,10 +86,10 @@ _read_opening = msgspec.msgpack.Decoder(_Opening).decode
 
 def frames_of(body: bytes, memories: Sequence[bytes]) -> Iterator[bytes | memoryview]:
     """Cut a message into frames of at most `MAX_FRAME_BYTES`."""
-    opening = _pack(_Opening(body, tuple(map(len, memories))))
-    long = len(opening) >= MAX_FRAME_BYTES
-    yield _LONG + len(opening).to_bytes(8, "little") if long else _WHOLE + opening
-    for each in (opening, *memories) if long else memories:
+    opening = memoryview(_pack(_Opening(body, tuple(map(len, memories)))))
+    first = MAX_FRAME_BYTES - _HEAD_BYTES
+    yield len(opening).to_bytes(_HEAD_BYTES, "little") + opening[:first]
+    for each in (opening[first:], *memories):
         view = memoryview(each)
         for at in range(0, len(view), MAX_FRAME_BYTES):
             yield view[at : at + MAX_FRAME_BYTES]
@@ -96,8 +99,8 @@ class Assembly:
     """Puts the frames of one connection together."""
 
     def __init__(self) -> None:
-        self._long: bytearray | None = None  # an opening of several frames
-        self._opening: _Opening | None = None
+        self._packed: bytearray | None = None  # an opening that is not read yet
+        self._body = b""
         self._memories: list[torch.Tensor] = []
         self._open: deque[memoryview] = deque()  # what the next frames fill
 
@@ -107,40 +110,31 @@ class Assembly:
         Raises:
             ValueError: It does not continue what came before.
         """
-        if self._open:
-            self._fill(frame)
-        elif frame[:1] == _WHOLE:
-            self._begin(memoryview(frame)[1:])
-        elif frame[:1] == _LONG and len(frame) == 9:
-            self._long = bytearray(int.from_bytes(frame[1:], "little"))
-            self._open.append(memoryview(self._long))
-        else:
-            raise ValueError("a frame that begins no message")
-        if not self._open and self._long is not None:
-            long, self._long = self._long, None
-            self._begin(long)
-        opening = self._opening
-        if self._open or opening is None:
-            return None
-        memories, self._opening, self._memories = self._memories, None, []
-        return opening.body, memories
-
-    def _begin(self, data: memoryview | bytearray) -> None:
-        self._opening = opening = _read_opening(data)
-        if min(opening.memories, default=0) < 0:
-            raise ValueError("memory of negative length")
-        self._memories = [torch.empty(n, dtype=torch.uint8) for n in opening.memories]
-        self._open.extend(memory.numpy().data for memory in self._memories if len(memory))
-
-    def _fill(self, frame: bytes) -> None:
-        target, count = self._open[0], len(frame)
+        part = memoryview(frame)
+        if not self._open:
+            length = int.from_bytes(part[:_HEAD_BYTES], "little")
+            if length > _MOST_OPENING_BYTES:
+                raise ValueError("a frame that begins no message")
+            self._packed = bytearray(length)
+            self._open.append(memoryview(self._packed))
+            part = part[_HEAD_BYTES:]
+        target, count = self._open.popleft(), len(part)
         if not 0 < count <= len(target):
             raise ValueError("a frame that is longer than what it belongs to, or empty")
-        target[:count] = frame
-        if count == len(target):
-            self._open.popleft()
-        else:
-            self._open[0] = target[count:]
+        target[:count] = part
+        if count < len(target):
+            self._open.appendleft(target[count:])
+        elif self._packed is not None:
+            opening, self._packed = _read_opening(self._packed), None
+            if min(opening.memories, default=0) < 0:
+                raise ValueError("memory of negative length")
+            self._body = opening.body
+            self._memories = [torch.empty(n, dtype=torch.uint8) for n in opening.memories]
+            self._open.extend(memory.numpy().data for memory in self._memories if len(memory))
+        if self._open:
+            return None
+        memories, self._memories = self._memories, []
+        return self._body, memories
 
 
 class Told(Protocol):
@@ -224,6 +218,7 @@ class Sockets:
         self._full: set[_Outgoing] = set()  # that wait for ZeroMQ to take more
         self._incoming: dict[bytes, _Incoming] = {}
         self._finishing: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._watched: dict[Any, Callable[[], None]] = {}  # by descriptor
         self._poller = zmq.Poller()
         self._ends_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="dure-rpc-sockets", daemon=True)
@@ -247,6 +242,10 @@ class Sockets:
         The process has ended: its connections break, if they are not broken yet.
         """
         self._leave(lambda: self._finish(peer, then))
+
+    def watch(self, descriptor: int, then: Callable[[], None]) -> None:
+        """Call `then` in the sockets' thread when a descriptor can be read, and close it."""
+        self._leave(lambda: self._watch_descriptor(descriptor, then))
 
     def forget(self, peer: int) -> None:
         """Close the way to a process; what waits is dropped."""
@@ -288,6 +287,8 @@ class Sockets:
         for way in list(self._ways.values()):
             self._shut(way)
         self._context.destroy(linger=int(_CLOSE_S * 1000))
+        for descriptor in self._watched:
+            os.close(descriptor)
         self._waker.close()
         self._wakened.close()
 
@@ -317,6 +318,11 @@ class Sockets:
             elif left.socket is None and self._ways.get(left.peer) is left:
                 left.since = left.since or time.monotonic()
                 self._closed_ways.add(left)
+        for descriptor in ready.keys() & self._watched.keys():
+            self._poller.unregister(descriptor)
+            then = self._watched.pop(descriptor)
+            os.close(descriptor)
+            then()
         for monitor, way in [each for each in self._monitors.items() if each[0] in ready]:
             self._watch(way, monitor)
         for gone in self._guarded.serve(ready):
@@ -327,6 +333,10 @@ class Sockets:
         for way in [way for way in self._full if way.socket in ready]:
             self._pump(way)
         self._look_at_the_clock()
+
+    def _watch_descriptor(self, descriptor: int, then: Callable[[], None]) -> None:
+        self._watched[descriptor] = then
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()

@@ -1,7 +1,7 @@
 """What all workers do together: gather values, and find out that nothing is under way any more.
 
-**Gathering** (`gatherings`). Who has the first name of those who take part is the leader. Each
-calls it with a value, and the calls are answered when all are there.
+**Gathering.** Who has the first name of those who take part is the leader. Each calls it with a
+value, and the calls are answered when all are there.
 
 **The end.** A call may call others, so nobody knows by itself that it is done. When all have come
 to the end, the leader asks each, in rounds, how many calls it has made and how many are under way
@@ -12,20 +12,88 @@ if the leader does, the next one begins anew.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dure.errors import PeerLost, RpcError
-from dure.rpc.agent import Agent
 from dure.rpc.current import current
 from dure.rpc.functions import Later
 
-__all__ = ["all_gather", "wait_all_workers", "wait_for_own"]
+if TYPE_CHECKING:
+    from dure.rpc.agent import Agent
+
+__all__ = ["Gatherings", "all_gather", "wait_all_workers", "wait_for_own"]
 
 _MOST_S = 0.05
 """The longest time between two rounds."""
+
+Future = torch.futures.Future[Any]
+
+
+@dataclass(slots=True)
+class _Gathering:
+    names: set[str]
+    without_dead: bool
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    futures: dict[str, Future] = field(default_factory=dict[str, Future])
+
+
+class Gatherings:
+    """Those of which this process is the leader, and how many it took part in."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent, self._lock = agent, threading.Lock()
+        self._open: dict[str, _Gathering] = {}
+        self._counts: dict[str, int] = {}
+
+    def key(self, names: Collection[str]) -> str:
+        """Return a key for the next gathering of these, equal on all of them."""
+        joined = ",".join(sorted(names))
+        with self._lock:
+            self._counts[joined] = number = self._counts.get(joined, 0) + 1
+        return f"{number}/{joined}"
+
+    def enter(self, key: str, name: str, value: Any, names: set[str], without_dead: bool) -> Later:
+        """Take a value; all are the answer, when they are there."""
+        future = torch.futures.Future[Any]()
+        with self._lock:
+            gathering = self._open.setdefault(key, _Gathering(names, without_dead))
+            gathering.values[name], gathering.futures[name] = value, future
+        for dead in names - {worker.name for worker in self._agent.workers}:  # since the call
+            self.died(dead, PeerLost(f"worker {dead!r} is gone", op="gathering"))
+        self._look(key)
+        return Later(future, counted=False)
+
+    def died(self, name: str, error: PeerLost) -> None:
+        """Go on without who died, or end what cannot be whole any more."""
+        with self._lock:
+            concerned = {key: g for key, g in self._open.items() if name in g.names}
+            for key, gathering in concerned.items():
+                gathering.names.discard(name)
+                if not gathering.without_dead:
+                    del self._open[key]
+        for key, gathering in concerned.items():
+            if gathering.without_dead:
+                self._look(key)
+            else:
+                for future in gathering.futures.values():
+                    future.set_exception(error)
+
+    def _look(self, key: str) -> None:
+        """Answer if all are there, the leader last: it may end then."""
+        with self._lock:
+            gathering = self._open.get(key)
+            if gathering is None or not gathering.names <= gathering.values.keys():
+                return
+            del self._open[key]
+        for name in sorted(gathering.futures, reverse=True):
+            gathering.futures[name].set_result(gathering.values)
 
 
 def enter(key: str, name: str, value: Any, names: set[str], without_dead: bool) -> Later:
@@ -58,26 +126,8 @@ def all_gather(
         RpcError: The time is over.
     """
     names = set(names or (worker.name for worker in agent.workers))
-    key = agent.gatherings.key(names)
-    return _gather(agent, agent.find(min(names)).id, key, value, names, False, timeout)
-
-
-def _gather(
-    agent: Agent,
-    leader: int,
-    key: str,
-    value: Any,
-    names: set[str],
-    without_dead: bool,
-    timeout: float,
-) -> dict[str, Any]:
-    args = (key, agent.me.name, value, names, without_dead)
-    return _ask(agent, leader, enter, args, timeout)
-
-
-def _ask(agent: Agent, to: int, function: Any, args: tuple[Any, ...], timeout: float) -> Any:
-    """Call a function of RPC's own; no shutdown waits for it."""
-    return agent.ask(agent.info(to), function, args, timeout)
+    args = agent.gatherings.key(names), agent.me.name, value, names, False
+    return agent.ask(min(names), enter, args, timeout)
 
 
 def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:
@@ -93,14 +143,13 @@ def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:
     deadline = time.monotonic() + timeout if timeout > 0 else inf
     while True:
         workers = agent.workers
-        names = {worker.name for worker in workers}
         leader = min(workers, key=lambda worker: worker.name)
-        key = f"end/{leader.id}/"
+        rest = agent.me.name, None, {worker.name for worker in workers}, True
         try:
-            _gather(agent, leader.id, key + "all", None, names, True, _left(deadline))
+            agent.ask(leader, enter, (f"end/{leader.id}/all", *rest), _left(deadline))
             if leader.id == agent.me.id:
                 _wait_until_quiet(agent, deadline)
-            _gather(agent, leader.id, key + "go", None, names, True, _left(deadline))
+            agent.ask(leader, enter, (f"end/{leader.id}/go", *rest), _left(deadline))
         except PeerLost as lost:
             if lost.peer == leader.id:
                 continue
@@ -121,7 +170,7 @@ def _wait_until_quiet(agent: Agent, deadline: float) -> None:
         started = running = 0
         for worker in agent.workers:
             try:
-                got = _ask(agent, worker.id, report, (), _left(deadline))
+                got = agent.ask(worker, report, (), _left(deadline))
             except PeerLost:
                 continue
             started, running = started + got[0], running + got[1]

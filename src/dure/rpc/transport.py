@@ -8,10 +8,10 @@ goes through a socket; nobody ever waits for a receiver.
 
 **Between hosts** all goes through sockets (`sockets`).
 
-**Who is gone.** The kernel tells of processes of this host, by their pidfds; one thread listens.
-Processes of other hosts are gone when they cannot be reached for a while, or when others say so
-(`peers`). Before the program is told, what came from the process is read; a message that some
-thread holds in its hands at that moment is dropped, as if it had never arrived.
+**Who is gone.** The kernel tells of processes of this host, by their pidfds. Processes of other
+hosts are gone when they cannot be reached for a while, or when others say so (`peers`). Before the
+program is told, what came from the process is read; a message that some thread holds in its hands
+at that moment is dropped, as if it had never arrived.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import select
-import socket
 import threading
 import time
 from collections import deque
@@ -33,8 +31,8 @@ import msgspec
 import torch
 
 from dure import native
-from dure.errors import PeerLost, RpcError
-from dure.rpc.envelope import Envelope, Transport, Waiter
+from dure.errors import PeerLost
+from dure.rpc.envelope import Envelope, Receiver, Transport, Waiter, Work
 from dure.rpc.memory import INLINE_BYTES, Memory, bytes_of, describe, give, own, take
 from dure.rpc.peers import Peer, Peers
 from dure.rpc.sockets import Sockets, Told
@@ -102,27 +100,19 @@ class HostTransport(Transport, Told):
         shared_memory: bool = True,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        self._inbox, self.peers, self._sockets, self._slots = inbox, peers, sockets, slots
+        self._inbox, self.peers, self._sockets = inbox, peers, sockets
+        self._workers = Workers(inbox, self._sort, slots)
         self._shared_memory, self._leave = shared_memory, leave
         self._id, self._host = peers.own_id, peers.me.process.host_id
         self._ways: dict[int, _Way] = {}
         self._own: deque[tuple[Envelope, list[torch.Tensor]]] = deque()
-        self._deaths = _Deaths(self._ended)
         self._joining = threading.RLock()
         self._claiming = threading.Lock()
         self._closed = False
 
-    def start(
-        self,
-        receive: Callable[[Envelope, Sequence[torch.Tensor]], Callable[[], None] | None],
-        broken: Callable[[int], None],
-        died: Callable[[int, str], None],
-        refuse: Callable[[Callable[[], None], RpcError], None],
-        joined: Callable[[int, str], None],
-    ) -> None:
-        self._receive, self._broken, self._died, self._joined = receive, broken, died, joined
-        self._workers = Workers(self._inbox, self._sort, refuse, self._slots)
-        joined(self._id, self.peers.me.name)
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        receiver.joined(self._id, self.peers.me.name)
         self.peers.watch(self._add, self._lost)
         self._sockets.start(self._id, self)
         self._workers.start()
@@ -139,7 +129,7 @@ class HostTransport(Transport, Told):
             return
         way = self._way(to)
         if way is None or way.lost is not None:
-            raise self._lost_error(to, way)
+            raise PeerLost(f"process {to} is gone", peer=to, seen=(way and way.lost) or "")
         raw: Sequence[bytes] = ()
         process = way.process
         if process is not None:
@@ -163,23 +153,18 @@ class HostTransport(Transport, Told):
 
     def wait(self, ticket: Waiter, seconds: float) -> bool:
         assert isinstance(ticket, native.Ticket)
-        if self._workers.inside:
-            with self._workers.aside():
-                return self._wait(ticket, seconds)
-        return self._wait(ticket, seconds)
-
-    def _wait(self, ticket: native.Ticket, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not ticket.done:
-            left_s = min(max(0.0, deadline - time.monotonic()), 1e6)
-            message = self._inbox.next(ticket, left_s)
-            if not isinstance(message, bytes):
-                break
-            self._take(partial(self._sort, message))
+        with self._workers.aside():
+            deadline = time.monotonic() + seconds
+            while not ticket.done:
+                left_s = min(max(0.0, deadline - time.monotonic()), 1e6)
+                message = self._inbox.next(ticket, left_s)
+                if not isinstance(message, bytes):
+                    break
+                self._take(partial(self._sort, message))
         return ticket.done
 
-    def submit(self, call: Callable[[], None]) -> None:
-        self._workers.submit(call)
+    def submit(self, work: Work) -> None:
+        self._workers.submit(work)
 
     def close(self) -> None:
         if self._closed:
@@ -188,7 +173,6 @@ class HostTransport(Transport, Told):
         self._workers.close()
         self._workers.join()
         self._sockets.close()
-        self._deaths.close()
         self.peers.close()
         self._leave()
         _kept.append(self._inbox)
@@ -198,13 +182,9 @@ class HostTransport(Transport, Told):
     # --- who is there ------------------------------------------------------------------------
 
     def _way(self, id: int) -> _Way | None:
-        way = self._ways.get(id)
-        if way is None:
-            peer = self.peers.find(id)
-            if peer is not None:
-                self._add(peer)
-                way = self._ways.get(id)
-        return way
+        if id not in self._ways and (peer := self.peers.find(id)) is not None:
+            self._add(peer)
+        return self._ways.get(id)
 
     def _add(self, peer: Peer) -> None:
         with self._joining:
@@ -214,31 +194,22 @@ class HostTransport(Transport, Told):
             if way.near and self._shared_memory:
                 with suppress(OSError):  # another container, perhaps: its socket may do
                     way.process = native.heap_peer(*peer.heap)
-            self._joined(peer.id, peer.name)
+            self._receiver.joined(peer.id, peer.name)
             self._ways[peer.id] = way
         if way.near:
-            self._deaths.watch(peer)
+            with suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(peer.process.pid)
+                self._sockets.watch(descriptor, partial(self._ended, way))
+            if start_of(peer.process.pid) != peer.process.start:  # it has ended already
+                threading.Thread(target=self._ended, args=(way,), daemon=True).start()
 
-    def _lost_error(self, id: int, way: _Way | None) -> PeerLost:
-        if way is None:
-            return PeerLost(f"there is no process with the id {id}", peer=id)
-        peer = way.peer
-        return PeerLost(
-            f"worker {peer.name!r} is gone",
-            peer=id,
-            pid=peer.process.pid,
-            host=peer.process.host,
-            exit=way.lost or None,
-            seen=way.lost or "",
-        )
-
-    def _ended(self, id: int) -> None:
-        """A process of this host has ended; told by the thread that listens."""
-        way = self._ways[id]
-        how = way.process.fate() if way.process is not None else ""
-        self._read_ring_of(way, ended=True)
-        self._sockets.finish(id, lambda: self._end(way, how))
-        self.peers.give_up(id, how)
+    def _ended(self, way: _Way) -> None:
+        """Take note that a process of this host has ended; may be told twice."""
+        if way.lost is None:
+            how = way.process.fate() if way.process is not None else ""
+            self._read_ring_of(way, ended=True)
+            self._sockets.finish(way.peer.id, lambda: self._end(way, how))
+            self.peers.give_up(way.peer.id, how)
 
     def _lost(self, id: int, how: str) -> None:
         """Others say that a process is gone, or that this one is; told by the peers' thread."""
@@ -251,7 +222,7 @@ class HostTransport(Transport, Told):
             return
         way = self._ways.get(id)
         if way is None:  # gone before this process came: it has sent us nothing
-            self._died(id, how)
+            self._receiver.died(id, how)
             return
         self._read_ring_of(way, ended=False)
         self._sockets.finish(id, lambda: self._end(way, how))
@@ -275,7 +246,7 @@ class HostTransport(Transport, Told):
         with self._claiming:
             way.outbox = way.process = None
         self._sockets.forget(way.peer.id)
-        self._died(way.peer.id, how)
+        self._receiver.died(way.peer.id, how)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -300,7 +271,7 @@ class HostTransport(Transport, Told):
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _take(self, read: Callable[[], Callable[[], None] | None]) -> None:
+    def _take(self, read: Callable[[], Work | None]) -> None:
         """Deal with a message in a thread that runs no calls."""
         try:
             call = read()
@@ -310,12 +281,12 @@ class HostTransport(Transport, Told):
         if call is not None:
             self._workers.submit(call)
 
-    def _sort(self, message: bytes) -> Callable[[], None] | None:
+    def _sort(self, message: bytes) -> Work | None:
         if message == _OWN:
-            return self._receive(*self._own.popleft())
+            return self._receiver.receive(*self._own.popleft())
         return self._tell(_decode(message), ())
 
-    def _tell(self, envelope: Envelope, raw: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    def _tell(self, envelope: Envelope, raw: Sequence[torch.Tensor]) -> Work | None:
         """Tell of a message; `raw` are the memories that came through a socket."""
         way = self._way(envelope.sender)
         if way is None:
@@ -335,7 +306,7 @@ class HostTransport(Transport, Told):
             if row.owner != self._id:
                 self._way(row.owner)
         with way.reading:
-            return self._receive(envelope, memories) if way.lost is None else None
+            return self._receiver.receive(envelope, memories) if way.lost is None else None
 
     def _memory(self, way: _Way, row: Memory) -> torch.Tensor:
         if row.offset < 0:
@@ -360,69 +331,9 @@ class HostTransport(Transport, Told):
     def broken(self, peer: int) -> None:
         way = self._ways.get(peer)
         if way is not None and way.lost is None and not self._closed:
-            self._broken(peer)
+            self._receiver.broken(peer)
 
     def unreachable(self, peer: int) -> None:
         way, how = self._ways[peer], "it could not be reached"
         self._end(way, how)
         self.peers.give_up(peer, how)
-
-
-class _Deaths:
-    """Tells of processes of this host that have ended, from a thread of its own."""
-
-    def __init__(self, ended: Callable[[int], None]) -> None:
-        self._told = ended
-        self._lock = threading.Lock()
-        self._peers: dict[int, Peer] = {}  # by descriptor
-        self._poll = select.epoll()
-        self._waker, self._wakened = socket.socketpair()
-        self._poll.register(self._wakened, select.EPOLLIN)
-        self._thread: threading.Thread | None = None
-
-    def watch(self, peer: Peer) -> None:
-        """Tell when `peer` has ended, be it already."""
-        try:
-            descriptor = os.pidfd_open(peer.process.pid)
-        except ProcessLookupError:
-            descriptor = -1
-        if start_of(peer.process.pid) != peer.process.start:  # another has its number
-            if descriptor >= 0:
-                os.close(descriptor)
-            threading.Thread(target=self._told, args=(peer.id,), daemon=True).start()
-            return
-        with self._lock:
-            self._peers[descriptor] = peer
-            self._poll.register(descriptor, select.EPOLLIN)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="dure-rpc-deaths", daemon=True
-                )
-                self._thread.start()
-
-    def close(self) -> None:
-        """End."""
-        self._waker.send(b"!")
-        with self._lock:  # it is started with the lock held
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        for descriptor in self._peers:
-            os.close(descriptor)
-        self._poll.close()
-        self._waker.close()
-        self._wakened.close()
-
-    def _run(self) -> None:
-        while True:
-            for descriptor, _ in self._poll.poll():
-                if descriptor == self._wakened.fileno():
-                    return
-                self._poll.unregister(descriptor)
-                with self._lock:
-                    peer = self._peers.pop(descriptor)
-                os.close(descriptor)
-                try:
-                    self._told(peer.id)
-                except Exception:
-                    _log.exception("the end of %s could not be told", peer)

@@ -149,8 +149,7 @@ class Values:
         self.gone.append(ref)
         if not self._going and not self._agent.closed:
             self._going = True
-            timers = self._agent.timers
-            timers.soon(lambda: timers.at(monotonic() + _FORGET_S, self._forget_late))
+            self._agent.timers.at(monotonic() + _FORGET_S, self._forget_late)
 
     def _forget_late(self) -> None:
         self._going = False

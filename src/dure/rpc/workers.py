@@ -23,6 +23,7 @@ import torch
 
 from dure.errors import RpcError
 from dure.native import Inbox
+from dure.rpc.envelope import Work
 
 __all__ = ["MOST_THREADS", "Workers"]
 
@@ -43,20 +44,18 @@ class Workers:
     Args:
         inbox: Where messages come.
         sort: Deals with a message at once, and returns None; or returns the call that it is.
-        refuse: Told of a call for which there is no thread.
         slots: How many calls run at a time.
     """
 
     def __init__(
         self,
         inbox: Inbox,
-        sort: Callable[[bytes], Callable[[], None] | None],
-        refuse: Callable[[Callable[[], None], RpcError], None],
+        sort: Callable[[bytes], Work | None],
         slots: int,
     ) -> None:
-        self._inbox, self._sort, self._refuse, self._slots = inbox, sort, refuse, slots
+        self._inbox, self._sort, self._slots = inbox, sort, slots
         self._lock = threading.Condition()
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[Work] = deque()
         self._running = self._receiving = self._threads = 0
         self._here = threading.local()
         self._closed = False
@@ -77,7 +76,7 @@ class Workers:
         """Whether the calling thread runs a call."""
         return getattr(self._here, "runs", False)
 
-    def submit(self, call: Callable[[], None]) -> None:
+    def submit(self, call: Work) -> None:
         """Run a call that another thread than these has received."""
         with self._lock:
             self._queue.append(call)
@@ -160,10 +159,10 @@ class Workers:
             call = self._queue.popleft()
         self._here.runs = True
         while call is not None:
-            if alone:
-                self._refuse(call, _too_many())
-            else:
-                self._run(call)
+            try:
+                call(*([_too_many()] if alone else []))
+            except Exception:
+                _log.exception("a call could not be answered")
             with self._lock:
                 more = self._queue and self._running <= self._slots
                 call = self._queue.popleft() if more else None
@@ -171,12 +170,6 @@ class Workers:
                     self._running -= 1
                     self._receiving += 1
         self._here.runs = False
-
-    def _run(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception:
-            _log.exception("a call could not be answered")
 
 
 def _too_many() -> RpcError:

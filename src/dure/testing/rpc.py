@@ -22,17 +22,17 @@ from typing import Any
 import msgspec
 import torch
 
-from dure.errors import PeerLost, RpcError
+from dure.errors import PeerLost
 from dure.rpc.agent import Agent
 from dure.rpc.current import using
-from dure.rpc.envelope import Envelope, Waiter
+from dure.rpc.envelope import Envelope, Receiver, Waiter, Work
 from dure.rpc.names import WorkerInfo
 
 __all__ = ["Cluster", "LocalTransport", "Network"]
 
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
-Event = tuple[bool, Callable[[], Callable[[], None] | None]]
+Event = tuple[bool, Callable[[], Work | None]]
 """Something that a process is told: whether it is a message, and how to tell it."""
 
 
@@ -66,7 +66,7 @@ class Network:
             for at, of in ((one, other), (other, one)):
                 self._held.pop((at, of), None)
                 transport = self.transports[at]
-                transport.tell((False, partial(transport.on_broken, of)))
+                transport.tell((False, partial(transport.receiver.broken, of)))
 
     def kill(self, id: int, how: str = "signal 9 (SIGKILL)") -> None:
         """Let a process die: it does nothing any more, and all others are told."""
@@ -74,7 +74,7 @@ class Network:
             self.transports.pop(id).stop()
             for other, transport in self.transports.items():
                 self.release(id, other)
-                transport.tell((False, partial(transport.on_died, id, how)))
+                transport.tell((False, partial(transport.receiver.died, id, how)))
 
     def send(self, to: int, sender: int, raw: bytes, memories: Sequence[torch.Tensor]) -> None:
         """Carry a message; memories are its own."""
@@ -111,18 +111,11 @@ class LocalTransport:
         self._open = True
         network.transports[id] = self
 
-    def start(
-        self,
-        receive: Callable[[Envelope, Sequence[torch.Tensor]], Callable[[], None] | None],
-        broken: Callable[[int], None],
-        died: Callable[[int, str], None],
-        refuse: Callable[[Callable[[], None], RpcError], None],
-        joined: Callable[[int, str], None],
-    ) -> None:
+    def start(self, receiver: Receiver) -> None:
         """Begin to receive; no call is ever refused."""
         for id in self.network.transports:
-            joined(id, f"worker{id}")
-        self._receive, self.on_broken, self.on_died = receive, broken, died
+            receiver.joined(id, f"worker{id}")
+        self.receiver = receiver
         self._spawn(self._work)
 
     def look(self, to: str | int) -> None:
@@ -158,9 +151,9 @@ class LocalTransport:
                 self._slots.acquire()
         return ticket.done
 
-    def submit(self, call: Callable[[], None]) -> None:
+    def submit(self, work: Work) -> None:
         """Have something run by a thread, as if it were a call."""
-        self._spawn(partial(self._run, call))
+        self._spawn(partial(self._run, work))
 
     def close(self) -> None:
         """End."""
@@ -179,9 +172,9 @@ class LocalTransport:
             self._inbox.append(event)
             self._bell.notify_all()
 
-    def on_message(self, raw: bytes, memories: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    def on_message(self, raw: bytes, memories: Sequence[torch.Tensor]) -> Work | None:
         """Deal with a message."""
-        return self._receive(_decoder.decode(raw), memories)
+        return self.receiver.receive(_decoder.decode(raw), memories)
 
     def stop(self) -> None:
         """Deal with nothing any more."""
@@ -232,7 +225,7 @@ class LocalTransport:
         del self._inbox[at]
         return event
 
-    def _run(self, call: Callable[[], None]) -> None:
+    def _run(self, call: Work) -> None:
         with self._slots:
             if self._open:
                 self._here.runs = True

@@ -291,7 +291,7 @@ def test_what_must_arrive_does_over_broken_connections_in_order() -> None:
         cluster.network.release(0, 1)
         wait_until(lambda: len(got) == 30)
         assert sorted(got) == [bytes([n]) for n in range(30)]
-        wait_until(lambda: not one.delivery.num_kept(1))
+        wait_until(lambda: not one.directory._peers[1].link.kept)
 
 
 def test_a_death_ends_the_calls_that_wait_for_it() -> None:
@@ -331,7 +331,7 @@ def test_the_program_waits_when_too_much_is_under_way(monkeypatch: pytest.Monkey
         thread.start()
         for _ in range(2):
             assert Gate.reached.acquire(timeout=60.0)
-        wait_until(lambda: bool(cluster.agents[0].calls._rooms[1].blocked))
+        wait_until(lambda: bool(cluster.agents[0].directory._peers[1].blocked))
         assert done == [0, 1]
         with cluster.on(1):  # answers, and calls of calls, do not wait
             assert api.rpc_sync("worker0", relay, (["worker1"], 0))[1] == ("worker1", 1)
@@ -356,8 +356,8 @@ def test_results_go_back_by_the_callers_device_map() -> None:
         here.device_maps = {"worker1": {one: two}}
         there.device_maps = {"worker0": {three: one}}
         calls = list[Envelope]()
-        receive = there.transport._receive
-        there.transport._receive = lambda envelope, memories: (
+        receive = there.receive
+        there.receive = lambda envelope, memories: (
             calls.append(envelope),
             receive(envelope, memories),
         )[1]
@@ -391,6 +391,6 @@ def test_a_reference_whose_call_was_lost_is_settled() -> None:
         cluster.network._held[0, 1].clear()  # and only this side knows
         cluster.network.release(0, 1)
         agent.broken(1)
-        wait_until(lambda: agent.references_info()["num_pending_users"] == "0")
+        wait_until(lambda: agent.debug_info()["num_pending_users"] == "0")
         with pytest.raises(RpcError, match="may have run"):
             rref.to_here()

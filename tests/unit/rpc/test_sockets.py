@@ -48,7 +48,7 @@ def test_frames_that_continue_nothing_are_refused() -> None:
     with pytest.raises(ValueError):
         Assembly().take(b"")
     with pytest.raises(ValueError):
-        Assembly().take(b"\1not msgpack")
+        Assembly().take(b"\x0b" + bytes(7) + b"not msgpack")
     for wrong in (b"", some(MAX_FRAME_BYTES)):  # no memory has none left, or so much
         assembly = Assembly()
         assert assembly.take(long[0]) is None
@@ -59,4 +59,4 @@ def test_frames_that_continue_nothing_are_refused() -> None:
 
 def test_memory_of_negative_length_is_refused() -> None:
     with pytest.raises(ValueError):
-        Assembly().take(b"\1\x92\xa0\x91\xff")
+        Assembly().take(b"\5" + bytes(7) + b"\x92\xa0\x91\xff\xc0")

@@ -25,11 +25,11 @@ def serving(
 ) -> Iterator[tuple[Workers, native.Inbox, list[str]]]:
     inbox, refused = native.Inbox(), list[str]()
 
-    def sort(message: bytes) -> Callable[[], None] | None:
+    def sort(message: bytes) -> Callable[..., None]:
         function = functions[message]
-        return lambda: function(made)
+        return lambda *error: refused.append(str(error[0])) if error else function(made)
 
-    made = Workers(inbox, sort, lambda _, error: refused.append(str(error)), slots)
+    made = Workers(inbox, sort, slots)
     made.start()
     try:
         yield made, inbox, refused

@@ -1,0 +1,187 @@
+"""Who is there, who was, and what is to be sent to each of them.
+
+What must arrive, of references and of distributed autograd, is numbered by a link (`links`) and
+rides along with other messages, or goes by itself. What is in no hurry waits a little for a message
+to ride along with; so do acknowledgements, and that a value was made, which is lost with the
+connection as an answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+
+from dure.errors import PeerLost, RpcError, UsageError
+from dure.rpc.envelope import Waiter
+from dure.rpc.links import Link, Numbered
+from dure.rpc.names import WorkerInfo
+from dure.rpc.timers import Timers
+
+__all__ = ["Directory", "Peer"]
+
+_LATER_S = 0.005
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A process, this one among them.
+
+    Attributes:
+        ended: How, if it is gone.
+        queued: What goes with the next message to it.
+        made: Its calls whose values have been made, of which it is to be told.
+        timed: Whether what waits is sent before long.
+        nbytes: Of this process's calls to it that are not answered.
+        blocked: Who waits for these to be fewer.
+    """
+
+    info: WorkerInfo
+    ended: str | None = None
+    link: Link = field(default_factory=Link)
+    queued: list[Numbered] = field(default_factory=list[Numbered])
+    made: list[int] = field(default_factory=list[int])
+    timed: bool = False
+    nbytes: int = 0
+    blocked: list[Waiter] = field(default_factory=list[Waiter])
+
+
+class Directory:
+    """The processes that this one knows.
+
+    Args:
+        timers: For what waits.
+        flush: Called with the id of whom something is to be sent to, without the lock.
+        look: Finds out whether one of that name, or id, has joined meanwhile.
+
+    Attributes:
+        due: The ids of whom something is to be sent to now.
+
+    Threads: the agent's lock guards changes; `find`, `info` and `lost` need none.
+    """
+
+    def __init__(
+        self, timers: Timers, flush: Callable[[int], None], look: Callable[[str | int], None]
+    ) -> None:
+        self._timers, self._flush, self._look = timers, flush, look
+        self._peers: dict[int, Peer] = {}
+        self._ids: dict[str, int] = {}
+        self.due: set[int] = set()
+
+    def add(self, worker: WorkerInfo) -> None:
+        """Take note of one that joined."""
+        self._peers.setdefault(worker.id, Peer(worker))
+        self._ids[worker.name] = worker.id
+
+    def remove(self, id: int, how: str) -> Peer:
+        """Take note of one that is gone for good, and how it ended."""
+        before = self._peers.get(id) or Peer(WorkerInfo(str(id), id))
+        self._peers[id] = Peer(before.info, how)
+        self.due.discard(id)
+        return before
+
+    def get(self, id: int) -> Peer | None:
+        """Return one that is there."""
+        peer = self._peers.get(id)
+        return peer if peer is not None and peer.ended is None else None
+
+    def workers(self) -> list[WorkerInfo]:
+        """Return who is there, by id."""
+        return [peer.info for _, peer in sorted(self._peers.items()) if peer.ended is None]
+
+    def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
+        """Return who is meant.
+
+        Raises:
+            RpcError: Nobody has that name or id.
+            PeerLost: It is gone.
+            UsageError: It is no name, id or `WorkerInfo`.
+        """
+        if isinstance(to, WorkerInfo):
+            return to
+        if not isinstance(to, str | int):
+            raise UsageError(
+                "a worker is told by its name, its id or its WorkerInfo", op="rpc", seen=repr(to)
+            )
+        for look in (lambda _: None, self._look):
+            look(to)
+            id = self._ids.get(to, -1) if isinstance(to, str) else int(to)
+            if (found := self.get(id)) is not None:
+                return found.info
+        names = ", ".join(sorted(self._ids))
+        raise self.lost(id) or RpcError(
+            "could not find destination", seen=f"{to!r}", fix=f"There are: {names}."
+        )
+
+    def info(self, id: int) -> WorkerInfo:
+        """Return a worker by its id, be it gone."""
+        return self._peers[id].info
+
+    def lost(self, id: int) -> PeerLost | None:
+        """Return the error about one that is gone; None: it is not."""
+        peer = self._peers.get(id)
+        if peer is None or peer.ended is None:
+            return None
+        text = f"worker {peer.info.name!r} (id {id}) is gone"
+        return PeerLost(text, peer=id, exit=peer.ended or None, op="rpc", seen=peer.ended)
+
+    # --- what must arrive --------------------------------------------------------------------
+
+    def queue(self, to: int, body: bytes, hurry: bool = True) -> None:
+        """Leave something that must arrive for the next message that is sent."""
+        peer = self.get(to)
+        if peer is not None:
+            peer.queued.append(peer.link.send(body))
+            if hurry:
+                self.due.add(to)
+            else:
+                self._later(peer)
+
+    def made(self, to: int, number: int) -> None:
+        """Leave it for the next message that the value of a call was made."""
+        peer = self.get(to)
+        if peer is not None:
+            peer.made.append(number)
+            self._later(peer)
+
+    def again(self, to: int) -> None:
+        """Send again on a new connection what may be lost."""
+        peer = self.get(to)
+        if peer is not None:
+            peer.queued = peer.link.again()
+            self.due.add(to)
+
+    def receive(self, sender: int, messages: Iterable[Numbered]) -> list[bytes]:
+        """Return what can be delivered now, in order."""
+        peer = self.get(sender)
+        if peer is None:
+            return []
+        bodies = [body for message in messages for body in peer.link.receive(message)]
+        if peer.link.owes:
+            self._later(peer)
+        return bodies
+
+    def take(self, to: int) -> tuple[tuple[Numbered, ...], tuple[int, ...]]:
+        """Return what goes with the message that is sent now: of links, and values made."""
+        self.due.discard(to)
+        peer = self.get(to)
+        if peer is None:
+            return (), ()
+        link, made = tuple(peer.queued), tuple(peer.made)
+        if link:
+            peer.queued.clear()
+        elif peer.link.owes:
+            link = (peer.link.acknowledge(),)
+        if made:
+            peer.made.clear()
+        return link, made
+
+    def _later(self, peer: Peer) -> None:
+        if not peer.timed:
+            peer.timed = True
+            self._timers.at(monotonic() + _LATER_S, partial(self._waited, peer))
+
+    def _waited(self, peer: Peer) -> None:
+        peer.timed = False
+        self._flush(peer.info.id)
