@@ -51,7 +51,11 @@ def _defined(tree: ast.Module) -> set[str]:
     out: set[str] = set()
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 out.add(name)
             case ast.Name(id=name, ctx=ast.Store()):
                 out.add(name)

@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "rpc": ("rpc:commands", "Show what workers do with remote calls."),
     "trace": ("trace:commands", "Show what ranks did last, and what did not match."),
+    "view": ("page:view", "Show recorded traces as a page in a browser of this machine."),
     "checkpoint": (
         "checkpoint:commands",
         "Show, verify and compare checkpoints, and make weights of them.",

@@ -52,9 +52,18 @@ def run(words: list[str]) -> int:
         follow_control_stream(sys.stdin.fileno())
         spec = dataclasses.replace(spec, stdin="none")
     _show_warnings()
-    result = run_job(spec)
+    result = _run_with_page(spec) if request.page else run_job(spec)
     _hand_on(result)
     return result.exit_code
+
+
+def _run_with_page(spec: JobSpec) -> JobResult:
+    from dure.cli.page import shown_on_page  # lazy: most jobs have none
+
+    with shown_on_page(spec) as (shown, page):
+        result = run_job(shown)
+        page.conclude(result)
+    return result
 
 
 def _show_warnings() -> None:

@@ -275,6 +275,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("prefix", "--prefix", choice("auto", "rank", "host", "none")),
     Flag("fold", "--no-fold", sets=False),
     Flag("live", "--live"),
+    Flag("page", "--page"),
     Flag("trace_dir", "--trace-dir", Path),
     # Cores, devices, processes
     Flag("numa", "--numa-binding", _BINDINGS, torchrun=True),

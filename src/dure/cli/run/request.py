@@ -64,6 +64,7 @@ class Request:
     remote_python: str | None = None
     ssh_options: tuple[str, ...] = ()
     leash: bool = False
+    page: bool = False
     set_by_user: frozenset[str] = frozenset()
 
 

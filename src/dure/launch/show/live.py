@@ -29,7 +29,7 @@ import psutil
 from dure.launch.ranks.report import Step
 from dure.launch.spec import Stream
 
-__all__ = ["REFRESH_S", "Row", "Rows", "Watcher", "draw", "plain"]
+__all__ = ["REFRESH_S", "Row", "Rows", "Watcher", "draw", "indented", "plain"]
 
 REFRESH_S = 0.2
 _USAGE_S = 1.0
@@ -200,6 +200,11 @@ def _step(row: Row) -> str:
 
 def plain(line: bytes) -> str:
     """Return what a line looks like: the last that it wrote over itself, without controls."""
+    return indented(line).strip()
+
+
+def indented(line: bytes) -> str:
+    """Return what a line looks like, with the spaces that it begins with."""
     text = _ESCAPES.sub("", line.decode(errors="replace"))
     text = next((part for part in reversed(text.split("\r")) if part.strip()), "")
-    return "".join(c if c.isprintable() else " " for c in text).strip()
+    return "".join(c if c.isprintable() else " " for c in text).rstrip()

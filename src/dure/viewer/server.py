@@ -1,0 +1,262 @@
+"""The page's server: a few files, and two streams of events, behind a `Door`.
+
+    GET  /                    the first page, which exchanges the token; it shows nothing
+    POST /session             token in, cookie out
+    GET  /static/...          style, scripts, the chart library: the same for everybody
+    GET  /SECRET/             the page
+    GET  /SECRET/events       what it shows, whenever that changes: `view`, `curves`, `over`
+    GET  /SECRET/output?rank= the lines of a rank: `lines`
+
+A reader that is slow gets the newest state, and no queue of old ones. How many connections there
+are, how long one may stay silent, and how much it may send is bounded: whoever can reach the port
+may open connections, and gets no further.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from importlib.resources import files
+from typing import Any  # Any: what ASGI hands over
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dure.viewer.charts import Key
+from dure.viewer.door import HEADERS, Door
+from dure.viewer.sources import Source
+
+__all__ = ["LISTENERS", "application", "listen", "serve"]
+
+LISTENERS = 8
+"""How many browsers are told of changes at a time."""
+
+_MOST_CONNECTIONS = 64
+_SILENT_S = 10.0
+_LONGEST_TOKEN = 256
+_KEEP_ALIVE_S = 15.0
+_EVERY_S = 0.5  # an event at most
+_TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}
+_STATIC = (
+    "uPlot.iife.min.js",
+    "uPlot.min.css",
+    "page.css",
+    "page.js",
+    "drawing.js",
+    "open.js",
+    "icon.svg",
+)
+
+Messages = MutableMapping[str, Any]
+Send = Callable[[Messages], Awaitable[None]]
+Receive = Callable[[], Awaitable[Messages]]
+
+
+def listen() -> socket.socket:
+    """Return a socket that listens on a free port of 127.0.0.1."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=32)
+    listening.setblocking(False)
+    return listening
+
+
+class _Gate:
+    """Lets requests in that the door does, and puts the headers on every answer."""
+
+    def __init__(self, app: Starlette, door: Door) -> None:
+        self._app, self._door = app, door
+
+    async def __call__(self, scope: Messages, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        pairs = [(k.decode("latin-1").lower(), v.decode("latin-1")) for k, v in scope["headers"]]
+        headers = dict(pairs)
+        refused = self._door.refusal(scope["method"], scope["path"], headers)
+        if len([name for name, _ in pairs if name in ("host", "origin")]) > 2:
+            refused = 400, "A header is there twice."
+
+        async def answer(message: Messages) -> None:
+            if message["type"] == "http.response.start":
+                more = [(k.lower().encode(), v.encode()) for k, v in HEADERS.items()]
+                message["headers"] = [*message.get("headers", ()), *more]
+            await send(message)
+
+        if refused is not None:
+            await PlainTextResponse(refused[1], refused[0])(scope, receive, answer)
+        else:
+            await self._app(scope, receive, answer)
+
+
+class _Bounded(H11Protocol):
+    """A connection that is closed where there are too many, or where nothing is asked on it."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take a connection, if there is room."""
+        if len(self.connections) >= _MOST_CONNECTIONS:
+            transport.abort()
+            return
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(_SILENT_S, self._ask)
+
+    def _ask(self) -> None:
+        if getattr(self, "cycle", None) is None and not self.transport.is_closing():
+            self.transport.abort()
+
+
+def application(source: Source, door: Door) -> Callable[..., Awaitable[None]]:
+    """Return the page as an application of ASGI."""
+    static = {name: _file(name) for name in _STATIC}
+    page, first = _file("page.html"), _file("open.html")
+    listeners = asyncio.Semaphore(LISTENERS)
+
+    async def open_first(request: Request) -> Response:
+        del request
+        return Response(first, media_type=_TYPES["html"])
+
+    async def exchange(request: Request) -> Response:
+        header = door.exchange(await _body(request))
+        if header is None:
+            return PlainTextResponse("This address has been used, or is not whole.", 403)
+        return JSONResponse({"path": f"/{door.path}/"}, headers={"Set-Cookie": header})
+
+    async def show_static(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in static:
+            return PlainTextResponse("There is no such file.", 404)
+        return Response(static[name], media_type=_TYPES[name.rpartition(".")[2]])
+
+    async def show_page(request: Request) -> Response:
+        del request
+        return Response(page, media_type=_TYPES["html"])
+
+    async def events(request: Request) -> Response:
+        del request
+        return _stream(_events(source), listeners)
+
+    async def output(request: Request) -> Response:
+        rank = request.query_params.get("rank", "0")
+        return _stream(
+            _output(source, int(rank) if rank.isascii() and rank.isdigit() else 0), listeners
+        )
+
+    routes = [
+        Route("/", open_first),
+        Route("/session", exchange, methods=["POST"]),
+        Route("/static/{name}", show_static),
+        Route(f"/{door.path}/", show_page),
+        Route(f"/{door.path}/events", events),
+        Route(f"/{door.path}/output", output),
+    ]
+    return _Gate(Starlette(routes=routes), door)
+
+
+def _file(name: str) -> bytes:
+    return files("dure.viewer").joinpath("static", name).read_bytes()
+
+
+async def _body(request: Request) -> str:
+    """Return a short body; of a long one nothing."""
+    body = b""
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _LONGEST_TOKEN:
+                return ""
+    except ClientDisconnect:
+        return ""
+    return body.decode("ascii", "replace")
+
+
+def _stream(events: AsyncIterator[bytes], listeners: asyncio.Semaphore) -> Response:
+    if listeners.locked():
+        return PlainTextResponse("Too many browsers show this page.", 503)
+
+    async def guarded() -> AsyncIterator[bytes]:
+        async with listeners:
+            async for event in events:
+                yield event
+
+    return StreamingResponse(guarded(), media_type="text/event-stream")
+
+
+def _event(name: str, content: object) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(content))
+
+
+async def _events(source: Source) -> AsyncIterator[bytes]:
+    version = 0
+    sent: dict[Key, tuple[int, int]] = {}
+    while True:
+        if await source.wait(version, _KEEP_ALIVE_S):
+            version = source.version
+            yield _event("view", source.view)
+            yield _event("curves", _news(source, sent))
+            if source.over:
+                yield _event("over", None)
+                return
+            await asyncio.sleep(_EVERY_S)
+        else:
+            yield b":\n\n"
+
+
+def _news(source: Source, sent: dict[Key, tuple[int, int]]) -> list[tuple[Any, ...]]:
+    """Return the points that a reader does not have, and note that it will have them.
+
+    A curve is (kind, name, rank, from which point on, x of each, y of each).
+    """
+    news: list[tuple[Any, ...]] = []
+    for key, curve in source.charts.curves.items():
+        generation, number = sent.get(key, (0, 0))
+        start = number if generation == curve.generation else 0
+        if start < len(curve.xs):
+            news.append((*key, start, curve.xs[start:], curve.ys[start:]))
+        sent[key] = curve.generation, len(curve.xs)
+    return news
+
+
+async def _output(source: Source, rank: int) -> AsyncIterator[bytes]:
+    version = number = 0
+    while True:
+        if not await source.wait(version, _KEEP_ALIVE_S):
+            yield b":\n\n"
+            continue
+        version = source.version
+        lines = source.output.since(rank, number)
+        if lines or number == 0:
+            number = lines[-1][0] if lines else number
+            yield _event("lines", [line[1:] for line in lines])
+        if source.over:
+            yield _event("over", None)
+            return
+        await asyncio.sleep(_EVERY_S)
+
+
+async def serve(source: Source, door: Door, listening: socket.socket) -> None:
+    """Serve a page until SIGINT, or until the task is cancelled.
+
+    Args:
+        source: What it shows.
+        door: Who may see it.
+        listening: Where it is asked for (`listen`).
+    """
+    config = uvicorn.Config(
+        application(source, door),
+        http=_Bounded,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=int(_SILENT_S),
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=1 << 14,
+    )
+    await uvicorn.Server(config).serve(sockets=[listening])

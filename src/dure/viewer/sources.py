@@ -1,0 +1,299 @@
+"""Where a page's content comes from: a run that goes on (`Live`), or files of one (`Recorded`).
+
+Both are a `Source`: a view, curves, lines of output, and a number that grows when any has changed.
+
+Files may come from anybody. So only so many are read, and only so many bytes of them; what is in
+one is held to what a rank could have written (`_is_sane`); and where a part of the page cannot be
+made of them, the page says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from dure.errors import UsageError
+from dure.trace.findings import study
+from dure.trace.merging import Flight, RankFile, read_files
+from dure.viewer import study as parts
+from dure.viewer.charts import Charts
+from dure.viewer.view import Failure, Feed, Outcome, RankRow, Site, View
+
+__all__ = ["Live", "Output", "Recorded", "Source"]
+
+T = TypeVar("T")
+_MOST_FILES, _MOST_BYTES = 512, 64 << 20
+_MOST_MEMBERS, _MOST_GROUPS, _MOST_RECORDS, _MOST_SPANS = 4096, 1024, 20_000, 100_000
+_MOST_LINES, _LONGEST_LINE = 500, 1000
+_MOST_SENTENCES = 20
+_SLOTS = 300  # of the parts of steps, in a recorded run
+
+
+class Output:
+    """The last lines of each rank, numbered."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, deque[tuple[int, str, str]]] = {}
+        self._number = 0
+
+    def add(self, rank: int, stream: str, text: str) -> None:
+        """Add a line of a rank."""
+        self._number += 1
+        lines = self._lines.setdefault(rank, deque(maxlen=_MOST_LINES))
+        lines.append((self._number, stream, text[:_LONGEST_LINE]))
+
+    def since(self, rank: int, number: int) -> list[tuple[int, str, str]]:
+        """Return the lines of a rank behind the one with this number, as (number, stream, text)."""
+        return [line for line in self._lines.get(rank, ()) if line[0] > number]
+
+
+class Source:
+    """What a page shows, and when it has changed.
+
+    Attributes:
+        view: All but curves and output.
+        charts: Curves.
+        output: Lines.
+        version: Grows with each change.
+        over: Whether nothing will change any more.
+    """
+
+    def __init__(self, title: str, live: bool, slot_s: float = 1.0) -> None:
+        self.view = View(title=title, live=live)
+        self.charts = Charts(slot_s)
+        self.output = Output()
+        self.version = 1
+        self.over = not live
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        """Let readers know."""
+        self.version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, version: int, seconds: float) -> bool:
+        """Wait until there is something newer than `version`; False: not in that time."""
+        if self.version <= version:
+            try:
+                await asyncio.wait_for(self._changed.wait(), seconds)
+            except TimeoutError:
+                return False
+        return True
+
+    def _show(self, flight: Flight) -> None:
+        """Make what the files alone tell."""
+        view = self.view
+        problems = list(flight.problems)
+        self._try(problems, "curves", lambda: self.charts.take(flight), None)
+        view.waits = self._try(problems, "waits", lambda: parts.waits(flight), [])
+        view.collectives = self._try(problems, "collectives", lambda: parts.collectives(flight), [])
+        view.timeline = self._try(problems, "timeline", lambda: parts.timeline(flight), None)
+        view.problems = problems[:_MOST_SENTENCES]
+
+    def _try(self, problems: list[str], what: str, make: Callable[[], T], otherwise: T) -> T:
+        """Make a part of the page; what files say may be anything, and make no sense."""
+        try:
+            return make()
+        except Exception as error:
+            problems.append(f"{what}: cannot be shown ({type(error).__name__}: {error})"[:200])
+            return otherwise
+
+
+@dataclass(slots=True)
+class _Progress:
+    pid: int
+    step: int
+    at_s: float
+
+
+class Live(Source):
+    """A run that goes on, from what the launcher feeds and the ranks publish.
+
+    Args:
+        title: What runs.
+        folder: Where the ranks publish.
+    """
+
+    def __init__(self, title: str, folder: Path) -> None:
+        super().__init__(title, live=True)
+        self._folder = folder
+        self._flight: Flight | None = None
+        self._progress: dict[int, _Progress] = {}
+
+    def feed(self, feed: Feed) -> None:
+        """Take what the launcher tells."""
+        view = self.view
+        view.ranks, view.elapsed_s = feed.ranks, feed.elapsed_s
+        for line in feed.lines:
+            self.output.add(*line)
+        for row in feed.ranks:
+            self._note_progress(row, feed.elapsed_s)
+        view.outcome = feed.outcome or view.outcome
+
+    def _note_progress(self, row: RankRow, now_s: float) -> None:
+        if row.step is None:
+            return
+        before = self._progress.get(row.rank)
+        if before is None or before.pid != row.pid or row.step < before.step:
+            self._progress[row.rank] = _Progress(row.pid, row.step, now_s)
+        elif row.step > before.step:
+            took_ms = (now_s - before.at_s) * 1e3 / (row.step - before.step)
+            self.charts.progressed(row.rank, now_s, took_ms)
+            before.step, before.at_s = row.step, now_s
+
+    def look(self) -> None:
+        """Read what the ranks have published, and let readers know what is new."""
+        try:
+            paths = sorted(self._folder.glob("rank*.json"))[:_MOST_FILES]
+            flight = read_files(paths, "the page's folder", _MOST_BYTES)
+        except UsageError:  # none has published yet
+            flight = None
+        if flight is not None:
+            self._show(flight)
+            for row in self.view.ranks:
+                file = flight.ranks.get(row.rank)
+                if file is not None and file.pid == row.pid:
+                    _complete(row, file)
+        self.view.failure = self._failure(flight)
+        self.changed()
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        self.charts.finish()
+        self.look()
+        self.over = True
+        self.changed()
+
+    def _failure(self, flight: Flight | None) -> Failure | None:
+        outcome = self.view.outcome or Outcome(ok=True, text="")
+        failed = [row for row in self.view.ranks if row.state == "failed"]
+        if not failed and not outcome.headline:
+            return None
+        failure = Failure(headline=outcome.headline, traceback=outcome.traceback)
+        first = outcome.first
+        if not outcome.headline:
+            first = failed[0].rank
+            failure.headline = f"rank {first} failed: {failed[0].last}"
+        told: dict[int, Site] = {}
+        if flight is not None:
+            told = self._try([], "sites", lambda: parts.sites(flight), told)
+            failure.sentences = self._try([], "findings", lambda: _differences(flight), [])
+        for site in outcome.sites:  # they are younger than what was published
+            told[site.ranks[0]] = site
+        failure.sites = parts.together(sorted(told.values(), key=lambda s: s.ranks[0] != first))
+        return failure
+
+
+def _complete(row: RankRow, file: RankFile) -> None:
+    """Add to a rank's row what its file tells."""
+    if row.state == "running":
+        row.where = str(file.where or "")
+    if file.marks:
+        last = file.marks[-1]
+        row.step = last.step if row.step is None else max(row.step, last.step)
+        row.values = {**row.values, **dict(list(last.scalars.items())[:8])}
+
+
+def _differences(flight: Flight) -> list[str]:
+    return [str(each) for each in study(flight).differences][:_MOST_SENTENCES]
+
+
+class Recorded(Source):
+    """Files of a run that is over.
+
+    Args:
+        paths: Files of ranks, and folders of them.
+
+    Raises:
+        UsageError: There is no flight record in them.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        paths = list(paths)
+        title = ", ".join(path.name or str(path) for path in paths[:3])
+        title += f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        found = [f for p in paths for f in (sorted(p.glob("*.json")) if p.is_dir() else [p])]
+        flight = read_files(found[:_MOST_FILES], title, _MOST_BYTES)
+        flight = _sane(flight, len(found))
+        super().__init__(title, live=False, slot_s=_slot_s(flight))
+        self._show(flight)
+        self.charts.finish()
+        self.view.ranks = [_recorded_row(file) for file in flight.ranks.values()]
+        self.view.failure = self._try(
+            self.view.problems, "failure", lambda: _recorded_failure(flight), None
+        )
+
+
+def _sane(flight: Flight, num_files: int) -> Flight:
+    """Leave out the files that no rank could have written, and say so."""
+    problems = list(flight.problems)
+    if num_files > _MOST_FILES:
+        problems.append(f"{num_files - _MOST_FILES} more files are not shown")
+    kept = {rank: file for rank, file in flight.ranks.items() if _is_sane(file)}
+    problems += [f"rank {r}: holds more than a rank records" for r in flight.ranks if r not in kept]
+    if not kept:
+        raise UsageError("no file holds what a rank records", seen="; ".join(problems[:5]))
+    return replace(flight, ranks=kept, problems=tuple(problems))
+
+
+def _is_sane(file: RankFile) -> bool:
+    return (
+        -1 <= file.rank < 1 << 24
+        and len(file.groups) <= _MOST_GROUPS
+        and sum(len(group.ranks) for group in file.groups) <= _MOST_MEMBERS * 4
+        and len(file.records) <= _MOST_RECORDS
+        and len(file.spans) + len(file.marks) <= _MOST_SPANS
+        and all(abs(ns) < 1 << 62 for ns in (file.clock.monotonic_ns, file.clock.time_ns))
+    )
+
+
+def _slot_s(flight: Flight) -> float:
+    """Return over how long to average the parts of steps, such that a curve can be seen whole."""
+    starts = [
+        flight.time_ns(rank, span.start_ns)
+        for rank, file in flight.ranks.items()
+        for span in file.spans
+    ]
+    return max(1e-3, (max(starts) - min(starts)) / 1e9 / _SLOTS) if starts else 1.0
+
+
+def _recorded_row(file: RankFile) -> RankRow:
+    row = RankRow(
+        rank=file.rank,
+        host=file.host,
+        pid=file.pid,
+        state="failed" if file.failure else "recorded",
+        where=str(file.where or ""),
+        last=file.reason[:_LONGEST_LINE],
+    )
+    _complete(row, file)
+    return row
+
+
+def _recorded_failure(flight: Flight) -> Failure | None:
+    """Return what went wrong: the earliest error that is not the loss of another rank."""
+    findings = study(flight)
+    failed = [f for f in flight.ranks.values() if f.failure]
+    failed.sort(
+        key=lambda f: ("PeerLost" in f.failure[:40], flight.time_ns(f.rank, f.clock.monotonic_ns))
+    )
+    sentences = findings.sentences[:_MOST_SENTENCES]
+    if not failed and not findings.failures and not sentences:
+        return None
+    if failed:
+        headline = f"rank {failed[0].rank} failed: {failed[0].failure}"
+    elif findings.failures:
+        record = findings.failures[0]
+        headline = (
+            f"rank {record.global_rank}: {record.op} #{record.seq} failed with {record.error}"
+        )
+    else:
+        headline = "the ranks did not do the same"
+    return Failure(
+        headline=headline, sentences=sentences, sites=parts.together(parts.sites(flight).values())
+    )

@@ -1,0 +1,140 @@
+"""What the page shows, and what the launcher tells for it: plain values, which JSON carries.
+
+`Feed` comes from the launcher, `View` goes to the browser. Whatever text is in them was written by
+programs and is shown as text alone: the page makes no markup of it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "Collective",
+    "Failure",
+    "Feed",
+    "Outcome",
+    "RankRow",
+    "Site",
+    "Timeline",
+    "TimelineRow",
+    "View",
+    "Wait",
+]
+
+
+class RankRow(msgspec.Struct, kw_only=True):
+    """A rank: times in seconds, memory in bytes, `cpu` as a share of one core."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    state: str = "running"
+    step: int | None = None
+    total: int | None = None
+    values: dict[str, float | str | None] = {}
+    memory: int | None = None
+    cpu: float | None = None
+    quiet_s: float | None = None
+    where: str = ""
+    """The program's own line that its main thread is at."""
+    last: str = ""
+
+
+class Wait(msgspec.Struct, kw_only=True):
+    """A rank in an operation, the ranks that have not come to it, and since when."""
+
+    rank: int
+    on: list[int]
+    call: str
+    at: str
+    since_s: float
+
+
+class Collective(msgspec.Struct, kw_only=True):
+    """The calls of an operation of one size in one group.
+
+    `ms` is what the last rank to come took, as a median: what the operation costs by itself; `gbs`
+    its bytes in that time; `late_ms` what the others waited for it, on average.
+    """
+
+    op: str
+    group: str
+    ranks: int
+    calls: int
+    nbytes: int
+    ms: float
+    gbs: float
+    late_ms: float
+
+
+class TimelineRow(msgspec.Struct, kw_only=True):
+    """What a rank did: (name, kind, start in ms, end in ms) each."""
+
+    rank: int
+    bars: list[tuple[str, str, float, float]]
+
+
+class Timeline(msgspec.Struct, kw_only=True):
+    """The last step of all ranks."""
+
+    title: str
+    length_ms: float
+    rows: list[TimelineRow]
+
+
+class Site(msgspec.Struct, kw_only=True):
+    """What ranks called last, where in the program, what came of it, and where they were then."""
+
+    ranks: list[int]
+    call: str
+    at: str
+    how: str
+    where: str = ""
+
+
+class Failure(msgspec.Struct, kw_only=True):
+    """What went wrong first: a headline, what does not match, where each rank was."""
+
+    headline: str
+    sentences: list[str] = []
+    sites: list[Site] = []
+    traceback: str = ""
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """How the run has ended.
+
+    `headline`, `traceback` and `first` (the rank) are of the first failure; `sites` is what ranks
+    have told when they were asked because of it.
+    """
+
+    ok: bool
+    text: str
+    headline: str = ""
+    traceback: str = ""
+    first: int | None = None
+    sites: list[Site] = []
+
+
+class View(msgspec.Struct, kw_only=True):
+    """Everything on the page but curves and output."""
+
+    title: str
+    live: bool
+    elapsed_s: float = 0.0
+    ranks: list[RankRow] = []
+    waits: list[Wait] = []
+    collectives: list[Collective] = []
+    timeline: Timeline | None = None
+    failure: Failure | None = None
+    outcome: Outcome | None = None
+    problems: list[str] = []
+
+
+class Feed(msgspec.Struct, kw_only=True):
+    """What the launcher tells: this host's ranks, and what they wrote as (rank, stream, line)."""
+
+    elapsed_s: float
+    ranks: list[RankRow]
+    lines: list[tuple[int, str, str]] = []
+    outcome: Outcome | None = None
