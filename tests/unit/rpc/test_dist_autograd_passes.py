@@ -73,6 +73,7 @@ class Network:
         self.random, self.dead, self.sent = Random(seed), set[int](), 0
         self.under_way: dict[tuple[int, int], deque[Callable[[], None]]] = {}
         self.works: list[tuple[int, Callable[[], None]]] = []
+        self.hooks = [0, 0]  # called in the program, and in its twin of one process
         ports: list[Any] = [Port(self, me) for me in range(number)]
         self.at = [Contexts(WorkerInfo(f"w{me}", me), port) for me, port in enumerate(ports)]
 
@@ -139,6 +140,11 @@ def program(network: Network, random: Random) -> tuple[int, torch.Tensor, list[A
 
     Everything that is sent has a part in the loss, which is at process 0.
     """
+
+    def hook(n: int, gradient: torch.Tensor) -> torch.Tensor:
+        network.hooks[n] += 1
+        return gradient * gradient  # not linear: parts of it would show
+
     count = len(network.at)
     number = network.context()
     leaves: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -146,6 +152,8 @@ def program(network: Network, random: Random) -> tuple[int, torch.Tensor, list[A
     for me in range(count):
         leaf = torch.rand(3, dtype=torch.float64, requires_grad=True)
         twin = leaf.detach().clone().requires_grad_()
+        leaf.register_hook(partial(hook, 0))
+        twin.register_hook(partial(hook, 1))
         leaves.append((me, leaf, twin))
         pool.append([(leaf, twin)])
     for _ in range(random.randint(2, 10)):
@@ -153,6 +161,8 @@ def program(network: Network, random: Random) -> tuple[int, torch.Tensor, list[A
         (a, a1), (b, b1) = random.choices(pool[at], k=2)
         to = random.choice([n for n in range(count) if n != at])
         product, product1 = (a * b).sin(), (a1 * b1).sin()
+        product.register_hook(partial(hook, 0))
+        product1.register_hook(partial(hook, 1))
         pool[at].append((product, product1))
         pool[to].append((network.carry(number, product, at, to), product1))
     parts: list[torch.Tensor] = []
@@ -174,6 +184,7 @@ def test_random_programs_find_what_one_process_finds(seed: int) -> None:
         found = network.at[me].find(number).gradients.get(leaf)
         torch.testing.assert_close(found, twin.grad)
         assert leaf.grad is None
+    assert network.hooks[0] == network.hooks[1]
     network.at[0].release(number)
     network.settle()
     assert [contexts.counts for contexts in network.at] == [(0, 0)] * 4
@@ -365,6 +376,25 @@ def test_without_grad_mode_a_message_only_makes_the_context_known() -> None:
         x = network.carry(number, torch.ones(1, requires_grad=True), 0, 1)
     assert x.is_leaf
     assert network.at[1].find(number).workers == {0}
+
+
+def test_gradients_that_are_none_are_sent_all_the_same() -> None:
+    class Drops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> None:  # pyright: ignore
+            return None
+
+    network = Network(2)
+    number = network.at[0].new().number
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    back = network.carry(number, network.carry(number, x, 0, 1) * 2, 1, 0)
+    network.at[0].backward(number, [Drops.apply(back) + y], False)
+    assert network.at[0].find(number).gradients == {y: torch.ones(1)}
+    assert network.sent == 2  # there and back, though there is nothing to tell
 
 
 def test_gradients_of_every_layout_travel() -> None:

@@ -10,8 +10,7 @@ import torch
 from dure.errors import RpcError
 from dure.rpc import current as agents
 from dure.rpc.autograd import backward as passes
-from dure.rpc.autograd.backward import Contexts
-from dure.rpc.autograd.context import Context
+from dure.rpc.autograd.backward import Context, Contexts
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 

@@ -1,21 +1,23 @@
-"""The contexts of one process, and backward passes through them.
+"""Distributed autograd in one process: its contexts, and backward passes through them.
 
 **Forward.** While a thread is in a context (`inside`), the agent tags each message that it sends
 (`sending`): the receiver then knows of the context, too (`receiving`), and serves the call in it,
-so that the calls made there are tagged again. What needs gradients is noted on both sides
-(`context`).
+so that the calls made there are tagged again. The sender of tensors that need gradients keeps,
+under the message's id, where these enter its graph; the receiver gives the tensors a node of its
+own (`graph.place`), whose gradients are sent back under that id.
 
-**Backward.** Gradients go back to where tensors came from. Each message with gradients sets off a
-step in the process that it comes to: that runs what can be run, and sends on what this gives. The
-pass is over when no such message is under way and no step runs. To know that, its first process
-has 1 credit: each message carries a share of the credit of the step that has sent it, and a step
-that sends none gives its share back to the first process. When that has 1 again, all is done; in a
-pass there and back, no message but those with gradients is needed. Credits are powers of 1/2.
+**Backward.** As in torch's FAST mode, all messages of a context take part in each pass. Each
+message with gradients sets off a step in the process that it comes to: that runs what can be run
+(`graph`), and sends on what this gives. The pass is over when no such message is under way and no
+step runs. To know that, its first process has 1 credit: each message carries a share of the credit
+of the step that has sent it, and a step that sends none gives its share back to the first process.
+When that has 1 again, all is done; in a pass there and back, no message but those with gradients is
+needed. Shares are powers of 1/2.
 
 Steps of the first process run in the thread that waits in `backward`; others where they come in.
 
-Along with the credit goes how many gradients the processes wait for: each adds those of its tensors
-that left, when it first has part in the pass, and takes off one for each that comes. If some are
+Along with the credit goes how many gradients the processes wait for: each adds those of its
+messages when it first has part in the pass, and takes off one for each that comes. If some are
 missing at the end, a call's result got no gradients, and the pass has failed: all are told that it
 has ended, and those that wait answer with the calls' names.
 
@@ -33,22 +35,32 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
+from torch.autograd.graph import GradientEdge, Node
 
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
-from dure.rpc.autograd.context import Context, PassId, Step, no_gradients
+from dure.rpc.autograd.graph import Gradients, LocalGraph, edge_of, place
 from dure.rpc.envelope import GradientTag, Waiter
 from dure.rpc.names import WorkerInfo
 
 if TYPE_CHECKING:
     from dure.rpc.agent import Agent
 
-__all__ = ["Contexts", "attach", "current", "inside", "set_current"]
+__all__ = ["Context", "Contexts", "attach", "current", "inside", "set_current"]
+
+MessageId = tuple[int, int]
+"""The process that sent a message, and a number of that process."""
+
+PassId = tuple[int, int]
+"""The process that began a backward pass, and a number of that process."""
+
+_ROOTS = 0, -1
+"""Stands for the message whose gradients begin a pass: that with its losses."""
 
 _ID_BITS = 48
 """A context's number: the process that made it, and in so many bits a number of that process."""
@@ -92,6 +104,167 @@ class inside:
         _here.number = self._before
 
 
+# --- one context ----------------------------------------------------------------------------------
+
+
+class _Sent(NamedTuple):
+    edges: list[GradientEdge]
+    what: str
+
+
+class _Came(NamedTuple):
+    message: MessageId
+    sender: int
+    what: str
+
+
+class _Outgoing(NamedTuple):
+    """Gradients for the process that sent these tensors, one for each that needs one."""
+
+    to: int
+    message: MessageId
+    gradients: Gradients
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What a process does for a pass."""
+
+    graph: LocalGraph[MessageId] | None = None  # while it waits for gradients
+    asked: set[int] = field(default_factory=set[int])  # to whom gradients were sent
+    ended: bool = False  # by an error
+
+
+class Context:
+    """One context on one process.
+
+    Args:
+        number: Equal on all processes.
+
+    Attributes:
+        workers: The other processes of which this one knows that they have the context.
+        gradients: Of this process's leaves, summed over backward passes.
+        passes: Those that have come here.
+
+    Threads: any; graphs run one at a time.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.workers: set[int] = set()
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.passes: dict[PassId, _Part] = {}
+        self._sent: dict[MessageId, _Sent] = {}
+        self._came: dict[Node, _Came] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass is under way here."""
+        return any(part.graph is not None for part in list(self.passes.values()))
+
+    def _context_id(self) -> int:
+        return self.number
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.workers)
+
+    def sends(self, message: MessageId, tensors: Sequence[torch.Tensor], to: int, what: str) -> int:
+        """Take note of the tensors of a message to `to`; return how many need gradients."""
+        edges = [edge_of(tensor) for tensor in tensors if tensor.requires_grad]
+        self.workers.add(to)
+        if edges:
+            self._sent[message] = _Sent(edges, what)
+        return len(edges)
+
+    def receives(
+        self, message: MessageId, tensors: list[torch.Tensor], sender: int, what: str
+    ) -> list[torch.Tensor]:
+        """Return the tensors of a message, those that need gradients with places in the graph."""
+        needing = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
+        placed = place([tensors[n].detach() for n in needing])
+        node = placed[0].grad_fn
+        assert node is not None
+        self._came[node] = _Came(message, sender, what)
+        after = list(tensors)
+        for n, tensor in zip(needing, placed, strict=True):
+            after[n] = tensor
+        return after
+
+    def begin(self, number: PassId, roots: Sequence[torch.Tensor], retain_graph: bool) -> int:
+        """Begin a pass, at losses of this process or where the first gradients have come.
+
+        Returns:
+            How many messages of this process now wait for gradients.
+
+        Raises:
+            RpcError: A message of the context gets no gradients.
+        """
+        with self._lock:
+            edges = {message: sent.edges for message, sent in list(self._sent.items())}
+            if roots:
+                edges[_ROOTS] = [edge_of(root) for root in roots]
+            graph = LocalGraph(edges, list(self._came), retain_graph)
+            if graph.unreached:
+                raise _no_gradients([self._came[node].what for node in graph.unreached])
+            self.passes[number] = _Part(graph)
+            return len(edges)
+
+    def arrive(
+        self,
+        number: PassId,
+        message: MessageId,
+        gradients: Sequence[torch.Tensor | None],
+        retain_graph: bool,
+    ) -> tuple[list[_Outgoing], int]:
+        """Take the gradients of a message's tensors.
+
+        Returns:
+            Those that can be sent now, and how many more messages wait for gradients.
+
+        Raises:
+            RpcError: A message of the context gets no gradients.
+        """
+        with self._lock:
+            more = 0 if number in self.passes else self.begin(number, (), retain_graph)
+            part = self.passes[number]
+            graph = part.graph
+            if graph is None:
+                return [], 0
+            outgoing = [
+                _Outgoing(self._came[node].sender, self._came[node].message, got)
+                for node, got in graph.arrive(message, gradients).items()
+            ]
+            part.asked.update([out.to for out in outgoing])
+            if not graph.missing:
+                part.graph = None
+                self._finish(graph, retain_graph)
+            return outgoing, more - 1
+
+    def _finish(self, graph: LocalGraph[MessageId], retain_graph: bool) -> None:
+        for leaf, gradient in graph.leaves.items():
+            before = self.gradients.get(leaf)
+            self.gradients[leaf] = gradient if before is None else before + gradient
+        if not retain_graph:
+            for message in graph.roots:
+                self._sent.pop(message, None)
+            for node in graph.received:
+                del self._came[node]
+
+    def end(self, number: PassId) -> list[str] | None:
+        """End a pass that has failed; return what has got no gradients; None: it ended before."""
+        part = self.passes.setdefault(number, _Part())
+        if part.ended:
+            return None
+        part.ended = True  # without the lock: a graph may run, and wait
+        graph, part.graph = part.graph, None
+        missing = () if graph is None else graph.missing.copy()
+        return [self._sent[message].what for message in missing if message != _ROOTS]
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
 class _Back(msgspec.Struct, array_like=True, frozen=True, tag=0):
     """To who began a pass: a share of the credit, 1/2**share; or what is missing; or an error."""
 
@@ -111,23 +284,49 @@ class _End(msgspec.Struct, array_like=True, frozen=True, tag=1):
 _decoder = msgspec.msgpack.Decoder(_Back | _End)
 
 
+class _Gradients(NamedTuple):
+    """What a message with gradients says; the gradients follow."""
+
+    context: int
+    sender: int
+    number: int
+    retain_graph: bool
+    share: int
+    awaited: int
+
+
 class _Pass:
     """A backward pass that began here."""
 
-    def __init__(self, context: int) -> None:
-        self.context = context
-        self.credit = Fraction(0)
+    def __init__(self, context: int, ticket: Waiter) -> None:
+        self.context, self.ticket = context, ticket
+        self.shares: set[int] = set()  # of the credit, all different
         self.awaited = 0
         self.asked = False  # who waits for gradients, and for what
         self.missing: list[str] = []
         self.failed: _Back | None = None
         self.arrivals: deque[Callable[[], None]] = deque()
-        self.ticket: Waiter | None = None
+
+    def take(self, back: _Back) -> None:
+        """Take what came back."""
+        if back.error:
+            self.failed = self.failed or back
+            return
+        self.awaited += back.awaited
+        self.missing += back.missing
+        share = back.share
+        while share in self.shares:  # two equal ones are one that is twice as large
+            self.shares.remove(share)
+            share -= 1
+        self.shares.add(share)
 
     @property
     def over(self) -> bool:
-        done = self.awaited == 0 if self.asked else self.credit == 1
+        done = self.awaited == 0 if self.asked else 0 in self.shares
         return done or self.failed is not None
+
+
+# --- all of them ----------------------------------------------------------------------------------
 
 
 class Contexts:
@@ -249,22 +448,22 @@ class Contexts:
         """Run a backward pass that begins here, to its end; see `api.backward`."""
         context = self.find(number)
         this = self._me.id, next(self._numbers)
-        run = self._passes[this] = _Pass(number)
+        run = self._passes[this] = _Pass(number, self._agent.transport.ticket())
         try:
             with inside(None), _profiled("torch::distributed::autograd::backward"):
-                step = context.begin(this, roots, retain_graph)
-                self._go_on(context, this, retain_graph, 0, 0, step)
-                while not run.over:
-                    self._wait(run)
+                awaited = context.begin(this, roots, retain_graph)
+                ones = [torch.ones_like(root) for root in roots]
+                losses = _Gradients(number, *_ROOTS, retain_graph, 0, awaited)
+                self._step(context, this, losses, ones)
+                self._wait(run)
                 if run.awaited and run.failed is None:
                     run.asked = True
                     self._end(number, this)
-                    while not run.over:
-                        self._wait(run)
+                    self._wait(run)
             if run.failed is not None:
                 raise _raised(run.failed.node, run.failed.error)
             if run.missing:
-                raise no_gradients("; ".join(run.missing))
+                raise _no_gradients(run.missing)
         except BaseException:
             self._end(number, this)
             raise
@@ -272,15 +471,13 @@ class Contexts:
             del self._passes[this]
 
     def _wait(self, run: _Pass) -> None:
-        """Run what gradients set off that have come, or wait for something to come."""
-        with self._lock:
-            arrival = run.arrivals.popleft() if run.arrivals else None
-            if arrival is None and run.over:
+        """Wait until a pass is over; run what gradients set off that come."""
+        while True:
+            ticket = run.ticket = self._agent.transport.ticket()  # before it looks
+            while run.arrivals:
+                run.arrivals.popleft()()
+            if run.over:
                 return
-            ticket = run.ticket = None if arrival else self._agent.transport.ticket()
-        if arrival is not None:
-            arrival()
-        elif ticket is not None:
             self._agent.transport.wait(ticket, 60.0)
 
     def waits(self, backward: PassId, arrival: Callable[[], None]) -> bool:
@@ -288,43 +485,39 @@ class Contexts:
         run = self._passes.get(backward)
         if run is None:
             return False
-        with self._lock:
-            run.arrivals.append(arrival)
-        self._wake(run)
+        run.arrivals.append(arrival)
+        self._agent.transport.complete(run.ticket)
         return True
 
     def arrive(self, backward: PassId, read: Callable[[], Any]) -> None:
         """Run what gradients set off; `read` returns what `send_gradients` was given."""
         try:
-            number, sender, sent, retain_graph, share, awaited, *gradients = read()
-            context = self.find(number)
+            values = read()
+            came = _Gradients(*values[: len(_Gradients._fields)])
             with inside(None), _profiled("SendRpcBackward"):
-                step = context.arrive(backward, (sender, sent), gradients, retain_graph)
-            self._go_on(context, backward, retain_graph, share, awaited, step)
+                self._step(self.find(came.context), backward, came, values[len(came) :])
         except Exception as error:
             self._failed(backward, error)
 
-    def _go_on(
+    def _step(
         self,
         context: Context,
         backward: PassId,
-        retain_graph: bool,
-        share: int,
-        awaited: int,
-        step: Step,
+        came: _Gradients,
+        gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Send gradients on, with shares of the credit; where there are none, give it back."""
-        outgoing, more = step
-        awaited += more
+        """Take gradients; send on what this gives, with shares of the credit, or give it back."""
+        message = came.sender, came.number
+        outgoing, more = context.arrive(backward, message, gradients, came.retain_graph)
+        share, awaited = came.share, came.awaited + more
         if not outgoing:
             self._back(_Back(backward, share, awaited))
-        for left, (to, message, gradients) in zip(
-            range(len(outgoing) - 1, -1, -1), outgoing, strict=True
-        ):
+        for left, out in zip(reversed(range(len(outgoing))), outgoing, strict=True):
             share += left > 0  # one half for this message, the other for those after it
-            values = context.number, *message, retain_graph, share, awaited, *map(_dense, gradients)
+            told = _Gradients(context.number, *out.message, came.retain_graph, share, awaited)
             with _profiled("RecvRpcBackward"):
-                self._agent.send_gradients(to, backward, values)
+                values = *told, *map(_dense, out.gradients)
+                self._agent.send_gradients(out.to, backward, values)
             awaited = 0
 
     def _back(self, message: _Back) -> None:
@@ -332,26 +525,14 @@ class Contexts:
             self._tell(message.backward[0], message)
             return
         run = self._passes.get(message.backward)
-        if run is None:
-            return
-        with self._lock:
-            if message.error:
-                run.failed = run.failed or message
-            else:
-                run.credit += Fraction(1, 1 << message.share)
-                run.awaited += message.awaited
-                run.missing += message.missing
-        self._wake(run)
+        if run is not None:
+            with self._lock:
+                run.take(message)
+            self._agent.transport.complete(run.ticket)
 
     def _failed(self, backward: PassId, error: Exception) -> None:
         encoded = failures.encode(error, self._me)
         self._back(_Back(backward, node=self._me.id, error=encoded))
-
-    def _wake(self, run: _Pass) -> None:
-        with self._lock:
-            ticket, run.ticket = run.ticket, None
-        if ticket is not None:
-            self._agent.transport.complete(ticket)
 
     def _end(self, number: int, backward: PassId) -> None:
         """End a pass that has failed, here and on all processes that know its context."""
@@ -415,3 +596,14 @@ def _raised(node: int, error: bytes) -> DureError:
         return cause
     trace = getattr(cause, "remote_traceback", "")
     return RpcError(f"Error on Node {node}: {cause}", op="backward", remote_traceback=trace)
+
+
+def _no_gradients(what: Sequence[str]) -> RpcError:
+    """Return the error about messages of a context that a backward pass does not reach."""
+    return RpcError(
+        "the result of a remote call got no gradient in this backward pass",
+        op="backward",
+        seen="; ".join(what),
+        fix="Let all results that need gradients take part in the loss, detach those that do not, "
+        "or make such calls outside of the context.",
+    )

@@ -26,34 +26,33 @@ aside meanwhile, for they would see parts of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch.autograd.graph import (
-    GradientEdge,
-    Node,
-    _engine_run_backward,  # pyright: ignore[reportPrivateUsage]: without what `backward` checks
-    get_gradient_edge,
-)
+from torch.autograd.graph import GradientEdge, Node
 
 from dure.errors import UsageError
 
-__all__ = ["Gradients", "LocalGraph", "leaf_lock", "place"]
+__all__ = ["Gradients", "LocalGraph", "aside", "edge_of", "place"]
 
 Gradients = tuple[torch.Tensor | None, ...]
+
+Root = TypeVar("Root", bound=Hashable)
 
 _COPIED_BYTES = 64 << 10
 """Gradients of leaves are handed over, which costs a node, and not copied, if they have more."""
 
-_aside_lock = threading.RLock()
+aside = threading.RLock()
 """Held while hooks, or `.grad`, are set aside."""
 
-leaf_lock = threading.Lock()
-"""Held while the engine is asked for the node of a leaf: torch takes its own lock and Python's
-in either order there, and two threads that ask at once may never come back."""
+_leaf_lock = threading.Lock()
+"""Held while torch is asked for the node of a leaf: it takes its own lock and Python's in either
+order there, and two threads that ask at once may never come back."""
+
+_run: Any = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
+"""torch's engine, without what `torch.autograd.backward` checks and logs."""
 
 
 def place(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -61,10 +60,24 @@ def place(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
     All have one node, which is never executed: `LocalGraph` takes the gradients that come to it.
     """
-    return _FromElsewhere.apply(_anchor, tensors)
+    return _place(_anchor, tensors)
 
 
-class LocalGraph:
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor enters its graph; in grad mode."""
+    if tensor.grad_fn is not None:
+        return GradientEdge(tensor.grad_fn, tensor.output_nr)
+    with _leaf_lock:
+        # What is computed of a leaf leads to its node; there are no views of sparse tensors.
+        strided = tensor.layout is torch.strided
+        after = (tensor.view_as(tensor) if strided else tensor.clone()).grad_fn
+    assert after is not None
+    node, number = after.next_functions[0]
+    assert node is not None
+    return GradientEdge(node, number, after)
+
+
+class LocalGraph(Generic[Root]):
     """One backward pass through this process.
 
     Args:
@@ -87,12 +100,12 @@ class LocalGraph:
 
     def __init__(
         self,
-        roots: Mapping[Hashable, Sequence[GradientEdge]],
+        roots: Mapping[Root, Sequence[GradientEdge]],
         received: Collection[Node],
         retain_graph: bool = False,
     ) -> None:
         self.roots, self._retain = roots, retain_graph
-        self.missing: dict[Hashable, None] = dict.fromkeys(roots)
+        self.missing: dict[Root, None] = dict.fromkeys(roots)
         self.leaves: dict[torch.Tensor, torch.Tensor] = {}
         self._gradients: dict[tuple[Node, int], torch.Tensor] = {}  # of nodes that have not run
         self._ready: dict[Node, None] = {}  # and have not run; each after those that lead to it
@@ -116,9 +129,7 @@ class LocalGraph:
         self.unreached = ends - self.received
         self._due = set(self.received)
 
-    def arrive(
-        self, root: Hashable, gradients: Sequence[torch.Tensor | None]
-    ) -> dict[Node, Gradients]:
+    def arrive(self, root: Root, gradients: Sequence[torch.Tensor | None]) -> dict[Node, Gradients]:
         """Take the gradients of a root, and run what can be run.
 
         Returns:
@@ -133,7 +144,7 @@ class LocalGraph:
         self._accumulate()
         return complete
 
-    def _run_ready(self, root: Hashable) -> dict[Node, Gradients]:
+    def _run_ready(self, root: Root) -> dict[Node, Gradients]:
         """Run what can be run while some roots are missing."""
         stack = [edge.node for edge in self.roots[root]]
         while stack:
@@ -173,32 +184,26 @@ class LocalGraph:
         self._due.difference_update(due)
         seeds = [e for e in self._gradients if e[0] in nodes and e[0] not in self._variables]
         if not seeds:
-            return dict.fromkeys(due, ())
+            return {node: (None,) * node.size for node in due}
+        edges = tuple([GradientEdge(*seed) for seed in seeds])
+        gradients = tuple([self._gradients.pop(seed) for seed in seeds])
         ends = [GradientEdge(node, n) for node in due for n in range(node.size)]
         ends += [GradientEdge(node, 0) for node in leaves]
         got: dict[Node, Gradients] = {}
-        with ExitStack() as stack:
-            for node in shared:
-                stack.callback(node.register_hook(partial(_note, got, node)).remove)
-            stack.enter_context(_aside(self._variables[node] for node in leaves))
-            found = iter(
-                _engine_run_backward(
-                    tuple(GradientEdge(*seed) for seed in seeds),
-                    tuple(self._gradients.pop(seed) for seed in seeds),
-                    self._retain or bool(shared),
-                    False,
-                    tuple(ends),
-                    allow_unreachable=True,
-                    accumulate_grad=False,
-                )
-            )
+        notes = [node.register_hook(partial(_note, got, node)) for node in shared]
+        run = partial(_run, edges, gradients, self._retain or bool(shared), False, tuple(ends))
+        try:
+            captured = iter(_without_hooks([self._variables[node] for node in leaves], run))
+        finally:
+            for note in notes:
+                note.remove()
         complete: dict[Node, Gradients] = {
-            node: tuple(next(found) for _ in range(node.size)) for node in due
+            node: tuple([next(captured) for _ in range(node.size)]) for node in due
         }
-        for node, gradient in zip(leaves, found, strict=True):
+        for node, gradient in zip(leaves, captured, strict=True):
             self._add(node, 0, gradient)
-        for node, gradients in got.items():
-            self._pass_on(node, gradients, {*nodes, *leaves})
+        for node, passed in got.items():
+            self._pass_on(node, passed, {*nodes, *leaves})
         return complete
 
     def _pass_on(self, node: Node, got: Gradients, known: set[Node]) -> None:
@@ -222,22 +227,21 @@ class LocalGraph:
 
     def _accumulate(self) -> None:
         """Let leaves have their gradients: in `leaves`, not in `.grad`."""
-        edges = tuple(GradientEdge(*edge) for edge in self._gradients)
+        edges = tuple([GradientEdge(*edge) for edge in self._gradients])
         gradients, self._gradients = [*self._gradients.values()], {}
         if not edges:
             return
         tensors = [self._variables[edge.node] for edge in edges]
-        if sum(gradient.numel() * gradient.itemsize for gradient in gradients) > _COPIED_BYTES:
-            with torch.enable_grad(), leaf_lock:
-                edges = (get_gradient_edge(_Handing.apply(gradients, *tensors)),)
+        if sum([each.numel() * each.itemsize for each in gradients]) > _COPIED_BYTES:
+            with torch.enable_grad(), _leaf_lock:
+                edges = (edge_of(_Handing.apply(gradients, *tensors)),)
             gradients = [_one]
-        with _aside_lock:
+        with aside:
             kept = [tensor.grad for tensor in tensors]
             try:
                 for tensor in tensors:
                     tensor.grad = None
-                how: dict[str, Any] = {"allow_unreachable": True, "accumulate_grad": True}
-                _engine_run_backward(edges, tuple(gradients), False, False, (), **how)
+                _run(edges, tuple(gradients), False, False, (), True, True)
                 for tensor in tensors:
                     if tensor.grad is not None:
                         self.leaves[tensor] = tensor.grad
@@ -269,7 +273,10 @@ class _FromElsewhere(torch.autograd.Function):
 _anchor = torch.empty(0, requires_grad=True)
 """Makes the engine see results of `_FromElsewhere` as part of a graph."""
 
-_anchor_edge = get_gradient_edge(_anchor)  # kept: see `leaf_lock`
+_anchor_edge = edge_of(_anchor)  # kept: see `_leaf_lock`
+
+_place: Any = super(torch.autograd.Function, _FromElsewhere).apply  # pyright: ignore
+"""`apply`, without what torch looks for and this project has not (torch.func)."""
 
 _one = torch.ones(())
 
@@ -297,19 +304,17 @@ def _zeros(node: Node, number: int) -> torch.Tensor:
     return torch.zeros(made.shape, dtype=made.dtype, device=made.device)
 
 
-@contextmanager
-def _aside(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Keep the hooks of leaves from being called."""
+def _without_hooks(leaves: list[torch.Tensor], run: Callable[..., Any]) -> Any:
+    """Have the engine capture gradients; keep the hooks of leaves from being called."""
     tables: list[Any] = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
     if not tables:
-        yield
-        return
-    with _aside_lock:
+        return run(True, False)
+    with aside:
         kept = [dict(table) for table in tables]
         try:
             for table in tables:
                 table.clear()
-            yield
+            return run(True, False)
         finally:
             for table, hooks in zip(tables, kept, strict=True):
                 table.update(hooks)
