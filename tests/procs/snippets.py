@@ -1,0 +1,90 @@
+"""The Python that the documents show, as programs that can be run.
+
+The blocks of a page are one program, in their order, as a reader tries them. HTML comments, which
+no reader sees, stand before a block that needs more:
+
+    <!-- ranks: 4 -->            the page's blocks run on 4 ranks, not 2
+    <!-- first: CODE -->         what the block takes for granted
+    <!-- not run: REASON -->     this block is left out
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import dure
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "ko").glob("*.md")),
+]
+PIECE = re.compile(
+    r"^<!-- (?P<mark>ranks|first|not run):(?P<text>.*?)-->$|^```python\n(?P<block>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Snippets:
+    """The program of one page.
+
+    Attributes:
+        path: The document.
+        ranks: How many ranks run it.
+        source: All that is run; its lines are those of the document.
+        left_out: Why blocks are not run, each with its line.
+    """
+
+    path: Path
+    ranks: int
+    source: str
+    left_out: tuple[tuple[int, str], ...]
+
+
+def read(path: Path) -> Snippets:
+    """Read a document; lines that are no code become empty ones, so that errors name its lines."""
+    text = path.read_text()
+    lines = [""] * (text.count("\n") + 1)
+    ranks, reason = 2, ""
+    left_out: list[tuple[int, str]] = []
+    for piece in PIECE.finditer(text):
+        group = "block" if piece["block"] is not None else "text"
+        begin = text.count("\n", 0, piece.start(group))
+        match piece["mark"]:
+            case "ranks":
+                ranks = int(piece["text"])
+            case "not run":
+                reason = piece["text"].strip()
+            case None if reason:
+                left_out.append((begin, reason))
+                reason = ""
+            case _:
+                code = piece[group].strip(" ").splitlines()
+                lines[begin : begin + len(code)] = code
+    return Snippets(path, ranks, "\n".join(lines), tuple(left_out))
+
+
+def run(rank: int, path: str, source: str, folder: str, port: int) -> None:
+    """Run a page's program on this rank of a pool, whose group it takes as its own."""
+    module = types.ModuleType("snippets_of_a_page")
+    sys.modules[module.__name__] = module  # where pickle looks for what the page defines
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(dure.get_world_size())}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.manual_seed(0)
+    with (
+        mock.patch.object(dure, "init_process_group"),
+        mock.patch.object(dure, "destroy_process_group"),
+    ):
+        exec(compile(source, path, "exec"), module.__dict__)
+    dure.barrier()
