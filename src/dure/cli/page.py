@@ -33,7 +33,7 @@ from dure.launch import JobResult, JobSpec
 from dure.launch.show.live import Row, indented
 from dure.launch.show.summary import summary, where
 from dure.launch.spec import RankResult, Stream
-from dure.viewer.door import Door
+from dure.viewer.door import Door, listen
 from dure.viewer.view import Feed, Outcome, RankRow, Site
 
 _NEEDED = ("starlette", "uvicorn")
@@ -53,7 +53,7 @@ def view(
 ) -> None:
     """Show recorded traces as a page on this machine, until interrupted."""
     _require_server()
-    from dure.viewer.server import listen, serve  # lazy: only where it is installed
+    from dure.viewer.server import serve  # lazy: only where it is installed
     from dure.viewer.sources import Recorded  # lazy: brings asyncio
 
     source, door = Recorded(paths), Door()
@@ -83,8 +83,6 @@ class Page:
     """
 
     def __init__(self, title: str, folder: Path) -> None:
-        from dure.viewer.server import listen  # lazy: only where it is installed
-
         self._began = time.monotonic()
         self._lines: deque[tuple[int, Stream, bytes]] = deque(maxlen=_MOST_LINES)
         self._ranks: list[RankRow] = []

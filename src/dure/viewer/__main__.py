@@ -51,7 +51,10 @@ async def _run(folder: Path, listening: socket.socket) -> None:
     await _follow(reader, source)
     looking.cancel()
     source.end()
-    await asyncio.sleep(_LAST_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_S):
+            while source.num_readers:
+                await asyncio.sleep(0.05)
     serving.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await serving

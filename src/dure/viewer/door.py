@@ -20,10 +20,11 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
+import socket
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 
-__all__ = ["COOKIE", "HEADERS", "Door"]
+__all__ = ["COOKIE", "HEADERS", "Door", "listen"]
 
 COOKIE = "dure_page"
 _LOOPBACK = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::\d{1,5})?", re.ASCII)
@@ -43,6 +44,13 @@ HEADERS = {
 }
 """What every answer carries: nothing from elsewhere runs or loads, no text becomes markup, and no
 other page frames this one, learns its address, or keeps it."""
+
+
+def listen() -> socket.socket:
+    """Return a socket that listens on a free port of 127.0.0.1."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=32)
+    listening.setblocking(False)
+    return listening
 
 
 def _secret() -> str:

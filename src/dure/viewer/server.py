@@ -32,10 +32,10 @@ from dure.viewer.charts import Key
 from dure.viewer.door import HEADERS, Door
 from dure.viewer.sources import Source
 
-__all__ = ["LISTENERS", "application", "listen", "serve"]
+__all__ = ["LISTENERS", "application", "serve"]
 
-LISTENERS = 8
-"""How many browsers are told of changes at a time."""
+LISTENERS = 16
+"""How many streams are served at a time; a browser has two."""
 
 _MOST_CONNECTIONS = 64
 _SILENT_S = 10.0
@@ -56,13 +56,6 @@ _STATIC = (
 Messages = MutableMapping[str, Any]
 Send = Callable[[Messages], Awaitable[None]]
 Receive = Callable[[], Awaitable[Messages]]
-
-
-def listen() -> socket.socket:
-    """Return a socket that listens on a free port of 127.0.0.1."""
-    listening = socket.create_server(("127.0.0.1", 0), backlog=32)
-    listening.setblocking(False)
-    return listening
 
 
 class _Gate:
@@ -112,7 +105,6 @@ def application(source: Source, door: Door) -> Callable[..., Awaitable[None]]:
     """Return the page as an application of ASGI."""
     static = {name: _file(name) for name in _STATIC}
     page, first = _file("page.html"), _file("open.html")
-    listeners = asyncio.Semaphore(LISTENERS)
 
     async def open_first(request: Request) -> Response:
         del request
@@ -136,13 +128,12 @@ def application(source: Source, door: Door) -> Callable[..., Awaitable[None]]:
 
     async def events(request: Request) -> Response:
         del request
-        return _stream(_events(source), listeners)
+        return _stream(source, _events(source))
 
     async def output(request: Request) -> Response:
         rank = request.query_params.get("rank", "0")
-        return _stream(
-            _output(source, int(rank) if rank.isascii() and rank.isdigit() else 0), listeners
-        )
+        number = int(rank) if rank.isascii() and rank.isdigit() else 0
+        return _stream(source, _output(source, number))
 
     routes = [
         Route("/", open_first),
@@ -172,16 +163,25 @@ async def _body(request: Request) -> str:
     return body.decode("ascii", "replace")
 
 
-def _stream(events: AsyncIterator[bytes], listeners: asyncio.Semaphore) -> Response:
-    if listeners.locked():
+def _stream(source: Source, events: AsyncIterator[bytes]) -> Response:
+    if source.num_readers >= LISTENERS:
         return PlainTextResponse("Too many browsers show this page.", 503)
+    source.num_readers += 1
+    return _Stream(events, source)
 
-    async def guarded() -> AsyncIterator[bytes]:
-        async with listeners:
-            async for event in events:
-                yield event
 
-    return StreamingResponse(guarded(), media_type="text/event-stream")
+class _Stream(StreamingResponse):
+    """A stream of events, whose end is noted however it comes."""
+
+    def __init__(self, events: AsyncIterator[bytes], source: Source) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._source = source
+
+    async def __call__(self, scope: Messages, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._source.num_readers -= 1
 
 
 def _event(name: str, content: object) -> bytes:
@@ -242,7 +242,7 @@ async def serve(source: Source, door: Door, listening: socket.socket) -> None:
     Args:
         source: What it shows.
         door: Who may see it.
-        listening: Where it is asked for (`listen`).
+        listening: Where it is asked for (`door.listen`).
     """
     config = uvicorn.Config(
         application(source, door),

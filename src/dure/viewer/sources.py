@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dure.errors import UsageError
+from dure.trace.events import State
 from dure.trace.findings import study
 from dure.trace.merging import Flight, RankFile, read_files
 from dure.viewer import study as parts
@@ -60,6 +61,7 @@ class Source:
         output: Lines.
         version: Grows with each change.
         over: Whether nothing will change any more.
+        num_readers: How many follow it; who has the last state follows no longer.
     """
 
     def __init__(self, title: str, live: bool, slot_s: float = 1.0) -> None:
@@ -68,6 +70,7 @@ class Source:
         self.output = Output()
         self.version = 1
         self.over = not live
+        self.num_readers = 0
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -267,12 +270,16 @@ def _recorded_row(file: RankFile) -> RankRow:
         rank=file.rank,
         host=file.host,
         pid=file.pid,
-        state="failed" if file.failure else "recorded",
+        state="failed" if file.failure or _has_failed(file) else "recorded",
         where=str(file.where or ""),
         last=file.reason[:_LONGEST_LINE],
     )
     _complete(row, file)
     return row
+
+
+def _has_failed(file: RankFile) -> bool:
+    return bool(file.records) and file.records[-1].state is State.FAILED
 
 
 def _recorded_failure(flight: Flight) -> Failure | None:

@@ -84,16 +84,21 @@ class Chart {
     return {
       width: Math.max(200, this.place.clientWidth), height: 220,
       scales: { x: { time: false }, y: { range: (u, low, high) => low === null ? [0, 1] : this.range(low, high) } },
-      axes: [{ ...axis, values: (u, marks) => marks.map((mark) => this.time ? clock(mark) : String(mark)), space: 60, size: 28 },
+      axes: [{ ...axis, values: (u, marks) => this.marks(marks), space: 60, size: 28 },
         { ...axis, size: 56, values: (u, marks) => marks.map(short) }],
       series: [{ label: this.time ? "at" : "step", value: (u, _, s, at) => { const v = this.value(u.data, s, at); return this.time ? clock(v) : String(v); } }, ...series],
       cursor: { drag: { x: true, y: false } },
     };
   }
 
+  marks(marks) {
+    const seconds = marks.length && marks[marks.length - 1] - marks[0] < 60;
+    return marks.map((mark) => !this.time ? String(mark) : seconds ? `${Number(mark.toFixed(2))} s` : clock(mark));
+  }
+
   value(data, s, at) {
     if (at === null) for (at = data[0].length - 1; at > 0 && (data[s][at] ?? null) === null;) at--;
-    return this.stacked && s + 1 < data.length ? data[s][at] - data[s + 1][at] : data[s][at];
+    return this.stacked && s > 0 && s + 1 < data.length ? data[s][at] - data[s + 1][at] : data[s][at];
   }
 
   range(low, high) {
@@ -149,6 +154,7 @@ class Curves {
         : name === "part" ? new Chart(this.parent, "Parts of a step", "ms, mean of all ranks", { time: true, stacked: true })
         : new Chart(this.parent, name.slice("scalar ".length), "by step");
       made.card.dataset.chart = name;
+      made.card.style.order = name === "step" ? -2 : name === "part" ? -1 : 0;
       this.charts.set(name, made);
     }
     if (name === "part") [...lines.keys()].forEach(kindColour);

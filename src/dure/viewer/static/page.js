@@ -114,10 +114,12 @@ function showCollectives(part, found) {
 function showFailure(part, failure) {
   part.hidden = !failure;
   if (!failure) return;
-  const rows = failure.sites.map((site) => element("tr", {}, cell(ranksOf(site.ranks)), cell(site.call, "wide"), cell(site.at ? place(site.at) : "–"), cell(site.how, "wide"), cell(site.where ? place(site.where) : "–")));
+  const places = failure.sites.some((site) => site.where);
+  const rows = failure.sites.map((site) => element("tr", {}, cell(ranksOf(site.ranks)), cell(site.call, "wide"), cell(site.at ? place(site.at) : "–"),
+    cell(site.how, "wide"), places ? cell(site.where ? place(site.where) : "–") : null));
   const parts = [element("h2", { textContent: failure.headline })];
   if (failure.sentences.length) parts.push(element("ul", {}, ...failure.sentences.map((text) => element("li", { textContent: text }))));
-  if (rows.length) parts.push(table([["who"], ["last operation"], ["called at"], ["how it ended"], ["was at"]], rows));
+  if (rows.length) parts.push(table([["who"], ["last operation"], ["called at"], ["how it ended"], ...(places ? [["was at"]] : [])], rows));
   if (failure.traceback) parts.push(element("details", {}, element("summary", { textContent: "Traceback" }), element("pre", { textContent: failure.traceback })));
   part.replaceChildren(...parts);
 }
