@@ -344,7 +344,7 @@ class Agent:
         body = outcome.envelope.body
         if outcome.envelope.kind == Kind.ERROR:
             raise failures.decode(body.pickled)
-        if not body.pickled and body.place < 0:
+        if not (body.pickled or body.tensors or body.references):
             return None
         return self._unpack(outcome)[0]
 
@@ -693,7 +693,7 @@ class Agent:
         device_there: Callable[[torch.device], str],
         function: str = "",
     ) -> Packed:
-        packed = pack_plain(values, function)
+        packed = pack_plain(values, function, to, RRef)
         if packed is not None:
             return packed
         try:

@@ -6,8 +6,9 @@ are views of it, and only the part of it that they see. So tensors that share me
 share it at the receiver. References to remote values are in a table of their own, for the process
 that receives the message must know of them before anybody unpacks it (`references`).
 
-Most messages have only plain values and at most one tensor, beside each other. They need no pickler
-of ours (`pack_plain`): the tensor's place among the values is told, and a small one is inline.
+Most messages have only plain values, and at most one tensor and one reference, beside each other.
+They need no pickler of ours (`pack_plain`): the places of these two among the values are told, and
+a small tensor is inline.
 
 A sparse (COO) tensor is its indices and its values. Tensors of other kinds (compressed, quantized,
 subclasses) are pickled in torch's own way; their parts are tensors again. Tensors of other devices
@@ -94,6 +95,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
     function: str = ""
     """What is called with the values, by name (`name_of`); if there is none, the values are
     function, arguments and keyword arguments."""
+    referred: int = _NOWHERE  # the place of the only reference among plain values
 
     @property
     def is_plain(self) -> bool:
@@ -149,23 +151,38 @@ def find_function(name: str, find: Callable[[str, str], Any] | None = None) -> A
     return getattr(module, own_name)
 
 
-def pack_plain(values: tuple[Any, ...], function: str = "") -> Packed | None:
-    """Take values apart that are plain, but for one tensor; None: others are among them.
+def pack_plain(
+    values: tuple[Any, ...], function: str = "", to: int = -1, referring: type[Any] | None = None
+) -> Packed | None:
+    """Take values apart that are plain, but for one tensor and one reference; None: others are not.
 
     Args:
         values: The values.
         function: For the body.
+        to: Who will receive it.
+        referring: The type of references.
+
+    Raises:
+        RpcError: The reference is lost.
     """
-    place = _NOWHERE
+    place = referred = _NOWHERE
     for number, value in enumerate(values):
         kind = type(value)
         if kind in _PLAIN:
             continue
-        if kind is not torch.Tensor or place >= 0 or not _is_dense(value):
+        if kind is torch.Tensor and place < 0 and _is_dense(value):
+            place = number
+        elif kind is referring and referred < 0:
+            referred = number
+        else:
             return None
-        place = number
-    if place < 0:
+    if place < 0 and referred < 0:
         return Packed(Body(pickle.dumps(values, 5) if values else b"", function=function))
+    others = [None if n in (place, referred) else value for n, value in enumerate(values)]
+    pickled = pickle.dumps(others, 5) if len(others) > 1 else b""
+    rows = () if referred < 0 else (values[referred].pack_reference(to),)
+    if place < 0:
+        return Packed(Body(pickled, (), rows, function=function, referred=referred))
     tensor: torch.Tensor = values[place]
     count, address = tensor.nbytes, tensor.data_ptr()
     small = count <= INLINE_BYTES and native.heap_offset(address, count) < 0
@@ -177,10 +194,8 @@ def pack_plain(values: tuple[Any, ...], function: str = "") -> Packed | None:
         offset=0,
         requires_grad=tensor.requires_grad,
     )
-    others = (*values[:place], None, *values[place + 1 :]) if len(values) > 1 else ()
-    pickled = pickle.dumps(others, 5) if others else b""
     inline = ctypes.string_at(address, count) if small and count else b""
-    body = Body(pickled, (row,), (), place, inline, function)
+    body = Body(pickled, (row,), rows, place, inline, function, referred)
     return Packed(body, () if small else (tensor,), (tensor,))
 
 
@@ -248,7 +263,11 @@ def unpack(
         values = _Unpickler(io.BytesIO(pickled), tensors, references, find).load()
     else:
         values = pickle.loads(pickled)
-    return values if place < 0 else (*values[:place], tensors[0], *values[place + 1 :])
+    if place >= 0:
+        values = (*values[:place], tensors[0], *values[place + 1 :])
+    if body.referred >= 0:
+        values = (*values[: body.referred], references[0], *values[body.referred + 1 :])
+    return values
 
 
 def rebuild(body: Body, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:

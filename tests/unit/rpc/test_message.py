@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from dure.errors import RpcError
-from dure.rpc.message import Body, Packed, ReferenceRow, TensorRow, pack, rebuild, unpack
+from dure.rpc.message import (
+    Body,
+    Packed,
+    ReferenceRow,
+    TensorRow,
+    pack,
+    pack_plain,
+    rebuild,
+    unpack,
+)
 
 
 def travel(value: object) -> Any:
@@ -117,6 +126,34 @@ def test_references_are_told_beside_the_pickle() -> None:
         ReferenceRow((1, 6), 1, (9, 6)),
     )
     assert arrive(packed, references=["a", "b"]) == ["a", ("b", 1)]
+
+
+T, R = torch.arange(3.0), Reference(5)
+
+
+@pytest.mark.parametrize(
+    "values", [(T, R), (R, 7, T), (7, T, None, R), ("seven", T), (T,), (R,), (7, 7.0, R)]
+)
+def test_a_tensor_and_a_reference_beside_plain_values(values: tuple[Any, ...]) -> None:
+    packed = pack_plain(values, "", 3, Reference)
+    assert packed is not None
+    number = sum(value is R for value in values)
+    assert packed.body.references == (ReferenceRow((1, 5), 1, (3, 5)),) * number
+    got = arrive(packed, references=["reference"])
+    assert len(got) == len(values)
+    for each, value in zip(got, values, strict=True):
+        if value is T:
+            assert each.tolist() == [0.0, 1.0, 2.0]
+        else:
+            assert each == ("reference" if value is R else value)
+
+
+@pytest.mark.parametrize("values", [(R, Reference(6)), (T, R, {}), (T, T)])
+def test_others_are_not_plain_and_no_reference_is_packed(
+    values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Reference, "pack_reference")
+    assert pack_plain(values, "", 3, Reference) is None
 
 
 def test_references_packed_before_an_error_are_told() -> None:
