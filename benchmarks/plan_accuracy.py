@@ -29,7 +29,7 @@ import numpy as np
 from dure.plan.constants import Constants, document
 from dure.plan.cost import Jobs, step_time
 from dure.plan.machines import Gpu, gpus
-from dure.plan.peak import ROOM, peak_memory
+from dure.plan.peak import peak_memory
 
 FILES = (
     "hf_ultrascale_h100_sweep",
@@ -54,7 +54,7 @@ HARDWARE = {
 FUSED = ("hf", "torchtitan", "llm", "nemo", "megatron_h100")  # attention in one kernel
 NEWEST = ("nemo", "megatron_h100")  # the vendor's kernels, and communication overlapped
 WITH_FLOAT32_GRADIENTS = ("hf", "torchtitan", "nemo")
-BALANCED = ("hf", "torchtitan", "nemo")  # stages cut by cost
+BALANCED = ("hf", "torchtitan")  # stages cut by cost
 SPLIT_MESSAGES = ("hf", "torchtitan", "nemo", "meg", "mt_")
 
 GROUPS = {  # how rows are named in the tables
@@ -78,6 +78,7 @@ WEIGHTS = {  # of a source as a whole in the fit
 MEMORY_WEIGHTS = {"torchtitan": 8.0, "torchtitan, 8 bits": 8.0}  # of each row; others 0.25
 SLOW_ROW_WEIGHT = 0.01  # of each row that is far behind its group's best
 ROBUST = 0.12  # errors (of the logarithm) from which a row pulls less
+READ_OFF = ("room", "refill")  # too few rows decide them: read off, not fitted
 PRIOR = 0.25  # of a constant's logarithm, towards its value before
 
 
@@ -140,6 +141,8 @@ def _row(line: dict[str, str], known: dict[str, Gpu]) -> Row | None:
     recompute = line["recompute"]
     eight_bits = bool(re.search("fp8|float8", precision, re.IGNORECASE))
     job = _sizes(line) | _hardware(source, gpu, eight_bits) | _software(line, eight_bits)
+    if line["mem_gib"] or failed:  # elsewhere nothing tells how full memory was
+        job["memory"] = gpu.memory_gb * 1e9
     name = "nemo" if source.startswith("nemo") else GROUPS.get(source, source)
     if name == "torchtitan" and eight_bits:
         name = "torchtitan, 8 bits"
@@ -195,12 +198,12 @@ def _hardware(source: str, gpu: Gpu, eight_bits: bool) -> dict[str, float]:
     network = {"vtrain_multi": 12.5e9, "llm_foundry": 25e9 if gpu.kind == "a100" else 50e9}
     return {
         "peak": (gpu.fp8_tflops if eight_bits else gpu.bf16_tflops) * 1e12,
+        "memory": np.inf,
         "hbm": gpu.memory_tb_s * 1e12,
         "link": gpu.link_gb_s * 1e9,
         "net": network.get(source, gpu.network_gb_s * 1e9),
         "node_size": 8,
         "is_h100": gpu.kind in ("h100", "b200"),
-        "is_cpu": 0,
         "efa": source.startswith("hf"),
         "power": gpu.power,
     }
@@ -211,7 +214,7 @@ def _software(line: dict[str, str], eight_bits: bool) -> dict[str, float]:
     source, precision, recompute = line["source_id"], line["precision"], line["recompute"]
     newest = source.startswith(NEWEST)
     float32 = source.startswith(WITH_FLOAT32_GRADIENTS) or "DEFAULT" in precision
-    sequence = source.startswith((*BALANCED, *NEWEST)) or "sequence" in recompute
+    sequence = source.startswith((*BALANCED, *NEWEST, "nemo")) or "sequence" in recompute
     return {
         "sp": _number(line, "tp", 1) > 1 and sequence and "without" not in line["notes"],
         "recompute": {"full": 1.0, "selective layer": 0.5}.get(recompute, 0.0),
@@ -226,6 +229,8 @@ def _software(line: dict[str, str], eight_bits: bool) -> dict[str, float]:
         "balanced": source.startswith(BALANCED),
         "blocking": source.startswith("hf"),
         "split": source.startswith(SPLIT_MESSAGES),
+        "once": 0,
+        "shared": 0,
     }
 
 
@@ -242,39 +247,38 @@ class Fit:
     """Fits constants to rows: a robust least squares of the logarithm of step time and memory."""
 
     def __init__(self, rows: Iterable[Row], start: Constants) -> None:
-        self.rows = [row for row in rows if row.source in WEIGHTS]
-        self.timed = [row for row in self.rows if row.seconds == row.seconds]
-        self.sized = [row for row in self.rows if row.memory == row.memory]
-        self.jobs = Jobs.of([r.job for r in self.timed])
-        self.jobs_sized = Jobs.of([r.job for r in self.sized])
-        self.log_seconds = np.log([row.seconds for row in self.timed])
-        self.log_memory = np.log([row.memory for row in self.sized])
+        self.rows = [r for r in rows if r.source in WEIGHTS and not r.failed]
+        # What the allocator takes is read off: it is not to draw the formula of memory.
+        self.jobs = Jobs.of([row.job | {"memory": np.inf} for row in self.rows])
+        self.log_seconds = np.log([row.seconds for row in self.rows])
+        self.log_memory = np.log([row.memory for row in self.rows])
         many: dict[str, int] = defaultdict(int)
-        for row in self.timed:
+        for row in self.rows:
             many[row.source] += row.counted
-        self.size_weights = np.array([MEMORY_WEIGHTS.get(row.source, 0.25) for row in self.sized])
-        self.weights = np.array(
+        self.weights = np.sqrt(
             [
                 (WEIGHTS[row.source] / many[row.source]) if row.counted else SLOW_ROW_WEIGHT
-                for row in self.timed
+                for row in self.rows
             ]
         )
+        self.size_weights = np.sqrt([MEMORY_WEIGHTS.get(row.source, 0.25) for row in self.rows])
         self.start = np.log([getattr(start, name) for name in Constants.names()])
+        self.priors = np.array([100 if n in READ_OFF else PRIOR for n in Constants.names()])
 
     def constants(self, x: Any) -> Constants:
         """Return constants of their logarithms."""
         return Constants(**dict(zip(Constants.names(), np.exp(x).tolist(), strict=True)))
 
-    def residuals(self, x: Any, seen: Any, seen_sizes: Any) -> Any:
+    def residuals(self, x: Any, seen: Any) -> Any:
         """Return what least squares makes small."""
-        c = self.constants(x)
-        times = np.log(step_time(self.jobs, c).total) - self.log_seconds
-        sizes = np.log(peak_memory(self.jobs_sized, c).total) - self.log_memory
+        seconds, sizes = predict(self.jobs, self.constants(x))
+        times = np.nan_to_num(np.log(seconds) - self.log_seconds)
+        memory = np.nan_to_num(sizes / np.exp(self.log_memory) - 1)
         return np.concatenate(
             [
-                (_robust(times) * np.sqrt(self.weights))[seen],
-                (_robust(sizes) * np.sqrt(self.size_weights))[seen_sizes],
-                PRIOR * (x - self.start),
+                (_robust(times) * self.weights)[seen],
+                (_robust(memory) * self.size_weights)[seen],
+                self.priors * (x - self.start),
             ]
         )
 
@@ -284,12 +288,17 @@ class Fit:
             least_squares,  # in the dev extra only
         )
 
-        seen = np.array([not without(row) for row in self.timed])
-        sizes = np.array([not without(row) for row in self.sized])
+        seen = np.array([not without(row) for row in self.rows])
         found = least_squares(
-            self.residuals, start, args=(seen, sizes), max_nfev=n, x_scale=0.3, method="trf"
+            self.residuals, start, args=(seen,), max_nfev=n, x_scale=0.3, method="trf"
         )
         return found.x
+
+
+def predict(jobs: Jobs, c: Constants) -> tuple[Any, Any]:
+    """Return seconds of a step and bytes of the fullest rank, of each job."""
+    sizes = peak_memory(jobs, c).total
+    return step_time(jobs, c, sizes).total, sizes
 
 
 def _robust(errors: Any) -> Any:
@@ -313,7 +322,7 @@ def left_out(rows: list[Row], fit: Fit, x: Any) -> dict[int, tuple[float, float]
 
         c = fit.constants(fit.run(x, is_left_out, n=6))
         jobs = Jobs.of([row.job for _, row in under_test])
-        times, sizes = step_time(jobs, c).total, peak_memory(jobs, c).total
+        times, sizes = predict(jobs, c)
         for at, (i, _) in enumerate(under_test):
             found[i] = (float(times[at]), float(sizes[at]))
     return found
@@ -357,8 +366,9 @@ def _line(name: str, ratios: list[float]) -> None:
 
 def _failures(rows: list[Row], predicted: dict[int, tuple[float, float]]) -> None:
     """Print how many of the runs that failed would have been called too large."""
+    room = Constants.load().room
     own = [i for i, row in enumerate(rows) if row.source == "hf_ultrascale"]
-    called = {i for i in own if predicted[i][1] > ROOM * rows[i].memory_size}
+    called = {i for i in own if predicted[i][1] > room * rows[i].memory_size}
     failed = {i for i in own if rows[i].failed}
     right = len(called & failed)
     print(
@@ -420,8 +430,7 @@ def speed(rows: list[Row]) -> None:
     jobs, c = Jobs.of([row.job for row in rows] * 8), Constants.load()
     start = time.perf_counter()
     for _ in range(3):
-        step_time(jobs, c)
-        peak_memory(jobs, c)
+        predict(jobs, c)
     took = (time.perf_counter() - start) / 3
     print(f"\nclosed form: {len(jobs) / took:,.0f} layouts/s, one core")
 
@@ -476,10 +485,10 @@ def main() -> None:
     if args.fit or args.check:
         x = fit.run(fit.start, n=200)
     jobs, c = Jobs.of([row.job for row in rows]), fit.constants(x)
-    times, sizes = step_time(jobs, c).total, peak_memory(jobs, c).total
+    times, sizes = predict(jobs, c)
     predicted = {i: (float(times[i]), float(sizes[i])) for i in range(len(rows))}
     if args.check:
-        moved = np.abs(times / step_time(jobs, constants).total - 1).max()
+        moved = np.abs(times / predict(jobs, constants)[0] - 1).max()
         same = document()["fit"]["hash"] == fingerprint(fit.rows)
         print(
             f"rows {'as fitted' if same else 'differ'}; no step time moves by more than {moved:.2%}"

@@ -26,7 +26,7 @@ from dure.plan.explain import explain as explain_layout
 from dure.plan.jobs import PRECISIONS
 from dure.plan.layouts import Layout, columns
 from dure.plan.layouts import layouts as all_layouts
-from dure.plan.peak import ROOM
+from dure.plan.planning import usable
 
 __all__ = ["layouts", "show"]
 
@@ -271,8 +271,8 @@ def show(console: Console, found: Plan, title: str, *, everything: bool) -> None
     )
     parts = [f"{name} {size / 1e9:.1f}" for name, size in first.memory.items() if size]
     _say(console, f"GB of the first: {', '.join(parts)}.")
-    usable = f"{ROOM * found.machine.gpu.memory_gb:.3g} of {found.machine.gpu.memory_gb:g} GB"
-    _section(console, f"Faster, but too large ({usable} are usable):", too_large(found))
+    room = f"{usable(found.machine) / 1e9:.3g} of {found.machine.gpu.memory_gb:g} GB"
+    _section(console, f"Faster, but too large ({room} are usable):", too_large(found))
     _section(console, "Why:", [f"{i}. {text}" for i, text in enumerate(found.reasons, 1)])
     _section(
         console,
@@ -345,7 +345,13 @@ def _section(console: Console, title: str, lines: Sequence[str], *, verbatim: bo
 # --- every term ----------------------------------------------------------------------------------
 
 
-_IN_FORMULAS = {"hbm": "memory", "link": "links", "net": "network", "recompute": "again"}
+_IN_FORMULAS = {
+    "memory": "size",
+    "hbm": "memory",
+    "link": "links",
+    "net": "network",
+    "recompute": "again",
+}
 """Columns of `Jobs` whose names in the formulas are others, since constants have theirs."""
 
 

@@ -12,7 +12,7 @@ from dure.errors import UsageError
 from dure.plan import Plan, Row
 from dure.plan.advice import code, command
 from dure.plan.layouts import STRATEGIES
-from dure.plan.peak import ROOM
+from dure.plan.planning import usable
 
 __all__ = ["PARTS", "shares", "short", "too_large", "write_report"]
 
@@ -24,7 +24,7 @@ PARTS = {
     "messages": ("messages",),
     "bubble": ("bubble",),
     "optimizer": ("optimizer",),
-    "host": ("launches",),
+    "host": ("launches", "allocator"),
 }
 """Where the time of a step goes, as it is shown, with the parts of `Time` that each adds up."""
 
@@ -99,10 +99,10 @@ def shares(row: Row) -> dict[str, float]:
 
 def too_large(found: Plan) -> list[str]:
     """Return a sentence for each of the first layouts that do not fit."""
-    first, usable = found.rows[0], ROOM * found.machine.gpu.memory_gb
+    first, room = found.rows[0], usable(found.machine) / 1e9
     return [
         f"{row.layout}: {row.speed / first.speed - 1:.0%} faster; {row.peak / 1e9:.1f} GB are "
-        f"{row.peak / 1e9 - usable:.1f} too many"
+        f"{row.peak / 1e9 - room:.1f} too many"
         for row in found.too_large[:_TOO_LARGE]
     ]
 
@@ -132,7 +132,7 @@ def _bars(found: Plan) -> str:
 
 def _dots(found: Plan) -> str:
     """Draw memory against speed: a point for each mesh, coloured by what its ranks share."""
-    edge = found.machine.gpu.memory_gb * ROOM
+    edge = usable(found.machine) / 1e9
 
     def points(rows: Sequence[Row]) -> list[tuple[float, float, str]]:
         near = [row for row in rows if row.peak / 1e9 <= _FURTHEST * edge]

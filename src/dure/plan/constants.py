@@ -22,7 +22,6 @@ class Constants:
     gemm_a100: float
     gemm_h100: float
     gemm_area: float
-    fp8: float
     fp8_casts: float
     power: float
     flash_a100: float
@@ -36,6 +35,7 @@ class Constants:
     host: float
     host_h100: float
     host_backward: float
+    host_ends: float
     host_sharded: float
     host_compiled: float
     link: float
@@ -54,9 +54,11 @@ class Constants:
     interference: float
     adam: float
     kept: float
+    gathered: float
     scores_kept: float
-    fragments: float
     context: float
+    room: float
+    refill: float
 
     @staticmethod
     @cache

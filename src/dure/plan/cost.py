@@ -25,7 +25,8 @@ product with the vocabulary and the loss (``loss_passes`` over the scores in flo
 **A step** of n microbatches over pp stages in v parts takes n times the slowest stage; the rest of
 the pipeline, filled and drained once, is the bubble: ``(sum of the stages - slowest) / v``. Each
 microbatch waits for its messages between stages. Then comes what cannot hide behind computing: the
-reduction of gradients along dp, or the gathers of sharded parameters, and the optimizer.
+reduction of gradients along dp, or the gathers of sharded parameters, and the optimizer. Where
+memory is nearly full (``room``), every microbatch waits for the allocator (``refill``).
 
 **A collective** of b bytes over n ranks, l of them in each node, moves ``b (l - 1) / l`` through
 the links of a node and ``b (n/l - 1) / (n/l)`` through the network, whose cards a node's l ranks
@@ -47,6 +48,7 @@ __all__ = ["Jobs", "Time", "step_time"]
 Column = Any  # a numpy array with a number for each job
 
 _MAXIMUM_POWER = 4.0  # of the smooth maximum: the larger of 1 and 1 gives 1.19
+_EDGE = 0.01  # of a memory: how sharp the edge is behind which it is nearly full
 
 
 @dataclass(slots=True)
@@ -58,9 +60,10 @@ class Jobs:
         gated: Whether the MLP has a gate (SwiGLU): three matrices.
         tied: Whether the scores use the embedding's weights.
         peak: FLOP/s of a rank in the precision of the products.
+        memory: Bytes of a rank's memory.
         hbm, link, net: Bytes/s of a rank: memory; to its node; its share to others.
         node_size: Ranks of a node.
-        is_h100: Hopper or newer; is_cpu: a processor.
+        is_h100: Hopper or newer.
         efa: Whether the network is AWS's.
         power: Power limit over the usual.
         dp, tp, cp, pp: Ranks along each axis.
@@ -80,6 +83,8 @@ class Jobs:
         balanced: Whether stages are cut by cost, ends included, and not by layers.
         blocking: Whether messages between stages wait for one another.
         split: Whether messages are split over tp.
+        once: Whether FSDP's gradients are added up whole, and reduced behind the last microbatch.
+        shared: Whether ranks that share parameters have them in the memory of one host, whole.
     """
 
     layers: Column
@@ -92,12 +97,12 @@ class Jobs:
     gated: Column
     tied: Column
     peak: Column
+    memory: Column
     hbm: Column
     link: Column
     net: Column
     node_size: Column
     is_h100: Column
-    is_cpu: Column
     efa: Column
     power: Column
     dp: Column
@@ -122,6 +127,8 @@ class Jobs:
     balanced: Column
     blocking: Column
     split: Column
+    once: Column
+    shared: Column
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, float]]) -> Jobs:
@@ -154,10 +161,33 @@ class Jobs:
         return attention + (2 + self.gated) * self.width * self.hidden
 
     @property
-    def parameters(self) -> Column:
-        """Of the matrices of the largest stage, a tp-th of them: what one rank computes with."""
+    def stages(self) -> tuple[Column, Column]:
+        """Layers of the first and of the last rank of a pipeline.
+
+        Where stages are cut by cost, the scores count as the layers that they have the size of:
+        each rank takes its share, rounded up, and the last what is left; or all but the last take
+        it rounded down, if that leaves the last one not more.
+        """
+        pp, layers = self.pp, self.layers
+        scores = self.vocab * self.width / self.layer_parameters
+        share = (layers + scores) / pp
+        less = layers - (pp - 1) * np.floor(share)
+        down = less + scores <= np.ceil(share)
+        first = np.minimum(np.where(down, np.floor(share), np.ceil(share)), layers)
+        last = np.where(down, less, np.maximum(layers - np.ceil((pp - 1) * share), 0.0))
+        alike = np.ceil(layers / (pp * self.parts)) * self.parts
+        by_cost = (self.balanced > 0) & (pp > 1)
+        return np.where(by_cost, first, alike), np.where(by_cost, last, alike)
+
+    def held(self, layers: Column) -> Column:
+        """Parameters of a rank with some layers and an end, or with both: a tp-th of them."""
         ends = np.where(self.pp > 1, 1.0, 2.0 - self.tied) * self.vocab * self.width
-        return (self.layers * self.layer_parameters / self.pp + ends) / self.tp
+        return (layers * self.layer_parameters + ends) / self.tp
+
+    @property
+    def parameters(self) -> Column:
+        """Of the first rank's matrices."""
+        return self.held(self.stages[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +206,8 @@ class Time:
         bubble: The pipeline fills and drains.
         dp: Exposed communication of data parallelism: gradients, sharded parameters.
         optimizer: The update.
+        allocator: Memory is nearly full: what is free is in the wrong places, and has to be given
+            back and asked for again.
     """
 
     products: Column
@@ -189,6 +221,7 @@ class Time:
     bubble: Column
     dp: Column
     optimizer: Column
+    allocator: Column
 
     @property
     def total(self) -> Column:
@@ -196,19 +229,23 @@ class Time:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def step_time(jobs: Jobs, c: Constants) -> Time:
-    """Return where the time of a step goes, for each job."""
+def step_time(jobs: Jobs, c: Constants, held: Column) -> Time:
+    """Return where the time of a step goes, for each job.
+
+    Args:
+        jobs: They.
+        c: Constants.
+        held: Bytes that the fullest rank of each holds (`peak_memory`).
+    """
     layer = _layer(jobs, c)
     head = _head(jobs, c)
     n, per_rank = jobs.microbatches, jobs.layers / jobs.pp
     each = sum(layer.values())
-    even = (jobs.layers * each + head) / jobs.pp
-    fullest = np.ceil(jobs.layers / (jobs.pp * jobs.parts)) * jobs.parts * each
-    uneven = np.maximum(fullest, per_rank * each + head)
-    stage = np.where((jobs.pp > 1) & (jobs.balanced == 0), uneven, even)
-    added = _added_up(jobs, c)
-    message = _message(jobs, c)
-    others = np.maximum(jobs.pp * even - stage, 0) + (jobs.pp - 1) * (added + message)
+    first, last = jobs.stages
+    stage = np.maximum(first * each, last * each + head)
+    added, message = _added_up(jobs, c), _message(jobs, c)
+    others = np.maximum(jobs.layers * each + head - stage, 0)
+    others = others + (jobs.pp - 1) * (added + message)
     runs = per_rank * n
     return Time(
         products=layer["products"] * runs,
@@ -222,6 +259,7 @@ def step_time(jobs: Jobs, c: Constants) -> Time:
         bubble=others / jobs.parts,
         dp=_data_parallel(jobs, c, stage),
         optimizer=_optimizer(jobs, c),
+        allocator=_allocator(jobs, c, held),
     )
 
 
@@ -254,9 +292,7 @@ def _layer(jobs: Jobs, c: Constants) -> dict[str, Column]:
 
 def _rate(jobs: Jobs, c: Constants) -> Column:
     """FLOP/s of a large matrix product."""
-    gpu = np.where(jobs.is_h100 > 0, c.gemm_h100, c.gemm_a100)
-    efficiency = np.where(jobs.is_cpu > 0, 1.0, gpu) * np.where(jobs.fp8 > 0, c.fp8, 1.0)
-    return jobs.peak * efficiency * jobs.power**c.power
+    return jobs.peak * np.where(jobs.is_h100 > 0, c.gemm_h100, c.gemm_a100) * jobs.power**c.power
 
 
 def _memory_rate(jobs: Jobs) -> Column:
@@ -283,7 +319,6 @@ def _attention(jobs: Jobs, c: Constants) -> Column:
     flops = 4 * jobs.tokens * jobs.seq * jobs.width / jobs.tp
     flash = np.where(jobs.is_h100 > 0, c.flash_h100, c.flash_a100)
     flash = flash * np.where(jobs.fused > 1, c.flash_newest, 1.0)
-    flash = np.where(jobs.is_cpu > 0, 1.0, flash)
     bf16 = jobs.peak / np.where(jobs.fp8 > 0, 2.0, 1.0) * jobs.power**c.power
     fused = flops / 2 / (bf16 * flash)
     scores = 2 * jobs.heads / jobs.tp * jobs.tokens * jobs.seq
@@ -340,7 +375,9 @@ def _head(jobs: Jobs, c: Constants) -> Column:
     """Seconds of scores and loss for one microbatch, forward and backward."""
     scores = jobs.vocab / jobs.tp
     loss = c.loss_passes * 4 * jobs.tokens * scores / _memory_rate(jobs)
-    return 3 * _product(jobs, c, jobs.tokens, scores, jobs.width) + loss
+    return (
+        3 * _product(jobs, c, jobs.tokens, scores, jobs.width) + loss + c.host_ends * _host(jobs, c)
+    )
 
 
 def _added_up(jobs: Jobs, c: Constants) -> Column:
@@ -386,8 +423,9 @@ def _sharded(jobs: Jobs, c: Constants, stage: Column, gradients: Column, weights
     n, near = jobs.shard, np.minimum(_near(jobs), jobs.shard)
     starts = collective(jobs, c, np.ones_like(stage), n, near, 1.0) * (jobs.layers / jobs.pp - 1)
     gather = collective(jobs, c, weights, n, near, 1.0) + starts
+    gather = np.where(jobs.shared > 0, 0.0, np.where(jobs.zero == 3, 2.0, 1.0) * gather)
     scatter = collective(jobs, c, gradients, n, near, 1.0) + starts
-    moved = np.where(jobs.zero == 3, 2.0, 1.0) * gather + scatter
+    moved = gather + scatter / np.where(jobs.once > 0, jobs.microbatches, 1.0)
     exposed = _exposed(moved, c.overlap_sharded * stage) + c.interference * moved
     return jobs.microbatches * exposed
 
@@ -396,6 +434,12 @@ def _optimizer(jobs: Jobs, c: Constants) -> Column:
     """Seconds of AdamW: gradient, master, two moments read, and all but the gradient written."""
     parts = np.where(jobs.zero >= 2, jobs.shard, np.where(jobs.zero == 1, jobs.replicas, 1.0))
     return c.adam * 30 * jobs.parameters / parts / _memory_rate(jobs)
+
+
+def _allocator(jobs: Jobs, c: Constants, held: Column) -> Column:
+    """Seconds to give memory back and to ask for it again, in every microbatch."""
+    over = np.clip((held / jobs.memory - c.room) / _EDGE, -50.0, 50.0)
+    return jobs.microbatches * c.refill / (1 + np.exp(-over))
 
 
 # --- communication --------------------------------------------------------------------------------

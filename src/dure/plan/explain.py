@@ -58,6 +58,7 @@ _FORMULAS: dict[str, str] = {
     "nodes: bytes * (nodes - 1) / nodes / (network * ranks of a node * net) + net_latency * "
     "(nodes - 1)^net_growth",
     "optimizer": "adam * 30 bytes * parameters of a rank / (0.85 * memory)",
+    "allocator": "microbatches * refill, where memory is fuller than room",
     "parameters": "parameters of the fullest stage / tp * bytes, over the ranks that share them",
     "gradients": "the same in float32",
     "gathered": "two layers and the ends in the precision of computing; all with zero2 or a "
@@ -66,7 +67,7 @@ _FORMULAS: dict[str, str] = {
     "+ kept * units of the MLP + 2 width) / tp * bytes; recomputed layers keep their input, "
     "width / tp",
     "scores": "scores_kept * tokens vocab / tp",
-    "overhead": "(fragments - 1) * all others + context",
+    "overhead": "context",
 }
 _MEMORY_OF_OPTIMIZER = "two moments and the float32 copy, 12 bytes, over the ranks that share them"
 

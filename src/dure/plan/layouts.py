@@ -249,12 +249,12 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
         "gated": model.gated,
         "tied": model.tied,
         "peak": peak * 1e12 * (0.5 if single and not is_cpu else 1.0),
+        "memory": gpu.memory_gb * 1e9,
         "hbm": gpu.memory_tb_s * 1e12,
         "link": gpu.link_gb_s * 1e9,
         "net": gpu.network_gb_s * 1e9,
         "node_size": machine.gpus_per_node,
         "is_h100": gpu.kind in ("h100", "b200"),
-        "is_cpu": is_cpu,
         "efa": gpu.network == "efa",
         "power": gpu.power,
         "param_bytes": 4 if single else 2,
@@ -267,6 +267,8 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
         "balanced": 1,
         "blocking": 0,
         "split": 1,
+        "once": 1,
+        "shared": is_cpu and machine.nodes == 1,
     }
     whole = {name: np.full(len(chosen), float(value)) for name, value in same.items()}
     own = {

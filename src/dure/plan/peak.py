@@ -2,7 +2,7 @@
 
 `memory` counts the microbatches that are live at once by walking through the schedule; here they
 are counted in closed form (1F1B and interleaved), the stages are alike, and what the allocator and
-libraries of a GPU take is added (constants `kept`, `fragments`, `context`).
+libraries of a GPU take is added (constants `kept`, `context`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from dure.plan.constants import Constants
 from dure.plan.cost import Column, Jobs
 from dure.plan.memory import kept_elements
 
-__all__ = ["ROOM", "Peak", "peak_memory"]
-
-ROOM = 0.95
-"""Of a GPU's memory: what a job may be predicted to take, to be called one that fits."""
+__all__ = ["Peak", "peak_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,40 +48,53 @@ class Peak:
 
 def peak_memory(jobs: Jobs, c: Constants) -> Peak:
     """Return what the fullest rank of each job holds at the peak of a step."""
-    own, sharded = jobs.parameters, jobs.zero >= 2
+    layers = jobs.stages
+    first, last = (_of_rank(jobs, c, layers, is_last) for is_last in (False, True))
+    fuller = sum(last.values()) > sum(first.values())
+    return Peak(**{name: np.where(fuller, last[name], first[name]) for name in first})
+
+
+def _of_rank(
+    jobs: Jobs, c: Constants, layers: tuple[Column, Column], is_last: bool
+) -> dict[str, Column]:
+    """Return the bytes of a pipeline's first or last rank; without a pipeline it is both."""
+    own, sharded = jobs.held(layers[is_last]), jobs.zero >= 2
     shard = np.where(sharded, jobs.shard, 1.0)
     kept_bytes = np.where(sharded & (jobs.master_bytes > 0), jobs.master_bytes, jobs.param_bytes)
     moments = np.where(sharded, 8.0, 8.0 + jobs.master_bytes)
-    moments_over = np.where(jobs.zero == 1, jobs.replicas, shard)
-    parts = {
-        "parameters": own * kept_bytes / shard,
-        "gradients": own * jobs.grad_bytes / shard,
-        "optimizer": own * moments / moments_over,
-        "gathered": np.where(jobs.shard > 1, _gathered(jobs), 0.0) * sharded,
-    }
-    first, last = _activations(jobs, c)
+    # Gradients of a wider type are added up beside those that a backward pass leaves.
+    added_up = np.where(~sharded & (jobs.grad_bytes > jobs.param_bytes), jobs.param_bytes, 0.0)
     scores = c.scores_kept * jobs.tokens * jobs.vocab / jobs.tp
-    ends_fullest = last + scores > first
-    parts["activations"] = np.where(ends_fullest, last, first)
-    parts["scores"] = np.where(ends_fullest | (jobs.pp == 1), scores, 0.0)
-    parts["overhead"] = (c.fragments - 1) * sum(parts.values()) + c.context
-    return Peak(**parts)
+    return {
+        "parameters": own * kept_bytes / shard,
+        "gradients": own * (jobs.grad_bytes + added_up) / shard,
+        "optimizer": own * moments / np.where(jobs.zero == 1, jobs.replicas, shard),
+        "gathered": np.where(jobs.shard > 1, _gathered(jobs, own), 0.0) * sharded,
+        "activations": _activations(jobs, c, layers[is_last], is_last),
+        "scores": scores if is_last else np.where(jobs.pp == 1, scores, 0.0),
+        "overhead": np.full_like(own, c.context),
+    }
 
 
-def _gathered(jobs: Jobs) -> Column:
-    """Return the bytes of whole parameters: two layers and the ends, or all where zero is 2."""
-    ends = np.where(jobs.pp > 1, 1.0, 2.0 - jobs.tied) * jobs.vocab * jobs.width
-    some = (2 * jobs.layer_parameters + ends) / jobs.tp
-    held = np.where((jobs.zero == 2) | (jobs.pp > 1), jobs.parameters, some)
-    return np.minimum(held, jobs.parameters) * jobs.param_bytes
+def _gathered(jobs: Jobs, own: Column) -> Column:
+    """Return the bytes of what FSDP has whole for a while.
+
+    Parameters of two layers and the ends, or all where zero is 2 or there is a pipeline; gradients
+    that are added up over microbatches.
+    """
+    some = np.minimum(jobs.held(2.0), own)
+    held = np.where((jobs.zero == 2) | (jobs.pp > 1), own, some)
+    added_up = np.where((jobs.once > 0) & (jobs.microbatches > 1), own, 0.0)
+    return np.where(jobs.shared > 0, 0.0, held) * jobs.param_bytes + added_up * jobs.grad_bytes
 
 
-def _activations(jobs: Jobs, c: Constants) -> tuple[Column, Column]:
-    """Return the bytes of the first and of the last stage's activations at their peaks."""
-    layers = np.ceil(jobs.layers / jobs.pp)
-    kept = np.where(jobs.compiled > 0, 1.0, c.kept)
-    units = kept * (2 + 2 * jobs.gated) * jobs.hidden
-    elements = kept_elements(jobs.width, jobs.kv_width, jobs.heads, units) + 2 * jobs.width
+def _activations(jobs: Jobs, c: Constants, layers: Column, is_last: bool) -> Column:
+    """Return the bytes of a rank's activations at their peak."""
+    kept = np.where((jobs.compiled > 0) | (jobs.gated == 0), 1.0, c.kept)
+    units = (2 + 2 * jobs.gated) * jobs.hidden
+    others = kept * kept_elements(jobs.width, jobs.kv_width, jobs.heads, 0)
+    gathers = np.where((jobs.blocking > 0) & (jobs.pp > 1), 0.0, c.gathered)
+    elements = others + units + 2 * jobs.width * gathers * jobs.tp
     fused = jobs.fused > 0
     scores = np.where(fused, 0.0, 2.5 * jobs.heads * jobs.seq)
     # Recomputed operators: without fused attention its scores; else all but every second product.
@@ -93,9 +103,8 @@ def _activations(jobs: Jobs, c: Constants) -> tuple[Column, Column]:
     each = np.where(jobs.selective > 0, cheap, whole) / jobs.tp
     inputs = jobs.width / np.where(jobs.sp > 0, jobs.tp, 1.0)
     again = jobs.recompute
-    one_layer = np.where(again > 0, 2 * whole / jobs.tp, 0.0)  # computed again, and its gradients
-    stage = layers * (again * inputs + (1 - again) * each) + one_layer
+    stage = layers * (again * inputs + (1 - again) * each)
     interleaved = np.where(jobs.parts > 1, 1 + (jobs.pp - 1) / (jobs.pp * jobs.parts), 1.0)
-    live = np.minimum(jobs.microbatches, jobs.pp) * interleaved
-    one = jobs.tokens * jobs.param_bytes * stage
-    return one * live, one
+    live = 1.0 if is_last else np.minimum(jobs.microbatches, jobs.pp) * interleaved
+    one_layer = np.where(again > 0, 2 * whole / jobs.tp, 0.0)  # computed again, and its gradients
+    return jobs.tokens * jobs.param_bytes * (stage * live + one_layer)

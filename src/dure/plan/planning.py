@@ -20,7 +20,7 @@ from dure.plan.cost import Time, step_time
 from dure.plan.jobs import Job
 from dure.plan.layouts import RECOMPUTED, Layout, columns, layouts
 from dure.plan.machines import Machine
-from dure.plan.peak import ROOM, Peak, peak_memory
+from dure.plan.peak import Peak, peak_memory
 from dure.schedules import make_schedule, simulate
 
 __all__ = ["Change", "Plan", "Row", "plan"]
@@ -151,6 +151,11 @@ def plan(job: Job, machine: Machine, *, everything: bool = False, changes: bool 
     )
 
 
+def usable(machine: Machine) -> float:
+    """Return how many bytes of a GPU's memory a job may take."""
+    return Constants.load().room * machine.gpu.memory_gb * 1e9
+
+
 class _Costed:
     """All layouts of a job with their times and memory."""
 
@@ -159,10 +164,11 @@ class _Costed:
         self.layouts = list(only) if only is not None else layouts(job, machine)
         jobs = columns(job, machine, self.layouts)
         constants = Constants.load().replaced(machine.measured)
-        self.time: Time = step_time(jobs, constants)
         self.peak: Peak = peak_memory(jobs, constants)
-        self.seconds, self.bytes = self.time.total, self.peak.total
-        self.room = ROOM * machine.gpu.memory_gb * 1e9
+        self.bytes = self.peak.total
+        self.time: Time = step_time(jobs, constants, self.bytes)
+        self.seconds = self.time.total
+        self.room = usable(machine)
         self.order = np.argsort(self.seconds, kind="stable")
         self.fitting = self.order[self.bytes[self.order] <= self.room]
         self.order = self.fitting if only is None else self.order
@@ -272,6 +278,7 @@ _SPENT = {
     "bubble": "the pipeline's bubble",
     "dp": "communication of gradients and sharded parameters",
     "optimizer": "the optimizer",
+    "allocator": "memory that is nearly full",
 }
 _COMPUTING = ("products", "attention", "elementwise", "ends")
 
@@ -395,7 +402,7 @@ def _nothing_fits(found: _Costed) -> UsageError:
     job, machine = found.job, found.machine
     i = int(np.argmin(found.bytes))
     least = float(found.bytes[i])
-    fixes = [f"GPUs of {ceil(least / ROOM / 1e9)} GB"]
+    fixes = [f"GPUs of {ceil(least / Constants.load().room / 1e9)} GB"]
     for factor in (2, 4, 8, 16, 32):
         more = replace(machine, nodes=machine.nodes * factor)
         try:
