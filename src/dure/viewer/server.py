@@ -90,10 +90,10 @@ class _Bounded(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a connection, if there is room."""
-        if len(self.connections) >= _MOST_CONNECTIONS:
+        super().connection_made(transport)
+        if len(self.connections) > _MOST_CONNECTIONS:
             transport.abort()
             return
-        super().connection_made(transport)
         asyncio.get_running_loop().call_later(_SILENT_S, self._ask)
 
     def _ask(self) -> None:
@@ -252,6 +252,7 @@ async def serve(source: Source, door: Door, listening: socket.socket) -> None:
         lifespan="off",
         interface="asgi3",
         log_config=None,
+        log_level="critical",  # whoever can connect can send nonsense: it fills no terminal
         access_log=False,
         proxy_headers=False,
         server_header=False,
