@@ -1,4 +1,4 @@
-"""The documents name things that exist, and the two READMEs show the same commands."""
+"""The documents name things that exist, and translations show the same code."""
 
 import re
 
@@ -8,6 +8,7 @@ from arch.sources import CSRC, PACKAGE, ROOT, cpp_files, python_files
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "ko").glob("*.md")),
 ]
 TICKED = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -54,13 +55,15 @@ def test_functions_in_walkthroughs_exist():
     assert missing == []
 
 
-def test_both_readmes_show_the_same_code():
-    english, korean = (
-        [_without_comments(block) for block in FENCE.findall((ROOT / name).read_text())]
-        for name in ("README.md", "README.ko.md")
-    )
-    assert english
-    assert english == korean
+def test_translations_show_the_same_code():
+    pages = [(path.parents[1] / path.name, path) for path in sorted(ROOT.glob("docs/ko/*.md"))]
+    for pair in [(ROOT / "README.md", ROOT / "README.ko.md"), *pages]:
+        english, korean = (
+            [_without_comments(b) for b in FENCE.findall(path.read_text()) if b[3:7] != "text"]
+            for path in pair
+        )
+        assert english
+        assert english == korean
 
 
 def _without_comments(block: str) -> str:
