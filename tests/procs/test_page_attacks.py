@@ -233,7 +233,7 @@ def test_another_local_user_sees_nothing_of_a_run(job: Launching) -> None:
     assert secret in run.stdout.readline()
     code = _LOOK.format(nobody=_NOBODY, port=match["port"], token=match["token"], secret=secret)
     other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-"], input=code, capture_output=True, text=True, timeout=60, check=False
     )
     assert other.stdout == "nothing 403\n", other.stderr
     (folder,) = job.directory.glob("dure_page_*")
