@@ -9,7 +9,6 @@
 #include <string>
 
 #include "bindings.h"
-#include "copying.h"
 #include "interrupt.h"
 
 namespace nb = nanobind;
@@ -17,9 +16,6 @@ namespace nb = nanobind;
 namespace dure {
 
 namespace {
-
-// Of what is given: more would drive all else out of the sender's cache, and not stay there itself.
-constexpr size_t kStreamBytes = size_t{512} << 10;
 
 // A message as bytes; True: the ticket is done; None: neither in time; False: it was closed.
 nb::object next(Inbox& inbox, const std::shared_ptr<Inbox::Ticket>& ticket, double seconds) {
@@ -59,13 +55,8 @@ bool send(Outbox& outbox, const nb::bytes& message) {
 std::shared_ptr<HeapMemory> give(size_t bytes, const std::shared_ptr<Process>& to, size_t address) {
     const WithoutGil release;
     auto given = SymmetricHeap::of_process().allocate_node_shared(bytes, {nullptr, to}, false);
-    if (given && address) {
-        const auto* from = reinterpret_cast<const std::byte*>(address);
-        if (bytes >= kStreamBytes)
-            stream_copy(given->data, from, bytes);
-        else
-            std::memcpy(given->data, from, bytes);
-    }
+    // The C library knows from which size on this processor's caches are better passed by.
+    if (given && address) std::memcpy(given->data, reinterpret_cast<const void*>(address), bytes);
     return given;
 }
 

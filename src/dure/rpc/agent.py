@@ -409,8 +409,11 @@ class Agent:
         for number in envelope.made:
             if (call := self.calls.take(number)) is not None:
                 self._end_at_once(call, _Came(Envelope(Kind.ANSWER, call.to.id)))
+        nbytes = (
+            body.nbytes + sum(memory.nbytes for memory in memories) if memories else body.nbytes
+        )
         with self.lock:
-            self._figures.bytes_received += body.nbytes + sum(memory.nbytes for memory in memories)
+            self._figures.bytes_received += nbytes
             self._figures.served += called
         if called:
             work = partial(self._serve, came)
@@ -674,7 +677,8 @@ class Agent:
         if not callable(function):
             raise _not_callable(function)
         given = () if args is None else args, {} if kwargs is None else kwargs
-        if not (isinstance(given[0], Sequence) and isinstance(given[1], dict)):  # pyright: ignore
+        are_some = isinstance(given[0], tuple | Sequence)  # a tuple is looked at first, being quick
+        if not (are_some and isinstance(given[1], dict)):  # pyright: ignore
             raise UsageError(
                 "a call takes a tuple of arguments, and a dict of those by keyword",
                 op="rpc",

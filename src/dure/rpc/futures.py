@@ -31,7 +31,7 @@ class CallFuture(torch.futures.Future[Any]):
         """
         if not self.done():
             self.agent.wait_until_told(self.call)
-        return super().wait()
+        return self.value() if self.done() else super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
         """Have something done with the future when it is done; see torch."""

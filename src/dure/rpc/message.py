@@ -125,7 +125,8 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         """How many bytes are sent, without what they are wrapped in."""
-        return self.body.nbytes + sum(memory.nbytes for memory in self.memories)
+        count = self.body.nbytes
+        return count + sum(memory.nbytes for memory in self.memories) if self.memories else count
 
 
 def name_of(function: Any) -> str:
