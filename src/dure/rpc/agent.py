@@ -751,11 +751,12 @@ class Agent:
         """Return figures of calls and references, for people, with torch's names."""
         with self.lock:
             calls = self.calls.all()
+            owned, holds, _, unsettled = self.values.counts
             figures = {
-                "num_owner_rrefs": self.values.num_owned,
-                "num_pending_users": self.values.num_unsettled,
+                "num_owner_rrefs": owned,
+                "num_pending_users": unsettled,
                 "num_pending_futures": sum(call.kind == Kind.MAKE for call in calls),
-                "num_forks": self.values.num_holds,
+                "num_forks": holds,
                 "agent.num_pending_requests": len(calls),
                 "agent.num_running_requests": self._busy,
                 "agent.num_requests": self.calls.made,
@@ -769,7 +770,7 @@ class Agent:
             figures = self._figures
             figures.waiting, figures.running = len(self.calls.all()), self._busy
             figures.made = self.calls.made
-            figures.owned, figures.held = self.values.num_owned, self.values.num_held
+            figures.owned, _, figures.held, _ = self.values.counts
             self._board.show(figures)
 
     def held(self) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -14,13 +13,11 @@ from dure.errors import UsageError
 from dure.rpc import api
 from dure.rpc.autograd.api import get_gradients
 from dure.rpc.autograd.backward import inside
+from dure.rpc.autograd.graph import aside
 from dure.rpc.names import WorkerInfo
 from dure.rpc.rref import RRef
 
 __all__ = ["DistributedOptimizer"]
-
-_lock = threading.Lock()
-"""Held while an optimizer of this process runs: there is one set of gradients at a time."""
 
 
 class DistributedOptimizer:
@@ -116,7 +113,7 @@ class _LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         gradients = get_gradients(context_id)
-        with _lock:
+        with aside:  # there is one `.grad` for all contexts
             kept = [parameter.grad for parameter in self.parameters]
             try:
                 for parameter in self.parameters:

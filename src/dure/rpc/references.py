@@ -162,24 +162,18 @@ Action = Send | Freed | Lost
 
 
 @dataclass(slots=True)
-class _Owned:
-    """A value of this process."""
-
-    local: int = 0  # objects, and messages read but not unpacked, that refer to it here
-    holders: set[int] = field(default_factory=set[int])
-    tokens: set[Token] = field(default_factory=set[Token])  # of messages to others
-
-
-@dataclass(slots=True)
-class _Used:
-    """A value of another process."""
+class _Entry:
+    """A reference that this process has, or whose value it keeps for others."""
 
     owner: int
-    local: int = 0
-    held: bool = False  # whether the owner has said so
-    tokens: set[Token] = field(default_factory=set[Token])
+    local: int = 0  # objects, and messages read but not unpacked, that refer to it here
+    tokens: set[Token] = field(default_factory=set[Token])  # of messages to others
+    held: bool = True  # whether the owner knows of it: has said so, or is this process
     waiting: list[tuple[int, Token]] = field(default_factory=list[tuple[int, Token]])
     """Who sent it here, and waits for this process's own hold."""
+    # Of a value of this process:
+    made: bool = True  # False: a message overtook the call that makes it
+    holders: set[int] = field(default_factory=set[int])  # other processes
 
 
 @dataclass(slots=True)
@@ -203,10 +197,8 @@ class References:
 
     def __init__(self, me: int) -> None:
         self.me = me
-        self._owned: dict[RefId, _Owned] = {}
-        self._used: dict[RefId, _Used] = {}
+        self._entries: dict[RefId, _Entry] = {}
         self._sent: dict[Token, _Sent] = {}
-        self._unmade: set[RefId] = set()  # owned, for a message overtook the call that makes it
         self._refused: set[Token] = set()  # declined: not to be taken if they come late
         self._peers: set[int] = set()
         self._dead: set[int] = set()
@@ -221,13 +213,13 @@ class References:
     def own(self) -> RefId:
         """Begin a value of this process, with one object that refers to it."""
         ref = self._next()
-        self._owned[ref] = _Owned(local=1)
+        self._entries[ref] = _Entry(self.me, local=1)
         return ref
 
     def create(self, owner: int) -> RefId:
         """Begin a reference to a value that a call makes at `owner`; it is the call's token."""
         ref = self._next()
-        self._used[ref] = _Used(owner, local=1, tokens={ref})
+        self._entries[ref] = _Entry(owner, local=1, tokens={ref}, held=False)
         self._sent[ref] = _Sent(ref, owner, makes=True)
         return ref
 
@@ -237,17 +229,15 @@ class References:
         Raises:
             KeyError: It is lost.
         """
-        entry = self._owned.get(ref) or self._used[ref]
-        token = self._next()
+        entry, token = self._entries[ref], self._next()
         entry.tokens.add(token)
         self._sent[token] = _Sent(ref, to, makes=False)
-        return (entry.owner if isinstance(entry, _Used) else self.me), token
+        return entry.owner, token
 
     def dropped(self, ref: RefId) -> list[Action]:
         """Take note that an object, or a message that was read and not unpacked, is gone."""
-        entry = self._owned.get(ref) or self._used.get(ref)
-        if entry is not None:
-            entry.local -= 1
+        if ref in self._entries:
+            self._entries[ref].local -= 1
             self._settle(ref)
         return self._take()
 
@@ -262,8 +252,9 @@ class References:
         """Take a call that makes a value here; False: it was given up, and must not run."""
         if sender in self._dead or ref in self._refused:
             return False, []
-        self._unmade.discard(ref)
-        self._owned.setdefault(ref, _Owned()).holders.add(sender)
+        entry = self._entries.setdefault(ref, _Entry(self.me))
+        entry.made = True
+        entry.holders.add(sender)
         self._send(sender, Held(ref))
         return True, self._take()
 
@@ -277,21 +268,23 @@ class References:
         if token in self._refused or owner in self._dead or sender in self._dead:
             return False, []
         if owner == self.me:
-            owned = self._find_owned(ref)
-            if owned is not None:
-                owned.local += 1
-            self._send(sender, Accepted(token))
-            return owned is not None, self._take()
-        used = self._used.get(ref)
-        if used is None:
-            used = self._used[ref] = _Used(owner)
+            entry = self._find_own(ref)
+        elif ref in self._entries:
+            entry = self._entries[ref]
+        else:
+            entry = self._entries[ref] = _Entry(owner, held=False)
             self._send(owner, Hold(ref))
-        used.local += 1
-        if used.held:
+        if entry is not None:
+            entry.local += 1
+        if entry is None or entry.held:
             self._send(sender, Accepted(token))
         else:
-            used.waiting.append((sender, token))
-        return True, self._take()
+            entry.waiting.append((sender, token))
+        return entry is not None, self._take()
+
+    def expect(self, ref: RefId) -> bool:
+        """Whether a value of this process that somebody asks for is there, or may come."""
+        return self._find_own(ref) is not None
 
     def heard(self, sender: int, message: Message) -> list[Action]:
         """Take a message of this protocol."""
@@ -299,10 +292,10 @@ class References:
             self._hear(sender, message)
         return self._take()
 
-    def unsure(self, to: int, tokens: list[Token]) -> list[Action]:
-        """Ask about tokens of calls that were under way when a connection broke."""
-        asked = tuple(token for token in tokens if token in self._sent)
-        if asked and to not in self._dead:
+    def unsure(self, to: int) -> list[Action]:
+        """Ask about the calls that were under way to a process when the connection broke."""
+        asked = tuple([token for token, sent in self._sent.items() if sent.to == to])
+        if asked:
             self._send(to, Unsure(asked))
         return self._take()
 
@@ -323,18 +316,16 @@ class References:
         self._peers.discard(peer)
         self._dead.add(peer)
         self._refused = {token for token in self._refused if token[0] != peer}
-        for ref in [ref for ref, used in self._used.items() if used.owner == peer]:
-            self._lose(ref)
-        for ref in [ref for ref in self._unmade if ref[0] == peer]:
-            self._never_made(ref)
+        for ref, entry in list(self._entries.items()):
+            if entry.owner == peer or (ref[0] == peer and not entry.made):
+                self._lose(ref)
         self._asked = {(by, dead) for by, dead in self._asked if by != peer}
-        concerned = (
-            bool(self._limbo)
-            or any(peer in owned.holders for owned in self._owned.values())
-            or any(sent.to == peer for sent in self._sent.values())
-        )
         self._awaited = {(by, dead) for by, dead in self._awaited if by != peer}
-        if concerned:
+        if (
+            self._limbo
+            or any(peer in entry.holders for entry in self._entries.values())
+            or any(sent.to == peer for sent in self._sent.values())
+        ):
             self._limbo.add(peer)
             for other in self._peers:
                 self._ask(other, peer)
@@ -343,35 +334,29 @@ class References:
 
     # --- what people see -------------------------------------------------------------------
 
-    def is_held(self, ref: RefId) -> bool:
-        """Whether a value stays: its owner knows of this hold, or who sent it keeps it."""
-        used = self._used.get(ref)
-        return ref in self._owned if used is None else used.held or bool(used.waiting)
-
-    def is_refused(self, ref: RefId) -> bool:
-        """Whether the call that was to make a value here was given up, and does not count."""
-        return ref in self._refused
-
     def has(self, ref: RefId) -> bool:
         """Whether a reference is known here and not lost."""
-        return ref in self._owned or ref in self._used
+        return ref in self._entries
 
-    def sent_to(self, peer: int) -> list[Token]:
-        """Return the tokens of references that are under way to a process."""
-        return [token for token, sent in self._sent.items() if sent.to == peer]
+    def is_held(self, ref: RefId) -> bool:
+        """Whether a value stays: its owner knows of this hold, or who sent it keeps it."""
+        entry = self._entries.get(ref)
+        return entry is not None and (entry.held or bool(entry.waiting))
 
     def holders(self) -> dict[RefId, tuple[int, ...]]:
         """Return which other processes hold each value of this one."""
-        return {ref: tuple(sorted(owned.holders)) for ref, owned in self._owned.items()}
+        own = [(ref, entry) for ref, entry in self._entries.items() if entry.owner == self.me]
+        return {ref: tuple(sorted(entry.holders)) for ref, entry in own}
 
     def users(self) -> dict[RefId, int]:
         """Return the owner of each value that this process holds."""
-        return {ref: used.owner for ref, used in self._used.items()}
+        entries = self._entries.items()
+        return {ref: entry.owner for ref, entry in entries if entry.owner != self.me}
 
     @property
     def num_unsettled(self) -> int:
         """How many holds and tokens await an answer."""
-        return len(self._sent) + sum(not used.held for used in self._used.values())
+        return len(self._sent) + sum(not entry.held for entry in self._entries.values())
 
     # --- steps -----------------------------------------------------------------------------
 
@@ -393,24 +378,22 @@ class References:
     def _hear(self, sender: int, message: Message) -> None:
         match message:
             case Hold(ref):
-                self._hold(ref, sender)
+                entry = self._find_own(ref)
+                if entry is not None:
+                    entry.holders.add(sender)
+                self._send(sender, Gone(ref) if entry is None else Held(ref))
             case Held(ref):
                 self._hold_stands(ref)
             case Drop(ref):
-                if ref in self._owned:
-                    self._owned[ref].holders.discard(sender)
+                if ref in self._entries:
+                    self._entries[ref].holders.discard(sender)
                     self._settle(ref)
             case Gone(ref):
                 self._lose(ref)
             case Accepted(token):
                 self._end(token)
             case Unsure(tokens):
-                expected = {token for used in self._used.values() for _, token in used.waiting}
-                declined = tuple(token for token in tokens if token not in expected)
-                self._refused.update(declined)
-                for ref in self._unmade & self._refused:
-                    self._never_made(ref)
-                self._send(sender, Declined(declined))
+                self._decline(sender, tokens)
             case Declined(tokens):
                 self._take_back(tokens)
             case AskFlush(dead):
@@ -419,49 +402,40 @@ class References:
                 self._awaited.discard((sender, dead))
                 self._leave_limbo()
 
-    def _hold(self, ref: RefId, holder: int) -> None:
-        owned = self._find_owned(ref)
-        if owned is not None:
-            owned.holders.add(holder)
-        self._send(holder, Gone(ref) if owned is None else Held(ref))
-
-    def _find_owned(self, ref: RefId) -> _Owned | None:
+    def _find_own(self, ref: RefId) -> _Entry | None:
         """Return a value of this process, also if the call that makes it may be on its way."""
         coming = ref[0] != self.me and ref[0] not in self._dead and ref not in self._refused
-        if ref not in self._owned and coming:
-            self._owned[ref] = _Owned()
-            self._unmade.add(ref)
-        return self._owned.get(ref)
-
-    def _never_made(self, ref: RefId) -> None:
-        self._unmade.discard(ref)
-        owned = self._owned.pop(ref)
-        for token in owned.tokens:
-            self._sent.pop(token, None)
-        self._actions.append(Lost(ref))
-        for holder in sorted(owned.holders):
-            self._send(holder, Gone(ref))
+        if ref not in self._entries and coming:
+            self._entries[ref] = _Entry(self.me, made=False)
+        return self._entries.get(ref)
 
     def _hold_stands(self, ref: RefId) -> None:
-        used = self._used.get(ref)
-        if used is None:
+        entry = self._entries.get(ref)
+        if entry is None:
             return
-        used.held = True
-        for token in [token for token in used.tokens if self._sent[token].makes]:
+        entry.held = True
+        for token in [token for token in entry.tokens if self._sent[token].makes]:
             self._end(token)
-        waiting, used.waiting = used.waiting, []
+        waiting, entry.waiting = entry.waiting, []
         for sender, token in waiting:
             self._send(sender, Accepted(token))
         self._settle(ref)
 
+    def _decline(self, sender: int, tokens: Iterable[Token]) -> None:
+        """Answer about calls that may have been lost; those that were are refused from now on."""
+        expected = {token for entry in self._entries.values() for _, token in entry.waiting}
+        declined = tuple([token for token in tokens if token not in expected])
+        self._refused.update(declined)
+        for ref in declined:
+            if ref in self._entries and not self._entries[ref].made:
+                self._lose(ref)
+        self._send(sender, Declined(declined))
+
     def _end(self, token: Token) -> None:
         """Keep a reference no longer for the sake of one message."""
         sent = self._sent.pop(token, None)
-        if sent is None:
-            return
-        entry = self._owned.get(sent.ref) or self._used.get(sent.ref)
-        if entry is not None:
-            entry.tokens.discard(token)
+        if sent is not None and sent.ref in self._entries:
+            self._entries[sent.ref].tokens.discard(token)
             self._settle(sent.ref)
 
     def _take_back(self, tokens: Iterable[Token]) -> None:
@@ -474,27 +448,27 @@ class References:
 
     def _settle(self, ref: RefId) -> None:
         """Let go of a reference that nothing needs here."""
-        owned = self._owned.get(ref)
-        if owned is not None:
-            if owned.local <= 0 and not owned.holders and not owned.tokens:
-                del self._owned[ref]
-                self._unmade.discard(ref)
-                self._actions.append(Freed(ref))
+        entry = self._entries.get(ref)
+        if entry is None or entry.local > 0 or entry.tokens or entry.holders or not entry.held:
             return
-        used = self._used.get(ref)
-        if used is not None and used.held and used.local <= 0 and not used.tokens:
-            del self._used[ref]
-            self._send(used.owner, Drop(ref))
+        del self._entries[ref]
+        if entry.owner == self.me:
+            self._actions.append(Freed(ref))
+        else:
+            self._send(entry.owner, Drop(ref))
 
     def _lose(self, ref: RefId) -> None:
-        used = self._used.pop(ref, None)
-        if used is None:
+        """Give up a reference whose value is gone, or was never made."""
+        entry = self._entries.pop(ref, None)
+        if entry is None:
             return
-        for token in used.tokens:
+        for token in entry.tokens:
             self._sent.pop(token, None)
-        for sender, token in used.waiting:  # which has lost it as well, or will
+        for sender, token in entry.waiting:  # which has lost it as well, or will
             self._send(sender, Accepted(token))
         self._actions.append(Lost(ref))
+        for holder in sorted(entry.holders):
+            self._send(holder, Gone(ref))
 
     def _ask(self, other: int, dead: int) -> None:
         self._awaited.add((other, dead))
@@ -504,7 +478,7 @@ class References:
         """Answer those who ask about the dead, as far as all of theirs is held."""
         if not self._asked:
             return
-        pending = {sender for used in self._used.values() for sender, _ in used.waiting}
+        pending = {sender for entry in self._entries.values() for sender, _ in entry.waiting}
         ready = {(by, dead) for by, dead in self._asked if dead in self._dead - pending}
         self._asked -= ready
         for by, dead in sorted(ready):
@@ -517,6 +491,6 @@ class References:
         gone, self._limbo = self._limbo, set[int]()
         for token in [token for token, sent in self._sent.items() if sent.to in gone]:
             self._end(token)
-        for ref, owned in list(self._owned.items()):
-            owned.holders -= gone
+        for ref, entry in list(self._entries.items()):
+            entry.holders -= gone
             self._settle(ref)

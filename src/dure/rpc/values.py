@@ -21,7 +21,7 @@ import msgspec
 from dure.errors import RpcError
 from dure.rpc import references
 from dure.rpc.message import ReferenceRow
-from dure.rpc.references import Accepted, Freed, Held, Lost, References, RefId, Send, Unsure
+from dure.rpc.references import Accepted, Freed, Held, Lost, References, RefId, Send
 from dure.rpc.rref import RRef
 
 if TYPE_CHECKING:
@@ -167,11 +167,10 @@ class Values:
 
     def find(self, ref: RefId, watcher: Callable[[Value], None]) -> Value | None:
         """Return a value for who wants it; a watcher is told later if it is not there yet."""
-        value = self._values.get(ref)
-        elsewhere = ref[0] != self._agent.me.id
-        if value is None and elsewhere and not self._references.is_refused(ref):
-            value = self._values[ref] = Value()  # the call that makes it is on its way
-        if value is not None and not value.done:
+        if not self._references.expect(ref):
+            return None
+        value = self._values.setdefault(ref, Value())
+        if not value.done:
             value.watchers.append(partial(watcher, value))
         return value
 
@@ -195,20 +194,7 @@ class Values:
 
     def hear(self, sender: int, body: bytes) -> None:
         """Take a message about references."""
-        message = _decoder.decode(body)
-        self.act(self._references.heard(sender, message))
-        if isinstance(message, Unsure):
-            self._drop_refused()
-
-    def _drop_refused(self) -> None:
-        """Let go of values that somebody waits for, and whose calls will not count any more."""
-        for ref, value in list(self._values.items()):
-            refused = self._references.is_refused(ref) and not self._references.has(ref)
-            if refused and not value.done:
-                del self._values[ref]
-                value.error = RpcError("the call that was to make this value never came")
-                value.done = True
-                self._todo += value.watchers
+        self.act(self._references.heard(sender, _decoder.decode(body)))
 
     def joined(self, worker: int) -> None:
         """Take note of a process."""
@@ -216,14 +202,11 @@ class Values:
 
     def broken(self, worker: int) -> None:
         """Take note that a connection broke."""
-        self.act(self._references.unsure(worker, self._references.sent_to(worker)))
+        self.act(self._references.unsure(worker))
 
     def died(self, worker: int) -> None:
         """Take note that a process is gone."""
         self.act(self._references.died(worker))
-        for ref, value in list(self._values.items()):
-            if ref[0] == worker and not value.done and not self._references.has(ref):
-                del self._values[ref]
 
     def act(self, actions: Iterable[references.Action]) -> None:
         """Do what the state machine says."""
@@ -237,31 +220,20 @@ class Values:
                     self._todo.append(lambda freed=freed: None)  # it ends there, without the lock
                 case Lost(ref):
                     self._lost(ref)
-                    if ref in self._values:
-                        error = RpcError("the call that was to make this value never came")
-                        self._todo.append(partial(self.set, ref, None, error))
+                    never = self._values.pop(ref, None)
+                    if never is not None:
+                        never.error = RpcError("the call that was to make this value never came")
+                        never.done = True
+                        self._todo += never.watchers
 
     # --- what people see ---------------------------------------------------------------------
 
     @property
-    def num_owned(self) -> int:
-        """How many values others hold."""
-        return sum(bool(held) for held in self._references.holders().values())
-
-    @property
-    def num_held(self) -> int:
-        """How many values of others this process holds."""
-        return len(self._references.users())
-
-    @property
-    def num_unsettled(self) -> int:
-        """How many messages about references are not answered."""
-        return self._references.num_unsettled
-
-    @property
-    def num_holds(self) -> int:
-        """How many holds others have, of all values."""
-        return sum(len(held) for held in self._references.holders().values())
+    def counts(self) -> tuple[int, int, int, int]:
+        """How many values others hold, and how often; held here of others; not settled."""
+        held = [len(holders) for holders in self._references.holders().values()]
+        users = len(self._references.users())
+        return sum(map(bool, held)), sum(held), users, self._references.num_unsettled
 
     def held(self, names: dict[int, str]) -> list[str]:
         """Return what others still hold of this process, and this process of others."""

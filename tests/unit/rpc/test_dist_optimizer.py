@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -68,6 +68,7 @@ class Overlaps(torch.optim.SGD):
     """Notes how many steps run at once."""
 
     running, most, lock = 0, 0, threading.Lock()
+    beside: ClassVar[list[int]] = []  # how many did when a leaf had its gradient
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         with Overlaps.lock:
@@ -148,10 +149,16 @@ def test_foreach_kernels_are_used_unless_the_program_says_otherwise(cluster: Clu
         assert api.rpc_sync("worker1", foreach, (off,)) is False
 
 
-def test_steps_of_several_programs_take_turns(cluster: Cluster) -> None:
-    Overlaps.most = 0
+def watched_weight(seed: int) -> torch.Tensor:
+    made = weight(seed)
+    made.register_hook(lambda _: Overlaps.beside.append(Overlaps.running))
+    return made
+
+
+def test_steps_of_several_programs_take_turns_also_with_their_gradients(cluster: Cluster) -> None:
+    Overlaps.most, Overlaps.beside = 0, []
     with cluster.on(0):
-        shared = api.remote("worker1", weight, (1,))
+        shared = api.remote("worker1", watched_weight, (1,))
 
     def run() -> None:
         with cluster.on(0):
@@ -163,6 +170,7 @@ def test_steps_of_several_programs_take_turns(cluster: Cluster) -> None:
     for thread in threads:
         thread.join()
     assert Overlaps.most == 1
+    assert Overlaps.beside == [0] * 8
 
 
 def test_errors_of_owners_are_raised(cluster: Cluster) -> None:

@@ -100,7 +100,7 @@ class World:
         calls = [each for each in link if isinstance(each, Call)]
         self.links[by, to] = [each for each in link if not isinstance(each, Call)]
         self.late[by, to] += [call for n, call in enumerate(calls) if fate >> n & 1]
-        self.do(by, self.nodes[by].unsure(to, [call.token for call in calls]))
+        self.do(by, self.nodes[by].unsure(to))
 
     def kill(self, me: int, kept: int) -> None:
         """End a process; of what it has sent, everybody gets a part."""
@@ -338,7 +338,7 @@ def test_a_value_whose_call_never_arrived_is_lost() -> None:
     user.joined(1)
     owner.joined(0)
     ref = user.create(1)
-    (question,) = user.unsure(1, [ref])
+    (question,) = user.unsure(1)
     assert isinstance(question, Send)
     (answer,) = owner.heard(0, question.message)
     assert isinstance(answer, Send)
