@@ -243,6 +243,30 @@ def test_futures_of_torch_are_completed_though_nobody_waits() -> None:
             api.rpc_async("worker1", fail, ("bad",))
 
 
+def test_answers_that_nobody_follows_are_taken_where_they_are_read() -> None:
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        handed = list[Any]()
+        submit = agent.transport.submit
+
+        def hand(work: Callable[..., None]) -> None:
+            handed.append(work)
+            submit(work)
+
+        agent.transport.submit = hand
+        plain = [api.rpc_async("worker1", add, (n, torch.ones(2))) for n in range(20)]
+        assert [value[0].item() for value in torch.futures.wait_all(plain)] == list(range(1, 21))
+        assert handed == []
+        api.rpc_async("worker1", add, ([], [1])).add_done_callback(lambda _: None)
+        followed = api.rpc_async("worker1", wait_at_gate, (3,))
+        where = list[str]()
+        after = followed.then(lambda _: where.append(threading.current_thread().name))
+        mine = threading.current_thread().name
+        Gate.open.set()
+        wait_until(after.done)  # nobody waits with RPC's threads
+        assert len(handed) == 2
+        assert where != [mine]
+
+
 def test_many_threads_call_at_once() -> None:
     with Cluster(3) as cluster:
 
