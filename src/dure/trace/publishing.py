@@ -27,7 +27,7 @@ from dure.errors import UsageError
 from dure.trace import files, flight, line
 from dure.trace.marks import Mark
 
-__all__ = ["EVERY_S", "log", "on_crash", "start"]
+__all__ = ["EVERY_S", "log", "on_crash", "start", "stop"]
 
 EVERY_S = 1.0
 _RECORDS, _SPANS, _MARKS = 150, 500, 500  # of each group; of each rank
@@ -40,21 +40,28 @@ class _Publisher:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended = threading.Event()
         flight.read_steps(True)
-        threading.Thread(target=self._run, name="dure-page", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="dure-page", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         while self.publish("page"):
-            time.sleep(EVERY_S)
+            self._ended.wait(EVERY_S)
         flight.read_steps(False)
 
+    def stop(self) -> None:
+        """End, and wait for it."""
+        self._ended.set()
+        self._thread.join()
+
     def publish(self, reason: str, *, ending: bool = False) -> bool:
-        """Write the file of each rank, if nothing was written that ends it; return whether so."""
+        """Write the file of each rank, unless the last has been written; return whether so."""
         with self._lock:
-            if self._ended or not self._folder.is_dir():
+            if self._ended.is_set() or not self._folder.is_dir():
                 return False
-            self._ended = ending
+            if ending:
+                self._ended.set()
             with suppress(OSError):  # a full disk is the page's trouble, not the program's
                 flight.publish(self._folder, reason, (_RECORDS, _SPANS, _MARKS))
         return True
@@ -83,6 +90,14 @@ def start() -> None:
     if folder and line.is_rank():  # and not what a rank has forked or started
         _publisher = _Publisher(Path(folder))
         atexit.register(_last_words, _publisher, os.getpid())
+
+
+def stop() -> None:
+    """Publish no longer, until `start` is called again."""
+    global _publisher, _asked
+    publisher, _publisher, _asked = _publisher, None, False
+    if publisher is not None:
+        publisher.stop()
 
 
 def on_crash(error: BaseException) -> None:
