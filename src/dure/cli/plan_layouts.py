@@ -267,7 +267,8 @@ def show(console: Console, found: Plan, title: str, *, everything: bool) -> None
         console,
         "Behind GB (of the fullest rank): shares of a step; tp, cp and dp are communication that "
         f"nothing hides. 8 of 10 measurements were within {within:.0%} of what is predicted. "
-        f"{ties}{more or f' of {len(rows)}'} layouts cannot be told from the first by that (~).",
+        f"{ties}{more or f' of {len(rows)}'} layouts cannot be told from the first by that (~)."
+        + _simplest(found),
     )
     parts = [f"{name} {size / 1e9:.1f}" for name, size in first.memory.items() if size]
     _say(console, f"GB of the first: {', '.join(parts)}.")
@@ -284,6 +285,15 @@ def show(console: Console, found: Plan, title: str, *, everything: bool) -> None
     _section(console, f"{first.layout} in a program:", lines, verbatim=True)
     where = "The command, on each node:" if found.machine.nodes > 1 else "The command:"
     _section(console, where, [command(found.machine)], verbatim=True)
+
+
+def _simplest(found: Plan) -> str:
+    """Name the simplest of the layouts that cannot be told from the first."""
+    row = found.rows[found.simplest]
+    if not found.simplest:
+        return ""
+    slower = 1 - row.speed / found.rows[0].speed
+    return f" The simplest of them is {row.layout}, row {found.simplest + 1}: {slower:.0%} slower."
 
 
 def _table(rows: Sequence[Row], found: Plan, width: int) -> Table:

@@ -103,7 +103,7 @@ def too_large(found: Plan) -> list[str]:
     return [
         f"{row.layout}: {row.speed / first.speed - 1:.0%} faster; {row.peak / 1e9:.1f} GB are "
         f"{row.peak / 1e9 - room:.1f} too many"
-        for row in found.too_large[:_TOO_LARGE]
+        for row in [r for r in found.too_large if r.peak / 1e9 <= _FURTHEST * room][:_TOO_LARGE]
     ]
 
 

@@ -267,7 +267,6 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
         "balanced": 1,
         "blocking": 0,
         "split": 1,
-        "once": 1,
         "shared": is_cpu and machine.nodes == 1,
     }
     whole = {name: np.full(len(chosen), float(value)) for name, value in same.items()}
@@ -276,6 +275,7 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
         "zero": zero,
         "shard": shard,
         "sp": (of["tp"] > 1).astype(float),
+        "once": (of["pp"] > 1).astype(float),  # a schedule's backward passes only add
         "recompute": (recompute == 2).astype(float),
         "selective": (recompute == 1).astype(float),
     }

@@ -106,6 +106,11 @@ class Plan:
     changes: tuple[Change, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def simplest(self) -> int:
+        """Which of the rows that cannot be told from the first has the fewest axes."""
+        return min(range(self.ties), key=lambda i: _complexity(self.rows[i].layout))
+
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain values, for JSON; layouts have their `text` as well."""
         found = asdict(self)
@@ -247,8 +252,12 @@ def _simulated(row: Row, job: Job, machine: Machine) -> Row:
         layout.schedule, stages=layout.pp * layout.parts, microbatches=many, ranks=layout.pp
     )
     share = 0.25 if layout.recompute == "full" else 1 / 3
-    stages = schedule.stages
-    found = simulate(schedule, {"F": [each * share] * stages, "B": [each * (1 - share)] * stages})
+    # The slowest rank is put last, where all wait for it; the others take their mean.
+    other = row.time["bubble"] / (layout.pp - 1)
+    took = [each if rank == layout.pp - 1 else other for rank in schedule.placement]
+    found = simulate(
+        schedule, {"F": [t * share for t in took], "B": [t * (1 - share) for t in took]}
+    )
     bubble = found.step_time - each * layout.parts * many
     seconds = row.seconds - row.time["bubble"] + bubble
     factor = row.seconds / seconds

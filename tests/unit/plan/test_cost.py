@@ -1,0 +1,217 @@
+"""The cost model: each part by hand, for jobs small enough to be reckoned on paper."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from dure.plan.constants import Constants, described, document
+from dure.plan.cost import Jobs, step_time
+from dure.plan.peak import peak_memory
+
+# A machine of 1 TFLOP/s, 100 GB/s of memory, 10 GB/s of links, 1 GB/s of network; one layer of
+# width 100 without a gate, 1000 tokens.
+JOB = {field.name: 0.0 for field in fields(Jobs)} | {
+    "layers": 1,
+    "width": 100,
+    "hidden": 400,
+    "kv_width": 100,
+    "heads": 10,
+    "vocab": 1000,
+    "seq": 1000,
+    "tied": 1,
+    "peak": 1e12,
+    "memory": np.inf,
+    "hbm": 1e11 / 0.85,
+    "link": 1e10,
+    "net": 1e9,
+    "node_size": 4,
+    "power": 1,
+    "dp": 1,
+    "tp": 1,
+    "cp": 1,
+    "pp": 1,
+    "shard": 1,
+    "parts": 1,
+    "microbatch": 1,
+    "microbatches": 1,
+    "param_bytes": 2,
+    "master_bytes": 4,
+    "grad_bytes": 4,
+    "fused": 1,
+    "split": 1,
+}
+# Nothing costs anything; what a test is about is then given a price.
+FREE = replace(Constants.load(), **dict.fromkeys(Constants.names(), 0.0))
+FREE = replace(FREE, gemm_a100=1.0, flash_a100=1.0, link=1.0, net=1.0, room=1.0)
+
+
+def time_of(constants=FREE, **job):
+    jobs = Jobs.of([JOB | job])
+    found = step_time(jobs, constants, peak_memory(jobs, constants).total)
+    return {name: float(getattr(found, name)[0]) for name in found.__slots__}
+
+
+def memory_of(constants=FREE, **job):
+    found = peak_memory(Jobs.of([JOB | job]), constants)
+    return {name: float(getattr(found, name)[0]) for name in found.__slots__}
+
+
+def test_products_are_six_flops_a_weight_and_token_and_two_more_where_recomputed():
+    weights = 4 * 100 * 100 + 2 * 100 * 400
+    assert time_of()["products"] == pytest.approx(6 * weights * 1000 / 1e12)
+    again = time_of(replace(FREE, recompute=1.0), recompute=1)["products"]
+    assert again == pytest.approx(8 * weights * 1000 / 1e12)
+
+
+def test_a_product_whose_result_has_the_area_takes_twice_its_time():
+    # All four results are 1000 x 300, 1000 x 100, 1000 x 400, 1000 x 100.
+    c = replace(FREE, gemm_area=1e5)
+    flops = [2e3 * 3e4, 2e3 * 1e4, 2e3 * 4e4, 2e3 * 4e4]
+    factors = [1 + 1 / 3, 2, 1.25, 2]
+    expected = 3 * sum(f * by for f, by in zip(flops, factors, strict=True)) / 1e12
+    assert time_of(c)["products"] == pytest.approx(expected)
+
+
+def test_fused_attention_is_half_of_the_square_and_otherwise_scores_cross_the_memory():
+    flops = 4 * 1000 * 1000 * 100
+    assert time_of()["attention"] == pytest.approx(3.5 * flops / 2 / 1e12)
+    c = replace(FREE, scores_passes=8.0)
+    scores = 8 * 2 * 10 * 1000 * 1000 / 1e11
+    assert time_of(c, fused=0)["attention"] == pytest.approx(3.5 * (flops / 1e12 + scores))
+
+
+@pytest.mark.parametrize(("tp", "per_layer"), [(1, 0), (2, 4 * 1e-5), (4, 4 * 1.5e-5)])
+def test_tensor_parallelism_takes_four_all_reduces_a_layer(tp, per_layer):
+    # 200,000 bytes: twice (n - 1) / n of them over 10 GB/s is 20 us of 2 ranks, 30 of 4;
+    # the vocabulary's product is not counted.
+    assert time_of(tp=tp, layers=8)["tp"] == pytest.approx(8 * per_layer * 2)
+
+
+def test_an_all_reduce_over_nodes_shares_their_cards():
+    # 8 replicas, 4 a node: 4 bytes of 220,000 parameters. In the node 2 * 3/4, over two nodes
+    # 2 * 1/2 of them through four cards of 1 GB/s.
+    size = 4 * (120_000 + 100_000)
+    expected = size * 1.5 / 1e10 + size / 4e9
+    assert time_of(dp=8)["dp"] == pytest.approx(expected)
+    assert time_of(dp=8, zero=1)["dp"] == pytest.approx(expected * 0.75)  # weights take 2 bytes
+
+
+def test_sharded_parameters_are_gathered_twice_and_gradients_scattered_each_time_or_once():
+    gather, scatter = 2 * 220_000 * 0.75 / 1e10, 4 * 220_000 * 0.75 / 1e10
+    fsdp = {"dp": 4, "zero": 3, "shard": 4, "microbatches": 5}
+    assert time_of(**fsdp)["dp"] == pytest.approx(5 * (2 * gather + scatter))
+    assert time_of(**fsdp, once=1)["dp"] == pytest.approx(5 * 2 * gather + scatter)
+    assert time_of(**fsdp, shared=1)["dp"] == pytest.approx(5 * scatter)
+    assert time_of(**fsdp | {"zero": 2})["dp"] == pytest.approx(5 * (gather + scatter))
+
+
+def test_what_is_covered_is_hidden_but_for_interference():
+    c = replace(FREE, overlap_sharded=1e6, interference=0.25)
+    shown = time_of(c, dp=4, zero=3, shard=4)["dp"]
+    assert shown == pytest.approx(0.25 * time_of(dp=4, zero=3, shard=4)["dp"], rel=1e-3)
+
+
+def test_a_bubble_is_the_other_stages_once_and_less_with_more_parts():
+    # 8 layers, no vocabulary to speak of: a stage of 2 layers takes a quarter of all.
+    job = {"layers": 8, "pp": 4, "microbatches": 16, "vocab": 1e-6}
+    found = time_of(**job)
+    stage = (found["products"] + found["attention"] + found["elementwise"]) / 16
+    assert found["bubble"] == pytest.approx(3 * stage)
+    assert time_of(**job, parts=2)["bubble"] == pytest.approx(1.5 * stage)
+
+
+def test_stages_by_cost_count_the_scores_as_layers():
+    layer = 4 * 100 * 100 + 2 * 100 * 400
+    jobs = Jobs.of(
+        [
+            JOB | {"layers": 10, "pp": 2, "balanced": 1, "vocab": 4 * layer / 100},  # 7 each
+            JOB | {"layers": 10, "pp": 4, "balanced": 1, "vocab": 2 * layer / 100},  # 3 each
+            JOB | {"layers": 10, "pp": 4, "balanced": 1, "vocab": layer / 100},  # 2.75
+            JOB | {"layers": 10, "pp": 5, "balanced": 1, "vocab": 0.1 * layer / 100},  # 2.02
+            JOB | {"layers": 10, "pp": 4, "vocab": 2 * layer / 100},  # alike, whatever the scores
+        ]
+    )
+    first, last = jobs.stages
+    assert first.tolist() == [7, 3, 3, 2, 3]
+    assert last.tolist() == [3, 1, 1, 2, 3]
+
+
+def test_a_layer_takes_what_the_host_takes_where_that_is_longer():
+    c = replace(FREE, host=1.0, host_backward=2.0)
+    assert sum(time_of(c, layers=3).values()) == pytest.approx(
+        9.0, rel=1e-3
+    )  # the device is nearly idle
+
+
+def test_memory_that_is_nearly_full_costs_time_in_every_microbatch():
+    c = replace(FREE, room=0.9, refill=0.5)
+    held = sum(memory_of(c).values())
+    assert time_of(c, memory=held * 2, microbatches=4)["allocator"] == pytest.approx(0, abs=1e-9)
+    full = time_of(c, memory=held, microbatches=4)["allocator"]
+    assert full == pytest.approx(4 * 0.5, rel=1e-3)  # 10 % above the edge, which is 1 % wide
+
+
+def test_optimizer_moves_thirty_bytes_a_parameter_of_its_own():
+    c = replace(FREE, adam=1.0)
+    for zero, parts in ((0, 1), (1, 4), (3, 4)):
+        seconds = time_of(c, dp=4, zero=zero, shard=4)["optimizer"]
+        assert seconds == pytest.approx(30 * 220_000 / parts / 1e11)
+
+
+@pytest.mark.parametrize(
+    ("job", "parameters", "gradients", "optimizer"),
+    [
+        ({}, 2, 2 + 4, 12),  # what a backward pass leaves, and their float32 sum
+        ({"grad_bytes": 2}, 2, 2, 12),
+        ({"dp": 4, "zero": 1}, 2, 6, 3),
+        ({"dp": 4, "zero": 3, "shard": 4}, 1, 1, 2),  # float32 parameters are the copy
+        ({"dp": 4, "zero": 3, "shard": 2}, 2, 2, 4),  # hybrid
+        ({"param_bytes": 4, "master_bytes": 0}, 4, 4, 8),
+    ],
+)
+def test_bytes_of_a_parameter(job, parameters, gradients, optimizer):
+    found = memory_of(**job)
+    each = [found[name] / 220_000 for name in ("parameters", "gradients", "optimizer")]
+    assert each == pytest.approx([parameters, gradients, optimizer])
+
+
+def test_activations_are_those_of_the_formula_and_live_along_the_pipeline():
+    # One token of a layer: 6 w + 2 + 2 k + heads, 2 units of the MLP; 2 bytes.
+    token = 2 * (600 + 2 + 200 + 10 + 800)
+    assert memory_of(layers=4)["activations"] == pytest.approx(4 * 1000 * token)
+    job = {"layers": 8, "vocab": 1e-6}
+    alone = memory_of(**job)["activations"]
+    first = memory_of(**job, pp=4, microbatches=16)["activations"]
+    assert first == pytest.approx(alone)  # a quarter of the layers, of four microbatches
+    few = memory_of(**job, pp=4, microbatches=2)["activations"]
+    assert few == pytest.approx(alone / 2)
+
+
+def test_a_recomputed_layer_keeps_its_input_and_one_layer_is_computed_again():
+    token = 2 * (600 + 2 + 200 + 10 + 800)
+    found = memory_of(layers=4, recompute=1)["activations"]
+    assert found == pytest.approx(1000 * (4 * 2 * 100 + 2 * token))
+
+
+def test_gradients_of_fsdp_are_whole_while_they_are_added_up():
+    fsdp = {"dp": 4, "zero": 2, "shard": 4}
+    one = memory_of(**fsdp, once=1)["gathered"]
+    several = memory_of(**fsdp, once=1, microbatches=2)["gathered"]
+    assert one == pytest.approx(2 * 220_000)
+    assert several - one == pytest.approx(4 * 220_000)
+    assert memory_of(**fsdp, shared=1)["gathered"] == 0
+
+
+def test_there_are_at_most_forty_constants_each_with_unit_meaning_and_source():
+    constants = described()
+    assert len(constants) <= 40
+    assert list(constants) == Constants.names()
+    for constant in constants.values():
+        assert constant.unit and constant.meaning and "before: " in constant.source
+        assert constant.value > 0
+    fit = document()["fit"]
+    assert fit["rows"] > 1000 and len(fit["hash"]) == 16
+    assert 0 < fit["left_out_within"] < fit["left_out_across"] < 0.3

@@ -1,0 +1,176 @@
+"""Which layouts there are, which suits, why, what would change it; what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dure.errors import UsageError
+from dure.plan import Job, Layout, Machine, Model, configured_model, find_gpu, find_model, plan
+from dure.plan.advice import code, command
+from dure.plan.constants import Constants
+from dure.plan.cost import step_time
+from dure.plan.explain import explain
+from dure.plan.layouts import columns, layouts
+from dure.plan.machines import gpus
+from dure.plan.peak import peak_memory
+from dure.plan.planning import costed
+
+SMALL = Job(Model(32_000, 1024, 8, 16, 4, 4096, 2048), 16 * 2048)
+ONE_NODE = Machine(find_gpu("h100"), 1, 8)
+
+
+def test_layouts_divide_heads_layers_sequences_and_nodes():
+    machine = Machine(find_gpu("h100"), 2, 4)
+    found = layouts(SMALL, machine)
+    assert len(set(map(str, found))) == len(found)
+    for each in found:
+        assert each.ranks == 8
+        assert 4 % each.tp == 0  # heads of keys, and a node
+        assert each.pp <= 8 and 8 % (each.dp * each.tp * each.cp) == 0
+        assert each.dp * each.microbatch * each.microbatches == 16
+        assert each.pp == 1 or each.microbatches >= each.pp
+        assert (each.strategy == "hsdp") <= (each.dp * each.cp > 4 // (each.tp * each.cp))
+    strategies = {each.strategy for each in found if each.dp == 8}
+    assert strategies == {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
+    assert {each.recompute for each in found} == {"none", "selective", "full"}
+    assert {each.schedule for each in found if each.pp > 1} == {"1f1b", "interleaved-1f1b"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["fsdp=4,tp=2,mb=2", "ddp=2,pp=4,interleaved=2,mb=1,recompute=full", "zero1,cp=2,pp=4,mb=2"],
+)
+def test_a_layout_is_read_as_it_is_written(text):
+    found = Layout.parse(text, SMALL)
+    assert str(found) == text
+    assert found.microbatches == 16 // (found.dp * found.microbatch)
+
+
+def test_rows_are_the_fastest_of_each_mesh_and_what_fits():
+    found = plan(SMALL, ONE_NODE, changes=False)
+    meshes = [row.layout.mesh for row in found.rows]
+    assert len(set(meshes)) == len(meshes)
+    every = plan(SMALL, ONE_NODE, everything=True, changes=False)
+    best = min(row.seconds for row in every.rows)
+    assert found.rows[0].seconds == pytest.approx(best, rel=0.01)
+    assert all(row.peak <= Constants.load().room * 80e9 for row in every.rows)
+
+
+def test_ties_overlap_the_first_and_the_simplest_is_among_them():
+    found = plan(SMALL, ONE_NODE, changes=False)
+    first = found.rows[0]
+    for i, row in enumerate(found.rows):
+        assert (row.high >= first.low) == (i < found.ties)
+    axes = [sum(n > 1 for n in (r.layout.tp, r.layout.cp, r.layout.pp)) for r in found.rows]
+    assert axes[found.simplest] == min(axes[: found.ties])
+
+
+def test_a_change_alters_the_winner_and_half_of_it_does_not():
+    job = Job(find_model("llama3-8b"), 2**21)
+    found = plan(job, ONE_NODE)
+    shape = found.rows[0].layout
+    memory = next(change for change in found.changes if change.what == "memory")
+    changed = plan(job, ONE_NODE.with_(memory_gb=80 * memory.factor), changes=False).rows[0]
+    assert (changed.layout.strategy, changed.layout.tp, changed.layout.pp) != (
+        shape.strategy,
+        shape.tp,
+        shape.pp,
+    )
+    factors = [abs(np.log(change.factor)) for change in found.changes]
+    assert factors == sorted(factors)
+
+
+def test_a_simulated_pipeline_is_near_the_closed_form():
+    job, machine = Job(find_model("llama3-8b"), 2**22), Machine(find_gpu("h100"), 4, 8)
+    for text in (
+        "zero1=8,tp=2,pp=2,mb=1",
+        "zero1=4,tp=2,pp=4,interleaved=2,mb=1",
+        "fsdp=4,pp=8,mb=1",
+        "ddp=2,tp=2,pp=8,interleaved=2,mb=2",
+    ):
+        layout = Layout.parse(text, job)
+        row, jobs = costed(job, machine, layout), columns(job, machine, [layout])
+        held = peak_memory(jobs, Constants.load()).total
+        closed = float(step_time(jobs, Constants.load(), held).total[0])
+        assert row.simulated
+        assert row.seconds == pytest.approx(closed, rel=0.02)
+
+
+def test_ten_thousand_layouts_take_less_than_a_second():
+    job, machine = Job(find_model("llama3-8b"), 2**22), Machine(find_gpu("h100"), 4, 8)
+    jobs = columns(job, machine, (layouts(job, machine) * 8)[:10_000])
+    start = time.process_time()
+    held = peak_memory(jobs, Constants.load()).total
+    step_time(jobs, Constants.load(), held)
+    assert len(jobs) == 10_000 and time.process_time() - start < 1
+
+
+def test_every_term_has_a_formula_and_its_constants_a_source():
+    layout = Layout.parse("fsdp=2,tp=2,pp=2,mb=1", SMALL)
+    row, terms = explain(SMALL, ONE_NODE, layout)
+    seconds = sum(term.value for term in terms if term.unit == "s")
+    assert seconds == pytest.approx(row.seconds)
+    assert sum(term.value for term in terms if term.unit == "bytes") == pytest.approx(row.peak)
+    for term in terms:
+        assert term.formula
+        for sentence in term.constants:
+            assert " = " in sentence and "before: " in sentence
+
+
+def test_lines_of_code_are_those_of_the_layout():
+    layout = Layout.parse("hsdp=4,tp=2,pp=2,mb=1,recompute=full", SMALL)
+    machine = Machine(find_gpu("h100"), 4, 4)
+    lines = code(layout, SMALL, machine)
+    assert "(2, 2, 2, 2), mesh_dim_names=('pp', 'dp', 'fsdp', 'tp')" in lines
+    for word in ("parallelize_module", "checkpoint", "fully_shard(model", "Schedule1F1B(stage, 4"):
+        assert word in lines
+    assert command(machine).startswith("dure run --nnodes 4 --nproc-per-node 4 --rdzv-endpoint ")
+
+
+def test_outside_of_what_was_measured_it_warns():
+    wide = replace(SMALL, model=replace(SMALL.model, width=32_768, heads=256, groups=8, layers=1))
+    for job, machine, said in (
+        (SMALL, Machine(find_gpu("b200"), 1, 8), "b200: hardly measured"),
+        (replace(wide, batch_tokens=2048 * 64), ONE_NODE, "width 32,768 is beyond"),
+        (replace(SMALL, batch_tokens=2048 * 4096), Machine(find_gpu("h100"), 512, 8), "nodes 512"),
+        (replace(SMALL, precision="fp8"), ONE_NODE, "8 bits"),
+    ):
+        assert any(said in each for each in plan(job, machine, changes=False).warnings)
+    assert not plan(SMALL, ONE_NODE, changes=False).warnings
+
+
+def test_nothing_fits_tells_what_would(tmp_path):
+    job = Job(find_model("llama3-70b"), 2**20)
+    with pytest.raises(UsageError, match=r"It would fit with GPUs of (\d+) GB") as refused:
+        plan(job, ONE_NODE)
+    memory = float(str(refused.value).partition("GPUs of ")[2].partition(" GB")[0])
+    assert plan(job, ONE_NODE.with_(memory_gb=memory), changes=False).rows
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_local_experts": 8}, "mixtures of experts"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized weights"),
+        ({"num_hidden_layers": None}, "does not say layers"),
+        ({"num_attention_heads": 7}, "do not divide the width"),
+        ({"hidden_size": 16}, "no model has width 16"),
+    ],
+)
+def test_configurations_that_are_not_planned_for(config, said, tmp_path):
+    usual = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(usual | {"vocab_size": 1000} | config))
+    with pytest.raises(UsageError, match=said):
+        Job(configured_model(path), 2**20)
+
+
+def test_hardware_has_sources_and_plausible_figures():
+    found = gpus()
+    assert {"v100", "a100", "h100", "h200", "b200"} <= set(found)
+    assert all(gpu.source for gpu in found.values())
