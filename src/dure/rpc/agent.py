@@ -26,13 +26,12 @@ import torch
 from dure.errors import DureError, PeerLost, RpcError, UsageError
 from dure.rpc import failures
 from dure.rpc.allow import Allowed
-from dure.rpc.calls import Call, Calls
+from dure.rpc.calls import Call, CallFuture, Calls
 from dure.rpc.current import here
 from dure.rpc.directory import Directory
 from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport, Work
 from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
-from dure.rpc.futures import CallFuture
 from dure.rpc.message import Body, Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
 from dure.rpc.names import WorkerInfo
 from dure.rpc.recording import Recorder, served

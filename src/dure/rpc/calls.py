@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from dure.errors import RpcError
 from dure.rpc.directory import Directory
@@ -25,7 +26,10 @@ from dure.rpc.references import RefId
 from dure.rpc.timers import Timers
 from dure.trace.flight import Noted
 
-__all__ = ["MOST_BYTES", "Call", "Calls"]
+if TYPE_CHECKING:
+    from dure.rpc.agent import Agent
+
+__all__ = ["MOST_BYTES", "Call", "CallFuture", "Calls"]
 
 MOST_BYTES = 1 << 30
 """How much of unanswered calls to one process may be under way before the program must wait."""
@@ -64,6 +68,46 @@ class Call(msgspec.Struct, eq=False):
     def what(self) -> str:
         """The call, for people."""
         return f"{self.function} on {self.to.name}"
+
+
+class CallFuture(torch.futures.Future[Any]):
+    """A future of torch's whose waiting thread receives messages.
+
+    Callbacks run in a thread of RPC's that counts as one that runs a call, or in one that waits.
+    """
+
+    agent: Agent
+    call: Call
+
+    def wait(self) -> Any:
+        """Wait for the answer, and return the value.
+
+        Raises:
+            Exception: What the callee has raised, or what went wrong on the way.
+        """
+        if not self.done():
+            self.agent.wait_until_told(self.call)
+        return self.value() if self.done() else super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
+        """Have something done with the future when it is done; see torch."""
+        self.call.quick = False
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
+        """Have something called when the future is done; see torch."""
+        self.call.quick = False
+        super().add_done_callback(callback)
+
+    def told(self, call: Call) -> None:
+        """Take the outcome of the call."""
+        try:
+            value = self.agent.result(call)
+        except Exception as error:
+            self._set_unwrap_func(_raise_another)
+            self.set_result(error.with_traceback(None))
+        else:
+            self.set_result(value)
 
 
 class Calls:
@@ -178,3 +222,15 @@ def _timeout(call: Call) -> RpcError:
         peer=call.to.id,
         fix="Give a larger timeout; 0 is none.",
     )
+
+
+def _raise_another(error: Exception) -> None:
+    """Raise an exception like the one that a future has.
+
+    Were it raised itself, its traceback would hold the frames that hold the future, in a circle
+    through C++ that Python cannot see, so that neither they nor their tensors were ever freed.
+    """
+    another = type(error).__new__(type(error), *error.args)
+    another.__dict__.update(error.__dict__)
+    another.__cause__ = error.__cause__
+    raise another
