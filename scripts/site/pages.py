@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Turn links that leave docs/ to the pages that the files there have become."""
     source = page.file.src_uri
     if source.startswith("reference/"):
-        page.meta["search"] = {"boost": 3}  # whoever types a name wants its entry
+        page.meta.setdefault("search", {"boost": 3})  # whoever types a name wants its entry
     if page.file.generated_by is not None:
         return markdown
     return _moved(markdown, f"docs/{source}", posixpath.dirname(source))
