@@ -104,7 +104,8 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert job.stdin is not None and job.stdout is not None
+    assert job.stdin is not None
+    assert job.stdout is not None
     assert job.stderr is not None
     match = ADDRESS.search(job.stderr.readline())
     assert match is not None

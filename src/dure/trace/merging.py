@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,7 @@ __all__ = [
     "Clock",
     "Flight",
     "Frame",
+    "Limits",
     "Membership",
     "RankFile",
     "ThreadStack",
@@ -141,6 +142,20 @@ class Flight:
         return tuple(sorted(known - self.ranks.keys()))
 
 
+def _any_file(file: RankFile) -> bool:
+    del file
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much is read: bytes of each file, and of all (None: of any number), and which files."""
+
+    each_bytes: int = _MOST_BYTES
+    all_bytes: int | None = None
+    accept: Callable[[RankFile], bool] = _any_file
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
     format: str = ""
@@ -165,25 +180,31 @@ def read(folder: Path) -> Flight:
     return read_files(sorted(folder.glob("*.json")), str(folder))
 
 
-def read_files(paths: Iterable[Path], where: str, most_bytes: int | None = None) -> Flight:
+def read_files(paths: Iterable[Path], where: str, limits: Limits | None = None) -> Flight:
     """Read files of ranks.
 
     Args:
         paths: The files.
         where: What they are called together, where none can be read.
-        most_bytes: How much to read at most, together; files that are beyond it are left out.
+        limits: What is left out, of files that anybody may have written.
 
     Raises:
         UsageError: None of them is a flight record.
     """
+    limits = limits or Limits()
     found: list[tuple[Path, RankFile]] = []
     problems: list[str] = []
-    left = most_bytes
+    left = limits.all_bytes
     for path in paths:
         try:
-            content = _content(path, _MOST_BYTES if left is None else min(left, _MOST_BYTES))
+            content = _content(
+                path, limits.each_bytes if left is None else min(left, limits.each_bytes)
+            )
             left = None if left is None else left - len(content)
-            found.append((path, _decode(content)))
+            file = _decode(content)
+            if not limits.accept(file):
+                raise _Unreadable("holds more than a rank records")
+            found.append((path, file))
         except _Unreadable as problem:
             problems.append(f"{_printable(path.name)}: {problem}")
     if not found:

@@ -3,7 +3,7 @@
 Both are a `Source`: a view, curves, lines of output, and a number that grows when any has changed.
 
 Files may come from anybody. So only so many are read, and only so many bytes of them; what is in
-one is held to what a rank could have written (`_is_sane`); and where a part of the page cannot be
+one is held to what a rank could have written (`_LIMITS`); and where a part of the page cannot be
 made of them, the page says so.
 """
 
@@ -19,7 +19,7 @@ from typing import TypeVar
 from dure.errors import UsageError
 from dure.trace.events import State
 from dure.trace.findings import study
-from dure.trace.merging import Flight, RankFile, read_files
+from dure.trace.merging import Flight, Limits, RankFile, read_files
 from dure.viewer import study as parts
 from dure.viewer.charts import Charts
 from dure.viewer.view import Failure, Feed, Outcome, RankRow, Site, View
@@ -27,7 +27,7 @@ from dure.viewer.view import Failure, Feed, Outcome, RankRow, Site, View
 __all__ = ["Live", "Output", "Recorded", "Source"]
 
 T = TypeVar("T")
-_MOST_FILES, _MOST_BYTES = 512, 64 << 20
+_MOST_FILES = 512
 _MOST_MEMBERS, _MOST_GROUPS, _MOST_RECORDS, _MOST_SPANS = 4096, 1024, 20_000, 100_000
 _MOST_LINES, _LONGEST_LINE = 500, 1000
 _MOST_SENTENCES = 20
@@ -153,7 +153,7 @@ class Live(Source):
         """Read what the ranks have published, and let readers know what is new."""
         try:
             paths = sorted(self._folder.glob("rank*.json"))[:_MOST_FILES]
-            flight = read_files(paths, "the page's folder", _MOST_BYTES)
+            flight = read_files(paths, "the page's folder", _LIMITS)
         except UsageError:  # none has published yet
             flight = None
         if flight is not None:
@@ -221,8 +221,10 @@ class Recorded(Source):
         title = ", ".join(path.name or str(path) for path in paths[:3])
         title += f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         found = [f for p in paths for f in (sorted(p.glob("*.json")) if p.is_dir() else [p])]
-        flight = read_files(found[:_MOST_FILES], title, _MOST_BYTES)
-        flight = _sane(flight, len(found))
+        flight = read_files(found[:_MOST_FILES], title, _LIMITS)
+        if len(found) > _MOST_FILES:
+            more = f"{len(found) - _MOST_FILES} files more are not shown"
+            flight = replace(flight, problems=(*flight.problems, more))
         super().__init__(title, live=False, slot_s=_slot_s(flight))
         self._show(flight)
         self.charts.finish()
@@ -230,18 +232,6 @@ class Recorded(Source):
         self.view.failure = self._try(
             self.view.problems, "failure", lambda: _recorded_failure(flight), None
         )
-
-
-def _sane(flight: Flight, num_files: int) -> Flight:
-    """Leave out the files that no rank could have written, and say so."""
-    problems = list(flight.problems)
-    if num_files > _MOST_FILES:
-        problems.append(f"{num_files - _MOST_FILES} more files are not shown")
-    kept = {rank: file for rank, file in flight.ranks.items() if _is_sane(file)}
-    problems += [f"rank {r}: holds more than a rank records" for r in flight.ranks if r not in kept]
-    if not kept:
-        raise UsageError("no file holds what a rank records", seen="; ".join(problems[:5]))
-    return replace(flight, ranks=kept, problems=tuple(problems))
 
 
 def _is_sane(file: RankFile) -> bool:
@@ -253,6 +243,10 @@ def _is_sane(file: RankFile) -> bool:
         and len(file.spans) + len(file.marks) <= _MOST_SPANS
         and all(abs(ns) < 1 << 62 for ns in (file.clock.monotonic_ns, file.clock.time_ns))
     )
+
+
+_LIMITS = Limits(each_bytes=16 << 20, all_bytes=128 << 20, accept=_is_sane)
+"""Full records of one rank are some 5 MB, and take ten times as much when they have been read."""
 
 
 def _slot_s(flight: Flight) -> float:
