@@ -123,7 +123,7 @@ class Page:
             if (rank := results.get(row.rank)) is not None and rank.crash is None:
                 row.state = "stopped" if rank.ended_by_launcher else row.state
                 row.last = row.last if rank.exit.ok else str(rank.exit)
-        self._tell(_outcome(result))
+        self._tell(outcome_of(result))
         while not self._write(b"") and time.monotonic() < deadline:
             select.select([], [self._pipe], [], 0.05)
 
@@ -175,7 +175,8 @@ def _rank_row(row: Row, now: float) -> RankRow:
     )
 
 
-def _outcome(result: JobResult) -> Outcome:
+def outcome_of(result: JobResult) -> Outcome:
+    """Return what the page says of a run's end."""
     failure = result.first_failure
     text = "succeeded" if result.ok else f"ended with exit code {result.exit_code}"
     return Outcome(
