@@ -221,8 +221,7 @@ class Agent:
         worker = self.find(to)
         if not callable(func):
             raise _not_callable(func)
-        own = worker.id == self.me.id
-        ref = self.values.own() if own else self.values.create(worker.id)
+        ref = self.values.begin(worker.id)
         rref = RRef[Any].received(self, ref, worker.id, True)
         try:
             rref.made_by(self.call(worker, (func, args, kwargs), timeout, make=ref))

@@ -86,13 +86,11 @@ class RemoteModule(torch.nn.Module):
         Cost:
             A call.
         """
-        owner = self.module_rref.owner()
-        return api.rpc_sync(owner, _forward, (self.module_rref, self.device, args, kwargs))
+        return self._call(api.rpc_sync, _forward, self.device, args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """As `forward`, but return a future."""
-        owner = self.module_rref.owner()
-        return api.rpc_async(owner, _forward, (self.module_rref, self.device, args, kwargs))
+        return self._call(api.rpc_async, _forward, self.device, args, kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
         """Return references to the parameters, for `DistributedOptimizer`.
@@ -103,7 +101,7 @@ class RemoteModule(torch.nn.Module):
         Cost:
             A call.
         """
-        return api.rpc_sync(self.module_rref.owner(), _parameters, (self.module_rref, recurse))
+        return self._call(api.rpc_sync, _parameters, recurse)
 
     def get_module_rref(self) -> RRef[torch.nn.Module]:
         """Return the reference to the module."""
@@ -111,7 +109,7 @@ class RemoteModule(torch.nn.Module):
 
     def train(self, mode: bool = True) -> RemoteModule:
         """Put the module into training mode, or evaluation mode; returns this object."""
-        api.rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
+        self._call(api.rpc_sync, _train, mode)
         return self
 
     def eval(self) -> RemoteModule:
@@ -124,6 +122,10 @@ class RemoteModule(torch.nn.Module):
             "Method ``parameters`` not supported for RemoteModule. "
             "Please use ``remote_parameters`` instead."
         )
+
+    def _call(self, way: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on the module, at its owner."""
+        return way(self.module_rref.owner(), function, (self.module_rref, *args))
 
     def __repr__(self) -> str:
         return f"RemoteModule(on={self.on!r}, device={self.device!r})"

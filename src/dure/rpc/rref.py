@@ -46,7 +46,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = current()
-        self._fill(agent, agent.values.own(), agent.me.id)
+        self._fill(agent, agent.values.begin(agent.me.id), agent.me.id)
         agent.values.set(self._ref, value)
 
     def _fill(self, agent: Agent, ref: RefId, owner: int, known: bool = True) -> None:

@@ -68,17 +68,14 @@ class Values:
 
     # --- what programs do --------------------------------------------------------------------
 
-    def own(self) -> RefId:
-        """Begin a value of this process, with one object that refers to it."""
+    def begin(self, owner: int) -> RefId:
+        """Begin a reference, with one object, to a value that is about to be made at a process."""
         with self._lock:
+            if owner != self._agent.me.id:
+                return self._references.create(owner)
             ref = self._references.own()
             self._values[ref] = Value()
             return ref
-
-    def create(self, owner: int) -> RefId:
-        """Begin a reference to a value that a call is about to make at another process."""
-        with self._lock:
-            return self._references.create(owner)
 
     def set(self, ref: RefId, value: Any, error: BaseException | None = None) -> None:
         """Say what a value of this process is; whoever waits for it gets it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import torch
 
@@ -32,16 +31,10 @@ class context:
     """
 
     def __enter__(self) -> int:
-        made = _new_context()
-        self._number = made.number
-        return made.number
+        self._number = _new_context().number
+        return self._number
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _release_context(self._number)
 
 
@@ -158,8 +151,7 @@ def _release_context(context_id: int) -> None:
     contexts.release(context_id)
 
 
-def _is_valid_context(context_id: int) -> None:  # pyright: ignore[reportUnusedFunction]
-    _contexts().find(context_id)
+_is_valid_context = _retrieve_context
 
 
 def _get_debug_info() -> dict[str, int]:  # pyright: ignore[reportUnusedFunction]
