@@ -370,7 +370,7 @@ def _changes(job: Job, machine: Machine, first: Row) -> list[Change]:
             value = getattr(machine.gpu, name) * factor
             change = _winner(job, machine.with_(**{name: value}), first)
             if change is not None:
-                text = f"with {value:.3g} {unit} instead of {getattr(machine.gpu, name):.3g}"
+                text = f"with {value:,.4g} {unit} instead of {getattr(machine.gpu, name):,.4g}"
                 found.append(Change(what, factor, text, change.layout, change.speed))
                 break
     for factor in (2.0, 0.5, 4.0, 0.25):
