@@ -58,7 +58,7 @@ pictures: $(STAMPS)/package ## draw the schedules of docs/pipelines.md anew
 	done
 
 docs: $(STAMPS)/docs ## build the site: site/index.html, which needs no server and no network
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --clean
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean # not --quiet, which counts no warnings
 
 setup: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs ## install everything, run nothing
 
