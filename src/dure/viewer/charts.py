@@ -7,6 +7,7 @@ a span counts once, by its time. Where a curve has too many points every other o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -33,7 +34,11 @@ class Curve:
     generation: int = 0
 
     def add(self, x: float, y: float | None) -> None:
-        """Add a point behind the last."""
+        """Add a point behind the last; where the program has gone back, it replaces what follows."""
+        if self.xs and x <= self.xs[-1]:
+            first = bisect_left(self.xs, x)
+            del self.xs[first:], self.ys[first:]
+            self.generation += 1
         self.xs.append(x)
         self.ys.append(y)
         if len(self.xs) > MOST_POINTS:
@@ -57,15 +62,16 @@ class Charts:
 
     Args:
         slot_s: Over how long the parts of steps are averaged.
+        zero_ns: The time of day from which the curves' times count; None: the earliest record.
     """
 
-    def __init__(self, slot_s: float = 1.0) -> None:
+    def __init__(self, slot_s: float = 1.0, zero_ns: int | None = None) -> None:
         self.curves: dict[Key, Curve] = {}
         self._slot_s = slot_s
         self._slot = -1
         self._steps: list[dict[str, float]] = []
         self._seen: dict[int, _Seen] = defaultdict(_Seen)
-        self._zero_ns: int | None = None
+        self._zero_ns = zero_ns
         self._names: dict[str, None] = {}
 
     def take(self, flight: Flight) -> None:
@@ -134,7 +140,7 @@ class Charts:
 
     def _add_parts(self, at_s: float, parts: dict[str, float]) -> None:
         slot = int(at_s / self._slot_s)
-        if slot != self._slot:
+        if slot > self._slot:  # a rank may be behind the others
             self._end_slot()
             self._slot = slot
         self._steps.append(parts)

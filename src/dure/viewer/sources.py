@@ -10,6 +10,7 @@ made of them, the page says so.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -64,9 +65,9 @@ class Source:
         num_readers: How many follow it; who has the last state follows no longer.
     """
 
-    def __init__(self, title: str, live: bool, slot_s: float = 1.0) -> None:
+    def __init__(self, title: str, live: bool, charts: Charts) -> None:
         self.view = View(title=title, live=live)
-        self.charts = Charts(slot_s)
+        self.charts = charts
         self.output = Output()
         self.version = 1
         self.over = not live
@@ -123,9 +124,9 @@ class Live(Source):
     """
 
     def __init__(self, title: str, folder: Path) -> None:
-        super().__init__(title, live=True)
+        super().__init__(title, True, Charts(zero_ns=time.time_ns()))
         self._folder = folder
-        self._flight: Flight | None = None
+        self._files: dict[int, RankFile] = {}
         self._progress: dict[int, _Progress] = {}
 
     def feed(self, feed: Feed) -> None:
@@ -136,6 +137,7 @@ class Live(Source):
             self.output.add(*line)
         for row in feed.ranks:
             self._note_progress(row, feed.elapsed_s)
+            self._complete(row)
         view.outcome = feed.outcome or view.outcome
 
     def _note_progress(self, row: RankRow, now_s: float) -> None:
@@ -158,12 +160,16 @@ class Live(Source):
             flight = None
         if flight is not None:
             self._show(flight)
+            self._files = flight.ranks
             for row in self.view.ranks:
-                file = flight.ranks.get(row.rank)
-                if file is not None and file.pid == row.pid:
-                    _complete(row, file)
+                self._complete(row)
         self.view.failure = self._failure(flight)
         self.changed()
+
+    def _complete(self, row: RankRow) -> None:
+        file = self._files.get(row.rank)
+        if file is not None and file.pid == row.pid:
+            _complete(row, file)
 
     def end(self) -> None:
         """Nothing comes any more."""
@@ -185,6 +191,9 @@ class Live(Source):
         told: dict[int, Site] = {}
         if flight is not None:
             told = self._try([], "sites", lambda: parts.sites(flight), told)
+            for rank, site in told.items():
+                if not flight.ranks[rank].failure:
+                    site.how = f"{site.how}, when last heard of".removeprefix(", ")
             failure.sentences = self._try([], "findings", lambda: _differences(flight), [])
         for site in outcome.sites:  # they are younger than what was published
             told[site.ranks[0]] = site
@@ -225,7 +234,7 @@ class Recorded(Source):
         if len(found) > _MOST_FILES:
             more = f"{len(found) - _MOST_FILES} files more are not shown"
             flight = replace(flight, problems=(*flight.problems, more))
-        super().__init__(title, live=False, slot_s=_slot_s(flight))
+        super().__init__(title, False, Charts(_slot_s(flight)))
         self._show(flight)
         self.charts.finish()
         self.view.ranks = [_recorded_row(file) for file in flight.ranks.values()]

@@ -110,6 +110,13 @@ def test_long_curve_halves_and_says_so() -> None:
     assert (curve.generation, curve.xs[:3], len(curve.xs)) == (1, [0, 2, 4], MOST_POINTS // 2 + 1)
 
 
+def test_curve_goes_back_with_a_program_that_starts_again() -> None:
+    curve = Curve()
+    for step in (1, 2, 3, 2):
+        curve.add(step, step / 10)
+    assert (curve.xs, curve.ys, curve.generation) == ([1, 2], [0.1, 0.2], 1)
+
+
 def test_run_shows_the_launchers_rows_with_what_ranks_publish(tmp_path: Path) -> None:
     page = Live("train.py", tmp_path)
     rows = [RankRow(rank=rank, pid=rank + 100, step=1) for rank in range(3)]
