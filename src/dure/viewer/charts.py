@@ -34,7 +34,7 @@ class Curve:
     generation: int = 0
 
     def add(self, x: float, y: float | None) -> None:
-        """Add a point behind the last; where the program has gone back, it replaces what follows."""
+        """Add a point behind the last; where the program went back, in place of what follows."""
         if self.xs and x <= self.xs[-1]:
             first = bisect_left(self.xs, x)
             del self.xs[first:], self.ys[first:]
