@@ -267,7 +267,7 @@ class Fit:
 
     def constants(self, x: Any) -> Constants:
         """Return constants of their logarithms."""
-        return Constants(**dict(zip(Constants.names(), np.exp(x).tolist(), strict=True)))
+        return Constants(dict(zip(Constants.names(), np.exp(x).tolist(), strict=True)))
 
     def residuals(self, x: Any, seen: Any) -> Any:
         """Return what least squares makes small."""

@@ -41,8 +41,8 @@ from axes import peak
 from model import Llama, Shape
 from model import plan as divided
 
-SHAPE = Shape(vocabulary=4096, width=384, layers=4, heads=6, groups=6, hidden=1024, length=256)
-SEQUENCES = 8
+SHAPE = Shape(vocabulary=2048, width=320, layers=4, heads=4, groups=4, hidden=864, length=256)
+SEQUENCES = 4
 TURNS = 5
 JOB = Job(
     Model(
@@ -58,12 +58,11 @@ def layouts(ranks: int) -> list[str]:
     each = SEQUENCES // ranks
     return [
         f"mb={SEQUENCES}",
-        "mb=2",
+        "mb=1",
         f"ddp={ranks},mb={each}",
         f"fsdp={ranks},mb={each}",
         f"tp={ranks},mb={SEQUENCES}",
         f"pp={ranks},mb=1",
-        f"pp={ranks},mb=2",
         *([f"pp={ranks},interleaved=2,mb=1"] if 2 * ranks <= SHAPE.layers else []),
     ]
 
@@ -133,11 +132,10 @@ class Rank:
         return self.layout.pp * self.layout.parts - 1
 
     def held(self) -> dict[str, float]:
-        """Make steps, and return the bytes that were held at their peak."""
+        """Make steps, and return the bytes that were held at the peak of the last."""
         self.step()
         with peak() as found:
-            for _ in range(2):
-                self.step()
+            self.step()
         return {"bytes": float(found[0])}
 
 

@@ -23,6 +23,8 @@ _OTHER_REPEATS = 12
 class _Layer(nn.Module):
     """A layer of Llama's shape."""
 
+    turns: torch.Tensor
+
     def __init__(self, width: int, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads

@@ -7,7 +7,8 @@ They are read from `data/constants.toml`, where each has its unit, meaning and s
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -15,70 +16,37 @@ from typing import Any
 __all__ = ["Constant", "Constants", "described"]
 
 
-@dataclass(frozen=True, slots=True)
 class Constants:
-    """Values, by name; what each means is in the file."""
+    """Values, as attributes of the names that the file has; what each means is there too."""
 
-    gemm_a100: float
-    gemm_h100: float
-    gemm_area: float
-    fp8_casts: float
-    power: float
-    flash_a100: float
-    flash_h100: float
-    flash_newest: float
-    scores_passes: float
-    passes: float
-    compiled: float
-    loss_passes: float
-    recompute: float
-    host: float
-    host_h100: float
-    host_backward: float
-    host_ends: float
-    host_sharded: float
-    host_compiled: float
-    link: float
-    link_latency: float
-    net: float
-    net_latency: float
-    efa_latency: float
-    net_growth: float
-    efa_tp: float
-    overlapped: float
-    message: float
-    message_blocking: float
-    message_bytes: float
-    overlap: float
-    overlap_sharded: float
-    interference: float
-    adam: float
-    kept: float
-    gathered: float
-    scores_kept: float
-    context: float
-    room: float
-    refill: float
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> float:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
     @staticmethod
     @cache
     def load() -> Constants:
         """Return the fitted ones."""
-        return Constants(**{name: constant.value for name, constant in described().items()})
+        return Constants({name: constant.value for name, constant in described().items()})
 
     @staticmethod
     def before() -> Constants:
         """Return what the fit starts from."""
-        return Constants(**{name: constant.before for name, constant in described().items()})
+        return Constants({name: constant.before for name, constant in described().items()})
 
-    def replaced(self, measured: dict[str, float]) -> Constants:
-        """Return them with some measured on a machine."""
-        return replace(self, **measured)
+    def replaced(self, measured: Mapping[str, float]) -> Constants:
+        """Return them with some of another value."""
+        return Constants(self._values | dict(measured))
 
     @staticmethod
     def names() -> list[str]:
         """Return all names, in order."""
-        return [field.name for field in fields(Constants)]
+        return list(described())
 
 
 @dataclass(frozen=True, slots=True)
