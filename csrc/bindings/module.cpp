@@ -22,6 +22,7 @@ NB_MODULE(_engine, m) {
     m.def("kernel_isa", [] { return std::string(kernel_isa()); });
     m.def("select_kernel_isa",
           [](const std::string& isa) { return select_kernel_isa(isa.c_str()); });
+    m.def("limit_isa", [](const std::string& most) { return limit_isa(most.c_str()); });
     // Reduce `n` ranges of `count` elements: for the tests of the kernels.
     m.def("reduce", [](size_t out, nb::list sources, int dtype, int reduction, size_t count) {
         auto kernel = reduce_kernel(static_cast<DType>(dtype), static_cast<Reduction>(reduction));

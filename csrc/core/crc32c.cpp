@@ -115,6 +115,8 @@ uint32_t state_by_instruction(uint32_t state, const unsigned char* data, size_t 
 
 #endif
 
+bool may_use_instruction = true;
+
 }  // namespace
 
 uint32_t crc32c_by_tables(const void* data, size_t bytes, uint32_t before) {
@@ -124,10 +126,12 @@ uint32_t crc32c_by_tables(const void* data, size_t bytes, uint32_t before) {
 uint32_t crc32c(const void* data, size_t bytes, uint32_t before) {
 #if defined(__x86_64__)
     static const bool has_instruction = __builtin_cpu_supports("sse4.2");
-    if (has_instruction)
+    if (has_instruction && may_use_instruction)
         return ~state_by_instruction(~before, static_cast<const unsigned char*>(data), bytes);
 #endif
     return crc32c_by_tables(data, bytes, before);
 }
+
+void allow_crc32c_instruction(bool allowed) { may_use_instruction = allowed; }
 
 }  // namespace dure

@@ -1,6 +1,7 @@
 // Which of the compiled kernels this machine can run.
 #include <cstring>
 
+#include "crc32c.h"
 #include "kernels.h"
 
 namespace dure {
@@ -24,8 +25,10 @@ struct Isa {
     ReduceFn (*find)(DType, DType, Reduction);
 };
 
+const char kGeneric[] = "generic";
+
 bool runs(const char* isa) {
-    if (std::strcmp(isa, "generic") == 0) return true;
+    if (std::strcmp(isa, kGeneric) == 0) return true;
 #if defined(DURE_X86_KERNELS)
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
     if (std::strcmp(isa, "avx2") == 0) return avx2;
@@ -37,22 +40,25 @@ bool runs(const char* isa) {
     return false;
 }
 
+// Best first. Other machines know the names, and have none of them.
 constexpr Isa kIsas[] = {
 #if defined(DURE_X86_KERNELS)
     {"avx512", avx512::find},
     {"avx2", avx2::find},
+#else
+    {"avx512", nullptr},
+    {"avx2", nullptr},
 #endif
-    {"generic", generic::find},
+    {kGeneric, generic::find},
 };
 
-const Isa* best() {
-    for (const Isa& isa : kIsas) {
-        if (runs(isa.name)) return &isa;
-    }
-    return nullptr;
+// The best that this machine runs of `most` and those behind it.
+const Isa* best(const Isa* most) {
+    while (!runs(most->name)) most++;
+    return most;
 }
 
-const Isa* chosen = best();
+const Isa* chosen = best(kIsas);
 
 }  // namespace
 
@@ -72,6 +78,16 @@ bool select_kernel_isa(const char* name) {
             chosen = &isa;
             return true;
         }
+    }
+    return false;
+}
+
+bool limit_isa(const char* most) {
+    for (const Isa& isa : kIsas) {
+        if (std::strcmp(isa.name, most) != 0) continue;
+        chosen = best(&isa);
+        allow_crc32c_instruction(std::strcmp(most, kGeneric) != 0);
+        return true;
     }
     return false;
 }

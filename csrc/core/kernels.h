@@ -35,4 +35,9 @@ const char* kernel_isa();
 // For tests: use `isa` from now on. Returns false where this machine cannot.
 bool select_kernel_isa(const char* isa);
 
+// From now on use nothing above `most`, one of these names: the best that this machine has up to
+// it; "generic" also keeps from the processor's checksum. False, and nothing is changed, where it
+// is no such name. Before any other thread uses the engine.
+bool limit_isa(const char* most);
+
 }  // namespace dure

@@ -112,6 +112,12 @@ VARIABLES: dict[str, Variable] = {
             example="auto",
         ),
         Variable(
+            name="DURE_ISA",
+            meaning="generic, avx2 or avx512: the native engine uses no instruction set above it; "
+            "else the best of the processor",
+            example="avx2",
+        ),
+        Variable(
             name="DURE_STORE_BIND", meaning="address the store listens on, if not MASTER_ADDR"
         ),
         Variable(

@@ -44,7 +44,9 @@ class Ranks:
     @property
     def num_threads(self) -> int:
         """Threads that a rank may copy with: its share of the cores, as if all were on one host."""
-        return min(8, max(1, len(os.sched_getaffinity(0)) // self.size))
+        linux = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+        return min(8, max(1, cores // self.size))
 
     def _outcomes(self, do: Callable[[], T]) -> list[Any]:
         """Call `do` on every rank; return its result, or its exception, of all of them."""

@@ -52,7 +52,9 @@ def busy_cores(watch_s: float = 0.3) -> float:
 
 def usable_cores() -> int:
     """Return how many hardware threads this process may use."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return psutil.cpu_count() or 1  # not on Linux
 
 
 def oversubscribed(ranks: int, busy: float) -> str:

@@ -10,6 +10,7 @@ Where to read: `job` (start to result), `agent` (what the hosts of a job decide 
 happens), `supervisor` (what to do about it), `ranks` (a rank's process), `show` (what users see).
 """
 
+from dure.launch import _linux as _linux  # first: it raises where there is no launching
 from dure.launch.job import run_job
 from dure.launch.spec import (
     Crash,

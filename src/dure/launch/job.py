@@ -12,14 +12,13 @@ import fcntl
 import os
 import signal
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dure import env
-from dure.errors import LaunchError, StoreError, UsageError
+from dure.errors import LaunchError, StoreError
 from dure.launch.agent.agent import Agent
 from dure.launch.agent.link import Alone, EndpointLink, EtcdLink, Link
 from dure.launch.program import check_program
@@ -68,8 +67,6 @@ def run_job(spec: JobSpec) -> JobResult:
     Cost: a fresh interpreter a rank (some 30 ms of processor time each, and what it imports); with
     a zygote, one import for all of them, and some 20 ms a rank.
     """
-    if not sys.platform.startswith("linux"):
-        raise UsageError("dure.launch needs Linux", seen=sys.platform)
     check_program(spec)
     _open_standard_output()
     started = time.monotonic()

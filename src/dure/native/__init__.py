@@ -4,6 +4,8 @@ Only `dure.comm` and `dure.rpc` import this package, and only this package impor
 systems other than Linux, and in a checkout where the extension was not built, the package imports
 all the same: `available` then says why the engine cannot be used, and the names of the engine are
 those of `_absent`, whose every use raises that reason.
+
+The engine chooses its instruction set when it is loaded; `DURE_ISA` bounds the choice.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from dure import env
 from dure.errors import UsageError
 
 __all__ = [
@@ -122,6 +125,14 @@ else:
     reduce, call_site = _found.reduce, _found.call_site
     know_torch, set_library_folders = _found.know_torch, _found.set_library_folders
     Subject, set_subject, subject = _found.Subject, _found.set_subject, _found.subject
+    _most = env.text("DURE_ISA")
+    # An extension that was built before it had this heeds no limit.
+    if _most and not getattr(_found, "limit_isa", bool)(_most):
+        raise UsageError(
+            "DURE_ISA bounds the instruction sets that the native engine uses",
+            seen=repr(_most),
+            fix="Set it to generic, avx2 or avx512, or to nothing: the best of this machine.",
+        )
 
 
 def available() -> tuple[bool, str]:
@@ -129,11 +140,12 @@ def available() -> tuple[bool, str]:
     return not _reason, _reason
 
 
-def require() -> None:
-    """Raise `UsageError` where the engine cannot be used."""
+def require(what: str) -> None:
+    """Raise `UsageError` where the engine cannot be used, and `what` needs it."""
     if _reason:
         raise UsageError(
-            "the backend 'shm' cannot be used here",
+            f"{what} cannot be used here",
             seen=_reason,
-            fix="Use backend='gloo', or install Dure on Linux with a C++20 compiler.",
+            fix="Install a wheel of Dure on Linux, or build it there with a C++20 compiler. "
+            "The backends gloo and threads need no engine.",
         )

@@ -1,14 +1,18 @@
 """The engine's names where there is no engine: types that have no instances.
 
-It exists so that no caller holds a branch for a missing extension. `dure.native.require` raises
-before any of this could be used.
+It exists so that no caller holds a branch for a missing extension. What can be done without one is
+done in Python; all else raises `UsageError` with its name. Whoever can say what the user asked for
+calls `dure.native.require` first, which raises that.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn  # Any: the arguments of whatever is missing
+
+from dure.errors import UsageError
 
 __all__ = [
     "Channel",
@@ -47,11 +51,26 @@ __all__ = [
 ]
 
 
-class Channel:
+def _missing(name: str) -> UsageError:
+    return UsageError(
+        f"dure.native.{name} needs the native engine, and there is none here",
+        fix="Ask `dure.native.available()` first: it says why.",
+    )
+
+
+class _Missing:
+    """What cannot be made, nor be had in another way."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        del arguments, named
+        raise _missing(type(self).__name__)
+
+
+class Channel(_Missing):
     """Stands for a channel of the engine's group."""
 
 
-class Group:
+class Group(_Missing):
     """Stands for the engine's group."""
 
 
@@ -59,38 +78,50 @@ class Outcome:
     """Stands for the engine's outcome."""
 
 
-class HeapMemory:
+class HeapMemory(_Missing):
     """Stands for a piece of the symmetric heap."""
 
 
-class Process:
+class Process(_Missing):
     """Stands for a process whose heap is mapped."""
 
 
-class Request:
+class Request(_Missing):
     """Stands for the engine's request."""
 
 
-class Inbox:
+class Inbox(_Missing):
     """Stands for an inbox."""
 
 
-class Outbox:
+class Outbox(_Missing):
     """Stands for the way to an inbox."""
 
 
-class Ticket:
+class Ticket(_Missing):
     """Stands for what a thread waits for."""
 
 
-def _no_heap(*arguments: object) -> NoReturn:
-    """Say that there is no symmetric heap; callers ask `dure.native.available` first."""
-    del arguments
-    raise RuntimeError("the native engine is not there, and so there is no symmetric heap")
+def _missing_function(name: str) -> Callable[..., NoReturn]:
+    def raising(*arguments: Any, **named: Any) -> NoReturn:
+        del arguments, named
+        raise _missing(name)
+
+    return raising
 
 
-change_word = heap_allocate = heap_give = heap_identity = heap_lend = heap_share = _no_heap
-heap_offset = heap_peer = heap_take = heap_taken = heap_trim = heap_usage = _no_heap
+change_word = _missing_function("change_word")
+heap_allocate = _missing_function("heap_allocate")
+heap_give = _missing_function("heap_give")
+heap_identity = _missing_function("heap_identity")
+heap_lend = _missing_function("heap_lend")
+heap_offset = _missing_function("heap_offset")
+heap_peer = _missing_function("heap_peer")
+heap_share = _missing_function("heap_share")
+heap_take = _missing_function("heap_take")
+heap_taken = _missing_function("heap_taken")
+heap_trim = _missing_function("heap_trim")
+heap_usage = _missing_function("heap_usage")
 
 
 def know_torch(tensor: type, parameter: type, reductions: list[object]) -> bool:
@@ -181,3 +212,8 @@ def reduce(out: int, sources: list[int], dtype: int, reduction: int, count: int)
     """Tell that no reduction has a kernel."""
     del out, sources, dtype, reduction, count
     return False
+
+
+def limit_isa(most: str) -> bool:
+    """Tell whether it is a known name; there are no kernels to choose from."""
+    return most in {"generic", "avx2", "avx512"}

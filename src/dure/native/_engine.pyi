@@ -386,5 +386,8 @@ def kernel_isa() -> str:
 def select_kernel_isa(isa: str, /) -> bool:
     """Use other kernels from now on (for tests); False where this machine cannot."""
 
+def limit_isa(most: str, /) -> bool:
+    """Use the best kernels up to these from now on; False where they have no such name."""
+
 def reduce(out: int, sources: list[int], dtype: int, reduction: int, count: int, /) -> bool:
     """Run one kernel on `count` elements; False where the reduction has no meaning."""

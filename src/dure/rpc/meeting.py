@@ -60,12 +60,14 @@ def connect(
         unreachable_s: How long a process of another host is looked for until it counts as gone.
 
     Raises:
+        UsageError: There is no native engine here.
         RendezvousError: The processes could not meet, or two have one name.
         StoreError: No socket can be opened.
 
     Collective:
         In a fixed world all call, and wait for each other.
     """
+    native.require("dure.rpc")
     store, rank, world_size, address, leave = _met(meeting)
     try:
         if store.compare_set("world", "", name := uuid.uuid4().hex) != name.encode():

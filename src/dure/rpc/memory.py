@@ -68,7 +68,7 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
             op="share",
             seen=f"a tensor on {tensor.device} with the layout {tensor.layout}",
         )
-    native.require()
+    native.require("dure.rpc.share")
     if tensor.is_contiguous() and native.heap_lend(tensor.data_ptr(), None):
         return tensor
     memory = native.heap_share(tensor.nbytes)

@@ -69,6 +69,12 @@ def bench(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """Measure collectives on this machine: time, bandwidth, checked results; beside rivals."""
+    if source is None and sys.platform != "linux":
+        raise UsageError(
+            "`dure bench` measures on Linux",
+            seen=f"this is {sys.platform}",
+            fix="Show what was measured there: dure bench --from FILE.",
+        )
     plan = Plan(
         backend=backend,
         ops=parse_names("operation", op or ["all_reduce"], OPERATIONS),

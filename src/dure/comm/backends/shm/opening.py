@@ -39,7 +39,7 @@ class ShmOpening:
     """
 
     def __init__(self, options: BackendOptions) -> None:
-        require()
+        require("the backend 'shm'")
         if options.size > MAX_RANKS:
             raise UsageError(
                 f"the shm backend takes at most {MAX_RANKS} ranks",
