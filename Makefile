@@ -19,7 +19,8 @@ NATIVE_SOURCES := CMakeLists.txt $(CPP_SOURCES)
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill kills pictures docs native-build native-test lint format setup clean
+.PHONY: help demo test drill kills pictures docs native-build native-test lint format wheel wheel-pure \
+    wheel-test setup clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -60,7 +61,16 @@ pictures: $(STAMPS)/package ## draw the schedules of docs/pipelines.md anew
 docs: $(STAMPS)/docs ## build the site: site/index.html, which needs no server and no network
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean # not --quiet, which counts no warnings
 
-setup: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs ## install everything, run nothing
+wheel: $(STAMPS)/release ## build dist/: sdist, wheel for Linux systems like this, smoke.py
+	@scripts/wheel build
+
+wheel-pure: $(STAMPS)/release ## build the wheel without the engine, for macOS
+	@scripts/wheel pure
+
+wheel-test: $(STAMPS)/release ## try the wheel in an empty environment; write dist/sbom.json
+	@scripts/wheel try dist/dure-*manylinux*.whl
+
+setup: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs $(STAMPS)/release ## install everything, run nothing
 
 clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -80,6 +90,10 @@ $(STAMPS)/test: $(STAMPS)/venv pyproject.toml
 
 $(STAMPS)/lint: $(STAMPS)/venv pyproject.toml
 	@scripts/setup extra lint
+	@touch $@
+
+$(STAMPS)/release: $(STAMPS)/venv pyproject.toml
+	@scripts/setup extra release
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/venv pyproject.toml
