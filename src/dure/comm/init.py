@@ -131,7 +131,8 @@ def init_process_group(
         device_id=device,
     )
     try:
-        (world.default,) = create_groups(world, found.store, found.rank, [spec])
+        with world.beginning:
+            (world.default,) = create_groups(world, found.store, found.rank, [spec])
         _to_leave.add(world)
         _leave_first()
         begin_recording(found.store)

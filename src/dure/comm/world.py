@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 class World:
     """All groups of one rank.
 
+    `beginning` is held while the default group comes about: a rank that has it may call a function
+    here (`dure.rpc`) before this rank's own thread has it, too.
+
     Threads: groups are added and removed under `lock`; reading `default` needs none.
     """
 
@@ -37,6 +40,7 @@ class World:
 
     def clear(self) -> None:
         """Forget everything (the groups have been closed, or belong to a parent process)."""
+        self.beginning = threading.RLock()
         self.default: ProcessGroup | None = None
         self.groups: dict[str, ProcessGroup] = {}
         self.rendezvous: Rendezvous | None = None
@@ -44,8 +48,11 @@ class World:
         self.created_locally: dict[tuple[int, ...], int] = {}
 
     def need_default(self) -> ProcessGroup:
-        """Return the default group, or say that there is none."""
+        """Return the default group, or say that there is none; waits while it comes about."""
         if self.default is None:
+            with self.beginning:
+                if self.default is not None:
+                    return self.default
             raise UsageError(
                 "the default process group has not been initialized",
                 fix="Call dure.init_process_group() first (and not after destroy_process_group()).",
