@@ -113,7 +113,7 @@ class _LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         gradients = get_gradients(context_id)
-        with aside:  # there is one `.grad` for all contexts
+        with aside(self.parameters):  # there is one `.grad` for all contexts
             kept = [parameter.grad for parameter in self.parameters]
             try:
                 for parameter in self.parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from dure.rpc.autograd.graph import LocalGraph, place
+from dure.rpc.autograd.graph import LocalGraph, aside, edge_of, place
 
 
 @dataclass
@@ -140,3 +141,41 @@ def test_a_root_without_gradients_ends_its_segments() -> None:
     graph.arrive("sent", [None])
     graph.arrive("loss", [torch.ones(1)])
     assert graph.leaves[leaf].item() == 2.0
+
+
+def test_hooks_of_one_graph_may_wait_for_another_with_other_leaves() -> None:
+    """As those of data parallelism do, by way of other processes."""
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    ended: list[bool] = []
+
+    def run(leaf: torch.Tensor) -> None:
+        graph = LocalGraph({"root": [edge_of(leaf)]}, [])
+        graph.arrive("root", [torch.ones(2)])
+        assert torch.equal(graph.leaves[leaf], torch.ones(2))
+
+    def other_way(_: torch.Tensor) -> None:
+        thread = threading.Thread(target=run, args=(second,), daemon=True)
+        thread.start()
+        thread.join(30.0)
+        ended.append(not thread.is_alive())
+
+    first.register_post_accumulate_grad_hook(other_way)
+    run(first)
+    assert ended == [True]
+
+
+def test_a_leaf_is_set_aside_by_one_thread_at_a_time() -> None:
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    got = threading.Event()
+
+    def take() -> None:
+        with aside([second, first]):
+            got.set()
+
+    thread = threading.Thread(target=take)
+    with aside([first]), aside([first]):  # twice, by this thread
+        thread.start()
+        with aside([second]):  # the other thread has none while it waits for both
+            assert not got.is_set()
+    assert got.wait(30.0)
+    thread.join()

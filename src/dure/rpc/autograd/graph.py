@@ -26,7 +26,8 @@ aside meanwhile, for they would see parts of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -44,12 +45,11 @@ Root = TypeVar("Root", bound=Hashable)
 _COPIED_BYTES = 64 << 10
 """Gradients of leaves are handed over, which costs a node, and not copied, if they have more."""
 
-aside = threading.RLock()
-"""Held while hooks, or `.grad`, are set aside."""
+_change = threading.Condition()
+_aside: dict[int, int] = {}
+"""The leaves, by `id`, whose hooks or `.grad` are set aside, each with the thread that does it."""
 
-_leaf_lock = threading.Lock()
-"""Held while torch is asked for the node of a leaf: it takes its own lock and Python's in either
-order there, and two threads that ask at once may never come back."""
+_alias: Any = torch.ops.aten.alias.default
 
 _run: Any = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
 """torch's engine, without what `torch.autograd.backward` checks and logs."""
@@ -67,14 +67,34 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Return where the gradient of a tensor enters its graph; in grad mode."""
     if tensor.grad_fn is not None:
         return GradientEdge(tensor.grad_fn, tensor.output_nr)
-    with _leaf_lock:
-        # What is computed of a leaf leads to its node; there are no views of sparse tensors.
-        strided = tensor.layout is torch.strided
-        after = (tensor.view_as(tensor) if strided else tensor.clone()).grad_fn
+    # What is computed of a leaf leads to its node; there are no views of sparse tensors.
+    strided = tensor.layout is torch.strided
+    after = (tensor.view_as(tensor) if strided else tensor.clone()).grad_fn
     assert after is not None
     node, number = after.next_functions[0]
     assert node is not None
     return GradientEdge(node, number, after)
+
+
+@contextmanager
+def aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While within: no other thread has hooks, or `.grad`, of these leaves aside; waits for all.
+
+    Others have those of other leaves, for hooks within may wait for other processes (data
+    parallelism does), and these for what another thread does here.
+    """
+    me = threading.get_ident()
+    with _change:
+        _change.wait_for(lambda: all(_aside.get(id(leaf), me) == me for leaf in leaves))
+        taken = {id(leaf) for leaf in leaves} - _aside.keys()
+        _aside.update(dict.fromkeys(taken, me))
+    try:
+        yield
+    finally:
+        with _change:
+            for leaf in taken:
+                del _aside[leaf]
+            _change.notify_all()
 
 
 class LocalGraph(Generic[Root]):
@@ -233,10 +253,10 @@ class LocalGraph(Generic[Root]):
             return
         tensors = [self._variables[edge.node] for edge in edges]
         if sum([each.numel() * each.itemsize for each in gradients]) > _COPIED_BYTES:
-            with torch.enable_grad(), _leaf_lock:
-                edges = (edge_of(_Handing.apply(gradients, *tensors)),)
+            with torch.enable_grad():
+                edges = (edge_of(_Handing.apply(gradients, *map(_alias, tensors))),)
             gradients = [_one]
-        with aside:
+        with aside(tensors):
             kept = [tensor.grad for tensor in tensors]
             try:
                 for tensor in tensors:
@@ -273,8 +293,6 @@ class _FromElsewhere(torch.autograd.Function):
 _anchor = torch.empty(0, requires_grad=True)
 """Makes the engine see results of `_FromElsewhere` as part of a graph."""
 
-_anchor_edge = edge_of(_anchor)  # kept: see `_leaf_lock`
-
 _place: Any = super(torch.autograd.Function, _FromElsewhere).apply  # pyright: ignore
 """`apply`, without what torch looks for and this project has not (torch.func)."""
 
@@ -282,7 +300,12 @@ _one = torch.ones(())
 
 
 class _Handing(torch.autograd.Function):
-    """Hands gradients to leaves without holding them, so that they need not be copied."""
+    """Hands gradients to leaves without holding them, so that they need not be copied.
+
+    It is given aliases. Of a leaf itself a Python function is applied with Python's lock held, and
+    waits so for a lock of torch's that another thread holds which computes with that leaf, and
+    waits for Python's: no thread would ever go on.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
@@ -306,10 +329,11 @@ def _zeros(node: Node, number: int) -> torch.Tensor:
 
 def _without_hooks(leaves: list[torch.Tensor], run: Callable[..., Any]) -> Any:
     """Have the engine capture gradients; keep the hooks of leaves from being called."""
-    tables: list[Any] = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
-    if not tables:
+    hooked = [leaf for leaf in leaves if leaf._backward_hooks]
+    if not hooked:
         return run(True, False)
-    with aside:
+    with aside(hooked):
+        tables: list[Any] = [leaf._backward_hooks for leaf in hooked]
         kept = [dict(table) for table in tables]
         try:
             for table in tables:
