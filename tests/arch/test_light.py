@@ -46,6 +46,6 @@ def test_low_layers_load_without_torch(module):
     assert "torch" not in _load(module)["heavy"]
 
 
-@pytest.mark.parametrize("module", ["dure.launch", "dure.cli", "dure.native"])
+@pytest.mark.parametrize("module", ["dure.launch", "dure.cli", "dure.native", "dure.viewer.server"])
 def test_launcher_and_command_line_load_without_torch(module):
     assert "torch" not in _load(module)["heavy"]

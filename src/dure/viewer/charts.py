@@ -18,9 +18,7 @@ from dure.viewer.study import anchor_of
 
 __all__ = ["Charts", "Curve"]
 
-MOST_POINTS = 2000
-MOST_CURVES = 200
-_MOST_NAMES = 24
+MOST_POINTS, MOST_CURVES, _MOST_NAMES = 2000, 200, 24
 Key = tuple[str, str, int]
 """What a curve is of: "step", "part" or "scalar"; a name; a rank (-1: the mean of all)."""
 

@@ -68,8 +68,7 @@ class _Gate:
         if scope["type"] != "http":
             return
         pairs = [(k.decode("latin-1").lower(), v.decode("latin-1")) for k, v in scope["headers"]]
-        headers = dict(pairs)
-        refused = self._door.refusal(scope["method"], scope["path"], headers)
+        refused = self._door.refusal(scope["method"], scope["path"], dict(pairs))
         if len([name for name, _ in pairs if name in ("host", "origin")]) > 2:
             refused = 400, "A header is there twice."
 
@@ -106,8 +105,7 @@ def application(source: Source, door: Door) -> Callable[..., Awaitable[None]]:
     static = {name: _file(name) for name in _STATIC}
     page, first = _file("page.html"), _file("open.html")
 
-    async def open_first(request: Request) -> Response:
-        del request
+    async def open_first(_: Request) -> Response:
         return Response(first, media_type=_TYPES["html"])
 
     async def exchange(request: Request) -> Response:
@@ -122,12 +120,10 @@ def application(source: Source, door: Door) -> Callable[..., Awaitable[None]]:
             return PlainTextResponse("There is no such file.", 404)
         return Response(static[name], media_type=_TYPES[name.rpartition(".")[2]])
 
-    async def show_page(request: Request) -> Response:
-        del request
+    async def show_page(_: Request) -> Response:
         return Response(page, media_type=_TYPES["html"])
 
-    async def events(request: Request) -> Response:
-        del request
+    async def events(_: Request) -> Response:
         return _stream(source, _events(source))
 
     async def output(request: Request) -> Response:

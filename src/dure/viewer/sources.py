@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -108,13 +108,6 @@ class Source:
             return otherwise
 
 
-@dataclass(slots=True)
-class _Progress:
-    pid: int
-    step: int
-    at_s: float
-
-
 class Live(Source):
     """A run that goes on, from what the launcher feeds and the ranks publish.
 
@@ -127,7 +120,7 @@ class Live(Source):
         super().__init__(title, True, Charts(zero_ns=time.time_ns()))
         self._folder = folder
         self._files: dict[int, RankFile] = {}
-        self._progress: dict[int, _Progress] = {}
+        self._progress: dict[int, tuple[int, int, float]] = {}  # of a rank: pid, step, when
 
     def feed(self, feed: Feed) -> None:
         """Take what the launcher tells."""
@@ -143,13 +136,11 @@ class Live(Source):
     def _note_progress(self, row: RankRow, now_s: float) -> None:
         if row.step is None:
             return
-        before = self._progress.get(row.rank)
-        if before is None or before.pid != row.pid or row.step < before.step:
-            self._progress[row.rank] = _Progress(row.pid, row.step, now_s)
-        elif row.step > before.step:
-            took_ms = (now_s - before.at_s) * 1e3 / (row.step - before.step)
-            self.charts.progressed(row.rank, now_s, took_ms)
-            before.step, before.at_s = row.step, now_s
+        pid, step, at_s = self._progress.get(row.rank, (0, 0, 0.0))
+        if pid == row.pid and row.step > step:
+            self.charts.progressed(row.rank, now_s, (now_s - at_s) * 1e3 / (row.step - step))
+        if (pid, step) != (row.pid, row.step):
+            self._progress[row.rank] = row.pid, row.step, now_s
 
     def look(self) -> None:
         """Read what the ranks have published, and let readers know what is new."""
@@ -194,7 +185,8 @@ class Live(Source):
             for rank, site in told.items():
                 if not flight.ranks[rank].failure:
                     site.how = f"{site.how}, when last heard of".removeprefix(", ")
-            failure.sentences = self._try([], "findings", lambda: _differences(flight), [])
+            found = self._try([], "findings", lambda: study(flight).differences, ())
+            failure.sentences = list(map(str, found[:_MOST_SENTENCES]))
         for site in outcome.sites:  # they are younger than what was published
             told[site.ranks[0]] = site
         failure.sites = parts.together(sorted(told.values(), key=lambda s: s.ranks[0] != first))
@@ -209,10 +201,6 @@ def _complete(row: RankRow, file: RankFile) -> None:
         last = file.marks[-1]
         row.step = last.step if row.step is None else max(row.step, last.step)
         row.values = {**row.values, **dict(list(last.scalars.items())[:8])}
-
-
-def _differences(flight: Flight) -> list[str]:
-    return [str(each) for each in study(flight).differences][:_MOST_SENTENCES]
 
 
 class Recorded(Source):
@@ -269,20 +257,17 @@ def _slot_s(flight: Flight) -> float:
 
 
 def _recorded_row(file: RankFile) -> RankRow:
+    broken = bool(file.records) and file.records[-1].state is State.FAILED
     row = RankRow(
         rank=file.rank,
         host=file.host,
         pid=file.pid,
-        state="failed" if file.failure or _has_failed(file) else "recorded",
+        state="failed" if file.failure or broken else "recorded",
         where=str(file.where or ""),
         last=file.reason[:_LONGEST_LINE],
     )
     _complete(row, file)
     return row
-
-
-def _has_failed(file: RankFile) -> bool:
-    return bool(file.records) and file.records[-1].state is State.FAILED
 
 
 def _recorded_failure(flight: Flight) -> Failure | None:

@@ -22,9 +22,7 @@ from dure.viewer.view import Collective, Site, Timeline, TimelineRow, Wait
 
 __all__ = ["anchor_of", "collectives", "sites", "timeline", "together", "waits"]
 
-_MOST_ROWS = 64
-_MOST_BARS = 400
-_MOST_COLLECTIVES = 30
+_MOST_ROWS, _MOST_BARS, _MOST_COLLECTIVES = 64, 400, 30
 _AT_ONCE_S = 0.05
 """A rank that is in an operation for less is not said to wait."""
 

@@ -23,7 +23,10 @@ __all__ = [
 
 
 class RankRow(msgspec.Struct, kw_only=True):
-    """A rank: times in seconds, memory in bytes, `cpu` as a share of one core."""
+    """A rank: times in seconds, memory in bytes, `cpu` as a share of one core.
+
+    `where` is the program's own line that its main thread is at.
+    """
 
     rank: int
     host: str = ""
@@ -36,7 +39,6 @@ class RankRow(msgspec.Struct, kw_only=True):
     cpu: float | None = None
     quiet_s: float | None = None
     where: str = ""
-    """The program's own line that its main thread is at."""
     last: str = ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,21 @@ def test_files_that_make_no_sense_show_what_they_can(tmp_path: Path, seed: int) 
     except UsageError:
         return
     assert json.loads(msgspec.json.encode(shown.view))["live"] is False
+
+
+def test_progress_alone_gives_step_times(tmp_path: Path) -> None:
+    page = Live("train.py", tmp_path)
+    for at_s, step, pid in ((1.0, 10, 7), (2.0, 10, 7), (3.0, 14, 7), (4.0, 2, 8), (5.0, 4, 8)):
+        page.feed(Feed(elapsed_s=at_s, ranks=[RankRow(rank=0, pid=pid, step=step)]))
+    curve = page.charts.curves["step", "", 0]
+    assert (curve.xs, curve.ys) == ([3.0, 5.0], [500.0, 500.0])  # 2 s for 4 steps, 1 s for 2
+
+
+def test_chart_library_is_whole_and_has_its_licence() -> None:
+    static = files("dure.viewer") / "static"
+    script = (static / "uPlot.iife.min.js").read_text()
+    assert script.startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    assert "innerHTML" not in script
+    assert "Leon Sorokin" in (static / "LICENSE.uPlot").read_text()
+    for name in ("page.js", "drawing.js", "open.js"):
+        assert "innerHTML" not in (static / name).read_text()
