@@ -32,8 +32,8 @@ memory is nearly full (``room``), every microbatch waits for the allocator (``re
 the links of a node and ``b (n/l - 1) / (n/l)`` through the network, whose cards a node's l ranks
 share; all-reduce moves twice as much. Latency grows with log2 of l, and with a power of the nodes.
 
-Numbers in the formulas themselves are reckoned, not fitted: 0.85 of a memory's speed, 30 bytes of an
-update, 2.5 times the attention backward, 0.3 of q, k and v turned and copied.
+Numbers in the formulas themselves are reckoned, not fitted: 0.85 of a memory's speed, 30 bytes of
+an update, 2.5 times the attention backward, 0.3 of q, k and v turned and copied.
 """
 
 from __future__ import annotations
