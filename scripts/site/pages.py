@@ -132,7 +132,11 @@ def _example(path: Path) -> str:
     source = path.read_text()
     told = ast.get_docstring(ast.parse(source)) or ""
     first = told.partition("\n")[0]
-    return f"""# {path.relative_to(ROOT / "examples").with_suffix("")}
+    return f"""---
+hide: [toc]
+---
+
+# {path.relative_to(ROOT / "examples").with_suffix("")}
 
 {first}
 
