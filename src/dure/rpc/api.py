@@ -103,7 +103,7 @@ def init_rpc(
         world_size=world_size,
         init_method=options.init_method,
         store=store,
-        timeout=timedelta(seconds=options.rpc_timeout or 1800.0),
+        timeout=timedelta(seconds=min(options.rpc_timeout or 1800.0, 86_400.0)),
     )
     transport = connect(meeting, options.num_worker_threads)
     me = WorkerInfo(name, transport.peers.own_id)

@@ -39,6 +39,8 @@ class RpcBackendOptions:
                 f"incompatible constructor arguments: rpc_timeout is a number of seconds, "
                 f"not {rpc_timeout!r}"
             )
+        if not rpc_timeout >= 0:
+            raise UsageError("a timeout is 0 or more seconds", seen=str(rpc_timeout))
         self.rpc_timeout, self.init_method = float(rpc_timeout), init_method
 
 

@@ -99,7 +99,9 @@ class Directory:
             UsageError: It is no name, id or `WorkerInfo`.
         """
         if isinstance(to, WorkerInfo):
-            return to
+            if to.id in self._peers:
+                return to
+            to = to.id
         if not isinstance(to, str | int):
             raise UsageError(
                 "a worker is told by its name, its id or its WorkerInfo", op="rpc", seen=repr(to)

@@ -16,11 +16,24 @@ __all__ = ["decode", "encode"]
 
 
 def encode(error: BaseException, worker: WorkerInfo) -> bytes:
-    """Return what is sent in place of an exception that `worker` has raised."""
+    """Return what is sent in place of an exception that `worker` has raised.
+
+    Of one that came from another worker only the frames are added: all else is in its text.
+    """
     kind = type(error)
-    trace = "".join(traceback.format_exception(error))
-    failure = kind.__module__, kind.__qualname__, str(error), trace, repr(worker)
-    return msgspec.msgpack.encode(failure)
+    far = hasattr(error, "remote_traceback")
+    lines = traceback.format_tb(error.__traceback__) if far else traceback.format_exception(error)
+    try:
+        what = str(error)
+    except Exception as bad:
+        what = f"its text cannot be had: {type(bad).__name__}"
+    failure = (kind.__module__, kind.__qualname__, what, "".join(lines), repr(worker))
+    return msgspec.msgpack.encode([_printable(text) for text in failure])
+
+
+def _printable(text: str) -> str:
+    """Return a text without halves of characters, which names of files may have."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def decode(encoded: bytes) -> Exception:

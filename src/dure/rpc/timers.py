@@ -12,6 +12,8 @@ from queue import Empty, SimpleQueue
 
 __all__ = ["Timers"]
 
+_LONGEST_S = 86_400.0  # that it waits at a time: times may be further than a clock can count
+
 _log = logging.getLogger("dure.rpc")
 
 
@@ -40,9 +42,9 @@ class Timers:
         heap: list[tuple[float, int, Callable[[], None]]] = []
         order, is_open = itertools.count(), True
         while is_open:
-            left = max(0.0, heap[0][0] - time.monotonic()) if heap else None
+            left = heap[0][0] - time.monotonic() if heap else _LONGEST_S
             try:
-                item = self._queue.get(timeout=left)
+                item = self._queue.get(timeout=min(max(0.0, left), _LONGEST_S))
                 is_open = item is not None
                 if item is not None:
                     heapq.heappush(heap, (item[0], next(order), item[1]))

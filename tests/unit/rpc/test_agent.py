@@ -418,3 +418,54 @@ def test_a_reference_whose_call_was_lost_is_settled() -> None:
         wait_until(lambda: agent.debug_info()["num_pending_users"] == "0")
         with pytest.raises(RpcError, match="may have run"):
             rref.to_here()
+
+
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fail_without_text() -> None:
+    raise NoTextError
+
+
+def fail_with_half_a_character() -> None:
+    raise ValueError(b"\xff".decode(errors="surrogateescape"))
+
+
+def fail_far(path: list[str]) -> None:
+    if not path:
+        raise ValueError("far")
+    api.rpc_sync(path[0], fail_far, (path[1:],))
+
+
+def test_every_exception_is_an_answer() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        with pytest.raises(NoTextError) as caught:
+            api.rpc_sync("worker1", fail_without_text)
+        assert caught.value.args[0].startswith("its text cannot be had: RuntimeError")
+        with pytest.raises(ValueError, match=r"^\\udcff"):
+            api.rpc_sync("worker1", fail_with_half_a_character)
+
+
+def test_an_exception_that_comes_a_long_way_has_each_text_once() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        with pytest.raises(ValueError, match=r"^far\n") as caught:
+            api.rpc_sync("worker1", fail_far, (["worker2", "worker1"] * 5,))
+        text = str(caught.value)
+        assert text.count("On WorkerInfo") == 11
+        assert text.count('raise ValueError("far")') == 1
+
+
+def test_timeouts_may_be_longer_than_clocks_count() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        assert api.rpc_sync("worker1", add, (1, 2), timeout=1e300) == 3
+        assert api.rpc_sync("worker1", add, (1, 2), timeout=float("inf")) == 3
+        with pytest.raises(RpcError, match="set timeout"):
+            api.rpc_sync("worker1", wait_at_gate, timeout=0.001)
+
+
+def test_a_worker_that_there_never_was_is_not_called() -> None:
+    missing = pytest.raises(RpcError, match="could not find destination: 7")
+    with Cluster(2) as cluster, cluster.on(0), missing:
+        api.rpc_sync(WorkerInfo("worker7", 7), who)
