@@ -13,6 +13,7 @@ publishing once a second hits few steps, which a median step would not show.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -21,6 +22,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -74,6 +76,23 @@ def rank_main(blocks: int) -> None:
         times = [step() for _ in range(int(count))]
         if dist.get_rank() == 0:
             print(json.dumps([wanted, statistics.fmean(times), len(times)]), flush=True)
+    if dist.get_rank() == 0:
+        print(json.dumps(["publishing", publication_s()]), flush=True)
+        print("with", flush=True)  # the page's process has an end to come to
+        sys.stdin.readline()
+
+
+def publication_s() -> float:
+    """Return the processor time of writing what is published once."""
+    from dure.trace import flight  # lazy: only ranks compute
+
+    with tempfile.TemporaryDirectory() as folder:
+        times: list[float] = []
+        for _ in range(20):
+            began = time.thread_time()
+            flight.publish(Path(folder), "page", (150, 500, 500))
+            times.append(time.thread_time() - began)
+    return statistics.median(times)
 
 
 def read_as_a_browser(port: int, token: str) -> None:
@@ -85,8 +104,9 @@ def read_as_a_browser(port: int, token: str) -> None:
     path, cookie = json.loads(answer.read())["path"], answer.headers["set-cookie"]
     line.request("GET", f"{path}events", headers={"Cookie": cookie.partition(";")[0]})
     events = line.getresponse()
-    while events.read1(1 << 16):
-        pass
+    with contextlib.suppress(http.client.IncompleteRead):  # the run has ended
+        while events.read1(1 << 16):
+            pass
 
 
 def page_process(launcher: int) -> psutil.Process:
@@ -113,16 +133,19 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
     reader.start()
     page = page_process(job.pid)
     found: dict[bool, list[float]] = {True: [], False: []}
-    steps = 0
+    steps, publishing_s = 0, 0.0
+    before = used = page.cpu_times()
     for line in job.stdout:
-        if line.startswith("["):
+        if line.startswith('["publishing"'):
+            publishing_s = json.loads(line)[1]
+        elif line.startswith("["):
             wanted, seconds, steps = json.loads(line)
             found[wanted].append(seconds)
+            used = page.cpu_times()
         else:
             os.kill(page.pid, signal.SIGCONT if line.strip() == "with" else signal.SIGSTOP)
             job.stdin.write("\n")
             job.stdin.flush()
-    os.kill(page.pid, signal.SIGCONT)
     job.stderr.read()
     assert job.wait() == 0
     ratios = [a / b - 1 for a, b in zip(found[True], found[False], strict=True)]
@@ -133,6 +156,8 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
         "steps_per_block": steps,
         "step_with_ms": statistics.median(found[True]) * 1e3,
         "step_without_ms": statistics.median(found[False]) * 1e3,
+        "publication_ms": publishing_s * 1e3,
+        "page_share_of_a_core": (sum(used[:2]) - sum(before[:2])) / sum(found[True]) / steps,
         "cost": middle,
         "cost_quartiles": [low, high],
         "cores": os.cpu_count(),

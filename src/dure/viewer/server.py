@@ -38,7 +38,7 @@ LISTENERS = 16
 """How many streams are served at a time; a browser has two."""
 
 _MOST_CONNECTIONS = 64
-_SILENT_S = 10.0
+_SILENT_S = 5.0
 _LONGEST_TOKEN = 256
 _KEEP_ALIVE_S = 15.0
 _EVERY_S = 0.5  # an event at most
