@@ -9,6 +9,7 @@
 #include <string>
 
 #include "bindings.h"
+#include "copying.h"
 #include "interrupt.h"
 
 namespace nb = nanobind;
@@ -55,8 +56,13 @@ bool send(Outbox& outbox, const nb::bytes& message) {
 std::shared_ptr<HeapMemory> give(size_t bytes, const std::shared_ptr<Process>& to, size_t address) {
     const WithoutGil release;
     auto given = SymmetricHeap::of_process().allocate_node_shared(bytes, {nullptr, to}, false);
-    // The C library knows from which size on this processor's caches are better passed by.
-    if (given && address) std::memcpy(given->data, reinterpret_cast<const void*>(address), bytes);
+    if (given && address) {
+        const auto* from = reinterpret_cast<const std::byte*>(address);
+        if (bytes >= kLargeCopyBytes)
+            large_copy(given->data, from, bytes);
+        else
+            std::memcpy(given->data, from, bytes);
+    }
     return given;
 }
 

@@ -294,6 +294,19 @@ TEST(long_copies_are_whole_and_touch_nothing_else) {
     }
 }
 
+// Whichever way it takes, and however often: the ways change while they are tried.
+TEST(large_copies_are_whole) {
+    std::vector<uint8_t> from(kLargeCopyBytes + 65);
+    for (size_t i = 0; i < from.size(); i++) from[i] = static_cast<uint8_t>(i * 7 + i / 256);
+    for (int copy = 0; copy < 8; copy++) {
+        std::vector<uint8_t> to(from.size() + 2, 255);
+        large_copy(reinterpret_cast<std::byte*>(to.data() + 1),
+                   reinterpret_cast<const std::byte*>(from.data()), from.size());
+        CHECK(std::equal(from.begin(), from.end(), to.begin() + 1));
+        CHECK(to.front() == 255 && to.back() == 255);
+    }
+}
+
 // ---- ends in between ----------------------------------------------------------------------------
 
 constexpr size_t kLarge = size_t{128} << 20;
