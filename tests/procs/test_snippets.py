@@ -21,7 +21,7 @@ def test_snippets_of_a_document_run(
     page: snippets.Snippets, process_pool: Callable[..., ProcessPool], tmp_path: Path, port: int
 ) -> None:
     pool = process_pool(page.ranks, "shm")
-    pool.run(snippets.run, str(page.path), page.source, str(tmp_path), port)
+    pool.run(snippets.run, str(page.path), page.source, str(tmp_path), port, timeout=120.0)
 
 
 def test_snippets_that_are_left_out_say_why() -> None:
