@@ -35,30 +35,34 @@ class MeasuredStep:
 
 def measured_step(flight: Flight) -> MeasuredStep | None:
     """Return the last step of a pipeline that all its ranks have recorded; None without one."""
-    found: dict[tuple[str, int], dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple[str, int], dict[int, dict[Action, Span]]]
+    found = defaultdict(lambda: defaultdict(dict))
     for file in flight.ranks.values():
-        for span in file.spans:
+        for span in sorted(file.spans, key=lambda span: span.start_ns):
             text = span.details.get("action")
             if isinstance(text, str):
+                action = Action.parse(text)
                 start, end = (
                     flight.time_ns(file.rank, t) / 1e6 for t in (span.start_ns, span.end_ns)
                 )
                 spans = found[span.group, int(span.details["step"])][int(span.details["rank"])]
-                spans.append(Span(Action.parse(text), start, end))
+                if action in spans:
+                    spans.clear()  # the group has another pipeline by now
+                spans[action] = Span(action, start, end)
     whole = [(number, group) for (group, number), ranks in found.items() if _is_whole(ranks)]
     if not whole:
         return None
     number, group = max(whole)
     ranks = found[group, number]
-    measured = _measured([ranks[rank] for rank in sorted(ranks)])
+    measured = _measured([list(ranks[rank].values()) for rank in sorted(ranks)])
     return MeasuredStep(
         group=group, number=number, measured=measured, simulated=_simulated(measured)
     )
 
 
-def _is_whole(ranks: dict[int, list[Span]]) -> bool:
+def _is_whole(ranks: dict[int, dict[Action, Span]]) -> bool:
     """Tell whether there is each rank, and each forward of each stage."""
-    parts = {part for spans in ranks.values() for span in spans for part in span.action.parts}
+    parts = {part for spans in ranks.values() for action in spans for part in action.parts}
     forwards = {(p.stage, p.microbatch) for p in parts if p.kind is Kind.FORWARD}
     stages, microbatches = {s for s, _ in forwards}, {m for _, m in forwards}
     number = len(stages) * len(microbatches)

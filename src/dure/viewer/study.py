@@ -12,6 +12,7 @@ from statistics import fmean, median
 
 import msgspec
 
+from dure.schedules import Action
 from dure.trace.events import State
 from dure.trace.merging import Flight
 from dure.trace.pipeline_steps import measured_step
@@ -120,16 +121,17 @@ def timeline(flight: Flight) -> Timeline | None:
         rows = [
             TimelineRow(
                 rank=rank,
-                bars=[
-                    (str(s.action), str(s.action.kind.value), s.start, s.end)
-                    for s in spans[:_MOST_BARS]
-                ],
+                bars=[(str(s.action), _kind(s.action), s.start, s.end) for s in spans[:_MOST_BARS]],
             )
             for rank, spans in enumerate(step.measured.spans[:_MOST_ROWS])
         ]
         title = f"pipeline, step {step.number}: bubble {step.measured.bubble:.1%}"
         return Timeline(title=title, length_ms=step.measured.step_time, rows=rows)
     return _phases(flight)
+
+
+def _kind(action: Action) -> str:
+    return str(action.kind.value) if action.kind.is_compute else "other"
 
 
 def _phases(flight: Flight) -> Timeline | None:
