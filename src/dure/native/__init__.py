@@ -100,7 +100,7 @@ else:
     from dure.native._absent import crc32c as _slow_crc32c
 
     try:
-        from dure.native import _engine as _found
+        import dure.native._engine as _found
     except ImportError as error:
         from dure.native import _absent as _found
 
