@@ -54,8 +54,7 @@ _STATIC = (
 )
 
 Messages = MutableMapping[str, Any]
-Send = Callable[[Messages], Awaitable[None]]
-Receive = Callable[[], Awaitable[Messages]]
+Send, Receive = Callable[[Messages], Awaitable[None]], Callable[[], Awaitable[Messages]]
 
 
 class _Gate:

@@ -30,8 +30,7 @@ __all__ = ["Live", "Output", "Recorded", "Source"]
 T = TypeVar("T")
 _MOST_FILES = 512
 _MOST_MEMBERS, _MOST_GROUPS, _MOST_RECORDS, _MOST_SPANS = 4096, 1024, 20_000, 100_000
-_MOST_LINES, _LONGEST_LINE = 500, 1000
-_MOST_SENTENCES = 20
+_MOST_LINES, _LONGEST_LINE, _MOST_SENTENCES = 500, 1000, 20
 _SLOTS = 300  # of the parts of steps, in a recorded run
 
 
@@ -128,9 +127,9 @@ class Live(Source):
         view.ranks, view.elapsed_s = feed.ranks, feed.elapsed_s
         for line in feed.lines:
             self.output.add(*line)
-        for row in feed.ranks:
+        for row in view.ranks:
             self._note_progress(row, feed.elapsed_s)
-            self._complete(row)
+            _complete(row, self._files.get(row.rank))
         view.outcome = feed.outcome or view.outcome
 
     def _note_progress(self, row: RankRow, now_s: float) -> None:
@@ -153,14 +152,9 @@ class Live(Source):
             self._show(flight)
             self._files = flight.ranks
             for row in self.view.ranks:
-                self._complete(row)
+                _complete(row, flight.ranks.get(row.rank))
         self.view.failure = self._failure(flight)
         self.changed()
-
-    def _complete(self, row: RankRow) -> None:
-        file = self._files.get(row.rank)
-        if file is not None and file.pid == row.pid:
-            _complete(row, file)
 
     def end(self) -> None:
         """Nothing comes any more."""
@@ -193,8 +187,10 @@ class Live(Source):
         return failure
 
 
-def _complete(row: RankRow, file: RankFile) -> None:
-    """Add to a rank's row what its file tells."""
+def _complete(row: RankRow, file: RankFile | None) -> None:
+    """Add to a rank's row what its file tells, if it is of the same process."""
+    if file is None or file.pid != row.pid:
+        return
     if row.state == "running":
         row.where = str(file.where or "")
     if file.marks:
