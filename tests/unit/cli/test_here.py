@@ -63,7 +63,7 @@ def test_what_a_machine_is_is_found_again():
         "link_latency": 1e-4 / 2**0.5,
         "message": 2e-5,
         "message_bytes": 0.5,
-        "context": 3e8 + 2**26,
+        "context": 3e8 + 2**25,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
