@@ -37,8 +37,7 @@ __all__ = ["LISTENERS", "application", "serve"]
 LISTENERS = 16
 """How many streams are served at a time; a browser has two."""
 
-_MOST_CONNECTIONS = 64
-_SILENT_S = 5.0
+_MOST_CONNECTIONS, _SILENT_S = 64, 5.0
 _LONGEST_TOKEN = 256
 _KEEP_ALIVE_S = 15.0
 _EVERY_S = 0.5  # an event at most
@@ -54,7 +53,8 @@ _STATIC = (
 )
 
 Messages = MutableMapping[str, Any]
-Send, Receive = Callable[[Messages], Awaitable[None]], Callable[[], Awaitable[Messages]]
+Send = Callable[[Messages], Awaitable[None]]
+Receive = Callable[[], Awaitable[Messages]]
 
 
 class _Gate:
