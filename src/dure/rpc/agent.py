@@ -29,7 +29,7 @@ from dure.rpc.allow import Allowed
 from dure.rpc.calls import Call, CallFuture, Calls
 from dure.rpc.current import here
 from dure.rpc.directory import Directory
-from dure.rpc.envelope import Envelope, GradientTag, Kind, Transport, Work
+from dure.rpc.envelope import Completion, Envelope, GradientTag, Kind, Transport, Work
 from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
 from dure.rpc.message import Body, Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
@@ -62,6 +62,8 @@ _SHOWN_S = 0.1
 
 _NOTHING = Packed()
 _NO_CONTEXT = nullcontext()
+_WITHOUT_END = frozenset({None, type(None), bool, int, float, str, bytes, torch.Tensor})
+"""Types of values that run nothing of the program's when they end."""
 
 _log = logging.getLogger("dure.rpc")
 _Future = torch.futures.Future.__mro__[1]  # of C++: what `then` returns
@@ -105,7 +107,7 @@ class Agent:
         self.gradients: Contexts | None = None
         self.device_maps: Mapping[str, Mapping[torch.device, torch.device]] = {}
         self.timers = Timers()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # so that a finalizer within can tell (`call`)
         self.todo: list[Callable[[], None]] = []
         self.allow, self._find = allow, None if allow is None else allow.find
         self.directory = Directory(self.timers, self._send_waiting, transport.look)
@@ -277,6 +279,11 @@ class Agent:
         Raises:
             RpcError: What it says cannot be sent.
         """
+        if self.lock._is_owned():  # pyright: ignore
+            raise RpcError(
+                "a finalizer called while its thread was at work for RPC",
+                fix="Python runs `__del__` of circles anywhere: leave the call to a thread.",
+            )
         worker = self.find(to)
         function, packed = "to_here", _NOTHING
         kind = Kind.CALL if make is None else Kind.MAKE if what is not None else Kind.FETCH
@@ -361,19 +368,27 @@ class Agent:
         self._recorder.end(call.noted, outcome if is_error else None)
         if call.told is None or call.awaited:
             self.transport.complete(call.ticket)
-        elif call.quick and (is_error or outcome.envelope.body.is_plain):
-            self._tell(call)
-        else:
-            return self._as_work(lambda _: self._tell(call))
-        return None
+            return None
+        work = Completion(self._as_work(lambda _: self._tell(call)))
+        work.quick = call.quick and (is_error or outcome.envelope.body.is_plain)
+        return work
 
     def _end_at_once(self, call: Call, outcome: _Came | Exception) -> None:
         work = self._end(call, outcome)
         if work is not None:
-            try:
-                self.transport.submit(work)
-            except Exception:  # it is closed
-                work()
+            self._submit(work)
+
+    def _submit(self, work: Work) -> None:
+        if self.closed:
+            work()
+        else:
+            self.transport.submit(work)
+
+    def let_go(self, only: list[Value | None]) -> None:
+        """Let go of the value in a list, which nothing else refers to, where its end may call."""
+        value = type(only[0].value) if only[0] is not None else None
+        if value not in _WITHOUT_END:
+            self._submit(Completion(self._as_work(lambda _: only.clear())))
 
     def _tell(self, call: Call) -> None:
         """Tell who wants to be told, once."""

@@ -9,8 +9,8 @@ all calls that are under way then.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -127,7 +127,7 @@ class Calls:
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: AbstractContextManager[Any],
         directory: Directory,
         transport: Transport,
         timers: Timers,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -19,10 +20,29 @@ from dure.rpc.links import Numbered
 from dure.rpc.memory import Memory
 from dure.rpc.message import Body
 
-__all__ = ["Envelope", "GradientTag", "Kind", "Receiver", "Transport", "Waiter", "Work"]
+__all__ = [
+    "Completion",
+    "Envelope",
+    "GradientTag",
+    "Kind",
+    "Receiver",
+    "Transport",
+    "Waiter",
+    "Work",
+]
 
 Work = Callable[..., None]
 """What a thread of a transport's runs; called with the error where there is no thread for it."""
+
+
+class Completion(partial[None]):
+    """Work that needs no slot: calls that have one may wait for what it brings.
+
+    Attributes:
+        quick: Whether a thread that waits for something else may run it.
+    """
+
+    quick = False
 
 
 class Kind(IntEnum):
@@ -89,7 +109,7 @@ class Receiver(Protocol):
         ...
 
     def died(self, id: int, how: str) -> None:
-        """A process is gone for good, once, after all that came from it was told.
+        """A process is gone for good, once; all that came from it was told, or begins to be.
 
         `how` it ended: "exit code 3", "signal 9 (SIGKILL)", or empty.
         """

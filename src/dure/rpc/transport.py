@@ -32,7 +32,7 @@ import torch
 
 from dure import native
 from dure.errors import PeerLost
-from dure.rpc.envelope import Envelope, Receiver, Transport, Waiter, Work
+from dure.rpc.envelope import Completion, Envelope, Receiver, Transport, Waiter, Work
 from dure.rpc.memory import INLINE_BYTES, Memory, bytes_of, describe, give, own, take
 from dure.rpc.peers import Peer, Peers
 from dure.rpc.sockets import Sockets, Told
@@ -65,7 +65,6 @@ class _Way:
         process: Its memory, if it is used.
         sent: How many messages were sent to it without a ring.
         lost: How it ended.
-        reading: Held while a message of it is told, so that none is after its end.
     """
 
     peer: Peer
@@ -74,7 +73,6 @@ class _Way:
     outbox: native.Outbox | None = None
     sent: itertools.count[int] = field(default_factory=itertools.count)
     lost: str | None = None
-    reading: threading.Lock = field(default_factory=threading.Lock)
 
 
 class HostTransport(Transport, Told):
@@ -160,7 +158,7 @@ class HostTransport(Transport, Told):
                 message = self._inbox.next(ticket, left_s)
                 if not isinstance(message, bytes):
                     break
-                self._take(partial(self._sort, message))
+                self._take(partial(self._sort, message), True)
         return ticket.done
 
     def submit(self, work: Work) -> None:
@@ -239,11 +237,10 @@ class HostTransport(Transport, Told):
             self._inbox.forget(way.peer.process.pid)
 
     def _end(self, way: _Way, how: str) -> None:
-        with way.reading:
+        with self._claiming:
             if way.lost is not None or self._closed:
                 return
             way.lost = how
-        with self._claiming:
             way.outbox = way.process = None
         self._sockets.forget(way.peer.id)
         self._receiver.died(way.peer.id, how)
@@ -271,14 +268,18 @@ class HostTransport(Transport, Told):
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _take(self, read: Callable[[], Work | None]) -> None:
-        """Deal with a message in a thread that runs no calls."""
+    def _take(self, read: Callable[[], Work | None], waits: bool = False) -> None:
+        """Deal with a message in a thread that runs no calls; `waits`: for something of its own."""
         try:
             call = read()
         except Exception:
             _log.exception("a message could not be read")
             return
-        if call is not None:
+        if call is None:
+            return
+        if waits and isinstance(call, Completion) and call.quick:
+            call()
+        else:
             self._workers.submit(call)
 
     def _sort(self, message: bytes) -> Work | None:
@@ -305,8 +306,7 @@ class HostTransport(Transport, Told):
         for row in envelope.body.references:  # whose owner may have joined just now
             if row.owner != self._id:
                 self._way(row.owner)
-        with way.reading:
-            return self._receiver.receive(envelope, memories) if way.lost is None else None
+        return self._receiver.receive(envelope, memories)
 
     def _memory(self, way: _Way, row: Memory) -> torch.Tensor:
         if row.offset < 0:

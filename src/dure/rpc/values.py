@@ -213,8 +213,7 @@ class Values:
                     hurry = not isinstance(message, Accepted | Held)
                     self._agent.queue(to, TOPIC, _encoder.encode(message), hurry)
                 case Freed(ref):
-                    freed = self._values.pop(ref, None)
-                    self._todo.append(lambda freed=freed: None)  # it ends there, without the lock
+                    self._todo.append(partial(self._agent.let_go, [self._values.pop(ref, None)]))
                 case Lost(ref):
                     self._lost(ref)
                     never = self._values.pop(ref, None)

@@ -7,8 +7,9 @@ are no calls are short, and are dealt with at once.
 
 At most `slots` calls run at a time; others wait in a queue. A thread that waits within a call for
 something remote gives its slot to another (`aside`), so that calls may call back in any depth; the
-program's stack is its own meanwhile: no other call runs on it. The number of threads is bounded all
-the same.
+program's stack is its own meanwhile: no other call runs on it. What completes a future needs no
+slot, for a call may wait for it in torch's way, which gives none away. The number of threads is
+bounded all the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from dure.errors import RpcError
 from dure.native import Inbox
-from dure.rpc.envelope import Work
+from dure.rpc.envelope import Completion, Work
 
 __all__ = ["MOST_THREADS", "Workers"]
 
@@ -56,6 +57,7 @@ class Workers:
         self._inbox, self._sort, self._slots = inbox, sort, slots
         self._lock = threading.Condition()
         self._queue: deque[Work] = deque()
+        self._completions: deque[Work] = deque()
         self._running = self._receiving = self._threads = 0
         self._here = threading.local()
         self._closed = False
@@ -79,7 +81,7 @@ class Workers:
     def submit(self, call: Work) -> None:
         """Run a call that another thread than these has received."""
         with self._lock:
-            self._queue.append(call)
+            self._put(call)
         self._inbox.post(b"")  # somebody without a ticket looks into the queue
 
     @contextmanager
@@ -89,9 +91,10 @@ class Workers:
         Raises:
             RpcError: There are too many threads that wait already.
         """
-        if not self.inside:
+        if not getattr(self._here, "has_slot", False):
             yield
             return
+        self._here.has_slot = False
         with self._lock:
             self._running -= 1
             more = bool(self._queue)
@@ -102,6 +105,7 @@ class Workers:
         finally:
             with self._lock:
                 self._running += 1  # at once, be it one too many: who waits longest goes on
+            self._here.has_slot = True
 
     def close(self) -> None:
         """End all threads that run no call; returns at once."""
@@ -113,6 +117,8 @@ class Workers:
         """After `close`: wait until the threads have ended; if this is one of them, all others."""
         with self._lock:
             self._lock.wait_for(lambda: self._threads == self.inside)
+        while self._completions:
+            self._completions.popleft()()
 
     # --- the threads -------------------------------------------------------------------------
 
@@ -125,6 +131,7 @@ class Workers:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def _work(self) -> None:
+        self._here.has_slot = False
         torch.get_num_threads()  # from here on, what the program has set holds in this thread, too
         while True:
             message = self._inbox.next(None, _IDLE_S)
@@ -149,14 +156,13 @@ class Workers:
             return
         with self._lock:
             if call is not None:
-                self._queue.append(call)
-            if not self._queue or self._running >= self._slots:
+                self._put(call)
+            call = self._next()
+            if call is None:
                 return
-            self._running += 1
             self._receiving -= 1
             self._keep_receiving()
             alone = self._receiving == 0
-            call = self._queue.popleft()
         self._here.runs = True
         while call is not None:
             try:
@@ -164,12 +170,25 @@ class Workers:
             except Exception:
                 _log.exception("a call could not be answered")
             with self._lock:
-                more = self._queue and self._running <= self._slots
-                call = self._queue.popleft() if more else None
+                self._running -= self._here.has_slot
+                self._here.has_slot = False
+                call = self._next()
                 if call is None:
-                    self._running -= 1
                     self._receiving += 1
         self._here.runs = False
+
+    def _put(self, call: Work) -> None:
+        (self._completions if isinstance(call, Completion) else self._queue).append(call)
+
+    def _next(self) -> Work | None:
+        """With the lock: return what can run, with a slot for it if it needs one."""
+        if self._completions:
+            return self._completions.popleft()
+        if not self._queue or self._running >= self._slots:
+            return None
+        self._running += 1
+        self._here.has_slot = True
+        return self._queue.popleft()
 
 
 def _too_many() -> RpcError:

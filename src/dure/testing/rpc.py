@@ -25,7 +25,7 @@ import torch
 from dure.errors import PeerLost
 from dure.rpc.agent import Agent
 from dure.rpc.current import using
-from dure.rpc.envelope import Envelope, Receiver, Waiter, Work
+from dure.rpc.envelope import Completion, Envelope, Receiver, Waiter, Work
 from dure.rpc.names import WorkerInfo
 
 __all__ = ["Cluster", "LocalTransport", "Network"]
@@ -208,7 +208,9 @@ class LocalTransport:
             with self._bell:
                 event = self._take()
             work = event[1]() if event is not None else None
-        if work is not None:
+        if isinstance(work, Completion) and work.quick:
+            work()
+        elif work is not None:
             self.submit(work)
         return True
 
@@ -226,6 +228,9 @@ class LocalTransport:
         return event
 
     def _run(self, call: Work) -> None:
+        if isinstance(call, Completion):
+            call()
+            return
         with self._slots:
             if self._open:
                 self._here.runs = True

@@ -469,3 +469,30 @@ def test_a_worker_that_there_never_was_is_not_called() -> None:
     missing = pytest.raises(RpcError, match="could not find destination: 7")
     with Cluster(2) as cluster, cluster.on(0), missing:
         api.rpc_sync(WorkerInfo("worker7", 7), who)
+
+
+class Farewell:
+    """A value that calls when it ends."""
+
+    said: list[Any] = []
+
+    def __del__(self) -> None:
+        Farewell.said.append(api.rpc_sync("worker0", add, (1, 2), timeout=20.0))
+
+
+def test_a_value_that_calls_at_its_end_keeps_nobody_waiting() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        rref = api.remote("worker1", Farewell)
+        assert rref._get_type() is Farewell
+        del rref
+        assert api.rpc_sync("worker1", who, (1,), timeout=20.0) == ("worker1", 1)
+        wait_until(lambda: Farewell.said == [3])
+
+
+def test_a_finalizer_that_runs_in_the_middle_of_a_step_may_not_call() -> None:
+    """Python runs those of circles wherever memory is asked for: they would wait for themselves."""
+    with Cluster(2) as cluster, cluster.on(0) as agent, agent.lock:
+        with pytest.raises(RpcError, match="finalizer"):
+            api.rpc_async("worker1", who)
+        with pytest.raises(RpcError, match="finalizer"):
+            api.rpc_sync("worker1", who)

@@ -14,6 +14,7 @@ import torch
 
 from dure import native
 from dure.rpc import workers as module
+from dure.rpc.envelope import Completion
 from dure.rpc.workers import Workers
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
@@ -147,3 +148,29 @@ def test_calls_compute_with_as_many_threads_as_the_program_has_set() -> None:
     finally:
         torch.set_num_threads(before)
     assert seen == [wanted]
+
+
+def test_what_completes_a_future_needs_no_slot() -> None:
+    """A call may wait for it in a way that gives its slot to nobody."""
+    done, went_on = threading.Event(), threading.Event()
+
+    def call(_: Workers) -> None:
+        if done.wait(30.0):
+            went_on.set()
+
+    with serving({b"call": call}, slots=1) as (workers, inbox, _):
+        inbox.post(b"call")
+        wait_until(lambda: workers.counts[0] == 1)
+        inbox.post(b"call")
+        wait_until(lambda: workers.counts[1] == 1)
+        workers.submit(Completion(done.set))
+        assert went_on.wait(30.0)
+        wait_until(lambda: workers.counts[:2] == (0, 0))
+
+
+def test_what_completes_futures_is_done_at_the_end_all_the_same() -> None:
+    done = threading.Event()
+    with serving({}, slots=1) as (workers, _, _):
+        workers.close()
+        workers.submit(Completion(done.set))
+    assert done.is_set()
