@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakSet
 
 from dure import env
@@ -56,6 +58,8 @@ __all__ = [
     "set_job",
 ]
 
+T = TypeVar("T")
+_LATELY_NS, _AT_LEAST = 3_000_000_000, 60
 _ERRORS = (Desync, PeerLost, CommTimeout)
 
 
@@ -250,24 +254,32 @@ def publish(folder: Path, reason: str, most: tuple[int, int, int]) -> None:
     Args:
         folder: Where; a file a rank.
         reason: Why, as the files tell their reader.
-        most: How many operations of each group, and spans and marks of each rank.
+        most: How many operations of each group, and spans and marks of each rank, at most; of
+            the latter those of the last seconds.
 
     Raises:
         OSError: It could not be written.
     """
     known = _recorder.known() or {env.integer("RANK", -1) or 0: []}
     records, spans, marks = most
+    since_ns = time.monotonic_ns() - _LATELY_NS
     for rank, groups in known.items():
         files.write(
             files.Target(folder=folder),
             rank=rank,
             groups=groups,
             records=_recorder.records(rank, records),
-            spans=_recorder.spans.of(rank, spans),
-            marks=_recorder.marks.last(marks),
+            spans=_lately(_recorder.spans.of(rank, spans), lambda span: span.end_ns > since_ns),
+            marks=_lately(_recorder.marks.last(marks), lambda mark: mark.time_ns > since_ns),
             job=_recorder.job or env.text("DURE_LAUNCHER") or "",  # the world may be left
             reason=reason,
         )
+
+
+def _lately(found: list[T], is_new: Callable[[T], bool]) -> list[T]:
+    """Return what is new, and some more where little is: a step may take minutes."""
+    num_new = sum(map(is_new, found))
+    return found[-max(num_new, _AT_LEAST) :]
 
 
 def on_crash(error: BaseException) -> None:

@@ -140,11 +140,11 @@ def _phases(flight: Flight) -> Timeline | None:
         for rank, file in flight.ranks.items()
     }
     phases = {rank: spans for rank, spans in phases.items() if spans}
-    begun = {
-        rank: [flight.time_ns(rank, s.start_ns) for s in spans if s.name == anchor_of(spans)]
-        for rank, spans in phases.items()
-    }
-    whole = [starts[-2:] for starts in begun.values() if len(starts) > 1]
+    whole: list[list[int]] = []
+    for rank, spans in phases.items():
+        anchor = anchor_of(spans)
+        starts = [flight.time_ns(rank, s.start_ns) for s in spans if s.name == anchor]
+        whole += [starts[-2:]] if len(starts) > 1 else []
     if not whole:
         return None
     start, end = min(whole, key=lambda pair: pair[1])

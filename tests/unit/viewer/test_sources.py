@@ -37,7 +37,7 @@ def phases(rank: int, steps: int, part_ms: tuple[int, int] = (6, 4)) -> list[dic
     return found
 
 
-def marks(*points: tuple[int, int, dict[str, float | None]]) -> list[dict[str, Any]]:
+def marks(*points: tuple[int, int, Any]) -> list[dict[str, Any]]:
     return [{"step": s, "time_ns": ms * MS, "scalars": values} for s, ms, values in points]
 
 
