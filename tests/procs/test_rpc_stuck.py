@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from dure import native
+from dure import native, rpc
+from dure.rpc.current import current
 from procs.launching import Launching, launching
+from procs.rpc_workers import Start, double, nap, workers
+from waiting import until
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
 
@@ -33,3 +40,35 @@ def test_two_train_by_ddp_and_serve_each_other(launcher: Launching) -> None:
     job = launcher.run("--nproc", "2", str(PROGRAMS / "rpc_ddp_both_ways.py"))
     assert job.code == 0, job.err
     assert [job.lines(rank) for rank in (0, 1)] == [["ended"], ["ended"]]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: rpc.rpc_sync("other", nap, (30.0,)),
+        lambda: rpc.rpc_async("other", nap, (30.0,)).wait(),
+        lambda: rpc.remote("other", nap, (30.0,)).to_here(),
+    ],
+    ids=["rpc_sync", "future", "to_here"],
+)
+def test_ctrl_c_ends_a_wait(wait: Callable[[], object], tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meeting"
+    with workers(Start(name="other", rank=1, world_size=2, url=url)) as others:
+        Start(name="program", rank=0, world_size=2, url=url).init()
+        try:
+            assert others[0].said() == 1
+
+            def interrupt() -> None:
+                until(lambda: current().activity()[1] > 0, "a call")
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            thread.join()
+            assert time.monotonic() - began < 15.0
+            assert rpc.rpc_sync("other", double, (21,)) == 42
+        finally:
+            rpc.shutdown(graceful=False)

@@ -49,6 +49,9 @@ _BUSY = 64  # messages to a process, after which a ring is asked for where there
 _OWN = b"\xc0"  # stands in the inbox for a message of this process to itself
 _ELSEWHERE = -1  # the kind of an envelope whose only memory holds the envelope
 
+_PATIENCE_S = (1e6, 0.1)
+"""How long the engine waits at a time; in the main thread (1) Ctrl-C is heard in between."""
+
 _log = logging.getLogger("dure.rpc")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Envelope).decode
@@ -153,9 +156,12 @@ class HostTransport(Transport, Told):
         assert isinstance(ticket, native.Ticket)
         with self._workers.aside():
             deadline = time.monotonic() + seconds
+            main = threading.current_thread() is threading.main_thread()
             while not ticket.done:
-                left_s = min(max(0.0, deadline - time.monotonic()), 1e6)
-                message = self._inbox.next(ticket, left_s)
+                left_s = deadline - time.monotonic()
+                message = self._inbox.next(ticket, min(max(0.0, left_s), _PATIENCE_S[main]))
+                if message is None and left_s > 0.0:
+                    continue
                 if not isinstance(message, bytes):
                     break
                 self._take(partial(self._sort, message), True)
