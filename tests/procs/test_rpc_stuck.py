@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dure import native, rpc
+from dure.errors import RpcError
 from dure.rpc.current import current
 from procs.launching import Launching, launching
 from procs.rpc_workers import Start, double, nap, workers
@@ -72,3 +73,24 @@ def test_ctrl_c_ends_a_wait(wait: Callable[[], object], tmp_path: Path) -> None:
             assert rpc.rpc_sync("other", double, (21,)) == 42
         finally:
             rpc.shutdown(graceful=False)
+
+
+def test_a_forked_child_is_no_worker(tmp_path: Path) -> None:
+    Start(name="program", rank=0, world_size=1, url=f"file://{tmp_path}/meeting").init()
+    try:
+        rref = rpc.RRef(1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            outcomes: list[bool] = []
+            for call in (lambda: rpc.rpc_sync("program", double, (1,)), rref.to_here):
+                try:
+                    call()
+                except RpcError:
+                    outcomes.append(True)
+            os._exit(0 if outcomes == [True, True] else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert rpc.rpc_sync("program", double, (21,)) == 42
+        assert rref.to_here() == 1
+    finally:
+        rpc.shutdown(graceful=False)

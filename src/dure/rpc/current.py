@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,17 @@ __all__ = ["current", "here", "is_set", "set_current", "using"]
 here = threading.local()
 """`agent`: that of the thread; `serves`: whether it runs a call."""
 _process: list[Agent] = []
+
+
+def _forget() -> None:
+    """In a forked child: the agent is the parent's, and so are its threads and its references."""
+    for agent in _process:
+        agent.calls.closed = True
+    _process.clear()
+    here.__dict__.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def current() -> Agent:
