@@ -457,12 +457,13 @@ class Sockets:
     def _shut(self, way: _Outgoing) -> None:
         """Close the sockets of a way, if it has any."""
         self._rest(way)
+        if way.socket is not None:
+            way.socket.disable_monitor()  # before nobody reads: ZeroMQ would wait for good to tell
         if way.monitor is not None:
             if self._monitors.pop(way.monitor, None) is not None:
                 self._poller.unregister(way.monitor)
             way.monitor.close(0)
         if way.socket is not None:
-            way.socket.disable_monitor()
             way.socket.close(0 if self._ends_at is None else int(_CLOSE_S * 1000))
         way.open, way.socket, way.monitor = False, None, None
         way.frames, way.frame = iter(()), None
