@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from dure.rpc.sockets import Assembly, frames_of
+from dure.rpc.sockets import Assembly, Sockets, frames_of
 from dure.store.wire import MAX_FRAME_BYTES
 
 
@@ -60,3 +63,23 @@ def test_frames_that_continue_nothing_are_refused() -> None:
 def test_memory_of_negative_length_is_refused() -> None:
     with pytest.raises(ValueError):
         Assembly().take(b"\5" + bytes(7) + b"\x92\xa0\x91\xff\xc0")
+
+
+def test_a_monitor_is_there_until_nothing_is_told_to_it() -> None:
+    """ZeroMQ's thread waits for good for one that is gone, and whoever closes the socket for it."""
+    done: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def disable_monitor(self) -> None:
+            done.append(f"no more of the {self.name}")
+
+        def close(self, linger: int) -> None:
+            done.append(f"the {self.name} closes")
+
+    way: Any = SimpleNamespace(socket=Noted("socket"), monitor=Noted("monitor"))
+    sockets: Any = SimpleNamespace(_rest=lambda _: None, _monitors={}, _ends_at=None)
+    Sockets._shut(sockets, way)
+    assert done == ["no more of the socket", "the monitor closes", "the socket closes"]
