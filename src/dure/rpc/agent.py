@@ -501,7 +501,7 @@ class Agent:
         values, kwargs = self._unpack(came), {}
         if name := envelope.body.function:
             try:
-                function = find_function(name, self._find)
+                function = find_function(name, self.allow and self.allow.function)
             except (AttributeError, ImportError) as error:
                 raise _unknown(error) from error
         else:

@@ -39,11 +39,18 @@ _VALUES = {
 _OWN = {
     "dure.rpc.optimizer": {"_make", "_step"},
     "dure.rpc.profiling": {"profiled"},
-    "dure.rpc.remote_module": {"_again", "_forward", "_make", "_parameters", "_train"},
+    "dure.rpc.remote_module": {"_forward", "_make", "_parameters", "_train"},
     "dure.rpc.rref": {"call_method", "run_backward", "value_type"},
     "dure.rpc.termination": {"enter", "report"},
 }
-"""What RPC itself calls; what of the program's they run must be on the list itself."""
+"""What RPC itself calls; what of the program's they run must be on the list itself.
+
+They are called by name, and named by no pickle: what they return is for who calls them, and could
+be called on in a pickle (`value_type` of a reference).
+"""
+
+_AGAIN = {"dure.rpc.remote_module": {"_again"}}
+"""The one that pickles name."""
 
 
 class Allowed:
@@ -73,13 +80,23 @@ class Allowed:
                     fix="Name functions and classes at the top of modules, and modules.",
                 )
 
+    def function(self, module_name: str, name: str) -> Any:
+        """Look up what a message calls.
+
+        Raises:
+            RpcError: It is not on the list.
+        """
+        if name in _OWN.get(module_name, ()):
+            return getattr(importlib.import_module(module_name), name)
+        return self.find(module_name, name)
+
     def find(self, module_name: str, name: str) -> Any:
         """Look up what a message names; for unpickling.
 
         Raises:
             RpcError: It is not on the list.
         """
-        if name in _VALUES.get(module_name, ()) or name in _OWN.get(module_name, ()):
+        if name in _VALUES.get(module_name, ()) or name in _AGAIN.get(module_name, ()):
             return getattr(importlib.import_module(module_name), name)
         if "." not in name and self._has(module_name, name):
             found = getattr(importlib.import_module(module_name), name, None)
@@ -98,7 +115,9 @@ class Allowed:
             RpcError: It is not on the list.
         """
         target: Any = function
-        if getattr(function, "__name__", "") in _OWN.get(function.__module__, ()):
+        if isinstance(function, FunctionType) and function.__name__ in _OWN.get(
+            function.__module__, ()
+        ):
             return
         if inspect.ismethod(function):  # of an object, or a classmethod
             owner = function.__self__

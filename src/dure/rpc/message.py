@@ -261,7 +261,9 @@ def unpack(
     if not pickled:
         values = ()
     elif find is not None or place == _PICKLED:
-        values = _Unpickler(io.BytesIO(pickled), tensors, references, find).load()
+        careful = find is not None and pickle.BUILD in pickled
+        kind = _Careful if careful else _Unpickler
+        values = kind(io.BytesIO(pickled), tensors, references, find).load()
     else:
         values = pickle.loads(pickled)
     if place >= 0:
@@ -448,8 +450,8 @@ class _Pickler(pickle.Pickler):
         return Packed(body, tuple(memories), tuple(self._sources))
 
 
-class _Unpickler(pickle.Unpickler):
-    """Puts tensors and references in, and looks names up."""
+class _PutsIn:
+    """Of unpicklers: puts tensors and references in, and looks names up."""
 
     def __init__(
         self,
@@ -458,7 +460,7 @@ class _Unpickler(pickle.Unpickler):
         references: Sequence[object],
         find: Callable[[str, str], Any] | None,
     ) -> None:
-        super().__init__(file)
+        super().__init__(file)  # pyright: ignore[reportCallIssue]
         self._own = {"_tensor": tensors.__getitem__, "_reference": references.__getitem__}
         self._find = find
 
@@ -466,8 +468,30 @@ class _Unpickler(pickle.Unpickler):
         if module_name == __name__ and global_name in self._own:
             return self._own[global_name]
         if self._find is None:  # a bound method kept there would be a cycle, and keep the tensors
-            return super().find_class(module_name, global_name)
+            return super().find_class(module_name, global_name)  # pyright: ignore
         return self._find(module_name, global_name)
+
+
+class _Unpickler(_PutsIn, pickle.Unpickler):
+    """The one of C."""
+
+
+class _Careful(_PutsIn, pickle._Unpickler):  # pyright: ignore
+    """The one of Python, which does not change classes, functions and references.
+
+    A pickle may say what the attributes of an object are. What is allowed is called as it was
+    defined, though; and who has a reference has no other one.
+    """
+
+    dispatch: ClassVar[Any] = {**pickle._Unpickler.dispatch}  # pyright: ignore
+
+    def load_build(self) -> None:
+        target: Any = self.stack[-2]  # pyright: ignore
+        if isinstance(target, type | FunctionType) or hasattr(target, "pack_reference"):
+            raise pickle.UnpicklingError(f"attributes of {target!r} are not to be set")
+        super().load_build()  # pyright: ignore
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 @functools.cache

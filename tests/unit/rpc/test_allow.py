@@ -16,6 +16,7 @@ import torch
 from dure.errors import RpcError, UsageError
 from dure.rpc.allow import Allowed
 from dure.rpc.message import Body, pack, rebuild, unpack
+from dure.rpc.rref import value_type
 from rpc import served, served_elsewhere
 
 
@@ -128,3 +129,29 @@ def test_what_cannot_be_named_is_no_entry() -> None:
     for each in bad:
         with pytest.raises(UsageError, match="cannot be allowed"):
             Allowed([each])
+
+
+@pytest.mark.parametrize("name", ["double", "Counter"])
+def test_what_is_allowed_stays_as_it_is_defined(name: str) -> None:
+    state = pickle.dumps((None, {"__doc__": "another", "__defaults__": (1,)}), 2)[2:-1]
+    pickled = b"c" + served.__name__.encode() + b"\n" + name.encode() + b"\n" + state + b"b."
+    before = getattr(served, name).__doc__
+    with pytest.raises(pickle.UnpicklingError, match="not to be set"):
+        unpack(Body(pickled), [], find=MODULE.find)
+    assert getattr(served, name).__doc__ == before
+
+
+def test_what_rpc_calls_itself_is_named_by_no_pickle() -> None:
+    """What it returns, the class of a value for example, could be called in the pickle."""
+    with pytest.raises(RpcError, match="does not let others call that"):
+        arrive(value_type, MODULE)
+    assert MODULE.function("dure.rpc.rref", "value_type") is value_type
+    with pytest.raises(RpcError, match="does not let others call that"):
+        MODULE.function("dure.rpc.rref", "RRef")
+
+
+def test_an_object_does_not_pass_for_a_function_of_rpcs_by_its_name() -> None:
+    counter: Any = served.Counter(1)
+    counter.__name__, counter.__module__ = "call_method", "dure.rpc.rref"
+    with pytest.raises(RpcError, match="does not let others call that"):
+        MODULE.check(counter)
