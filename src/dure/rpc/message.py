@@ -29,7 +29,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
