@@ -134,7 +134,7 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
     page = page_process(job.pid)
     found: dict[bool, list[float]] = {True: [], False: []}
     steps, publishing_s = 0, 0.0
-    before = used = page.cpu_times()
+    before = used = None
     for line in job.stdout:
         if line.startswith('["publishing"'):
             publishing_s = json.loads(line)[1]
@@ -142,12 +142,15 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
             wanted, seconds, steps = json.loads(line)
             found[wanted].append(seconds)
             used = page.cpu_times()
+            before = before or used  # without the first block, in which it is loaded
         else:
             os.kill(page.pid, signal.SIGCONT if line.strip() == "with" else signal.SIGSTOP)
             job.stdin.write("\n")
             job.stdin.flush()
     job.stderr.read()
     assert job.wait() == 0
+    assert before is not None
+    assert used is not None
     ratios = [a / b - 1 for a, b in zip(found[True], found[False], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {
@@ -157,7 +160,7 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
         "step_with_ms": statistics.median(found[True]) * 1e3,
         "step_without_ms": statistics.median(found[False]) * 1e3,
         "publication_ms": publishing_s * 1e3,
-        "page_share_of_a_core": (sum(used[:2]) - sum(before[:2])) / sum(found[True]) / steps,
+        "page_share_of_a_core": (sum(used[:2]) - sum(before[:2])) / sum(found[True][1:]) / steps,
         "cost": middle,
         "cost_quartiles": [low, high],
         "cores": os.cpu_count(),

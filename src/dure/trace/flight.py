@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_LATELY_NS, _AT_LEAST = 3_000_000_000, 60
+_LATELY_NS, _AT_LEAST = 5_000_000_000, 60
 _ERRORS = (Desync, PeerLost, CommTimeout)
 
 

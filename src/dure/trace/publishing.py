@@ -1,4 +1,4 @@
-"""What a rank of `dure run --page` publishes for the page, once a second: its flight record so far.
+"""What a rank of `dure run --page` publishes for the page, every other second: its flight record.
 
 The launcher names a folder (DURE_PAGE_DIR), and a thread writes there what `dump` would: the last
 operations of each group, the last spans and marks, and where each thread is. It is a file a rank,
@@ -8,7 +8,8 @@ short, for the page reads often. The page's end and the folder's are one: the th
 A thread of the rank's own needs no help of the program, which may be stuck in an operation. It is
 started with the rank's first group, or by the first `log`. Without the folder nothing happens.
 
-Cost: a thread that wakes once a second for 2 to 4 ms (`benchmarks/page.py`), and what `spans` cost.
+Cost: a thread that wakes every other second for some 3 ms (benchmarks/page.py), and what `spans`
+cost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dure.trace.marks import Mark
 
 __all__ = ["EVERY_S", "log", "on_crash", "start", "stop"]
 
-EVERY_S = 1.0
+EVERY_S = 2.0
 _RECORDS, _SPANS, _MARKS = 150, 500, 500  # of each group; of each rank
 _LONGEST_NAME, _SHOWN = 80, 100
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 from pathlib import Path
@@ -62,6 +63,7 @@ async def _run(folder: Path, listening: socket.socket) -> None:
 
 def main() -> None:
     """Serve until the launcher has ended."""
+    os.nice(10)  # ranks come first
     folder, descriptor = Path(sys.argv[1]), int(sys.argv[2])
     with socket.socket(fileno=descriptor) as listening:
         asyncio.run(_run(folder, listening))

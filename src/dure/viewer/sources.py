@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -118,7 +119,8 @@ class Live(Source):
     def __init__(self, title: str, folder: Path) -> None:
         super().__init__(title, True, Charts(zero_ns=time.time_ns()))
         self._folder = folder
-        self._files: dict[int, RankFile] = {}
+        self._flight: Flight | None = None
+        self._written: list[int] = []
         self._progress: dict[int, tuple[int, int, float]] = {}  # of a rank: pid, step, when
 
     def feed(self, feed: Feed) -> None:
@@ -129,7 +131,7 @@ class Live(Source):
             self.output.add(*line)
         for row in view.ranks:
             self._note_progress(row, feed.elapsed_s)
-            _complete(row, self._files.get(row.rank))
+            _complete(row, self._flight)
         view.outcome = feed.outcome or view.outcome
 
     def _note_progress(self, row: RankRow, now_s: float) -> None:
@@ -143,17 +145,16 @@ class Live(Source):
 
     def look(self) -> None:
         """Read what the ranks have published, and let readers know what is new."""
-        try:
-            paths = sorted(self._folder.glob("rank*.json"))[:_MOST_FILES]
-            flight = read_files(paths, "the page's folder", _LIMITS)
-        except UsageError:  # none has published yet
-            flight = None
-        if flight is not None:
-            self._show(flight)
-            self._files = flight.ranks
-            for row in self.view.ranks:
-                _complete(row, flight.ranks.get(row.rank))
-        self.view.failure = self._failure(flight)
+        paths = sorted(self._folder.glob("rank*.json"))[:_MOST_FILES]
+        written = [path.stat().st_mtime_ns for path in paths]
+        if written != self._written:
+            self._written = written
+            with suppress(UsageError):  # none is whole yet
+                self._flight = read_files(paths, "the page's folder", _LIMITS)
+                self._show(self._flight)
+        for row in self.view.ranks:
+            _complete(row, self._flight)
+        self.view.failure = self._failure(self._flight)
         self.changed()
 
     def end(self) -> None:
@@ -187,8 +188,9 @@ class Live(Source):
         return failure
 
 
-def _complete(row: RankRow, file: RankFile | None) -> None:
+def _complete(row: RankRow, flight: Flight | None) -> None:
     """Add to a rank's row what its file tells, if it is of the same process."""
+    file = None if flight is None else flight.ranks.get(row.rank)
     if file is None or file.pid != row.pid:
         return
     if row.state == "running":
@@ -221,7 +223,7 @@ class Recorded(Source):
         super().__init__(title, False, Charts(_slot_s(flight)))
         self._show(flight)
         self.charts.finish()
-        self.view.ranks = [_recorded_row(file) for file in flight.ranks.values()]
+        self.view.ranks = [_recorded_row(file, flight) for file in flight.ranks.values()]
         self.view.failure = self._try(
             self.view.problems, "failure", lambda: _recorded_failure(flight), None
         )
@@ -252,7 +254,7 @@ def _slot_s(flight: Flight) -> float:
     return max(1e-3, (max(starts) - min(starts)) / 1e9 / _SLOTS) if starts else 1.0
 
 
-def _recorded_row(file: RankFile) -> RankRow:
+def _recorded_row(file: RankFile, flight: Flight) -> RankRow:
     broken = bool(file.records) and file.records[-1].state is State.FAILED
     row = RankRow(
         rank=file.rank,
@@ -262,7 +264,7 @@ def _recorded_row(file: RankFile) -> RankRow:
         where=str(file.where or ""),
         last=file.reason[:_LONGEST_LINE],
     )
-    _complete(row, file)
+    _complete(row, flight)
     return row
 
 
