@@ -94,3 +94,14 @@ def test_a_forked_child_is_no_worker(tmp_path: Path) -> None:
         assert rref.to_here() == 1
     finally:
         rpc.shutdown(graceful=False)
+
+
+def test_the_end_at_once_does_not_wait_for_calls_that_run(tmp_path: Path) -> None:
+    Start(name="program", rank=0, world_size=1, url=f"file://{tmp_path}/meeting").init()
+    future = rpc.rpc_async("program", nap, (20.0,))
+    until(lambda: current().activity()[1] == 2, "the call to run")
+    began = time.monotonic()
+    rpc.shutdown(graceful=False)
+    assert time.monotonic() - began < 10.0
+    with pytest.raises(RpcError, match="shut down"):
+        future.wait()

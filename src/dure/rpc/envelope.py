@@ -165,5 +165,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End: nothing is received any more; returns when no call runs."""
+        """End: nothing is received any more; returns when no call runs, or soon."""
         ...

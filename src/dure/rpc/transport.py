@@ -49,6 +49,8 @@ _BUSY = 64  # messages to a process, after which a ring is asked for where there
 _OWN = b"\xc0"  # stands in the inbox for a message of this process to itself
 _ELSEWHERE = -1  # the kind of an envelope whose only memory holds the envelope
 
+_CLOSE_S = 1.0  # for calls that run when the process leaves
+
 _PATIENCE_S = (1e6, 0.1)
 """How long the engine waits at a time; in the main thread (1) Ctrl-C is heard in between."""
 
@@ -175,7 +177,7 @@ class HostTransport(Transport, Told):
             return
         self._closed = True
         self._workers.close()
-        self._workers.join()
+        self._workers.join(_CLOSE_S)
         self._sockets.close()
         self.peers.close()
         self._leave()

@@ -113,10 +113,13 @@ class Workers:
             self._closed = True
         self._inbox.close()
 
-    def join(self) -> None:
-        """After `close`: wait until the threads have ended; if this is one of them, all others."""
+    def join(self, seconds: float | None = None) -> None:
+        """After `close`: wait until the threads have ended; if this is one of them, all others.
+
+        Those that still run a call after that time are left to themselves.
+        """
         with self._lock:
-            self._lock.wait_for(lambda: self._threads == self.inside)
+            self._lock.wait_for(lambda: self._threads == self.inside, seconds)
         while self._completions:
             self._completions.popleft()()
 
