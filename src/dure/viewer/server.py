@@ -37,10 +37,8 @@ __all__ = ["LISTENERS", "application", "serve"]
 LISTENERS = 16
 """How many streams are served at a time; a browser has two."""
 
-_MOST_CONNECTIONS, _SILENT_S = 64, 5.0
-_LONGEST_TOKEN = 256
-_KEEP_ALIVE_S = 15.0
-_EVERY_S = 0.5  # an event at most
+_MOST_CONNECTIONS, _SILENT_S, _LONGEST_TOKEN = 64, 5.0, 256
+_KEEP_ALIVE_S, _EVERY_S = 15.0, 0.5  # between events, at most and at least
 _TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}
 _STATIC = (
     "uPlot.iife.min.js",

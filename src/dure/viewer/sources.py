@@ -214,7 +214,6 @@ class Recorded(Source):
     def __init__(self, paths: Iterable[Path]) -> None:
         paths = list(paths)
         title = ", ".join(path.name or str(path) for path in paths[:3])
-        title += f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         found = [f for p in paths for f in (sorted(p.glob("*.json")) if p.is_dir() else [p])]
         flight = read_files(found[:_MOST_FILES], title, _LIMITS)
         if len(found) > _MOST_FILES:
