@@ -7,7 +7,8 @@ A model is trained with `DistributedDataParallel`, and each step is logged (`dur
 be. In a block *without*, the ranks publish nothing, and the page's process is stopped (SIGSTOP).
 Blocks take turns, and the order within a pair does, so that what else the machine does hits both
 alike. Reported is the median over pairs of the ratio of the blocks' mean steps, with its quartiles:
-publishing once a second hits few steps, which a median step would not show.
+publishing every other second hits few steps, which a median step would not show. Beside it, the
+same for the processor time of rank 0.
 """
 
 from __future__ import annotations
@@ -73,9 +74,11 @@ def rank_main(blocks: int) -> None:
             print("with" if wanted else "without", flush=True)
             sys.stdin.readline()  # the page's process has been stopped, or goes on
         dist.barrier()
+        used = time.process_time()
         times = [step() for _ in range(int(count))]
+        used = (time.process_time() - used) / len(times)
         if dist.get_rank() == 0:
-            print(json.dumps([wanted, statistics.fmean(times), len(times)]), flush=True)
+            print(json.dumps([wanted, statistics.fmean(times), used, len(times)]), flush=True)
     if dist.get_rank() == 0:
         print(json.dumps(["publishing", publication_s()]), flush=True)
         print("with", flush=True)  # the page's process has an end to come to
@@ -133,14 +136,16 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
     reader.start()
     page = page_process(job.pid)
     found: dict[bool, list[float]] = {True: [], False: []}
+    worked: dict[bool, list[float]] = {True: [], False: []}
     steps, publishing_s = 0, 0.0
     before = used = None
     for line in job.stdout:
         if line.startswith('["publishing"'):
             publishing_s = json.loads(line)[1]
         elif line.startswith("["):
-            wanted, seconds, steps = json.loads(line)
+            wanted, seconds, processor_s, steps = json.loads(line)
             found[wanted].append(seconds)
+            worked[wanted].append(processor_s)
             used = page.cpu_times()
             before = before or used  # without the first block, in which it is loaded
         else:
@@ -151,11 +156,10 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
     assert job.wait() == 0
     assert before is not None
     assert used is not None
-    ratios = [a / b - 1 for a, b in zip(found[True], found[False], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = _quartiles(found)
     return {
         "nproc": nproc,
-        "pairs": len(ratios),
+        "pairs": len(found[True]),
         "steps_per_block": steps,
         "step_with_ms": statistics.median(found[True]) * 1e3,
         "step_without_ms": statistics.median(found[False]) * 1e3,
@@ -163,8 +167,15 @@ def measure(nproc: int, blocks: int) -> dict[str, object]:
         "page_share_of_a_core": (sum(used[:2]) - sum(before[:2])) / sum(found[True][1:]) / steps,
         "cost": middle,
         "cost_quartiles": [low, high],
+        "processor_cost_quartiles": _quartiles(worked),
         "cores": os.cpu_count(),
     }
+
+
+def _quartiles(found: dict[bool, list[float]]) -> list[float]:
+    """Return the quartiles of what blocks with the page cost more than those without."""
+    ratios = [a / b - 1 for a, b in zip(found[True], found[False], strict=True)]
+    return statistics.quantiles(ratios, n=4)
 
 
 def main() -> None:
