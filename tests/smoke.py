@@ -170,13 +170,13 @@ RANKS: dict[str, Callable[[int], None]] = {
 # ---- what starts them ----------------------------------------------------------------------------
 
 
-def called(*words: str, may_end_with: tuple[int, ...] = (0,), **variables: str) -> str:
+def called(*words: str, may_end_with: tuple[int, ...] = (0,), isa: str = "") -> str:
     """Run `dure WORDS` in an empty folder; return what it printed. RuntimeError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [DURE, *words],
             cwd=folder,
-            env=os.environ | {"SMOKE_FOLDER": os.path.join(folder, "saved")} | variables,
+            env=os.environ | {"SMOKE_FOLDER": os.path.join(folder, "saved"), "DURE_ISA": isa},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -188,8 +188,8 @@ def called(*words: str, may_end_with: tuple[int, ...] = (0,), **variables: str) 
     return done.stdout
 
 
-def job(*names: str, **variables: str) -> str:
-    return called("run", "--nproc", "2", os.path.abspath(__file__), *names, **variables)
+def job(*names: str, isa: str = "") -> str:
+    return called("run", "--nproc", "2", os.path.abspath(__file__), *names, isa=isa)
 
 
 def version() -> str:
@@ -220,7 +220,7 @@ def ranks() -> str:
 
 
 def instruction_sets() -> str:
-    said = [job("engine", DURE_ISA=isa).splitlines() for isa in ISAS]
+    said = [job("engine", isa=isa).splitlines() for isa in ISAS]
     sums = [[line for line in lines if "sums " in line] for lines in said]
     assert len(sums[0]) == 3, said
     assert sums == [sums[0]] * len(ISAS), said

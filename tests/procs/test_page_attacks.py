@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dure.viewer.door import HEADERS
+from dure.viewer.access import HEADERS
 from procs.launching import Launching
 from procs.pages import Served, address_in, viewing
 from unit.trace.made_up import record, write
@@ -135,7 +135,13 @@ def test_a_token_is_not_guessed(served: Served, entered: tuple[str, str], body: 
 
 @pytest.mark.parametrize(
     "path",
-    ["/static/../door.py", "/static/%2e%2e/door.py", "/static//etc/passwd", "//evil/", "/session/"],
+    [
+        "/static/../access.py",
+        "/static/%2e%2e/access.py",
+        "/static//etc/passwd",
+        "//evil/",
+        "/session/",
+    ],
 )
 def test_there_are_no_other_files(served: Served, path: str) -> None:
     answer = served.ask(path)

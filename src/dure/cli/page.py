@@ -33,7 +33,7 @@ from dure.launch import JobResult, JobSpec
 from dure.launch.show.live import Row, indented
 from dure.launch.show.summary import summary, where
 from dure.launch.spec import RankResult, Stream
-from dure.viewer.door import Door, listen
+from dure.viewer.access import Access, listen
 from dure.viewer.view import Feed, Outcome, RankRow, Site
 
 _NEEDED = ("starlette", "uvicorn")
@@ -56,11 +56,11 @@ def view(
     from dure.viewer.server import serve  # lazy: only where it is installed
     from dure.viewer.sources import Recorded  # lazy: brings asyncio
 
-    source, door = Recorded(paths), Door()
+    source, access = Recorded(paths), Access()
     with listen() as listening:
-        print(f"The page: {_address(listening, door.token)}", flush=True)
+        print(f"The page: {_address(listening, access.token)}", flush=True)
         print("It can be opened once, in one browser. Ctrl-C ends it.", flush=True)
-        asyncio.run(serve(source, door, listening))
+        asyncio.run(serve(source, access, listening))
 
 
 def _require_server() -> None:
@@ -87,9 +87,9 @@ class Page:
         self._lines: deque[tuple[int, Stream, bytes]] = deque(maxlen=_MOST_LINES)
         self._ranks: list[RankRow] = []
         self._rest = b""
-        door = Door()
+        access = Access()
         with listen() as listening:
-            self.address = _address(listening, door.token)
+            self.address = _address(listening, access.token)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "dure.viewer", str(folder), str(listening.fileno())],
                 stdin=subprocess.PIPE,
@@ -100,7 +100,7 @@ class Page:
         assert self._process.stdin is not None
         self._pipe = self._process.stdin.fileno()
         os.set_blocking(self._pipe, False)
-        self._write(msgspec.json.encode((door.token, title)) + b"\n")
+        self._write(msgspec.json.encode((access.token, title)) + b"\n")
 
     def wrote(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
         """Take note of lines that a rank wrote."""

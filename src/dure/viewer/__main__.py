@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from dure.viewer.door import Door
+from dure.viewer.access import Access
 from dure.viewer.server import serve
 from dure.viewer.sources import Live
 from dure.viewer.view import Feed
@@ -47,7 +47,7 @@ async def _run(folder: Path, listening: socket.socket) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     token, title = msgspec.json.decode(await reader.readline(), type=tuple[str, str])
     source = Live(title, folder)
-    serving = asyncio.create_task(serve(source, Door(token=token), listening))
+    serving = asyncio.create_task(serve(source, Access(token=token), listening))
     looking = asyncio.create_task(_look(source))
     await _follow(reader, source)
     looking.cancel()

@@ -1,4 +1,4 @@
-"""The page's server: a few files, and two streams of events, behind a `Door`.
+"""The page's server: a few files, and two streams of events, behind `Access`.
 
     GET  /                    the first page, which exchanges the token; it shows nothing
     POST /session             token in, cookie out
@@ -28,8 +28,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dure.viewer.access import HEADERS, Access
 from dure.viewer.charts import Key
-from dure.viewer.door import HEADERS, Door
 from dure.viewer.sources import Source
 
 __all__ = ["LISTENERS", "application", "serve"]
@@ -56,16 +56,16 @@ Receive = Callable[[], Awaitable[Messages]]
 
 
 class _Gate:
-    """Lets requests in that the door does, and puts the headers on every answer."""
+    """Lets requests in that `Access` does, and puts the headers on every answer."""
 
-    def __init__(self, app: Starlette, door: Door) -> None:
-        self._app, self._door = app, door
+    def __init__(self, app: Starlette, access: Access) -> None:
+        self._app, self._access = app, access
 
     async def __call__(self, scope: Messages, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         pairs = [(k.decode("latin-1").lower(), v.decode("latin-1")) for k, v in scope["headers"]]
-        refused = self._door.refusal(scope["method"], scope["path"], dict(pairs))
+        refused = self._access.refusal(scope["method"], scope["path"], dict(pairs))
         if len([name for name, _ in pairs if name in ("host", "origin")]) > 2:
             refused = 400, "A header is there twice."
 
@@ -97,7 +97,7 @@ class _Bounded(H11Protocol):
             self.transport.abort()
 
 
-def application(source: Source, door: Door) -> Callable[..., Awaitable[None]]:
+def application(source: Source, access: Access) -> Callable[..., Awaitable[None]]:
     """Return the page as an application of ASGI."""
     static = {name: _file(name) for name in _STATIC}
     page, first = _file("page.html"), _file("open.html")
@@ -106,10 +106,10 @@ def application(source: Source, door: Door) -> Callable[..., Awaitable[None]]:
         return Response(first, media_type=_TYPES["html"])
 
     async def exchange(request: Request) -> Response:
-        header = door.exchange(await _body(request))
+        header = access.exchange(await _body(request))
         if header is None:
             return PlainTextResponse("This address has been used, or is not whole.", 403)
-        return JSONResponse({"path": f"/{door.path}/"}, headers={"Set-Cookie": header})
+        return JSONResponse({"path": f"/{access.path}/"}, headers={"Set-Cookie": header})
 
     async def show_static(request: Request) -> Response:
         name = request.path_params["name"]
@@ -132,11 +132,11 @@ def application(source: Source, door: Door) -> Callable[..., Awaitable[None]]:
         Route("/", open_first),
         Route("/session", exchange, methods=["POST"]),
         Route("/static/{name}", show_static),
-        Route(f"/{door.path}/", show_page),
-        Route(f"/{door.path}/events", events),
-        Route(f"/{door.path}/output", output),
+        Route(f"/{access.path}/", show_page),
+        Route(f"/{access.path}/events", events),
+        Route(f"/{access.path}/output", output),
     ]
-    return _Gate(Starlette(routes=routes), door)
+    return _Gate(Starlette(routes=routes), access)
 
 
 def _file(name: str) -> bytes:
@@ -229,16 +229,16 @@ async def _output(source: Source, rank: int) -> AsyncIterator[bytes]:
         await asyncio.sleep(_EVERY_S)
 
 
-async def serve(source: Source, door: Door, listening: socket.socket) -> None:
+async def serve(source: Source, access: Access, listening: socket.socket) -> None:
     """Serve a page until SIGINT, or until the task is cancelled.
 
     Args:
         source: What it shows.
-        door: Who may see it.
-        listening: Where it is asked for (`door.listen`).
+        access: Who may see it.
+        listening: Where it is asked for (`access.listen`).
     """
     config = uvicorn.Config(
-        application(source, door),
+        application(source, access),
         http=_Bounded,
         ws="none",
         loop="asyncio",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,11 +102,11 @@ def test_an_all_reduce_over_nodes_shares_their_cards():
 
 def test_sharded_parameters_are_gathered_twice_and_gradients_scattered_each_time_or_once():
     gather, scatter = 2 * 220_000 * 0.75 / 1e10, 4 * 220_000 * 0.75 / 1e10
-    fsdp = {"dp": 4, "zero": 3, "shard": 4, "microbatches": 5}
+    fsdp: dict[str, Any] = {"dp": 4, "zero": 3, "shard": 4, "microbatches": 5}
     assert time_of(**fsdp)["dp"] == pytest.approx(5 * (2 * gather + scatter))
     assert time_of(**fsdp, once=1)["dp"] == pytest.approx(5 * 2 * gather + scatter)
     assert time_of(**fsdp, shared=1)["dp"] == pytest.approx(5 * scatter)
-    assert time_of(**fsdp | {"zero": 2})["dp"] == pytest.approx(5 * (gather + scatter))
+    assert time_of(**{**fsdp, "zero": 2})["dp"] == pytest.approx(5 * (gather + scatter))
 
 
 def test_what_is_covered_is_hidden_but_for_interference():
@@ -197,7 +198,7 @@ def test_a_recomputed_layer_keeps_its_input_and_one_layer_is_computed_again():
 
 
 def test_gradients_of_fsdp_are_whole_while_they_are_added_up():
-    fsdp = {"dp": 4, "zero": 2, "shard": 4}
+    fsdp: dict[str, Any] = {"dp": 4, "zero": 2, "shard": 4}
     one = memory_of(**fsdp, once=1)["gathered"]
     several = memory_of(**fsdp, once=1, microbatches=2)["gathered"]
     assert one == pytest.approx(2 * 220_000)

@@ -24,7 +24,7 @@ import socket
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 
-__all__ = ["COOKIE", "HEADERS", "Door", "listen"]
+__all__ = ["COOKIE", "HEADERS", "Access", "listen"]
 
 COOKIE = "dure_page"
 _LOOPBACK = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::\d{1,5})?", re.ASCII)
@@ -57,7 +57,7 @@ def _secret() -> str:
 
 
 @dataclass(slots=True)
-class Door:
+class Access:
     """The secrets of one page.
 
     Attributes:
