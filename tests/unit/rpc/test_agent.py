@@ -463,6 +463,7 @@ def test_timeouts_may_be_longer_than_clocks_count() -> None:
         assert api.rpc_sync("worker1", add, (1, 2), timeout=float("inf")) == 3
         with pytest.raises(RpcError, match="set timeout"):
             api.rpc_sync("worker1", wait_at_gate, timeout=0.001)
+        Gate.open.set()
 
 
 def test_a_worker_that_there_never_was_is_not_called() -> None:

@@ -329,7 +329,7 @@ def _zeros(node: Node, number: int) -> torch.Tensor:
 
 def _without_hooks(leaves: list[torch.Tensor], run: Callable[..., Any]) -> Any:
     """Have the engine capture gradients; keep the hooks of leaves from being called."""
-    hooked = [leaf for leaf in leaves if leaf._backward_hooks]
+    hooked = [leaf for leaf in leaves if leaf._backward_hooks is not None]  # empty: set aside
     if not hooked:
         return run(True, False)
     with aside(hooked):
