@@ -12,7 +12,7 @@ from dure.device_mesh import init_device_mesh
 from dure.errors import UsageError
 from dure.fsdp import FSDPModule, fully_shard, join_step, strategy
 from dure.testing import run_ranks
-from ranks.fsdp_models import batch, by_step, compare, loss_of, made, mine, shard
+from ranks.fsdp_models import Block, batch, by_step, compare, loss_of, made, making, mine, shard
 
 
 @pytest.fixture(params=["gathered", "shared"])
@@ -52,6 +52,56 @@ def test_ranks_run_out_of_batches(way: str, kept: bool | None) -> None:
         step=step,
         expected_step=expected,
     )
+
+
+class Tail(nn.Module):
+    """Gives what its last block does, unchanged, or in some steps what an earlier one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = 2
+        self.embed = nn.Embedding(11, 11)
+        self.blocks = nn.ModuleList([Block(11) for _ in range(2)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, outputs = self.embed(tokens), []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
+        return outputs[self.used - 1]
+
+
+def tail() -> Any:
+    with making:
+        torch.manual_seed(1)
+        return Tail().double()
+
+
+def test_the_last_block_makes_the_output(way: str) -> None:
+    """Its own gradient arrives as the root's does, which the step is one of."""
+    compare(way, 3, make=tail, step=step, expected_step=expected)
+
+
+def test_a_rank_trains_only_what_is_below_an_earlier_block(way: str) -> None:
+    """Its backward begins at another module than those of the others, which are in one order."""
+
+    def exits_early(rank: int, number: int) -> bool:
+        return number > 0 and rank == 1
+
+    def early(model: Any, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        model.used = 1 if exits_early(rank, number) else 2
+        return by_step(model, number, size, rank)
+
+    def one(model: Any, number: int) -> torch.Tensor:
+        losses = []
+        for rank in range(3):
+            model.used = 1 if exits_early(rank, number) else 2
+            loss = loss_of(model, mine(batch(number), 3, rank)) / 3
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    compare(way, 3, make=tail, step=early, expected_step=one)
 
 
 def test_beside_replicas(way: str) -> None:

@@ -92,7 +92,7 @@ class Tree:
             state.tree = self
         self._name_parameters(root)
         self.clock = ModuleClock()
-        self._entry: FSDPState | None = None
+        self.entry: FSDPState | None = None
         self._forwards: dict[FSDPState, Order] = {}
         self._backwards: dict[FSDPState, tuple[Order, Order]] = {}
         self._forward: Order | None = None
@@ -149,13 +149,13 @@ class Tree:
 
     def begin_forward(self, state: FSDPState) -> None:
         """A module's forward begins; the outermost one's begins a step."""
-        if self._entry is None:
+        if self.entry is None:
             if self._backward is not None:  # which raised, so autograd has told of no end
                 self.forget()
             if state.announce is not None:
                 state.announce(state)
             self._forward = self._enter(self._forwards.setdefault(state, Order()))
-            self._entry = state
+            self.entry = state
         assert self._forward is not None
         self._join(self._forward.skipped(state))
         self._gather(state, state.forward_prefetch or self._forward.coming())
@@ -205,10 +205,10 @@ class Tree:
         """A module's forward has ended."""
         if raised:
             self.forget()
-        if self._entry is not state:
+        if self.entry is not state:
             return
         assert self._forward is not None
-        self._entry = None
+        self.entry = None
         for each in self.states:
             if each.to_run:  # of a list of modules, forward has called some
                 each.to_run.clear()
@@ -225,10 +225,14 @@ class Tree:
 
     # ---------------------------------------------------------------- backward
 
-    def begin_backward(self, state: FSDPState) -> None:
-        """A module's backward begins, or its forward is run again in backward."""
+    def begin_backward(self, state: FSDPState, entry: FSDPState) -> None:
+        """A module's backward begins, or its forward is run again in backward.
+
+        Its orders are those of backwards of `entry`, whose forward the backward goes back through:
+        on another rank, or in another step, it may begin at another module within.
+        """
         if self._backward is None:
-            self._enter_backward(self._backwards.setdefault(state, (Order(), Order())))
+            self._enter_backward(self._backwards.setdefault(entry, (Order(), Order())))
             autograd_hooks.at_end(self._end_backward)
         assert self._backward is not None
         gathers, _ = self._backward
@@ -354,7 +358,7 @@ class Tree:
 
     def forget(self) -> None:
         """End a step that failed: reshard all, and drop its gradients."""
-        self._entry, self._forward, self._backward = None, None, None
+        self.entry, self._forward, self._backward = None, None, None
         self._reducing.clear()
         self.clock.forget()
         for state in self.states:
@@ -500,7 +504,7 @@ class FSDPState:
         tree = self.tree or Tree(self)
         if autograd_hooks.in_backward():
             with tree.telling(self):
-                tree.begin_backward(self)
+                tree.begin_backward(self, self)
         else:
             if not (self.to_run or self.running):
                 self.to_run.update(self.modules)
@@ -528,7 +532,8 @@ class FSDPState:
         self.to_run.discard(module)
         self.running = max(0, self.running - 1)
         if torch.is_grad_enabled():
-            autograd_hooks.on_outputs(output, self._before_backward)
+            entry = tree.entry or self
+            autograd_hooks.on_outputs(output, lambda _: self._before_backward(entry))
         if raised or not (self.to_run or self.running):
             try:
                 self.reshard_after()
@@ -555,10 +560,10 @@ class FSDPState:
             raise
         return self._after_forward(module, args, output)
 
-    def _before_backward(self, _: Sequence[Any]) -> None:
+    def _before_backward(self, entry: FSDPState) -> None:
         assert self.tree is not None
         with self.tree.telling(self):
-            self.tree.begin_backward(self)
+            self.tree.begin_backward(self, entry)
 
     def _after_backward(self) -> None:
         assert self.tree is not None
