@@ -12,8 +12,8 @@ namespace dure {
 
 namespace {
 
-constexpr int64_t kBusyNs = 400'000;      // after a message, while more are expected soon
-constexpr int64_t kSpinNs = 150'000;      // then one thread looks so long before it sleeps
+constexpr int64_t kBusyNs = 1'000'000;    // after a message, while more are expected soon
+constexpr int64_t kSpinNs = 500'000;      // then one thread looks so long before it sleeps
 constexpr int64_t kStretchNs = 4'000;     // without giving the core to somebody else
 constexpr int64_t kContendedNs = 40'000;  // a yield that long: others need the core
 constexpr int64_t kBackNs = 50'000;       // so long a short call takes

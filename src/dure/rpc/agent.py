@@ -28,10 +28,11 @@ from dure.rpc import failures
 from dure.rpc.allow import Allowed
 from dure.rpc.calls import Call, CallFuture, Calls
 from dure.rpc.current import here
-from dure.rpc.directory import Directory
+from dure.rpc.directory import Directory, Peer
 from dure.rpc.envelope import Completion, Envelope, GradientTag, Kind, Transport, Work
 from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
+from dure.rpc.links import Numbered
 from dure.rpc.message import Body, Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
 from dure.rpc.names import WorkerInfo
 from dure.rpc.recording import Recorder, served
@@ -60,6 +61,7 @@ UNSET = -1.0
 _SHOWN_S = 0.1
 """How old the figures of a busy process may be (`dure rpc top`)."""
 
+_CALLS = frozenset({Kind.CALL, Kind.MAKE, Kind.FETCH})
 _NOTHING = Packed()
 _NO_CONTEXT = nullcontext()
 _WITHOUT_END = frozenset({None, type(None), bool, int, float, str, bytes, torch.Tensor})
@@ -113,9 +115,9 @@ class Agent:
         self.directory = Directory(self.timers, self._send_waiting, transport.look)
         self.find, self.info = self.directory.find, self.directory.info
         self.lost = self.directory.lost
-        self.calls = Calls(self.lock, self.directory, transport, self.timers, self._fail)
+        self.calls = Calls(self.lock, transport, self.timers, self._fail)
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
-        self._busy = 0
+        self._busy: set[Callable[..., None]] = set()  # calls that run here, or wait for a thread
         self._recorder = Recorder(me)
         self._figures, self._showing, self._board = Figures(), False, Board(me.name)
         self.values = Values(self, self._never_made)
@@ -157,7 +159,7 @@ class Agent:
             assert lost is not None
             for call in self.calls.all(id):
                 self.todo.append(partial(self._fail, call, self.lost(id) or lost))
-            self.todo.append(partial(self.calls.unblock, peer.blocked))
+            self.todo.append(partial(self.calls.unblock, peer))
             if self.gradients is not None:
                 self.todo.append(partial(self.gradients.lost, id, lost))
             self.values.died(id)
@@ -284,18 +286,18 @@ class Agent:
                 "a finalizer called while its thread was at work for RPC",
                 fix="Python runs `__del__` of circles anywhere: leave the call to a thread.",
             )
-        worker = self.find(to)
+        peer = self.directory.reach(to)
         function, packed = "to_here", _NOTHING
         kind = Kind.CALL if make is None else Kind.MAKE if what is not None else Kind.FETCH
         if what is not None:
             function = getattr(what[0], "__qualname__", None) or type(what[0]).__qualname__
-            packed = self._pack_call(*what, worker)
+            packed = self._pack_call(*what, peer.info)
         if self.values.gone:
-            self.values.forget_gone(but=worker.id)
+            self.values.forget_gone(but=peer.id)
         seconds = self.timeout if timeout < 0 else timeout
         call = Call(
             kind=kind,
-            to=worker,
+            peer=peer,
             function=function,
             ref=make,
             ticket=self.transport.ticket(),
@@ -304,19 +306,20 @@ class Agent:
             nbytes=packed.nbytes,
             told=told,
             counted=counted,
-            noted=self._recorder.begin(kind, worker.id, function, told is None),
+            noted=self._recorder.begin(kind, peer.id, function, told is None),
         )
         tag = None
         if self.gradients is not None:
-            tag = self.gradients.sending(worker.id, call.what, packed.sources)
-        if not self.calls.add(call, not getattr(here, "serves", False)):
+            tag = self.gradients.sending(peer.id, call.what, packed.sources)
+        if not self.calls.add(call, not here.serves):
             self.values.not_sent(packed.body.references)
-            self._end_at_once(call, self.lost(worker.id) or _closed())
+            self._end_at_once(call, self.lost(peer.id) or _closed())
             return call
+        devices = self._devices(peer.info) if self.device_maps else None
         try:
-            self._send(worker.id, kind, call.number, packed, tag, make, self._devices(worker))
+            self._send(peer, kind, call.number, packed, tag, make, devices)
         except PeerLost as error:
-            self._fail(call, self.lost(worker.id) or error)
+            self._fail(call, self.lost(peer.id) or error)
         return call
 
     def wait(self, call: Call) -> Any:
@@ -325,15 +328,13 @@ class Agent:
         Raises:
             Exception: What the callee has raised, or what went wrong on the way.
         """
-        while not call.ticket.done:
-            self.transport.wait(call.ticket, 60.0)
+        self.transport.wait(call.ticket)
         return self.result(call)
 
     def wait_until_told(self, call: Call) -> None:
         """Wait until who wants to be told of a call's end has been; perhaps by this thread."""
         call.awaited = True
-        while not call.ticket.done:
-            self.transport.wait(call.ticket, 60.0)
+        self.transport.wait(call.ticket)
         self._tell(call)
 
     def result(self, call: Call) -> Any:
@@ -342,10 +343,9 @@ class Agent:
         Raises:
             Exception: What the callee has raised, or what went wrong on the way.
         """
-        outcome = call.outcome
+        outcome = call.outcome or _closed()
         if isinstance(outcome, Exception):
             raise outcome
-        assert outcome is not None, "the call has not ended"
         body = outcome.envelope.body
         if outcome.envelope.kind == Kind.ERROR:
             raise failures.decode(body.pickled)
@@ -369,9 +369,11 @@ class Agent:
         if call.told is None or call.awaited:
             self.transport.complete(call.ticket)
             return None
-        work = Completion(self._as_work(lambda _: self._tell(call)))
-        work.quick = call.quick and (is_error or outcome.envelope.body.is_plain)
-        return work
+        if call.quick and (is_error or outcome.envelope.body.is_plain):
+            work = Completion(self._tell, call)
+            work.quick = True
+            return work
+        return Completion(self._as_work(lambda _: self._tell(call)))
 
     def _end_at_once(self, call: Call, outcome: _Came | Exception) -> None:
         work = self._end(call, outcome)
@@ -414,20 +416,17 @@ class Agent:
 
     def receive(self, envelope: Envelope, memories: Sequence[torch.Tensor]) -> Work | None:
         """Take a message; the transport calls this. Returns what is to be run, if anything."""
-        kind = envelope.kind
-        called = kind in (Kind.CALL, Kind.MAKE, Kind.FETCH)
-        came, body = _Came(envelope, memories), envelope.body
+        kind, body = envelope.kind, envelope.body
+        called, came = kind in _CALLS, _Came(envelope, memories)
         if envelope.link or body.references or kind == Kind.MAKE:
             self._take_along(came, called)
         for number in envelope.made:
             if (call := self.calls.take(number)) is not None:
-                self._end_at_once(call, _Came(Envelope(Kind.ANSWER, call.to.id)))
-        nbytes = (
-            body.nbytes + sum(memory.nbytes for memory in memories) if memories else body.nbytes
-        )
-        with self.lock:
-            self._figures.bytes_received += nbytes
-            self._figures.served += called
+                self._end_at_once(call, _Came(Envelope(Kind.ANSWER, call.peer.id)))
+        self._figures.served += called
+        self._figures.bytes_received += len(body.pickled) + len(body.inline)
+        for memory in memories:
+            self._figures.bytes_received += memory.nbytes
         if called:
             work = partial(self._serve, came)
             if listeners:
@@ -461,22 +460,20 @@ class Agent:
 
     def _as_work(self, work: Callable[[RpcError | None], None]) -> Work:
         """Return what a thread of the transport's is to do; it may be the program's code."""
-        with self.lock:
-            self._busy += 1
+        self._busy.add(work)
         return partial(self._run, work)
 
     def _run(
         self, work: Callable[[RpcError | None], None], refusal: RpcError | None = None
     ) -> None:
         """Run what was counted as busy: a call, or code of the program's."""
-        before = getattr(here, "serves", False), getattr(here, "agent", None)
+        before = here.serves, here.agent
         here.serves, here.agent = True, self
         try:
             work(refusal)
         finally:
             here.serves, here.agent = before
-            with self.lock:
-                self._busy -= 1
+            self._busy.discard(work)
             if self.directory.due:
                 self._flush()
 
@@ -524,8 +521,7 @@ class Agent:
 
     def _answer_later(self, envelope: Envelope, later: Later) -> None:
         def answer(done: torch.futures.Future[Any]) -> None:
-            before = getattr(here, "agent", None)
-            here.agent = self
+            before, here.agent = here.agent, self
             try:
                 with self._serving(envelope.gradients):
                     self._answer(envelope, done.value())
@@ -533,11 +529,10 @@ class Agent:
                 self._answer_error(envelope, error)
             finally:
                 here.agent = before
-                with self.lock:
-                    self._busy -= later.counted
+                self._busy.discard(answer)
 
-        with self.lock:
-            self._busy += later.counted
+        if later.counted:
+            self._busy.add(answer)
         later.future.add_done_callback(answer)
 
     def _serving(self, tag: GradientTag | None) -> AbstractContextManager[None]:
@@ -591,10 +586,14 @@ class Agent:
         self._reply(call, Kind.ERROR, Packed(Body(failures.encode(error, self.me))), None)
 
     def _reply(self, call: Envelope, kind: Kind, packed: Packed, tag: GradientTag | None) -> None:
+        peer = self.directory.get(call.sender)
         try:
-            self._send(call.sender, kind, call.number, packed, tag)
+            if peer is not None:
+                self._send(peer, kind, call.number, packed, tag)
+                return
         except PeerLost:
-            self.values.not_sent(packed.body.references)
+            pass
+        self.values.not_sent(packed.body.references)
 
     # --- what must arrive --------------------------------------------------------------------
 
@@ -622,8 +621,9 @@ class Agent:
         Raises:
             PeerLost: The process is gone.
         """
-        packed = self._pack(values, to, partial(self._device_there, self.info(to)))
-        self._send(to, Kind.GRADIENTS, packed=packed, make=backward)
+        peer = self.directory.reach(self.info(to))
+        packed = self._pack(values, to, partial(self._device_there, peer.info))
+        self._send(peer, Kind.GRADIENTS, packed=packed, make=backward)
 
     def on(self, topic: int, handler: Callable[[int, bytes], None]) -> None:
         """Have a function called with sender and body of messages; it must return quickly."""
@@ -652,19 +652,19 @@ class Agent:
     def _flush(self, but: int = -1) -> None:
         """Send what is queued."""
         with self.lock:
-            due = [id for id in self.directory.due if id != but]
-        for id in due:
-            self._send_waiting(id)
+            due = [peer for id, peer in self.directory.due.items() if id != but]
+        for peer in due:
+            self._send_waiting(peer)
 
-    def _send_waiting(self, to: int) -> None:
+    def _send_waiting(self, peer: Peer) -> None:
         with suppress(PeerLost):  # `died` comes, or has come
-            self._send(to, Kind.RELIABLE)
+            self._send(peer, Kind.RELIABLE)
 
     # --- messages ----------------------------------------------------------------------------
 
     def _send(
         self,
-        to: int,
+        peer: Peer,
         kind: Kind,
         number: int = 0,
         packed: Packed = _NOTHING,
@@ -673,18 +673,21 @@ class Agent:
         devices: dict[str, str] | None = None,
     ) -> None:
         """Send a message, and what is queued for the process with it."""
-        with self.lock:
-            self._figures.bytes_sent += packed.nbytes
-            show, self._showing = not self._showing, True
-            link, made = self.directory.take(to)
-        if show:
+        self._figures.bytes_sent += packed.nbytes
+        if not self._showing:
+            self._showing = True
             self.timers.at(monotonic() + _SHOWN_S, self._show)
+        link: tuple[Numbered, ...] = ()
+        made: tuple[int, ...] = ()
+        if peer.waits:
+            with self.lock:
+                link, made = self.directory.take(peer)
         if kind is Kind.RELIABLE and not link and not made:
             return
         envelope = Envelope(
             kind, self.me.id, number, packed.body, (), tag, make, link, devices, made
         )
-        self.transport.send(to, envelope, packed.memories)
+        self.transport.send(peer.id, envelope, packed.memories)
 
     def _pack_call(self, function: Function, args: Args, kwargs: Kwargs, to: WorkerInfo) -> Packed:
         if not callable(function):
@@ -737,7 +740,7 @@ class Agent:
 
     def _devices(self, to: WorkerInfo) -> dict[str, str] | None:
         """Return where tensors of a callee's devices belong here: the way back of ours."""
-        device_map = self.device_maps.get(to.name) if self.device_maps else None
+        device_map = self.device_maps.get(to.name)
         return {str(b): str(a) for a, b in device_map.items()} if device_map else None
 
     def _unpack(self, came: _Came) -> Any:
@@ -758,7 +761,7 @@ class Agent:
         """Return how many calls were made here, and how many are under way or run here now."""
         with self.lock:
             waiting = sum(call.counted for call in self.calls.all())
-            return self.calls.made, waiting + self._busy
+            return self.calls.made, waiting + len(self._busy)
 
     def debug_info(self) -> dict[str, str]:
         """Return figures of calls and references, for people, with torch's names."""
@@ -771,7 +774,7 @@ class Agent:
                 "num_pending_futures": sum(call.kind == Kind.MAKE for call in calls),
                 "num_forks": holds,
                 "agent.num_pending_requests": len(calls),
-                "agent.num_running_requests": self._busy,
+                "agent.num_running_requests": len(self._busy),
                 "agent.num_requests": self.calls.made,
                 "agent.bytes_in_flight": self.calls.nbytes,
             }
@@ -781,7 +784,7 @@ class Agent:
         with self.lock:
             self._showing = False
             figures = self._figures
-            figures.waiting, figures.running = len(self.calls.all()), self._busy
+            figures.waiting, figures.running = len(self.calls.all()), len(self._busy)
             figures.made = self.calls.made
             figures.owned, _, figures.held, _ = self.values.counts
             self._board.show(figures)

@@ -19,9 +19,8 @@ import msgspec
 import torch
 
 from dure.errors import RpcError
-from dure.rpc.directory import Directory
+from dure.rpc.directory import Peer
 from dure.rpc.envelope import Kind, Transport, Waiter
-from dure.rpc.names import WorkerInfo
 from dure.rpc.references import RefId
 from dure.rpc.timers import Timers
 from dure.trace.flight import Noted
@@ -49,7 +48,7 @@ class Call(msgspec.Struct, eq=False):
     """
 
     kind: Kind
-    to: WorkerInfo
+    peer: Peer
     function: str
     ref: RefId | None
     ticket: Waiter
@@ -67,7 +66,7 @@ class Call(msgspec.Struct, eq=False):
     @property
     def what(self) -> str:
         """The call, for people."""
-        return f"{self.function} on {self.to.name}"
+        return f"{self.function} on {self.peer.info.name}"
 
 
 class CallFuture(torch.futures.Future[Any]):
@@ -115,7 +114,6 @@ class Calls:
 
     Args:
         lock: The agent's; the methods take it, but for those that say otherwise.
-        directory: Who can be called.
         transport: Carries the calls.
         timers: For deadlines.
         fail: Told of a call whose time is over, and the error.
@@ -128,13 +126,11 @@ class Calls:
     def __init__(
         self,
         lock: AbstractContextManager[Any],
-        directory: Directory,
         transport: Transport,
         timers: Timers,
         fail: Callable[[Call, Exception], None],
     ) -> None:
-        self._lock, self._directory, self._transport = lock, directory, transport
-        self._timers, self._fail = timers, fail
+        self._lock, self._transport, self._timers, self._fail = lock, transport, timers, fail
         self._calls: dict[int, Call] = {}
         self._number = self.made = 0
         self._sweep_at = inf
@@ -147,10 +143,10 @@ class Calls:
             call: The call; gets its number.
             may_wait: Whether there must be room.
         """
+        peer = call.peer
         while True:
             with self._lock:
-                peer = self._directory.get(call.to.id)
-                if peer is None or self.closed:
+                if peer.ended is not None or self.closed:
                     return False
                 after = peer.nbytes + call.nbytes
                 if after <= MOST_BYTES or not peer.nbytes or not may_wait:
@@ -161,8 +157,7 @@ class Calls:
                     break
                 ticket = self._transport.ticket()
                 peer.blocked.append(ticket)
-            while not ticket.done:
-                self._transport.wait(ticket, 60.0)
+            self._transport.wait(ticket)
         if call.deadline < self._sweep_at:
             self._sweep_by(call.deadline)
         return True
@@ -171,22 +166,23 @@ class Calls:
         """Take a call out of the table; None: it has ended."""
         with self._lock:
             call = self._calls.pop(number, None)
-            peer = None if call is None else self._directory.get(call.to.id)
-            if call is None or peer is None:
-                return call
-            peer.nbytes -= call.nbytes
-            blocked, peer.blocked = peer.blocked, []
-        self.unblock(blocked)
+            if call is None:
+                return None
+            call.peer.nbytes -= call.nbytes
+        if call.peer.blocked:
+            self.unblock(call.peer)
         return call
 
-    def unblock(self, blocked: list[Waiter]) -> None:
+    def unblock(self, peer: Peer) -> None:
         """Wake who waits for room, to look again."""
+        with self._lock:
+            blocked, peer.blocked = peer.blocked, []
         for ticket in blocked:
             self._transport.complete(ticket)
 
     def all(self, to: int | None = None) -> list[Call]:
         """With the lock: return those under way, to one process or all."""
-        return [call for call in self._calls.values() if to is None or call.to.id == to]
+        return [call for call in self._calls.values() if to is None or call.peer.id == to]
 
     @property
     def nbytes(self) -> int:
@@ -219,7 +215,7 @@ def _timeout(call: Call) -> RpcError:
         f"RPC ran for more than set timeout ({call.seconds * 1000:.0f} ms) and will now be "
         "marked with an error",
         op=call.what,
-        peer=call.to.id,
+        peer=call.peer.id,
         fix="Give a larger timeout; 0 is none.",
     )
 

@@ -15,8 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["current", "here", "is_set", "set_current", "using"]
 
-here = threading.local()
-"""`agent`: that of the thread; `serves`: whether it runs a call."""
+
+class _Here(threading.local):
+    """What a thread does for RPC.
+
+    Attributes:
+        agent: The one it means, if not the process's.
+        serves: Whether it runs a call.
+    """
+
+    agent: Agent | None = None
+    serves = False
+
+
+here = _Here()
 _process: list[Agent] = []
 
 
@@ -37,7 +49,7 @@ def current() -> Agent:
     Raises:
         RpcError: There is none.
     """
-    agent = getattr(here, "agent", None) or (_process[0] if _process else None)
+    agent = here.agent or (_process[0] if _process else None)
     if agent is None:
         raise RpcError(
             "RPC has not been initialized. Current RPC agent is not set! Did you initialize the "
@@ -48,7 +60,7 @@ def current() -> Agent:
 
 def is_set() -> bool:
     """Whether there is an agent."""
-    return bool(_process) or getattr(here, "agent", None) is not None
+    return bool(_process) or here.agent is not None
 
 
 def set_current(agent: Agent | None) -> None:
@@ -59,8 +71,7 @@ def set_current(agent: Agent | None) -> None:
 @contextmanager
 def using(agent: Agent) -> Iterator[None]:
     """While within: `current` is `agent` for this thread."""
-    before = getattr(here, "agent", None)
-    here.agent = agent
+    before, here.agent = here.agent, agent
     try:
         yield
     finally:

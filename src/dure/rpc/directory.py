@@ -29,6 +29,7 @@ class Peer:
     """A process, this one among them.
 
     Attributes:
+        id: Its id.
         ended: How, if it is gone.
         queued: What goes with the next message to it.
         made: Its calls whose values have been made, of which it is to be told.
@@ -38,6 +39,7 @@ class Peer:
     """
 
     info: WorkerInfo
+    id: int = field(init=False)
     ended: str | None = None
     link: Link = field(default_factory=Link)
     queued: list[Numbered] = field(default_factory=list[Numbered])
@@ -46,40 +48,48 @@ class Peer:
     nbytes: int = 0
     blocked: list[Waiter] = field(default_factory=list[Waiter])
 
+    def __post_init__(self) -> None:
+        self.id = self.info.id
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is to go with the next message."""
+        return bool(self.queued or self.made or self.link.owes)
+
 
 class Directory:
     """The processes that this one knows.
 
     Args:
         timers: For what waits.
-        flush: Called with the id of whom something is to be sent to, without the lock.
+        flush: Called with whom something is to be sent to, without the lock.
         look: Finds out whether one of that name, or id, has joined meanwhile.
 
     Attributes:
-        due: The ids of whom something is to be sent to now.
+        due: Whom something is to be sent to now, by id.
 
-    Threads: the agent's lock guards changes; `find`, `info` and `lost` need none.
+    Threads: the agent's lock guards changes; `reach`, `info` and `lost` need none.
     """
 
     def __init__(
-        self, timers: Timers, flush: Callable[[int], None], look: Callable[[str | int], None]
+        self, timers: Timers, flush: Callable[[Peer], None], look: Callable[[str | int], None]
     ) -> None:
         self._timers, self._flush, self._look = timers, flush, look
         self._peers: dict[int, Peer] = {}
-        self._ids: dict[str, int] = {}
-        self.due: set[int] = set()
+        self._named: dict[str, Peer] = {}
+        self.due: dict[int, Peer] = {}
 
     def add(self, worker: WorkerInfo) -> None:
         """Take note of one that joined."""
-        self._peers.setdefault(worker.id, Peer(worker))
-        self._ids[worker.name] = worker.id
+        self._named[worker.name] = self._peers.setdefault(worker.id, Peer(worker))
 
     def remove(self, id: int, how: str) -> Peer:
         """Take note of one that is gone for good, and how it ended."""
-        before = self._peers.get(id) or Peer(WorkerInfo(str(id), id))
-        self._peers[id] = Peer(before.info, how)
-        self.due.discard(id)
-        return before
+        peer = self._peers.setdefault(id, Peer(WorkerInfo(str(id), id)))
+        peer.ended, peer.link = how, Link()
+        peer.queued, peer.made = [], []
+        self.due.pop(id, None)
+        return peer
 
     def get(self, id: int) -> Peer | None:
         """Return one that is there."""
@@ -90,31 +100,41 @@ class Directory:
         """Return who is there, by id."""
         return [peer.info for _, peer in sorted(self._peers.items()) if peer.ended is None]
 
-    def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
-        """Return who is meant.
+    def reach(self, to: str | int | WorkerInfo) -> Peer:
+        """Return who is meant; by its `WorkerInfo` one that is gone, too.
 
         Raises:
             RpcError: Nobody has that name or id.
             PeerLost: It is gone.
             UsageError: It is no name, id or `WorkerInfo`.
         """
-        if isinstance(to, WorkerInfo):
-            if to.id in self._peers:
-                return to
-            to = to.id
-        if not isinstance(to, str | int):
-            raise UsageError(
-                "a worker is told by its name, its id or its WorkerInfo", op="rpc", seen=repr(to)
+        key = to.id if isinstance(to, WorkerInfo) else to
+        found = self._known(key)
+        if found is not None and (found.ended is None or key is not to):
+            return found
+        self._look(key)
+        found = self._known(key)
+        if found is None:
+            names = ", ".join(sorted(self._named))
+            raise RpcError(
+                "could not find destination", seen=f"{key!r}", fix=f"There are: {names}."
             )
-        for look in (lambda _: None, self._look):
-            look(to)
-            id = self._ids.get(to, -1) if isinstance(to, str) else int(to)
-            if (found := self.get(id)) is not None:
-                return found.info
-        names = ", ".join(sorted(self._ids))
-        raise self.lost(id) or RpcError(
-            "could not find destination", seen=f"{to!r}", fix=f"There are: {names}."
+        if (lost := self.lost(found.id)) is not None:
+            raise lost
+        return found
+
+    def _known(self, key: str | int) -> Peer | None:
+        if isinstance(key, str):
+            return self._named.get(key)
+        if isinstance(key, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return self._peers.get(key)
+        raise UsageError(
+            "a worker is told by its name, its id or its WorkerInfo", op="rpc", seen=repr(key)
         )
+
+    def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
+        """Return who is meant; see `reach`."""
+        return self.reach(to).info
 
     def info(self, id: int) -> WorkerInfo:
         """Return a worker by its id, be it gone."""
@@ -136,7 +156,7 @@ class Directory:
         if peer is not None:
             peer.queued.append(peer.link.send(body))
             if hurry:
-                self.due.add(to)
+                self.due[to] = peer
             else:
                 self._later(peer)
 
@@ -152,7 +172,7 @@ class Directory:
         peer = self.get(to)
         if peer is not None:
             peer.queued = peer.link.again()
-            self.due.add(to)
+            self.due[to] = peer
 
     def receive(self, sender: int, messages: Iterable[Numbered]) -> list[bytes]:
         """Return what can be delivered now, in order."""
@@ -164,12 +184,9 @@ class Directory:
             self._later(peer)
         return bodies
 
-    def take(self, to: int) -> tuple[tuple[Numbered, ...], tuple[int, ...]]:
+    def take(self, peer: Peer) -> tuple[tuple[Numbered, ...], tuple[int, ...]]:
         """Return what goes with the message that is sent now: of links, and values made."""
-        self.due.discard(to)
-        peer = self.get(to)
-        if peer is None:
-            return (), ()
+        self.due.pop(peer.id, None)
         link, made = tuple(peer.queued), tuple(peer.made)
         if link:
             peer.queued.clear()
@@ -186,4 +203,4 @@ class Directory:
 
     def _waited(self, peer: Peer) -> None:
         peer.timed = False
-        self._flush(peer.info.id)
+        self._flush(peer)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
+from math import inf
 from typing import Protocol
 
 import msgspec
@@ -152,8 +153,10 @@ class Transport(Protocol):
         """Say that what a ticket stands for is there."""
         ...
 
-    def wait(self, ticket: Waiter, seconds: float) -> bool:
-        """Wait for a ticket; tell whether it is done. The thread receives messages meanwhile.
+    def wait(self, ticket: Waiter, seconds: float = inf) -> bool:
+        """Wait for a ticket; False: the time is over, or all is (`close`).
+
+        The thread receives messages meanwhile.
 
         A call that it receives is left to other threads, and a thread that runs a call gives its
         slot to another while it waits.

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 import msgspec
 import torch
@@ -57,6 +58,8 @@ _PATIENCE_S = (1e6, 0.1)
 _log = logging.getLogger("dure.rpc")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Envelope).decode
+
+_MAIN = threading.main_thread().ident
 
 _kept: list[native.Inbox] = []
 """Inboxes that were closed: peers that do not know it yet still write into their memory."""
@@ -154,19 +157,27 @@ class HostTransport(Transport, Told):
         assert isinstance(ticket, native.Ticket)
         self._inbox.complete(ticket)
 
-    def wait(self, ticket: Waiter, seconds: float) -> bool:
+    def wait(self, ticket: Waiter, seconds: float = inf) -> bool:
         assert isinstance(ticket, native.Ticket)
-        with self._workers.aside():
-            deadline = time.monotonic() + seconds
-            main = threading.current_thread() is threading.main_thread()
+        deadline = inf if seconds == inf else time.monotonic() + seconds
+        main = threading.get_ident() == _MAIN
+        aside = self._workers.step_aside()
+        try:
             while not ticket.done:
-                left_s = deadline - time.monotonic()
-                message = self._inbox.next(ticket, min(max(0.0, left_s), _PATIENCE_S[main]))
-                if message is None and left_s > 0.0:
+                left_s = inf if deadline == inf else max(0.0, deadline - time.monotonic())
+                message = self._inbox.next(ticket, min(left_s, _PATIENCE_S[main]))
+                if message is None and left_s:
                     continue
                 if not isinstance(message, bytes):
                     break
-                self._take(partial(self._sort, message), True)
+                work = self._sort(message)
+                if isinstance(work, Completion) and work.quick:
+                    work()
+                elif work is not None:
+                    self._workers.submit(work)
+        finally:
+            if aside:
+                self._workers.step_back()
         return ticket.done
 
     def submit(self, work: Work) -> None:
@@ -240,7 +251,7 @@ class HostTransport(Transport, Told):
             message = self._inbox.next(nobody, 0.0)
             if not isinstance(message, bytes):
                 break
-            self._take(partial(self._sort, message))
+            self._hand_over(message)
         if ended:
             self._inbox.forget(way.peer.process.pid)
 
@@ -276,45 +287,45 @@ class HostTransport(Transport, Told):
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _take(self, read: Callable[[], Work | None], waits: bool = False) -> None:
-        """Deal with a message in a thread that runs no calls; `waits`: for something of its own."""
+    def _sort(
+        self, message: bytes, raw: Sequence[torch.Tensor] = (), sender: int | None = None
+    ) -> Work | None:
+        """Tell of a message; return what a thread is to run for it.
+
+        Args:
+            message: As it was sent.
+            raw: The memories that came through a socket.
+            sender: From whom it came, if that is known; else it says so itself.
+        """
         try:
-            call = read()
+            if message == _OWN:
+                return self._receiver.receive(*self._own.popleft())
+            envelope = _decode(message)
+            way = self._ways.get(envelope.sender) or self._way(envelope.sender)
+            if way is None:
+                raise ValueError(f"a message of a process {envelope.sender} that nobody knows")
+            if sender not in (None, envelope.sender):
+                raise ValueError(f"a message of {envelope.sender} from {sender}")
+            if way.lost is not None:
+                return None
+            if envelope.kind == _ELSEWHERE:
+                there = envelope.memories[0]
+                taken = native.heap_take(self._process(way), there.offset, there.nbytes)
+                envelope = _decode(memoryview(taken))
+            for row in envelope.body.references:  # whose owner may have joined just now
+                if row.owner != self._id:
+                    self._way(row.owner)
+            memories: Sequence[torch.Tensor] = ()
+            if envelope.memories:
+                rest = iter(raw)
+                memories = [
+                    next(rest) if row.nbytes and row.offset < 0 else self._memory(way, row)
+                    for row in envelope.memories
+                ]
+            return self._receiver.receive(envelope, memories)
         except Exception:
             _log.exception("a message could not be read")
-            return
-        if call is None:
-            return
-        if waits and isinstance(call, Completion) and call.quick:
-            call()
-        else:
-            self._workers.submit(call)
-
-    def _sort(self, message: bytes) -> Work | None:
-        if message == _OWN:
-            return self._receiver.receive(*self._own.popleft())
-        return self._tell(_decode(message), ())
-
-    def _tell(self, envelope: Envelope, raw: Sequence[torch.Tensor]) -> Work | None:
-        """Tell of a message; `raw` are the memories that came through a socket."""
-        way = self._way(envelope.sender)
-        if way is None:
-            raise ValueError(f"a message of a process {envelope.sender} that nobody knows")
-        if way.lost is not None:
             return None
-        if envelope.kind == _ELSEWHERE:
-            there = envelope.memories[0]
-            taken = native.heap_take(self._process(way), there.offset, there.nbytes)
-            envelope = _decode(memoryview(taken))
-        rest = iter(raw)
-        memories = [
-            next(rest) if row.nbytes and row.offset < 0 else self._memory(way, row)
-            for row in envelope.memories
-        ]
-        for row in envelope.body.references:  # whose owner may have joined just now
-            if row.owner != self._id:
-                self._way(row.owner)
-        return self._receiver.receive(envelope, memories)
 
     def _memory(self, way: _Way, row: Memory) -> torch.Tensor:
         if row.offset < 0:
@@ -328,13 +339,18 @@ class HostTransport(Transport, Told):
             raise ValueError(f"a message in the memory of {way.peer}, which is not known here")
         return way.process
 
+    def _hand_over(
+        self, message: bytes, raw: Sequence[torch.Tensor] = (), sender: int | None = None
+    ) -> None:
+        """Deal with a message in a thread that runs no calls."""
+        work = self._sort(message, raw, sender)
+        if work is not None:
+            self._workers.submit(work)
+
     # --- what the sockets tell ---------------------------------------------------------------
 
     def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
-        envelope = _decode(body)
-        if envelope.sender != sender:
-            raise ValueError(f"a message of {envelope.sender} from {sender}")
-        self._take(lambda: self._tell(envelope, memories))
+        self._hand_over(body, memories, sender)
 
     def broken(self, peer: int) -> None:
         way = self._ways.get(peer)

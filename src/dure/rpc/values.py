@@ -101,8 +101,8 @@ class Values:
             if not entry.done:
                 ticket = transport.ticket()
                 entry.watchers.append(partial(transport.complete, ticket))
-        while ticket is not None and not ticket.done:
-            transport.wait(ticket, 60.0)
+        if ticket is not None and not transport.wait(ticket):
+            raise RpcError("RPC was shut down before this value was made")
         if entry.error is not None:
             raise entry.error
         return entry.value

@@ -6,7 +6,7 @@ receives: before a thread runs a call it sees to it that another waits for messa
 are no calls are short, and are dealt with at once.
 
 At most `slots` calls run at a time; others wait in a queue. A thread that waits within a call for
-something remote gives its slot to another (`aside`), so that calls may call back in any depth; the
+something remote gives its slot to another (`step_aside`), so that calls may call back in any depth; the
 program's stack is its own meanwhile: no other call runs on it. What completes a future needs no
 slot, for a call may wait for it in torch's way, which gives none away. The number of threads is
 bounded all the same.
@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -37,6 +36,12 @@ _KEPT = 2
 """How many wait for messages at all times: one, and one to follow it."""
 
 _log = logging.getLogger("dure.rpc")
+
+
+class _Here(threading.local):
+    """What the calling thread does: `runs` a call; `has_slot` for it."""
+
+    runs = has_slot = False
 
 
 class Workers:
@@ -59,7 +64,7 @@ class Workers:
         self._queue: deque[Work] = deque()
         self._completions: deque[Work] = deque()
         self._running = self._receiving = self._threads = 0
-        self._here = threading.local()
+        self._here = _Here()
         self._closed = False
 
     def start(self) -> None:
@@ -76,7 +81,7 @@ class Workers:
     @property
     def inside(self) -> bool:
         """Whether the calling thread runs a call."""
-        return getattr(self._here, "runs", False)
+        return self._here.runs
 
     def submit(self, call: Work) -> None:
         """Run a call that another thread than these has received."""
@@ -84,28 +89,26 @@ class Workers:
             self._put(call)
         self._inbox.post(b"")  # somebody without a ticket looks into the queue
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """While within: let another call run in place of that of the calling thread.
+    def step_aside(self) -> bool:
+        """Let another call run in place of that of the calling thread; whether it runs one.
 
-        Raises:
-            RpcError: There are too many threads that wait already.
+        If so, it must `step_back`.
         """
-        if not getattr(self._here, "has_slot", False):
-            yield
-            return
+        if not self._here.has_slot:
+            return False
         self._here.has_slot = False
         with self._lock:
             self._running -= 1
             more = bool(self._queue)
         if more:
             self._inbox.post(b"")
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._running += 1  # at once, be it one too many: who waits longest goes on
-            self._here.has_slot = True
+        return True
+
+    def step_back(self) -> None:
+        """Go on with the call, at once, be it one too many: who waits longest goes on."""
+        with self._lock:
+            self._running += 1
+        self._here.has_slot = True
 
     def close(self) -> None:
         """End all threads that run no call; returns at once."""
@@ -134,7 +137,6 @@ class Workers:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def _work(self) -> None:
-        self._here.has_slot = False
         torch.get_num_threads()  # from here on, what the program has set holds in this thread, too
         while True:
             message = self._inbox.next(None, _IDLE_S)
@@ -152,11 +154,7 @@ class Workers:
             return self._receiving > _KEPT
 
     def _take(self, message: bytes) -> None:
-        try:
-            call = self._sort(message) if message else None
-        except Exception:
-            _log.exception("a message could not be read")
-            return
+        call = self._sort(message) if message else None
         with self._lock:
             if call is not None:
                 self._put(call)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import inf
 from random import Random
 from types import TracebackType
 from typing import Any
@@ -137,7 +138,7 @@ class LocalTransport:
             ticket.done = True
             self._bell.notify_all()
 
-    def wait(self, ticket: Waiter, seconds: float) -> bool:
+    def wait(self, ticket: Waiter, seconds: float = inf) -> bool:
         """Wait for a ticket, and deal with messages meanwhile."""
         runs = getattr(self._here, "runs", False)
         if runs:
@@ -201,7 +202,7 @@ class LocalTransport:
                 left = until - time.monotonic()
                 if left <= 0.0:
                     return False
-                self._bell.wait(left)
+                self._bell.wait(min(left, 60.0))
             if ticket.done or not self._open:
                 return False
         with self._order:

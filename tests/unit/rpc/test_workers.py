@@ -76,8 +76,9 @@ def test_who_waits_gives_its_slot_away() -> None:
     def outer(workers: Workers) -> None:
         assert workers.inside
         inbox.post(b"inner")
-        with workers.aside():
-            deep.wait()
+        assert workers.step_aside()
+        deep.wait()
+        workers.step_back()
         answered.append("outer")
 
     def inner(_: Workers) -> None:
@@ -106,11 +107,9 @@ def test_an_error_that_nobody_caught_ends_no_thread(caplog: pytest.LogCaptureFix
 
     with serving({b"bad": bad, b"good": lambda _: ran.set()}, slots=1) as (_, inbox, _):
         inbox.post(b"bad")
-        inbox.post(b"not known")
         inbox.post(b"good")
         assert ran.wait(20.0)
     assert "nobody caught it" in caplog.text
-    assert "could not be read" in caplog.text
 
 
 def test_too_many_threads_that_wait_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +117,9 @@ def test_too_many_threads_that_wait_are_an_error(monkeypatch: pytest.MonkeyPatch
     end = threading.Event()
 
     def waiting(workers: Workers) -> None:
-        with workers.aside():
-            end.wait()
+        assert workers.step_aside()
+        end.wait()
+        workers.step_back()
 
     with serving({b"waiting": waiting}, slots=1) as (_, inbox, refused):
         for _ in range(4):
