@@ -1,4 +1,4 @@
-// The part of DLPack's C interface (major version 1) that reads a tensor in place.
+// The part of DLPack's C interface (major version 1) that reads a tensor in place, and makes one.
 //
 // Declared here, as the tables' layout is a stable ABI and no header of it is installed with every
 // torch. Source: the DLPack specification, https://dmlc.github.io/dlpack/latest/c_api.html
@@ -32,12 +32,21 @@ struct Tensor {
     uint64_t byte_offset;
 };
 
+struct Managed {
+    Version version;
+    void* owner;
+    void (*end)(Managed* self);
+    uint64_t flags;
+    Tensor tensor;
+};
+
 struct ExchangeApi {
     Version version;
     ExchangeApi* previous;
     void* allocator;
     void* managed_from_object;
-    void* managed_to_object;
+    // 0, and the object, which has the tensor from then on; or -1 with a Python error set.
+    int (*object_of)(Managed* tensor, void** out);
     // 0, or -1 with a Python error set.
     int (*describe)(void* object, Tensor* out);
     void* current_stream;

@@ -1,10 +1,15 @@
 #include "tensor.h"
 
 #include <array>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "bindings.h"
 #include "dlpack.h"
+#include "symmetric_heap.h"
 
 namespace nb = nanobind;
 
@@ -114,13 +119,10 @@ bool negated(PyObject* tensor, const std::byte* data) {
     return answer;
 }
 
-}  // namespace
-
-bool read_plain(nb::handle tensor, PlainTensor& out) {
+bool read_plain(nb::handle tensor, PlainTensor& out, dlpack::Tensor& t) {
     const Torch& known = torch();
     const PyTypeObject* type = Py_TYPE(tensor.ptr());
     if (!known.api || (type != known.tensor && type != known.parameter)) return false;
-    dlpack::Tensor t;
     if (known.api->describe(tensor.ptr(), &t) != 0) {
         PyErr_Clear();
         return false;
@@ -131,6 +133,84 @@ bool read_plain(nb::handle tensor, PlainTensor& out) {
     out.block = {static_cast<std::byte*>(t.data) + t.byte_offset, contiguous_bytes(t)};
     return out.dtype != DType::opaque && out.block.bytes != 0 &&
            !negated(tensor.ptr(), out.block.data);
+}
+
+// ---- a small tensor as bytes, and back ----------------------------------------------------------
+
+// What stands before the memory: the element's type, and the sizes.
+struct PackedHead {
+    uint8_t needs_gradient, code, bits;
+    uint8_t ndim;
+};
+
+// A plain tensor of at most `most` bytes, with a head, as bytes; None: another one, or one in the
+// symmetric heap, whose memory itself can be told of.
+nb::object pack_tensor(nb::handle tensor, size_t most, bool needs_gradient) {
+    PlainTensor plain;
+    dlpack::Tensor t;
+    if (!read_plain(tensor, plain, t) || plain.block.bytes > most || t.ndim > 255 ||
+        SymmetricHeap::of_process().shares(plain.block.data, plain.block.bytes))
+        return nb::none();
+    const PackedHead head{needs_gradient, t.dtype.code, t.dtype.bits, static_cast<uint8_t>(t.ndim)};
+    const size_t sizes = head.ndim * sizeof(int64_t);
+    PyObject* made = PyBytes_FromStringAndSize(
+        nullptr, static_cast<Py_ssize_t>(sizeof head + sizes + plain.block.bytes));
+    if (!made) throw nb::python_error();
+    char* to = PyBytes_AS_STRING(made);
+    std::memcpy(to, &head, sizeof head);
+    std::memcpy(to + sizeof head, t.shape, sizes);
+    std::memcpy(to + sizeof head + sizes, plain.block.data, plain.block.bytes);
+    return nb::steal(made);
+}
+
+size_t up(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// A tensor of bytes that `pack_tensor` has made, perhaps in another process.
+nb::object unpack_tensor(const nb::bytes& packed) {
+    const char* from = packed.c_str();
+    PackedHead head{};
+    if (packed.size() < sizeof head) throw nb::value_error("no tensor");
+    std::memcpy(&head, from, sizeof head);
+    const size_t sizes = head.ndim * sizeof(int64_t), before = sizeof head + sizes;
+    const DType dtype = dtype_of(head.code, head.bits);
+    if (!torch().api || dtype == DType::opaque || packed.size() < before)
+        throw nb::value_error("no tensor");
+    const size_t bytes = packed.size() - before, start = up(sizeof(dlpack::Managed) + sizes);
+    // One block: what torch is told, the sizes, the memory.
+    std::unique_ptr<std::byte, decltype(&std::free)> block(
+        static_cast<std::byte*>(std::aligned_alloc(64, start + up(bytes))), &std::free);
+    if (!block) throw std::bad_alloc();
+    auto* managed = new (block.get()) dlpack::Managed{};
+    auto* shape = reinterpret_cast<int64_t*>(managed + 1);
+    std::memcpy(shape, from + sizeof head, sizes);
+    size_t counted = item_bytes(dtype);
+    for (int i = 0; i < head.ndim; i++) {
+        if (shape[i] <= 0 || static_cast<size_t>(shape[i]) > bytes / counted)
+            throw nb::value_error("a tensor that does not fit its memory");
+        counted *= static_cast<size_t>(shape[i]);
+    }
+    if (counted != bytes) throw nb::value_error("a tensor that does not fit its memory");
+    std::memcpy(block.get() + start, from + before, bytes);
+    managed->version = {dlpack::kMajor, 0};
+    managed->end = [](dlpack::Managed* self) { std::free(self); };
+    managed->tensor = {block.get() + start,
+                       {dlpack::kCpu, 0},
+                       head.ndim,
+                       {head.code, head.bits, 1},
+                       shape,
+                       nullptr,
+                       0};
+    void* made = nullptr;
+    if (torch().api->object_of(managed, &made) != 0) throw nb::python_error();
+    block.release();
+    return nb::steal(static_cast<PyObject*>(made));
+}
+
+}  // namespace
+
+bool read_plain(nb::handle tensor, PlainTensor& out) {
+    dlpack::Tensor t;
+    return read_plain(tensor, out, t);
 }
 
 Reduction reduction_of(nb::handle op) {
@@ -156,9 +236,11 @@ void bind_tensor(nb::module_& m) {
             PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
         if (!api) throw nb::python_error();
         while (api && api->version.major != dlpack::kMajor) api = api->previous;
-        if (api && api->describe) known.api = api;
+        if (api && api->describe && api->object_of) known.api = api;
         return known.api != nullptr;
     });
+    m.def("pack_tensor", &pack_tensor);
+    m.def("unpack_tensor", &unpack_tensor);
 }
 
 }  // namespace dure

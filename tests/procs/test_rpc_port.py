@@ -20,6 +20,7 @@ import pytest
 from dure import native, rpc
 from dure.errors import RpcError
 from dure.rpc.current import current
+from dure.rpc.envelope import Envelope, Kind
 from dure.rpc.transport import HostTransport
 from dure.store.key import JobKey, mint
 from procs.rpc_workers import Start, Worker, double, nap, workers
@@ -111,6 +112,16 @@ def test_bytes_that_are_not_ours_end_the_connection(junk: bytes, attacked: Attac
         with contextlib.suppress(OSError):  # it may be over already
             stranger.shutdown(1)
         assert is_closed(stranger)
+
+
+def test_a_message_that_cannot_be_read_is_dropped(
+    attacked: Attacked, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = msgspec.msgpack.encode(Envelope(Kind.CALL, 99))
+    with attacked.under_attack():
+        for junk in (b"junk", b"\x9a", stranger):
+            transport()._inbox.post(junk)
+        until(lambda: caplog.text.count("could not be read") == 3, "the messages to be read")
 
 
 def test_a_frame_of_2_gb_is_cut_off_at_its_header(attacked: Attacked) -> None:

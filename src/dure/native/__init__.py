@@ -46,12 +46,14 @@ __all__ = [
     "heap_usage",
     "kernel_isa",
     "know_torch",
+    "pack_tensor",
     "reduce",
     "require",
     "select_kernel_isa",
     "set_library_folders",
     "set_subject",
     "subject",
+    "unpack_tensor",
 ]
 
 _reason = (
@@ -88,11 +90,13 @@ if TYPE_CHECKING:
         heap_usage,
         kernel_isa,
         know_torch,
+        pack_tensor,
         reduce,
         select_kernel_isa,
         set_library_folders,
         set_subject,
         subject,
+        unpack_tensor,
     )
 else:
     from dure.native._absent import copy_bytes as _plain_copy
@@ -123,6 +127,7 @@ else:
     copy_from_file = getattr(_found, "copy_from_file", _copy_nothing)
     kernel_isa, select_kernel_isa = _found.kernel_isa, _found.select_kernel_isa
     reduce, call_site = _found.reduce, _found.call_site
+    pack_tensor, unpack_tensor = _found.pack_tensor, _found.unpack_tensor
     know_torch, set_library_folders = _found.know_torch, _found.set_library_folders
     Subject, set_subject, subject = _found.Subject, _found.set_subject, _found.subject
     _most = env.text("DURE_ISA")

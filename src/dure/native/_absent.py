@@ -43,11 +43,13 @@ __all__ = [
     "heap_usage",
     "kernel_isa",
     "know_torch",
+    "pack_tensor",
     "reduce",
     "select_kernel_isa",
     "set_library_folders",
     "set_subject",
     "subject",
+    "unpack_tensor",
 ]
 
 
@@ -122,6 +124,10 @@ heap_take = _missing_function("heap_take")
 heap_taken = _missing_function("heap_taken")
 heap_trim = _missing_function("heap_trim")
 heap_usage = _missing_function("heap_usage")
+
+
+pack_tensor = _missing_function("pack_tensor")
+unpack_tensor = _missing_function("unpack_tensor")
 
 
 def know_torch(tensor: type, parameter: type, reductions: list[object]) -> bool:

@@ -7,6 +7,8 @@ it failed, or a `Request` where ``async_op`` is true.
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 class Outcome:
     """How an operation failed."""
 
@@ -338,6 +340,20 @@ def know_torch(tensor: type, parameter: type, reductions: list[object], /) -> bo
     """Learn torch's types and our reductions, for the `plain_` calls.
 
     False where torch lacks DLPack's exchange table: they then decline everything.
+    """
+
+def pack_tensor(tensor: Tensor, most: int, needs_gradient: bool, /) -> bytes | None:
+    """Return a plain tensor (dense, contiguous, not empty, of a real dtype, on the CPU) as bytes.
+
+    The first byte is `needs_gradient`. None for other tensors, for those of more than `most` bytes,
+    and for those whose memory lies in the symmetric heap.
+    """
+
+def unpack_tensor(packed: bytes, /) -> Tensor:
+    """Return the tensor that `pack_tensor` has packed, with memory of its own.
+
+    Raises:
+        ValueError: These bytes are none.
     """
 
 def set_library_folders(library: list[str], programs: list[str], /) -> None:

@@ -349,7 +349,7 @@ class Agent:
         body = outcome.envelope.body
         if outcome.envelope.kind == Kind.ERROR:
             raise failures.decode(body.pickled)
-        if not (body.pickled or body.tensors or body.references):
+        if not (body.pickled or body.inline or body.tensors or body.references):
             return None
         return self._unpack(outcome)[0]
 
@@ -746,7 +746,7 @@ class Agent:
     def _unpack(self, came: _Came) -> Any:
         envelope = came.envelope
         tensors: list[torch.Tensor] = []
-        if envelope.body.tensors:
+        if envelope.body.tensors or envelope.body.inline:
             tensors = rebuild(envelope.body, came.memories)
             if envelope.gradients is not None and self.gradients is not None:
                 tensors = self.gradients.receiving(envelope.sender, envelope.gradients, tensors)

@@ -8,7 +8,7 @@ that receives the message must know of them before anybody unpacks it (`referenc
 
 Most messages have only plain values, and at most one tensor and one reference, beside each other.
 They need no pickler of ours (`pack_plain`): the places of these two among the values are told, and
-a small tensor is inline.
+a small tensor is packed by the engine.
 
 A sparse (COO) tensor is its indices and its values. Tensors of other kinds (compressed, quantized,
 subclasses) are pickled in torch's own way; their parts are tensors again. Tensors of other devices
@@ -20,11 +20,9 @@ alone; with a list of what may be called (`allow`), nothing else is looked up.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import io
-import math
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -91,7 +89,7 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
     tensors: tuple[TensorRow, ...] = ()  # in them
     references: tuple[ReferenceRow, ...] = ()  # in them
     place: int = _NOWHERE  # of the only tensor among plain values
-    inline: bytes = b""  # the memory of the only tensor, if it is small
+    inline: bytes = b""  # the only tensor, if it is small, as `native.pack_tensor` has packed it
     function: str = ""
     """What is called with the values, by name (`name_of`); if there is none, the values are
     function, arguments and keyword arguments."""
@@ -167,11 +165,15 @@ def pack_plain(
         RpcError: The reference is lost.
     """
     place = referred = _NOWHERE
+    inline: bytes | None = None
     for number, value in enumerate(values):
         kind = type(value)
         if kind in _PLAIN:
             continue
-        if kind is torch.Tensor and place < 0 and _is_dense(value):
+        if kind is torch.Tensor and place < 0:
+            inline = native.pack_tensor(value, INLINE_BYTES, value.requires_grad)
+            if inline is None and not _is_dense(value):
+                return None
             place = number
         elif kind is referring and referred < 0:
             referred = number
@@ -185,19 +187,17 @@ def pack_plain(
     if place < 0:
         return Packed(Body(pickled, (), rows, function=function, referred=referred))
     tensor: torch.Tensor = values[place]
-    count, address = tensor.nbytes, tensor.data_ptr()
-    small = count <= INLINE_BYTES and native.heap_offset(address, count) < 0
+    if inline is not None:
+        return Packed(Body(pickled, (), rows, place, inline, function, referred), (), (tensor,))
     row = TensorRow(
-        memory=-1 if small else 0,
+        memory=0,
         dtype=_name_of_dtype(tensor.dtype),
         shape=tuple(tensor.shape),
-        stride=() if small else tensor.stride(),
+        stride=tensor.stride(),
         offset=0,
         requires_grad=tensor.requires_grad,
     )
-    inline = ctypes.string_at(address, count) if small and count else b""
-    body = Body(pickled, (row,), rows, place, inline, function, referred)
-    return Packed(body, () if small else (tensor,), (tensor,))
+    return Packed(Body(pickled, (row,), rows, place, b"", function, referred), (tensor,), (tensor,))
 
 
 def pack(
@@ -277,30 +277,19 @@ def rebuild(body: Body, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make the tensors of a message of the memories [bytes] that came with it; they share them.
 
     Raises:
-        ValueError: A row does not fit its memory.
+        ValueError: A tensor does not fit its memory.
         RuntimeError: A sparse tensor has indices outside of its shape.
     """
+    if body.inline:
+        tensor = native.unpack_tensor(body.inline)
+        return [tensor.requires_grad_() if body.inline[0] else tensor]
     made: list[torch.Tensor] = []
     for row in body.tensors:
         if row.parts:
             made.append(_rebuild_sparse(row, made))
-        elif row.memory < 0:
-            made.append(_rebuild_small(row, body.inline))
         else:
             made.append(_rebuild(row, memories[row.memory]))
     return made
-
-
-def _rebuild_small(row: TensorRow, inline: bytes) -> torch.Tensor:
-    dtype = getattr(torch, row.dtype)
-    if not isinstance(dtype, torch.dtype) or math.prod(row.shape) * dtype.itemsize != len(inline):
-        raise ValueError(f"a tensor that does not fit its memory: {row}")
-    if not inline:
-        return torch.empty(row.shape, dtype=dtype, requires_grad=row.requires_grad)
-    tensor = torch.frombuffer(bytearray(inline), dtype=dtype)
-    if len(row.shape) != 1:
-        tensor = tensor.view(row.shape)
-    return tensor.requires_grad_() if row.requires_grad else tensor
 
 
 def _rebuild_sparse(row: TensorRow, before: Sequence[torch.Tensor]) -> torch.Tensor:

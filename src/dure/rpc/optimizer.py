@@ -13,7 +13,7 @@ from dure.errors import UsageError
 from dure.rpc import api
 from dure.rpc.autograd.api import get_gradients
 from dure.rpc.autograd.backward import inside
-from dure.rpc.autograd.graph import aside
+from dure.rpc.autograd.graph import with_grads
 from dure.rpc.names import WorkerInfo
 from dure.rpc.rref import RRef
 
@@ -113,15 +113,8 @@ class _LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         gradients = get_gradients(context_id)
-        with aside(self.parameters):  # there is one `.grad` for all contexts
-            kept = [parameter.grad for parameter in self.parameters]
-            try:
-                for parameter in self.parameters:
-                    parameter.grad = gradients.get(parameter)
-                self.optimizer.step()
-            finally:
-                for parameter, before in zip(self.parameters, kept, strict=True):
-                    parameter.grad = before
+        given = [gradients.get(parameter) for parameter in self.parameters]
+        with_grads(self.parameters, given, self.optimizer.step)
 
 
 def _make(

@@ -315,7 +315,7 @@ class HostTransport(Transport, Told):
             for row in envelope.body.references:  # whose owner may have joined just now
                 if row.owner != self._id:
                     self._way(row.owner)
-            memories: Sequence[torch.Tensor] = ()
+            memories: list[torch.Tensor] = []
             if envelope.memories:
                 rest = iter(raw)
                 memories = [

@@ -6,8 +6,8 @@ receives: before a thread runs a call it sees to it that another waits for messa
 are no calls are short, and are dealt with at once.
 
 At most `slots` calls run at a time; others wait in a queue. A thread that waits within a call for
-something remote gives its slot to another (`step_aside`), so that calls may call back in any depth; the
-program's stack is its own meanwhile: no other call runs on it. What completes a future needs no
+something remote gives its slot to another (`step_aside`), so that calls may call back in any depth;
+the program's stack is its own meanwhile: no other call runs on it. What completes a future needs no
 slot, for a call may wait for it in torch's way, which gives none away. The number of threads is
 bounded all the same.
 """

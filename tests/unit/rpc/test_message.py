@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dure import native
 from dure.errors import RpcError
 from dure.rpc.message import (
     Body,
@@ -177,6 +178,45 @@ def test_references_packed_before_an_error_are_told() -> None:
 def test_rows_that_do_not_fit_are_refused(row: TensorRow) -> None:
     with pytest.raises(ValueError, match="tensor"):
         rebuild(Body(tensors=(row,)), [torch.zeros(16, dtype=torch.uint8)])
+
+
+PACKED = native.pack_tensor(torch.ones(2, 3), 64, False) or b""
+
+
+@pytest.mark.parametrize(
+    "inline",
+    [
+        PACKED[:3],
+        PACKED[:12],
+        PACKED[:-1],
+        PACKED + b"0",
+        b"\0\xff" + PACKED[2:],
+        PACKED[:4] + (2**62).to_bytes(8, "little") + PACKED[12:],
+        PACKED[:4] + (-2).to_bytes(8, "little", signed=True) + PACKED[12:],
+    ],
+)
+def test_bytes_that_are_no_tensor_are_refused(inline: bytes) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        rebuild(Body(place=0, inline=inline), ())
+
+
+def test_small_tensors_are_packed_whole() -> None:
+    for value in (torch.arange(6).view(2, 3), torch.tensor(True), torch.ones(2, 1, 3).bfloat16()):
+        packed = pack_plain((value,))
+        assert packed is not None
+        assert packed.memories == ()
+        (got,) = rebuild(packed.body, ())
+        assert (got.dtype, got.stride(), got.tolist()) == (
+            value.dtype,
+            value.stride(),
+            value.tolist(),
+        )
+        assert not got.requires_grad
+    packed = pack_plain((torch.ones(2, requires_grad=True),))
+    assert packed is not None
+    assert rebuild(packed.body, ())[0].requires_grad
+    assert native.pack_tensor(torch.ones(17), 64, False) is None
+    assert native.pack_tensor(torch.ones(2, 2)[:, :1], 64, False) is None
 
 
 def test_names_are_looked_up_by_whom_one_says() -> None:
