@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from math import inf
 from time import monotonic, monotonic_ns
@@ -78,6 +78,26 @@ class _Came(msgspec.Struct, eq=False):
     memories: Sequence[torch.Tensor] = ()
     references: Sequence[RRef[Any]] = ()
     made: bool = True  # False: its value was given up
+
+
+class _Step:
+    """See `Agent.step`; no generator, which costs as much as all the rest of a small step."""
+
+    def __init__(self, agent: Agent, but: int) -> None:
+        self._agent, self._but = agent, but
+
+    def __enter__(self) -> None:
+        self._agent.lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        agent = self._agent
+        todo = [] if kind is not None else agent.todo[:]
+        del agent.todo[: len(todo)]
+        agent.lock.release()
+        for action in todo:
+            action()
+        if kind is None and agent.directory.due:
+            agent.flush(self._but)
 
 
 class Agent:
@@ -475,7 +495,7 @@ class Agent:
             here.serves, here.agent = before
             self._busy.discard(work)
             if self.directory.due:
-                self._flush()
+                self.flush()
 
     def _serve(self, came: _Came, refusal: RpcError | None) -> None:
         """Run a call, and answer it; or answer that there is no thread for it."""
@@ -633,23 +653,15 @@ class Agent:
         """With the lock: leave a message that must arrive for the next one that is sent."""
         self.directory.queue(to, bytes((topic,)) + body, hurry)
 
-    @contextmanager
-    def step(self, but: int = -1) -> Iterator[None]:
+    def step(self, but: int = -1) -> AbstractContextManager[None]:
         """While within: the lock is held; after, what is left is done, and what is queued is sent.
 
         Args:
             but: To whom nothing is sent yet, for an answer will be.
         """
-        with self.lock:
-            yield
-            todo = self.todo[:]
-            self.todo.clear()
-        for action in todo:
-            action()
-        if self.directory.due:
-            self._flush(but)
+        return _Step(self, but)
 
-    def _flush(self, but: int = -1) -> None:
+    def flush(self, but: int = -1) -> None:
         """Send what is queued."""
         with self.lock:
             due = [peer for id, peer in self.directory.due.items() if id != but]

@@ -100,13 +100,8 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """Whether unpickling runs no code of the program's, if the sender is honest."""
         return self.place != _PICKLED
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes are sent, without what they are wrapped in, and memory by itself."""
-        return len(self.pickled) + len(self.inline)
 
-
-class Packed(msgspec.Struct, frozen=True, gc=False):
+class Packed(msgspec.Struct, gc=False):
     """A body, and what it needs.
 
     Args:
@@ -114,17 +109,19 @@ class Packed(msgspec.Struct, frozen=True, gc=False):
         memories: The parts of the memory that the tensors see, contiguous each; they share it
             with the tensors, so whoever sends them copies.
         sources: The tensors themselves, for who would attach gradients to them.
+        nbytes: How many bytes are sent, without what they are wrapped in.
     """
 
     body: Body = Body()
     memories: tuple[torch.Tensor, ...] = ()
     sources: tuple[torch.Tensor, ...] = ()
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes are sent, without what they are wrapped in."""
-        count = self.body.nbytes
-        return count + sum(memory.nbytes for memory in self.memories) if self.memories else count
+    def __post_init__(self) -> None:
+        count = len(self.body.pickled) + len(self.body.inline)
+        for memory in self.memories:
+            count += memory.nbytes
+        self.nbytes = count
 
 
 def name_of(function: Any) -> str:
