@@ -133,14 +133,17 @@ class HostTransport(Transport, Told):
             self._own.append((envelope, [own(memory) for memory in memories]))
             self._inbox.post(_OWN)
             return
-        way = self._way(to)
+        way = self._ways.get(to) or self._way(to)
         if way is None or way.lost is not None:
             raise PeerLost(f"process {to} is gone", peer=to, seen=(way and way.lost) or "")
         raw: Sequence[bytes] = ()
         process = way.process
         if process is not None:
-            envelope.memories = tuple([give(process, memory) for memory in memories])
-            packed = self._short(process, _encode(envelope))
+            if memories:
+                envelope.memories = tuple([give(process, memory) for memory in memories])
+            packed = _encode(envelope)
+            if len(packed) > _RING_BYTES:
+                packed = self._short(process, packed)
             outbox = way.outbox or self._claim(way, process)
             if outbox is not None and outbox.send(packed):
                 return
@@ -267,9 +270,9 @@ class HostTransport(Transport, Told):
     # --- sending -----------------------------------------------------------------------------
 
     def _short(self, process: native.Process, packed: bytes) -> bytes:
-        """Return a message, or, where it is long, one that says where in the memory it lies."""
+        """Return a message that says where in this process's memory a long one lies."""
         count = len(packed)
-        given = native.heap_give(count, process) if count > _RING_BYTES else None
+        given = native.heap_give(count, process)
         if given is None:
             return packed
         memoryview(given)[:count] = packed

@@ -60,7 +60,8 @@ class Workers:
         slots: int,
     ) -> None:
         self._inbox, self._sort, self._slots = inbox, sort, slots
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
         self._queue: deque[Work] = deque()
         self._completions: deque[Work] = deque()
         self._running = self._receiving = self._threads = 0
@@ -122,7 +123,7 @@ class Workers:
         Those that still run a call after that time are left to themselves.
         """
         with self._lock:
-            self._lock.wait_for(lambda: self._threads == self.inside, seconds)
+            self._ended.wait_for(lambda: self._threads == self.inside, seconds)
         while self._completions:
             self._completions.popleft()()
 
@@ -147,7 +148,7 @@ class Workers:
         with self._lock:
             self._receiving -= 1
             self._threads -= 1
-            self._lock.notify_all()
+            self._ended.notify_all()
 
     def _is_too_many(self) -> bool:
         with self._lock:
