@@ -314,7 +314,15 @@ class Agent:
             packed = self._pack_call(*what, peer.info)
         if self.values.gone:
             self.values.forget_gone(but=peer.id)
-        seconds = self.timeout if timeout < 0 else timeout
+        try:
+            seconds = self.timeout if timeout < 0 else timeout
+        except TypeError:
+            raise UsageError(
+                "a timeout is a number of seconds",
+                op=f"rpc of {function}",
+                seen=repr(timeout),
+                fix="0 is none; leave it out for the default.",
+            ) from None
         call = Call(
             kind=kind,
             peer=peer,
@@ -340,6 +348,10 @@ class Agent:
             self._send(peer, kind, call.number, packed, tag, make, devices)
         except PeerLost as error:
             self._fail(call, self.lost(peer.id) or error)
+        except BaseException:
+            if self.calls.take(call.number) is not None:
+                self.values.not_sent(packed.body.references)
+            raise
         return call
 
     def wait(self, call: Call) -> Any:

@@ -466,6 +466,29 @@ def test_timeouts_may_be_longer_than_clocks_count() -> None:
         Gate.open.set()
 
 
+def test_what_cannot_be_sent_leaves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    none: Any = None
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        with pytest.raises(UsageError, match="a timeout is a number of seconds"):
+            api.rpc_sync("worker1", add, (1, 2), timeout=none)
+        rref = api.remote("worker1", add, (1, 2))
+        assert rref.to_here() == 3
+
+        def full(*_: object) -> None:
+            raise OSError("no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(agent.transport, "send", full)
+            with pytest.raises(OSError, match="no room"):
+                api.rpc_async("worker1", who, (rref,))
+            with pytest.raises(OSError, match="no room"):
+                api.remote("worker1", who, (rref,))
+        assert agent.activity()[1] == 0
+        del rref
+        assert api.rpc_sync("worker1", add, (1, 2)) == 3
+        wait_until(lambda: not cluster.agents[1].held() and not agent.held())
+
+
 def test_a_worker_that_there_never_was_is_not_called() -> None:
     missing = pytest.raises(RpcError, match="could not find destination: 7")
     with Cluster(2) as cluster, cluster.on(0), missing:
