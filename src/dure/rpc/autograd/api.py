@@ -67,10 +67,8 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             "backward(): incompatible function arguments: expected (context_id: int, "
             f"roots: list of tensors, retain_graph: bool), got {context_id!r}, {roots!r}"
         )
-    contexts = _contexts()
-    contexts.find(context_id)
     _check_roots(roots)
-    contexts.backward(context_id, roots, retain_graph)
+    _contexts().backward(context_id, roots, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

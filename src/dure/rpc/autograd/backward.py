@@ -71,6 +71,7 @@ _KEPT = 10_000
 _TOPIC = 1
 """Of these messages, among the reliable ones."""
 
+_UNPROFILED = nullcontext()
 _here = threading.local()
 
 
@@ -116,14 +117,6 @@ class _Came(NamedTuple):
     message: MessageId
     sender: int
     what: str
-
-
-class _Outgoing(NamedTuple):
-    """Gradients for the process that sent these tensors, one for each that needs one."""
-
-    to: int
-    message: MessageId
-    gradients: Gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -181,15 +174,12 @@ class Context:
         self, message: MessageId, tensors: list[torch.Tensor], sender: int, what: str
     ) -> list[torch.Tensor]:
         """Return the tensors of a message, those that need gradients with places in the graph."""
-        needing = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
-        placed = place([tensors[n].detach() for n in needing])
+        placed = place([tensor.detach() for tensor in tensors if tensor.requires_grad])
         node = placed[0].grad_fn
         assert node is not None
         self._came[node] = _Came(message, sender, what)
-        after = list(tensors)
-        for n, tensor in zip(needing, placed, strict=True):
-            after[n] = tensor
-        return after
+        rest = iter(placed)
+        return [next(rest) if tensor.requires_grad else tensor for tensor in tensors]
 
     def begin(self, number: PassId, roots: Sequence[torch.Tensor], retain_graph: bool) -> int:
         """Begin a pass, at losses of this process or where the first gradients have come.
@@ -216,11 +206,12 @@ class Context:
         message: MessageId,
         gradients: Sequence[torch.Tensor | None],
         retain_graph: bool,
-    ) -> tuple[list[_Outgoing], int]:
+    ) -> tuple[list[tuple[_Came, Gradients]], int]:
         """Take the gradients of a message's tensors.
 
         Returns:
-            Those that can be sent now, and how many more messages wait for gradients.
+            Those that can be sent now, each with the message whose tensors they are of, and how
+            many more messages wait for gradients.
 
         Raises:
             RpcError: A message of the context gets no gradients.
@@ -231,11 +222,9 @@ class Context:
             graph = part.graph
             if graph is None:
                 return [], 0
-            outgoing = [
-                _Outgoing(self._came[node].sender, self._came[node].message, got)
-                for node, got in graph.arrive(message, gradients).items()
-            ]
-            part.asked.update([out.to for out in outgoing])
+            complete = graph.arrive(message, gradients)
+            outgoing = [(self._came[node], got) for node, got in complete.items()]
+            part.asked.update([came.sender for came, _ in outgoing])
             if not graph.missing:
                 part.graph = None
                 self._finish(graph, retain_graph)
@@ -473,12 +462,13 @@ class Contexts:
     def _wait(self, run: _Pass) -> None:
         """Wait until a pass is over; run what gradients set off that come."""
         while True:
-            ticket = run.ticket = self._agent.transport.ticket()  # before it looks
+            if run.ticket.done:
+                run.ticket = self._agent.transport.ticket()  # before it looks
             while run.arrivals:
                 run.arrivals.popleft()()
             if run.over:
                 return
-            self._agent.transport.wait(ticket, 60.0)
+            self._agent.transport.wait(run.ticket, 60.0)
 
     def waits(self, backward: PassId, arrival: Callable[[], None]) -> bool:
         """Whether a thread waits in that backward pass; it then runs what gradients set off."""
@@ -490,11 +480,14 @@ class Contexts:
         return True
 
     def arrive(self, backward: PassId, read: Callable[[], Any]) -> None:
-        """Run what gradients set off; `read` returns what `send_gradients` was given."""
+        """Run what gradients set off; `read` returns what `send_gradients` was given.
+
+        In a thread that is in no context.
+        """
         try:
             values = read()
             came = _Gradients(*values[: len(_Gradients._fields)])
-            with inside(None), _profiled("SendRpcBackward"):
+            with _profiled("SendRpcBackward"):
                 self._step(self.find(came.context), backward, came, values[len(came) :])
         except Exception as error:
             self._failed(backward, error)
@@ -512,12 +505,12 @@ class Contexts:
         share, awaited = came.share, came.awaited + more
         if not outgoing:
             self._back(_Back(backward, share, awaited))
-        for left, out in zip(reversed(range(len(outgoing))), outgoing, strict=True):
-            share += left > 0  # one half for this message, the other for those after it
-            told = _Gradients(context.number, *out.message, came.retain_graph, share, awaited)
+        while outgoing:
+            to, got = outgoing.pop()
+            share += bool(outgoing)  # one half for this message, the other for those after it
+            told = _Gradients(context.number, *to.message, came.retain_graph, share, awaited)
             with _profiled("RecvRpcBackward"):
-                values = *told, *map(_dense, out.gradients)
-                self._agent.send_gradients(out.to, backward, values)
+                self._agent.send_gradients(to.sender, backward, (*told, *map(_dense, got)))
             awaited = 0
 
     def _back(self, message: _Back) -> None:
@@ -571,8 +564,9 @@ class Contexts:
             self._agent.tell(to, _TOPIC, msgspec.msgpack.encode(message), hurry)
 
     def _tell_all(self, context: Context, message: _End, hurry: bool = True) -> None:
-        for worker in context.workers - {self._me.id}:
-            self._tell(worker, message, hurry)
+        for worker in context.workers.copy():
+            if worker != self._me.id:
+                self._tell(worker, message, hurry)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -586,7 +580,7 @@ def _profiled(name: str) -> AbstractContextManager[Any]:
     """Return what shows in torch's profiler, where one runs."""
     if torch.autograd._profiler_enabled():  # pyright: ignore
         return torch.profiler.record_function(name)
-    return nullcontext()
+    return _UNPROFILED
 
 
 def _raised(node: int, error: bytes) -> DureError:

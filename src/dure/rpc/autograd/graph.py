@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from dure.errors import UsageError
 
-__all__ = ["Gradients", "LocalGraph", "aside", "edge_of", "place"]
+__all__ = ["Gradients", "LocalGraph", "aside", "edge_of", "place", "with_grads"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -73,7 +73,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     assert after is not None
     node, number = after.next_functions[0]
     assert node is not None
-    return GradientEdge(node, number, after)
+    return GradientEdge(node, number)
 
 
 @contextmanager
@@ -95,6 +95,24 @@ def aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
             for leaf in taken:
                 del _aside[leaf]
             _change.notify_all()
+
+
+def with_grads(
+    leaves: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    work: Callable[[], object],
+) -> list[torch.Tensor | None]:
+    """Do something while leaves have other gradients as `.grad`; return what these are then."""
+    with aside(leaves):
+        kept = [leaf.grad for leaf in leaves]
+        try:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                leaf.grad = gradient
+            work()
+            return [leaf.grad for leaf in leaves]
+        finally:
+            for leaf, before in zip(leaves, kept, strict=True):
+                leaf.grad = before
 
 
 class LocalGraph(Generic[Root]):
@@ -127,7 +145,7 @@ class LocalGraph(Generic[Root]):
         self.roots, self._retain = roots, retain_graph
         self.missing: dict[Root, None] = dict.fromkeys(roots)
         self.leaves: dict[torch.Tensor, torch.Tensor] = {}
-        self._gradients: dict[tuple[Node, int], torch.Tensor] = {}  # of nodes that have not run
+        self._gradients: dict[GradientEdge, torch.Tensor] = {}  # for nodes that have not run
         self._ready: dict[Node, None] = {}  # and have not run; each after those that lead to it
         self._counts: dict[Node, int] = {}
         self._next: dict[Node, list[Node]] = {}
@@ -157,7 +175,7 @@ class LocalGraph(Generic[Root]):
         """
         del self.missing[root]
         for edge, gradient in zip(self.roots[root], gradients, strict=True):
-            self._add(edge.node, edge.output_nr, gradient)
+            self._add(edge, gradient)
         if self.missing:
             return self._run_ready(root)
         complete = self._execute(self._next.keys(), self._variables, ())
@@ -202,16 +220,15 @@ class LocalGraph(Generic[Root]):
         """
         due: list[Any] = [node for node in self._due if node in nodes]  # of `_FromElsewhere`
         self._due.difference_update(due)
-        seeds = [e for e in self._gradients if e[0] in nodes and e[0] not in self._variables]
-        if not seeds:
+        edges = [e for e in self._gradients if e[0] in nodes and e[0] not in self._variables]
+        if not edges:
             return {node: (None,) * node.size for node in due}
-        edges = tuple([GradientEdge(*seed) for seed in seeds])
-        gradients = tuple([self._gradients.pop(seed) for seed in seeds])
-        ends = [GradientEdge(node, n) for node in due for n in range(node.size)]
-        ends += [GradientEdge(node, 0) for node in leaves]
+        gradients = tuple([self._gradients.pop(edge) for edge in edges])
+        entries = [GradientEdge(node, 0) for node in leaves]
+        ends = (*[GradientEdge(node, n) for node in due for n in range(node.size)], *entries)
         got: dict[Node, Gradients] = {}
-        notes = [node.register_hook(partial(_note, got, node)) for node in shared]
-        run = partial(_run, edges, gradients, self._retain or bool(shared), False, tuple(ends))
+        notes = [n.register_hook(lambda _, g, n=n: got.update({n: g})) for n in shared]
+        run = partial(_run, tuple(edges), gradients, self._retain or bool(shared), False, ends)
         try:
             captured = iter(_without_hooks([self._variables[node] for node in leaves], run))
         finally:
@@ -220,8 +237,8 @@ class LocalGraph(Generic[Root]):
         complete: dict[Node, Gradients] = {
             node: tuple([next(captured) for _ in range(node.size)]) for node in due
         }
-        for node, gradient in zip(leaves, captured, strict=True):
-            self._add(node, 0, gradient)
+        for edge, gradient in zip(entries, captured, strict=True):
+            self._add(edge, gradient)
         for node, passed in got.items():
             self._pass_on(node, passed, {*nodes, *leaves})
         return complete
@@ -238,36 +255,29 @@ class LocalGraph(Generic[Root]):
             passed = (passed,)
         for (following, number), gradient in zip(node.next_functions, passed, strict=False):
             if following is not None and following not in known:
-                self._add(following, number, gradient)
+                self._add(GradientEdge(following, number), gradient)
 
-    def _add(self, node: Node, number: int, gradient: torch.Tensor | None) -> None:
+    def _add(self, edge: GradientEdge, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
-            before = self._gradients.get((node, number))
-            self._gradients[node, number] = gradient if before is None else before + gradient
+            before = self._gradients.get(edge)
+            self._gradients[edge] = gradient if before is None else before + gradient
 
     def _accumulate(self) -> None:
         """Let leaves have their gradients: in `leaves`, not in `.grad`."""
-        edges = tuple([GradientEdge(*edge) for edge in self._gradients])
-        gradients, self._gradients = [*self._gradients.values()], {}
+        edges, gradients = tuple(self._gradients), [*self._gradients.values()]
+        self._gradients.clear()
         if not edges:
             return
-        tensors = [self._variables[edge.node] for edge in edges]
+        leaves = [self._variables[edge.node] for edge in edges]
         if sum([each.numel() * each.itemsize for each in gradients]) > _COPIED_BYTES:
             with torch.enable_grad():
-                edges = (edge_of(_Handing.apply(gradients, *map(_alias, tensors))),)
+                edges = (edge_of(_Handing.apply(gradients, *map(_alias, leaves))),)
             gradients = [_one]
-        with aside(tensors):
-            kept = [tensor.grad for tensor in tensors]
-            try:
-                for tensor in tensors:
-                    tensor.grad = None
-                _run(edges, tuple(gradients), False, False, (), True, True)
-                for tensor in tensors:
-                    if tensor.grad is not None:
-                        self.leaves[tensor] = tensor.grad
-            finally:
-                for tensor, before in zip(tensors, kept, strict=True):
-                    tensor.grad = before
+        run = partial(_run, edges, tuple(gradients), False, False, (), True, True)
+        got = with_grads(leaves, [None] * len(leaves), run)
+        for leaf, gradient in zip(leaves, got, strict=True):
+            if gradient is not None:
+                self.leaves[leaf] = gradient
 
 
 class _FromElsewhere(torch.autograd.Function):
@@ -316,10 +326,6 @@ class _Handing(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
         gradients, ctx.gradients = ctx.gradients, ()
         return None, *gradients
-
-
-def _note(got: dict[Node, Gradients], node: Node, _: Gradients, gradients: Gradients) -> None:
-    got[node] = gradients
 
 
 def _zeros(node: Node, number: int) -> torch.Tensor:
