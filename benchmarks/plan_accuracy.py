@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from dure.plan.constants import Constants, document
+from dure.plan.constants import Constants, described, document
 from dure.plan.cost import Jobs, step_time
 from dure.plan.machines import Gpu, gpus
 from dure.plan.peak import peak_memory
@@ -55,6 +55,7 @@ FUSED = ("hf", "torchtitan", "llm", "nemo", "megatron_h100")  # attention in one
 NEWEST = ("nemo", "megatron_h100")  # the vendor's kernels, and communication overlapped
 WITH_FLOAT32_GRADIENTS = ("hf", "torchtitan", "nemo")
 BALANCED = ("hf", "torchtitan")  # stages cut by cost
+BUCKETED = ("hf", "torchtitan")  # gradients reduced during the backward pass
 SPLIT_MESSAGES = ("hf", "torchtitan", "nemo", "meg", "mt_")
 
 GROUPS = {  # how rows are named in the tables
@@ -65,20 +66,20 @@ GROUPS = {  # how rows are named in the tables
     "mt_nlg": "megatron",
 }
 WEIGHTS = {  # of a source as a whole in the fit
-    "hf_ultrascale": 400,
+    "hf_ultrascale": 300,
     "hf_ultrascale_tp_fig": 2,
     "llm_foundry": 800,
     "megatron": 250,
     "torchtitan": 60,
     "torchtitan, 8 bits": 10,
     "vtrain_multi": 500,
-    "vtrain_single": 900,
+    "vtrain_single": 2500,
     "nemo": 6,
 }
 MEMORY_WEIGHTS = {"torchtitan": 8.0, "torchtitan, 8 bits": 8.0}  # of each row; others 0.25
 SLOW_ROW_WEIGHT = 0.01  # of each row that is far behind its group's best
 ROBUST = 0.12  # errors (of the logarithm) from which a row pulls less
-READ_OFF = ("room", "refill")  # too few rows decide them: read off, not fitted
+READ_OFF = ("room",)  # too few rows decide it: read off, not fitted
 PRIOR = 0.25  # of a constant's logarithm, towards its value before
 
 
@@ -141,8 +142,6 @@ def _row(line: dict[str, str], known: dict[str, Gpu]) -> Row | None:
     recompute = line["recompute"]
     eight_bits = bool(re.search("fp8|float8", precision, re.IGNORECASE))
     job = _sizes(line) | _hardware(source, gpu, eight_bits) | _software(line, eight_bits)
-    if line["mem_gib"] or failed:  # elsewhere nothing tells how full memory was
-        job["memory"] = gpu.memory_gb * 1e9
     name = "nemo" if source.startswith("nemo") else GROUPS.get(source, source)
     if name == "torchtitan" and eight_bits:
         name = "torchtitan, 8 bits"
@@ -198,7 +197,6 @@ def _hardware(source: str, gpu: Gpu, eight_bits: bool) -> dict[str, float]:
     network = {"vtrain_multi": 12.5e9, "llm_foundry": 25e9 if gpu.kind == "a100" else 50e9}
     return {
         "peak": (gpu.fp8_tflops if eight_bits else gpu.bf16_tflops) * 1e12,
-        "memory": np.inf,
         "hbm": gpu.memory_tb_s * 1e12,
         "link": gpu.link_gb_s * 1e9,
         "net": network.get(source, gpu.network_gb_s * 1e9),
@@ -223,12 +221,14 @@ def _software(line: dict[str, str], eight_bits: bool) -> dict[str, float]:
         "master_bytes": 0 if "PURE" in precision else 4,
         "grad_bytes": 4 if float32 or precision == "bf16" else 2,
         "fp8": eight_bits,
-        "fused": 2 if newest else source.startswith(FUSED),
+        "fused": source.startswith(FUSED),
+        "newest": newest,
         "compiled": line["compile"] == "yes" or newest,
         "overlapped": newest or "async TP" in line["notes"],
         "balanced": source.startswith(BALANCED),
-        "blocking": source.startswith("hf"),
+        "regathers": source.startswith("hf") and _number(line, "pp", 1) > 1,
         "split": source.startswith(SPLIT_MESSAGES),
+        "bucketed": source.startswith(BUCKETED),
         "once": 0,
         "shared": 0,
     }
@@ -246,10 +246,9 @@ def _number(line: dict[str, str], name: str, otherwise: float | None = None) -> 
 class Fit:
     """Fits constants to rows: a robust least squares of the logarithm of step time and memory."""
 
-    def __init__(self, rows: Iterable[Row], start: Constants) -> None:
+    def __init__(self, rows: Iterable[Row]) -> None:
         self.rows = [r for r in rows if r.source in WEIGHTS and not r.failed]
-        # What the allocator takes is read off: it is not to draw the formula of memory.
-        self.jobs = Jobs.of([row.job | {"memory": np.inf} for row in self.rows])
+        self.jobs = Jobs.of([row.job for row in self.rows])
         self.log_seconds = np.log([row.seconds for row in self.rows])
         self.log_memory = np.log([row.memory for row in self.rows])
         many: dict[str, int] = defaultdict(int)
@@ -262,12 +261,12 @@ class Fit:
             ]
         )
         self.size_weights = np.sqrt([MEMORY_WEIGHTS.get(row.source, 0.25) for row in self.rows])
-        self.start = np.log([getattr(start, name) for name in Constants.names()])
-        self.priors = np.array([100 if n in READ_OFF else PRIOR for n in Constants.names()])
+        self.start = np.log([constant.before for constant in described().values()])
+        self.priors = np.array([100 if name in READ_OFF else PRIOR for name in described()])
 
     def constants(self, x: Any) -> Constants:
         """Return constants of their logarithms."""
-        return Constants(dict(zip(Constants.names(), np.exp(x).tolist(), strict=True)))
+        return Constants(dict(zip(described(), np.exp(x).tolist(), strict=True)))
 
     def residuals(self, x: Any, seen: Any) -> Any:
         """Return what least squares makes small."""
@@ -297,8 +296,7 @@ class Fit:
 
 def predict(jobs: Jobs, c: Constants) -> tuple[Any, Any]:
     """Return seconds of a step and bytes of the fullest rank, of each job."""
-    sizes = peak_memory(jobs, c).total
-    return step_time(jobs, c, sizes).total, sizes
+    return sum(step_time(jobs, c).values()), sum(peak_memory(jobs, c).values())
 
 
 def _robust(errors: Any) -> Any:
@@ -342,7 +340,9 @@ def report(rows: list[Row], predicted: dict[int, tuple[float, float]]) -> None:
     for source in sorted({rows[i].source for i in sizes}):
         _line(source, [sizes[i] for i in sizes if rows[i].source == source])
     _failures(rows, predicted)
-    _picks(rows, times)
+    room = Constants.load().room
+    fitting = {i: t for i, t in times.items() if predicted[i][1] <= room * rows[i].memory_size}
+    _picks(rows, fitting)
     singles = {
         (r.model, *(r.job[k] for k in ("dp", "tp", "pp", "microbatch")))
         for r in rows
@@ -378,8 +378,12 @@ def _failures(rows: list[Row], predicted: dict[int, tuple[float, float]]) -> Non
 
 
 def _picks(rows: list[Row], times: dict[int, float]) -> None:
-    """Print how well layouts are ranked, for each model on up to 32 nodes."""
+    """Print how well layouts that would be offered are ranked, by model, on up to 32 nodes."""
     print("\nhf_ultrascale, by predicted speed       rows  rank corr.  best of 3  first")
+    best: dict[tuple[str, int], float] = defaultdict(float)
+    for row in rows:
+        if row.source == "hf_ultrascale":
+            best[row.model, row.nodes] = max(best[row.model, row.nodes], row.speed)
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i in times:
         if rows[i].source == "hf_ultrascale" and rows[i].nodes <= 32:
@@ -396,8 +400,8 @@ def _picks(rows: list[Row], times: dict[int, float]) -> None:
             np.argsort(np.argsort(a)) for a in (speeds, [rows[i].speed / times[i] for i in own])
         ]
         correlations.append(float(np.atleast_2d(np.corrcoef(np.array(ranks)))[0, 1]))
-        thirds.append(speeds[order[:3]].max() / speeds.max())
-        firsts.append(speeds[order[0]] / speeds.max())
+        thirds.append(float(speeds[order[:3]].max() / best[model, nodes]))
+        firsts.append(float(speeds[order[0]] / best[model, nodes]))
         print(
             f"  {model} on {nodes} nodes".ljust(40) + f"{len(own):>4} {correlations[-1]:>11.2f} "
             f"{thirds[-1]:>10.2f} {firsts[-1]:>6.2f}"
@@ -432,7 +436,7 @@ def speed(rows: list[Row]) -> None:
     for _ in range(3):
         predict(jobs, c)
     took = (time.perf_counter() - start) / 3
-    print(f"\nclosed form: {len(jobs) / took:,.0f} layouts/s, one core")
+    print(f"\nclosed form: {len(rows) * 8 / took:,.0f} layouts/s, one core")
 
 
 def fingerprint(rows: list[Row]) -> str:
@@ -444,7 +448,7 @@ def fingerprint(rows: list[Row]) -> str:
 def write(path: Path, fit: Fit, x: Any, spread: tuple[float, float]) -> None:
     """Write fitted values into the file of constants, and where they come from."""
     c, text = fit.constants(x), path.read_text()
-    for name in Constants.names():
+    for name in described():
         value = f"{getattr(c, name):.4g}"
         text = re.sub(rf"(\[constant\.{name}\]\nvalue = )\S+", rf"\g<1>{value}", text)
     for name, value in (
@@ -480,8 +484,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = read(args.folder)
     constants = Constants.load()
-    fit = Fit(rows, Constants.before())
-    x = np.log([getattr(constants, name) for name in Constants.names()])
+    fit = Fit(rows)
+    x = np.log([constant.value for constant in described().values()])
     if args.fit or args.check:
         x = fit.run(fit.start, n=200)
     jobs, c = Jobs.of([row.job for row in rows]), fit.constants(x)
@@ -489,7 +493,7 @@ def main() -> None:
     predicted = {i: (float(times[i]), float(sizes[i])) for i in range(len(rows))}
     if args.check:
         moved = np.abs(times / predict(jobs, constants)[0] - 1).max()
-        same = document()["fit"]["hash"] == fingerprint(fit.rows)
+        same = document("constants")["fit"]["hash"] == fingerprint(fit.rows)
         print(
             f"rows {'as fitted' if same else 'differ'}; no step time moves by more than {moved:.2%}"
         )

@@ -105,33 +105,33 @@ def machine_of(seen: dict[str, float], ranks: int) -> Machine:
         ranks: That measured.
     """
     per_flop = {name: seen[name] / (2 * math.prod(mnk)) for name, mnk in _OF.items()}
-    areas = {name: 1 / (m * n) for name, (m, n, _) in _OF.items()}
-    slope = (per_flop["small"] - per_flop["large"]) / (areas["small"] - areas["large"])
+    sides = {name: sum(1 / side for side in mnk) for name, mnk in _OF.items()}
+    slope = (per_flop["small"] - per_flop["large"]) / (sides["small"] - sides["large"])
     slope = max(slope, 0.0)
-    peak = 1 / (per_flop["large"] - slope * areas["large"])
+    peak = 1 / (per_flop["large"] - slope * sides["large"])
     hbm = 3 * 4 * (1 << 24) / seen["stream"]
     flops = 4 * TOKENS * TOKENS * WIDTH / 2
     products = [(TOKENS, 3 * WIDTH, WIDTH), (TOKENS, WIDTH, WIDTH)]
     products += [(TOKENS, 2 * HIDDEN, WIDTH), (TOKENS, WIDTH, HIDDEN)]
-    product_s = sum(2 * m * n * k / peak + 2 * k * slope for m, n, k in products)
+    product_s = sum(
+        2 * (m * n * k / peak + (m * n + n * k + k * m) * slope) for m, n, k in products
+    )
     rest = max(seen["layer"] - 3 * product_s - seen["attention"], 0.0)
-    features = WIDTH + 2 * HIDDEN + 0.3 * 3 * WIDTH
+    features = WIDTH + 2 * HIDDEN + 3 * WIDTH
     measured = {
         "gemm_a100": 1.0,
-        "gemm_area": slope * peak,
+        "gemm_side": slope * peak,
         "flash_a100": 3.5 * flops / peak / seen["attention"],
         "passes": rest / 3 * hbm / (4 * TOKENS * features),
         "loss_passes": seen["loss"] * hbm / (4 * TOKENS * _VOCABULARY),
-        "adam": seen["adam"] * hbm / (30 * _PARAMETERS),
+        "adam": seen["adam"] * hbm / (28 * _PARAMETERS),
         "recompute": 1.0,
         "host": seen["tiny_forward"],
         "host_backward": max(seen["tiny"] / seen["tiny_forward"] - 1, 0.1),
         "overlap": 0.0,  # what communicates takes the cores that would compute
-        "overlap_sharded": 0.0,
-        "interference": 0.0,
+        "interference": 1.0,
         "kept": max(seen["kept"] - 4 * HIDDEN - 2 * WIDTH, 1.0) / (8 * WIDTH + 2 + HEADS),
         "gathered": 1.0,
-        "scores_kept": 12.0,
         "context": seen["held"] + _FREED,
     }
     link = hbm
@@ -141,7 +141,7 @@ def machine_of(seen: dict[str, float], ranks: int) -> Machine:
         message = seen[f"message_{_BYTES}"] - seen["message_8"]
         measured |= {
             "link": 1.0,
-            "link_latency": small / (math.log2(ranks) * 2**0.5),
+            "link_latency": small / (math.log2(ranks) * 2),
             "message": seen["message_8"],
             "message_bytes": max(message, 0.0) * link / _BYTES,
         }

@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -17,15 +17,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from dure.cli.plan_advice import code, command
+from dure.cli.plan_explain import write_terms
 from dure.cli.plan_report import PARTS, shares, short, too_large, write_report
 from dure.errors import UsageError
 from dure.plan import Job, Machine, Model, Plan, Row, configured_model, find_gpu, find_model
 from dure.plan import plan as plan_layouts
-from dure.plan.advice import code, command
-from dure.plan.explain import explain as explain_layout
 from dure.plan.jobs import PRECISIONS
-from dure.plan.layouts import Layout, columns
-from dure.plan.layouts import layouts as all_layouts
+from dure.plan.layouts import Layout
 from dure.plan.planning import usable
 
 __all__ = ["layouts", "show"]
@@ -115,7 +114,7 @@ def layouts(
     machine = machine if memory is None else _with_memory(machine, memory)
     job = _job(shape, machine, batch_tokens, precision, compile_)
     if explain:
-        _explain(job, machine, _explained(explain, job, machine, everything), as_json)
+        write_terms(job, machine, _explained(explain, job, machine, everything), as_json=as_json)
         return
     found = plan_layouts(job, machine, everything=everything)
     title = _title(found, model or (str(config) if config else "a model"))
@@ -350,66 +349,3 @@ def _section(console: Console, title: str, lines: Sequence[str], *, verbatim: bo
             console.print(Text(f"  {line}"), soft_wrap=True)
         else:
             console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
-
-
-# --- every term ----------------------------------------------------------------------------------
-
-
-_IN_FORMULAS = {
-    "memory": "size",
-    "hbm": "memory",
-    "link": "links",
-    "net": "network",
-    "recompute": "again",
-}
-"""Columns of `Jobs` whose names in the formulas are others, since constants have theirs."""
-
-
-def _explain(job: Job, machine: Machine, layout: Layout, as_json: bool) -> None:
-    row, terms = explain_layout(job, machine, layout)
-    if layout not in all_layouts(job, machine):
-        raise UsageError(
-            "the layout does not divide the job",
-            op=_OP,
-            seen=str(layout),
-            fix="tp divides the heads of keys and a node, pp at most the layers, with a microbatch "
-            "for each stage or more; cp leaves 1,024 tokens of a sequence or more.",
-        )
-    numbers = columns(job, machine, [layout])
-    inputs = {"tokens": float(numbers.tokens[0])}
-    for each in fields(numbers):
-        value = float(getattr(numbers, each.name)[0])
-        inputs[_IN_FORMULAS.get(each.name, each.name)] = value
-    if as_json:
-        plain = {"layout": str(layout), "seconds": row.seconds, "peak": row.peak}
-        print(json.dumps(plain | {"inputs": inputs, "terms": [asdict(t) for t in terms]}, indent=1))
-        return
-    console = Console()
-    _say(
-        console,
-        f"{layout}: {row.seconds:.4g} s a step, {row.speed:,.0f} tokens/s, "
-        f"{row.peak / 1e9:.1f} GB of the fullest rank",
-    )
-    for unit, title, show, total in (
-        ("s", "Time of a step", "{:.4g} s", row.seconds),
-        ("bytes", "Memory", "{:.2f} GB", row.peak / 1e9),
-    ):
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title)
-        table.title_justify = "left"
-        for head, justify in (("term", "left"), ("value", "right"), ("share", "right")):
-            table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        table.add_column("formula")
-        for term in terms:
-            value = term.value if unit == "s" else term.value / 1e9
-            if term.unit == unit and value:
-                share = f"{value / total:.1%}"
-                table.add_row(term.name, show.format(value), share, Text(term.formula))
-        console.print()
-        console.print(table)
-        none = [term.name for term in terms if term.unit == unit and not term.value]
-        if none:
-            _say(console, f"Nothing: {', '.join(none)}.")
-    given = [f"{name} {value:.6g}" for name, value in inputs.items()]
-    _section(console, "Numbers in the formulas:", [", ".join(given)])
-    used = dict.fromkeys(c for term in terms if term.value for c in term.constants)
-    _section(console, "Constants:", list(used))

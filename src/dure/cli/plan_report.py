@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dure.cli import charts
 from dure.cli.charts import Axis, Bar, Dots, scatter_chart, stacked_bars
+from dure.cli.plan_advice import code, command
 from dure.errors import UsageError
 from dure.plan import Plan, Row
-from dure.plan.advice import code, command
 from dure.plan.layouts import STRATEGIES
 from dure.plan.planning import usable
 
@@ -24,9 +24,9 @@ PARTS = {
     "messages": ("messages",),
     "bubble": ("bubble",),
     "optimizer": ("optimizer",),
-    "host": ("launches", "allocator"),
+    "host": ("launches",),
 }
-"""Where the time of a step goes, as it is shown, with the parts of `Time` that each adds up."""
+"""Where the time of a step goes, as it is shown, with the terms that each adds up."""
 
 _TOO_LARGE = 3
 _BARS, _TABLE = 10, 15

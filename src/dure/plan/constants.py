@@ -1,7 +1,8 @@
-"""The constants of the cost model.
+"""The constants of the cost model, and the terms that they are for.
 
 They are read from `data/constants.toml`, where each has its unit, meaning and source.
-`benchmarks/plan_accuracy.py --fit` fits them to published measurements.
+`benchmarks/plan_accuracy.py --fit` fits them to published measurements. `data/terms.toml` has the
+parts of a step's time and of a rank's memory, each in words and as a formula.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["Constant", "Constants", "described"]
+__all__ = ["Constant", "Constants", "described", "document"]
 
 
 class Constants:
     """Values, as attributes of the names that the file has; what each means is there too."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
-        self._values = dict(values)
+        self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> float:
-        try:
-            return self._values[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        raise AttributeError(name)
 
     @staticmethod
     @cache
@@ -34,19 +32,9 @@ class Constants:
         """Return the fitted ones."""
         return Constants({name: constant.value for name, constant in described().items()})
 
-    @staticmethod
-    def before() -> Constants:
-        """Return what the fit starts from."""
-        return Constants({name: constant.before for name, constant in described().items()})
-
     def replaced(self, measured: Mapping[str, float]) -> Constants:
         """Return them with some of another value."""
-        return Constants(self._values | dict(measured))
-
-    @staticmethod
-    def names() -> list[str]:
-        """Return all names, in order."""
-        return list(described())
+        return Constants(vars(self) | dict(measured))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +51,10 @@ class Constant:
 @cache
 def described() -> dict[str, Constant]:
     """Return all constants with unit, meaning and source."""
-    return {name: Constant(**table) for name, table in document()["constant"].items()}
+    return {name: Constant(**table) for name, table in document("constants")["constant"].items()}
 
 
 @cache
-def document() -> dict[str, Any]:
-    """Return the file: constants, and the fit that they come from."""
-    return tomllib.loads((files("dure.plan") / "data" / "constants.toml").read_text())
+def document(name: str) -> dict[str, Any]:
+    """Return a data file: "constants" with the fit that they come from, "terms", or another."""
+    return tomllib.loads((files("dure.plan") / "data" / f"{name}.toml").read_text())

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from math import log2
 from pathlib import Path
 from typing import Any
 
 from dure.errors import UsageError
+from dure.plan.constants import document
+from dure.plan.machines import unknown
 from dure.plan.memory import Model
 
 __all__ = ["PRECISIONS", "Job", "configured_model", "find_model", "models"]
@@ -108,8 +107,7 @@ class Job:
 @cache
 def models() -> dict[str, Model]:
     """Return the models that are known by name."""
-    text = (files("dure.plan") / "data" / "models.toml").read_text()
-    return {name: Model(**sizes) for name, sizes in tomllib.loads(text).items()}
+    return {name: Model(**sizes) for name, sizes in document("models").items()}
 
 
 def find_model(name: str) -> Model:
@@ -118,19 +116,12 @@ def find_model(name: str) -> Model:
     Raises:
         UsageError: There is none; near names are told.
     """
-    known = models()
     if any(word in name.lower() for word in _EXPERTS_IN_NAMES):
         raise UsageError("mixtures of experts are not planned for", op=_OP, seen=repr(name))
-    found = known.get(name.lower().replace("_", "-"))
-    if found is None:
-        near = get_close_matches(name.lower(), known, n=3, cutoff=0.4)
-        raise UsageError(
-            f"no model is called {name!r} here",
-            op=_OP,
-            seen=f"near names: {', '.join(near)}" if near else "",
-            fix=f"Take one of {', '.join(known)}; or --config config.json; or its sizes.",
-        )
-    return found
+    plain = name.lower().replace("_", "-")
+    if plain not in models():
+        raise unknown(name, models(), "model", "--config config.json; or its sizes")
+    return models()[plain]
 
 
 def configured_model(path: str | Path) -> Model:

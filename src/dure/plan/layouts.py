@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -24,7 +24,9 @@ parameters between forward and backward); parameters too; those within a node.""
 
 RECOMPUTED = ("none", "selective", "full")
 
-_SCHEDULES = {"1f1b": 1, "interleaved-1f1b": 2}  # stages a rank
+_AXES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp"}
+_AXES.update(interleaved="parts", mb="microbatch")
+_MOST_PARTS = 2
 _LARGEST_MICROBATCH = 32
 
 
@@ -38,8 +40,7 @@ class Layout:
         tp: Parts of each layer, with sequence parallelism.
         cp: Parts of each sequence.
         pp: Ranks of the pipeline.
-        schedule: Of the pipeline: "1f1b", "interleaved-1f1b"; "" without.
-        parts: Stages a rank.
+        parts: Stages a rank of the pipeline.
         microbatch: Sequences of a microbatch.
         microbatches: In a step.
         recompute: See `RECOMPUTED`.
@@ -50,7 +51,6 @@ class Layout:
     tp: int = 1
     cp: int = 1
     pp: int = 1
-    schedule: str = ""
     parts: int = 1
     microbatch: int = 1
     microbatches: int = 1
@@ -76,50 +76,37 @@ class Layout:
     @property
     def mesh(self) -> Layout:
         """The layout without what a user sets beside the mesh."""
-        plain = {"schedule": "", "parts": 1, "microbatch": 1, "microbatches": 1}
-        return replace(self, recompute="none", **plain)
+        return replace(self, parts=1, microbatch=1, microbatches=1, recompute="none")
+
+    @property
+    def schedule(self) -> str:
+        """Of the pipeline."""
+        return "1f1b" if self.parts == 1 else "interleaved-1f1b"
 
     @staticmethod
     def parse(text: str, job: Job) -> Layout:
         """Read ``fsdp=8,tp=2,pp=4,interleaved=2,mb=1,recompute=full``, as it is printed.
 
         Raises:
-            UsageError: An axis that there is not, or a batch that it does not divide.
+            UsageError: A part that there is not, or a batch that it does not divide.
         """
-        values: dict[str, str | int] = {}
+        found = Layout()
         for word in filter(None, text.replace(" ", "").split(",")):
             name, _, value = word.partition("=")
-            if name in STRATEGIES:
-                values |= {"strategy": name, "dp": value or 1}
-            elif name in ("tp", "cp", "pp", "dp", "recompute"):
-                values[name] = value
-            elif name == "interleaved":
-                values |= {"schedule": "interleaved-1f1b", "parts": value}
-            elif name in ("mb", "microbatch"):
-                values["microbatch"] = value
+            axis, number = "dp" if name in STRATEGIES else _AXES.get(name), value or "1"
+            if name == "recompute" and value in RECOMPUTED:
+                found = replace(found, recompute=value)
+            elif axis is not None and number.isdecimal() and int(number):
+                strategy = name if name in STRATEGIES else found.strategy
+                found = replace(found, strategy=strategy, **{axis: int(number)})
             else:
                 raise UsageError(
-                    "a layout has no such axis",
+                    "a layout has no such part",
                     op=_OP,
                     seen=repr(word),
-                    fix=f"Write it as the table does: {', '.join(STRATEGIES)} with a number, tp, "
-                    "cp, pp, interleaved, mb, recompute.",
+                    fix=f"Write it as the table does: {', '.join((*STRATEGIES, *_AXES))} with a "
+                    f"number, recompute with one of {', '.join(RECOMPUTED)}.",
                 )
-        for name, value in values.items():
-            if name not in ("strategy", "schedule", "recompute"):
-                if not str(value).isdecimal() or int(value) < 1:
-                    raise UsageError(f"{name} is a whole number", op=_OP, seen=repr(value))
-                values[name] = int(value)
-        found = Layout(**values)  # type: ignore[arg-type]
-        if found.recompute not in RECOMPUTED:
-            raise UsageError(
-                "recompute has no such value",
-                op=_OP,
-                seen=repr(found.recompute),
-                fix=f"Take one of {', '.join(RECOMPUTED)}.",
-            )
-        if found.pp > 1 and not found.schedule:
-            found = replace(found, schedule="1f1b")
         return replace(found, microbatches=_microbatches(found, job))
 
 
@@ -195,23 +182,15 @@ def _filled(mesh: Layout, job: Job) -> Iterator[Layout]:
     if job.sequences % mesh.dp:
         return
     each = job.sequences // mesh.dp
-    schedules: dict[str, int] = {"": 1} if mesh.pp == 1 else _SCHEDULES
     for size in _divisors(each):
         if size > _LARGEST_MICROBATCH:
             break
-        many = each // size
-        for schedule, parts in schedules.items():
-            if parts > 1 and (many % mesh.pp or mesh.pp * parts > job.model.layers):
-                continue
-            for recompute in RECOMPUTED:
-                yield replace(
-                    mesh,
-                    schedule=schedule,
-                    parts=parts,
-                    microbatch=size,
-                    microbatches=many,
-                    recompute=recompute,
-                )
+        sized = replace(mesh, microbatch=size, microbatches=each // size)
+        for parts in range(1, _MOST_PARTS + 1):
+            interleaves = mesh.pp > 1 and mesh.pp * parts <= job.model.layers
+            if parts == 1 or (interleaves and sized.microbatches % mesh.pp == 0):
+                for recompute in RECOMPUTED:
+                    yield replace(sized, parts=parts, recompute=recompute)
 
 
 def _divisors(number: int) -> list[int]:
@@ -219,7 +198,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
-    """Return the columns of some layouts of a job, for `step_time` and `peak_memory`.
+    """Return the numbers of a job and the columns of its layouts, for `step_time`, `peak_memory`.
 
     Raises:
         UsageError: The GPU has no products of that precision.
@@ -249,7 +228,6 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
         "gated": model.gated,
         "tied": model.tied,
         "peak": peak * 1e12 * (0.5 if single and not is_cpu else 1.0),
-        "memory": gpu.memory_gb * 1e9,
         "hbm": gpu.memory_tb_s * 1e12,
         "link": gpu.link_gb_s * 1e9,
         "net": gpu.network_gb_s * 1e9,
@@ -262,24 +240,27 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
         "grad_bytes": 4,
         "fp8": job.precision == "fp8",
         "fused": 1,
+        "newest": 0,
         "compiled": job.compiled,
         "overlapped": 0,
         "balanced": 1,
-        "blocking": 0,
+        "regathers": 0,
         "split": 1,
+        "bucketed": 1,
         "shared": is_cpu and machine.nodes == 1,
     }
-    whole = {name: np.full(len(chosen), float(value)) for name, value in same.items()}
-    own = {
-        **of,
-        "zero": zero,
-        "shard": shard,
-        "sp": (of["tp"] > 1).astype(float),
-        "once": (of["pp"] > 1).astype(float),  # a schedule's backward passes only add
-        "recompute": (recompute == 2).astype(float),
-        "selective": (recompute == 1).astype(float),
-    }
-    return Jobs(**{field.name: (whole | own)[field.name] for field in fields(Jobs)})
+    return Jobs(
+        same
+        | of
+        | {
+            "zero": zero,
+            "shard": shard,
+            "sp": of["tp"] > 1,
+            "once": of["pp"] > 1,  # a schedule's backward passes only add
+            "recompute": recompute == 2,
+            "selective": recompute == 1,
+        }
+    )
 
 
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}

@@ -1,23 +1,12 @@
 """Machines: what a GPU can do at best, and the network between GPUs; data files with sources.
 
-`data/machines.toml` holds them; a file of one's own in the same form adds to it:
-
-    [gpu.mine]
-    kind = "h100"             # whose measured efficiencies hold: v100, a100, h100, b200, cpu
-    bf16_tflops = 989         # dense, as in the data sheet
-    fp8_tflops = 1979         # 0 or left out: it has none
-    memory_gb = 80            # 10^9 bytes
-    memory_tb_s = 3.35
-    link_gb_s = 450           # to the other GPUs of a node, one direction, for each GPU
-    network_gb_s = 50         # to other nodes, one direction, for each GPU
-    network = "infiniband"    # or "efa", "ethernet"
-    gpus_per_node = 8
-    source = "where the figures come from"
+`data/machines.toml` holds them; a file of one's own in the same form adds to it (docs/plan.md).
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib.resources import files
@@ -26,7 +15,7 @@ from typing import Any
 
 from dure.errors import UsageError
 
-__all__ = ["Gpu", "Machine", "find_gpu", "gpus"]
+__all__ = ["Gpu", "Machine", "find_gpu", "gpus", "unknown"]
 
 KINDS = ("v100", "a100", "h100", "b200", "cpu")
 NETWORKS = ("infiniband", "ethernet", "efa")
@@ -124,16 +113,20 @@ def find_gpu(name: str, *paths: str | Path) -> Gpu:
         UsageError: There is none; near names are told.
     """
     known = gpus(*paths)
-    gpu = known.get(name.lower())
-    if gpu is None:
-        near = get_close_matches(name.lower(), known, n=3, cutoff=0.4)
-        raise UsageError(
-            f"no GPU is called {name!r} here",
-            op=_OP,
-            seen=f"near names: {', '.join(near)}" if near else "",
-            fix=f"Take one of {', '.join(known)}; or --machines FILE with its figures.",
-        )
-    return gpu
+    if name.lower() not in known:
+        raise unknown(name, known, "GPU", "--machines FILE with its figures")
+    return known[name.lower()]
+
+
+def unknown(name: str, known: Iterable[str], what: str, instead: str) -> UsageError:
+    """Return the error that nothing has a name: near names, and what may be given instead."""
+    near = get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    return UsageError(
+        f"no {what} is called {name!r} here",
+        op=_OP,
+        seen=f"near names: {', '.join(near)}" if near else "",
+        fix=f"Take one of {', '.join(known)}; or {instead}.",
+    )
 
 
 def _read(text: str, where: str) -> dict[str, Gpu]:
@@ -145,7 +138,7 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
             f"{where} does not describe GPUs",
             op=_OP,
             seen=str(error),
-            fix="The form is at the top of dure/plan/machines.py, and in docs/plan.md.",
+            fix="The form is in docs/plan.md.",
         ) from None
     for gpu in found.values():
         _check(gpu, where)

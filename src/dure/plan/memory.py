@@ -41,6 +41,10 @@ __all__ = ["Memory", "Mesh", "Model", "Training", "kept_elements", "memory"]
 FREED = 64 << 20
 """Bytes of freed memory that a rank of `dure run` keeps (docs/launch.md)."""
 
+SCORE_BYTES = 12
+"""Of each score of the vocabulary, at the peak of the loss: in float32 it, its logarithm and its
+gradient; in 2 bytes it and its gradient, in float32 its copy and the copy's gradient."""
+
 _OP = "plan memory"
 
 
@@ -368,7 +372,7 @@ def _rank(
         gathered += held * training.compute_bytes
     if training.recompute and n_layers:
         activations += _layer_activations(model, mesh, tokens) * training.compute_bytes
-    scores = 3 * tokens * model.vocabulary // mesh.tp * training.compute_bytes if is_last else 0
+    scores = SCORE_BYTES * tokens * model.vocabulary // mesh.tp if is_last else 0
     size = own * training.parameter_bytes
     return Memory(
         stages=tuple(stages),

@@ -8,7 +8,7 @@ them apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, exp
 
@@ -16,11 +16,11 @@ import numpy as np
 
 from dure.errors import UsageError
 from dure.plan.constants import Constants, document
-from dure.plan.cost import Time, step_time
+from dure.plan.cost import Column, step_time
 from dure.plan.jobs import Job
 from dure.plan.layouts import RECOMPUTED, Layout, columns, layouts
 from dure.plan.machines import Machine
-from dure.plan.peak import Peak, peak_memory
+from dure.plan.peak import peak_memory
 from dure.schedules import make_schedule, simulate
 
 __all__ = ["Change", "Plan", "Row", "plan"]
@@ -38,24 +38,46 @@ class Row:
 
     Attributes:
         layout: It.
-        seconds: Of a step.
-        low, high: Tokens/s of the whole job that 8 of 10 measurements would be within.
-        speed: Tokens/s of the whole job.
-        mfu: The model's FLOPs over the dense bfloat16 peak.
-        time: Seconds of a step by what they are spent on (`Time`).
-        memory: Bytes of the fullest rank by what they are for (`Peak`).
+        time: Seconds of a step by what they are spent on (`data/terms.toml`).
+        memory: Bytes of the fullest rank by what they are for (there too).
+        tokens: Of a step, over the whole job.
+        ideal: Seconds of the model's FLOPs at the dense bfloat16 peak.
+        spread: Factor that 8 of 10 measurements would be within.
         simulated: Whether the pipeline was simulated.
     """
 
     layout: Layout
-    seconds: float
-    low: float
-    high: float
-    speed: float
-    mfu: float
     time: dict[str, float]
     memory: dict[str, float]
+    tokens: int
+    ideal: float
+    spread: float
     simulated: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.time.values())
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s of the whole job."""
+        return self.tokens / self.seconds
+
+    @property
+    def low(self) -> float:
+        """Tokens/s that 8 of 10 measurements would be above, or below `high`."""
+        return self.speed / self.spread
+
+    @property
+    def high(self) -> float:
+        """See `low`."""
+        return self.speed * self.spread
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOPs over the dense bfloat16 peak."""
+        return self.ideal / self.seconds
 
     @property
     def peak(self) -> float:
@@ -117,6 +139,9 @@ class Plan:
         for name in ("rows", "too_large", "changes"):
             for plain, each in zip(found[name], getattr(self, name), strict=True):
                 plain["layout"]["text"] = str(each.layout)
+                if isinstance(each, Row):
+                    of_rows = ("seconds", "speed", "low", "high", "mfu", "peak")
+                    plain |= {derived: getattr(each, derived) for derived in of_rows}
         return found
 
 
@@ -138,7 +163,7 @@ def plan(job: Job, machine: Machine, *, everything: bool = False, changes: bool 
     found = _Costed(job, machine)
     if not len(found.fitting):
         raise _nothing_fits(found)
-    order = found.order if everything else found.best_of_meshes()
+    order = found.fitting if everything else found.first_of_meshes(found.fitting)
     rows = [found.row(int(i)) for i in order]
     shown = [_simulated(row, job, machine) for row in rows[:20]]
     rows = sorted(shown, key=lambda row: row.seconds * (1 + _SAME)) + rows[20:]
@@ -169,37 +194,32 @@ class _Costed:
         self.layouts = list(only) if only is not None else layouts(job, machine)
         jobs = columns(job, machine, self.layouts)
         constants = Constants.load().replaced(machine.measured)
-        self.peak: Peak = peak_memory(jobs, constants)
-        self.bytes = self.peak.total
-        self.time: Time = step_time(jobs, constants, self.bytes)
-        self.seconds = self.time.total
+        self.memory, self.time = peak_memory(jobs, constants), step_time(jobs, constants)
+        self.bytes, self.seconds = (
+            np.broadcast_to(sum(of.values()), len(self.layouts)) for of in (self.memory, self.time)
+        )
         self.room = usable(machine)
-        self.order = np.argsort(self.seconds, kind="stable")
-        self.fitting = self.order[self.bytes[self.order] <= self.room]
-        self.order = self.fitting if only is None else self.order
+        order = np.argsort(self.seconds, kind="stable")
+        self.fitting = order[self.bytes[order] <= self.room]  # fastest first
 
-    def best_of_meshes(self) -> list[int]:
-        """Return the fastest layout of each mesh, fastest first."""
-        best: dict[Layout, int] = {}
-        for i in self.fitting:
-            best.setdefault(self.layouts[i].mesh, int(i))
-        return list(best.values())
+    def first_of_meshes(self, order: Iterable[int]) -> list[int]:
+        """Return the first layout of each mesh, in order."""
+        first: dict[Layout, int] = {}
+        for i in order:
+            first.setdefault(self.layouts[i].mesh, int(i))
+        return list(first.values())
 
     def row(self, i: int) -> Row:
         """Return a layout's row."""
-        job, machine, seconds = self.job, self.machine, float(self.seconds[i])
-        spread = exp(document()["fit"][f"left_out_{'within' if machine.nodes == 1 else 'across'}"])
-        speed = job.batch_tokens / seconds
-        peak = machine.gpu.bf16_tflops * 1e12 * machine.ranks
+        job, machine = self.job, self.machine
+        across = "within" if machine.nodes == 1 else "across"
         return Row(
             layout=self.layouts[i],
-            seconds=seconds,
-            low=speed / spread,
-            high=speed * spread,
-            speed=speed,
-            mfu=job.flops / seconds / peak,
-            time={name: float(getattr(self.time, name)[i]) for name in Time.__slots__},
-            memory={name: float(getattr(self.peak, name)[i]) for name in Peak.__slots__},
+            time={name: _at(i, each) for name, each in self.time.items()},
+            memory={name: _at(i, each) for name, each in self.memory.items()},
+            tokens=job.batch_tokens,
+            ideal=job.flops / (machine.gpu.bf16_tflops * 1e12 * machine.ranks),
+            spread=exp(document("constants")["fit"][f"left_out_{across}"]),
         )
 
     def too_large(self, first: Row) -> list[Row]:
@@ -207,11 +227,14 @@ class _Costed:
 
         Least first.
         """
-        best: dict[Layout, int] = {}
-        for i in np.argsort(self.bytes, kind="stable"):
-            if self.bytes[i] > self.room and self.seconds[i] < first.seconds * (1 - _SAME):
-                best.setdefault(self.layouts[i].mesh, int(i))
-        return [self.row(i) for i in best.values()]
+        faster = (self.bytes > self.room) & (self.seconds < first.seconds * (1 - _SAME))
+        order = np.argsort(self.bytes, kind="stable")
+        return [self.row(i) for i in self.first_of_meshes(order[faster[order]])]
+
+
+def _at(i: int, column: Column) -> float:
+    """Return a number of a column, or the only one that there is."""
+    return float(column[i] if np.ndim(column) else column)
 
 
 def costed(job: Job, machine: Machine, layout: Layout) -> Row:
@@ -251,7 +274,7 @@ def _simulated(row: Row, job: Job, machine: Machine) -> Row:
     schedule = make_schedule(
         layout.schedule, stages=layout.pp * layout.parts, microbatches=many, ranks=layout.pp
     )
-    share = 0.25 if layout.recompute == "full" else 1 / 3
+    share = 1 / (4 if layout.recompute == "full" else 3)  # of the forward pass
     # The slowest rank is put last, where all wait for it; the others take their mean.
     other = row.time["bubble"] / (layout.pp - 1)
     took = [each if rank == layout.pp - 1 else other for rank in schedule.placement]
@@ -259,36 +282,13 @@ def _simulated(row: Row, job: Job, machine: Machine) -> Row:
         schedule, {"F": [t * share for t in took], "B": [t * (1 - share) for t in took]}
     )
     bubble = found.step_time - each * layout.parts * many
-    seconds = row.seconds - row.time["bubble"] + bubble
-    factor = row.seconds / seconds
-    return replace(
-        row,
-        seconds=seconds,
-        low=row.low * factor,
-        high=row.high * factor,
-        speed=row.speed * factor,
-        mfu=row.mfu * factor,
-        time=row.time | {"bubble": bubble},
-        simulated=True,
-    )
+    return replace(row, time=row.time | {"bubble": bubble}, simulated=True)
 
 
 # --- why, and what would change it ---------------------------------------------------------------
 
-_SPENT = {
-    "products": "matrix products",
-    "attention": "attention",
-    "elementwise": "operators bound by memory",
-    "ends": "scores and loss",
-    "launches": "waiting for the host to start kernels",
-    "tp": "communication of tensor parallelism",
-    "cp": "communication of context parallelism",
-    "messages": "messages between stages",
-    "bubble": "the pipeline's bubble",
-    "dp": "communication of gradients and sharded parameters",
-    "optimizer": "the optimizer",
-    "allocator": "memory that is nearly full",
-}
+_SPENT: dict[str, str] = {name: term["said"] for name, term in document("terms")["time"].items()}
+_WORTH_SAYING = 0.01  # of a step
 _COMPUTING = ("products", "attention", "elementwise", "ends")
 
 
@@ -298,7 +298,7 @@ def reason(row: Row, found: _Costed) -> str:
     computing = sum(row.time[name] for name in _COMPUTING)
     largest = max((set(_SPENT) - set(_COMPUTING)), key=lambda name: row.time[name])
     text = f"{layout}: {computing / row.seconds:.0%} of the step is computing"
-    if row.time[largest] >= 0.01 * row.seconds:
+    if row.time[largest] >= _WORTH_SAYING * row.seconds:
         text += f", {row.time[largest] / row.seconds:.0%} {_SPENT[largest]}"
     every = list(enumerate(found.layouts))
     same = replace(layout.mesh, strategy="ddp")
@@ -352,6 +352,7 @@ def _slower(other: Row, row: Row) -> str:
 
 
 _FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)
+_FACTORS_OF_NODES = (2.0, 0.5, 4.0, 0.25)
 _CHANGED = {
     "memory": ("memory_gb", "GB of memory a GPU"),
     "link": ("link_gb_s", "GB/s within a node"),
@@ -361,28 +362,26 @@ _CHANGED = {
 
 def _changes(job: Job, machine: Machine, first: Row) -> list[Change]:
     """Return, for each figure, the nearest change with which another mesh wins."""
-    found: list[Change] = []
-    tried = [(f, w) for f in _FACTORS for w in (f, 1 / f)]
-    for what, (name, unit) in _CHANGED.items():
-        if what == "network" and machine.nodes == 1:
-            continue
-        for _, factor in tried:
-            value = getattr(machine.gpu, name) * factor
-            change = _winner(job, machine.with_(**{name: value}), first)
-            if change is not None:
-                text = f"with {value:,.4g} {unit} instead of {getattr(machine.gpu, name):,.4g}"
-                found.append(Change(what, factor, text, change.layout, change.speed))
-                break
-    for factor in (2.0, 0.5, 4.0, 0.25):
-        nodes = int(machine.nodes * factor)
-        if nodes < 1:
-            continue
-        change = _winner(job, replace(machine, nodes=nodes), first)
+    found: dict[str, Change] = {}
+    for what, factor, text, other in _others(machine):
+        change = _winner(job, other, first) if what not in found else None
         if change is not None:
-            text = f"with {nodes} node{'s' * (nodes > 1)} instead of {machine.nodes}"
-            found.append(Change("nodes", factor, text, change.layout, change.speed))
-            break
-    return sorted(found, key=lambda change: abs(np.log(change.factor)))
+            found[what] = Change(what, factor, text, change.layout, change.speed)
+    return sorted(found.values(), key=lambda change: abs(np.log(change.factor)))
+
+
+def _others(machine: Machine) -> Iterator[tuple[str, float, str, Machine]]:
+    """Yield machines with one figure changed: which, by what factor, in words; nearest first."""
+    for factor in (by for each in _FACTORS for by in (each, 1 / each)):
+        for what, (name, unit) in _CHANGED.items():
+            if what != "network" or machine.nodes > 1:
+                old = getattr(machine.gpu, name)
+                text = f"with {old * factor:,.4g} {unit} instead of {old:,.4g}"
+                yield what, factor, text, machine.with_(**{name: old * factor})
+        nodes = machine.nodes * factor
+        if nodes == int(nodes) and factor in _FACTORS_OF_NODES:
+            text = f"with {nodes:.0f} node{'s' * (nodes > 1)} instead of {machine.nodes}"
+            yield "nodes", factor, text, replace(machine, nodes=int(nodes))
 
 
 def _winner(job: Job, machine: Machine, first: Row) -> Row | None:

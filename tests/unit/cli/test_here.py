@@ -9,11 +9,11 @@ from dure.errors import UsageError
 from dure.plan import Job, Layout, Model
 from dure.plan.planning import costed
 
-PEAK, AREA, HBM = 1e11, 5e4, 2e10  # of the machine that is measured
+PEAK, SIDE, HBM = 1e11, 60, 2e10  # of the machine that is measured
 
 
 def product(m, n, k):
-    return 2 * m * n * k / PEAK * (1 + AREA / (m * n))
+    return 2 * m * n * k / PEAK * (1 + SIDE * (1 / m + 1 / n + 1 / k))
 
 
 def measured(ranks):
@@ -24,7 +24,7 @@ def measured(ranks):
         + product(TOKENS, WIDTH, HIDDEN)
     )
     attention = 3.5 * 2 * TOKENS * TOKENS * WIDTH / (0.5 * PEAK)
-    features = WIDTH + 2 * HIDDEN + 0.9 * WIDTH
+    features = WIDTH + 2 * HIDDEN + 3 * WIDTH
     seen = {
         "large": product(1024, 1024, 1024),
         "small": product(128, 128, 1024),
@@ -34,7 +34,7 @@ def measured(ranks):
         "tiny": 3e-3,
         "tiny_forward": 1e-3,
         "loss": 9 * 4 * TOKENS * 8192 / HBM,
-        "adam": 2 * 30 * 2**23 / HBM,
+        "adam": 2 * 28 * 2**23 / HBM,
         "kept": 1.5 * (8 * WIDTH + 2 + HEADS) + 4 * HIDDEN + 2 * WIDTH,
         "held": 3e8,
     }
@@ -52,7 +52,7 @@ def test_what_a_machine_is_is_found_again():
     assert gpu.memory_tb_s * 1e12 == pytest.approx(HBM)
     assert gpu.link_gb_s * 1e9 == pytest.approx(4e9)  # of 2 ranks each byte crosses once
     expected = {
-        "gemm_area": AREA,
+        "gemm_side": SIDE,
         "flash_a100": 0.5,
         "passes": 7,
         "loss_passes": 9,
@@ -60,7 +60,7 @@ def test_what_a_machine_is_is_found_again():
         "host": 1e-3,
         "host_backward": 2,
         "kept": 1.5,
-        "link_latency": 1e-4 / 2**0.5,
+        "link_latency": 1e-4 / 2,
         "message": 2e-5,
         "message_bytes": 0.5,
         "context": 3e8 + 2**25,

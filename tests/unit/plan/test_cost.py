@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dure.plan.constants import Constants, described, document
@@ -14,7 +12,11 @@ from dure.plan.peak import peak_memory
 
 # A machine of 1 TFLOP/s, 100 GB/s of memory, 10 GB/s of links, 1 GB/s of network; one layer of
 # width 100 without a gate, 1000 tokens.
-JOB = {field.name: 0.0 for field in fields(Jobs)} | {
+FLAGS = (
+    *("gated", "is_h100", "efa", "zero", "sp", "recompute", "selective", "fp8", "newest"),
+    *("compiled", "overlapped", "balanced", "regathers", "bucketed", "once", "shared"),
+)
+JOB = dict.fromkeys(FLAGS, 0.0) | {
     "layers": 1,
     "width": 100,
     "hidden": 400,
@@ -24,8 +26,7 @@ JOB = {field.name: 0.0 for field in fields(Jobs)} | {
     "seq": 1000,
     "tied": 1,
     "peak": 1e12,
-    "memory": np.inf,
-    "hbm": 1e11 / 0.85,
+    "hbm": 1e11,
     "link": 1e10,
     "net": 1e9,
     "node_size": 4,
@@ -45,19 +46,18 @@ JOB = {field.name: 0.0 for field in fields(Jobs)} | {
     "split": 1,
 }
 # Nothing costs anything; what a test is about is then given a price.
-FREE = Constants(dict.fromkeys(Constants.names(), 0.0))
+FREE = Constants(dict.fromkeys(described(), 0.0))
 FREE = FREE.replaced(dict.fromkeys(("gemm_a100", "flash_a100", "link", "net", "room"), 1.0))
 
 
 def time_of(constants=FREE, **job):
     jobs = Jobs.of([JOB | job])
-    found = step_time(jobs, constants, peak_memory(jobs, constants).total)
-    return {name: float(getattr(found, name)[0]) for name in found.__slots__}
+    return {name: float(each[0]) for name, each in step_time(jobs, constants).items()}
 
 
 def memory_of(constants=FREE, **job):
     found = peak_memory(Jobs.of([JOB | job]), constants)
-    return {name: float(getattr(found, name)[0]) for name in found.__slots__}
+    return {name: float(each[0]) for name, each in found.items()}
 
 
 def test_products_are_six_flops_a_weight_and_token_and_two_more_where_recomputed():
@@ -67,11 +67,11 @@ def test_products_are_six_flops_a_weight_and_token_and_two_more_where_recomputed
     assert again == pytest.approx(8 * weights * 1000 / 1e12)
 
 
-def test_a_product_whose_result_has_the_area_takes_twice_its_time():
-    # All four results are 1000 x 300, 1000 x 100, 1000 x 400, 1000 x 100.
-    c = FREE.replaced({"gemm_area": 1e5})
+def test_a_product_with_short_sides_takes_longer():
+    # The four are 1000 x 300 of 100, 1000 x 100 of 100, 1000 x 400 of 100, 1000 x 100 of 400.
+    c = FREE.replaced({"gemm_side": 100.0})
     flops = [2e3 * 3e4, 2e3 * 1e4, 2e3 * 4e4, 2e3 * 4e4]
-    factors = [1 + 1 / 3, 2, 1.25, 2]
+    factors = [1.1 + 1 / 3 + 1, 1.1 + 1 + 1, 1.1 + 0.25 + 1, 1.1 + 1 + 0.25]
     expected = 3 * sum(f * by for f, by in zip(flops, factors, strict=True)) / 1e12
     assert time_of(c)["products"] == pytest.approx(expected)
 
@@ -103,6 +103,7 @@ def test_an_all_reduce_over_nodes_shares_their_cards():
 def test_sharded_parameters_are_gathered_twice_and_gradients_scattered_each_time_or_once():
     gather, scatter = 2 * 220_000 * 0.75 / 1e10, 4 * 220_000 * 0.75 / 1e10
     fsdp: dict[str, Any] = {"dp": 4, "zero": 3, "shard": 4, "microbatches": 5}
+    fsdp["peak"] = 1e20  # nothing to hide behind
     assert time_of(**fsdp)["dp"] == pytest.approx(5 * (2 * gather + scatter))
     assert time_of(**fsdp, once=1)["dp"] == pytest.approx(5 * 2 * gather + scatter)
     assert time_of(**fsdp, shared=1)["dp"] == pytest.approx(5 * scatter)
@@ -110,9 +111,11 @@ def test_sharded_parameters_are_gathered_twice_and_gradients_scattered_each_time
 
 
 def test_what_is_covered_is_hidden_but_for_interference():
-    c = FREE.replaced({"overlap_sharded": 1e6, "interference": 0.25})
+    # 220,000 parameters: two gathers of 2 bytes and a scatter of 4 take 0.13 ms, the stage 1.6 ms.
+    c = FREE.replaced({"interference": 0.25})
+    moved = (2 * 2 + 4) * 220_000 * 0.75 / 1e10
     shown = time_of(c, dp=4, zero=3, shard=4)["dp"]
-    assert shown == pytest.approx(0.25 * time_of(dp=4, zero=3, shard=4)["dp"], rel=1e-3)
+    assert shown == pytest.approx(0.25 * moved, rel=1e-3)
 
 
 def test_a_bubble_is_the_other_stages_once_and_less_with_more_parts():
@@ -142,17 +145,8 @@ def test_stages_by_cost_count_the_scores_as_layers():
 
 def test_a_layer_takes_what_the_host_takes_where_that_is_longer():
     c = FREE.replaced({"host": 1.0, "host_backward": 2.0})
-    assert sum(time_of(c, layers=3).values()) == pytest.approx(
-        9.0, rel=1e-3
-    )  # the device is nearly idle
-
-
-def test_memory_that_is_nearly_full_costs_time_in_every_microbatch():
-    c = FREE.replaced({"room": 0.9, "refill": 0.5})
-    held = sum(memory_of(c).values())
-    assert time_of(c, memory=held * 2, microbatches=4)["allocator"] == pytest.approx(0, abs=1e-9)
-    full = time_of(c, memory=held, microbatches=4)["allocator"]
-    assert full == pytest.approx(4 * 0.5, rel=1e-3)  # 10 % above the edge, which is 1 % wide
+    # The device is nearly idle; the model's ends are started in the time of two layers.
+    assert sum(time_of(c, layers=3).values()) == pytest.approx(3 * 3 + 2, rel=1e-3)
 
 
 def test_optimizer_moves_thirty_bytes_a_parameter_of_its_own():
@@ -209,10 +203,9 @@ def test_gradients_of_fsdp_are_whole_while_they_are_added_up():
 def test_there_are_at_most_forty_constants_each_with_unit_meaning_and_source():
     constants = described()
     assert len(constants) <= 40
-    assert list(constants) == Constants.names()
     for constant in constants.values():
         assert constant.unit and constant.meaning and "before: " in constant.source
         assert constant.value > 0
-    fit = document()["fit"]
+    fit = document("constants")["fit"]
     assert fit["rows"] > 1000 and len(fit["hash"]) == 16
     assert 0 < fit["left_out_within"] < fit["left_out_across"] < 0.3

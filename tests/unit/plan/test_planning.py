@@ -11,10 +11,8 @@ import pytest
 
 from dure.errors import UsageError
 from dure.plan import Job, Layout, Machine, Model, configured_model, find_gpu, find_model, plan
-from dure.plan.advice import code, command
 from dure.plan.constants import Constants
 from dure.plan.cost import step_time
-from dure.plan.explain import explain
 from dure.plan.layouts import columns, layouts
 from dure.plan.machines import gpus
 from dure.plan.peak import peak_memory
@@ -95,8 +93,7 @@ def test_a_simulated_pipeline_is_near_the_closed_form():
     ):
         layout = Layout.parse(text, job)
         row, jobs = costed(job, machine, layout), columns(job, machine, [layout])
-        held = peak_memory(jobs, Constants.load()).total
-        closed = float(step_time(jobs, Constants.load(), held).total[0])
+        closed = sum(float(each[0]) for each in step_time(jobs, Constants.load()).values())
         assert row.simulated
         assert row.seconds == pytest.approx(closed, rel=0.02)
 
@@ -105,31 +102,9 @@ def test_ten_thousand_layouts_take_less_than_a_second():
     job, machine = Job(find_model("llama3-8b"), 2**22), Machine(find_gpu("h100"), 4, 8)
     jobs = columns(job, machine, (layouts(job, machine) * 8)[:10_000])
     start = time.process_time()
-    held = peak_memory(jobs, Constants.load()).total
-    step_time(jobs, Constants.load(), held)
-    assert len(jobs) == 10_000 and time.process_time() - start < 1
-
-
-def test_every_term_has_a_formula_and_its_constants_a_source():
-    layout = Layout.parse("fsdp=2,tp=2,pp=2,mb=1", SMALL)
-    row, terms = explain(SMALL, ONE_NODE, layout)
-    seconds = sum(term.value for term in terms if term.unit == "s")
-    assert seconds == pytest.approx(row.seconds)
-    assert sum(term.value for term in terms if term.unit == "bytes") == pytest.approx(row.peak)
-    for term in terms:
-        assert term.formula
-        for sentence in term.constants:
-            assert " = " in sentence and "before: " in sentence
-
-
-def test_lines_of_code_are_those_of_the_layout():
-    layout = Layout.parse("hsdp=4,tp=2,pp=2,mb=1,recompute=full", SMALL)
-    machine = Machine(find_gpu("h100"), 4, 4)
-    lines = code(layout, SMALL, machine)
-    assert "(2, 2, 2, 2), mesh_dim_names=('pp', 'dp', 'fsdp', 'tp')" in lines
-    for word in ("parallelize_module", "checkpoint", "fully_shard(model", "Schedule1F1B(stage, 4"):
-        assert word in lines
-    assert command(machine).startswith("dure run --nnodes 4 --nproc-per-node 4 --rdzv-endpoint ")
+    held = sum(peak_memory(jobs, Constants.load()).values())
+    assert np.size(held + sum(step_time(jobs, Constants.load()).values())) == 10_000
+    assert time.process_time() - start < 1
 
 
 def test_outside_of_what_was_measured_it_warns():
