@@ -27,6 +27,7 @@ from dure.tensor import (
     dtensor,
     holders,
     init_device_mesh,
+    results,
 )
 from dure.tensor.call import DIRECT
 from dure.testing import run_ranks
@@ -342,5 +343,26 @@ def test_a_part_is_someones_else_as_an_object_and_as_memory() -> None:
         view = cast(DTensor, y.view(2, 2))
         assert not holders.has_its_part_alone(y)
         assert not holders.has_its_part_alone(view)
+
+    run_ranks(1, body)
+
+
+def test_results_are_found_once_for_all_placements_of_one_kind(monkeypatch: Any) -> None:
+    ran: list[str] = []
+    run = results._run
+    monkeypatch.setattr(results, "_run", lambda call: (ran.append(call.name), run(call))[1])
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 1))
+        counts = torch.arange(77).reshape(7, 11)
+        results.forget_results()
+        for placements in [(Replicate(), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]:
+            x = made(mesh, counts, placements)
+            assert (x + 1).shape == (7, 11)
+        assert ran == ["aten.add.Tensor"]
+        assert (x + 1.0).dtype == torch.float32  # a number of another kind
+        assert (x.to(torch.int32) + 1).dtype == torch.int32  # another dtype
+        assert (made(mesh, counts[:2], placements) + 1).shape == (2, 11)  # another shape
+        assert ran.count("aten.add.Tensor") == 4
 
     run_ranks(1, body)

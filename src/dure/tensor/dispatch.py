@@ -28,7 +28,6 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from dure.comm.untraced import untraced_below
 from dure.errors import CommError, MeshError, PlacementError, UsageError
@@ -39,6 +38,7 @@ from dure.tensor.holders import has_its_part_alone, is_shared, unseen_among
 from dure.tensor.placement_types import Replicate
 from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import Rule, by_value, rule_of
+from dure.tensor.results import forget_results, leaves, results_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def special(*ops: Op | torch.Tag, lists: bool = False) -> Callable[..., Any]:
 def forget_plans() -> None:
     """Ask the rules anew for every kind of call: a rule has changed."""
     plans.clear()
+    forget_results()
 
 
 def has_own_way(op: Op) -> bool:
@@ -233,7 +234,7 @@ def _miss(
     found = rule_of(op)
     if found is None or _depends_on_values(call):
         return _without_rule(call, args, kwargs, unseen)
-    call.outputs = _results(call)
+    call.outputs = results_of(call, key)
     try:
         plan = _plan(call, found)
     except PlacementError:
@@ -449,21 +450,6 @@ def _moves_unseen(
     return bool(numbers)
 
 
-def _results(call: OpCall) -> tuple[TensorMeta | None, ...]:
-    """Return what each result is, found by running on tensors without memory."""
-    metas = [spec.meta.empty() for spec in call.operands]
-    args, kwargs = fill(call.args, call.kwargs, call.places, metas)
-    if "device" in kwargs:
-        kwargs["device"] = "meta"
-    return tuple(None if t is None else TensorMeta.of(t) for t in _leaves(call.op(*args, **kwargs)))
-
-
-def _leaves(result: Any) -> list[Any]:
-    """Return the results of an operator as a list; None for what is no tensor."""
-    leaves = pytree.tree_leaves(result)
-    return [one if isinstance(one, torch.Tensor) else None for one in leaves]
-
-
 def _plan(call: OpCall, found: Rule) -> Plan:
     if found.all_axes:
         (only,) = found.strategies(call)
@@ -656,7 +642,7 @@ def _replicated(
     filled, named = fill(args, kwargs, call.places, values)
     result = op(*filled, **named)
     outputs = [
-        None if t is None else spec_of(mesh, whole, TensorMeta.of(t)) for t in _leaves(result)
+        None if t is None else spec_of(mesh, whole, TensorMeta.of(t)) for t in leaves(result)
     ]
     returns = tuple(_place_of(call, name) for name in schema.returned)
     moves = tuple(None if s.is_replicated() else (s, s) for s in call.operands)
