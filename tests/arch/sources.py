@@ -50,7 +50,14 @@ def imports_of(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield every function and method of a file, nested ones too."""
-    for node in ast.walk(tree_of(path)):
+    """Yield every function and method of a file, nested ones too.
+
+    Functions are statements, which only statements hold: expressions are not looked into.
+    """
+    waiting: list[ast.AST] = [tree_of(path)]
+    for node in waiting:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            held = getattr(node, block, ())
+            waiting += held if isinstance(held, list) else ()

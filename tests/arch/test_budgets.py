@@ -7,7 +7,16 @@ torch.distributed dictates is listed below with its reason.
 import ast
 from pathlib import Path
 
-from arch.sources import PACKAGE, ROOT, cpp_files, functions_of, lines_of, python_files, shown
+from arch.sources import (
+    PACKAGE,
+    ROOT,
+    cpp_files,
+    functions_of,
+    lines_of,
+    python_files,
+    shown,
+    tree_of,
+)
 
 SOFT_FILE, HARD_FILE = 700, 1000
 SOFT_CPP, HARD_CPP = 700, 1000
@@ -55,7 +64,7 @@ def _qualified(path: Path) -> dict[ast.AST, str]:
     """Map each method of a file to Class.method."""
     return {
         child: f"{node.name}.{child.name}"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef)
         for child in node.body
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)

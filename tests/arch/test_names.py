@@ -33,8 +33,8 @@ def test_modules_all_name_what_they_define():
     unknown = []
     for path in python_files():
         tree = tree_of(path)
-        listed = _listed(tree)
-        unknown += [f"{shown(path)} {n}" for n in listed if n not in _defined(tree)]
+        defined = _defined(tree)
+        unknown += [f"{shown(path)} {n}" for n in _listed(tree) if n not in defined]
     assert unknown == []
 
 
