@@ -31,7 +31,7 @@ def compute() -> None:
 def go_back() -> None:
     one = torch.ones(2)
     while time.monotonic() < until:
-        graph: LocalGraph[Any] = LocalGraph({"leaf": [edge]}, [])
+        graph: LocalGraph[Any] = LocalGraph({"leaf": [edge]}, {})
         graph.arrive("leaf", [one])
         assert graph.leaves[leaf][0] == 1
         counts[1] += 1

@@ -83,7 +83,7 @@ def test_gradients_and_hooks_are_those_of_one_run(seed: int) -> None:
         leaf.grad = torch.full_like(leaf, 7.0)
     calls, drawn.called = drawn.called, Counter()
 
-    graph = LocalGraph(edges(roots), [])
+    graph = LocalGraph(edges(roots), {})
     names = list(roots)
     random.shuffle(names)
     for name in names:
@@ -117,7 +117,7 @@ def test_received_gradients_come_as_soon_as_they_can() -> None:
     loss = one * 10 + two * leaf
     sent = leaf * other
     graph = LocalGraph(
-        edges({"loss": [loss], "sent": [sent]}), [node(one), node(other)], retain_graph=True
+        edges({"loss": [loss], "sent": [sent]}), {node(one): 2, node(other): 1}, retain_graph=True
     )
     first = graph.arrive("loss", [torch.ones(1)])
     assert first == {one.grad_fn: (torch.tensor([10.0]), torch.tensor([4.0]))}
@@ -131,13 +131,13 @@ def test_received_gradients_come_as_soon_as_they_can() -> None:
 def test_what_no_root_reaches_is_named() -> None:
     (idle,) = place([torch.ones(1)])
     leaf = torch.ones(1, requires_grad=True)
-    graph = LocalGraph(edges({"loss": [leaf * 2]}), [node(idle)])
+    graph = LocalGraph(edges({"loss": [leaf * 2]}), {node(idle): 1})
     assert graph.unreached == {idle.grad_fn}
 
 
 def test_a_root_without_gradients_ends_its_segments() -> None:
     leaf = torch.ones(1, requires_grad=True)
-    graph = LocalGraph(edges({"loss": [leaf * 2], "sent": [leaf * 3]}), [])
+    graph = LocalGraph(edges({"loss": [leaf * 2], "sent": [leaf * 3]}), {})
     graph.arrive("sent", [None])
     graph.arrive("loss", [torch.ones(1)])
     assert graph.leaves[leaf].item() == 2.0
@@ -149,7 +149,7 @@ def test_hooks_of_one_graph_may_wait_for_another_with_other_leaves() -> None:
     ended: list[bool] = []
 
     def run(leaf: torch.Tensor) -> None:
-        graph = LocalGraph({"root": [edge_of(leaf)]}, [])
+        graph = LocalGraph({"root": [edge_of(leaf)]}, {})
         graph.arrive("root", [torch.ones(2)])
         assert torch.equal(graph.leaves[leaf], torch.ones(2))
 

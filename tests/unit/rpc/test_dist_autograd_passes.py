@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dure.errors import PeerLost, RpcError, UsageError
+from dure.errors import PeerLost, RpcError
 from dure.rpc.autograd.backward import Contexts, inside
 from dure.rpc.message import pack, rebuild, unpack
 from dure.rpc.names import WorkerInfo
@@ -357,7 +357,7 @@ def test_a_graph_that_is_not_retained_is_run_once_and_then_forgotten() -> None:
         network.at[0].backward(number, losses[-1:], True)
         network.at[0].backward(number, losses[-1:], False)
     assert network.at[1].find(number).gradients[w].tolist() == [6.0]
-    with pytest.raises(UsageError, match="another process"):
+    with pytest.raises(RuntimeError, match="another process"):
         network.at[0].backward(number, losses[:1], False)
 
 
@@ -365,7 +365,7 @@ def test_gradients_of_remote_tensors_are_not_lost_in_a_local_pass() -> None:
     network = Network(2)
     number = network.context()
     came = network.carry(number, torch.ones(1, requires_grad=True), 1, 0)
-    with pytest.raises(UsageError, match=r"dure\.autograd\.backward"):
+    with pytest.raises(RuntimeError, match=r"dure\.autograd\.backward"):
         (came * 2).backward()
 
 
@@ -376,6 +376,19 @@ def test_without_grad_mode_a_message_only_makes_the_context_known() -> None:
         x = network.carry(number, torch.ones(1, requires_grad=True), 0, 1)
     assert x.is_leaf
     assert network.at[1].find(number).workers == {0}
+
+
+def test_what_comes_to_a_thread_without_grad_mode_can_be_computed_with_after() -> None:
+    network = Network(2)
+    number = network.context()
+    w = torch.tensor([3.0], requires_grad=True)
+    with inside(number):
+        tag = network.at[1].sending(0, "a call", [w])
+    assert tag is not None
+    with torch.no_grad():
+        (came,) = network.at[0].receiving(1, tag, [w.detach().clone().requires_grad_()])
+    network.at[0].backward(number, [(came * 5).sum()], False)
+    assert network.at[1].find(number).gradients[w].tolist() == [5.0]
 
 
 def test_gradients_that_are_none_are_sent_all_the_same() -> None:

@@ -117,6 +117,7 @@ class _Came(NamedTuple):
     message: MessageId
     sender: int
     what: str
+    size: int  # how many of its tensors need gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -174,12 +175,14 @@ class Context:
         self, message: MessageId, tensors: list[torch.Tensor], sender: int, what: str
     ) -> list[torch.Tensor]:
         """Return the tensors of a message, those that need gradients with places in the graph."""
-        placed = place([tensor.detach() for tensor in tensors if tensor.requires_grad])
+        needing = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
+        placed = place([tensors[n] for n in needing])
         node = placed[0].grad_fn
         assert node is not None
-        self._came[node] = _Came(message, sender, what)
-        rest = iter(placed)
-        return [next(rest) if tensor.requires_grad else tensor for tensor in tensors]
+        self._came[node] = _Came(message, sender, what, len(placed))
+        for n, tensor in zip(needing, placed, strict=True):
+            tensors[n] = tensor
+        return tensors
 
     def begin(self, number: PassId, roots: Sequence[torch.Tensor], retain_graph: bool) -> int:
         """Begin a pass, at losses of this process or where the first gradients have come.
@@ -194,7 +197,8 @@ class Context:
             edges = {message: sent.edges for message, sent in list(self._sent.items())}
             if roots:
                 edges[_ROOTS] = [edge_of(root) for root in roots]
-            graph = LocalGraph(edges, list(self._came), retain_graph)
+            sizes = {node: came.size for node, came in list(self._came.items())}
+            graph = LocalGraph(edges, sizes, retain_graph)
             if graph.unreached:
                 raise _no_gradients([self._came[node].what for node in graph.unreached])
             self.passes[number] = _Part(graph)

@@ -34,8 +34,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from dure.errors import UsageError
-
 __all__ = ["Gradients", "LocalGraph", "aside", "edge_of", "place", "with_grads"]
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -49,31 +47,39 @@ _change = threading.Condition()
 _aside: dict[int, int] = {}
 """The leaves, by `id`, whose hooks or `.grad` are set aside, each with the thread that does it."""
 
+_ELSEWHERE = (
+    "these gradients belong to another process: call dure.autograd.backward(context_id, [loss]) "
+    "for a loss that remote calls have part in, once, or with retain_graph=True"
+)
+_delayed: Any = torch._C._functions.DelayedError  # pyright: ignore
+"""A node of torch's, made without its dispatcher, that raises an error where it is executed."""
+
+_alone = _delayed(_ELSEWHERE, 1)
+_anchor = torch.empty(0, requires_grad=True)
+"""Makes torch see tensors that were received as part of a graph."""
+
 _alias: Any = torch.ops.aten.alias.default
 
 _run: Any = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
 """torch's engine, without what `torch.autograd.backward` checks and logs."""
 
 
-def place(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def place(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of another process as those of this process's graph; they share memory.
 
     All have one node, which is never executed: `LocalGraph` takes the gradients that come to it.
     """
-    return _place(_anchor, tensors)
+    leaves = [tensor.requires_grad_(False) for tensor in tensors]  # else it would keep their memory
+    *placed, _ = _delayed(_ELSEWHERE, len(leaves) + 1)(*leaves, _anchor)
+    return placed
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Return where the gradient of a tensor enters its graph; in grad mode."""
     if tensor.grad_fn is not None:
         return GradientEdge(tensor.grad_fn, tensor.output_nr)
-    # What is computed of a leaf leads to its node; there are no views of sparse tensors.
-    strided = tensor.layout is torch.strided
-    after = (tensor.view_as(tensor) if strided else tensor.clone()).grad_fn
-    assert after is not None
-    node, number = after.next_functions[0]
-    assert node is not None
-    return GradientEdge(node, number)
+    # What is computed of a leaf leads to its node, and without torch's dispatcher that is soonest.
+    return GradientEdge(*_alone(tensor).grad_fn.next_functions[0])
 
 
 @contextmanager
@@ -120,7 +126,7 @@ class LocalGraph(Generic[Root]):
 
     Args:
         roots: For each root the edges at which its gradients enter, in their order.
-        received: The nodes whose gradients are sent to other processes.
+        received: The nodes whose gradients are sent to other processes, and for how many tensors.
         retain_graph: Whether the graph can be run once more afterwards.
 
     Attributes:
@@ -139,10 +145,10 @@ class LocalGraph(Generic[Root]):
     def __init__(
         self,
         roots: Mapping[Root, Sequence[GradientEdge]],
-        received: Collection[Node],
+        received: Mapping[Node, int],
         retain_graph: bool = False,
     ) -> None:
-        self.roots, self._retain = roots, retain_graph
+        self.roots, self._sizes, self._retain = roots, received, retain_graph
         self.missing: dict[Root, None] = dict.fromkeys(roots)
         self.leaves: dict[torch.Tensor, torch.Tensor] = {}
         self._gradients: dict[GradientEdge, torch.Tensor] = {}  # for nodes that have not run
@@ -150,7 +156,6 @@ class LocalGraph(Generic[Root]):
         self._counts: dict[Node, int] = {}
         self._next: dict[Node, list[Node]] = {}
         self._variables: dict[Node, torch.Tensor] = {}  # of the leaves' nodes
-        ends = set(received)
         stack = [edge.node for edges in roots.values() for edge in edges]
         while stack:
             node = stack.pop()
@@ -158,13 +163,13 @@ class LocalGraph(Generic[Root]):
                 self._counts[node] += 1
                 continue
             self._counts[node] = 1
-            following = () if node in ends else node.next_functions
+            following = () if node in received else node.next_functions
             self._next[node] = after = [each for each, _ in following if each is not None]
             stack += after
             if not after and hasattr(node, "variable"):
                 self._variables[node] = node.variable  # pyright: ignore
-        self.received = ends & self._counts.keys()
-        self.unreached = ends - self.received
+        self.received = received.keys() & self._counts.keys()
+        self.unreached = received.keys() - self.received
         self._due = set(self.received)
 
     def arrive(self, root: Root, gradients: Sequence[torch.Tensor | None]) -> dict[Node, Gradients]:
@@ -218,14 +223,17 @@ class LocalGraph(Generic[Root]):
             leaves: Those that they lead to, and nothing else does that has a gradient.
             shared: Those of `nodes` that also lead to others.
         """
-        due: list[Any] = [node for node in self._due if node in nodes]  # of `_FromElsewhere`
+        due = [node for node in self._due if node in nodes]
         self._due.difference_update(due)
         edges = [e for e in self._gradients if e[0] in nodes and e[0] not in self._variables]
         if not edges:
-            return {node: (None,) * node.size for node in due}
+            return {node: (None,) * self._sizes[node] for node in due}
         gradients = tuple([self._gradients.pop(edge) for edge in edges])
         entries = [GradientEdge(node, 0) for node in leaves]
-        ends = (*[GradientEdge(node, n) for node in due for n in range(node.size)], *entries)
+        ends = (
+            *[GradientEdge(node, n) for node in due for n in range(self._sizes[node])],
+            *entries,
+        )
         got: dict[Node, Gradients] = {}
         notes = [n.register_hook(lambda _, g, n=n: got.update({n: g})) for n in shared]
         run = partial(_run, tuple(edges), gradients, self._retain or bool(shared), False, ends)
@@ -235,7 +243,7 @@ class LocalGraph(Generic[Root]):
             for note in notes:
                 note.remove()
         complete: dict[Node, Gradients] = {
-            node: tuple([next(captured) for _ in range(node.size)]) for node in due
+            node: tuple([next(captured) for _ in range(self._sizes[node])]) for node in due
         }
         for edge, gradient in zip(entries, captured, strict=True):
             self._add(edge, gradient)
@@ -279,32 +287,6 @@ class LocalGraph(Generic[Root]):
             if gradient is not None:
                 self.leaves[leaf] = gradient
 
-
-class _FromElsewhere(torch.autograd.Function):
-    """Where tensors of another process enter the graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.size = len(tensors)
-        return tuple(tensors)  # in a list they are no inputs, and the results no views of them
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        raise UsageError(
-            "these gradients belong to another process",
-            op="backward",
-            fix="Call dure.autograd.backward(context_id, [loss]) for a loss that remote calls "
-            "have part in, once, or with retain_graph=True.",
-        )
-
-
-_anchor = torch.empty(0, requires_grad=True)
-"""Makes the engine see results of `_FromElsewhere` as part of a graph."""
-
-_place: Any = super(torch.autograd.Function, _FromElsewhere).apply  # pyright: ignore
-"""`apply`, without what torch looks for and this project has not (torch.func)."""
 
 _one = torch.ones(())
 
