@@ -43,7 +43,7 @@ import numpy as np
 
 from dure.plan.constants import Constants
 
-__all__ = ["Column", "Jobs", "choose", "step_time"]
+__all__ = ["Column", "Jobs", "choose", "least", "most", "step_time"]
 
 Column = Any  # a number, or a numpy array with a number for each job
 
@@ -123,11 +123,12 @@ class Jobs:
         pp, layers = self.pp, self.layers
         scores = self.vocab * self.width / self.layer_parameters
         share = (layers + scores) / pp
-        less = layers - (pp - 1) * np.floor(share)
-        down = less + scores <= np.ceil(share)
-        first = np.minimum(choose(down, np.floor(share), np.ceil(share)), layers)
-        last = choose(down, less, np.maximum(layers - np.ceil((pp - 1) * share), 0.0))
-        alike = np.ceil(layers / (pp * self.parts)) * self.parts
+        below, above = share // 1, _rounded_up(share)
+        less = layers - (pp - 1) * below
+        down = less + scores <= above
+        first = least(choose(down, below, above), layers)
+        last = choose(down, less, most(layers - _rounded_up((pp - 1) * share), 0.0))
+        alike = _rounded_up(layers / (pp * self.parts)) * self.parts
         by_cost = (self.balanced > 0) & (pp > 1)
         return choose(by_cost, first, alike), choose(by_cost, last, alike)
 
@@ -142,6 +143,20 @@ def choose(flag: Column, yes: Column, no: Column) -> Column:
     return no + (yes - no) * flag
 
 
+def least(a: Column, b: Column) -> Column:
+    """Return the smaller."""
+    return choose(a < b, a, b)
+
+
+def most(a: Column, b: Column) -> Column:
+    """Return the larger."""
+    return choose(a > b, a, b)
+
+
+def _rounded_up(a: Column) -> Column:
+    return -(-a // 1)
+
+
 def step_time(jobs: Jobs, c: Constants) -> dict[str, Column]:
     """Return the seconds of a step by what they are spent on (`data/terms.toml`).
 
@@ -152,8 +167,8 @@ def step_time(jobs: Jobs, c: Constants) -> dict[str, Column]:
     ends, message = _ends(jobs, c), _message(jobs, c)
     each = sum(layer.values())
     first, last = jobs.stages
-    stage = np.maximum(first * each, last * each + ends)
-    others = np.maximum(jobs.layers * each + ends - stage, 0) + (jobs.pp - 1) * message
+    stage = most(first * each, last * each + ends)
+    others = most(jobs.layers * each + ends - stage, 0) + (jobs.pp - 1) * message
     own = jobs.held(first)
     return {name: seconds * per_rank * n for name, seconds in layer.items()} | {
         "ends": (stage - per_rank * each) * n,
@@ -288,7 +303,7 @@ def _data_parallel(jobs: Jobs, c: Constants, own: Column, stage: Column) -> Colu
     """Seconds of gradients and sharded parameters that do not hide behind computing."""
     gradients, weights = own * jobs.grad_bytes, own * jobs.param_bytes
     n, shard = jobs.replicas, jobs.shard
-    near = np.minimum(np.maximum(jobs.node_size / jobs.tp, 1.0), n)  # tp's ranks come first
+    near = least(most(jobs.node_size / jobs.tp, 1.0), n)  # tp's ranks come first
     latency, each = _collective(jobs, c, n, near)
     scatter, gather = latency + each * gradients, latency + each * weights
     backward = stage * 2 / 3 * jobs.bucketed
@@ -328,7 +343,7 @@ def _collective(jobs: Jobs, c: Constants, n: Column, near: Column) -> tuple[Colu
         n: Ranks.
         near: How many of them share a node, if there are as many.
     """
-    near = np.minimum(np.maximum(near, 1.0), np.minimum(n, jobs.node_size))
+    near = least(most(near, 1.0), least(n, jobs.node_size))
     nodes, doublings = n / near, np.log2(near)
     to_others = choose(jobs.efa, c.efa_latency, c.net_latency) * (1 + doublings)
     latency = c.link_latency * doublings + to_others * (nodes - 1) ** c.net_growth

@@ -10,7 +10,7 @@ from math import gcd
 import numpy as np
 
 from dure.errors import UsageError
-from dure.plan.cost import Jobs
+from dure.plan.cost import Column, Jobs, choose, least, most
 from dure.plan.jobs import Job
 from dure.plan.machines import Machine
 
@@ -24,8 +24,8 @@ parameters between forward and backward); parameters too; those within a node.""
 
 RECOMPUTED = ("none", "selective", "full")
 
-_AXES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp"}
-_AXES.update(interleaved="parts", mb="microbatch")
+_OTHER_AXES = {"tp": "tp", "cp": "cp", "pp": "pp", "interleaved": "parts", "mb": "microbatch"}
+_AXES = dict.fromkeys(("dp", *STRATEGIES), "dp") | _OTHER_AXES
 _MOST_PARTS = 2
 _LARGEST_MICROBATCH = 32
 
@@ -93,7 +93,7 @@ class Layout:
         found = Layout()
         for word in filter(None, text.replace(" ", "").split(",")):
             name, _, value = word.partition("=")
-            axis, number = "dp" if name in STRATEGIES else _AXES.get(name), value or "1"
+            axis, number = _AXES.get(name), value or "1"
             if name == "recompute" and value in RECOMPUTED:
                 found = replace(found, recompute=value)
             elif axis is not None and number.isdecimal() and int(number):
@@ -104,27 +104,18 @@ class Layout:
                     "a layout has no such part",
                     op=_OP,
                     seen=repr(word),
-                    fix=f"Write it as the table does: {', '.join((*STRATEGIES, *_AXES))} with a "
+                    fix=f"Write it as the table does: {', '.join(_AXES)} with a "
                     f"number, recompute with one of {', '.join(RECOMPUTED)}.",
                 )
-        return replace(found, microbatches=_microbatches(found, job))
-
-
-def _microbatches(layout: Layout, job: Job) -> int:
-    """Return how many a step has.
-
-    Raises:
-        UsageError: The batch is not divided.
-    """
-    each = layout.dp * layout.microbatch
-    if job.sequences % each:
-        raise UsageError(
-            "the batch is not divided by dp times the microbatch",
-            op=_OP,
-            seen=f"{job.sequences} sequences, dp={layout.dp}, mb={layout.microbatch}",
-            fix=f"Take dp * mb that divides {job.sequences}.",
-        )
-    return job.sequences // each
+        each = found.dp * found.microbatch
+        if job.sequences % each:
+            raise UsageError(
+                "the batch is not divided by dp times the microbatch",
+                op=_OP,
+                seen=f"{job.sequences} sequences, dp={found.dp}, mb={found.microbatch}",
+                fix=f"Take dp * mb that divides {job.sequences}.",
+            )
+        return replace(found, microbatches=job.sequences // each)
 
 
 def layouts(job: Job, machine: Machine) -> list[Layout]:
@@ -208,14 +199,12 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
         raise UsageError(f"{gpu.name} has no products in 8 bits", op=_OP, fix="Take bf16.")
     is_cpu, single = gpu.kind == "cpu", job.precision == "fp32"
     names = ("dp", "tp", "cp", "pp", "parts", "microbatch", "microbatches")
-    axes = np.array([[getattr(layout, name) for name in names] for layout in chosen], dtype=float)
-    of = dict(zip(names, axes.T, strict=True))
-    zero = np.array([_ZERO[layout.strategy] for layout in chosen], dtype=float)
-    hybrid = np.array([layout.strategy == "hsdp" for layout in chosen])
-    near = np.maximum(machine.gpus_per_node // (of["tp"] * of["cp"]), 1) * of["cp"]
+    of = {name: _column([getattr(layout, name) for layout in chosen]) for name in names}
+    strategy = _column([STRATEGIES.index(layout.strategy) for layout in chosen])
+    near = most(machine.gpus_per_node // (of["tp"] * of["cp"]), 1) * of["cp"]
     replicas = of["dp"] * of["cp"]
-    shard = np.where(zero >= 2, np.where(hybrid, np.minimum(near, replicas), replicas), 1.0)
-    recompute = np.array([RECOMPUTED.index(layout.recompute) for layout in chosen])
+    sharing = choose(strategy == STRATEGIES.index("hsdp"), least(near, replicas), replicas)
+    recompute = _column([RECOMPUTED.index(layout.recompute) for layout in chosen])
     peak = gpu.fp8_tflops if job.precision == "fp8" else gpu.bf16_tflops
     same = {
         "layers": model.layers,
@@ -253,8 +242,8 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
         same
         | of
         | {
-            "zero": zero,
-            "shard": shard,
+            "zero": least(strategy, 3.0),
+            "shard": choose(strategy >= 2, sharing, 1.0),
             "sp": of["tp"] > 1,
             "once": of["pp"] > 1,  # a schedule's backward passes only add
             "recompute": recompute == 2,
@@ -263,4 +252,6 @@ def columns(job: Job, machine: Machine, chosen: Sequence[Layout]) -> Jobs:
     )
 
 
-_ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}
+def _column(values: Sequence[int]) -> Column:
+    """Return an array, or of one layout its plain number, which is reckoned with much faster."""
+    return np.array(values, dtype=float) if len(values) > 1 else float(values[0])

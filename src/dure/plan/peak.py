@@ -7,10 +7,8 @@ libraries of a GPU take is added (constants `kept`, `context`).
 
 from __future__ import annotations
 
-import numpy as np
-
 from dure.plan.constants import Constants
-from dure.plan.cost import Column, Jobs, choose
+from dure.plan.cost import Column, Jobs, choose, least
 from dure.plan.memory import SCORE_BYTES, kept_elements
 
 __all__ = ["peak_memory"]
@@ -52,7 +50,7 @@ def _gathered(jobs: Jobs, own: Column) -> Column:
     Parameters of two layers and the ends, or all where zero is 2 or there is a pipeline; gradients
     that are added up over microbatches.
     """
-    some = np.minimum(jobs.held(2.0), own)
+    some = least(jobs.held(2.0), own)
     held = choose((jobs.zero == 2) | (jobs.pp > 1), own, some) * (1 - jobs.shared)
     added_up = jobs.once * (jobs.microbatches > 1) * own
     return held * jobs.param_bytes + added_up * jobs.grad_bytes
@@ -74,6 +72,6 @@ def _activations(jobs: Jobs, c: Constants, layers: Column, is_last: bool) -> Col
     again = jobs.recompute
     stage = layers * (again * inputs + (1 - again) * each)
     interleaved = 1 + (jobs.parts > 1) * (jobs.pp - 1) / (jobs.pp * jobs.parts)
-    live = 1.0 if is_last else np.minimum(jobs.microbatches, jobs.pp) * interleaved
+    live = 1.0 if is_last else least(jobs.microbatches, jobs.pp) * interleaved
     one_layer = (again > 0) * 2 * whole / jobs.tp  # computed again, and its gradients
     return jobs.tokens * jobs.param_bytes * (stage * live + one_layer)

@@ -29,6 +29,7 @@ _OP = "plan layouts"
 _SAME = 0.005
 """Layouts whose times differ by less are ordered by simplicity."""
 
+_SHOWN = 20  # rows whose pipelines are simulated; the command shows fewer
 _SIMULATED_MICROBATCHES = 4  # for each rank of a pipeline; the rest only repeats
 
 
@@ -165,8 +166,7 @@ def plan(job: Job, machine: Machine, *, everything: bool = False, changes: bool 
         raise _nothing_fits(found)
     order = found.fitting if everything else found.first_of_meshes(found.fitting)
     rows = [found.row(int(i)) for i in order]
-    shown = [_simulated(row, job, machine) for row in rows[:20]]
-    rows = sorted(shown, key=lambda row: row.seconds * (1 + _SAME)) + rows[20:]
+    rows[:_SHOWN] = [_simulated(row) for row in rows[:_SHOWN]]
     rows.sort(key=lambda row: (round(np.log(row.seconds) / _SAME), _complexity(row.layout)))
     ties = sum(row.high >= rows[0].low for row in rows)
     return Plan(
@@ -249,21 +249,20 @@ def costed(job: Job, machine: Machine, layout: Layout) -> Row:
             op=_OP,
             seen=f"{layout} has {layout.ranks} ranks, the machine {machine.ranks}",
         )
-    return _simulated(_Costed(job, machine, [layout]).row(0), job, machine)
+    return _simulated(_Costed(job, machine, [layout]).row(0))
 
 
 def _complexity(layout: Layout) -> tuple[int, int, int, int]:
     """Order layouts that are equally fast: fewer axes, nothing recomputed, less sharing first."""
-    axes = sum(n > 1 for n in (layout.tp, layout.cp, layout.pp))
     return (
-        axes,
+        sum(n > 1 for n in (layout.tp, layout.cp, layout.pp)),
         RECOMPUTED.index(layout.recompute) + (layout.parts > 1),
         layout.tp * layout.cp * layout.pp,
         len(layout.strategy),
     )
 
 
-def _simulated(row: Row, job: Job, machine: Machine) -> Row:
+def _simulated(row: Row) -> Row:
     """Return a row with its pipeline simulated instead of computed in closed form."""
     layout = row.layout
     if layout.pp == 1:
@@ -440,14 +439,12 @@ _FITTED = {"nodes": 420, "width": 20_480, "length": 262_144}
 
 def _warnings(job: Job, machine: Machine) -> list[str]:
     """Return where a job is outside what the constants were fitted to."""
-    found: list[str] = []
-    for what, value in (
-        ("nodes", machine.nodes),
-        ("width", job.model.width),
-        ("length", job.model.length),
-    ):
-        if value > _FITTED[what]:
-            found.append(f"{what} {value:,} is beyond what was measured ({_FITTED[what]:,})")
+    asked = {"nodes": machine.nodes, "width": job.model.width, "length": job.model.length}
+    found = [
+        f"{what} {value:,} is beyond what was measured ({_FITTED[what]:,})"
+        for what, value in asked.items()
+        if value > _FITTED[what]
+    ]
     if job.model.width < 768 and machine.gpu.kind != "cpu":
         found.append(f"width {job.model.width} is below what was measured (768)")
     if machine.gpu.kind == "b200":
