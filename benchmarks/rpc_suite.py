@@ -197,10 +197,8 @@ class FaultyTransport:
 
     def _again(self, to: int) -> None:
         """Send what was lost once more, as after a connection that broke."""
-        agent: Any = self._agent
-        with agent.lock:
-            agent.directory.again(to)
-        agent._flush()
+        with self._agent.step():
+            self._agent.directory.again(to)
 
 
 class FaultyFixture(Fixture):

@@ -466,13 +466,14 @@ class Contexts:
     def _wait(self, run: _Pass) -> None:
         """Wait until a pass is over; run what gradients set off that come."""
         while True:
-            if run.ticket.done:
-                run.ticket = self._agent.transport.ticket()  # before it looks
             while run.arrivals:
                 run.arrivals.popleft()()
             if run.over:
                 return
-            self._agent.transport.wait(run.ticket, 60.0)
+            if run.ticket.done:
+                run.ticket = self._agent.transport.ticket()  # and look again before waiting
+            else:
+                self._agent.transport.wait(run.ticket, 60.0)
 
     def waits(self, backward: PassId, arrival: Callable[[], None]) -> bool:
         """Whether a thread waits in that backward pass; it then runs what gradients set off."""

@@ -41,7 +41,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 Root = TypeVar("Root", bound=Hashable)
 
 _COPIED_BYTES = 64 << 10
-"""Gradients of leaves are handed over, which costs a node, and not copied, if they have more."""
+"""Gradients of leaves are copied; with more, or sparse ones, they are handed over, by a node."""
 
 _change = threading.Condition()
 _aside: dict[int, int] = {}
@@ -78,7 +78,8 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Return where the gradient of a tensor enters its graph; in grad mode."""
     if tensor.grad_fn is not None:
         return GradientEdge(tensor.grad_fn, tensor.output_nr)
-    # What is computed of a leaf leads to its node, and without torch's dispatcher that is soonest.
+    # What is computed of a leaf leads to its node; here without torch's dispatcher, and without
+    # Python's lock, for which another thread may wait that has a lock of the leaf's.
     return GradientEdge(*_alone(tensor).grad_fn.next_functions[0])
 
 
@@ -277,7 +278,8 @@ class LocalGraph(Generic[Root]):
         if not edges:
             return
         leaves = [self._variables[edge.node] for edge in edges]
-        if sum([each.numel() * each.itemsize for each in gradients]) > _COPIED_BYTES:
+        nbytes = sum([each.numel() * each.itemsize for each in gradients])
+        if nbytes > _COPIED_BYTES or any(each.is_sparse for each in gradients):
             with torch.enable_grad():
                 edges = (edge_of(_Handing.apply(gradients, *map(_alias, leaves))),)
             gradients = [_one]
