@@ -118,6 +118,31 @@ def test_what_is_covered_is_hidden_but_for_interference():
     assert shown == pytest.approx(0.25 * moved, rel=1e-3)
 
 
+def test_gradients_in_buckets_hide_behind_the_backward_pass():
+    # 4 replicas in a node: 880,000 bytes twice 3/4 over 10 GB/s, 0.13 ms; the backward pass 1.1 ms.
+    seen = 880_000 * 1.5 / 1e10
+    c = FREE.replaced({"overlap": 1.0})
+    assert time_of(c, dp=4)["dp"] == pytest.approx(seen)
+    assert time_of(c, dp=4, bucketed=1)["dp"] < seen / 1000
+    assert time_of(dp=4, bucketed=1)["dp"] == pytest.approx(seen)  # nothing of it hides
+
+
+def test_the_latency_of_two_nodes_doubles_with_the_first_doubling_of_ranks_in_each():
+    c = FREE.replaced({"net_latency": 1e-3, "net_growth": 1.0, "link_latency": 1e-4})
+    bytes_of_two = 880_000 / 1e9  # an all-reduce of 2 ranks, twice a half through a card
+    assert time_of(c, dp=2, node_size=1)["dp"] == pytest.approx(bytes_of_two + 2 * 1e-3)
+    of_four = 880_000 / 1e10 + bytes_of_two / 2
+    assert time_of(c, dp=4, node_size=2)["dp"] == pytest.approx(of_four + 2 * (2e-3 + 1e-4))
+
+
+def test_a_number_and_a_column_of_it_give_the_same():
+    job = JOB | {"layers": 9, "pp": 2, "balanced": 1, "dp": 4, "tp": 2, "zero": 3, "shard": 4}
+    for found in (step_time, peak_memory):
+        plain = found(Jobs(job), Constants.load())
+        columns = found(Jobs.of([job, JOB]), Constants.load())
+        assert {name: each[0] for name, each in columns.items()} == pytest.approx(plain)
+
+
 def test_a_bubble_is_the_other_stages_once_and_less_with_more_parts():
     # 8 layers, no vocabulary to speak of: a stage of 2 layers takes a quarter of all.
     job = {"layers": 8, "pp": 4, "microbatches": 16, "vocab": 1e-6}
@@ -189,6 +214,20 @@ def test_a_recomputed_layer_keeps_its_input_and_one_layer_is_computed_again():
     token = 2 * (600 + 2 + 200 + 10 + 800)
     found = memory_of(layers=4, recompute=1)["activations"]
     assert found == pytest.approx(1000 * (4 * 2 * 100 + 2 * token))
+
+
+def test_what_stays_with_cheap_operators_recomputed_and_with_inputs_gathered_again():
+    token = 2 * (600 + 2 + 200 + 10 + 800)
+    c = FREE.replaced({"selective": 0.25, "gathered": 1.0})
+    assert memory_of(c, tp=1, selective=1, regathers=1)["activations"] == 1000 * token / 4
+    # Two inputs of width 100 are gathered for 2 ranks.
+    both = memory_of(c, tp=2)["activations"], memory_of(c, tp=2, regathers=1)["activations"]
+    assert both == pytest.approx((1000 * (token / 2 + 2 * 200), 1000 * token / 2))
+
+
+def test_a_score_takes_twelve_bytes_on_the_rank_that_has_the_loss():
+    assert memory_of()["scores"] == 12 * 1000 * 1000
+    assert memory_of(pp=2, layers=8, microbatches=4)["scores"] == 0  # the first rank is fuller
 
 
 def test_gradients_of_fsdp_are_whole_while_they_are_added_up():
