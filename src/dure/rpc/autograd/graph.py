@@ -279,7 +279,8 @@ class LocalGraph(Generic[Root]):
             return
         leaves = [self._variables[edge.node] for edge in edges]
         nbytes = sum([each.numel() * each.itemsize for each in gradients])
-        if nbytes > _COPIED_BYTES or any(each.is_sparse for each in gradients):
+        handed = nbytes > _COPIED_BYTES or any(each.is_sparse for each in gradients)
+        if handed and all(leaf.layout is torch.strided for leaf in leaves):  # others: no aliases
             with torch.enable_grad():
                 edges = (edge_of(_Handing.apply(gradients, *map(_alias, leaves))),)
             gradients = [_one]
