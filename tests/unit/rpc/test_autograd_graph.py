@@ -179,3 +179,14 @@ def test_a_leaf_is_set_aside_by_one_thread_at_a_time() -> None:
             assert not got.is_set()
     assert got.wait(30.0)
     thread.join()
+
+
+def test_a_sparse_leaf_gets_its_gradient_however_large() -> None:
+    leaf = torch.sparse_coo_tensor(
+        [[5], [7]], [1.0], (300, 300), requires_grad=True, check_invariants=True
+    )
+    gradient = torch.sparse_coo_tensor([[5], [7]], [3.0], (300, 300), check_invariants=True)
+    graph = LocalGraph({"root": [edge_of(leaf)]}, {})
+    graph.arrive("root", [gradient])
+    assert graph.leaves[leaf].to_dense().nonzero().tolist() == [[5, 7]]
+    assert graph.leaves[leaf].to_dense()[5, 7].item() == 3.0
