@@ -182,10 +182,12 @@ def test_a_leaf_is_set_aside_by_one_thread_at_a_time() -> None:
 
 
 def test_a_sparse_leaf_gets_its_gradient_however_large() -> None:
-    leaf = torch.sparse_coo_tensor(
-        [[5], [7]], [1.0], (300, 300), requires_grad=True, check_invariants=True
+    indices = torch.tensor([[5], [7]])
+    leaf, gradient = (
+        torch.sparse_coo_tensor(indices, torch.tensor([value]), (300, 300), check_invariants=True)
+        for value in (1.0, 3.0)
     )
-    gradient = torch.sparse_coo_tensor([[5], [7]], [3.0], (300, 300), check_invariants=True)
+    leaf.requires_grad_()
     graph = LocalGraph({"root": [edge_of(leaf)]}, {})
     graph.arrive("root", [gradient])
     assert graph.leaves[leaf].to_dense().nonzero().tolist() == [[5, 7]]
