@@ -432,14 +432,14 @@ def worst(rows: list[Row], predicted: dict[int, tuple[float, float]], source: st
 def speed(rows: list[Row]) -> None:
     """Print how many layouts a second the closed form predicts."""
     jobs, c = Jobs.of([row.job for row in rows] * 8), Constants.load()
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(3):
         predict(jobs, c)
-    together = (time.perf_counter() - start) / 3 / 8
-    start = time.perf_counter()
+    together = (time.process_time() - start) / 3 / 8
+    start = time.process_time()
     for row in rows:
         predict(Jobs(row.job), c)
-    singly = time.perf_counter() - start
+    singly = time.process_time() - start
     print(
         f"\nclosed form, layouts/s on one core: {len(rows) / singly:,.0f} singly, "
         f"{len(rows) / together:,.0f} as columns"

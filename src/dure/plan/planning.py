@@ -234,7 +234,7 @@ class _Costed:
 
 def _at(i: int, column: Column) -> float:
     """Return a number of a column, or the only one that there is."""
-    return float(column[i] if np.ndim(column) else column)
+    return float(column[i] if isinstance(column, np.ndarray) else column)
 
 
 def costed(job: Job, machine: Machine, layout: Layout) -> Row:
