@@ -1,6 +1,7 @@
 """The program of examples/llm, on meshes of all axes: the losses of one rank, to 1e-10.
 
-Twelve meshes that have every pair of axes; all that 1, 2, 4 and 8 ranks can form are run by
+Twelve meshes that have every pair of axes, for as many steps as show what the optimizer has made
+of gradients and of its state; all that 1, 2, 4 and 8 ranks can form, for longer, are run by
 `pytest -m slow tests/ranks/test_llm.py`.
 """
 
@@ -21,19 +22,19 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llm"))
 
 import train  # pyright: ignore[reportMissingImports]
 
-STEPS, PATIENCE_S = 10, 150.0
+STEPS, FEW_STEPS, PATIENCE_S = 10, 4, 150.0
 Losses = list[tuple[float, float]]
 BASE: Any = train.Flags(dtype="float64", steps=STEPS, microbatches=2, batch=16)
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
-def losses(flags: Any) -> list[Losses]:
+def losses(flags: Any, steps: int) -> list[Losses]:
     """Return each rank's losses and norms."""
     n = math.prod(getattr(flags, axis) for axis in train.AXES)
 
     def run(_: int) -> Losses:
         trainer = train.Trainer(flags)
-        return [trainer.train() for _ in range(STEPS)]
+        return [trainer.train() for _ in range(steps)]
 
     return run_ranks(n, run, timeout=PATIENCE_S)
 
@@ -41,12 +42,13 @@ def losses(flags: Any) -> list[Losses]:
 @pytest.fixture(scope="module")
 def expected() -> Losses:
     """Return what one rank finds."""
-    return losses(BASE)[0]
+    return losses(BASE, STEPS)[0]
 
 
 def check(sizes: tuple[int, ...], schedule: str, expected: Losses) -> None:
+    """Train as many steps as are expected."""
     flags = replace(BASE, **dict(zip(train.AXES, sizes, strict=True)), schedule=schedule)
-    for found in losses(flags):
+    for found in losses(flags, len(expected)):
         for (loss, norm), (wanted, length) in zip(found, expected, strict=True):
             assert loss == pytest.approx(wanted, abs=1e-10)
             assert norm == pytest.approx(length, rel=1e-5)
@@ -76,7 +78,7 @@ def test_one_rank_learns(expected: Losses) -> None:
 def test_a_mesh_finds_what_one_rank_finds(
     sizes: tuple[int, ...], schedule: str, expected: Losses
 ) -> None:
-    check(sizes, schedule, expected)
+    check(sizes, schedule, expected[:FEW_STEPS])
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,8 @@ def test_a_job_goes_on_with_another_mesh(
         n = math.prod(sizes.get(axis, 1) for axis in train.AXES)
         return run_ranks(n, one, timeout=PATIENCE_S)[-1]
 
-    found = run(before, 4) + run(after, 3)
-    assert [loss for loss, _ in found] == pytest.approx([x for x, _ in expected[:7]], abs=1e-10)
+    found = run(before, 2) + run(after, 2)
+    assert [loss for loss, _ in found] == pytest.approx([x for x, _ in expected[:4]], abs=1e-10)
 
 
 def all_meshes() -> list[tuple[tuple[int, ...], str]]:

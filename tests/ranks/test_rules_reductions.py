@@ -24,10 +24,12 @@ TRUTH = torch.tensor([[True, False, True], [True, True, True], [False, False, Fa
 @pytest.mark.parametrize("x", [X, FEW, torch.tensor(2.5, dtype=torch.float64, requires_grad=True)])
 @pytest.mark.parametrize("name", ["sum", "mean"])
 def test_sums_and_means(name, x):
-    check(lambda x: getattr(x, name)(), x, terms=["sum", "avg"])
-    check(lambda x: getattr(x, name)(dim=0), x, terms=["sum"])
-    check(lambda x: getattr(x, name)(dim=-1, keepdim=True), x)
-    check(lambda x: getattr(x, name)(dim=(0, -1)) if x.ndim > 1 else x.sum(), x, terms=["avg"])
+    def reduced(x):
+        of = getattr(x, name)
+        several = of(dim=(0, -1)) if x.ndim > 1 else x.sum()
+        return of(), of(dim=0), of(dim=-1, keepdim=True), several
+
+    check(reduced, x, terms=["sum", "avg"])
 
 
 def test_sums_that_cast():
@@ -85,17 +87,22 @@ def test_truth(x):
 
 @pytest.mark.parametrize("x", [X, FEW])
 def test_variances(x):
-    check(lambda x: (x.var(0), x.std(), x.std(-1, correction=0, keepdim=True)), x, most=20)
-    check(lambda x: [*torch.var_mean(x, 0), *torch.std_mean(x)], x, most=20)
-    check(lambda x: (x.logsumexp(0), x.logsumexp((0, 1), keepdim=True)), x, most=20)
+    def variances(x):
+        found = [x.var(0), x.std(), x.std(-1, correction=0, keepdim=True)]
+        found += [*torch.var_mean(x, 0), *torch.std_mean(x)]
+        return [*found, x.logsumexp(0), x.logsumexp((0, 1), keepdim=True)]
+
+    check(variances, x, most=20)
 
 
 @pytest.mark.parametrize("order", [2, 1, 3.5, 0.5, 0, -1, math.inf, -math.inf])
 @pytest.mark.parametrize("x", [X, FEW])
 def test_norms(x, order):
-    check(lambda x: torch.linalg.vector_norm(x, order), x, terms=["sum"], most=20)
-    check(lambda x: torch.linalg.vector_norm(x, order, 0), x, most=20)
-    check(lambda x: torch.linalg.vector_norm(x, order, (0, 1), keepdim=True), x, most=20)
+    def norms(x):
+        of = torch.linalg.vector_norm
+        return of(x, order), of(x, order, 0), of(x, order, (0, 1), keepdim=True)
+
+    check(norms, x, terms=["sum"], most=16)
 
 
 def test_a_norm_does_not_overflow_on_the_way():

@@ -56,6 +56,7 @@ def test_tree_comes_back_as_it_was(value):
 NESTED = st.recursive(
     LEAVES,
     lambda inner: st.dictionaries(KEYS, inner) | st.dictionaries(KEYS, inner).map(OrderedDict),
+    max_leaves=12,
 )
 
 

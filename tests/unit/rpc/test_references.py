@@ -228,12 +228,10 @@ OVERTAKEN = [(0, 0), (12, 0), (8, 0), (17, 1), (8, 1), (8, 0), (20, 1025), (19, 
 """A reference comes before the call that makes its value, and is dropped before it."""
 
 
-@settings(max_examples=2000, deadline=None)
-@given(st.integers(2, 4), st.lists(MOVES, min_size=20, max_size=80))
-@example(2, OVERTAKEN)
-def test_never_freed_early_and_always_freed_at_last(
-    size: int, moves: list[tuple[int, int]]
-) -> None:
+HISTORIES = given(st.integers(2, 4), st.lists(MOVES, min_size=20, max_size=80))
+
+
+def check_history(size: int, moves: list[tuple[int, int]]) -> None:
     world = World(size)
     world.own(0)
     world.create(1, 0)
@@ -241,6 +239,22 @@ def test_never_freed_early_and_always_freed_at_last(
         world.move(kind, number)
         world.check()
     world.finish()
+
+
+@settings(max_examples=300, deadline=None)
+@HISTORIES
+@example(2, OVERTAKEN)
+def test_never_freed_early_and_always_freed_at_last(
+    size: int, moves: list[tuple[int, int]]
+) -> None:
+    check_history(size, moves)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@HISTORIES
+def test_never_freed_early_in_many_histories(size: int, moves: list[tuple[int, int]]) -> None:
+    check_history(size, moves)
 
 
 def processes(number: int) -> list[References]:
