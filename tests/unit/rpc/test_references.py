@@ -251,7 +251,7 @@ def test_never_freed_early_and_always_freed_at_last(
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=4_000, deadline=None)
 @HISTORIES
 def test_never_freed_early_in_many_histories(size: int, moves: list[tuple[int, int]]) -> None:
     check_history(size, moves)
