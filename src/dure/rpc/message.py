@@ -20,7 +20,6 @@ alone; with a list of what may be called (`allow`), nothing else is looked up.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import io
 import pickle
@@ -33,6 +32,7 @@ import msgspec
 import torch
 
 from dure import native
+from dure.comm.codes import dtype_code, dtype_name
 from dure.errors import RpcError
 from dure.rpc.memory import INLINE_BYTES
 from dure.rpc.references import RefId, Token
@@ -188,7 +188,7 @@ def pack_plain(
         return Packed(Body(pickled, (), rows, place, inline, function, referred), (), (tensor,))
     row = TensorRow(
         memory=0,
-        dtype=_name_of_dtype(tensor.dtype),
+        dtype=dtype_name(dtype_code(tensor.dtype)),
         shape=tuple(tensor.shape),
         stride=tensor.stride(),
         offset=0,
@@ -385,7 +385,7 @@ class _Pickler(pickle.Pickler):
             self._seen[number] = min(begin, first * size), max(end, (last + 1) * size)
         row = TensorRow(
             memory=number,
-            dtype=_name_of_dtype(plain.dtype),
+            dtype=dtype_name(dtype_code(plain.dtype)),
             shape=tuple(plain.shape),
             stride=plain.stride(),
             offset=int(plain.storage_offset()),
@@ -478,11 +478,6 @@ class _Careful(_PutsIn, pickle._Unpickler):  # pyright: ignore
         super().load_build()  # pyright: ignore
 
     dispatch[pickle.BUILD[0]] = load_build
-
-
-@functools.cache
-def _name_of_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
