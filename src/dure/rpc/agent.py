@@ -5,8 +5,9 @@ thread of the callee that has a slot, and run there; the answer has the same num
 once, by whatever takes it out of the table first: its answer, its timeout, a connection that broke
 (it may have run, and is not sent again), or the callee's death.
 
-Threads: one lock guards all tables. Nothing is sent, and no code of the program's runs, with it
-held: what a step leaves to be done is put on a list, and done after (`step`).
+Threads: one lock guards all tables; figures for people are counted without it. Nothing is sent, and
+no code of the program's runs, with it held: what a step leaves to be done is put on a list, and
+done after (`step`).
 """
 
 from __future__ import annotations
@@ -619,12 +620,10 @@ class Agent:
 
     def _reply(self, call: Envelope, kind: Kind, packed: Packed, tag: GradientTag | None) -> None:
         peer = self.directory.get(call.sender)
-        try:
+        with suppress(PeerLost):
             if peer is not None:
                 self._send(peer, kind, call.number, packed, tag)
                 return
-        except PeerLost:
-            pass
         self.values.not_sent(packed.body.references)
 
     # --- what must arrive --------------------------------------------------------------------

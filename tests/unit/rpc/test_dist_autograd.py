@@ -345,3 +345,20 @@ def test_contexts_do_not_nest_and_have_the_numbers_of_their_process(cluster: Clu
             RpcError, match=f"Could not find autograd context with id: {context_id}"
         ):
             autograd._retrieve_context(context_id)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_shutdown_ends_a_backward_pass(cluster: Cluster) -> None:
+    with cluster.on(0) as agent, autograd.context() as context_id:
+        x = leaf(2.0)
+        y = api.rpc_sync("worker1", multiply, (x, x))
+        cluster.network.hold(1, 0)
+
+        def close() -> None:
+            wait_until(lambda: contexts(cluster, 0).counts[1] == 1)
+            agent.close()
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        with pytest.raises(RpcError, match="shut down during this backward pass"):
+            autograd.backward(context_id, [y.sum()])
+        closing.join()

@@ -472,8 +472,8 @@ class Contexts:
                 return
             if run.ticket.done:
                 run.ticket = self._agent.transport.ticket()  # and look again before waiting
-            else:
-                self._agent.transport.wait(run.ticket, 60.0)
+            elif not self._agent.transport.wait(run.ticket):
+                raise RpcError("RPC was shut down during this backward pass", op="backward")
 
     def waits(self, backward: PassId, arrival: Callable[[], None]) -> bool:
         """Whether a thread waits in that backward pass; it then runs what gradients set off."""
