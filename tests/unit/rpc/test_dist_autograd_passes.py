@@ -62,7 +62,7 @@ class Port:
     def complete(self, ticket: Any) -> None:
         ticket.set()
 
-    def wait(self, ticket: Any, seconds: float) -> bool:
+    def wait(self, ticket: Any, seconds: float = 60.0) -> bool:
         while not ticket.done:
             assert self.network.pump(), "nothing is under way, and somebody waits"
         return True
