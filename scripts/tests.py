@@ -9,9 +9,9 @@ ended; a last line adds them up. Where the arguments name tests, these are run, 
 On a machine that others use as well, one test of thousands can fail by chance. With
 `--second-look`, where at most `MOST` have failed, each is run again, alone, `TIMES` times in a row:
 if it passes every time it is *unsteady*. Unsteady tests are named at the end, and do not fail the
-run. All else does: more failures than that, one that comes again, an error outside of a test (what
-a module leaves behind shows there, and not in a test that runs alone), and whatever ends pytest
-before its end.
+run. All else does: more failures than that, one that comes again, an error outside of a test that
+failed (what a module leaves behind shows there, and not in a test that runs alone), and whatever
+ends pytest before its end.
 """
 
 from __future__ import annotations
@@ -60,12 +60,23 @@ class Half:
         if self._report.exists():
             for suite in ElementTree.parse(self._report).iter("testsuite"):
                 found += Counter({k: int(suite.get(k, 0)) for k in _WORDS})
+                found["errors"] -= _errors_of_failed(suite)
         return found
 
     def failed(self) -> list[str]:
         """Return the tests that failed."""
         kept = self._cache / "v/cache/lastfailed"
         return sorted(json.loads(kept.read_text())) if kept.exists() else []
+
+
+def _errors_of_failed(suite: ElementTree.Element) -> int:
+    """Count the errors after tests that had failed already: what they left behind."""
+    names: dict[str, list[tuple[str | None, str | None]]] = {"failure": [], "error": []}
+    for case in suite.iter("testcase"):
+        for word, found in names.items():
+            if case.find(word) is not None:
+                found.append((case.get("classname"), case.get("name")))
+    return sum(name in names["failure"] for name in names["error"])
 
 
 _WORDS = ("tests", "failures", "errors", "skipped")

@@ -97,3 +97,22 @@ say("good")
     with running((code,)) as (program,):
         assert line(program) == "good"
         output(program)
+
+
+def test_a_child_just_forked_does_not_keep_the_port() -> None:
+    """A child that has not yet run a line of Python: C's `fork` calls none of Python's hooks."""
+    code = """
+import ctypes, signal
+master = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+child = ctypes.PyDLL(None).fork()
+if child == 0:
+    while True: signal.pause()
+try:
+    master.close()
+    TCPStore("127.0.0.1", master.port, is_master=True, timeout=timedelta(seconds=20))
+finally:
+    os.kill(child, signal.SIGKILL)
+say("good")
+"""
+    with running((code,)) as (program,):
+        assert output(program) == "good"

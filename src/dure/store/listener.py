@@ -6,13 +6,14 @@ which one it is, and who connects early waits in the kernel. ZeroMQ takes the so
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import dataclass
 
 from dure.errors import StoreError
 from dure.store.address import Address, check_not_wildcard
 
-__all__ = ["BACKLOG", "Listener", "listen"]
+__all__ = ["BACKLOG", "Listener", "listen", "stop_listening"]
 
 BACKLOG = 4096
 """How many connections may wait to be accepted."""
@@ -52,3 +53,13 @@ def listen(address: Address) -> Listener:
     port = sock.getsockname()[1]
     bound = Address(family=address.family, ip=address.ip, port=port)
     return Listener(endpoint=bound.endpoint, port=port, fd=sock.detach())
+
+
+def stop_listening(fd: int) -> None:
+    """Close a listening socket and free its port, even if a process just forked has it still.
+
+    Closing alone would leave the port taken until the child has run far enough to close its copy.
+    ZeroMQ must have closed the socket before: it does not expect one that no longer listens.
+    """
+    with socket.socket(fileno=fd) as sock, contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -32,7 +32,7 @@ from dure.errors import DureError, StoreError
 from dure.store.board import Answer, Board
 from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
-from dure.store.listener import Listener
+from dure.store.listener import Listener, stop_listening
 from dure.store.router import GuardedRouter, Guarding
 from dure.store.tracker import close_inherited
 from dure.store.wire import Reply, frames_of, join, pack, read_request
@@ -162,7 +162,10 @@ class StoreServer:
             self._stopping = True
             self._peers.tidy(float("inf"))
             self._guarded.close()
+            listening = os.dup(self._listen_fd) if self._listen_fd >= 0 else -1
             self._close_sockets()
+            if listening >= 0:
+                stop_listening(listening)
             _servers.discard(self)  # last, so that whoever does not find it finds a free port
 
     @property

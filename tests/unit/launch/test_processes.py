@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def test_rank_that_cannot_be_watched_is_not_left_running(
     assert not os.path.exists(f"/proc/{started[0]}")
 
 
+def has_become(pid: int, name: str) -> None:
+    """Wait for the end of an `exec`, within which a process has no environment."""
+    process = Path(f"/proc/{pid}")
+    while not (
+        process.joinpath("comm").read_text().strip() == name
+        and process.joinpath("environ").read_bytes()
+    ):
+        time.sleep(0.001)
+
+
 def test_detached_process_that_dies_to_the_launcher_is_reaped() -> None:
     script = "setsid sh -c 'echo $$; exec sleep 60' & read line"
     pipe = subprocess.PIPE
@@ -80,6 +91,7 @@ def test_detached_process_that_dies_to_the_launcher_is_reaped() -> None:
         rank.stdin.close()
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # and its child is ours
         job = JobProcesses((rank.pid,), "a job", below=os.getpid())
+        has_become(detached, "sleep")
         assert [p.pid for p in job.others()] == [detached]
         assert job.signal(detached, signal.SIGKILL)
         os.waitid(os.P_PID, detached, os.WEXITED | os.WNOWAIT)
