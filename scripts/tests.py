@@ -32,8 +32,11 @@ MOST = 3
 TIMES = 3
 TESTS_FAILED = 1  # pytest's own exit status; any other than 0 says that something else went wrong
 PYTEST = [sys.executable, "-m", "pytest"]
-WITH_PROCESSES = ["tests/procs", "tests/faults", "tests/security"]
-ALL_OTHERS = ["tests", *(f"--ignore={folder}" for folder in WITH_PROCESSES)]
+FOLDERS = ["tests/procs", "tests/faults", "tests/security"]
+# What waits for processes can be interrupted, so that a test that hangs fails and the rest go on;
+# thread-ranks in the engine cannot, and end pytest.
+WITH_PROCESSES = [*FOLDERS, "-o", "timeout_method=signal", "-o", "faulthandler_timeout=600"]
+ALL_OTHERS = ["tests", *(f"--ignore={folder}" for folder in FOLDERS)]
 
 
 class Half:
