@@ -30,8 +30,6 @@ _VALUES = {
     "dure.rpc.names": {"WorkerInfo"},
     "pathlib": {"PosixPath", "PurePosixPath"},
     "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "torch._utils": {"_rebuild_sparse_tensor"},
     "uuid": {"UUID"},
 }
 """Names that make plain values, and run nothing of the program's."""

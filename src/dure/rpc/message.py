@@ -10,9 +10,9 @@ Most messages have only plain values, and at most one tensor and one reference, 
 They need no pickler of ours (`pack_plain`): the places of these two among the values are told, and
 a small tensor is packed by the engine.
 
-A sparse (COO) tensor is its indices and its values. Tensors of other kinds (compressed, quantized,
-subclasses) are pickled in torch's own way; their parts are tensors again. Tensors of other devices
-are copied through the host.
+A sparse tensor is its indices and its values, which are checked when it is made; one of the meta
+device has no memory. Tensors of other kinds (quantized, subclasses) are pickled in torch's own way;
+their parts are tensors again. Tensors of other devices are copied through the host.
 
 Unpickling runs code of the sender's choice. Messages come from authenticated processes of the job
 alone; with a list of what may be called (`allow`), nothing else is looked up.
@@ -55,6 +55,15 @@ _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 _NOWHERE, _PICKLED = -1, -2
 """In place of a tensor's place: there is none; objects of any kind, and tensors, are pickled."""
 
+_PARTS = {
+    "sparse_coo": ("_indices", "_values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+"""Of each sparse layout, the methods that return its parts."""
+
 _ALIGNED = 64
 """Where the part of a memory that is sent may begin, in bytes: good for elements of every type."""
 
@@ -62,7 +71,7 @@ _ALIGNED = 64
 class TensorRow(msgspec.Struct, array_like=True, frozen=True):
     """A tensor of a message."""
 
-    memory: int  # its number
+    memory: int  # its number, if it has one of its own
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -72,6 +81,7 @@ class TensorRow(msgspec.Struct, array_like=True, frozen=True):
     device: str = "cpu"  # the receiver's
     parts: tuple[int, ...] = ()  # of a sparse one, indices and values: tensors before this one
     coalesced: bool = False
+    layout: str = ""  # of a sparse one
 
 
 class ReferenceRow(msgspec.Struct, array_like=True, frozen=True):
@@ -275,36 +285,48 @@ def rebuild(body: Body, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     Raises:
         ValueError: A tensor does not fit its memory.
-        RuntimeError: A sparse tensor has indices outside of its shape.
+        RuntimeError: A sparse tensor has indices outside of its shape, or that are none.
     """
     if body.inline:
         tensor = native.unpack_tensor(body.inline)
         return [tensor.requires_grad_() if body.inline[0] else tensor]
     made: list[torch.Tensor] = []
     for row in body.tensors:
-        if row.parts:
-            made.append(_rebuild_sparse(row, made))
+        tensor = _rebuild_sparse(row, made) if row.parts else _rebuild(row, memories)
+        if row.parameter:
+            made.append(torch.nn.Parameter(tensor, requires_grad=row.requires_grad))
         else:
-            made.append(_rebuild(row, memories[row.memory]))
+            made.append(tensor.requires_grad_(row.requires_grad))
     return made
 
 
 def _rebuild_sparse(row: TensorRow, before: Sequence[torch.Tensor]) -> torch.Tensor:
-    indices, values = (before[number] for number in row.parts)
-    return torch.sparse_coo_tensor(
-        indices,
+    values = before[row.parts[-1]]
+    # Copies: other tensors of the message may see that memory, and change what was checked.
+    indices = [before[number].clone() for number in row.parts[:-1]]
+    if len(row.parts) != len(_PARTS.get(row.layout, ())):
+        raise ValueError(f"no tensor: {row}")
+    if row.layout == "sparse_coo":
+        return torch.sparse_coo_tensor(
+            indices[0], values, row.shape, is_coalesced=row.coalesced, check_invariants=True
+        )
+    return torch.sparse_compressed_tensor(
+        indices[0],
+        indices[1],
         values,
         row.shape,
-        requires_grad=row.requires_grad,
-        is_coalesced=row.coalesced,
+        layout=getattr(torch, row.layout),
         check_invariants=True,
     )
 
 
-def _rebuild(row: TensorRow, memory: torch.Tensor) -> torch.Tensor:
+def _rebuild(row: TensorRow, memories: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = getattr(torch, row.dtype)
     if not isinstance(dtype, torch.dtype) or len(row.shape) != len(row.stride):
         raise ValueError(f"no tensor: {row}")
+    if row.device == "meta":
+        return torch.empty_strided(row.shape, row.stride, dtype=dtype, device="meta")
+    memory = memories[row.memory]
     last = row.offset + sum(s * (n - 1) for n, s in zip(row.shape, row.stride, strict=True))
     inside = min((row.offset, *row.shape, *row.stride)) >= 0
     if not inside or (0 not in row.shape and (last + 1) * dtype.itemsize > memory.nbytes):
@@ -313,11 +335,7 @@ def _rebuild(row: TensorRow, memory: torch.Tensor) -> torch.Tensor:
     offset = begin // dtype.itemsize + row.offset
     tensor = torch.empty(0, dtype=dtype)
     tensor.set_(storage, offset, row.shape, row.stride)  # pyright: ignore[reportCallIssue]
-    if row.device != "cpu":
-        tensor = tensor.to(row.device)
-    if row.parameter:
-        return torch.nn.Parameter(tensor, requires_grad=row.requires_grad)
-    return tensor.requires_grad_(row.requires_grad)
+    return tensor if row.device == "cpu" else tensor.to(row.device)
 
 
 def _tensor(number: int) -> torch.Tensor:
@@ -351,12 +369,15 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            if obj.layout is torch.sparse_coo and type(obj) is torch.Tensor:
-                self._add_sparse(obj)
-                return _tensor, (len(self._rows) - 1,)
-            if type(obj) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(obj):
+            if type(obj) not in (torch.Tensor, torch.nn.Parameter):
                 return NotImplemented
-            self._add(obj)
+            layout = str(obj.layout).removeprefix("torch.")
+            if layout in _PARTS:
+                self._add_sparse(obj, layout)
+            elif _is_plain(obj):
+                self._add(obj)
+            else:
+                return NotImplemented
             return _tensor, (len(self._rows) - 1,)
         if self._referring is not None and isinstance(obj, self._referring):
             self.references.append(obj.pack_reference(self._to))
@@ -364,9 +385,12 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _add(self, tensor: torch.Tensor) -> None:
-        device = "cpu"
+        device = tensor.device.type
         plain = tensor.detach()
-        if tensor.device.type != "cpu":
+        if device == "meta":
+            self._append(tensor, plain, -1, device)
+            return
+        if device != "cpu":
             if self._device_there is None:
                 raise ValueError(f"a tensor on {tensor.device}, for which there is no device map")
             device, plain = self._device_there(tensor.device), plain.cpu()
@@ -383,8 +407,11 @@ class _Pickler(pickle.Pickler):
             last = first + sum(s * (n - 1) for n, s in spread)
             begin, end = self._seen[number]
             self._seen[number] = min(begin, first * size), max(end, (last + 1) * size)
+        self._append(tensor, plain, number, device)
+
+    def _append(self, tensor: torch.Tensor, plain: torch.Tensor, memory: int, device: str) -> None:
         row = TensorRow(
-            memory=number,
+            memory=memory,
             dtype=dtype_name(dtype_code(plain.dtype)),
             shape=tuple(plain.shape),
             stride=plain.stride(),
@@ -396,11 +423,12 @@ class _Pickler(pickle.Pickler):
         self._rows.append(row)
         self._sources.append(tensor)
 
-    def _add_sparse(self, tensor: torch.Tensor) -> None:
+    def _add_sparse(self, tensor: torch.Tensor, layout: str) -> None:
         plain = tensor.detach()
         rows = self._rows
-        self._add(plain._indices())
-        self._add(plain._values())
+        parts = [getattr(plain, name)() for name in _PARTS[layout]]
+        for part in parts:
+            self._add(part)
         row = TensorRow(
             memory=-1,
             dtype=rows[-1].dtype,
@@ -408,9 +436,11 @@ class _Pickler(pickle.Pickler):
             stride=(),
             offset=0,
             requires_grad=tensor.requires_grad,
+            parameter=isinstance(tensor, torch.nn.Parameter),
             device=rows[-1].device,
-            parts=(len(rows) - 2, len(rows) - 1),
-            coalesced=plain.is_coalesced(),
+            parts=tuple(range(len(rows) - len(parts), len(rows))),
+            coalesced=layout == "sparse_coo" and plain.is_coalesced(),
+            layout=layout,
         )
         rows.append(row)
         self._sources.append(tensor)
@@ -427,7 +457,7 @@ class _Pickler(pickle.Pickler):
             memories.append(seen)
         rows = self._rows
         for number, row in enumerate(rows):
-            if row.parts:
+            if row.memory < 0:
                 continue
             before = begins[row.memory] // getattr(torch, row.dtype).itemsize
             offset = row.offset - before if 0 not in row.shape else 0
@@ -492,9 +522,4 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is memory with a shape and strides, and nothing else."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and tensor.device.type != "meta"
-        and not tensor.is_nested
-    )
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested

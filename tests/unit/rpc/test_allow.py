@@ -50,6 +50,16 @@ def test_tensors_and_objects_of_allowed_classes_arrive() -> None:
     assert (counter.number, tensor.tolist()) == (3, [0, 1, 2])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_without_memory_and_compressed_ones_arrive() -> None:
+    """torch's own way to pickle these names functions that check nothing."""
+    meta, csr = arrive((torch.empty(2, device="meta"), torch.eye(2).to_sparse_csr()), MODULE)
+    assert (meta.device.type, meta.shape, csr.layout) == ("meta", (2,), torch.sparse_csr)
+    for name in ("_rebuild_sparse_tensor", "_rebuild_meta_tensor_no_storage"):
+        with pytest.raises(RpcError, match="does not let others call"):
+            MODULE.find("torch._utils", name)
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -52,10 +52,15 @@ def arrive(packed: Packed, **how: Any) -> Any:
         lambda: torch.tensor([True, False]),
         lambda: torch.eye(3).to_sparse(),
         lambda: torch.sparse_csr_tensor([0, 1, 2], [1, 0], [3.0, 4.0], (2, 2)),
+        lambda: torch.sparse_csc_tensor([0, 1, 2], [1, 0], [3.0, 4.0], requires_grad=True),
+        lambda: torch.arange(16.0).reshape(4, 4).to_sparse_bsr((2, 2)),
+        lambda: torch.arange(16.0).reshape(4, 4).to_sparse_bsc((1, 2)),
+        lambda: torch.nn.Parameter(torch.eye(2).to_sparse_csr()),
+        lambda: torch.nn.Parameter(torch.eye(2).to_sparse()),
         lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.5, 2, torch.quint8),
         lambda: torch.arange(2.0, requires_grad=True),
         lambda: torch.nn.Parameter(torch.arange(2.0), requires_grad=False),
-        lambda: torch.empty(3, device="meta"),
+        lambda: torch.empty(3, 2, device="meta", requires_grad=True).t().detach(),
     ],
 )
 def test_tensors_of_every_kind(make: Callable[[], torch.Tensor]) -> None:
@@ -67,6 +72,47 @@ def test_tensors_of_every_kind(make: Callable[[], torch.Tensor]) -> None:
         same = (got.to_dense() if got.layout != torch.strided else got).detach()
         wanted = (tensor.to_dense() if tensor.layout != torch.strided else tensor).detach()
         assert torch.equal(same, wanted)
+
+
+def broken(tensor: torch.Tensor, part: str) -> torch.Tensor:
+    getattr(tensor, part)().fill_(10**12)
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (torch.Tensor.to_sparse, "_indices"),
+        (torch.Tensor.to_sparse_csr, "crow_indices"),
+        (torch.Tensor.to_sparse_csr, "col_indices"),
+        (torch.Tensor.to_sparse_csc, "ccol_indices"),
+        (lambda tensor: tensor.to_sparse_bsr((1, 1)), "col_indices"),
+        (lambda tensor: tensor.to_sparse_bsc((1, 1)), "row_indices"),
+    ],
+)
+def test_a_sparse_tensor_with_wild_indices_is_refused_before_it_is_used(
+    make: Callable[[torch.Tensor], torch.Tensor], part: str
+) -> None:
+    packed = pack([broken(make(torch.eye(2)), part)])
+    with pytest.raises(RuntimeError):
+        arrive(packed)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_no_other_tensor_of_a_message_sees_the_indices_that_were_checked() -> None:
+    sparse = torch.eye(2).to_sparse_csr()
+    got, indices = travel([sparse, sparse.col_indices()])
+    indices.fill_(10**12)
+    assert got.col_indices().tolist() == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_torch_keeps_no_list_of_the_sparse_tensors_that_came() -> None:
+    kept = torch._utils._sparse_tensors_to_validate  # pyright: ignore
+    before = len(kept)
+    travel([torch.eye(2).to_sparse_csr(), torch.eye(2).to_sparse()])
+    assert len(kept) == before
 
 
 def test_shared_memory_is_shared_and_what_nobody_sees_stays() -> None:
@@ -163,6 +209,9 @@ def test_references_packed_before_an_error_are_told() -> None:
     assert [row.ref for row in raised.value.references] == [(1, 5)]  # pyright: ignore
 
 
+FITS = TensorRow(0, "float32", (2,), (1,), 0)
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -173,11 +222,12 @@ def test_references_packed_before_an_error_are_told() -> None:
         TensorRow(0, "float32", (2, 2), (1,), 0),
         TensorRow(0, "nn", (2,), (1,), 0),
         TensorRow(0, "float64", (2**40,), (2**40,), 0),
+        TensorRow(-1, "float32", (2,), (), 0, parts=(0, 0), layout="float32"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(row: TensorRow) -> None:
     with pytest.raises(ValueError, match="tensor"):
-        rebuild(Body(tensors=(row,)), [torch.zeros(16, dtype=torch.uint8)])
+        rebuild(Body(tensors=(FITS, row)), [torch.zeros(16, dtype=torch.uint8)])
 
 
 PACKED = native.pack_tensor(torch.ones(2, 3), 64, False) or b""
