@@ -27,6 +27,7 @@ from dure.testing import ProcessPool
 from dure.testing.pool import start_server
 from procs.relay import Relay
 from procs.rpc_echo import Answer, Echo, digest, echo, numbered
+from waiting import until
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
 
@@ -210,7 +211,7 @@ def one_of_many(url: str, rank: int, world_size: int, pipe: Connection) -> None:
     assert not pipe.poll(2.0)
     pipe.send(time.process_time() - busy)
     pipe.recv()  # all have been idle
-    agent.transport.close()
+    agent.transport.close(known=True)
     pipe.send(agent.broke)
 
 
@@ -326,6 +327,34 @@ def test_a_process_that_is_killed_is_lost_to_all_and_no_call_hangs(
     pid, _ = start_victim(url, 2, 3, shared)
     how = "signal 9 (SIGKILL)" if shared else ""
     assert process_pool(2).run(murder, url, shared, pid) == [how, how]
+
+
+def leaving(rank: int, url: str, shared: bool) -> None:
+    agent = echo(url, rank, 2, shared_memory=shared)
+    got = list[bytes]()
+
+    def leave(_: int, question: Answer) -> Answer:
+        for number in range(300):  # more than a ring holds: some through the other way
+            agent.ask(0, b"note %d" % number + b"x" * 1000)
+        agent.transport.close()
+        return question
+
+    agent.functions[b"leave"] = leave
+    agent.functions[b"note"] = lambda _, question: (got.append(question[0]), question)[1]
+    if rank == 0:
+        with pytest.raises((PeerLost, RpcError)):  # its connection may break first
+            agent.get(1, b"leave")
+        assert agent.end_of(1) == "it left"
+        with pytest.raises(PeerLost):
+            agent.transport.send(1, Envelope(Kind.CALL, agent.me), [])
+        until(lambda: len(got) == 300, "what it has sent before")
+    dure.barrier()  # until here it lives on
+    agent.transport.close()
+
+
+@both
+def test_who_leaves_and_lives_on_is_lost(process_pool, url: str, shared: bool) -> None:
+    process_pool(2).run(leaving, url, shared)
 
 
 def far_away(rank: int, url: str) -> tuple[str, str]:

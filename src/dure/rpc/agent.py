@@ -816,8 +816,8 @@ class Agent:
         """Return what others still hold of this process, and this process of others."""
         return self.values.held({worker.id: worker.name for worker in self.workers})
 
-    def close(self) -> None:
-        """End: nothing is received any more, calls under way raise."""
+    def close(self, known: bool = False) -> None:
+        """End: calls under way raise; `known` to all, so that nobody need be told (`Transport`)."""
         with self.lock:
             if self.closed:
                 return
@@ -825,7 +825,7 @@ class Agent:
             calls = self.calls.all()
         for call in calls:
             self._fail(call, _closed())
-        self.transport.close()
+        self.transport.close(known)
         self.timers.close()
         self._board.close()
         self._recorder.close()

@@ -134,14 +134,16 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     agent = current()
     if timeout < 0:
         raise UsageError("a timeout is 0 or more seconds", op="shutdown", seen=str(timeout))
+    together = False
     try:
         if graceful:
             (wait_all_workers if agent.static else wait_for_own)(agent, timeout)
+            together = agent.static
             for held in agent.held():
                 _log.info("at the end of RPC the program still holds %s", held)
     finally:
         set_current(None)
-        agent.close()
+        agent.close(known=together)
         if not recording():
             signals.remove()
 

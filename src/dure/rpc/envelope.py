@@ -167,6 +167,9 @@ class Transport(Protocol):
         """Have one of the transport's threads run something, as if it were a call."""
         ...
 
-    def close(self) -> None:
-        """End: nothing is received any more; returns when no call runs, or soon."""
+    def close(self, known: bool = False) -> None:
+        """End: nothing is received any more; returns when no call runs, or soon.
+
+        The others are told, unless it is `known` to all that this process ends now.
+        """
         ...

@@ -7,7 +7,7 @@ membership* a process joins and leaves at any time.
 What changes is a *log* in the store, `event/0`, `event/1`, ...: whoever has something to say writes
 it at the end, by compare-and-set, so that all read the same, in the same order; who wants to join
 reads it all before, and so knows whether its name is free. A fixed world of one host needs no log,
-for there the kernel tells of deaths.
+for there the kernel tells of deaths, and who leaves tells each (`transport`).
 
 An id is never used again: a process that was given up stays so, and who comes again under its name
 has another id.
@@ -29,7 +29,7 @@ from dure.rpc.names import WorkerInfo
 from dure.store.base import Store
 from dure.store.identity import Identity, alive
 
-__all__ = ["Peer", "Peers"]
+__all__ = ["LEFT", "Peer", "Peers"]
 
 _NAMED_S = 15.0
 """How long a name is waited for whose last owner, on another host, is perhaps gone."""
@@ -37,7 +37,8 @@ _NAMED_S = 15.0
 _LOOK_S = 0.1
 _CLOSE_S = 5.0
 _LONG = timedelta(hours=1)
-_LEFT = "it left"
+LEFT = "it left"
+"""How a process is gone that ended RPC, and lives on perhaps."""
 
 _log = logging.getLogger("dure.rpc")
 
@@ -87,11 +88,14 @@ class Peers:
         known: The processes that are there.
         logged: Whether there is a log.
 
+    Attributes:
+        logged: The same.
+
     Threads: all methods may be called from any thread.
     """
 
     def __init__(self, store: Store, own_id: int, known: Sequence[Peer], logged: bool) -> None:
-        self._store, self.own_id, self._logged = store, own_id, logged
+        self._store, self.own_id, self.logged = store, own_id, logged
         self._lock = threading.Lock()
         self._by_id = {peer.id: peer for peer in known}
         self._gone: dict[int, str] = {}
@@ -165,14 +169,14 @@ class Peers:
 
     def find(self, id: int) -> Peer | None:
         """Return the process with an id, also one that is gone; None: there never was one."""
-        if id not in self._by_id and self._logged:
+        if id not in self._by_id and self.logged:
             self._read()
         return self._by_id.get(id)
 
     def named(self, name: str) -> Peer | None:
         """Return the process with a name; None: there is none."""
         found = next((peer for peer in self.all() if peer.name == name), None)
-        if found is None and self._logged:
+        if found is None and self.logged:
             self._read()
             found = next((peer for peer in self.all() if peer.name == name), None)
         return found
@@ -192,7 +196,7 @@ class Peers:
         for peer in there:
             if peer.id != self.own_id:
                 joined(peer)
-        if self._logged:
+        if self.logged:
             self._thread = threading.Thread(
                 target=self._wait, args=(joined, gone), name="dure-rpc-peers", daemon=True
             )
@@ -200,7 +204,7 @@ class Peers:
 
     def give_up(self, id: int, how: str) -> None:
         """Tell the others that a process is gone for good; returns at once."""
-        if self._logged and not self._closed:
+        if self.logged and not self._closed:
             event = _Event(gone=id, how=how)
             threading.Thread(target=self._append, args=(event,), daemon=True).start()
 
@@ -209,8 +213,8 @@ class Peers:
         if self._closed:
             return
         self._closed = True
-        if self._logged:
-            self._append(_Event(gone=self.own_id, how=_LEFT))
+        if self.logged:
+            self._append(_Event(gone=self.own_id, how=LEFT))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
 

@@ -236,6 +236,10 @@ class Sockets:
         way.queue.append((body, memories))
         self._leave(way)
 
+    def leads_to(self, peer: int) -> bool:
+        """Whether something was sent to a process."""
+        return peer in self._ways
+
     def finish(self, peer: int, then: Callable[[], None]) -> None:
         """Call `then` in the sockets' thread, when all was read that a process has sent.
 
@@ -295,7 +299,10 @@ class Sockets:
     def _is_over(self) -> bool:
         if self._ends_at is None:
             return False
-        waits = any(way.open and (way.queue or way.frame) for way in self._ways.values())
+        waits = any(
+            (way.queue or way.frame) and (way.open or (way.near and way.socket is not None))
+            for way in self._ways.values()
+        )
         return not (waits or self._left) or time.monotonic() >= self._ends_at
 
     def _patience_ms(self) -> int:

@@ -9,7 +9,8 @@ goes through a socket; nobody ever waits for a receiver.
 **Between hosts** all goes through sockets (`sockets`).
 
 **Who is gone.** The kernel tells of processes of this host, by their pidfds. Processes of other
-hosts are gone when they cannot be reached for a while, or when others say so (`peers`). Before the
+hosts are gone when they cannot be reached for a while, or when others say so (`peers`). Who leaves
+and lives on says so itself: in the log, or, where there is none, in a last message. Before the
 program is told, what came from the process is read; a message that some thread holds in its hands
 at that moment is dropped, as if it had never arrived.
 """
@@ -35,7 +36,7 @@ from dure import native
 from dure.errors import PeerLost
 from dure.rpc.envelope import Completion, Envelope, Receiver, Transport, Waiter, Work
 from dure.rpc.memory import INLINE_BYTES, Memory, bytes_of, describe, give, own, take
-from dure.rpc.peers import Peer, Peers
+from dure.rpc.peers import LEFT, Peer, Peers
 from dure.rpc.sockets import Sockets, Told
 from dure.rpc.workers import Workers
 from dure.store.identity import start_of
@@ -49,6 +50,7 @@ _RINGS = 16
 _BUSY = 64  # messages to a process, after which a ring is asked for where there are many processes
 _OWN = b"\xc0"  # stands in the inbox for a message of this process to itself
 _ELSEWHERE = -1  # the kind of an envelope whose only memory holds the envelope
+_LEAVING = -2  # the kind of an envelope whose sender sends no more
 
 _CLOSE_S = 1.0  # for calls that run when the process leaves
 
@@ -186,18 +188,31 @@ class HostTransport(Transport, Told):
     def submit(self, work: Work) -> None:
         self._workers.submit(work)
 
-    def close(self) -> None:
+    def close(self, known: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
         self._workers.close()
         self._workers.join(_CLOSE_S)
+        if not (known or self.peers.logged):
+            for way in list(self._ways.values()):
+                if way.lost is None:
+                    self._take_leave(way)
         self._sockets.close()
         self.peers.close()
         self._leave()
         _kept.append(self._inbox)
         for way in self._ways.values():
             way.outbox = way.process = None
+
+    def _take_leave(self, way: _Way) -> None:
+        """Tell a process that this one leaves, after all else."""
+        peer, envelope = way.peer, Envelope(_LEAVING, self._id)
+        if self._sockets.leads_to(peer.id):  # what is in its ring it reads first, but not these
+            self._sockets.send(peer.id, peer.endpoint, way.near, _encode(envelope), ())
+        else:
+            with suppress(PeerLost):
+                self.send(peer.id, envelope, ())
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -232,7 +247,7 @@ class HostTransport(Transport, Told):
             self.peers.give_up(way.peer.id, how)
 
     def _lost(self, id: int, how: str) -> None:
-        """Others say that a process is gone, or that this one is; told by the peers' thread."""
+        """Others, or itself, say that a process is gone, or others that this one is."""
         if self._closed:
             return
         if id == self._id:
@@ -244,8 +259,12 @@ class HostTransport(Transport, Told):
         if way is None:  # gone before this process came: it has sent us nothing
             self._receiver.died(id, how)
             return
+        self._sockets.finish(id, lambda: self._finished(way, how))
+
+    def _finished(self, way: _Way, how: str) -> None:
+        """Take note that a process has left; it may live on, so its ring stays its own."""
         self._read_ring_of(way, ended=False)
-        self._sockets.finish(id, lambda: self._end(way, how))
+        self._end(way, how)
 
     def _read_ring_of(self, way: _Way, ended: bool) -> None:
         """Read what is in the rings now; free that of a process that has ended."""
@@ -310,6 +329,9 @@ class HostTransport(Transport, Told):
             if sender not in (None, envelope.sender):
                 raise ValueError(f"a message of {envelope.sender} from {sender}")
             if way.lost is not None:
+                return None
+            if envelope.kind == _LEAVING:
+                self._lost(way.peer.id, LEFT)
                 return None
             if envelope.kind == _ELSEWHERE:
                 there = envelope.memories[0]

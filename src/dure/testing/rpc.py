@@ -156,8 +156,8 @@ class LocalTransport:
         """Have something run by a thread, as if it were a call."""
         self._spawn(partial(self._run, work))
 
-    def close(self) -> None:
-        """End."""
+    def close(self, known: bool = False) -> None:
+        """End; the network tells nobody."""
         with self.network.lock:
             lives = self.network.transports.pop(self.id, None) is not None
         self.stop()
