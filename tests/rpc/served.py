@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from rpc.served_elsewhere import imported
 
-__all__ = ["Counter", "constant", "double", "imported"]
+__all__ = ["Colour", "Counter", "constant", "double", "imported", "settings"]
 
 constant = 3
+_settings = {"open": False}
+
+
+def settings() -> dict[str, bool]:
+    return _settings
+
+
+class Colour(Enum):
+    RED = "red"
 
 
 def double(number: int) -> int:

@@ -25,6 +25,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from enum import Enum
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -267,12 +268,12 @@ def unpack(
     pickled, place = body.pickled, body.place
     if not pickled:
         values = ()
-    elif find is not None or place == _PICKLED:
-        careful = find is not None and pickle.BUILD in pickled
-        kind = _Careful if careful else _Unpickler
-        values = kind(io.BytesIO(pickled), tensors, references, find).load()
+    elif place != _PICKLED:
+        values = pickle.loads(pickled) if find is None else _Plain(io.BytesIO(pickled)).load()
+    elif find is None:
+        values = _Unpickler(io.BytesIO(pickled), tensors, references).load()
     else:
-        values = pickle.loads(pickled)
+        values = _Careful(io.BytesIO(pickled), tensors, references, find).load()
     if place >= 0:
         values = (*values[:place], tensors[0], *values[place + 1 :])
     if body.referred >= 0:
@@ -466,26 +467,34 @@ class _Pickler(pickle.Pickler):
         return Packed(body, tuple(memories), tuple(self._sources))
 
 
+_MAKER = ("dure.rpc.remote_module", "_again")
+"""The one function that pickles call beside those that put tensors and references in."""
+
+_OLD = (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+"""Instructions that call, or find, by ways of their own; nothing is pickled with them."""
+
+
+class _Plain(pickle.Unpickler):
+    """Of plain values, which name nothing."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain value")
+
+
 class _PutsIn:
-    """Of unpicklers: puts tensors and references in, and looks names up."""
+    """Of unpicklers: puts tensors and references in."""
 
     def __init__(
-        self,
-        file: io.BytesIO,
-        tensors: Sequence[torch.Tensor],
-        references: Sequence[object],
-        find: Callable[[str, str], Any] | None,
+        self, file: io.BytesIO, tensors: Sequence[torch.Tensor], references: Sequence[object]
     ) -> None:
         super().__init__(file)  # pyright: ignore[reportCallIssue]
         self._own = {"_tensor": tensors.__getitem__, "_reference": references.__getitem__}
-        self._find = find
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == __name__ and global_name in self._own:
             return self._own[global_name]
-        if self._find is None:  # a bound method kept there would be a cycle, and keep the tensors
-            return super().find_class(module_name, global_name)  # pyright: ignore
-        return self._find(module_name, global_name)
+        # A bound method of this, kept in it, would be a cycle, and keep the tensors.
+        return super().find_class(module_name, global_name)  # pyright: ignore
 
 
 class _Unpickler(_PutsIn, pickle.Unpickler):
@@ -493,21 +502,102 @@ class _Unpickler(_PutsIn, pickle.Unpickler):
 
 
 class _Careful(_PutsIn, pickle._Unpickler):  # pyright: ignore
-    """The one of Python, which does not change classes, functions and references.
+    """The one of Python, which makes new values, and changes nothing that was there before.
 
-    A pickle may say what the attributes of an object are. What is allowed is called as it was
-    defined, though; and who has a reference has no other one.
+    A pickle is a program: it may call what it names, and set attributes and items of what that
+    returns. Here it calls classes, and what puts tensors, references and remote modules in. An
+    allowed function is called as the function of a message only, so what it returns is never in the
+    pickle's hands; named in a pickle it is an argument. Classes, functions, tensors, references and
+    members of enums are as they are found.
     """
 
     dispatch: ClassVar[Any] = {**pickle._Unpickler.dispatch}  # pyright: ignore
 
+    def __init__(
+        self,
+        file: io.BytesIO,
+        tensors: Sequence[torch.Tensor],
+        references: Sequence[object],
+        find: Callable[[str, str], Any],
+    ) -> None:
+        super().__init__(file, tensors, references)
+        self._find, self._makers = find, list(self._own.values())
+
+    def find_class(self, module: str, name: str) -> Any:  # pyright: ignore
+        if module == __name__ and name in self._own:
+            return self._own[name]
+        found = self._find(module, name)
+        if (module, name) == _MAKER:
+            self._makers.append(found)
+        return found
+
+    def load_reduce(self) -> None:
+        called = self.stack[-2]  # pyright: ignore
+        if not any(called is maker for maker in self._makers):
+            _check_class(called)
+        super().load_reduce()  # pyright: ignore
+
+    def load_newobj(self) -> None:
+        _check_class(self.stack[-2])  # pyright: ignore
+        super().load_newobj()  # pyright: ignore
+
+    def load_newobj_ex(self) -> None:
+        _check_class(self.stack[-3])  # pyright: ignore
+        super().load_newobj_ex()  # pyright: ignore
+
     def load_build(self) -> None:
-        target: Any = self.stack[-2]  # pyright: ignore
-        if isinstance(target, type | FunctionType) or hasattr(target, "pack_reference"):
-            raise pickle.UnpicklingError(f"attributes of {target!r} are not to be set")
+        _check_new(self.stack[-2])  # pyright: ignore
         super().load_build()  # pyright: ignore
 
-    dispatch[pickle.BUILD[0]] = load_build
+    def load_append(self) -> None:
+        _check_new(self.stack[-2])  # pyright: ignore
+        super().load_append()  # pyright: ignore
+
+    def load_setitem(self) -> None:
+        _check_new(self.stack[-3])  # pyright: ignore
+        super().load_setitem()  # pyright: ignore
+
+    def load_appends(self) -> None:
+        _check_new(self.metastack[-1][-1])  # pyright: ignore
+        super().load_appends()  # pyright: ignore
+
+    def load_setitems(self) -> None:
+        _check_new(self.metastack[-1][-1])  # pyright: ignore
+        super().load_setitems()  # pyright: ignore
+
+    def load_additems(self) -> None:
+        _check_new(self.metastack[-1][-1])  # pyright: ignore
+        super().load_additems()  # pyright: ignore
+
+    def load_others(self) -> None:
+        raise pickle.UnpicklingError("an instruction that pickles of protocol 5 do not have")
+
+    dispatch |= {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.NEWOBJ_EX[0]: load_newobj_ex,
+        pickle.BUILD[0]: load_build,
+        pickle.APPEND[0]: load_append,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.APPENDS[0]: load_appends,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.ADDITEMS[0]: load_additems,
+        **dict.fromkeys((code[0] for code in _OLD), load_others),
+    }
+
+
+def _check_class(called: object) -> None:
+    """Refuse what a pickle would call, if that is no class."""
+    if not isinstance(called, type):
+        raise pickle.UnpicklingError(f"{called!r} is not to be called by a pickle")
+
+
+def _check_new(target: object) -> None:
+    """Refuse what a pickle would change, if it was there before, or has been checked."""
+    if isinstance(target, type | FunctionType | Enum | torch.Tensor) or hasattr(
+        target, "pack_reference"
+    ):
+        raise pickle.UnpicklingError(f"attributes and items of {target!r} are not to be set")
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import io
 import operator
 import os
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ def arrive(value: object, allowed: Allowed) -> Any:
 
 
 MODULE = Allowed([served])
+PICKLED = pack([]).body.place
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,8 @@ def test_a_forged_pickle_runs_nothing() -> None:
     buffer = io.BytesIO()
     Pickler(buffer, protocol=2).dump(Forged())
     with pytest.raises(RpcError, match=r"posix\.system"):
+        unpack(Body(buffer.getvalue(), place=PICKLED), [], find=MODULE.find)
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.system is no plain value"):
         unpack(Body(buffer.getvalue()), [], find=MODULE.find)
 
 
@@ -147,8 +150,65 @@ def test_what_is_allowed_stays_as_it_is_defined(name: str) -> None:
     pickled = b"c" + served.__name__.encode() + b"\n" + name.encode() + b"\n" + state + b"b."
     before = getattr(served, name).__doc__
     with pytest.raises(pickle.UnpicklingError, match="not to be set"):
-        unpack(Body(pickled), [], find=MODULE.find)
+        unpack(Body(pickled, place=PICKLED), [], find=MODULE.find)
     assert getattr(served, name).__doc__ == before
+
+
+class Forged:
+    """Pickled as a call, and as what is done to its result."""
+
+    def __init__(self, *reduced: object) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        Forged(served.settings, (), None, None, iter([("open", True)])),
+        Forged(served.settings, (), {"open": True}),
+        Forged(served.settings, ()),
+        Forged(served.Colour, ("red",), {"number": 2}),
+    ],
+)
+def test_a_pickle_does_not_change_what_lives_here(forged: Forged) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"not to be (called|set)"):
+        arrive([forged], MODULE)
+    assert served.settings() == {"open": False}
+    assert not hasattr(served.Colour.RED, "number")
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"crpc.served\nsettings\n)\x81.",  # NEWOBJ of a function
+        b"crpc.served\nsettings\n)}\x92.",  # NEWOBJ_EX
+        b"(crpc.served\nsettings\no.",  # OBJ
+        b"(irpc.served\nsettings\n.",  # INST
+        b"\x82\x01.",  # EXT1
+        b"crpc.served\nCounter\nI1\na.",  # APPEND to a class
+        b"crpc.served\nCounter\n(I1\ne.",  # APPENDS
+        b"crpc.served\nCounter\n(I1\n\x90.",  # ADDITEMS
+        b"crpc.served\nCounter\nI1\nI2\ns.",  # SETITEM
+        b"crpc.served\nCounter\n(I1\nI2\nu.",  # SETITEMS
+        b"cdure.rpc.message\n_tensor\n(I0\ntRI0\nI2\ns.",  # SETITEM of a tensor
+    ],
+)
+def test_forged_instructions_are_refused(forged: bytes) -> None:
+    tensor = torch.zeros(1)
+    with pytest.raises(pickle.UnpicklingError, match=r"not to be|do not have"):
+        unpack(Body(forged, place=PICKLED), [tensor], find=MODULE.find)
+    assert tensor == 0
+
+
+def test_values_of_all_kinds_are_still_filled() -> None:
+    counter = served.Counter(4)
+    value = [[1, 2], {3, 4}, OrderedDict(a=[5]), {"b": 6}, deque([7]), served.Colour.RED, 8j]
+    *got, other, error = arrive([*value, counter, KeyError("nine")], MODULE)
+    assert got == value
+    assert (other.number, error.args) == (4, ("nine",))
 
 
 def test_what_rpc_calls_itself_is_named_by_no_pickle() -> None:
