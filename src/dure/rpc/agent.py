@@ -312,9 +312,6 @@ class Agent:
         kind = Kind.CALL if make is None else Kind.MAKE if what is not None else Kind.FETCH
         if what is not None:
             function = getattr(what[0], "__qualname__", None) or type(what[0]).__qualname__
-            packed = self._pack_call(*what, peer.info)
-        if self.values.gone:
-            self.values.forget_gone(but=peer.id)
         try:
             seconds = self.timeout if timeout < 0 else timeout
         except TypeError:
@@ -324,6 +321,10 @@ class Agent:
                 seen=repr(timeout),
                 fix="0 is none; leave it out for the default.",
             ) from None
+        if what is not None:
+            packed = self._pack_call(*what, peer.info)
+        if self.values.gone:
+            self.values.forget_gone(but=peer.id)
         call = Call(
             kind=kind,
             peer=peer,
@@ -338,9 +339,14 @@ class Agent:
             noted=self._recorder.begin(kind, peer.id, function, told is None),
         )
         tag = None
-        if self.gradients is not None:
-            tag = self.gradients.sending(peer.id, call.what, packed.sources)
-        if not self.calls.add(call, not here.serves):
+        try:
+            if self.gradients is not None:
+                tag = self.gradients.sending(peer.id, call.what, packed.sources)
+            is_under_way = self.calls.add(call, not here.serves)
+        except BaseException:  # Ctrl-C while waiting for room, too
+            self.values.not_sent(packed.body.references)
+            raise
+        if not is_under_way:
             self.values.not_sent(packed.body.references)
             self._end_at_once(call, self.lost(peer.id) or _closed())
             return call
@@ -365,10 +371,20 @@ class Agent:
         return self.result(call)
 
     def wait_until_told(self, call: Call) -> None:
-        """Wait until who wants to be told of a call's end has been; perhaps by this thread."""
-        call.awaited = True
-        self.transport.wait(call.ticket)
-        self._tell(call)
+        """Wait until who wants to be told of a call's end has been.
+
+        It may be this thread that tells, unless that runs code of the program's: what that waits
+        for may be what this thread does next.
+        """
+        call.awaited = call.quick
+        try:
+            self.transport.wait(call.ticket)
+            if call.quick:
+                self._tell(call)
+        finally:
+            call.awaited = False
+            if call.told is not None and call.outcome is not None:
+                self._submit(Completion(self._as_work(lambda _: self._tell(call))))
 
     def result(self, call: Call) -> Any:
         """Return the value that a call has ended with.
@@ -386,6 +402,13 @@ class Agent:
             return None
         return self._unpack(outcome)[0]
 
+    def failed(self, call: Call) -> Callable[[], Exception] | None:
+        """Return what makes the exception that the callee answered a call with, if it did."""
+        outcome = call.outcome
+        if isinstance(outcome, _Came) and outcome.envelope.kind == Kind.ERROR:
+            return partial(failures.decode, outcome.envelope.body.pickled)
+        return None
+
     def when_done(self, call: Call, told: Callable[[Call], None]) -> None:
         """Have somebody told of a call's end that nobody waits for."""
         call.told = told
@@ -397,15 +420,10 @@ class Agent:
     def _end(self, call: Call, outcome: _Came | Exception) -> Work | None:
         """End a call that is in no table any more; return what a worker must do for it."""
         call.outcome = outcome
-        is_error = isinstance(outcome, Exception)
-        self._recorder.end(call.noted, outcome if is_error else None)
+        self._recorder.end(call.noted, outcome if isinstance(outcome, Exception) else None)
         if call.told is None or call.awaited:
             self.transport.complete(call.ticket)
             return None
-        if call.quick and (is_error or outcome.envelope.body.is_plain):
-            work = Completion(self._tell, call)
-            work.quick = True
-            return work
         return Completion(self._as_work(lambda _: self._tell(call)))
 
     def _end_at_once(self, call: Call, outcome: _Came | Exception) -> None:
@@ -431,7 +449,6 @@ class Agent:
             told, call.told = call.told, None
         if told is not None:
             told(call)
-            self.transport.complete(call.ticket)
 
     def _fail(self, call: Call, error: Exception) -> None:
         """End a call without an answer, if it has not ended."""
@@ -541,13 +558,13 @@ class Agent:
         result = function(*values, **kwargs)
         del values, kwargs
         if hasattr(function, MARK):
-            if not isinstance(result, _Future):
-                raise RpcError(
-                    "Functions decorated with @rpc.async_function must return a "
-                    f"torch.futures.Future object, but got {result!r}"
-                )
             result = Later(result)
         if isinstance(result, Later):
+            if not isinstance(result.future, _Future):
+                raise RpcError(
+                    "Functions decorated with @rpc.async_function must return a "
+                    f"torch.futures.Future object, but got {result.future!r}"
+                )
             self._answer_later(envelope, result)
         else:
             self._answer(envelope, result)
@@ -586,9 +603,10 @@ class Agent:
             self._send_value(envelope, value)
 
     def _send_value(self, envelope: Envelope, value: Value) -> None:
+        if value.error is not None:
+            self._answer_error(envelope, value.error)
+            return
         try:
-            if value.error is not None:
-                raise value.error
             with self._serving(envelope.gradients):
                 self._answer(envelope, value.value)
         except BaseException as error:

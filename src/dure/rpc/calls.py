@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import copy
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,7 @@ class Call(msgspec.Struct, eq=False):
     """A call that was made.
 
     Attributes:
-        ticket: Done when the outcome is there, and, with `told`, when that has returned.
+        ticket: Done when the outcome is there; with `told`, when that says so.
         outcome: The message that came, or what went wrong.
         told: Called once with the call, by a thread that may run code of the program's.
         quick: Whether `told` runs no code of the program's, but for unpickling.
@@ -72,11 +74,14 @@ class Call(msgspec.Struct, eq=False):
 class CallFuture(torch.futures.Future[Any]):
     """A future of torch's whose waiting thread receives messages.
 
-    Callbacks run in a thread of RPC's that counts as one that runs a call, or in one that waits.
+    Callbacks run in a thread of RPC's that counts as one that runs a call. Those that C++ adds
+    (`torch.futures.collect_all`) are not known here: they may run in a thread that waits for this
+    very future.
     """
 
     agent: Agent
     call: Call
+    _ended: tuple[Any, Callable[[], BaseException] | None] | None = None  # value, or error
 
     def wait(self) -> Any:
         """Wait for the answer, and return the value.
@@ -86,7 +91,12 @@ class CallFuture(torch.futures.Future[Any]):
         """
         if not self.done():
             self.agent.wait_until_told(self.call)
-        return self.value() if self.done() else super().wait()
+        if self.done() or self._ended is None:
+            return super().wait()
+        value, failed = self._ended  # the callbacks still run
+        if failed is not None:
+            raise failed()
+        return value
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
         """Have something done with the future when it is done; see torch."""
@@ -99,14 +109,16 @@ class CallFuture(torch.futures.Future[Any]):
         super().add_done_callback(callback)
 
     def told(self, call: Call) -> None:
-        """Take the outcome of the call."""
+        """Take the outcome of the call; who waits goes on before callbacks run."""
+        value, failed = None, None
         try:
             value = self.agent.result(call)
-        except Exception as error:
-            self._set_unwrap_func(_raise_another)
-            self.set_result(error.with_traceback(None))
-        else:
-            self.set_result(value)
+        except BaseException as error:
+            failed = self.agent.failed(call) or partial(_another, error.with_traceback(None))
+            self._set_unwrap_func(_raise)
+        self._ended = value, failed
+        self.agent.transport.complete(call.ticket)
+        self.set_result(value if failed is None else failed)
 
 
 class Calls:
@@ -220,13 +232,20 @@ def _timeout(call: Call) -> RpcError:
     )
 
 
-def _raise_another(error: Exception) -> None:
-    """Raise an exception like the one that a future has.
+def _raise(failed: Callable[[], BaseException]) -> None:
+    """Raise a new exception for what a future has.
 
-    Were it raised itself, its traceback would hold the frames that hold the future, in a circle
+    Were it one and the same, its traceback would hold the frames that hold the future, in a circle
     through C++ that Python cannot see, so that neither they nor their tensors were ever freed.
     """
-    another = type(error).__new__(type(error), *error.args)
-    another.__dict__.update(error.__dict__)
+    raise failed()
+
+
+def _another(error: BaseException) -> BaseException:
+    """Return an exception like one that was raised here."""
+    try:
+        another = copy(error)
+    except Exception:  # one that cannot be made of its `args`
+        another = RpcError(f"{type(error).__module__}.{type(error).__qualname__}", seen=str(error))
     another.__cause__ = error.__cause__
-    raise another
+    return another

@@ -37,13 +37,7 @@ Work = Callable[..., None]
 
 
 class Completion(partial[None]):
-    """Work that needs no slot: calls that have one may wait for what it brings.
-
-    Attributes:
-        quick: Whether a thread that waits for something else may run it.
-    """
-
-    quick = False
+    """Work that needs no slot: calls that have one may wait for what it brings."""
 
 
 class Kind(IntEnum):
@@ -158,8 +152,8 @@ class Transport(Protocol):
 
         The thread receives messages meanwhile.
 
-        A call that it receives is left to other threads, and a thread that runs a call gives its
-        slot to another while it waits.
+        What it receives that may run code of the program's is left to other threads, and a thread
+        that runs a call gives its slot to another while it waits.
         """
         ...
 

@@ -248,7 +248,7 @@ class _Proxy:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._call, name)
 
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         sent = (self.rref, name, args, kwargs)
         if self._way == self.rref._agent.remote:  # pyright: ignore[reportPrivateUsage]
             kind = self.rref._get_type(self.rpc_timeout)  # pyright: ignore[reportPrivateUsage]

@@ -34,7 +34,7 @@ import torch
 
 from dure import native
 from dure.errors import PeerLost
-from dure.rpc.envelope import Completion, Envelope, Receiver, Transport, Waiter, Work
+from dure.rpc.envelope import Envelope, Receiver, Transport, Waiter, Work
 from dure.rpc.memory import INLINE_BYTES, Memory, bytes_of, describe, give, own, take
 from dure.rpc.peers import LEFT, Peer, Peers
 from dure.rpc.sockets import Sockets, Told
@@ -176,9 +176,7 @@ class HostTransport(Transport, Told):
                 if not isinstance(message, bytes):
                     break
                 work = self._sort(message)
-                if isinstance(work, Completion) and work.quick:
-                    work()
-                elif work is not None:
+                if work is not None:
                     self._workers.submit(work)
         finally:
             if aside:

@@ -9,11 +9,13 @@ Threads: the agent's lock guards the table and the state machine.
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,7 +48,17 @@ class Value:
     done: bool = False
     value: Any = None
     error: BaseException | None = None
+    trace: TracebackType | None = None  # of the error, as it was when it was raised
     watchers: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+
+def _trace(error: BaseException) -> TracebackType | None:
+    """Return where the program has raised an error, without what its frames would keep."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals["__name__"].startswith("dure.rpc."):
+        trace = trace.tb_next
+    traceback.clear_frames(trace)
+    return trace
 
 
 class Values:
@@ -84,6 +96,8 @@ class Values:
             if entry is None:
                 return  # nobody refers to it any more
             entry.value, entry.error, entry.done = value, error, True
+            if error is not None:
+                entry.trace = _trace(error)
             watchers, entry.watchers = entry.watchers, []
         for watcher in watchers:
             watcher()
@@ -104,7 +118,7 @@ class Values:
         if ticket is not None and not transport.wait(ticket):
             raise RpcError("RPC was shut down before this value was made")
         if entry.error is not None:
-            raise entry.error
+            raise entry.error.with_traceback(entry.trace)
         return entry.value
 
     def pack(self, ref: RefId, to: int) -> ReferenceRow:

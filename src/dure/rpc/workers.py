@@ -169,7 +169,7 @@ class Workers:
         while call is not None:
             try:
                 call(*([_too_many()] if alone else []))
-            except Exception:
+            except BaseException:  # SystemExit, too, which a value may raise where it is unpickled
                 _log.exception("a call could not be answered")
             with self._lock:
                 self._running -= self._here.has_slot

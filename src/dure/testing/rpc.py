@@ -209,9 +209,7 @@ class LocalTransport:
             with self._bell:
                 event = self._take()
             work = event[1]() if event is not None else None
-        if isinstance(work, Completion) and work.quick:
-            work()
-        elif work is not None:
+        if work is not None:
             self.submit(work)
         return True
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -97,10 +102,17 @@ def no_future() -> Any:
 
 
 class Methods:
+    @async_execution
+    def none(self) -> Any:
+        return 3
+
     @staticmethod
     @async_execution
     def static(to: str, a: int) -> torch.futures.Future[Any]:
         return api.rpc_async(to, add, (a, 10))
+
+    def named(self, name: str) -> str:
+        return name
 
     @classmethod
     @async_execution
@@ -188,6 +200,11 @@ def test_functions_that_return_futures() -> None:
             api.rpc_sync("worker1", add_there, ("worker2", 1, "two"))
         with pytest.raises(RpcError, match=r"must return a torch\.futures\.Future"):
             api.rpc_sync("worker1", no_future)
+        of_methods = api.remote("worker1", Methods)
+        with pytest.raises(RpcError, match=r"must return a torch\.futures\.Future"):
+            of_methods.rpc_sync().none()
+        assert of_methods.rpc_sync().named(name="a name") == "a name"
+        wait_until(lambda: cluster.agents[1].activity()[1] == 0)  # else no shutdown would end
 
 
 def test_timeouts() -> None:
@@ -243,28 +260,125 @@ def test_futures_of_torch_are_completed_though_nobody_waits() -> None:
             api.rpc_async("worker1", fail, ("bad",))
 
 
-def test_answers_that_nobody_follows_are_taken_where_they_are_read() -> None:
+@pytest.mark.parametrize("combined", [False, True])
+def test_no_callback_runs_in_a_thread_that_waits(combined: bool) -> None:
+    """It may want what that thread has, or will do next."""
+    with Cluster(2) as cluster, cluster.on(0):
+        waiting = threading.Lock()
+
+        def then(done: object) -> bool:
+            return waiting.acquire(timeout=20)
+
+        future = api.rpc_async("worker1", wait_at_gate, (5,))
+        source: Any = torch.futures.collect_all([future]) if combined else future
+        after = source.then(then)
+        with waiting:
+            assert Gate.reached.acquire(timeout=20)
+            Gate.open.set()
+            if combined:  # the answer comes while the thread waits for another call
+                while not future.done():
+                    api.rpc_sync("worker1", add, (1, 1))
+            else:
+                assert future.wait() == 5
+            assert not after.done()
+        assert after.wait()
+        assert future.wait() == 5
+
+
+def interrupt(*_: object) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_future_whose_waiting_thread_is_interrupted_is_done_all_the_same() -> None:
     with Cluster(2) as cluster, cluster.on(0) as agent:
-        handed = list[Any]()
-        submit = agent.transport.submit
-
-        def hand(work: Callable[..., None]) -> None:
-            handed.append(work)
-            submit(work)
-
-        agent.transport.submit = hand
-        plain = [api.rpc_async("worker1", add, (n, torch.ones(2))) for n in range(20)]
-        assert [value[0].item() for value in torch.futures.wait_all(plain)] == list(range(1, 21))
-        assert handed == []
-        api.rpc_async("worker1", add, ([], [1])).add_done_callback(lambda _: None)
-        followed = api.rpc_async("worker1", wait_at_gate, (3,))
-        where = list[str]()
-        after = followed.then(lambda _: where.append(threading.current_thread().name))
-        mine = threading.current_thread().name
+        future = api.rpc_async("worker1", wait_at_gate, (5,))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agent.transport, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                future.wait()
         Gate.open.set()
-        wait_until(after.done)  # nobody waits with RPC's threads
-        assert len(handed) == 2
-        assert where != [mine]
+        wait_until(future.done)
+
+        future = api.rpc_async("worker1", add, (1, 1))
+        wait = agent.transport.wait
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agent.transport, "wait", lambda *them: wait(*them) and interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                future.wait()
+        wait_until(future.done)
+        assert future.wait() == 2
+
+
+class Exits:
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def test_a_value_that_exits_where_it_is_unpacked_ends_the_call_alone() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        future = api.rpc_async("worker1", Exits)
+        wait_until(future.done)
+        with pytest.raises(SystemExit, match="3"):
+            future.wait()
+        assert api.rpc_sync("worker1", add, (1, 2)) == 3
+
+
+class SlotsError(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    __slots__ = ("text",)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def fail_with_slots() -> None:
+    raise SlotsError("in a slot")
+
+
+def fail_in_syntax() -> None:
+    compile("a b", "<text>", "exec")
+
+
+@pytest.mark.parametrize("function", [fail_with_slots, fail_in_syntax])
+def test_futures_raise_what_calls_raise(function: Callable[[], None]) -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        with pytest.raises(Exception, match=r"in a slot|invalid syntax") as raised:
+            api.rpc_sync("worker1", function)
+        future = api.rpc_async("worker1", function)
+        for _ in range(2):
+            with pytest.raises(type(raised.value), match=r"in a slot|invalid syntax") as again:
+                future.wait()
+            assert str(again.value) == str(raised.value)
+
+
+def test_an_error_kept_for_others_grows_no_traceback_and_keeps_no_frames() -> None:
+    with Cluster(1) as cluster, cluster.on(0):
+        ref = api.remote("worker0", keep_and_fail)
+
+        def traceback_of_error() -> TracebackType | None:
+            with pytest.raises(ValueError, match="kept") as raised:
+                ref.local_value()
+            return raised.value.__traceback__
+
+        lengths = {len(list(traceback.walk_tb(traceback_of_error()))) for _ in range(5)}
+        assert len(lengths) == 1
+        frames = [frame for frame, _ in traceback.walk_tb(traceback_of_error())]
+        assert "keep_and_fail" in {frame.f_code.co_name for frame in frames}
+        gc.collect()
+        assert Kept.alive() is None
+
+
+class Kept:
+    alive: Callable[[], object]
+
+
+def keep_and_fail() -> None:
+    kept = Kept()
+    Kept.alive = weakref.ref(kept)
+    raise ValueError("kept")
 
 
 def test_many_threads_call_at_once() -> None:
@@ -469,6 +583,10 @@ def test_timeouts_may_be_longer_than_clocks_count() -> None:
 def test_what_cannot_be_sent_leaves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     none: Any = None
     with Cluster(2) as cluster, cluster.on(0) as agent:
+        ref = api.RRef(1)
+        with pytest.raises(UsageError, match="a timeout is a number of seconds"):
+            api.rpc_sync("worker1", add, (ref, 1), timeout="1")
+        assert agent.debug_info()["num_pending_users"] == "0"
         with pytest.raises(UsageError, match="a timeout is a number of seconds"):
             api.rpc_sync("worker1", add, (1, 2), timeout=none)
         rref = api.remote("worker1", add, (1, 2))
