@@ -24,8 +24,8 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def make(random: Random | None = None) -> Cluster:
-    cluster = Cluster(4, random)
+def make(random: Random | None = None, slots: int = 16) -> Cluster:
+    cluster = Cluster(4, random, slots)
     for agent in cluster.agents:
         attach(agent)
     return cluster
@@ -105,6 +105,11 @@ class Waits(torch.autograd.Function):
         Waits.reached.set()
         assert Waits.go_on.wait(60.0)
         return gradient
+
+
+def wait_here() -> None:
+    Waits.reached.set()
+    assert Waits.go_on.wait(60.0)
 
 
 def wait_later(x: torch.Tensor) -> torch.Tensor:
@@ -188,6 +193,21 @@ def test_a_context_is_known_without_tensors_and_ends_everywhere(cluster: Cluster
         assert known() == {2, 3}
         assert contexts(cluster, 3).counts == (1, 0)
     wait_until(all_released(cluster))
+
+
+def test_a_call_that_begins_after_its_context_was_released_does_not_make_it_anew() -> None:
+    with make(slots=1) as cluster, cluster.on(0):
+        Waits.reached.clear()
+        Waits.go_on.clear()
+        running = api.rpc_async("worker1", wait_here)
+        assert Waits.reached.wait(60.0)
+        with autograd.context():
+            queued = api.rpc_async("worker1", multiply, (leaf(2.0), leaf(3.0)))
+        wait_until(lambda: bool(contexts(cluster, 1)._released))  # pyright: ignore[reportPrivateUsage]
+        Waits.go_on.set()
+        running.wait()
+        assert queued.wait().item() == 6.0
+        assert all_released(cluster)()
 
 
 def test_outside_of_contexts_nothing_is_noted(cluster: Cluster) -> None:

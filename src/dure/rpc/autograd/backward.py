@@ -385,11 +385,11 @@ class Contexts:
         """
         with self._lock:
             context = self._contexts.pop(number, None)
-            if context is None:
-                return
-            self._released[number] = None
+            self._released[number] = None  # a call of it may wait for a thread: not known yet
             if len(self._released) > _KEPT:
                 del self._released[next(iter(self._released))]
+            if context is None:
+                return
         passes = [this for this, run in list(self._passes.items()) if run.context == number]
         for this in passes:
             error = RpcError(f"the context {number} was released during its backward pass")
