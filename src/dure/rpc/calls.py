@@ -81,7 +81,6 @@ class CallFuture(torch.futures.Future[Any]):
 
     agent: Agent
     call: Call
-    _ended: tuple[Any, Callable[[], BaseException] | None] | None = None  # value, or error
 
     def wait(self) -> Any:
         """Wait for the answer, and return the value.
@@ -91,12 +90,7 @@ class CallFuture(torch.futures.Future[Any]):
         """
         if not self.done():
             self.agent.wait_until_told(self.call)
-        if self.done() or self._ended is None:
-            return super().wait()
-        value, failed = self._ended  # the callbacks still run
-        if failed is not None:
-            raise failed()
-        return value
+        return self.value() if self.done() else super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
         """Have something done with the future when it is done; see torch."""
@@ -109,16 +103,14 @@ class CallFuture(torch.futures.Future[Any]):
         super().add_done_callback(callback)
 
     def told(self, call: Call) -> None:
-        """Take the outcome of the call; who waits goes on before callbacks run."""
-        value, failed = None, None
+        """Take the outcome of the call; who waits need not wait for callbacks."""
         try:
             value = self.agent.result(call)
         except BaseException as error:
-            failed = self.agent.failed(call) or partial(_another, error.with_traceback(None))
+            value = self.agent.failed(call) or partial(_another, error.with_traceback(None))
             self._set_unwrap_func(_raise)
-        self._ended = value, failed
-        self.agent.transport.complete(call.ticket)
-        self.set_result(value if failed is None else failed)
+        self.agent.transport.complete(call.ticket)  # the rest of the wait is torch's
+        self.set_result(value)
 
 
 class Calls:

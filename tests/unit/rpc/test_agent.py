@@ -279,7 +279,7 @@ def test_no_callback_runs_in_a_thread_that_waits(combined: bool) -> None:
                 while not future.done():
                     api.rpc_sync("worker1", add, (1, 1))
             else:
-                assert future.wait() == 5
+                assert future.wait() == future.value() == 5
             assert not after.done()
         assert after.wait()
         assert future.wait() == 5
