@@ -6,7 +6,7 @@ from enum import Enum
 
 from rpc.served_elsewhere import imported
 
-__all__ = ["Colour", "Counter", "constant", "double", "imported", "settings"]
+__all__ = ["Colour", "Counter", "Wrong", "constant", "double", "imported", "settings"]
 
 constant = 3
 _settings = {"open": False}
@@ -14,6 +14,10 @@ _settings = {"open": False}
 
 def settings() -> dict[str, bool]:
     return _settings
+
+
+class Wrong(Exception):
+    pass
 
 
 class Colour(Enum):

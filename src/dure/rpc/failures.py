@@ -1,34 +1,75 @@
-"""How an exception travels: as text, with the name of its type."""
+"""How an exception travels: as text, with the name of its type and, of our own, its fields."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from dure.errors import RpcError
+from dure.errors import DureError, RpcError
 from dure.rpc.names import WorkerInfo
 
 __all__ = ["decode", "encode"]
+
+_IN_TEXT = frozenset({"what", "seen", "fix", "remote_traceback"})
+"""Fields of our errors that the text has, or that are set anew."""
+
+
+class _Failure(msgspec.Struct, array_like=True, frozen=True):
+    """An exception, as it is sent."""
+
+    module: str
+    name: str
+    what: str
+    trace: str
+    worker: str
+    fields: dict[str, Any] = {}
 
 
 def encode(error: BaseException, worker: WorkerInfo) -> bytes:
     """Return what is sent in place of an exception that `worker` has raised.
 
-    Of one that came from another worker only the frames are added: all else is in its text.
+    Of one that came from another worker only the frames are added: all else is in its text. Any
+    exception has an answer: of one that cannot be described, it names the type.
     """
+    try:
+        return msgspec.msgpack.encode(_describe(error, worker))
+    except Exception as bad:
+        what = f"it cannot be described: {type.__repr__(type(bad))}"
+        name = _printable(type.__repr__(type(error)))
+        return msgspec.msgpack.encode(_Failure("", name, _printable(what), "", repr(worker)))
+
+
+def _describe(error: BaseException, worker: WorkerInfo) -> _Failure:
     kind = type(error)
-    far = hasattr(error, "remote_traceback")
-    lines = traceback.format_tb(error.__traceback__) if far else traceback.format_exception(error)
     try:
         what = str(error)
     except Exception as bad:
         what = f"its text cannot be had: {type(bad).__name__}"
-    failure = (kind.__module__, kind.__qualname__, what, "".join(lines), repr(worker))
-    return msgspec.msgpack.encode([_printable(text) for text in failure])
+    fields: dict[str, Any] = {}
+    if isinstance(error, DureError):
+        own = vars(error).items()
+        fields = {name: v for name, v in own if name not in _IN_TEXT and _is_plain(v)}
+    return _Failure(
+        _printable(str(kind.__module__)),
+        _printable(kind.__qualname__),
+        _printable(what),
+        _printable(_trace(error)),
+        _printable(repr(worker)),
+        fields,
+    )
+
+
+def _trace(error: BaseException) -> str:
+    if not vars(error).get("remote_traceback"):
+        with suppress(Exception):  # it asks the exception for this and that
+            return "".join(traceback.format_exception(error))
+    return "".join(traceback.format_tb(error.__traceback__))
 
 
 def _printable(text: str) -> str:
@@ -36,33 +77,67 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def decode(encoded: bytes) -> Exception:
+def _is_plain(value: object) -> bool:
+    """Whether a field's value can be sent."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
+    if type(value) is str:
+        return _printable(value) == value
+    return value is None or type(value) in (bool, int, float)
+
+
+def _as_sent(value: Any) -> Any:
+    """Return a field's value, which has lists where it had tuples."""
+    if isinstance(value, list):
+        return tuple(map(_as_sent, value))
+    if isinstance(value, dict):
+        return {key: _as_sent(each) for key, each in value.items()}
+    return value
+
+
+def decode(encoded: bytes, find: Callable[[str, str], Any] | None = None) -> Exception:
     """Return the exception for the caller.
 
     It is of the same type where that is known here and can be made from a text, and an `RpcError`
     otherwise. Both have the `remote_traceback`, and name the worker in their text.
+
+    Args:
+        encoded: What was sent.
+        find: Looks up a name of a module (`Allowed.find`); types that it refuses, and that are not
+            ours, are not known then. None: any type of a module that has been imported is.
     """
-    failure = msgspec.msgpack.decode(encoded, type=tuple[str, str, str, str, str])
-    module_name, name, what, trace, worker = failure
-    text = f"{what}\n\nOn {worker}:\n{trace}"
-    error: Exception | None = None
-    kind = _find(module_name, name)
+    failure = msgspec.msgpack.decode(encoded, type=_Failure)
+    text = f"{failure.what}\n\nOn {failure.worker}:\n{failure.trace}"
+    error: Any = None
+    kind = _find(failure.module, failure.name, find)
     if kind is not None:
         try:
             error = kind(text)
         except Exception as refused:
-            text = f"{refused}\nOriginal exception on remote side was {name}: {text}"
-    if error is None:
-        error = RpcError(f"{module_name}.{name}", seen=text)
-    error.remote_traceback = trace  # pyright: ignore[reportAttributeAccessIssue]
+            text = f"{refused}\nOriginal exception on remote side was {failure.name}: {text}"
+    if not isinstance(error, Exception):
+        error = RpcError(f"{failure.module}.{failure.name}".lstrip("."), seen=text)
+    if issubclass(type(error), DureError):
+        own = vars(error)
+        sent = {name: _as_sent(value) for name, value in failure.fields.items()}
+        own.update({name: sent[name] for name in own.keys() & sent.keys() - _IN_TEXT})
+    with suppress(Exception):  # it may have a property of that name
+        object.__setattr__(error, "remote_traceback", failure.trace)  # some are frozen
     return error
 
 
-def _find(module_name: str, name: str) -> type[Exception] | None:
-    """Look a type of exceptions up; nothing is imported for it."""
-    found: Any = sys.modules.get(module_name)
-    if module_name == "dure.errors":
-        found = importlib.import_module(module_name)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+def _find(
+    module_name: str, name: str, find: Callable[[str, str], Any] | None
+) -> type[Exception] | None:
+    """Look a type of exceptions up; but for what `find` does, nothing is imported for it."""
+    found: Any = None
+    if find is None or module_name == DureError.__module__:
+        found = sys.modules.get(module_name)
+        for part in name.split("."):  # not by getattr: a module may import what it is asked for
+            found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
+    else:
+        with suppress(Exception):
+            found = find(module_name, name)
     return found if isinstance(found, type) and issubclass(found, Exception) else None
