@@ -397,7 +397,7 @@ class Agent:
             raise outcome
         body = outcome.envelope.body
         if outcome.envelope.kind == Kind.ERROR:
-            raise failures.decode(body.pickled)
+            raise failures.decode(body.pickled, self._find)
         if not (body.pickled or body.inline or body.tensors or body.references):
             return None
         return self._unpack(outcome)[0]
@@ -406,7 +406,7 @@ class Agent:
         """Return what makes the exception that the callee answered a call with, if it did."""
         outcome = call.outcome
         if isinstance(outcome, _Came) and outcome.envelope.kind == Kind.ERROR:
-            return partial(failures.decode, outcome.envelope.body.pickled)
+            return partial(failures.decode, outcome.envelope.body.pickled, self._find)
         return None
 
     def when_done(self, call: Call, told: Callable[[Call], None]) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from dure.errors import CommTimeout, LaunchError, PeerLost, RpcError
+from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.failures import decode, encode
 from dure.rpc.names import WorkerInfo
+from dure.testing.rpc import Cluster
 from rpc import served
 
 WORKER = WorkerInfo("worker1", 1)
@@ -22,7 +24,8 @@ def travel(error: BaseException, **how: Any) -> Any:
     try:
         raise error
     except BaseException as raised:
-        return decode(encode(raised, WORKER), **how)
+        kept = raised
+    return decode(encode(kept, WORKER), **how)  # here, or pytest would show `kept`, and not be able
 
 
 class Lies(Exception):
@@ -123,3 +126,15 @@ def test_with_a_list_other_types_do_not(kind: type[Exception]) -> None:
     got = travel(kind("seven"), find=Allowed([served.double]).find)
     assert type(got) is RpcError
     assert kind.__name__ in str(got)
+
+
+def fail() -> None:
+    raise NoText()
+
+
+def test_a_caller_with_a_list_gets_types_on_it() -> None:
+    with Cluster(2, allow=Allowed([fail])) as cluster, cluster.on(0):
+        with pytest.raises(RpcError, match="NoText"):
+            api.rpc_sync("worker1", fail)
+        with pytest.raises(RpcError, match="NoText"):
+            api.rpc_async("worker1", fail).wait()
