@@ -16,6 +16,7 @@ import torch
 from dure.errors import RpcError, UsageError
 from dure.rpc.allow import Allowed
 from dure.rpc.message import Body, pack, rebuild, unpack
+from dure.rpc.remote_module import RemoteModule, _again  # pyright: ignore[reportPrivateUsage]
 from dure.rpc.rref import value_type
 from rpc import served, served_elsewhere
 
@@ -201,6 +202,13 @@ def test_forged_instructions_are_refused(forged: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError, match=r"not to be|do not have"):
         unpack(Body(forged, place=PICKLED), [tensor], find=MODULE.find)
     assert tensor == 0
+
+
+def test_a_remote_module_arrives_and_nothing_is_called_like_what_makes_it() -> None:
+    made = arrive(Forged(_again, ("worker1", "cpu", None)), MODULE)
+    assert (type(made), made.on) == (RemoteModule, "worker1")
+    with pytest.raises(pickle.UnpicklingError, match="not to be called"):
+        arrive([Forged(_again, ("worker1", "cpu", None)), Forged(served.settings, ())], MODULE)
 
 
 def test_values_of_all_kinds_are_still_filled() -> None:

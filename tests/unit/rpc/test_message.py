@@ -14,6 +14,7 @@ import torch
 
 from dure import native
 from dure.errors import RpcError
+from dure.rpc.allow import Allowed
 from dure.rpc.message import (
     Body,
     Packed,
@@ -127,13 +128,16 @@ def test_shared_memory_is_shared_and_what_nobody_sees_stays() -> None:
     assert whole.sum() == 0
 
 
-def test_what_was_received_goes_when_nobody_has_it() -> None:
+@pytest.mark.parametrize("find", [None, Allowed([Body]).find], ids=["all", "list"])
+def test_what_was_received_goes_when_nobody_has_it(
+    find: Callable[[str, str], Any] | None,
+) -> None:
     packed = pack([torch.ones(4)])
     memory = packed.memories[0].clone()
     gone = weakref.ref(memory.untyped_storage())
     gc.disable()  # the memory is a sender's: it must not wait for a collection
     try:
-        got = unpack(packed.body, rebuild(packed.body, [memory]))
+        got = unpack(packed.body, rebuild(packed.body, [memory]), find=find)
         assert got[0].sum() == 4.0
         del got, memory
         assert gone() is None
