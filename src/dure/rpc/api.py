@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +17,11 @@ from dure.rpc.agent import UNSET, Agent, Args, Function, Kwargs, To
 from dure.rpc.allow import Allowed
 from dure.rpc.autograd.backward import attach
 from dure.rpc.backend_registry import RpcBackendOptions, TensorPipeRpcBackendOptions
+from dure.rpc.checks import check, check_seconds
 from dure.rpc.current import current, is_set, set_current
 from dure.rpc.meeting import Meeting, connect
 from dure.rpc.names import WorkerInfo
+from dure.rpc.peers import MOST_IDS
 from dure.rpc.rref import RRef
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from dure.store.base import Store
@@ -72,7 +74,8 @@ def init_rpc(
     Raises:
         RpcError: RPC is initialized already, or the name cannot be one.
         RendezvousError: The processes could not meet, or two have one name.
-        UsageError: Something of `allow` cannot be allowed by name.
+        UsageError: An argument is of the wrong kind, or the rank too large; something of `allow`
+            cannot be allowed by name.
     """
     options = rpc_backend_options
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
@@ -95,7 +98,7 @@ def init_rpc(
             raise TypeError(f"Could not infer backend for options {options!r}")
         text = "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"
         raise TypeError(f"{text}, not {options!r}")
-    WorkerInfo(name, 0)  # a bad name is told at once
+    _check_place(name, rank, world_size, store)
     allowed = None if allow is None else Allowed(allow)
     meeting = Meeting(
         name=name,
@@ -105,15 +108,40 @@ def init_rpc(
         store=store,
         timeout=timedelta(seconds=min(options.rpc_timeout or 1800.0, 86_400.0)),
     )
-    transport = connect(meeting, options.num_worker_threads)
-    me = WorkerInfo(name, transport.peers.own_id)
-    agent = Agent(me, transport, options.rpc_timeout, allowed, static=world_size is not None)
-    agent.device_maps = options.device_maps
-    attach(agent)
-    profiling.follow_profiler()
-    set_current(agent)
-    agent.start()
-    signals.install()
+    with ExitStack() as opened:
+        transport = connect(meeting, options.num_worker_threads)
+        opened.callback(transport.close)
+        me = WorkerInfo(name, transport.peers.own_id)
+        agent = Agent(me, transport, options.rpc_timeout, allowed, static=world_size is not None)
+        opened.callback(agent.close)
+        agent.device_maps = options.device_maps
+        attach(agent)
+        profiling.follow_profiler()
+        set_current(agent)
+        opened.callback(set_current, None)
+        agent.start()
+        signals.install()
+        opened.pop_all()
+
+
+def _check_place(name: object, rank: object, world_size: object, store: object) -> None:
+    """Tell at once what cannot be a process's place in a world.
+
+    Raises:
+        UsageError: It is of the wrong kind, or too large.
+        RpcError: The name cannot be one.
+    """
+    op, fix = "init_rpc", "Leave it out, or give -1, for the environment's."
+    check(name, str, "the name of a worker is a string", op=op, fix="Give each one of its own.")
+    check(rank, int, "a rank is a whole number", op=op, fix=fix)
+    check(world_size, int | None, "a world size is a whole number", op=op, fix=fix)
+    check(store, Store | None, "this is no store", op=op, fix="Give one of `dure.store`.")
+    assert isinstance(name, str)
+    assert isinstance(rank, int)
+    WorkerInfo(name, 0)
+    if rank >= MOST_IDS:
+        most = f"Ranks are below {MOST_IDS:,}; leave it out for any, where processes come and go."
+        raise UsageError("the rank is too large", op=op, seen=str(rank), fix=most)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -132,8 +160,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         RpcError: RPC has not been initialized, or the time is over; it has ended here all the same.
     """
     agent = current()
-    if timeout < 0:
-        raise UsageError("a timeout is 0 or more seconds", op="shutdown", seen=str(timeout))
+    check_seconds(timeout, "shutdown")
     together = False
     try:
         if graceful:
@@ -258,8 +285,7 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(rpc_timeout: float) -> None:  # pyright: ignore[reportUnusedFunction]
     """Set the timeout of calls that are made from now on and give none."""
-    if rpc_timeout < 0:
-        raise UsageError("a timeout is 0 or more seconds", seen=str(rpc_timeout))
+    check_seconds(rpc_timeout, "_set_rpc_timeout")
     current().timeout = rpc_timeout
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dure.errors import RpcError, UsageError
+from dure.rpc.checks import check, check_seconds
 
 __all__ = [
     "BackendType",
@@ -39,8 +40,14 @@ class RpcBackendOptions:
                 f"incompatible constructor arguments: rpc_timeout is a number of seconds, "
                 f"not {rpc_timeout!r}"
             )
-        if not rpc_timeout >= 0:
-            raise UsageError("a timeout is 0 or more seconds", seen=str(rpc_timeout))
+        check_seconds(rpc_timeout, "RpcBackendOptions")
+        check(
+            init_method,
+            str | None,
+            "an `init_method` is a string",
+            op="RpcBackendOptions",
+            fix="Write env://, tcp://HOST:PORT or file:///PATH.",
+        )
         self.rpc_timeout, self.init_method = float(rpc_timeout), init_method
 
 
@@ -68,8 +75,12 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         _channels: object = None,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
-        if num_worker_threads < 1:
-            raise UsageError("at least one thread runs calls", seen=str(num_worker_threads))
+        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                "at least one thread runs calls",
+                seen=repr(num_worker_threads),
+                fix="Give a whole number of threads.",
+            )
         self.num_worker_threads = num_worker_threads
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
         self.devices: list[torch.device] = []

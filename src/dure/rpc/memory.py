@@ -15,6 +15,7 @@ import torch
 from dure import native
 from dure.comm.memory import tensor_of
 from dure.errors import RpcError, UsageError
+from dure.rpc.checks import check
 
 __all__ = ["INLINE_BYTES", "Memory", "bytes_of", "describe", "give", "own", "share", "take"]
 
@@ -62,6 +63,7 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
     Cost:
         One copy, of this tensor; passing it costs as much as a small argument.
     """
+    check(tensor, torch.Tensor, "only tensors can be shared", op="share", fix="Share those in it.")
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
         raise UsageError(
             "only dense tensors of the CPU can be shared",

@@ -29,7 +29,7 @@ from dure.rpc.names import WorkerInfo
 from dure.store.base import Store
 from dure.store.identity import Identity, alive
 
-__all__ = ["LEFT", "Peer", "Peers"]
+__all__ = ["LEFT", "MOST_IDS", "Peer", "Peers"]
 
 _NAMED_S = 15.0
 """How long a name is waited for whose last owner, on another host, is perhaps gone."""
@@ -37,6 +37,9 @@ _NAMED_S = 15.0
 _LOOK_S = 0.1
 _CLOSE_S = 5.0
 _LONG = timedelta(hours=1)
+MOST_IDS = 1 << 16
+"""How many processes there can be in the life of a world: numbers of contexts begin with an id."""
+
 LEFT = "it left"
 """How a process is gone that ended RPC, and lives on perhaps."""
 
@@ -131,10 +134,11 @@ class Peers:
     def join(cls, store: Store, me: Peer) -> Peers:
         """Join those that are there; `me.id` is the id that is wanted, -1 for any.
 
-        Where another process has had that id, the next one that is free is taken.
+        Where another process has had that id, it is the next after all that were had.
 
         Raises:
-            RendezvousError: A living process has this name, or the name cannot be one.
+            RendezvousError: A living process has this name, or the name cannot be one; all ids
+                were had.
         """
         _check_name(me)
         peers = cls(store, me.id, (), logged=True)
@@ -143,9 +147,7 @@ class Peers:
             peers._read()
             other = next((p for p in peers.all() if p.name == me.name), None)
             if other is None:
-                id = me.id
-                if id < 0 or id in peers._by_id:
-                    id = max(peers._by_id, default=-1) + 1
+                id = peers._free_id(me.id)
                 if peers._write(_Event(joined=msgspec.structs.replace(me, id=id))):
                     peers.own_id = id
                     peers._read()
@@ -217,6 +219,20 @@ class Peers:
             self._append(_Event(gone=self.own_id, how=LEFT))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_S)
+
+    def _free_id(self, wanted: int) -> int:
+        """Return the id for one who wants this one, or any (-1)."""
+        if wanted >= 0 and wanted not in self._by_id:
+            return wanted
+        last = max(self._by_id, default=-1)
+        for id in (last + 1, *range(MOST_IDS)):  # somebody may have wanted the last one
+            if id < MOST_IDS and id not in self._by_id:
+                return id
+        raise RendezvousError(
+            "there is no id left for one more process",
+            seen=f"{MOST_IDS:,} have been here",
+            fix="Begin a new world: another `init_method`, or store.",
+        )
 
     # --- the log -----------------------------------------------------------------------------
 

@@ -159,14 +159,14 @@ def _parse(remote_device: str) -> tuple[str | int, str]:
     """Return worker and device."""
     if not is_set():
         raise RpcError("RPC has not been initialized", fix="Call dure.rpc.init_rpc first.")
-    worker, _, device = remote_device.partition("/")
+    worker, _, device = str(remote_device).partition("/")
     rank = worker.removeprefix("rank:")
     try:
         on = int(rank) if rank != worker else worker
         device = str(torch.device(device or "cpu"))
     except (ValueError, RuntimeError):
         on = ""
-    if on == "":
+    if on == "" or not isinstance(remote_device, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
             "this names no device of a worker",
             op="RemoteModule",

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dure.errors import RendezvousError
-from dure.rpc.peers import Peer, Peers
+from dure.rpc.peers import MOST_IDS, Peer, Peers
 from dure.store import HashStore
 from dure.store.identity import Identity, myself, start_of
 
@@ -104,6 +104,22 @@ def test_an_id_is_never_used_again() -> None:
     assert again.own_id == 4
     assert Peers.join(store, peer("v")).own_id == 5
     assert [each.id for each in again.all()] == [4]  # has not looked since
+
+
+def test_a_large_id_is_followed_by_those_that_are_free() -> None:
+    store = HashStore()
+    last = Peers.join(store, peer("last", MOST_IDS - 1))
+    assert last.own_id == MOST_IDS - 1
+    assert [Peers.join(store, peer(name)).own_id for name in "ab"] == [0, 1]
+
+
+def test_an_id_is_not_found_where_all_were_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dure.rpc.peers.MOST_IDS", 2)
+    store = HashStore()
+    Peers.join(store, peer("a"))
+    Peers.join(store, peer("b"))
+    with pytest.raises(RendezvousError, match="no id left"):
+        Peers.join(store, peer("c"))
 
 
 def test_a_name_is_free_when_its_process_has_ended_and_not_before() -> None:
