@@ -190,7 +190,7 @@ def _all_gather(  # pyright: ignore[reportUnusedFunction]
 
 
 def _barrier(worker_names: Collection[str]) -> None:  # pyright: ignore[reportUnusedFunction]
-    """Wait for the workers named, which wait for each other."""
+    """Wait for the workers named, this one among them, which wait for each other."""
     all_gather(current(), None, worker_names)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.errors import PeerLost, RpcError
+from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc.current import current
 from dure.rpc.functions import Later
 
@@ -122,10 +122,18 @@ def all_gather(
         All of them call, and wait for each other.
 
     Raises:
+        UsageError: This process is none of them.
         PeerLost: One of them is gone.
         RpcError: The time is over.
     """
     names = set(names or (worker.name for worker in agent.workers))
+    if agent.me.name not in names:
+        raise UsageError(
+            "a worker that takes no part cannot wait for those that do",
+            op="gathering",
+            seen=f"{agent.me.name!r} is not among {', '.join(sorted(names))}",
+            fix="Only those that are named call this, each with the same names.",
+        )
     args = agent.gatherings.key(names), agent.me.name, value, names, False
     return agent.ask(min(names), enter, args, timeout)
 

@@ -78,6 +78,12 @@ def test_no_tensor_and_no_place_for_a_module() -> None:
             refused(lambda device=device: RemoteModule(device, torch.nn.Linear, (1, 1)))
 
 
+def test_who_takes_no_part_does_not_wait_for_those_that_do() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        assert "takes no part" in refused(lambda: api._barrier(["worker1"]))  # pyright: ignore
+        assert not cluster.agents[1].gatherings._open  # pyright: ignore[reportPrivateUsage]
+
+
 @pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
 def test_what_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(_: Agent) -> None:
