@@ -106,11 +106,6 @@ class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
     function, arguments and keyword arguments."""
     referred: int = _NOWHERE  # the place of the only reference among plain values
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether unpickling runs no code of the program's, if the sender is honest."""
-        return self.place != _PICKLED
-
 
 class Packed(msgspec.Struct, gc=False):
     """A body, and what it needs.

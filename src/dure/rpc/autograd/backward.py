@@ -105,6 +105,19 @@ class inside:
         _here.number = self._before
 
 
+class _Serving(inside):
+    """What a call runs in, and its answer, which other threads may give in whatever mode."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._mode = torch.inference_mode(False)  # and gradients are recorded
+        self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)
+        super().__exit__(*error)
+
+
 # --- one context ----------------------------------------------------------------------------------
 
 
@@ -433,7 +446,7 @@ class Contexts:
         context = self._known(tag.context)  # also where a message has nothing to unpack
         if context is not None:
             context.workers.add(tag.message[0])
-        return inside(tag.context)
+        return _Serving(tag.context)
 
     # --- backward ----------------------------------------------------------------------------
 
@@ -454,7 +467,9 @@ class Contexts:
                     self._end(number, this)
                     self._wait(run)
             if run.failed is not None:
-                raise _raised(run.failed.node, run.failed.error)
+                allow = self._agent.allow
+                cause = failures.decode(run.failed.error, allow and allow.find)
+                raise _raised(run.failed.node, cause)
             if run.missing:
                 raise _no_gradients(run.missing)
         except BaseException:
@@ -588,9 +603,8 @@ def _profiled(name: str) -> AbstractContextManager[Any]:
     return _UNPROFILED
 
 
-def _raised(node: int, error: bytes) -> DureError:
+def _raised(node: int, cause: Exception) -> DureError:
     """Return what the caller of `backward` gets for an error elsewhere."""
-    cause = failures.decode(error)
     if isinstance(cause, PeerLost):
         return cause
     trace = getattr(cause, "remote_traceback", "")
