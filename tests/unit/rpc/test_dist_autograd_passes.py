@@ -32,6 +32,7 @@ class Port:
 
     def __init__(self, network: Network, me: int) -> None:
         self.network, self.me, self.transport = network, me, self
+        self.allow = None
 
     def tell(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         self.send(to, lambda: self.network.at[to].receive(self.me, body))
