@@ -17,7 +17,7 @@ from dure.rpc.agent import Agent
 from dure.rpc.peers import MOST_IDS
 from dure.rpc.remote_module import RemoteModule
 from dure.store import HashStore
-from dure.testing.rpc import Cluster
+from dure.testing.rpc import Cluster, LocalTransport
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -82,6 +82,22 @@ def test_who_takes_no_part_does_not_wait_for_those_that_do() -> None:
     with Cluster(2) as cluster, cluster.on(0):
         assert "takes no part" in refused(lambda: api._barrier(["worker1"]))  # pyright: ignore
         assert not cluster.agents[1].gatherings._open  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_who_leaves_together_with_the_others_need_not_tell_them(
+    graceful: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_to_all, plain = list[bool](), LocalTransport.close
+
+    def close(self: LocalTransport, known: bool = False) -> None:
+        known_to_all.append(known)
+        plain(self, known)
+
+    monkeypatch.setattr(LocalTransport, "close", close)
+    with Cluster(2) as cluster:
+        cluster.everywhere(lambda _: rpc.shutdown(graceful))
+        assert known_to_all == [graceful] * 2
 
 
 @pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
