@@ -582,10 +582,11 @@ def test_timeouts_may_be_longer_than_clocks_count() -> None:
 
 def test_what_cannot_be_sent_leaves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     none: Any = None
+    text: Any = "1"
     with Cluster(2) as cluster, cluster.on(0) as agent:
         ref = api.RRef(1)
         with pytest.raises(UsageError, match="a timeout is a number of seconds"):
-            api.rpc_sync("worker1", add, (ref, 1), timeout="1")
+            api.rpc_sync("worker1", add, (ref, 1), timeout=text)
         assert agent.debug_info()["num_pending_users"] == "0"
         with pytest.raises(UsageError, match="a timeout is a number of seconds"):
             api.rpc_sync("worker1", add, (1, 2), timeout=none)
