@@ -14,7 +14,6 @@ from dure import autograd
 from dure.errors import PeerLost, RpcError
 from dure.rpc import api
 from dure.rpc.autograd.backward import Contexts, attach
-from dure.rpc.functions import async_execution
 from dure.rpc.rref import RRef
 from dure.testing.rpc import Cluster
 
@@ -209,29 +208,6 @@ def test_a_call_that_begins_after_its_context_was_released_does_not_make_it_anew
         running.wait()
         assert queued.wait().item() == 6.0
         assert all_released(cluster)()
-
-
-@async_execution
-def tripled_later(x: torch.Tensor, mode: str) -> torch.futures.Future[torch.Tensor]:
-    done, y = torch.futures.Future[torch.Tensor](), 3 * x
-
-    def finish() -> None:
-        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-            done.set_result(y)
-
-    threading.Thread(target=finish).start()
-    return done
-
-
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_the_thread_that_completes_an_answer_takes_no_gradients_from_it(
-    cluster: Cluster, mode: str
-) -> None:
-    with cluster.on(0), autograd.context() as context_id:
-        x = leaf(2.0)
-        y = api.rpc_sync("worker1", tripled_later, (x, mode))
-        autograd.backward(context_id, [y.sum()])
-        assert autograd.get_gradients(context_id)[x].tolist() == [3.0]
 
 
 def test_outside_of_contexts_nothing_is_noted(cluster: Cluster) -> None:

@@ -105,19 +105,6 @@ class inside:
         _here.number = self._before
 
 
-class _Serving(inside):
-    """What a call runs in, and its answer, which other threads may give in whatever mode."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._mode = torch.inference_mode(False)  # and gradients are recorded
-        self._mode.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._mode.__exit__(*error)
-        super().__exit__(*error)
-
-
 # --- one context ----------------------------------------------------------------------------------
 
 
@@ -446,7 +433,7 @@ class Contexts:
         context = self._known(tag.context)  # also where a message has nothing to unpack
         if context is not None:
             context.workers.add(tag.message[0])
-        return _Serving(tag.context)
+        return inside(tag.context)
 
     # --- backward ----------------------------------------------------------------------------
 
