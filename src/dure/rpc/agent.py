@@ -310,18 +310,12 @@ class Agent:
         peer = self.directory.reach(to)
         function, packed = "to_here", _NOTHING
         kind = Kind.CALL if make is None else Kind.MAKE if what is not None else Kind.FETCH
-        if what is not None:
-            function = getattr(what[0], "__qualname__", None) or type(what[0]).__qualname__
         try:
             seconds = self.timeout if timeout < 0 else timeout
         except TypeError:
-            raise UsageError(
-                "a timeout is a number of seconds",
-                op=f"rpc of {function}",
-                seen=repr(timeout),
-                fix="0 is none; leave it out for the default.",
-            ) from None
+            raise _no_timeout(timeout) from None
         if what is not None:
+            function = getattr(what[0], "__qualname__", None) or type(what[0]).__qualname__
             packed = self._pack_call(*what, peer.info)
         if self.values.gone:
             self.values.forget_gone(but=peer.id)
@@ -852,6 +846,15 @@ class Agent:
 
 def _not_callable(function: object) -> UsageError:
     return UsageError("function should be callable", op="rpc", seen=repr(function))
+
+
+def _no_timeout(timeout: object) -> UsageError:
+    return UsageError(
+        "a timeout is a number of seconds",
+        op="rpc",
+        seen=repr(timeout),
+        fix="0 is none; leave it out for the default.",
+    )
 
 
 def _unknown(error: Exception) -> RpcError:

@@ -532,53 +532,21 @@ class _Careful(_PutsIn, pickle._Unpickler):  # pyright: ignore
             _check_class(called)
         super().load_reduce()  # pyright: ignore
 
-    def load_newobj(self) -> None:
-        _check_class(self.stack[-2])  # pyright: ignore
-        super().load_newobj()  # pyright: ignore
-
-    def load_newobj_ex(self) -> None:
-        _check_class(self.stack[-3])  # pyright: ignore
-        super().load_newobj_ex()  # pyright: ignore
-
-    def load_build(self) -> None:
-        _check_new(self.stack[-2])  # pyright: ignore
-        super().load_build()  # pyright: ignore
-
-    def load_append(self) -> None:
-        _check_new(self.stack[-2])  # pyright: ignore
-        super().load_append()  # pyright: ignore
-
-    def load_setitem(self) -> None:
-        _check_new(self.stack[-3])  # pyright: ignore
-        super().load_setitem()  # pyright: ignore
-
-    def load_appends(self) -> None:
-        _check_new(self.metastack[-1][-1])  # pyright: ignore
-        super().load_appends()  # pyright: ignore
-
-    def load_setitems(self) -> None:
-        _check_new(self.metastack[-1][-1])  # pyright: ignore
-        super().load_setitems()  # pyright: ignore
-
-    def load_additems(self) -> None:
-        _check_new(self.metastack[-1][-1])  # pyright: ignore
-        super().load_additems()  # pyright: ignore
-
     def load_others(self) -> None:
         raise pickle.UnpicklingError("an instruction that pickles of protocol 5 do not have")
 
-    dispatch |= {
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.NEWOBJ_EX[0]: load_newobj_ex,
-        pickle.BUILD[0]: load_build,
-        pickle.APPEND[0]: load_append,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.APPENDS[0]: load_appends,
-        pickle.SETITEMS[0]: load_setitems,
-        pickle.ADDITEMS[0]: load_additems,
-        **dict.fromkeys((code[0] for code in _OLD), load_others),
-    }
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch |= dict.fromkeys((code[0] for code in _OLD), load_others)
+
+
+def _checked(check: Callable[[Any], None], load: Any, target: Callable[[Any], Any]) -> Any:
+    """Return an instruction of the unpickler's, `load`, before which its target is looked at."""
+
+    def checked(unpickler: Any) -> None:
+        check(target(unpickler))
+        load(unpickler)
+
+    return checked
 
 
 def _check_class(called: object) -> None:
@@ -593,6 +561,31 @@ def _check_new(target: object) -> None:
         target, "pack_reference"
     ):
         raise pickle.UnpicklingError(f"attributes and items of {target!r} are not to be set")
+
+
+def _second(unpickler: Any) -> Any:
+    return unpickler.stack[-2]
+
+
+def _third(unpickler: Any) -> Any:
+    return unpickler.stack[-3]
+
+
+def _below_mark(unpickler: Any) -> Any:
+    return unpickler.metastack[-1][-1]
+
+
+for _code, _check, _target in (
+    (pickle.NEWOBJ, _check_class, _second),
+    (pickle.NEWOBJ_EX, _check_class, _third),
+    (pickle.BUILD, _check_new, _second),
+    (pickle.APPEND, _check_new, _second),
+    (pickle.SETITEM, _check_new, _third),
+    (pickle.APPENDS, _check_new, _below_mark),
+    (pickle.SETITEMS, _check_new, _below_mark),
+    (pickle.ADDITEMS, _check_new, _below_mark),
+):
+    _Careful.dispatch[_code[0]] = _checked(_check, _Careful.dispatch[_code[0]], _target)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
