@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -23,13 +24,24 @@ from dure.testing import ProcessPool
 from dure.testing.pool import start_server
 from faults.agents import Crew
 from procs.launching import Launching, launching
-from waiting import free_port
+from waiting import PATIENCE_S
 
 os.environ["DURE_TRACE_DIR"] = "off"  # what fails on purpose leaves no files; a test sets its own
 
-_PATIENCE_S = 30.0
+# Inputs are drawn anew on a developer's machine, where failures are kept in a database and tried
+# again first. In CI they are the same in every run. A slow machine is never a failure.
+hypothesis.settings.register_profile(
+    "dure",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("dure")
+
 _POLL_S = 0.02
 _BEFORE_COLLECTING_S = 1.0  # an error that a test has caught holds frames, and they hold it
+_REPORTED_S = 1.0  # a module that keeps the next one waiting for longer is named at the end
 _SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they live as long as pytest
 _WITH_PROCESSES = ("procs", "faults", "parity")
 _HEAP = "/memfd:dure-heap (deleted)"  # a process has one symmetric heap, for as long as it lives
@@ -37,7 +49,15 @@ _UNTRACKED = (_HEAP, "anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/nul
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays: collecting garbage need not look through it each time."""
+    """Take what is loaded by now out of every later garbage collection."""
+    _freeze()
+
+
+def _freeze() -> None:
+    """Exempt all objects from garbage collection: they stay, and a collection takes 3 s otherwise.
+
+    Done after each module, since modules load parts of torch that stay loaded.
+    """
     gc.collect()
     gc.freeze()
 
@@ -59,8 +79,14 @@ def crew(job: Launching, tmp_path: Path) -> Iterator[Crew]:
 
 
 @pytest.fixture
-def port() -> int:
-    return free_port()
+def port() -> Iterator[int]:
+    """Yield a port that no other process is given until the test has ended.
+
+    It is bound, not listened at, so a server of the test can bind it too (`reserve_port`).
+    """
+    keeper, number = reserve_port()
+    with keeper:
+        yield number
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +156,25 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     begin = time.monotonic()
     left = {"?": {"not looked yet"}}
-    while any(left.values()) and time.monotonic() < begin + _PATIENCE_S:
+    slow: dict[str, set[str]] = {}
+    while any(left.values()) and time.monotonic() < begin + PATIENCE_S:
         left = {kind: look() - before[kind] for kind, look in _KINDS.items()}
         if any(left.values()):
+            slow = left
             time.sleep(_POLL_S)
             if time.monotonic() > begin + _BEFORE_COLLECTING_S:
                 gc.collect()
+    if (took := time.monotonic() - begin) > _REPORTED_S:
+        names = sorted(name for found in slow.values() for name in found)
+        _LEFT_LATE.append(f"{request.path.name}: {took:.0f} s for {', '.join(names)}")
+    _freeze()
     assert not any(left.values()), {kind: names for kind, names in left.items() if names}
+
+
+_LEFT_LATE: list[str] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the modules whose threads, processes or files took long to end."""
+    for line in _LEFT_LATE:
+        terminalreporter.write_line(f"LEFT LATE {line}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -12,15 +13,22 @@ from dure.store.key import mint
 
 T = TypeVar("T")
 
+# The limit of every wait that only ends a hang. No test passes or fails because of its value: a busy
+# machine may need many times what a quiet one does. Below pytest's own limit per test, so that the
+# wait fails with its own words. Also the default of `run_ranks` and `ProcessPool` in tests.
+PATIENCE_S = int(os.environ.setdefault("DURE_TEST_TIMEOUT", "240"))
+
 
 def until(
-    look: Callable[[], T], what: str | Callable[[], str] = "a condition", limit_s: float = 60.0
+    look: Callable[[], T],
+    what: str | Callable[[], str] = "a condition",
+    limit_s: float = PATIENCE_S,
 ) -> T:
-    """Return what `look` returns once that is true; `what` says what was waited for in vain."""
+    """Return the first true result of `look`; `what` names it in the error at the limit."""
     deadline = time.monotonic() + limit_s
     while not (found := look()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited in vain for {what if isinstance(what, str) else what()}")
+            raise AssertionError(f"did not come: {what if isinstance(what, str) else what()}")
         time.sleep(0.01)
     return found
 

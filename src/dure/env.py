@@ -151,6 +151,12 @@ VARIABLES: dict[str, Variable] = {
             example="full",
         ),
         Variable(
+            name="DURE_TEST_TIMEOUT",
+            meaning="seconds that run_ranks and ProcessPool wait if they are given no timeout; "
+            "30 by default",
+            example="240",
+        ),
+        Variable(
             name="DURE_TRACE_DIR",
             meaning="where ranks write their flight records; off: not on errors",
             example="traces",

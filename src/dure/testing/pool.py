@@ -38,6 +38,7 @@ import dure
 from dure import env
 from dure.comm.world import current_world
 from dure.errors import CommTimeout, LaunchError, UsageError
+from dure.testing.ranks import default_timeout_s
 
 __all__ = ["ProcessPool", "start_server"]
 
@@ -85,7 +86,8 @@ class ProcessPool:
     Args:
         n: How many ranks.
         backend: The default group's backend; None: what Dure chooses.
-        timeout: Seconds one call may take unless it says otherwise; also the group's timeout.
+        timeout: Seconds that one call may take, unless the call sets its own; also the group's
+            timeout. None: the environment variable DURE_TEST_TIMEOUT, or 30.
         hosts: For each rank, the name of the host that it pretends to be on; None: this one.
         eager_bytes: Sends of more bytes wait until they are received, and with 0 all sends do: a
             program that only works because sends are buffered ends in `CommTimeout`, which says
@@ -100,7 +102,7 @@ class ProcessPool:
         self,
         n: int,
         backend: str | None = None,
-        timeout: float = 30.0,
+        timeout: float | None = None,
         hosts: Sequence[str] | None = None,
         eager_bytes: int | None = None,
     ) -> None:
@@ -111,7 +113,8 @@ class ProcessPool:
                 op="ProcessPool",
                 seen=f"eager_bytes={eager_bytes}, backend={backend!r}, hosts={hosts!r}",
             )
-        self.size, self.backend, self.timeout = n, backend, timeout
+        self.size, self.backend = n, backend
+        self.timeout = default_timeout_s() if timeout is None else timeout
         self._broken = ""
         self._folder = tempfile.TemporaryDirectory(prefix="dure-pool-")
         context = start_server()
@@ -120,7 +123,7 @@ class ProcessPool:
         try:
             for rank in range(n):
                 self._start(context, rank)
-            self._collect(timeout)
+            self._collect(self.timeout)
         except BaseException:
             self._end(force=True)
             raise

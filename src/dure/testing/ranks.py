@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import dure
+from dure import env
 from dure.comm.world import new_world
 from dure.errors import CommTimeout, UsageError
 from dure.store.memory import HashStore
@@ -31,7 +32,7 @@ def run_ranks(
     fn: Callable[Concatenate[int, ...], T],
     *args: object,
     backend: str = "threads",
-    timeout: float = 30.0,
+    timeout: float | None = None,
     eager_bytes: int | None = None,
 ) -> list[T]:
     """Run `fn(rank, *args)` on `n` thread-ranks of a fresh world.
@@ -43,7 +44,8 @@ def run_ranks(
         fn: What each rank does; inside it `import dure as dist` works as in a program of its own.
         *args: Handed to every rank, the very same objects.
         backend: A backend whose ranks may be threads: "threads", or "gloo".
-        timeout: Seconds that all of it may take; also the group's own timeout.
+        timeout: Seconds until ranks that have not finished are reported; also the group's own
+            timeout. None: the environment variable DURE_TEST_TIMEOUT, or 30.
         eager_bytes: Sends of more bytes wait until they are received, and with 0 all sends do, as
             they may on any backend: a program that only works because sends are buffered is found.
             Where all ranks wait for each other, all raise `Desync`, at once, with what each waits
@@ -63,6 +65,7 @@ def run_ranks(
             op="run_ranks",
             seen=f"eager_bytes={eager_bytes}, backend={backend!r}",
         )
+    timeout = default_timeout_s() if timeout is None else timeout
     job = _Job[T](n, backend, timeout, eager_bytes)
     threads = [
         threading.Thread(target=job.run, args=(r, fn, args), name=f"dure-rank-{r}", daemon=True)
@@ -82,6 +85,11 @@ def run_ranks(
             "thread-ranks did not end in time", missing=stuck, world_size=n, elapsed_s=timeout
         )
     return [job.results[r] for r in range(n)]
+
+
+def default_timeout_s() -> float:
+    """Return the timeout of `run_ranks` and `ProcessPool` if none is given, in seconds."""
+    return float(env.integer("DURE_TEST_TIMEOUT", 30) or 30)
 
 
 def print_stacks(threads: list[threading.Thread]) -> None:
