@@ -1,5 +1,6 @@
 # `make demo` and `make test` set up everything in .venv first, and only once: see scripts/setup.
-# What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, DRILL_ARGS.
+# What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, DRILL_ARGS,
+# STRESS_ARGS, MUTANTS_ARGS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -19,7 +20,7 @@ NATIVE_SOURCES := CMakeLists.txt $(CPP_SOURCES)
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \
     docs csrc $(PYTHON_TREES)
 
-.PHONY: help demo test drill kills pictures docs native-build native-test lint format wheel wheel-pure \
+.PHONY: help demo test drill stress mutants kills pictures docs native-build native-test lint format wheel wheel-pure \
     wheel-test setup clean
 
 help: ## show this list
@@ -35,6 +36,12 @@ test: $(STAMPS)/package $(STAMPS)/test ## run all tests but the long drills, or 
 drill: $(STAMPS)/package $(STAMPS)/test ## run the long tests, and then `make kills`
 	@$(BIN)/python -m pytest -rs -m slow $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory kills
+
+stress: $(STAMPS)/package $(STAMPS)/test ## run tests of shared memory, RPC and faults 20 times on a busy machine
+	@$(BIN)/python scripts/stress $(STRESS_ARGS)
+
+mutants: $(STAMPS)/package $(STAMPS)/test ## put 150 faults into a copy of the sources: each must fail its test
+	@$(BIN)/python scripts/mutants $(MUTANTS_ARGS)
 
 kills: $(STAMPS)/package $(STAMPS)/test ## kill 500 random processes of jobs (KILLS=500)
 	@PYTHONPATH=tests $(BIN)/python -m drills --kills $(KILLS) $(DRILL_ARGS)

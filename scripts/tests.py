@@ -1,150 +1,260 @@
-"""Run the tests, in two halves beside each other.
+"""Run the tests: one queue of test files, taken by one more process of pytest than there are cores.
 
-    python scripts/tests.py [--second-look] [ARGUMENT OF PYTEST]...
+    python scripts/tests.py [--below FOLDER]... [--skips FILE] [--lanes N] [--keep-times]
+        [ARGUMENT OF PYTEST]...
 
-One half is the tests that start processes and mostly wait for them, the other all the rest, so that
-two cores are busy. The second half's output is shown as it comes, that of the first when it has
-ended; a last line adds them up. Where the arguments name tests, these are run, by one pytest.
+The file that took longest last time comes first (`tests/times.json`), so that the last files are
+short. A *lane* takes a *batch* of files from the queue, runs it in a fresh pytest, and takes the
+next: heaps stay small, no test depends on those of another batch, and a crash ends one batch. Many
+tests wait for processes, so there is one lane more than cores. Output is shown for batches that
+fail; the others take one line each. If the arguments name tests, one pytest runs those alone.
 
-On a machine that others use as well, one test of thousands can fail by chance. With
-`--second-look`, where at most `MOST` have failed, each is run again, alone, `TIMES` times in a row:
-if it passes every time it is *unsteady*. Unsteady tests are named at the end, and do not fail the
-run. All else does: more failures than that, one that comes again, an error outside of a test that
-failed (what a module leaves behind shows there, and not in a test that runs alone), and whatever
-ends pytest before its end.
+The last line has what passed, what failed, and what did not run, by what was missing. Nothing is
+run again: a failure is a failure. A test that is known to be unsteady may be listed in
+`tests/unsteady.txt`, for a week: it is then named with the failure, and does not fail the run.
+With `--skips FILE`, tests that did not run fail the run, unless the file lists what they need.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
-from xml.etree import ElementTree
 
-MOST = 3
-TIMES = 3
-TESTS_FAILED = 1  # pytest's own exit status; any other than 0 says that something else went wrong
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+TIMES = TESTS / "times.json"
+UNSTEADY = TESTS / "unsteady.txt"
+UNSTEADY_DAYS = 7
+BATCH_S = 45.0  # a fresh pytest loads torch for 3 s
+UNKNOWN_S = 3.0  # what a file that is not in `TIMES` is taken to need
 PYTEST = [sys.executable, "-m", "pytest"]
-FOLDERS = ["tests/procs", "tests/faults", "tests/security"]
-# What waits for processes can be interrupted, so that a test that hangs fails and the rest go on;
-# thread-ranks in the engine cannot, and end pytest.
-WITH_PROCESSES = [*FOLDERS, "-o", "timeout_method=signal", "-o", "faulthandler_timeout=600"]
-ALL_OTHERS = ["tests", *(f"--ignore={folder}" for folder in FOLDERS)]
+TESTS_FAILED = 1  # pytest's exit status; any other than 0 means that something else went wrong
+NO_TESTS = 5
+SLOWEST = 15
 
 
-class Half:
-    """One run of pytest in the background."""
+def file_of(test: str) -> str:
+    """Return the file of a test, as pytest names it."""
+    return test.partition("::")[0]
 
-    def __init__(self, words: list[str], folder: Path, output: IO[str]) -> None:
-        self._report, self._cache = folder / "report.xml", folder / "cache"
-        own = [f"--junitxml={self._report}", "-o", f"cache_dir={self._cache}"]
-        self._process = subprocess.Popen(
-            [*PYTEST, "-rfEs", *own, *words], stdout=output, stderr=subprocess.STDOUT
+
+@dataclass
+class Results:
+    """What became of the tests of all batches. Threads: each method locks."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    skips: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)  # of each test
+    broken: list[str] = field(default_factory=list)  # batches that ended before their tests had
+    late: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self, log: Path) -> Counter[str]:
+        """Add a batch's report; return how many of its tests ended in which way."""
+        reports = [json.loads(line) for line in log.read_text().splitlines()]
+        ends: dict[str, str] = {}
+        with self.lock:
+            for report in reports:
+                name = report.get("nodeid", "")
+                if report["$report_type"] == "CollectReport":
+                    if report["outcome"] == "failed":
+                        ends[name] = "failed"
+                    elif report["outcome"] == "skipped":
+                        ends[name] = "skipped"
+                        self.skips[need(str(report["longrepr"]))] += 1
+                elif report["$report_type"] == "TestReport":
+                    self.seconds[name] += report["duration"]
+                    if report["outcome"] == "failed":
+                        ends[name] = "failed"
+                    elif report["outcome"] == "skipped":
+                        ends.setdefault(name, "skipped")
+                        self.skips[need(str(report["longrepr"]))] += 1
+                    elif report["when"] == "call":
+                        ends.setdefault(name, "passed")
+            counts = Counter(ends.values())
+            self.outcomes += counts
+            self.failed += [name for name, end in ends.items() if end == "failed"]
+        return counts
+
+
+def need(reason: str) -> str:
+    """Return what a skipped test needs, of the text that pytest reports for it."""
+    text = reason.rpartition("Skipped: ")[2].rstrip("')\"")
+    found = re.match(r"needs ([^:]+)", text)
+    return found[1].strip() if found else text
+
+
+class Queue:
+    """The files that no lane has taken yet, those that take longest first. Threads: locks."""
+
+    def __init__(self, times: dict[str, float], lanes: int, folders: list[str]) -> None:
+        paths = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
+        found = sorted({str(path.relative_to(ROOT)) for path in paths})
+        self._left = sorted(
+            ((times.get(name, UNKNOWN_S), name) for name in found), key=lambda pair: -pair[0]
         )
+        self._lanes, self._lock = lanes, threading.Lock()
 
-    def wait(self) -> int:
-        """Return its exit status."""
-        return self._process.wait()
+    def take(self) -> list[str]:
+        """Take the next batch: smaller ones towards the end, so that all lanes end together."""
+        with self._lock:
+            left = sum(seconds for seconds, _ in self._left)
+            most = min(BATCH_S, max(8.0, left / (2 * self._lanes)))
+            batch: list[str] = []
+            while self._left and most > 0:
+                seconds, name = self._left.pop(0)
+                batch.append(name)
+                most -= seconds
+                # A long file would have come before: what follows fills the batch up.
+                if batch and self._left and self._left[0][0] > most:
+                    break
+            return batch
+
+
+class Lane:
+    """Runs batches one after another, until none is left."""
+
+    def __init__(self, queue: Queue, results: Results, words: list[str], folder: Path) -> None:
+        self._queue, self._results, self._words, self._folder = queue, results, words, folder
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the queue is empty, and this lane's last batch has ended."""
+        self._thread.join()
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
-        self._process.kill()
+        """End the batch that is running."""
+        if self._process is not None:
+            self._process.kill()
 
-    def counts(self) -> Counter[str]:
-        """How many tests there were, and how many ended badly, by the report's words."""
-        found: Counter[str] = Counter()
-        if self._report.exists():
-            for suite in ElementTree.parse(self._report).iter("testsuite"):
-                found += Counter({k: int(suite.get(k, 0)) for k in _WORDS})
-                found["errors"] -= _errors_of_failed(suite)
-        return found
+    def _run(self) -> None:
+        number = 0
+        while batch := self._queue.take():
+            number += 1
+            self._batch(batch, self._folder / f"{self._thread.name}-{number}.jsonl")
 
-    def failed(self) -> list[str]:
-        """Return the tests that failed."""
-        kept = self._cache / "v/cache/lastfailed"
-        return sorted(json.loads(kept.read_text())) if kept.exists() else []
+    def _batch(self, files: list[str], log: Path) -> None:
+        begin = time.monotonic()
+        words = [f"--report-log={log}", "-q", "-p", "no:cacheprovider", "--no-header", "-rN"]
+        self._process = subprocess.Popen(
+            [*PYTEST, *words, *self._words, *files],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=ROOT,
+        )
+        output, _ = self._process.communicate()
+        status = self._process.returncode
+        counts = self._results.read(log) if log.exists() else Counter[str]()
+        if status not in (0, TESTS_FAILED, NO_TESTS) or (
+            status == TESTS_FAILED and not counts["failed"]
+        ):
+            self._results.broken.append(f"status {status}: {' '.join(files)}")
+        self._results.late += re.findall(r"^LEFT LATE (.*)$", output, re.MULTILINE)
+        if status not in (0, NO_TESTS):
+            print(output, flush=True)
+        ends = ", ".join(f"{counts[w]} {w}" for w in ("passed", "failed", "skipped") if counts[w])
+        took = time.monotonic() - begin
+        names = " ".join(name.removeprefix("tests/") for name in files)
+        print(f"{took:5.0f} s  {ends or 'no tests'}: {names}", flush=True)
 
 
-def _errors_of_failed(suite: ElementTree.Element) -> int:
-    """Count the errors after tests that had failed already: what they left behind."""
-    names: dict[str, list[tuple[str | None, str | None]]] = {"failure": [], "error": []}
-    for case in suite.iter("testcase"):
-        for word, found in names.items():
-            if case.find(word) is not None:
-                found.append((case.get("classname"), case.get("name")))
-    return sum(name in names["failure"] for name in names["error"])
+def unsteady(today: datetime.date) -> tuple[set[str], list[str]]:
+    """Return the tests that may fail today, and the lines of the list that are too old."""
+    names: set[str] = set()
+    old: list[str] = []
+    for line in UNSTEADY.read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            date, name, _ = line.split(maxsplit=2)
+            age = today - datetime.date.fromisoformat(date)
+            if age.days > UNSTEADY_DAYS:
+                old.append(line)
+            names.add(name)
+    return names, old
 
 
-_WORDS = ("tests", "failures", "errors", "skipped")
+def listed(skips: str | None) -> set[str] | None:
+    """Return what tests may need and not find; None: anything."""
+    if skips is None:
+        return None
+    lines = Path(skips).read_text().splitlines()
+    return {line.partition(":")[0].strip() for line in lines if line and line[0] != "#"}
+
+
+def report(results: Results, took: float, allowed: set[str] | None) -> int:
+    """Print what there is to say at the end, the counts last; return the exit status."""
+    may_fail, old = unsteady(datetime.date.today())
+    print(f"\nslowest tests (of {sum(results.seconds.values()):.0f} s together):")
+    for name, seconds in results.seconds.most_common(SLOWEST):
+        print(f"{seconds:7.1f} s  {name}")
+    for line in results.late:
+        print(f"LEFT LATE {line}")
+    bad = [name for name in results.failed if name not in may_fail]
+    for name in sorted(results.failed):
+        print(f"{'FAILED' if name in bad else 'UNSTEADY'} {name}")
+    for line in results.broken:
+        print(f"FAILED pytest ended with {line}")
+    for line in old:
+        print(f"FAILED tests/unsteady.txt: more than {UNSTEADY_DAYS} days old: {line}")
+    unlisted = set(results.skips) - allowed if allowed is not None else set()
+    for name in sorted(unlisted):
+        print(f"FAILED {results.skips[name]} tests did not run, for what is not listed: {name}")
+    not_run = ", ".join(f"{name}: {count}" for name, count in sorted(results.skips.items()))
+    counts = results.outcomes
+    print(
+        f"=== {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
+        f" in {took:.0f}s{f'; not run: {not_run}' if not_run else ''} ===",
+        flush=True,
+    )
+    return 1 if bad or results.broken or old or unlisted else 0
 
 
 def main(arguments: list[str]) -> int:
     """Run the tests; return the exit status."""
-    second_look = "--second-look" in arguments
-    arguments = [word for word in arguments if word != "--second-look"]
-    if any(Path(word.partition("::")[0]).exists() for word in arguments):
-        return subprocess.run([*PYTEST, "-rs", *arguments], check=False).returncode
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--skips", help="a file with what tests may need and not find")
+    parser.add_argument("--below", action="append", help="a folder of tests; else all of them")
+    parser.add_argument("--lanes", type=int, default=(os.cpu_count() or 1) + 1)
+    parser.add_argument("--keep-times", action="store_true", help="write tests/times.json anew")
+    options, words = parser.parse_known_args(arguments)
+    if any(Path(file_of(word)).exists() for word in words):
+        return subprocess.run([*PYTEST, "-rs", *words], check=False).returncode
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("the tests were stopped"))
-    with ExitStack() as stack:
-        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)]
-        output = stack.enter_context(tempfile.TemporaryFile("w+"))
-        halves = [
-            Half(WITH_PROCESSES + arguments, folders[0], output),
-            Half([*ALL_OTHERS, *arguments], folders[1], sys.stdout),
-        ]
+    results = Results()
+    times = json.loads(TIMES.read_text()) if TIMES.exists() else {}
+    queue = Queue(times, options.lanes, options.below or ["tests"])
+    with tempfile.TemporaryDirectory() as folder:
+        lanes = [Lane(queue, results, words, Path(folder)) for _ in range(options.lanes)]
         try:
-            statuses = [half.wait() for half in reversed(halves)]
+            for lane in lanes:
+                lane.wait()
         finally:
-            for half in halves:
-                half.kill()
-            output.seek(0)
-            print(f"\n--- the tests with processes\n{output.read()}", flush=True)
-        counts = sum((half.counts() for half in halves), Counter[str]())
-        failed = [name for half in halves for name in half.failed()]
-    _tell(counts, time.monotonic() - begin)
-    if any(status not in (0, TESTS_FAILED) for status in statuses):
-        return max(statuses)
-    if TESTS_FAILED not in statuses:
-        return 0
-    if not second_look:
-        return TESTS_FAILED
-    if counts["errors"] or not 0 < len(failed) <= MOST:
-        errors = counts["errors"]
-        print(f"no second look: {len(failed)} tests failed, or had one of {errors} errors beside")
-        return TESTS_FAILED
-    return _second_look(failed)
-
-
-def _tell(counts: Counter[str], took: float) -> None:
-    bad = counts["failures"] + counts["errors"] + counts["skipped"]
-    words = {"passed": counts["tests"] - bad, "failed": counts["failures"]}
-    words |= {"skipped": counts["skipped"], "error": counts["errors"]}
-    told = ", ".join(f"{number} {word}" for word, number in words.items() if number)
-    print(f"=== {told} in {took:.0f}s ===", flush=True)
-
-
-def _second_look(failed: list[str]) -> int:
-    again = [name for name in failed if not all(_passes(name, i + 1) for i in range(TIMES))]
-    if again:
-        print(f"failed again, alone: {', '.join(again)}")
-        return TESTS_FAILED
-    told = f"{len(failed)} test(s) failed once and then passed {TIMES} times alone"
-    print(f"unsteady: {told}: {', '.join(failed)}")
-    return 0
-
-
-def _passes(name: str, number: int) -> bool:
-    print(f"second look, {number} of {TIMES}: {name}", flush=True)
-    once = [*PYTEST, "-q", "--no-header", "-p", "no:cacheprovider", name]
-    return subprocess.run(once, check=False).returncode == 0
+            for lane in lanes:
+                lane.kill()
+    if options.keep_times:
+        seconds: Counter[str] = Counter()
+        for name, took in results.seconds.items():
+            seconds[file_of(name)] += took
+        kept = {name: round(took, 1) for name, took in sorted(seconds.items()) if took >= 0.5}
+        TIMES.write_text(json.dumps(kept, indent=0) + "\n")
+    return report(results, time.monotonic() - begin, listed(options.skips))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dure.launch.ranks.ports import reserve_port
 from dure.testing import ProcessPool
 from dure.testing.pool import start_server
 from faults.agents import Crew
+from needs import why_missing
 from procs.launching import Launching, launching
 from waiting import PATIENCE_S
 
@@ -46,6 +47,14 @@ _SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they liv
 _WITH_PROCESSES = ("procs", "faults", "parity")
 _HEAP = "/memfd:dure-heap (deleted)"  # a process has one symmetric heap, for as long as it lives
 _UNTRACKED = (_HEAP, "anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/null", "/dev/urandom")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs what this machine does not have (`needs.py`)."""
+    for mark in item.iter_markers("needs"):
+        for need in mark.args:
+            if why := why_missing(need):
+                pytest.skip(f"needs {need}: {why}")
 
 
 def pytest_collection_finish() -> None:

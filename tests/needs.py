@@ -1,0 +1,87 @@
+"""What some tests need of a machine, and whether it is here.
+
+A test says `@pytest.mark.needs("etcd")`, a module `pytestmark = pytest.mark.needs("engine")`. If it
+is missing, the test is skipped with "needs etcd: ..."; `make test` ends with how many tests did not
+run for each need, and CI fails if one of them is not listed in `tests/may_be_missing.txt`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
+from dure import native
+
+
+def _engine() -> str:
+    here, why = native.available()
+    return "" if here else why or "the native engine was not built"
+
+
+def _root() -> str:
+    return "" if os.geteuid() == 0 else "this user is not root"
+
+
+def _etcd() -> str:
+    return "" if shutil.which("etcd") else "not found (Debian: etcd-server)"
+
+
+def _chromium() -> str:
+    return "" if shutil.which("chromium") else "not found (Debian: chromium)"
+
+
+def _namespaces() -> str:
+    from procs import hosts
+
+    return hosts.why_not()
+
+
+def _sshd() -> str:
+    from procs import ssh_hosts
+
+    return ssh_hosts.why_not()
+
+
+def _slurm() -> str:
+    from procs import slurm
+
+    return slurm.why_not()
+
+
+def _mpi() -> str:
+    from procs import mpi_jobs
+
+    return mpi_jobs.why_not()
+
+
+def _gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds no GPU"
+
+
+def _cluster_shell() -> str:
+    return "" if importlib.util.find_spec("ClusterShell") else "not installed (extra: cluster)"
+
+
+NEEDS: dict[str, Callable[[], str]] = {
+    "engine": _engine,
+    "root": _root,
+    "etcd": _etcd,
+    "chromium": _chromium,
+    "network namespaces": _namespaces,
+    "sshd": _sshd,
+    "Slurm": _slurm,
+    "MPI": _mpi,
+    "GPU": _gpu,
+    "ClusterShell": _cluster_shell,
+}
+
+
+@functools.cache
+def why_missing(need: str) -> str:
+    """Return why a need of `NEEDS` is not met on this machine; empty if it is."""
+    return NEEDS[need]()
