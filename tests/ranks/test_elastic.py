@@ -119,6 +119,20 @@ def test_an_error_that_a_lost_peer_explains_is_no_error():
     assert results[0] == results[2] == pytest.approx(undisturbed(), rel=1e-9, abs=1e-12)
 
 
+def test_a_group_that_fails_again_and_again_without_a_loss_raises_the_error():
+    job = Job(2)
+    tries = [0, 0]
+
+    def body(rank: int, state: State) -> None:
+        tries[rank] += 1
+        dure.barrier()
+        raise dure.PeerLost("says the program")
+
+    job.run(body)
+    assert [type(job.errors[r]) for r in range(2)] == [dure.PeerLost] * 2
+    assert tries == [4, 4]
+
+
 def test_a_loss_that_one_rank_alone_has_seen_does_not_let_the_others_wait_for_it():
     job = Job(3, timeout=timedelta(seconds=60))  # longer than the test may take
     hurt: list[int] = []

@@ -74,6 +74,29 @@ def test_a_member_that_leaves_is_named_and_not_refused(
     assert not caplog.records
 
 
+def test_refusals_are_counted_and_reported_rarely(
+    hall: Hall, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reported(now: float) -> list[str]:
+        caplog.clear()
+        hall.tracker.tidy(now)
+        return [record.getMessage() for record in caplog.records]
+
+    assert (reported(0.0), hall.tracker.due()) == ([], None)
+    hall.tracker.refused("10.0.0.77:51234", "it has another job key")
+    assert reported(0.0) == [
+        "the store at tcp://here refused 10.0.0.77:51234: it has another job key"
+    ]
+    for port in range(3):
+        hall.tracker.refused(f"10.0.0.99:{port}", "it left")
+    assert hall.tracker.due() == tracker.QUIET_S
+    assert reported(tracker.QUIET_S - 0.001) == []
+    assert reported(tracker.QUIET_S) == [
+        "the store at tcp://here refused 10.0.0.99:2 and 2 more: it left"
+    ]
+    assert hall.tracker.due() is None
+
+
 def test_the_limit_of_descriptors_is_raised_under_pressure_only(hall: Hall) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     small = min(512, soft)

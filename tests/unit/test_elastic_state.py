@@ -11,7 +11,8 @@ from torch import nn
 
 from dure.data import DataLoader
 from dure.elastic import State
-from dure.errors import UsageError
+from dure.elastic.views import Progress
+from dure.errors import PeerLost, UsageError
 
 
 def test_attributes_are_parts_or_values():
@@ -61,6 +62,25 @@ def test_every_commits_now_and_then():
     state = State(n=0)
     assert [state.commit(every=3) for _ in range(7)] == [False, False, True] * 2 + [False]
     assert state.commits == 2
+
+
+@pytest.mark.parametrize(("stands", "n"), [(1, 1), (0, 0)])
+def test_a_staged_step_becomes_the_committed_one_if_it_stands(stands: int, n: int):
+    def lost(step: int) -> None:
+        raise PeerLost("while all agree")
+
+    state = State(n=0)
+    state.begin()
+    state.attach(lost)
+    state.n = 1
+    with pytest.raises(PeerLost):
+        state.commit()
+    assert state.standing() == Progress(committed=0, staged=1)
+    state.settle(stands)
+    state.n = 2
+    state.restore()
+    assert (state.commits, state.n) == (stands, n)
+    assert state.standing() == Progress(committed=stands)
 
 
 def test_a_part_takes_over_what_was_committed_under_its_name():

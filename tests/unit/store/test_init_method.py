@@ -73,6 +73,24 @@ def test_contradictions_and_unknown_hosts_are_errors(inside, environ, rank, size
         find_place(None, rank, size)
 
 
+def test_arguments_go_before_the_url(inside):
+    inside({})
+    spot = find_place("tcp://h:1?rank=1&world_size=2", 0, 3)
+    assert (spot.rank, spot.world_size) == (0, 3)
+    spot = find_place("tcp://h:1?rank=1&world_size=2", -1, -1)
+    assert (spot.rank, spot.world_size) == (1, 2)
+
+
+@pytest.mark.parametrize("local", [2, 1])
+def test_under_torchrun_ranks_meet_beside_the_agent(inside, local):
+    told = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "h"}
+    told |= {"MASTER_PORT": 29500, "TORCHELASTIC_USE_AGENT_STORE": True}
+    inside({name: str(value) for name, value in told.items()})
+    place = find_place(None, -1, -1).place
+    assert isinstance(place, LocalPlace if local == 2 else TcpPlace)
+    assert getattr(place, "port", 29501) == 29501
+
+
 def test_no_cluster_still_says_what_is_missing(inside):
     inside({})
     with pytest.raises(RendezvousError):

@@ -47,8 +47,10 @@ def test_pairs_are_the_same_everywhere_and_differ_by_purpose() -> None:
     assert zmq.curve_public(server.secret) == server.public
 
 
-def test_a_key_is_neither_pickled_nor_taken_apart() -> None:
+def test_a_key_is_neither_shown_nor_pickled_nor_taken_apart() -> None:
     key = mint()
+    assert repr(key) == str(key) == f"JobKey(fingerprint={key.fingerprint})"
+    assert key.pair("store server").secret.decode() not in repr(key.pair("store server"))
     for secret in (key, key.pair("store server"), {"deep": [key]}):
         for protocol in (0, pickle.HIGHEST_PROTOCOL):
             with pytest.raises(StoreError):

@@ -218,6 +218,16 @@ def test_a_number_whose_holder_died_is_an_error() -> None:
     assert f"pid {dead.pid}" in caught.value.seen
 
 
+def test_who_has_left_makes_room_for_another_process() -> None:
+    store, key = HashStore(), "dure/store//0/member/0"
+    meeting = rendezvous(rank=0, world_size=1, store=store)
+    meeting.close()
+    elsewhere = msgspec.structs.replace(myself(), host_id="elsewhere")
+    member = msgspec.structs.replace(meeting.members[0], process=elsewhere)
+    store.set(key, msgspec.msgpack.encode(member))
+    rendezvous(rank=0, world_size=1, store=store).close()
+
+
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_a_given_store_is_used_twice_and_stays_open(kind: str, tmp_path: Path) -> None:
     store: Store = HashStore(TIMEOUT)

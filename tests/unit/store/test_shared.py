@@ -208,6 +208,14 @@ def test_a_look_at_changes_that_are_forgotten_is_answered_at_once() -> None:
     assert not board._looking
 
 
+def test_a_look_waits_for_changes_below_its_prefix_only() -> None:
+    board = Board()
+    assert board.handle(A, Request("look", ("p/",), amount=0, timeout_s=9), 0.0) == []
+    assert board.handle(B, Request("set", ("q/x",), (b"0",)), 0.0) == [(B, Reply("ok"))]
+    answers = board.handle(B, Request("set", ("p/x",), (b"1",)), 0.0)
+    assert answers == [(B, Reply("ok")), (A, Reply("ok", 2, (b"1",), ("p/x",)))]
+
+
 KEYS = st.sampled_from(["p/a", "p/b", "q"])
 VALUES = st.none() | st.sampled_from([b"", b"1"])
 MAPS = st.dictionaries(KEYS, VALUES, max_size=2)
