@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Branches(nn.Module):
-    """Two layers, of which a forward uses those it is told to use."""
+    """Two layers, of which a forward uses those whose names it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -15,3 +15,19 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
         return torch.stack([getattr(self, name)(x) for name in names]).sum()
+
+
+class Layers(nn.Module):
+    """Layers of which a forward uses those whose numbers it gets; the gradient of each is `x`."""
+
+    def __init__(self, n: int = 2, width: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(n))
+
+    def forward(self, x: torch.Tensor, *use: int) -> torch.Tensor:
+        return torch.stack([self.layers[i](x).sum() for i in use]).sum()
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    """Return copies of the gradients that there are."""
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]

@@ -1,8 +1,9 @@
-"""DDP and gradients that wait: dropped after `no_sync`, several graphs at once, what lives on."""
+"""DDP and gradients that wait or are missing: `no_sync`, several graphs, unused and frozen ones."""
 
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -13,6 +14,10 @@ from torch import nn
 import dure as dist
 from dure.errors import ModuleError
 from dure.testing import run_ranks
+from ranks.ddp_models import Branches
+
+UNUSED: dict[str, Any] = {"find_unused_parameters": True}
+STATIC: dict[str, Any] = {"static_graph": True}
 
 
 class Tasks(nn.Module):
@@ -25,141 +30,248 @@ class Tasks(nn.Module):
         for parameter in self.parameters():
             nn.init.ones_(parameter)
 
-    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
-        return (self.heads[task].weight * self.body(x)).sum()
+    def forward(self, x: torch.Tensor, *tasks: int) -> torch.Tensor:
+        return sum((self.heads[task].weight * self.body(x)).sum() for task in tasks)
 
 
-def inputs(rank: int) -> torch.Tensor:
-    return torch.full((1, 1), rank + 1.0)
+def one_task_without_sync(ddp: Any, x: torch.Tensor) -> None:
+    with ddp.no_sync():
+        ddp(x, 0).backward()
 
 
-def gradients(module: nn.Module) -> list[float | None]:
-    return [None if p.grad is None else p.grad.item() for p in module.parameters()]
+def accumulated(ddp: Any, x: torch.Tensor) -> None:
+    one_task_without_sync(ddp, x)
+    ddp(x, 1).backward()
 
 
-def test_gradients_dropped_after_no_sync_do_not_come_back_2_ranks() -> None:
+def dropped(ddp: Any, x: torch.Tensor) -> None:
+    one_task_without_sync(ddp, x)
+    ddp.zero_grad()
+    ddp(x, 1).backward()
+
+
+def replaced(ddp: Any, x: torch.Tensor) -> None:
+    one_task_without_sync(ddp, x)
+    ddp.module.heads[0].weight.grad = 10 * x
+    ddp(x, 1).backward()
+
+
+def two_graphs(ddp: Any, x: torch.Tensor) -> None:
+    ddp(x, 1).backward()
+    ddp.zero_grad()
+    first, second = ddp(x, 0), ddp(x, 1)
+    second.backward()
+    first.backward()
+
+
+def two_graphs_in_order(ddp: Any, x: torch.Tensor) -> None:
+    first, second = ddp(x, 0), ddp(x, 1)
+    first.backward()
+    second.backward()
+
+
+def evaluated_between(ddp: Any, x: torch.Tensor) -> None:
+    ddp(x, 1).backward()
+    ddp.zero_grad()
+    loss = ddp(x, 0)
+    with torch.no_grad():
+        ddp(x, 1)
+    loss.backward()
+
+
+def old_gradient(ddp: Any, x: torch.Tensor) -> None:
+    ddp.module.heads[1].weight.grad = torch.full((1, 1), 7.0)
+    for _ in range(3):
+        ddp.module.body.weight.grad = ddp.module.heads[0].weight.grad = None
+        ddp(x, 0).backward()
+
+
+def frozen(ddp: Any, x: torch.Tensor) -> None:
+    ddp.module.heads[1].weight.requires_grad_(False)
+    ddp(x, 0, 1).backward()
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "expected"),
+    [
+        (accumulated, {}, [3.0, 1.5, 1.5]),
+        (dropped, UNUSED, [1.5, None, 1.5]),
+        (replaced, {}, [3.0, 15.0, 1.5]),
+        (two_graphs, UNUSED, [3.0, 1.5, 1.5]),
+        (two_graphs_in_order, UNUSED, [3.0, 1.5, 1.5]),
+        (evaluated_between, UNUSED, [1.5, 1.5, None]),
+        (old_gradient, STATIC, [1.5, 1.5, 7.0]),
+        (frozen, {}, [3.0, 1.5, None]),
+    ],
+)
+def test_gradients_are_the_mean_of_what_the_ranks_have_2_ranks(
+    steps: Any, options: dict[str, Any], expected: list[float | None]
+) -> None:
     def rank_main(rank: int) -> list[float | None]:
-        ddp = dist.DistributedDataParallel(Tasks(), find_unused_parameters=True)
-        with ddp.no_sync():
-            ddp(inputs(rank), 0).backward()
-        ddp.zero_grad()
-        ddp(inputs(rank), 1).backward()
-        return gradients(ddp)
+        ddp = dist.DistributedDataParallel(Tasks(), **options)
+        steps(ddp, torch.full((1, 1), rank + 1.0))
+        return [None if p.grad is None else p.grad.item() for p in ddp.parameters()]
 
-    assert run_ranks(2, rank_main) == [[1.5, None, 1.5]] * 2
+    assert run_ranks(2, rank_main) == [expected] * 2
 
 
-def test_gradients_dropped_after_no_sync_are_missed_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[str, ...]:
-        ddp = dist.DistributedDataParallel(Tasks())
-        with ddp.no_sync():
-            ddp(inputs(rank), 0).backward()
-        ddp.zero_grad()
-        with pytest.raises(ModuleError) as caught:
-            ddp(inputs(rank), 1).backward()
-        return caught.value.parameters
-
-    assert run_ranks(2, rank_main) == [("heads.0.weight",)] * 2
+def static_then_accumulated(ddp: Any, x: torch.Tensor) -> None:
+    ddp(x, 1).backward()
+    accumulated(ddp, x)
 
 
-def test_gradients_replaced_after_no_sync_are_reduced_as_they_are_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float | None]:
-        ddp = dist.DistributedDataParallel(Tasks())
-        with ddp.no_sync():
-            ddp(inputs(rank), 0).backward()
-        ddp.module.heads[0].weight.grad = torch.full((1, 1), 10.0 * (rank + 1))
-        ddp(inputs(rank), 1).backward()
-        return gradients(ddp)
-
-    assert run_ranks(2, rank_main) == [[3.0, 15.0, 1.5]] * 2
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_parameter_left_out_of_a_static_graph_and_used_under_no_sync_is_named_2_ranks(
-    steps: int,
+@pytest.mark.parametrize(("steps", "options"), [(dropped, {}), (static_then_accumulated, STATIC)])
+def test_gradient_that_the_step_lacks_or_does_not_expect_is_named_2_ranks(
+    steps: Any, options: dict[str, Any]
 ) -> None:
     def rank_main(rank: int) -> tuple[str, ...]:
-        ddp = dist.DistributedDataParallel(Tasks(), static_graph=True)
-        for _ in range(steps):
-            ddp(inputs(rank), 1).backward()
-        with ddp.no_sync():
-            ddp(inputs(rank), 0).backward()
+        ddp = dist.DistributedDataParallel(Tasks(), **options)
         with pytest.raises(ModuleError) as caught:
-            ddp(inputs(rank), 1).backward()
+            steps(ddp, torch.ones(1, 1))
         return caught.value.parameters
 
     assert run_ranks(2, rank_main) == [("heads.0.weight",)] * 2
 
 
-@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-def test_graphs_of_different_parameters_in_any_order_of_backwards_2_ranks(order: list[int]) -> None:
-    def rank_main(rank: int) -> list[float | None]:
-        ddp = dist.DistributedDataParallel(Tasks(), find_unused_parameters=True)
-        ddp(inputs(rank), 1).backward()
+def test_gradient_missing_on_one_rank_is_named_on_all_and_the_next_step_is_good_3_ranks() -> None:
+    def rank_main(rank: int) -> ModuleError:
+        ddp = dist.DistributedDataParallel(Branches(), bucket_cap_mb=1e-6)
+        names = ("left",) if rank == 1 else ("left", "right")
+        with pytest.raises(ModuleError) as caught:
+            ddp(torch.ones(1, 2), *names).backward()
+        ddp(torch.ones(1, 2), "left", "right").backward()
+        return caught.value
+
+    for error in run_ranks(3, rank_main):
+        assert error.parameters == ("right.weight",)
+        assert "right.weight (on rank 1)" in error.seen
+
+
+def test_backward_that_reaches_no_parameter_is_named_too_2_ranks() -> None:
+    class Bypass(nn.Linear):
+        def forward(self, input: torch.Tensor, use: bool = True) -> torch.Tensor:
+            return super().forward(input) if use else input * 2
+
+    def rank_main(rank: int) -> tuple[str, ...]:
+        ddp = dist.DistributedDataParallel(Bypass(2, 2))
+        x = torch.ones(1, 2, requires_grad=True)
+        with pytest.raises(ModuleError) as caught:
+            ddp(x, rank == 0).sum().backward()
+        return caught.value.parameters
+
+    assert run_ranks(2, rank_main) == [("weight", "bias")] * 2
+
+
+def test_unused_parameters_are_averaged_if_a_rank_used_them_and_left_alone_otherwise() -> None:
+    def rank_main(rank: int) -> list[Any]:
+        ddp = dist.DistributedDataParallel(Branches(), **UNUSED)
+        x = torch.ones(1, 2)
+        ddp(x, "left" if rank == 0 else "right").backward()
+        both = [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]
         ddp.zero_grad()
-        losses = [ddp(inputs(rank), task) for task in range(2)]
-        for task in order:
-            losses[task].backward()
-        return gradients(ddp)
+        ddp(x, "left").backward()
+        one = ddp.module.right.weight.grad
+        ddp(x * 3, "right").backward()  # left keeps its gradient, bit by bit
+        kept = [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]
+        return [both, one, kept]
 
-    assert run_ranks(2, rank_main) == [[3.0, 1.5, 1.5]] * 2
+    half, one, three = [[[v, v]] * 2 for v in (0.5, 1.0, 3.0)]
+    for both, unused, kept in run_ranks(2, rank_main):
+        assert both == [half, half]
+        assert unused is None
+        assert kept == [one, three]
 
 
-def test_forward_without_gradients_before_the_backward_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float | None]:
-        ddp = dist.DistributedDataParallel(Tasks(), find_unused_parameters=True)
-        ddp(inputs(rank), 1).backward()
-        ddp.zero_grad()
-        loss = ddp(inputs(rank), 0)
-        with torch.no_grad():
-            ddp(inputs(rank), 1)
-        loss.backward()
-        return gradients(ddp)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_gradient_of_a_parameter_that_no_rank_used_is_kept_bit_by_bit_7_ranks() -> None:
+    # The mean of seven equal numbers is not always that number, so averaging again would show.
+    values = torch.rand(4096, generator=torch.Generator().manual_seed(0))
 
-    assert run_ranks(2, rank_main) == [[1.5, 1.5, None]] * 2
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(4096)), nn.Parameter(torch.zeros(1))
+
+        def forward(self, both: bool) -> torch.Tensor:
+            return (self.a * values).sum() + self.b.sum() if both else self.b.sum()
+
+    def rank_main(rank: int) -> bool:
+        ddp = dist.DistributedDataParallel(Two(), **UNUSED)
+        ddp(True).backward()
+        before = ddp.module.a.grad.clone()
+        ddp(False).backward()
+        again = before.clone()
+        dist.all_reduce(again, dist.ReduceOp.AVG)
+        assert not torch.equal(again, before)
+        return torch.equal(before, ddp.module.a.grad)
+
+    assert run_ranks(7, rank_main) == [True] * 7
+
+
+def test_needless_search_for_unused_parameters_is_a_warning_once_1_rank() -> None:
+    def rank_main(rank: int) -> int:
+        ddp = dist.DistributedDataParallel(nn.Linear(1, 1), **UNUSED)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                ddp(torch.ones(1, 1)).sum().backward()
+        return len(caught)
+
+    assert run_ranks(1, rank_main) == [1]
+
+
+def test_parameters_that_are_never_used_are_left_out_if_asked_2_ranks() -> None:
+    def rank_main(rank: int) -> int:
+        ddp = dist.DistributedDataParallel(
+            Branches(), bucket_cap_mb=1e-6, skip_all_reduce_unused_params=True, **UNUSED
+        )
+        for _ in range(2):
+            ddp(torch.ones(1, 2), "left").backward()
+        return ddp._get_ddp_logging_data()["num_buckets_reduced"]
+
+    assert run_ranks(2, rank_main) == [1, 1]
+
+
+def test_parameter_unfrozen_after_wrapping_is_named_2_ranks() -> None:
+    def rank_main(rank: int) -> tuple[str, ...]:
+        module = Branches()
+        module.right.requires_grad_(False)
+        ddp = dist.DistributedDataParallel(module)
+        ddp(torch.ones(1, 2), "left").backward()
+        module.right.requires_grad_(True)
+        with pytest.raises(ModuleError) as caught:
+            ddp(torch.ones(1, 2), "left")
+        dist.DistributedDataParallel(ddp.module)(torch.ones(1, 2), "left", "right").backward()
+        return caught.value.parameters
+
+    assert run_ranks(2, rank_main) == [("right.weight",)] * 2
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_buckets_go_with_the_module_and_not_with_the_garbage_collector_1_rank(
     backward: bool,
 ) -> None:
-    def rank_main(rank: int) -> Any:
+    def rank_main(rank: int) -> list[Any]:
         ddp = dist.DistributedDataParallel(Tasks())
-        loss = ddp(inputs(rank), 0) + ddp(inputs(rank), 1)
+        loss = ddp(torch.ones(1, 1), 0, 1)
         if backward:
             loss.backward()
-        reducer = weakref.ref(ddp.reducer)
+        kept = [weakref.ref(ddp.reducer), *(weakref.ref(b.flat) for b in ddp.reducer.buckets)]
         del ddp, loss
-        return reducer()
+        return [ref() for ref in kept]
 
     gc.collect()
     gc.disable()
     try:
-        assert run_ranks(1, rank_main) == [None]
+        assert set(run_ranks(1, rank_main)[0]) == {None}
     finally:
         gc.enable()
 
 
-def test_old_gradients_of_parameters_that_are_left_out_stay_as_they_are_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float | None]:
-        ddp = dist.DistributedDataParallel(Tasks(), static_graph=True)
-        for parameter in ddp.parameters():
-            parameter.grad = torch.full((1, 1), 7.0)
-        for _ in range(3):
-            ddp(inputs(rank), 0).backward()
-            for p in (ddp.module.body.weight, ddp.module.heads[0].weight):
-                p.grad = None
-        ddp(inputs(rank), 0).backward()
-        return gradients(ddp)
-
-    assert run_ranks(2, rank_main) == [[1.5, 1.5, 7.0]] * 2
-
-
-def test_backward_averages_though_nobody_holds_the_wrapper_2_ranks() -> None:
+def test_backward_averages_though_no_variable_holds_the_wrapper_2_ranks() -> None:
     def rank_main(rank: int) -> float:
         module = nn.Linear(1, 1, bias=False)
         dist.DistributedDataParallel(module)(torch.full((1, 1), float(rank))).sum().backward()
-        assert module.weight.grad is not None
         return module.weight.grad.item()
 
     assert run_ranks(2, rank_main) == [0.5, 0.5]
