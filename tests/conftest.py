@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ from needs import why_missing
 from procs.launching import Launching, launching
 from waiting import PATIENCE_S
 
+# A job in the background of a shell ignores Ctrl-C, and so would all programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["DURE_TRACE_DIR"] = "off"  # what fails on purpose leaves no files; a test sets its own
 
 # Inputs are drawn anew on a developer's machine, where failures are kept in a database and tried
