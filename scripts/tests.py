@@ -32,12 +32,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forked_pytest import ForkedPytest
+
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 TIMES = TESTS / "times.json"
 UNSTEADY = TESTS / "unsteady.txt"
 UNSTEADY_DAYS = 7
-BATCH_S = 45.0  # a fresh pytest loads torch for 3 s
+BATCH_S = 30.0  # about what a batch takes, alone
+BATCH_LIMIT_S = 2400.0  # only ends what pytest's own limit per test could not
 UNKNOWN_S = 3.0  # what a file that is not in `TIMES` is taken to need
 PYTEST = [sys.executable, "-m", "pytest"]
 TESTS_FAILED = 1  # pytest's exit status; any other than 0 means that something else went wrong
@@ -127,9 +130,14 @@ class Queue:
 class Lane:
     """Runs batches one after another, until none is left."""
 
-    def __init__(self, queue: Queue, results: Results, words: list[str], folder: Path) -> None:
-        self._queue, self._results, self._words, self._folder = queue, results, words, folder
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(
+        self, number: int, queue: Queue, results: Results, words: list[str], folder: Path
+    ) -> None:
+        self._number, self._queue, self._results = number, queue, results
+        self._words, self._folder = words, folder
+        self._pytest = ForkedPytest(
+            Path(sys.executable), ROOT, dict(os.environ), folder / f"{number}.out", BATCH_LIMIT_S
+        )
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -139,28 +147,19 @@ class Lane:
 
     def kill(self) -> None:
         """End the batch that is running."""
-        if self._process is not None:
-            self._process.kill()
+        self._pytest.kill()
 
     def _run(self) -> None:
         number = 0
         while batch := self._queue.take():
             number += 1
-            self._batch(batch, self._folder / f"{self._thread.name}-{number}.jsonl")
+            self._batch(batch, self._folder / f"{self._number}-{number}.jsonl")
+        self._pytest.close()
 
     def _batch(self, files: list[str], log: Path) -> None:
         begin = time.monotonic()
         words = [f"--report-log={log}", "-q", "-p", "no:cacheprovider", "--no-header", "-rN"]
-        self._process = subprocess.Popen(
-            [*PYTEST, *words, *self._words, *files],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            cwd=ROOT,
-        )
-        output, _ = self._process.communicate()
-        status = self._process.returncode
+        status, output = self._pytest.run([*words, *self._words, *files])
         counts = self._results.read(log) if log.exists() else Counter[str]()
         if status not in (0, TESTS_FAILED, NO_TESTS) or (
             status == TESTS_FAILED and not counts["failed"]
@@ -241,7 +240,9 @@ def main(arguments: list[str]) -> int:
     times = json.loads(TIMES.read_text()) if TIMES.exists() else {}
     queue = Queue(times, options.lanes, options.below or ["tests"])
     with tempfile.TemporaryDirectory() as folder:
-        lanes = [Lane(queue, results, words, Path(folder)) for _ in range(options.lanes)]
+        lanes = [
+            Lane(number, queue, results, words, Path(folder)) for number in range(options.lanes)
+        ]
         try:
             for lane in lanes:
                 lane.wait()
