@@ -16,7 +16,8 @@ from dure.testing import run_ranks
 
 STEPS = 3
 ROWS = 12
-making = threading.Lock()
+Tensors = dict[str, torch.Tensor | None]
+making = threading.Lock()  # of models: ranks that are threads share a random generator
 
 
 class Block(nn.Module):
@@ -53,7 +54,7 @@ class Net(nn.Module):
 
 
 def made(**options: Any) -> Net:
-    with making:  # thread-ranks share the generator
+    with making:
         torch.manual_seed(1)
         return Net(**options).double()
 
@@ -77,8 +78,8 @@ def trained(
     step_loss: Callable[[nn.Module, int], torch.Tensor],
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
     before_step: Callable[[nn.Module], object] | None = None,
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]:
-    """Train some steps; return the losses, and the last gradients."""
+) -> list[torch.Tensor]:
+    """Train some steps; return the losses."""
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     losses = []
     for step in range(STEPS):
@@ -88,7 +89,7 @@ def trained(
             before_step(model)
         optimizer.step()
         losses.append(loss.detach())
-    return losses, {n: p.grad for n, p in model.named_parameters()}
+    return losses
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -99,6 +100,25 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
     return None if tensor is None else tensor.detach()
+
+
+def full_weights(model: nn.Module) -> Tensors:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def full_gradients(model: nn.Module) -> Tensors:
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if tensor is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(
+                found[name], tensor, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def by_step(model: nn.Module, step: int, size: int = 1, rank: int = 0) -> torch.Tensor:
@@ -113,9 +133,22 @@ def shard(model: Net, **options: Any) -> Net:
     return fully_shard(model, **options)
 
 
+def sharded(way: str, model: Net | None = None, **options: Any) -> Any:
+    """Return a model that is sharded by a strategy."""
+    with strategy(way):
+        return shard(made() if model is None else model, **options)
+
+
+def expected_gradients(step: int = 0) -> Tensors:
+    """Return the gradients of a step on one rank."""
+    model = made()
+    by_step(model, step)
+    return full_gradients(model)
+
+
 def compare(
     way: str,
-    size: int,
+    size: int = 2,
     prepare: Callable[[Net], object] = shard,
     step: Callable[[nn.Module, int, int, int], torch.Tensor] = by_step,
     expected_step: Callable[[nn.Module, int], torch.Tensor] | None = None,
@@ -124,35 +157,21 @@ def compare(
     make: Callable[[], Net] = made,
     data_ranks: Callable[[int], tuple[int, int]] | None = None,
 ) -> None:
+    """Compare training on `size` ranks with that on one: losses, last gradients, weights."""
     reference = make()
-    losses, gradients = trained(reference, expected_step or by_step, optimizer, before_step)
+    losses = trained(reference, expected_step or by_step, optimizer, before_step)
 
     def body(rank: int) -> Any:
-        with making:
-            pass
         model = make()
         with strategy(way):
             prepare(model)
         at = (size, rank) if data_ranks is None else data_ranks(rank)
-        got, grads = trained(model, lambda m, s: step(m, s, *at), optimizer, before_step)
-        return (
-            got,
-            {n: whole(g) for n, g in grads.items()},
-            {n: whole(p) for n, p in model.named_parameters()},
-        )
+        found = trained(model, lambda m, s: step(m, s, *at), optimizer, before_step)
+        return found, full_gradients(model), full_weights(model)
 
     results = run_ranks(size, body)
     mean = torch.stack([torch.stack(r[0]) for r in results]).mean(0)
     torch.testing.assert_close(mean, torch.stack(losses))
-    for _, grads, weights in results:
-        assert weights.keys() == dict(reference.named_parameters()).keys()
-        for name, parameter in reference.named_parameters():
-            torch.testing.assert_close(
-                weights[name], parameter.detach(), msg=lambda m, n=name: f"{n}: {m}"
-            )
-            if gradients[name] is None:
-                assert grads[name] is None, name
-            else:
-                torch.testing.assert_close(
-                    grads[name], gradients[name], msg=lambda m, n=name: f"{n}: {m}"
-                )
+    for _, gradients, weights in results:
+        assert_same(weights, full_weights(reference))
+        assert_same(gradients, full_gradients(reference))
