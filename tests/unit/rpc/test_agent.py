@@ -220,6 +220,7 @@ def test_timeouts() -> None:
         kept = api.rpc_async("worker1", wait_at_gate, (5,))
         api._set_rpc_timeout(0.01)
         assert api.get_rpc_timeout() == 0.01
+        unlimited = api.rpc_async("worker1", wait_at_gate, (6,), timeout=0)
         with pytest.raises(RpcError, match=text):
             api.rpc_sync("worker1", wait_at_gate)
         made = api.remote("worker1", wait_at_gate)
@@ -227,7 +228,6 @@ def test_timeouts() -> None:
             made._get_future().wait()
         with pytest.raises(RpcError, match="RRef creation"):
             made.to_here()
-        unlimited = api.rpc_async("worker1", wait_at_gate, (6,), timeout=0)
         Gate.open.set()
         assert (kept.wait(), unlimited.wait()) == (5, 6)
         assert api.rpc_sync("worker1", add, (1, 2), timeout=0) == 3
@@ -485,6 +485,8 @@ def test_a_list_of_what_may_be_called() -> None:
             api.rpc_sync("worker1", who)
         with pytest.raises(RpcError, match="does not let others call"):
             api.rpc_sync("worker1", torch.add, (torch.ones(1), 1))
+        with pytest.raises(RpcError, match="does not let others call"):
+            api.rpc_sync("worker1", complex, (1,))  # which a pickle may name
 
 
 def test_results_go_back_by_the_callers_device_map() -> None:
