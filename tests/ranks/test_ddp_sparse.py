@@ -12,80 +12,67 @@ import dure as dist
 from dure.testing import run_ranks
 
 
-@pytest.mark.parametrize("hook", [False, True])
-def test_sparse_gradients_stay_sparse_3_ranks(hook: bool) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.out = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False)
+class Words(nn.Module):
+    """Embeddings with sparse gradients, which a forward uses or not, and a dense layer."""
 
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return self.out(self.words(rows)).sum()
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(4, 1, sparse=True), nn.Linear(1, 4, bias=False)
+        self.out.weight = self.words.weight if tied else self.out.weight
+        with torch.no_grad():
+            self.words.weight.copy_(torch.arange(4.0).view(4, 1))
 
-    def sum_up(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
-        return (
-            group.all_reduce(bucket.buffer(), async_op=True)
-            .get_future()
-            .then(lambda future: future.value()[0] / 3)
-        )
+    def forward(self, *rows: int) -> torch.Tensor:
+        return self.out(self.words(torch.tensor(rows)) if rows else torch.ones(1, 1)).sum()
 
+
+def sum_and_divide(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+    work = group.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] / group.size())
+
+
+@pytest.mark.parametrize("hook", [None, sum_and_divide])
+def test_sparse_gradients_stay_sparse_3_ranks(hook: Any) -> None:
     def rank_main(rank: int) -> list[float]:
         ddp = dist.DistributedDataParallel(Words())
-        if hook:
-            ddp.register_comm_hook(dist.group.WORLD, sum_up)
-        ddp.module.out.weight.data.fill_(3)
+        if hook is not None:
+            ddp.register_comm_hook(dist.group.WORLD, hook)
+        nn.init.constant_(ddp.module.out.weight, 0.75)
         optimizer = torch.optim.SparseAdam([ddp.module.words.weight])
-        for _ in range(3):
+        for _ in range(2):
             ddp.zero_grad()
-            ddp(torch.tensor([rank, 3])).backward()
+            ddp(rank, 3).backward()
             optimizer.step()  # takes sparse gradients only
         gradient = ddp.module.words.weight.grad
         assert gradient.layout is torch.sparse_coo
-        return gradient.to_dense()[:, 0].tolist()
+        return gradient.to_dense().flatten().tolist()
 
     assert run_ranks(3, rank_main) == [[1, 1, 1, 3]] * 3
 
 
-def test_sparse_gradient_of_one_rank_only_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[list[float], Any]:
-        module = nn.ModuleDict({"used": nn.Embedding(2, 1, sparse=True)})
-        module["unused"] = nn.Embedding(2, 1, sparse=True)
-
-        class Sometimes(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.words, self.always = module, nn.Linear(1, 1)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                y = self.always(x).sum()
-                return y + self.words["used"](torch.tensor([1])).sum() if rank else y
-
-        ddp = dist.DistributedDataParallel(Sometimes(), find_unused_parameters=True)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize(("rows", "expected"), [(((), (1,)), [0, 0.5, 0, 0]), (((), ()), None)])
+def test_sparse_gradient_that_some_ranks_or_none_have_2_ranks(
+    rows: tuple[tuple[int, ...], ...], expected: list[float] | None
+) -> None:
+    def rank_main(rank: int) -> list[float] | None:
+        ddp = dist.DistributedDataParallel(Words(), find_unused_parameters=True)
+        nn.init.constant_(ddp.module.out.weight, 0.25)
         for _ in range(2):
             ddp.zero_grad()
-            ddp(torch.ones(1, 1)).backward()
-        used, unused = (module.get_parameter(f"{n}.weight").grad for n in ("used", "unused"))
-        assert used is not None
-        return used.to_dense().flatten().tolist(), unused
+            ddp(*rows[rank]).backward()
+        gradient = ddp.module.words.weight.grad
+        return None if gradient is None else gradient.to_dense().flatten().tolist()
 
-    assert run_ranks(2, rank_main) == [([0, 0.5], None)] * 2
+    assert run_ranks(2, rank_main) == [expected] * 2
 
 
 def test_weight_with_sparse_and_dense_gradients_is_dense_2_ranks() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.out = nn.Embedding(3, 1, sparse=True), nn.Linear(1, 3, bias=False)
-            self.out.weight = self.words.weight
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return self.out(self.words(rows)).sum()
-
     def rank_main(rank: int) -> list[float]:
-        ddp = dist.DistributedDataParallel(Tied())
-        ddp.module.words.weight.data.copy_(torch.arange(3.0).view(3, 1))
-        ddp(torch.tensor([rank])).backward()
+        ddp = dist.DistributedDataParallel(Words(tied=True))
+        ddp(rank).backward()
         return ddp.module.words.weight.grad.flatten().tolist()
 
-    # Rank 0: [3, 0, 0]; rank 1: [1, 4, 1].
-    assert run_ranks(2, rank_main) == [[2, 2, 0.5]] * 2
+    # The sum of the weights, 6, in the row that is looked up; the row's value, `rank`, in all.
+    # Rank 0: [6, 0, 0, 0]; rank 1: [1, 7, 1, 1].
+    assert run_ranks(2, rank_main) == [[3.5, 3.5, 0.5, 0.5]] * 2
