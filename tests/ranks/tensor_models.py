@@ -6,10 +6,14 @@ import copy
 import functools
 import threading
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close as close
 
+import dure
+from dure.mesh import init_device_mesh
 from dure.tensor import DTensor, Replicate, Shard
 from dure.tensor.parallel import (
     ColwiseParallel,
@@ -17,9 +21,10 @@ from dure.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
+    parallelize_module,
 )
 
-VOCAB, HEAD_DIM, HIDDEN, BLOCKS = 16, 4, 48, 2
+VOCAB, HEAD_DIM, HIDDEN, BLOCKS, STEPS = 16, 4, 48, 2, 3
 
 
 _making = threading.Lock()
@@ -161,6 +166,9 @@ def loss_plan():
     return {**sp_plan(), "output": head}
 
 
+PLANS = {"tp": tp_plan, "sp": sp_plan, "loss": loss_plan}
+
+
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -170,22 +178,59 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def train(model, steps, part=lambda ids: ids, shown=whole):
+def train(model, part=lambda ids: ids, shown=whole):
     """Losses and gradients of all steps of AdamW, and the weights after them."""
+    parameters = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, grads = [], []
-    for ids in batches(steps):
+    for ids in batches(STEPS):
         with loss_parallel():
             loss = loss_of(model, part(ids))
             loss.backward()
-        grads.append({n: whole(p.grad) for n, p in model.named_parameters()})
+        grads.append({name: whole(p.grad) for name, p in parameters.items()})
         optimizer.step()
         optimizer.zero_grad()
         losses.append(shown(loss).item())
-    return losses, grads, {n: whole(p) for n, p in model.named_parameters()}
+    return losses, grads, {name: whole(p) for name, p in parameters.items()}
 
 
 @functools.cache
-def trained_alone(steps, tied=False, heads=4, kv_heads=2):
+def trained_alone(tied=False, heads=4, kv_heads=2):
     """What `train` gives on one rank."""
-    return train(small_llama(tied, heads, kv_heads), steps)
+    return train(small_llama(tied, heads, kv_heads))
+
+
+def train_on(rank, shape, plan, tied=False, heads=4, kv_heads=2):
+    """What `train` gives on a mesh: replicas along one axis, each cut along the other."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(small_llama(tied, heads, kv_heads), mesh["tp"], PLANS[plan]())
+    assert (model.output.weight is model.tok_embeddings.weight) == tied
+    if shape[0] == 1:
+        return train(model)
+
+    def average(loss):
+        loss = whole(loss)
+        dure.all_reduce(loss, dure.ReduceOp.AVG, group=mesh.get_group("dp"))
+        return loss
+
+    ddp = dure.DistributedDataParallel(model, mesh=mesh["dp"])
+    mine = mesh.get_local_rank("dp")
+    return train(ddp, part=lambda ids: ids.chunk(shape[0])[mine], shown=average)
+
+
+def assert_trained_alike(got, expected):
+    losses, grads, weights = expected
+    assert got[0] == pytest.approx(losses, rel=1e-12)
+    for step, (mine, wanted) in enumerate(zip(got[1], grads, strict=True)):
+        for name, grad in wanted.items():
+            close(mine[name], grad, rtol=1e-9, atol=1e-12, msg=f"gradient of {name}, step {step}")
+    for name, weight in weights.items():
+        close(got[2][name], weight, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def over_hosts(rank, folder):
+    """Train on four ranks of two hosts, as on one rank; see tests/procs/over_hosts.py."""
+    for shape in ((1, 4), (2, 2)):
+        assert_trained_alike(
+            train_on(rank, shape, "loss", heads=8, kv_heads=4), trained_alone(heads=8, kv_heads=4)
+        )

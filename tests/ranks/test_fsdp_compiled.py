@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from dure.fsdp import fully_shard
-from ranks.fsdp_models import Net, compare, made, making, shard
+from ranks.fsdp_models import Net, compare, made, making
 
 # The compiler looks at gradients of what is no leaf; ranks that are threads undo its filter.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
-
-@pytest.fixture(params=["gathered", "shared"])
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -38,44 +33,40 @@ def counting(graphs: list[Any]) -> Any:
     return aot_autograd(fw_compiler=note, bw_compiler=note)
 
 
-@pytest.mark.parametrize("when", ["before", "after", "forward"])
-def test_blocks_that_are_compiled(way: str, when: str) -> None:
-    """`block.compile()` before and after `fully_shard`, and a compiled `forward`."""
+@pytest.mark.parametrize(
+    ("way", "compiled"),
+    [
+        ("gathered", "block before"),
+        ("shared", "block after"),
+        ("shared", "forward"),
+        ("gathered", "module around"),
+    ],
+)
+def test_compiled_blocks_train_as_on_one_rank(way: str, compiled: str) -> None:
+    """`block.compile()` before or after `fully_shard`; a compiled `forward`; a wrapped module."""
     graphs: list[Any] = []
-
-    def prepare(model: Net) -> None:
-        with making:  # ranks are threads, the compiler is one
-            for block in model.blocks:
-                if when == "before":
-                    block.compile(backend=counting(graphs))
-                elif when == "forward":
-                    block.forward = torch.compile(block.forward, backend=counting(graphs))
-        shard(model)
-        if when == "after":
-            for block in model.blocks:
-                block.compile(backend=counting(graphs))
-
-    compare(way, 2, prepare=prepare)
-    assert len(graphs) >= 4
-
-
-@pytest.mark.parametrize("first", ["compile", "shard"])
-def test_modules_around_which_torch_compile_was_put(way: str, first: str) -> None:
-    """Sharded as a whole, or what is within."""
-    graphs: list[Any] = []
+    backend = counting(graphs)
 
     def make() -> Net:
         model = made()
-        with making:
+        with making:  # the ranks are threads of one compiler
             for number, block in enumerate(model.blocks):
-                wrapped: Any = torch.compile(block, backend=counting(graphs))
-                model.blocks[number] = wrapped
+                around: Any = torch.compile(block, backend=backend)
+                model.blocks[number] = around
         return model
 
     def prepare(model: Net) -> None:
+        with making:
+            for block in model.blocks:
+                if compiled == "block before":
+                    block.compile(backend=backend)
+                elif compiled == "forward":
+                    block.forward = torch.compile(block.forward, backend=backend)
         for block in model.blocks:
-            fully_shard(block if first == "compile" else block._orig_mod)
+            fully_shard(block)
+            if compiled == "block after":
+                block.compile(backend=backend)
         fully_shard(model)
 
-    compare(way, 2, prepare=prepare, make=make)
+    compare(way, 2, prepare=prepare, make=make if compiled == "module around" else made)
     assert len(graphs) >= 4

@@ -14,7 +14,7 @@ from dure.nn.experts import MoE, MoEArgs
 from dure.plan import Mesh, Model, Training, memory
 from dure.tensor import DTensor
 from dure.testing import run_ranks
-from ranks.test_llm import train
+from ranks.llm_program import train
 
 SHAPE = train.SHAPES["debug"]
 MODEL = Model(256, 64, 8, 8, 4, 128, 32)
