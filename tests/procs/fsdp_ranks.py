@@ -20,9 +20,9 @@ from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor
 from dure.training.memory import give_back_freed
 from procs import torch_ranks
-from procs.shm_ranks import Slot
+from procs.forked_ranks import Slot
 
-STEPS = 4
+STEPS = 3
 
 
 class Net(nn.Module):
@@ -80,11 +80,15 @@ def trains_as_one(rank: int, n: int, way: str, replicas: int = 1) -> tuple[list[
     return losses, far
 
 
+def over_hosts(rank: int, folder: str) -> None:
+    """Train on four ranks of two hosts, as on one rank; see tests/procs/over_hosts.py."""
+    for way in ("shared", "gathered"):
+        assert trains_as_one(rank, 4, way)[1] < 1e-12
+
+
 def loses_one(slot: Slot, way: str, phase: str) -> tuple[str, list[str]]:
     """Rank 1 is killed in a phase of the third step; return what rank 0 is told."""
-    dist.init_process_group(
-        "shm", init_method=f"file://{slot.path}", rank=slot.rank, world_size=slot.size
-    )
+    dist.init_process_group("shm", init_method=slot.url, rank=slot.rank, world_size=slot.size)
     model = _sharded(way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dying = False

@@ -10,13 +10,10 @@ from torch import nn
 
 from dure.errors import UsageError
 from dure.fsdp import MixedPrecisionPolicy, fully_shard, join_step, strategy
-from dure.native import available as native_available
 from dure.testing import CommRecorder, ProcessPool
 from procs import fsdp_ranks
 
-pytestmark = pytest.mark.skipif(
-    not native_available()[0], reason=native_available()[1] or "no engine"
-)
+pytestmark = pytest.mark.needs("engine")
 
 
 @pytest.fixture(scope="module")
@@ -25,46 +22,40 @@ def pool():
         yield pool
 
 
-@pytest.mark.parametrize("way", ["shared", "gathered"])
-def test_training_equals_one_rank_2_hosts_of_2_ranks(pool, way):
-    for _, far in pool.run(fsdp_ranks.trains_as_one, 4, way):
-        assert far < 1e-12
-
-
-def test_two_runs_give_the_same_bits(pool):
-    first, second = (pool.run(fsdp_ranks.trains_as_one, 4, "shared") for _ in range(2))
+@pytest.mark.parametrize(("way", "replicas"), [("shared", 1), ("gathered", 1), ("shared", 2)])
+def test_training_equals_one_rank_with_the_same_bits_each_time(pool, way, replicas):
+    """Two hosts of two ranks; with replicas each host has one, and shards are within it."""
+    first, second = (pool.run(fsdp_ranks.trains_as_one, 4, way, replicas) for _ in range(2))
+    assert all(far < 1e-12 for _, far in first)
     assert first == second
 
 
-def test_replicas_on_hosts(pool):
-    """Each host has a replica: shards are within it."""
-    for _, far in pool.run(fsdp_ranks.trains_as_one, 4, "shared", 2):
-        assert far < 1e-12
-
-
-def _gathers(rank: int) -> list[tuple[str, int, int]]:
-    """Return what a step gathers: between how many ranks, how many bytes of this rank's."""
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+def _sharded(*layers: nn.Module, **options: Any) -> Any:
+    model = nn.Sequential(*layers)
     with strategy("shared"):
-        fully_shard(model[0])
-        fully_shard(model)
+        for layer in layers[:-1]:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
+
+
+def _gathers(rank: int) -> list[tuple[int, int]]:
+    """Return what a step gathers: between how many ranks, how many bytes of this rank's."""
+    model = _sharded(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     for _ in range(2):
         with CommRecorder() as seen:
             model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-    return [(e.op, e.world_size, e.nbytes) for e in seen.events if e.op == "all_gather_single"]
+    return [(e.world_size, e.nbytes) for e in seen.events if e.op == "all_gather_single"]
 
 
-def test_a_host_gathers_what_it_lacks_once_a_step(pool):
-    """Two of eight rows a rank, and a number of 8 bytes; nothing in backward."""
-    assert pool.run(_gathers) == [[("all_gather_single", 2, 2 * 8 * 4 + 8)] * 2] * 4
+def test_a_host_gathers_what_it_lacks_once_per_step(pool):
+    """Two of eight rows per rank, and a number of 8 bytes; nothing in backward."""
+    assert pool.run(_gathers) == [[(2, 2 * 8 * 4 + 8)] * 2] * 4
 
 
 def _writes_seen(rank: int) -> list[float]:
     """Rows are written between steps, by one rank of one host; all see it in the next forward."""
-    model = nn.Linear(2, 7, bias=False)
-    with strategy("shared"):
-        fully_shard(model)
-    weight: Any = model.weight
+    model = _sharded(nn.Linear(2, 7, bias=False))
+    weight = model[0].weight
     with torch.no_grad():
         weight.fill_(1.0)
         seen = [float(model(torch.ones(1, 2)).sum())]
@@ -74,16 +65,13 @@ def _writes_seen(rank: int) -> list[float]:
     return seen
 
 
-def test_what_a_rank_writes_all_hosts_see(pool):
+def test_all_hosts_see_what_a_rank_writes(pool):
     assert pool.run(_writes_seen) == [[14.0, 18.0]] * 4
 
 
-def _several_forwards(rank: int) -> bool:
+def _several_forwards(rank: int) -> None:
     """Two forwards, an evaluation, then backward: nothing was written, nothing is refused."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with strategy("shared"):
-        fully_shard(model[0])
-        fully_shard(model)
+    model = _sharded(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         losses = [model(torch.ones(1, 4)).sum() for _ in range(2)]
@@ -94,33 +82,29 @@ def _several_forwards(rank: int) -> bool:
     loss = model(torch.ones(1, 4)).sum()
     loss.backward(retain_graph=True)
     optimizer.step()
-    try:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    except RuntimeError as error:
-        return "modified by an inplace operation" in str(error)
-    return False
 
 
 def test_autograd_refuses_weights_that_another_step_wrote_and_no_others(pool):
-    assert pool.run(_several_forwards) == [True] * 4
+    pool.run(_several_forwards)
 
 
 def _low(rank: int) -> tuple[float, ...]:
-    """bfloat16 wholes travel as such; a rank without a batch joins."""
-    model = nn.Linear(4, 4, bias=False)
-    with strategy("shared"):
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    """Unsharded bfloat16 values travel as such; a rank without a batch joins."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = _sharded(nn.Linear(4, 4, bias=False), mp_policy=policy)
+    weight = model[0].weight
     with torch.no_grad():
-        model.weight.fill_(0.5)
+        weight.fill_(0.5)
     model(torch.ones(1, 4)).sum().backward()
     with CommRecorder() as seen:
         if rank == 2:
             join_step(model)
         else:
             model(torch.ones(1, 4)).sum().backward()
-    gradient: Any = model.weight.grad
     sent = [e.nbytes for e in seen.events if e.op == "all_gather_single"]
-    return float(gradient.part.sum()), *sent
+    return float(weight.grad.part.sum()), *sent
 
 
 def test_low_precision_and_a_rank_without_a_batch(pool):
@@ -129,16 +113,13 @@ def test_low_precision_and_a_rank_without_a_batch(pool):
 
 
 def _refused(rank: int) -> str:
-    with strategy("shared"):
-        try:
-            fully_shard(nn.Linear(4, 4))
-        except UsageError as error:
-            return str(error)
-    return ""
+    with pytest.raises(UsageError) as error:
+        _sharded(nn.Linear(4, 4))
+    return error.value.seen
 
 
-def test_hosts_that_differ_are_gathered_as_before():
+def test_hosts_with_different_numbers_of_ranks_are_gathered():
     with ProcessPool(4, None, hosts="abca") as pool:
-        assert all("hosts have 2, 1, 1 ranks" in text for text in pool.run(_refused))
+        assert all("hosts have 2, 1, 1 ranks" in seen for seen in pool.run(_refused))
         for _, far in pool.run(fsdp_ranks.trains_as_one, 4, "gathered"):
             assert far < 1e-12
