@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -25,12 +26,11 @@ import pytest
 import torch
 
 from dure import autograd, native, rpc
-from dure.errors import DureError, PeerLost, RpcError
+from dure.errors import DureError, PeerLost
 from dure.rpc.current import current
 from procs.rpc_workers import (
     Start,
     Worker,
-    begun,
     chain,
     double,
     fetch,
@@ -40,7 +40,7 @@ from procs.rpc_workers import (
     passed_on,
     weight,
 )
-from waiting import until
+from waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.skipif(not native.available()[0], reason="needs the native engine"),
@@ -85,21 +85,17 @@ def backward(to: str, other: str) -> None:
 KINDS = [plain, references, backward]
 
 
-def is_lost(error: BaseException) -> bool:
+# By its text, since an error that torch's futures or the answer of another worker have carried keeps
+# nothing else. The errors of calls whose callee, connection, owner or gradients are gone, no others.
+_LOST = re.compile(
+    r"(worker '[ab]' \(id \d+\)|process \d+) is gone|the call may have run|gradients were lost"
+    r"|could not find destination: '[ab]'|never made, or its messages were lost"
+)
+
+
+def is_lost(error: Exception) -> bool:
     """Whether it says that a worker is gone, be it from afar, or that a call may have run."""
-    return isinstance(error, PeerLost) or (
-        isinstance(error, RpcError | DureError | RuntimeError)
-        and any(
-            text in str(error)
-            for text in (
-                "is gone",
-                "PeerLost",
-                "may have run",
-                "could not find destination",
-                "lost",
-            )
-        )
-    )
+    return isinstance(error, PeerLost) or _LOST.search(str(error)) is not None
 
 
 class Drill:
@@ -121,8 +117,8 @@ class Drill:
         ]
 
     def start(self, name: str) -> Worker:
-        worker = begun(Start(name=name, url=self.url))
-        assert isinstance(worker.said(), int)
+        worker = Worker(Start(name=name, url=self.url))
+        worker.joined()
         until(lambda: found(name) is not None, f"{name} to be known")
         return worker
 
@@ -150,14 +146,12 @@ class Drill:
         until(
             lambda: all(now > then for now, then in zip(self.rounds, before, strict=True)),
             lambda: f"all to go on: {before} {self.rounds} {self.ended}",
-            15.0,
         )
         self.workers[name] = self.start(name)
         before = list(self.rounds)
         until(
             lambda: all(now > then + 1 for now, then in zip(self.rounds, before, strict=True)),
             lambda: f"all to work again: {before} {self.rounds} {self.ended}",
-            15.0,
         )
 
     def left(self) -> dict[str, float]:
@@ -170,25 +164,23 @@ class Drill:
             gc.collect()
             return not current().held()
 
-        until(nothing_held, lambda: f"references to be freed: {current().held()}", 20.0)
+        until(nothing_held, lambda: f"references to be freed: {current().held()}")
         info = rpc.api._rref_context_get_debug_info()
         native.heap_trim()
-        process = psutil.Process()
         return {
             "references": float(info["num_owner_rrefs"]) + float(info["num_forks"]),
             "contexts": autograd._get_debug_info()["num_autograd_contexts"],
             "passes": autograd._get_debug_info()["num_current_backward_passes"],
-            "descriptors": process.num_fds(),
+            "descriptors": psutil.Process().num_fds(),
             "taken": native.heap_taken(),
             "used": native.heap_usage()[0],
-            "memory": process.memory_info().rss,
         }
 
     def pause(self, then: Callable[[], Any]) -> Any:
         """Return what `then` returns while no thread works."""
         self._over.set()
         for thread in self.threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert not any(thread.is_alive() for thread in self.threads), "a thread hangs"
         try:
             return then()
@@ -211,7 +203,7 @@ class Drill:
             worker.close()
         for thread in self.threads:
             if thread.ident is not None:
-                thread.join(60)
+                thread.join(PATIENCE_S)
         rpc.shutdown(graceful=False)
         logging.getLogger("dure.rpc").setLevel(logging.NOTSET)
         native.heap_trim()  # what was given to the dead is taken back when memory is next asked for
@@ -224,7 +216,7 @@ def found(name: str) -> object:
         return None
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *[pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)]])
 def test_workers_that_are_killed_at_random_moments(seed: int, kills: int, tmp_path: Path) -> None:
     drill = Drill(f"file://{tmp_path}/meeting", seed)
@@ -240,6 +232,8 @@ def test_workers_that_are_killed_at_random_moments(seed: int, kills: int, tmp_pa
         assert after[what] == 0, (what, after)
     # two workers may be connected by sockets, where they were not: four descriptors each
     assert after["descriptors"] <= before["descriptors"] + 10, (before, after)
-    assert after["taken"] <= before["taken"] + 1e6, (before, after)
-    assert after["used"] <= before["used"] + 20e6, (before, after)
-    assert after["memory"] <= before["memory"] + 60e6 + 0.2e6 * kills, (before, after)
+    assert after["taken"] == 0, (before, after)
+    assert after["used"] <= before["used"] + (1 << 20), (
+        before,
+        after,
+    )  # two messages, not one each

@@ -17,6 +17,7 @@ from dure.rpc.envelope import Envelope, Kind, Waiter, Work
 from dure.rpc.meeting import Meeting, connect
 from dure.rpc.message import Body
 from dure.rpc.transport import HostTransport
+from waiting import PATIENCE_S
 
 Answer = tuple[bytes, Sequence[torch.Tensor]]
 
@@ -62,7 +63,7 @@ class Echo:
         return asked
 
     def answer(self, asked: Asked) -> Answer:
-        assert self.transport.wait(asked.ticket, 30.0), "no answer in 30 s"
+        assert self.transport.wait(asked.ticket, PATIENCE_S), "no answer"
         assert asked.answer is not None
         if isinstance(asked.answer, Exception):
             raise asked.answer
@@ -77,7 +78,7 @@ class Echo:
         """Wait for the end of a process; return how it ended."""
         with self._lock:
             end = self._ends.setdefault(peer, Future())
-        return end.result(30.0)
+        return end.result(PATIENCE_S)
 
     def receive(self, envelope: Envelope, memories: Sequence[torch.Tensor]) -> Work | None:
         if envelope.kind == Kind.ANSWER:
@@ -133,7 +134,7 @@ def echo(url: str, rank: int, world_size: int | None, **options: object) -> Echo
         rank=rank,
         world_size=world_size,
         init_method=url,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=PATIENCE_S),
     )
     return Echo(connect(meeting, slots, **options))  # pyright: ignore[reportArgumentType]
 

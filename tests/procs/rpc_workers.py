@@ -5,33 +5,40 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import time
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dure import autograd, env, rpc
 from dure.store import FileStore
-from dure.testing.pool import start_server
+from procs.forked_ranks import Ranks, Slot
+from waiting import PATIENCE_S
 
 kept: list[rpc.RRef[Any]] = []
 """References that a worker holds because another gave them to it."""
 
 weight = torch.ones(4, 4, requires_grad=True)
 
+gate = threading.Event()
+
 
 def double(x: Any) -> Any:
     return 2 * x
 
 
-def nap(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
+def wait_here(value: float) -> float:
+    """Wait until `go_on` is called, and return the value."""
+    assert gate.wait(PATIENCE_S)
+    return value
+
+
+def go_on() -> None:
+    gate.set()
 
 
 def pid() -> int:
@@ -82,7 +89,7 @@ class Start:
     url: str | None = None
     allow: list[object] | None = None
     variables: dict[str, str] = field(default_factory=dict[str, str])
-    timeout_s: float = 30.0
+    timeout_s: float = PATIENCE_S
     store: str | None = None  # the file of one
 
     def init(self) -> None:
@@ -103,67 +110,53 @@ class Start:
         )
 
 
-def serve(start: Start, pipe: Connection) -> None:
-    """Join, and serve until the pipe says whether to shut down gracefully, or closes."""
-    torch.set_num_threads(1)
+# ---- on the workers ------------------------------------------------------------------------------
+
+
+def join(_: Slot, start: Start) -> int:
+    """Join; return the id."""
     logging.getLogger("dure.rpc").setLevel(logging.CRITICAL)  # calls fail as they should
-    try:
-        start.init()
-    except Exception as error:
-        pipe.send(error)
-        return
-    pipe.send(rpc.get_worker_info().id)
-    try:
-        graceful = pipe.recv()
-    except EOFError:
-        return
+    start.init()
+    return rpc.get_worker_info().id
+
+
+def leave(_: Slot, graceful: bool) -> str:
     rpc.shutdown(graceful)
-    pipe.send("ended")
+    return "ended"
 
 
-@dataclass
-class Worker:
-    """A worker that was started; `pipe` says its id, or the error of its `init_rpc`, first."""
+# ---- in the test ---------------------------------------------------------------------------------
 
-    name: str
-    process: BaseProcess
-    pipe: Connection
+
+class Worker(Ranks):
+    """A process that joins, and serves until `leave` or the end of a `with` block."""
+
+    def __init__(self, start: Start) -> None:
+        super().__init__(1, Path(), join, start)
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
+        return self.pids[0]
 
-    def said(self, limit_s: float = 60.0) -> Any:
-        """Return what it says next."""
-        assert self.pipe.poll(limit_s), f"{self.name} says nothing"
-        return self.pipe.recv()
+    def joined(self) -> int:
+        """Return its id; raise the error of its `init_rpc`."""
+        return self.values()[0]
+
+    def leave(self, graceful: bool = True) -> None:
+        """Begin to shut down."""
+        self.start(leave, graceful)
 
     def close(self) -> None:
         """End it, and all that it has."""
-        self.pipe.close()
-        self.process.kill()
-        self.process.join()
-        self.process.close()
+        self.__exit__()
 
-
-def begun(start: Start) -> Worker:
-    """Start a worker; does not wait for it."""
-    context = start_server()
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(start, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    return Worker(start.name, process, pipe)
+    def left(self) -> None:
+        """Wait for the end of the shutdown."""
+        assert self.values() == ["ended"]
 
 
 @contextmanager
 def workers(*starts: Start) -> Iterator[list[Worker]]:
     """Start workers; afterwards none of them is left."""
-    started: list[Worker] = []
-    try:
-        started.extend(begun(start) for start in starts)
-        yield started
-    finally:
-        for worker in started:
-            worker.close()
+    with ExitStack() as opened:
+        yield [opened.enter_context(Worker(start)) for start in starts]

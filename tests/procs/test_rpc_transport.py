@@ -7,31 +7,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-import torch
-import zmq
 
 import dure
 from dure import env, native
 from dure.errors import PeerLost, RendezvousError, RpcError
 from dure.rpc import meeting
 from dure.rpc.envelope import Envelope, Kind
-from dure.store.key import JobKey, mint
-from dure.store.tracker import read_event
 from dure.testing import ProcessPool
-from dure.testing.pool import start_server
+from procs.forked_ranks import Ranks, Slot
 from procs.relay import Relay
 from procs.rpc_echo import Answer, Echo, digest, echo, numbered
-from waiting import until
+from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
 
 both = pytest.mark.parametrize("shared", [True, False], ids=["memory", "sockets"])
+
+_IDLE_S = 0.5
 
 SIZES = [0, 1, 4096, 4097, 65_536, (1 << 20) + 3]
 
@@ -119,35 +115,6 @@ def test_ten_thousand_messages_are_neither_lost_nor_doubled(
     process_pool(3).run(crowd, url, shared)
 
 
-def stream(rank: int, url: str, shared: bool, count: int) -> float:
-    agent = echo(url, rank, 2, shared_memory=shared)
-    agent.functions[b"sum"] = lambda _, question: (digest(question[1]), [])
-    most = 0.0
-    if rank == 0:
-        data = [numbered(8 << 20, number) for number in range(2)]
-        digests = [digest([each]) for each in data]
-        before, under_way = psutil.Process().memory_info().rss, list[object]()
-        for number in range(count):
-            asked = agent.ask(1, b"sum", [data[number % 2]])
-            under_way.append((asked, digests[number % 2]))
-            if len(under_way) == 4:
-                asked, expected = under_way.pop(0)  # pyright: ignore[reportGeneralTypeIssues]
-                assert agent.answer(asked)[0] == expected
-            if number % 8 == 0:
-                used = native.heap_usage()[0]
-                most = max(most, psutil.Process().memory_info().rss - before, used)
-        for asked, expected in under_way:  # pyright: ignore[reportGeneralTypeIssues]
-            assert agent.answer(asked)[0] == expected
-    closed(agent)
-    return most
-
-
-@both
-def test_a_gigabyte_goes_through_little_memory(process_pool, url: str, shared: bool) -> None:
-    most = process_pool(2).run(stream, url, shared, 128, timeout=120)[0]
-    assert most < 300e6
-
-
 def without_rings(rank: int, url: str) -> None:
     agent = echo(url, rank, 2)
     taken: list[object] = []
@@ -192,104 +159,76 @@ def test_nobody_waits_for_a_receiver(process_pool, url: str, shared: bool) -> No
     process_pool(2).run(stopped, url, shared)
 
 
-def one_of_many(url: str, rank: int, world_size: int, pipe: Connection) -> None:
-    """Ask everybody, be idle, and leave; the pipe says when."""
-    torch.set_num_threads(1)
-    agent = echo(url, rank, world_size)
-    before = threading.active_count()
-    pipe.send(pipe.recv())  # all are there
+_agents: list[Echo] = []
+"""Of a process of `Ranks`: what one call leaves to the next."""
+
+
+def take_part(
+    _: Slot, url: str, rank: int, world_size: int | None, shared: bool, host: str, name: str
+) -> int:
+    """Be there from now on; return the id."""
+    if host:
+        env.put("DURE_HOST_ID", host)
+    _agents.append(echo(url, rank, world_size, name=name, shared_memory=shared))
+    return _agents[0].me
+
+
+def join_many(slot: Slot) -> int:
+    take_part(slot, slot.url, slot.rank, slot.size, True, "", f"many{slot.rank}")
+    return threading.active_count()
+
+
+def ask_everybody(slot: Slot) -> int:
+    agent = _agents[0]
     for _ in range(2):
-        asked = [agent.ask(to, b"%d" % to, [numbered(6000, to)]) for to in range(world_size)]
+        asked = [agent.ask(to, b"", [numbered(6000, to)]) for to in range(slot.size)]
         for to, each in enumerate(asked):
-            assert agent.transport.wait(each.ticket, 90.0)
-            assert isinstance(each.answer, tuple)
-            assert digest(each.answer[1]) == digest([numbered(6000, to)])
-    threads = threading.active_count()
-    pipe.send((before, threads))
-    pipe.recv()  # all have asked
+            assert digest(agent.answer(each)[1]) == digest([numbered(6000, to)])
+    return threading.active_count()
+
+
+def be_idle(_: Slot) -> float:
+    """Return how long this process computes in half a second."""
     busy = time.process_time()
-    assert not pipe.poll(2.0)
-    pipe.send(time.process_time() - busy)
-    pipe.recv()  # all have been idle
-    agent.transport.close(known=True)
-    pipe.send(agent.broke)
+    time.sleep(_IDLE_S)
+    return time.process_time() - busy
 
 
-@pytest.mark.parametrize(
-    "count", [6, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
-)
-def test_many_small_workers_ask_each_other_and_cost_nothing_when_idle(url: str, count: int) -> None:
-    context, pipes, started = start_server(), list[Connection](), list[Any]()
-    for rank in range(count):
-        pipe, theirs = context.Pipe()
-        process = context.Process(
-            target=one_of_many, args=(url, rank, count, theirs), name=f"many-{rank}", daemon=True
-        )
-        process.start()
-        theirs.close()
-        pipes.append(pipe)
-        started.append(process)
+def leave(_: Slot, known: bool) -> list[int]:
+    agent = _agents.pop()
+    agent.transport.close(known)
+    return agent.broke
 
-    def all_together(word: str) -> list[Any]:
-        for pipe in pipes:
-            pipe.send(word)
-        return [pipe.recv() for pipe in pipes]
 
-    assert all_together("there") == ["there"] * count
-    counts = [pipe.recv() for pipe in pipes]
-    assert max(before for before, _ in counts) <= 6  # nothing for each that is there
-    assert max(threads for _, threads in counts) <= 16  # nor for each that was asked
-    assert max(all_together("idle")) < 0.1
-    assert all_together("leave") == [[]] * count
-    for process in started:
-        process.join()
-        assert process.exitcode == 0
-        process.close()
-    for pipe in pipes:
-        pipe.close()
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_many_small_workers_ask_each_other_and_cost_nothing_when_idle(
+    count: int, tmp_path: Path
+) -> None:
+    with Ranks(count, tmp_path, join_many) as ranks:
+        assert max(ranks.values()) <= 6  # nothing for each that is there
+        ranks.start(ask_everybody)
+        assert max(ranks.values()) <= 16  # nor for each that was asked
+        ranks.start(be_idle)
+        assert max(ranks.values()) < _IDLE_S / 2  # a thread that looks all the time needs all of it
+        ranks.start(leave, True)
+        assert ranks.values() == [[]] * count
 
 
 # --- who ends -------------------------------------------------------------------------------------
 
 
-def victim(url: str, rank: int, world_size: int | None, host: str, pipe: Connection) -> None:
-    """Take part until the pipe closes."""
-    torch.set_num_threads(1)
-    if host:
-        env.put("DURE_HOST_ID", host)
-    shared, name = pipe.recv()
-    agent = echo(url, rank, world_size, name=name, shared_memory=shared)
-    pipe.send(agent.me)
-    try:
-        pipe.recv()
-    except EOFError:
-        return
-    agent.transport.close()
-
-
 @pytest.fixture
-def start_victim() -> Iterator[Callable[..., tuple[int, Connection]]]:
-    """Return a function that starts another process; it returns its pid and a pipe to it."""
-    context, started = start_server(), list[object]()
+def start_victim(tmp_path: Path, url: str) -> Iterator[Callable[..., Ranks]]:
+    """Return a function that starts another process, which takes part until it is killed."""
+    with ExitStack() as started:
 
-    def start(
-        url: str, rank: int, size: int | None, shared: bool = True, host: str = "", name: str = "v"
-    ) -> tuple[int, Connection]:
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=victim, args=(url, rank, size, host, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipe.send((shared, name))
-        started.append((process, pipe))
-        assert process.pid is not None
-        return process.pid, pipe
+        def start(
+            rank: int, size: int | None, shared: bool = True, host: str = "", name: str = "v"
+        ) -> Ranks:
+            what = (url, rank, size, shared, host, name)
+            return started.enter_context(Ranks(1, tmp_path, take_part, *what))
 
-    yield start
-    for process, pipe in started:  # pyright: ignore[reportGeneralTypeIssues]
-        pipe.close()
-        process.kill()
-        process.join()
-        process.close()
+        yield start
 
 
 def murder(rank: int, url: str, shared: bool, pid: int) -> str:
@@ -324,7 +263,7 @@ def murder(rank: int, url: str, shared: bool, pid: int) -> str:
 def test_a_process_that_is_killed_is_lost_to_all_and_no_call_hangs(
     process_pool, start_victim, url: str, shared: bool
 ) -> None:
-    pid, _ = start_victim(url, 2, 3, shared)
+    (pid,) = start_victim(2, 3, shared).pids
     how = "signal 9 (SIGKILL)" if shared else ""
     assert process_pool(2).run(murder, url, shared, pid) == [how, how]
 
@@ -342,9 +281,9 @@ def leaving(rank: int, url: str, shared: bool) -> None:
     agent.functions[b"leave"] = leave
     agent.functions[b"note"] = lambda _, question: (got.append(question[0]), question)[1]
     if rank == 0:
-        with pytest.raises((PeerLost, RpcError)):  # its connection may break first
-            agent.get(1, b"leave")
+        asked = agent.ask(1, b"leave")
         assert agent.end_of(1) == "it left"
+        assert type(asked.answer) is (RpcError if agent.broke else PeerLost)  # who was first
         with pytest.raises(PeerLost):
             agent.transport.send(1, Envelope(Kind.CALL, agent.me), [])
         until(lambda: len(got) == 300, "what it has sent before")
@@ -358,7 +297,7 @@ def test_who_leaves_and_lives_on_is_lost(process_pool, url: str, shared: bool) -
 
 
 def far_away(rank: int, url: str) -> tuple[str, str]:
-    agent = echo(url, rank, 3, unreachable_s=1.0)
+    agent = echo(url, rank, 3, unreachable_s=3.0)
     sent = [numbered(1 << 20, rank)]
     assert digest(agent.get(1 - rank, b"", sent)[1]) == digest(sent)
     assert digest(agent.get(2, b"", sent)[1]) == digest(sent)
@@ -375,7 +314,7 @@ def far_away(rank: int, url: str) -> tuple[str, str]:
 
 def test_a_process_of_another_host_that_cannot_be_reached_is_lost(start_victim, url: str) -> None:
     with ProcessPool(2, "gloo", hosts=["here", "there"]) as pool:
-        start_victim(url, 2, 3, host="elsewhere")
+        start_victim(2, 3, host="elsewhere")
         assert pool.run(far_away, url) == [("it could not be reached", "elsewhere")] * 2
 
 
@@ -407,14 +346,13 @@ def cut(rank: int, url: str) -> list[int]:
     finally:
         meeting.listen, meeting.Peer = saved  # pyright: ignore
     held = threading.Event()
-    agent.functions[b"hold"] = lambda _, question: (held.wait(20), question)[1]
+    agent.functions[b"hold"] = lambda _, question: (held.wait(PATIENCE_S), question)[1]
     with relays[0]:
         assert agent.get(1 - rank, b"before")[0] == b"before"
         asked = agent.ask(1 - rank, b"hold")
         dure.barrier()
         if rank == 0:
-            while not relays[0].cut():
-                pass
+            until(relays[0].cut, "a connection to be cut")
         with pytest.raises(RpcError):  # the other end has lost what it would answer through
             agent.answer(asked)
         held.set()
@@ -438,68 +376,27 @@ def test_a_connection_that_breaks_is_told_at_both_ends_and_opened_again(
     assert set(second) == {0}
 
 
-def test_who_has_another_key_is_refused(url: str, start_victim) -> None:
-    pid, pipe = start_victim(url, 1, 2, False)
-    agent = echo(url, 0, 2, shared_memory=False)
-    other = agent.transport.peers.find(1)
-    assert other is not None
-    assert other.process.pid == pid
-    assert is_refused(other.endpoint, mint())
-    assert is_refused(other.endpoint, None)
-    assert agent.get(1, b"still there")[0] == b"still there"
-    pipe.send("end")
-    agent.transport.close()
-
-
-def is_refused(endpoint: str, key: JobKey | None) -> bool:
-    """Tell whether the handshake of somebody who has this key fails."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger, stranger.reconnect_ivl = 0, -1
-        if key is not None:
-            key.arm(stranger, "rpc client")
-            stranger.curve_serverkey = key.pair("rpc server").public
-        stranger.monitor("inproc://stranger", zmq.EVENT_ALL)
-        with context.socket(zmq.PAIR) as monitor:
-            monitor.linger = 0
-            monitor.connect("inproc://stranger")
-            stranger.connect(endpoint)
-            while monitor.poll(20_000):
-                event, _ = read_event(monitor)
-                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                    return False
-                if event in (zmq.Event.DISCONNECTED, zmq.Event.CLOSED):
-                    return True
-    return False
-
-
 # --- who comes ------------------------------------------------------------------------------------
-
-
-def wait_for(agent: Echo, name: str) -> int:
-    deadline = time.monotonic() + 20
-    while (found := agent.transport.peers.named(name)) is None:
-        assert time.monotonic() < deadline
-    return found.id
 
 
 def test_with_dynamic_membership_processes_come_go_and_come_again(url: str, start_victim) -> None:
     agent = echo(url, 0, None, name="first")
-    pid, pipe = start_victim(url, -1, None)
-    assert pipe.recv() == 1
-    assert wait_for(agent, "v") == 1
+    victim = start_victim(-1, None)
+    assert victim.values() == [1]
+    until(lambda: agent.transport.peers.named("v"), "the other")
     assert agent.get(1, b"hello", [numbered(5000, 1)])[0] == b"hello"
     with pytest.raises(RendezvousError):
         echo(url, -1, None, name="v")
-    os.kill(pid, signal.SIGKILL)
+    os.kill(victim.pids[0], signal.SIGKILL)
     assert agent.end_of(1) == "signal 9 (SIGKILL)"
-    _, pipe = start_victim(url, -1, None)  # the same name
-    assert pipe.recv() == 2
-    assert wait_for(agent, "v") == 2
+    again = start_victim(-1, None)  # the same name
+    assert again.values() == [2]
+    until(lambda: agent.transport.peers.named("v"), "the other to come again")
     assert agent.get(2, b"hello")[0] == b"hello"
     assert agent.names == {0: "first", 1: "v", 2: "v"}
     with pytest.raises(PeerLost):
         agent.get(1)
-    pipe.send("leave")
-    assert agent.end_of(2) in ("it left", "exit code 0")  # the log or the kernel, who is first
+    again.start(leave, False)
+    assert agent.end_of(2) == "it left"
     assert [peer.name for peer in agent.transport.peers.all()] == ["first"]
     agent.transport.close()

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dure import rpc
 from dure.errors import PeerLost, RpcError
-from procs.rpc_workers import double, nap
+from procs.rpc_workers import double, wait_here
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -32,7 +32,7 @@ def main() -> None:
         time.sleep(120)  # it serves, and is killed at the end
         return
     assert [rpc.rpc_sync(f"worker{n}", double, (n,)) for n in (1, 2)] == [2, 4]
-    waiting = rpc.rpc_async("worker1", nap, (100.0,))
+    waiting = rpc.rpc_async("worker1", wait_here, (1.0,))
     assert rpc.rpc_sync("worker1", double, (3,)) == 6
     began = time.monotonic()
     (folder / "calling").touch()
