@@ -1,7 +1,8 @@
-"""What is found when a sharded model first steps: optimizers of before, memory nobody wrote."""
+"""What is found when a sharded model first steps: earlier optimizers, memory never written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +14,7 @@ from dure.fsdp import fully_shard, strategy
 from dure.parallel.amp import GradScaler
 from dure.tensor import DTensor
 from dure.testing import run_ranks
-
-
-@pytest.fixture(params=["gathered", "shared"])
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
+from ranks.fsdp_models import assert_same, full_weights
 
 
 def made() -> nn.Sequential:
@@ -31,77 +28,82 @@ def made() -> nn.Sequential:
 def sharded(model: nn.Sequential, way: str) -> nn.Sequential:
     with strategy(way):
         fully_shard(model[0])
-        fully_shard(model)
-    return model
+        return fully_shard(model)
 
 
-def wholes(model: nn.Module) -> list[torch.Tensor]:
-    tensors: list[Any] = list(model.parameters())
-    return [t.full_tensor().detach() if isinstance(t, DTensor) else t.detach() for t in tensors]
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.linspace(0, 1, 6).view(2, 3)).square().sum()
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    model(torch.linspace(0, 1, 6).view(2, 3)).square().sum().backward()
+    loss_of(model).backward()
     optimizer.step()
+
+
+def adamw(model: nn.Sequential) -> torch.optim.Optimizer:
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters()}]
+    return torch.optim.AdamW(groups, lr=0.3)
+
+
+def compare(
+    train: Callable[[nn.Sequential], object], expected: Callable[[nn.Sequential], object]
+) -> None:
+    """Compare the weights of two ranks after `train` with those of one after `expected`."""
+
+    def body(rank: int) -> Any:
+        model = made()
+        train(model)
+        return full_weights(model)
+
+    reference = made()
+    expected(reference)
+    for found in run_ranks(2, body):
+        assert_same(found, full_weights(reference))
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_optimizer_made_before_sharding_trains(way: str, steps: int) -> None:
-    def body(rank: int) -> list[torch.Tensor]:
-        model = made()
-        groups = [
-            {"params": model[0].parameters(), "lr": 0.1},
-            {"params": model[2].parameters()},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=0.3)
+    def alone(model: nn.Sequential) -> None:
+        optimizer = adamw(model)
+        for _ in range(steps):
+            step(model, optimizer)
+
+    def train(model: nn.Sequential) -> None:
+        optimizer = adamw(model)
         sharded(model, way)
         for _ in range(steps):
             step(model, optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
         assert all(isinstance(s["exp_avg"], DTensor) for s in optimizer.state.values())
-        return wholes(model)
 
-    reference = made()
-    expected = torch.optim.AdamW(
-        [
-            {"params": reference[0].parameters(), "lr": 0.1},
-            {"params": reference[2].parameters()},
-        ],
-        lr=0.3,
-    )
-    for _ in range(steps):
-        step(reference, expected)
-    for weights in run_ranks(2, body):
-        torch.testing.assert_close(weights, wholes(reference))
+    compare(train, alone)
 
 
 def test_an_optimizer_of_shards_that_were_replaced_keeps_its_state(way: str) -> None:
     """`load_state_dict(assign=True)` between steps."""
 
-    def body(rank: int) -> list[torch.Tensor]:
-        model = sharded(made(), way)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for _ in range(2):
+    def train(model: nn.Sequential) -> None:
+        sharded(model, way)
+        optimizer = adamw(model)
+        for _ in range(3):
             step(model, optimizer)
             values = {name: t.clone() for name, t in model.state_dict().items()}
             model.load_state_dict(values, assign=True)
-        step(model, optimizer)
-        return wholes(model)
 
-    reference = made()
-    expected = torch.optim.AdamW(reference.parameters(), lr=0.1)
-    for _ in range(3):
-        step(reference, expected)
-    for weights in run_ranks(2, body):
-        torch.testing.assert_close(weights, wholes(reference))
+    def alone(model: nn.Sequential) -> None:
+        optimizer = adamw(model)
+        for _ in range(3):
+            step(model, optimizer)
+
+    compare(train, alone)
 
 
-def test_an_optimizer_with_state_of_before_sharding_is_refused(way: str) -> None:
+def test_an_optimizer_with_state_from_before_sharding_is_refused(way: str) -> None:
     def body(rank: int) -> None:
         model = made()
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = adamw(model)
         step(model, optimizer)
         sharded(model, way)
         with pytest.raises(OptimizerError) as error:
@@ -113,23 +115,17 @@ def test_an_optimizer_with_state_of_before_sharding_is_refused(way: str) -> None
 
 
 def test_gradients_of_an_optimizer_made_before_sharding_are_unscaled(way: str) -> None:
-    def body(rank: int) -> list[torch.Tensor]:
-        model = made()
+    def train(model: nn.Sequential) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sharded(model, way)
         scaler = GradScaler("cpu", init_scale=8.0)
-        loss = model(torch.linspace(0, 1, 6).view(2, 3)).square().sum()
-        scaled: Any = scaler.scale(loss)
+        scaled: Any = scaler.scale(loss_of(model))
         scaled.backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        return wholes(model)
 
-    reference = made()
-    step(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
-    for weights in run_ranks(2, body):
-        torch.testing.assert_close(weights, wholes(reference))
+    compare(train, lambda model: step(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 class Rotary(nn.Module):
@@ -154,14 +150,12 @@ class Rotary(nn.Module):
 def on_meta(way: str) -> Any:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), Rotary())
-    with strategy(way):
-        fully_shard(model[0])
-        fully_shard(model)
+    sharded(model, way)
     model.to_empty(device="cpu")
     return model
 
 
-def test_what_nobody_wrote_is_listed_at_the_first_forward(way: str) -> None:
+def test_unwritten_memory_is_listed_at_the_first_forward(way: str) -> None:
     def body(rank: int) -> None:
         model = on_meta(way)
         model[0].reset_parameters()
@@ -177,7 +171,7 @@ def test_what_nobody_wrote_is_listed_at_the_first_forward(way: str) -> None:
     run_ranks(2, body)
 
 
-def test_however_it_was_written_it_is_not_listed(way: str) -> None:
+def test_memory_is_not_listed_however_it_was_written(way: str) -> None:
     """In place, through `data`, as a new tensor, from a state dictionary."""
 
     def body(rank: int) -> None:

@@ -11,15 +11,11 @@ from torch import nn
 from dure.fsdp import explain, fully_shard, strategy
 from dure.tensor import DTensor
 from dure.testing import CommRecorder, run_ranks
+from ranks.fsdp_models import assert_same, full_weights
 
-WIDTH, RANK, LAYERS, STEPS = 12, 2, 2, 3
+WIDTH, RANK, LAYERS, STEPS = 12, 2, 2, 2
 BASE = WIDTH * WIDTH
 ADAPTER = 2 * RANK * WIDTH
-
-
-@pytest.fixture(params=["gathered", "shared"])
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 class Quantized(nn.Module):
@@ -50,12 +46,20 @@ def made(kind: type[Quantized]) -> nn.Sequential:
     return nn.Sequential(*(kind(number) for number in range(LAYERS)))
 
 
-def sharded(kind: type[Quantized], way: str) -> nn.Sequential:
+def sharded(kind: type[Quantized], way: str, trained: bool = False) -> nn.Sequential:
+    """Return a model; if `trained`, all of it, which is frozen afterwards."""
     model = made(kind)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(trained)
     with strategy(way):
         for layer in model:
             fully_shard(layer)
-        return fully_shard(model)
+        fully_shard(model)
+    for layer in model if trained else ():
+        layer.get_parameter("weight").requires_grad_(False)
+        layer.get_parameter("scale").requires_grad_(False)
+    return model
 
 
 def trained(model: nn.Module, size: int, rank: int) -> Any:
@@ -72,23 +76,19 @@ def trained(model: nn.Module, size: int, rank: int) -> Any:
     return optimizer, torch.stack(losses)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kind", [Quantized, Floating])
+@pytest.mark.parametrize(("kind", "size"), [(Quantized, 1), (Quantized, 4), (Floating, 2)])
 def test_adapters_train_as_on_one_rank(way: str, kind: type[Quantized], size: int) -> None:
     def body(rank: int) -> Any:
         model = sharded(kind, way)
         losses = trained(model, size, rank)[1]
-        weights: list[Any] = list(model.parameters())
-        return losses, [w.full_tensor().detach() for w in weights]
+        return losses, full_weights(model)
 
     reference = made(kind)
     losses = trained(reference, 1, 0)[1]
-    expected = [p.detach() for p in reference.parameters()]
     results = run_ranks(size, body)
     torch.testing.assert_close(torch.stack([r[0] for r in results]).mean(0), losses)
     for _, weights in results:
-        assert [w.dtype for w in weights] == [w.dtype for w in expected]
-        torch.testing.assert_close(weights, expected)
+        assert_same(weights, full_weights(reference))
 
 
 @pytest.mark.parametrize("kind", [Quantized, Floating])
@@ -116,20 +116,10 @@ def test_what_is_frozen_has_no_gradient_and_no_state(way: str, kind: type[Quanti
 
 @pytest.mark.parametrize("later", [False, True])
 def test_what_is_frozen_is_not_reduced(way: str, later: bool) -> None:
-    """Nor where it was frozen after `fully_shard`."""
+    """Nor if it was frozen after `fully_shard`."""
 
     def body(rank: int) -> None:
-        model = made(Floating)
-        if later:
-            model.requires_grad_(True)
-        with strategy(way):
-            for layer in model:
-                fully_shard(layer)
-            fully_shard(model)
-        if later:
-            for layer in model:
-                layer.get_parameter("weight").requires_grad_(False)
-                layer.get_parameter("scale").requires_grad_(False)
+        model = sharded(Floating, way, trained=later)
         with CommRecorder() as seen:
             trained(model, 2, rank)
         reduced = [e.nbytes for e in seen.events if e.op == "reduce_scatter_single"]

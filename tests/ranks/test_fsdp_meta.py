@@ -4,60 +4,59 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from dure.fsdp import fully_shard, strategy
-from dure.tensor import DTensor
+from dure.tensor import DTensor, Replicate
 from dure.testing import run_ranks
-from ranks.fsdp_models import Net, by_step, made, shard
+from ranks.fsdp_models import (
+    Net,
+    assert_same,
+    by_step,
+    expected_gradients,
+    full_gradients,
+    full_weights,
+    made,
+    sharded,
+)
 
 
-@pytest.fixture(params=["gathered", "shared"])
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
+def on_meta(way: str, **options: bool) -> Any:
+    with torch.device("meta"):
+        model = Net(**options).double()
+    return sharded(way, model)
 
 
 def test_modules_reset_their_parameters(way: str) -> None:
-    """Each rank draws its rows of one whole: bounds of the layers hold, ranks differ."""
+    """Each rank draws its rows of one full tensor: bounds of the layers hold, ranks differ."""
 
     def body(rank: int) -> Any:
-        with torch.device("meta"):
-            model = Net().double()
-        with strategy(way):
-            shard(model)
+        model = on_meta(way)
         model.to_empty(device="cpu")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(99.0)
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # pyright: ignore
-        full = {}
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            full[name] = parameter.full_tensor().detach()
+                module.reset_parameters()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        full = full_weights(model)
         by_step(model, 0, 2, rank)
         return full
 
     first, second = run_ranks(2, body)
-    bound = 1 / 6**0.5
-    for name in first:
-        assert torch.equal(first[name], second[name])
-        assert not (first[name] == 99.0).any(), name
+    assert_same(first, second)
+    assert not any((value == 99.0).any() for value in first.values())
     weight = first["blocks.0.up.weight"]
-    assert weight.abs().max() <= bound
+    assert weight.abs().max() <= 1 / 6**0.5
     assert not torch.equal(weight[0], weight[4])
     assert torch.equal(first["blocks.0.norm.weight"], torch.ones(6).double())
 
 
 def test_tied_parameters_stay_tied(way: str) -> None:
     def body(rank: int) -> None:
-        with torch.device("meta"):
-            model = Net(tied=True).double()
-        with strategy(way):
-            shard(model)
+        model = on_meta(way, tied=True)
         model.to_empty(device="cpu")
         assert model.head.weight is model.embed.weight
         with torch.no_grad():
@@ -69,25 +68,23 @@ def test_tied_parameters_stay_tied(way: str) -> None:
     run_ranks(2, body)
 
 
-def test_values_of_a_state_dictionary_are_assigned(way: str) -> None:
-    reference = made()
-    by_step(reference, 0)
-
-    def body(rank: int) -> None:
-        source = made()
-        with torch.device("meta"):
-            model = Net().double()
-        with strategy(way):
-            shard(source)
-            shard(model)
-        model.load_state_dict(source.state_dict(), assign=True)
+def test_values_come_from_full_tensors_or_a_state_dictionary(way: str) -> None:
+    def body(rank: int, assigned: bool) -> Any:
+        model = on_meta(way)
+        if assigned:
+            model.load_state_dict(sharded(way).state_dict(), assign=True)
+        else:
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for parameter, values in zip(model.parameters(), made().parameters(), strict=True):
+                    full = DTensor.from_local(values, parameter.device_mesh, [Replicate()])
+                    parameter.copy_(full)
         by_step(model, 0, 2, rank)
-        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            if expected.grad is not None:
-                gradient: Any = parameter.grad
-                torch.testing.assert_close(gradient.full_tensor(), expected.grad)
+        return full_gradients(model)
 
-    run_ranks(2, body)
+    for assigned in (False, True):
+        for found in run_ranks(2, body, assigned):
+            assert_same(found, expected_gradients())
 
 
 def test_a_frozen_layer_without_memory(way: str) -> None:

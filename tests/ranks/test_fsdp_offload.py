@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,11 @@ from dure.errors import UsageError
 from dure.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard, strategy
 from dure.tensor import DTensor
 from dure.testing import run_ranks
-from ranks.fsdp_models import Net, adamw, by_step, compare, made, shard
-
-
-@pytest.fixture(params=["gathered", "shared"])
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
+from ranks.fsdp_models import adamw, by_step, compare, shard, sharded
 
 
 def file_of(tensor: torch.Tensor) -> str:
-    """Return the path of the file that memory is mapped from, as the kernel tells it."""
+    """Return the path of the file that memory is mapped from, from the kernel's table."""
     address = tensor.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, _, _, _, *name = line.split(maxsplit=5)
@@ -33,53 +30,45 @@ def file_of(tensor: torch.Tensor) -> str:
 
 
 def test_training_equals_one_rank(way: str, tmp_path: Path) -> None:
-    def prepare(model: Net) -> None:
-        shard(model, offload_policy=OffloadPolicy(path=tmp_path))
-
-    compare(way, 3, prepare=prepare)
+    compare(way, 3, prepare=partial(shard, offload_policy=OffloadPolicy(path=tmp_path)))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        adamw,
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: torch.optim.Adam(p, foreach=True),
-        torch.optim.Adagrad,
-    ],
-)
-def test_all_that_stays_is_in_files(way: str, tmp_path: Path, make: Any) -> None:
+def parts_in(folder: Path, tensors: Iterable[Any]) -> list[bool]:
+    """Tell of each shard that is not empty whether it is in a file of the folder."""
+    shards = [t.part for t in tensors if isinstance(t, DTensor) and t.part.numel()]
+    return [str(folder) in file_of(part) for part in shards]
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_shards_gradients_and_state_are_in_files(way: str, tmp_path: Path, name: str) -> None:
     def body(rank: int) -> None:
-        model = made()
-        with strategy(way):
-            shard(model, offload_policy=OffloadPolicy(path=tmp_path))
-        optimizer = make(model.parameters())
+        model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
+        optimizer = OPTIMIZERS[name](model.parameters())
         for step in range(2):
             by_step(model, step, 2, rank)
-            for parameter in model.parameters():
-                gradient: Any = parameter.grad
-                if gradient is not None and gradient.part.numel():
-                    assert str(tmp_path) in file_of(gradient.part)
+            assert all(parts_in(tmp_path, (p.grad for p in model.parameters())))
             optimizer.step()
             optimizer.zero_grad()
-        for parameter in model.parameters():
-            assert isinstance(parameter, DTensor)
-            if parameter.part.numel():
-                assert str(tmp_path) in file_of(parameter.part)
-        state = [v for s in optimizer.state.values() for v in s.values()]
-        state = [v for v in state if isinstance(v, DTensor) and v.part.numel()]
-        assert state
-        for value in state:
-            assert str(tmp_path) in file_of(value.part)
+        assert all(parts_in(tmp_path, model.parameters()))
+        found = parts_in(tmp_path, (v for s in optimizer.state.values() for v in s.values()))
+        assert found and all(found)
 
     run_ranks(2, body)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_state_comes_into_files_as_it_is_made(way: str, device: str, tmp_path: Path) -> None:
-    """So that it never is in memory as a whole."""
-    made_outside: list[torch.Tensor] = []
+    """So that memory never holds all of it."""
+    in_files: list[bool] = []
 
     def body(rank: int) -> None:
         model = nn.Linear(4, 4, device=device)
@@ -96,8 +85,7 @@ def test_state_comes_into_files_as_it_is_made(way: str, device: str, tmp_path: P
         def init_and_look(*args: Any, **kwargs: Any) -> Any:
             result = init(optimizer, *args, **kwargs)
             tensors = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
-            assert len(tensors) == 4
-            made_outside.extend(v for v in tensors if str(tmp_path) not in file_of(v.part))
+            in_files.extend(parts_in(tmp_path, tensors))
             return result
 
         optimizer._init_group = init_and_look  # pyright: ignore
@@ -105,22 +93,19 @@ def test_state_comes_into_files_as_it_is_made(way: str, device: str, tmp_path: P
         optimizer.step()
 
     run_ranks(2, body)
-    assert not made_outside
+    assert in_files == [True] * 2 * 4
 
 
 def test_loaded_state_goes_to_files(way: str, tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        model = made()
-        with strategy(way):
-            shard(model, offload_policy=OffloadPolicy(path=tmp_path))
+        model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
         optimizer = adamw(model.parameters())
         by_step(model, 0, 2, rank)
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         by_step(model, 1, 2, rank)
         optimizer.step()
-        weight: Any = model.head.weight
-        assert str(tmp_path) in file_of(optimizer.state[weight]["exp_avg"].part)
+        assert all(parts_in(tmp_path, (s["exp_avg"] for s in optimizer.state.values())))
 
     run_ranks(2, body)
 
@@ -141,8 +126,7 @@ def test_low_precision_and_values_after_meta(way: str, tmp_path: Path) -> None:
                 parameter.fill_(0.5)
         assert model(torch.ones(2, 4)).tolist() == [[2.5] * 6] * 2
         model.reshard()
-        weight: Any = model.weight
-        assert str(tmp_path) in file_of(weight.part)
+        assert all(parts_in(tmp_path, model.parameters()))
 
     run_ranks(2, body)
 

@@ -17,11 +17,6 @@ from ranks.fsdp_models import whole
 LOW = torch.bfloat16
 
 
-@pytest.fixture(params=["gathered", "shared"])
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def model_of(seed: int = 0) -> nn.Sequential:
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -42,14 +37,17 @@ def low_gradients(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tens
     return [p.grad for p in low.parameters()]  # pyright: ignore
 
 
+def sharded(way: str, model: Any, **options: Any) -> Any:
+    with strategy(way):
+        fully_shard(model[0], **options)
+        return fully_shard(model, **options)
+
+
 def gradients(
     way: str, policy: MixedPrecisionPolicy, steps: int = 1, sync_all: bool = True
 ) -> list[list[torch.Tensor]]:
     def body(rank: int) -> Any:
-        model: Any = model_of()
-        with strategy(way):
-            fully_shard(model[0], mp_policy=policy)
-            fully_shard(model, mp_policy=policy)
+        model = sharded(way, model_of(), mp_policy=policy)
         for step in range(steps):
             model.set_requires_gradient_sync(sync_all or step == steps - 1)
             model(batch_of(rank, step)).square().sum().backward()
@@ -200,16 +198,12 @@ def test_a_scaler_skips_on_all_ranks(way: str, where: str) -> None:
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in (0, 2):
         optimizer.zero_grad()
-        sum(reference(batch_of(r, step).double()).square().sum() for r in range(2)).div(
-            2
-        ).backward()
+        for rank in range(2):
+            (reference(batch_of(rank, step).double()).square().sum() / 2).backward()
         optimizer.step()
 
     def body(rank: int) -> Any:
-        model = model_of().double()
-        with strategy(way):
-            fully_shard(model[0])
-            fully_shard(model)
+        model = sharded(way, model_of().double())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         make: Any = torch.amp.GradScaler if where == "torch" else GradScaler
         scaler = make("cpu", init_scale=8.0)
