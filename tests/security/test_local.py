@@ -3,6 +3,8 @@
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 
@@ -11,7 +13,7 @@ import pytest
 from dure.store.key import mint
 from dure.store.listener import Listener
 from dure.store.server import StoreServer
-from waiting import until
+from waiting import PATIENCE_S, until
 
 
 @pytest.fixture
@@ -26,20 +28,21 @@ def name(server: StoreServer) -> str:
     return server.endpoint.removeprefix("ipc://@")
 
 
+STRANGER = """
+import os, socket, sys
+user, name = int(sys.argv[1]), sys.argv[2]
+os.setresuid(user, user, user)
+with socket.socket(socket.AF_UNIX) as stranger:
+    stranger.connect("\\0" + name)
+    print(len(stranger.recv(10)))
+"""
+
+
 def heard_as(user: int, name: str) -> int:
-    """Connect as another user, in a forked child; returns how many bytes the server says."""
-    child = os.fork()
-    if not child:
-        heard = 99
-        try:
-            os.setresuid(user, user, user)
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.settimeout(5)
-                stranger.connect("\0" + name)
-                heard = len(stranger.recv(10))
-        finally:
-            os._exit(heard)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Connect as a user; return how many bytes the server says."""
+    words = [sys.executable, "-c", STRANGER, str(user), name]
+    done = subprocess.run(words, capture_output=True, check=True, timeout=PATIENCE_S)
+    return int(done.stdout)
 
 
 def test_the_same_user_is_greeted(name: str) -> None:

@@ -22,7 +22,7 @@ from dure.errors import StoreError
 from dure.launch.spec import JobSpec
 from dure.store import JobKey
 from dure.store.key import mint
-from waiting import key_file, until
+from waiting import PATIENCE_S, key_file, until
 
 PROGRAM = """
 import logging, os, sys, traceback
@@ -122,7 +122,7 @@ def test_a_job_shows_its_key_nowhere(key: JobKey, tmp_path: Path) -> None:
         for where, text in seen_from_outside(processes):
             assert not found_in(text, key), where
     finally:
-        out, err = job.communicate(timeout=100)
+        out, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode
     assert f"JobKey(fingerprint={key.fingerprint})".encode() in out + err
     assert b"capture_locals" in out + err or b"deep = " in out + err

@@ -23,7 +23,7 @@ from dure.store.key import mint
 from dure.store.network import NetworkStore
 from dure.store.tracker import MOST
 from security.wire_tools import connect, frame_header, greeting
-from waiting import key_file
+from waiting import PATIENCE_S, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -63,7 +63,7 @@ class Job:
         """Join as a rank would; returns how long that took."""
         start = time.monotonic()
         place = f"tcp://127.0.0.1:{self.port}"
-        store = NetworkStore(place, self.key, timedelta(seconds=30))
+        store = NetworkStore(place, self.key, timedelta(seconds=PATIENCE_S))
         store.add("newcomers", 1)
         store.close()
         return time.monotonic() - start
@@ -100,7 +100,7 @@ def job(folder: Path) -> Iterator[Job]:
             time.sleep(0.01)
         yield it
         stop.touch()
-        assert process.wait(30) == 0, (folder / "err").read_text()
+        assert process.wait(PATIENCE_S) == 0, (folder / "err").read_text()
     finally:
         process.kill()
         process.communicate()

@@ -6,7 +6,7 @@ server's log can be asked who it was.
 
 import contextlib
 import itertools
-import os
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ import zmq
 
 from dure.store.key import CurvePair, JobKey
 from dure.store.wire import FRAME_LIMIT
+from waiting import PATIENCE_S
 
 _numbers = itertools.count(2)
 
@@ -36,7 +37,7 @@ JUNK = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # TLS
     b"SSH-2.0-OpenSSH_9.2\r\n",
     b"\x80\x04\x95cposix\nsystem\n(S'id'\ntR.",  # a pickle
-    os.urandom(100_000),
+    random.Random(1).randbytes(100_000),
     SIGNATURE + b"\x01\x00",  # ZMTP 2
     greeting(b"NULL"),
     greeting(b"GSSAPI"),
@@ -54,10 +55,11 @@ def new_source() -> str:
 
 
 def connect(port: int, source: str) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), 10, source_address=(source, 0))
+    here = ("127.0.0.1", port)
+    return socket.create_connection(here, PATIENCE_S, source_address=(source, 0))
 
 
-def is_closed(stranger: socket.socket, timeout_s: float = 10) -> bool:
+def is_closed(stranger: socket.socket, timeout_s: float = PATIENCE_S) -> bool:
     """Whether the server closes the connection; what it says before is thrown away."""
     stranger.settimeout(timeout_s)
     try:
@@ -84,7 +86,7 @@ def peer(
         client.linger = 0
         client.reconnect_ivl = -1
         client.sndhwm = client.rcvhwm = 1
-        client.sndtimeo = client.rcvtimeo = 5000
+        client.sndtimeo = client.rcvtimeo = 1000 * PATIENCE_S
         client.maxmsgsize = FRAME_LIMIT
         if own is not None and server is not None:
             client.curve_secretkey, client.curve_publickey = own.secret, own.public
@@ -147,6 +149,6 @@ class Proxy:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(5)
+            thread.join()
         for each in self._sockets:
             each.close()

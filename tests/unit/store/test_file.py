@@ -1,5 +1,6 @@
 """The file store's file: lines without an end, foreign files, files that vanish."""
 
+import fcntl
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -8,9 +9,9 @@ import pytest
 
 from dure.errors import StoreError, StoreTimeout
 from dure.store import FileStore
-from dure.store.file import _Log
+from waiting import PATIENCE_S
 
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 @pytest.fixture
@@ -80,9 +81,13 @@ def test_a_file_that_is_not_what_it_was_is_an_error_and_closing_is_not(
 
 
 def test_a_held_lock_ends_in_a_timeout(path: Path) -> None:
-    store, log = FileStore(path, timeout=timedelta(milliseconds=30)), _Log(path)
-    with log.locked(1.0), pytest.raises(StoreTimeout):
-        store.set("k", "v")
+    store = FileStore(path, timeout=TIMEOUT)
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        store.set_timeout(timedelta(milliseconds=30))
+        with pytest.raises(StoreTimeout):
+            store.set("k", "v")
+    store.set_timeout(TIMEOUT)
     store.set("k", "v")
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from dure.store.key import (
     name_of,
     user_key_path,
 )
+from waiting import PATIENCE_S
 
 ELSEWHERE = "192.0.2.1"  # an address of documentation; never this machine's
 
@@ -159,14 +159,14 @@ def test_the_users_own_key_is_made_once_by_many() -> None:
 
 def test_another_host_uses_an_existing_key_makes_none_and_may_wait(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
-        load_for(ELSEWHERE, 0.1)
+        load_for(ELSEWHERE)
     assert str(user_key_path()) in caught.value.fix
     assert "DURE_JOB_KEY_FILE" in caught.value.fix
     assert not user_key_path().exists()
-    maker = threading.Timer(0.1, load_for, ("127.0.0.1",))
-    maker.start()
-    assert load_for(ELSEWHERE, 5.0) == load_for("127.0.0.1")
-    maker.join()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(load_for, ELSEWHERE, PATIENCE_S)
+        made = load_for("127.0.0.1")
+        assert waits.result() == made
 
 
 @pytest.mark.parametrize("home", ["file", "/" + 300 * "x"], ids=["a file", "too long"])

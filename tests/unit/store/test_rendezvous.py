@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from dure.errors import RendezvousError, RendezvousTimeout
-from dure.store import FileStore, HashStore, Store, TCPStore
+from dure.store import HashStore
 from dure.store import rendezvous as module
 from dure.store.identity import Identity, alive, myself
-from dure.store.key import mint
 from dure.store.rendezvous import Rendezvous, rendezvous
 
-TIMEOUT = timedelta(seconds=10)
+from .conftest import TIMEOUT
+
 BRIEF = timedelta(milliseconds=100)
 JOB_VARIABLES = (
     "RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DURE_STORE_ADDR "
@@ -70,7 +70,7 @@ def errors_of(results: list[Rendezvous | RendezvousError]) -> list[RendezvousErr
     return [result for result in results if isinstance(result, RendezvousError)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_meet_and_share_keys(url: str, world_size: int) -> None:
     ranks = met(joins(url, *((rank, world_size) for rank in range(world_size))))
     for rank, meeting in enumerate(ranks):
@@ -90,7 +90,7 @@ def test_ranks_meet_and_share_keys(url: str, world_size: int) -> None:
 
 def test_they_meet_again_and_again_without_each_others_keys(url: str) -> None:
     def life(rank: int) -> None:
-        for round_ in range(10):
+        for round_ in range(5):
             meeting = rendezvous(url, rank, 3, timeout=TIMEOUT)
             assert meeting.store.num_keys() <= 3
             meeting.store.set(f"from {rank}", str(round_))
@@ -122,21 +122,25 @@ def test_ranks_that_disagree_on_the_world_size_learn_who_says_what(url: str) -> 
         assert not isinstance(error, TimeoutError)
         assert "2 says rank 0" in error.seen
         assert "3 says rank 1" in error.seen
+    for meeting in met(joins(url, (0, 2), (1, 2))):  # they can meet after that
+        meeting.close()
 
 
 def test_a_complete_meeting_refuses_one_of_another_size(url: str) -> None:
     meetings = met(joins(url, (0, 2), (1, 2)))
-    (error,) = errors_of(joins(url, (2, 3), timeout=timedelta(seconds=2)))
+    (error,) = errors_of(joins(url, (2, 3)))
     assert not isinstance(error, TimeoutError)
     for meeting in meetings:
         meeting.close()
 
 
-def test_a_missing_rank_is_named_with_those_who_came(url: str) -> None:
-    for tries in range(8):  # a busy machine may need longer for both to come
-        errors = errors_of(joins(url, (0, 4), (2, 4), timeout=BRIEF * 2**tries))
-        if all(getattr(error, "came", None) == (0, 2) for error in errors):
-            break
+def test_a_missing_rank_is_named_with_those_who_came() -> None:
+    store = HashStore(TIMEOUT)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(each, lambda: rendezvous(rank=2, world_size=4, store=store))
+        store.wait(["dure/store//0/member/2"])
+        hasty = each(lambda: rendezvous(rank=0, world_size=4, store=store, timeout=BRIEF))
+        errors = errors_of(hasty + waits.result())
     for error in errors:
         assert isinstance(error, RendezvousTimeout)
         assert error.came == (0, 2)
@@ -160,12 +164,6 @@ def test_a_missing_rank_0_is_named(port: int) -> None:
     assert isinstance(error, RendezvousTimeout)
     assert error.missing == (0,)
     assert f"127.0.0.1:{port}" in error.what
-
-
-def test_after_a_failed_meeting_they_can_meet(url: str) -> None:
-    errors_of(joins(url, (0, 2), (1, 3)))
-    for meeting in met(joins(url, (0, 2), (1, 2))):
-        meeting.close()
 
 
 def test_a_taken_port_is_an_error_at_once() -> None:
@@ -228,22 +226,15 @@ def test_who_has_left_makes_room_for_another_process() -> None:
     rendezvous(rank=0, world_size=1, store=store).close()
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_a_given_store_is_used_twice_and_stays_open(kind: str, tmp_path: Path) -> None:
-    store: Store = HashStore(TIMEOUT)
-    if kind == "file":
-        store = FileStore(tmp_path / "f", timeout=TIMEOUT)
-    elif kind == "tcp":
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=mint())
+def test_a_given_store_is_used_twice_and_stays_open() -> None:
+    store = HashStore(TIMEOUT)
     for _ in range(2):
-        meetings = each(
-            *(lambda r=r: rendezvous(rank=r, world_size=2, store=store) for r in range(2))
+        meetings = met(
+            each(*(lambda r=r: rendezvous(rank=r, world_size=2, store=store) for r in range(2)))
         )
         for meeting in meetings:
-            assert isinstance(meeting, Rendezvous), meeting
             meeting.close()
     store.set("still", "open")
-    store.close()
 
 
 @pytest.mark.parametrize(
