@@ -15,7 +15,7 @@ from dure import symmetric_memory
 from dure.comm import functional
 from dure.comm import memory as heap
 from dure.errors import CommTimeout, PeerLost, ShapeError, UsageError
-from procs.shm_ranks import Slot
+from procs.forked_ranks import Slot
 
 STAGED_BYTES = 2 << 20
 """More than any operation below could copy without staging showing in the segment's memory."""

@@ -100,7 +100,7 @@ class Host:
         assert self._holder.stdout is not None
         self._holder.stdout.readline()
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children")
-        self._init = int(children.read_text().split()[0])
+        self.inner_pid = int(children.read_text().split()[0])  # number 1 inside
 
     def start(
         self,
@@ -118,7 +118,7 @@ class Host:
         output: IO[str] | int = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
         """Start any program; both its streams go to `output`, or to a pipe each."""
-        enter = ["nsenter", f"--target={self._init}", "--net", "--uts", "--pid", "--mount"]
+        enter = ["nsenter", f"--target={self.inner_pid}", "--net", "--uts", "--pid", "--mount"]
         rank = subprocess.Popen(
             [*enter, *words],
             env={**os.environ, **self.variables, **variables},
@@ -140,7 +140,7 @@ class Host:
 
     def listens(self, port: int) -> bool:
         """Tell whether a process of it listens at a port."""
-        lines = Path(f"/proc/{self._init}/net/tcp").read_text().splitlines()[1:]
+        lines = Path(f"/proc/{self.inner_pid}/net/tcp").read_text().splitlines()[1:]
         return any(
             fields[1].endswith(f":{port:04X}") and fields[3] == "0A"
             for fields in map(str.split, lines)
@@ -171,7 +171,7 @@ class Host:
 
     def kill(self) -> None:
         """Kill all its processes at once, as a power failure would."""
-        os.kill(self._init, signal.SIGKILL)  # who is number 1 takes all others along
+        os.kill(self.inner_pid, signal.SIGKILL)  # who is number 1 takes all others along
 
     def remove(self) -> None:
         """Take everything away."""
@@ -211,6 +211,21 @@ def hosts(count: int, name: str = "") -> Iterator[list[Host]]:
         _ip("netns", "del", switch)
 
 
+def variables_of(made: Sequence[Host], ranks_each: int, key_file: Path) -> dict[str, str]:
+    """Return the environment of a job whose rank 0, on the first host, has the store."""
+    if not key_file.exists():
+        key_file.write_bytes(os.urandom(32))
+        key_file.chmod(0o600)
+    return {
+        "WORLD_SIZE": str(len(made) * ranks_each),
+        "LOCAL_WORLD_SIZE": str(ranks_each),
+        "MASTER_ADDR": made[0].address,
+        "MASTER_PORT": str(PORT),
+        "DURE_JOB_KEY_FILE": str(key_file),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 def start_job(
     made: Sequence[Host],
     ranks_each: int,
@@ -219,17 +234,7 @@ def start_job(
     **variables: str,
 ) -> list[subprocess.Popen[str]]:
     """Start `ranks_each` ranks on every host, host by host; rank 0's host has the store."""
-    if not key_file.exists():
-        key_file.write_bytes(os.urandom(32))
-        key_file.chmod(0o600)
-    world = {
-        "WORLD_SIZE": str(len(made) * ranks_each),
-        "MASTER_ADDR": made[0].address,
-        "MASTER_PORT": str(PORT),
-        "DURE_JOB_KEY_FILE": str(key_file),
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
+    world = variables_of(made, ranks_each, key_file) | variables
     return [
         host.start(program, {**world, "RANK": str(ranks_each * h + i), "LOCAL_RANK": str(i)})
         for h, host in enumerate(made)

@@ -19,9 +19,10 @@ import dure as dist
 from dure.comm.backends.torch_engine import GlooOpening
 from dure.comm.subgroups import new_groups
 from dure.comm.world import current_world
-from dure.errors import Desync, LaunchError, PeerLost
+from dure.errors import Desync, PeerLost
 from dure.store.prefix import PrefixStore
 from dure.testing import ProcessPool
+from procs.forked_ranks import Ranks, Slot
 
 AXES = [
     *([0, 4], [1, 5], [2, 6], [3, 7]),
@@ -105,25 +106,24 @@ def test_a_gloo_group_is_connected_when_made_and_leaves_no_socket_3_ranks(proces
         assert (made - before, after - before) == (3, 0), "a listening socket, and one a peer"
 
 
-def die_when_connecting(rank: int, folder: str) -> None:
+def die_when_connecting(slot: Slot) -> int | None:
+    dist.init_process_group("gloo", slot.url, rank=slot.rank, world_size=slot.size)
     connect = GlooOpening.connect
 
     def connect_or_die(opening: GlooOpening, offers: Sequence[bytes]) -> None:
-        if rank == 1:
+        if slot.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         connect(opening, offers)
 
     GlooOpening.connect = connect_or_die
-    try:
+    with pytest.raises(PeerLost) as lost:
         dist.new_group()
-    except PeerLost as error:
-        Path(folder, str(rank)).write_text(str(error.peer))
+    return lost.value.peer
 
 
 def test_a_rank_that_dies_before_gloo_is_connected_is_named_3_ranks(tmp_path):
-    with ProcessPool(3, "gloo", timeout=20) as pool, pytest.raises(LaunchError):
-        pool.run(die_when_connecting, str(tmp_path))
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "1", "2": "1"}
+    with Ranks(3, tmp_path, die_when_connecting) as ranks:
+        assert [ranks.result(rank) for rank in (0, 2)] == [1, 1]
 
 
 def one_makes_a_group(rank: int) -> None:

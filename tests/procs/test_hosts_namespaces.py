@@ -1,18 +1,22 @@
-"""Jobs over hosts that are network namespaces: every operation, a cut cable, a dead host."""
+"""Jobs over hosts that are network namespaces: every subject, a cut cable, a dead host.
+
+All jobs run at once, each on a network of its own.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from dure.errors import PeerLost
 from dure.native import available as native_available
-from procs.hosts import Host, hosts, start_job, why_not
-
-PROGRAM = Path(__file__).parent / "programs" / "over_hosts.py"
+from procs import over_hosts
+from procs.forked_ranks import Ranks
+from procs.hosts import Host, hosts, variables_of, why_not
+from waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
@@ -20,61 +24,79 @@ pytestmark = [
 ]
 
 
-def _reports(folder: Path) -> dict[int, dict]:
-    return {int(p.stem): json.loads(p.read_text()) for p in folder.glob("*.json")}
+class Jobs:
+    """Jobs of two ranks a host, on networks of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.stack = folder, ExitStack()
+
+    def start(self, name: str, fn, *args: object, count: int = 2) -> tuple[Ranks, list[Host]]:
+        made = self.stack.enter_context(hosts(count, name))
+        folder = self._folder / name
+        folder.mkdir()
+        inside = [host.inner_pid for host in made for _ in range(2)]
+        ranks = Ranks(2 * count, folder, inside=inside)
+        self.stack.enter_context(ranks)
+        ranks.start(fn, variables_of(made, 2, folder / "key"), *args)
+        return ranks, made
+
+    def lose(self, name: str, count: int = 2) -> Ranks:
+        """Lose the last host, by the method `name` of it, in the middle of things."""
+        goes_on = name == "kill"  # who has lost the store cannot go on
+        ranks, made = self.start(f"{name}{count}", over_hosts.lose, goes_on, count=count)
+        folder = self._folder / f"{name}{count}"
+        until(lambda: len(list(folder.glob("*-ready*"))) == 2 * count, "ranks that reduce")
+        getattr(made[-1], name)()
+        return ranks
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    made = Jobs(tmp_path_factory.mktemp("jobs"))
+    with made.stack:
+        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[int, dict]]]:
-    """Cut a cable on a network of its own: its ranks wait for seconds, and other tests run then."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(_lose, tmp_path_factory.mktemp("cut"), 2, "cut")
+def started(jobs: Jobs) -> dict[str, Ranks]:
+    """Start the jobs of all tests; that of the cut cable waits for seconds."""
+    checks, _ = jobs.start("checks", over_hosts.run_all)
+    return {"cut": jobs.lose("cut"), "kill": jobs.lose("kill"), "checks": checks}
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_operation_over_hosts_of_2_ranks(count, tmp_path):
-    with hosts(count) as made:
-        ranks = start_job(made, 2, [PROGRAM, "check", tmp_path], tmp_path / "key")
-        ends = [(r.communicate(timeout=100)[1], r.returncode) for r in ranks]
-    assert [code for _, code in ends] == [0] * len(ends), ends
-    assert {r["backend"] for r in _reports(tmp_path).values()} == {"hybrid"}
+@pytest.fixture(scope="module")
+def reports(started: dict[str, Ranks]) -> list[dict[str, str]]:
+    return started["checks"].values()
 
 
-def _lose(tmp_path: Path, count: int, how: str) -> dict[int, dict]:
-    """Lose the last host in the middle of things; return what the other ranks reported."""
-    with hosts(count, how) as made:
-        what = "go_on" if how == "kill" else "lose"  # who lost the store cannot go on
-        ranks = start_job(made, 2, [PROGRAM, what, tmp_path], tmp_path / "key")
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n", rank.communicate(timeout=100)
-        getattr(Host, how)(made[-1])
-        survivors = ranks[: 2 * (count - 1)]
-        if how == "cut":
-            survivors = ranks
-        for rank in survivors:
-            rank.communicate(timeout=100)
-    return _reports(tmp_path)
+@pytest.mark.parametrize("subject", over_hosts.SUBJECTS)
+def test_over_hosts(subject: str, reports: list[dict[str, str]]):
+    found = [report.get(subject, "not run: one before it failed") for report in reports]
+    assert found == [""] * 4, "\n".join(found)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_dead_host_is_peer_lost_on_all_ranks_of_the_others(count, tmp_path):
-    reports = _lose(tmp_path, count, "kill")
+def _check_death(ranks: Ranks, count: int) -> None:
     lost = 2 * (count - 1)
-    assert sorted(reports) == list(range(lost))
-    for report in reports.values():
-        assert (report["error"], report["peer"]) == ("PeerLost", lost), report
-        assert report["elapsed_s"] < 2, "the kernel says at once that a process is gone"
-        assert report["again"] == "PeerLost"
-        assert report["again_s"] < 0.9, "nobody asked other hosts again"
-        assert report["left"] == lost
-        assert report["shrink_s"] < 20, "three seconds after the loss nobody waits for the host"
+    for rank in range(lost):
+        seen = ranks.result(rank)
+        assert isinstance(seen.error, PeerLost) and seen.error.peer == lost
+        assert isinstance(seen.again, PeerLost)
+        assert seen.elapsed_s < PATIENCE_S / 2
+        assert seen.left == lost
 
 
-def test_cut_cable_is_peer_lost_on_both_sides(cut):
-    reports = cut.result()
-    assert sorted(reports) == [0, 1, 2, 3]
-    for rank, report in reports.items():
-        assert report["error"] == "PeerLost", report
-        assert report["peer"] == (2 if rank < 2 else 0), report
-        assert report["elapsed_s"] < 20, "three beats, far below the timeout of 40 s"
+def test_dead_host_is_peer_lost_on_all_ranks_of_the_others_which_go_on(started):
+    _check_death(started["kill"], 2)
+
+
+@pytest.mark.slow
+def test_dead_host_of_3_is_peer_lost_on_all_ranks_of_the_others(jobs):
+    _check_death(jobs.lose("kill", 3), 3)
+
+
+def test_cut_cable_is_peer_lost_on_both_sides(started):
+    for rank in range(4):
+        seen = started["cut"].result(rank)
+        assert isinstance(seen.error, PeerLost)
+        assert seen.error.peer == (2 if rank < 2 else 0)
+        assert seen.elapsed_s < PATIENCE_S / 2, "three beats, far below the timeout"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import dure as dist
-from dure.errors import Desync, LaunchError, PeerLost
+from dure.errors import Desync, PeerLost
 from dure.native import available as native_available
 from dure.testing import ProcessPool
 from dure.trace import recorded
 from procs import mpi_jobs
+from procs.forked_ranks import Ranks, Slot
 
 pytestmark = pytest.mark.skipif(
     not native_available()[0], reason=native_available()[1] or "no engine"
@@ -116,32 +116,35 @@ def test_desync_over_hosts_names_the_call_and_the_line_of_every_rank(pool):
         assert ["MAX" in calls[r] for r in range(4)] == [False, False, False, True]
 
 
-def _lose(rank: int, folder: str, who: int) -> None:
+def _loss(t: torch.Tensor) -> PeerLost | None:
+    try:
+        dist.all_reduce(t)
+    except PeerLost as error:
+        return error
+    return None
+
+
+def _lose(slot: Slot, who: int) -> tuple[int | None, int, float]:
+    os.environ["DURE_HOST_ID"] = "aabb"[slot.rank]
+    dist.init_process_group(init_method=slot.url, rank=slot.rank, world_size=slot.size)
     t = torch.ones(100_000)
     dist.barrier()
-    if rank == who:
+    if slot.rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        while True:
-            dist.all_reduce(t)
-    except PeerLost as e:
-        told = f"{e.peer} {time.monotonic() - began}"
-        dist.shrink()
-        total = torch.full((100_000,), float(dist.get_rank()))
-        dist.all_reduce(total)
-        Path(folder, str(rank)).write_text(f"{told} {dist.get_rank()} {total[-1].item():g}")
+    while (lost := _loss(t)) is None:
+        pass
+    dist.shrink()
+    total = torch.full((100_000,), float(dist.get_rank()))
+    dist.all_reduce(total)
+    return lost.peer, dist.get_rank(), total[-1].item()
 
 
 @pytest.mark.parametrize("who", [2, 3])  # a leader, and a rank that is none
 def test_killed_rank_is_peer_lost_on_all_ranks_of_all_hosts_which_go_on_without(tmp_path, who):
-    with ProcessPool(4, None, hosts="aabb") as pool, pytest.raises(LaunchError):
-        pool.run(_lose, str(tmp_path), who)
-    reports = {int(p.name): p.read_text().split() for p in tmp_path.iterdir()}
-    assert sorted(reports) == [r for r in range(4) if r != who]
-    assert {r[0] for r in reports.values()} == {str(who)}
-    assert all(float(r[1]) < 2 for r in reports.values()), "far below the timeout of 30 s"
-    assert [r[2:] for _, r in sorted(reports.items())] == [["0", "3"], ["1", "3"], ["2", "3"]]
+    with Ranks(4, tmp_path, _lose, who) as ranks:
+        survivors = [r for r in range(4) if r != who]
+        found = [ranks.result(rank) for rank in survivors]
+    assert found == [(who, new_rank, 3.0) for new_rank in range(3)]
 
 
 @pytest.mark.skipif(bool(mpi_jobs.why_not()), reason=mpi_jobs.why_not() or "it is here")

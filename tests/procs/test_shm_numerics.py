@@ -7,7 +7,7 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.native import available
-from procs.shm_ranks import Ranks, Slot, join
+from procs.forked_ranks import Ranks, Slot, join
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -19,19 +18,20 @@ from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
 from dure.native import available
 from dure.store.file import FileStore
-from procs.shm_ranks import Ranks, Slot, join
+from procs.forked_ranks import Ranks, Slot, join, while_waiting
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
-_DELAY_S = 0.1
 
 
 class _Stop(Exception):
     """What a program's handler raises."""
 
 
-def _on_alarm(handler) -> None:
+def _while_waiting(handler) -> None:
+    """Let a signal come, and so its `handler`, when this thread waits."""
     signal.signal(signal.SIGALRM, lambda *_: handler())
-    signal.setitimer(signal.ITIMER_REAL, _DELAY_S)
+    while_waiting(lambda: os.kill(os.getpid(), signal.SIGALRM))
 
 
 def _closes_in_handler(slot: Slot, operation: str, raises: bool) -> str:
@@ -45,8 +45,8 @@ def _closes_in_handler(slot: Slot, operation: str, raises: bool) -> str:
             raise _Stop
 
     pending = backend.barrier(async_op=True) if operation == "queued" else None
-    _on_alarm(handler)
     try:
+        _while_waiting(handler)
         if operation == "recv":
             backend.recv(torch.zeros(4), 1, 0, async_op=False)
         else:
@@ -69,7 +69,7 @@ def _wait_for_others(backend) -> str:
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("operation", ["barrier", "queued", "recv"])
 def test_handler_that_closes_the_group_ends_the_wait_of_2_ranks(tmp_path, operation, raises):
-    with Ranks(2, tmp_path, _closes_in_handler, operation, raises, timeout_s=20) as ranks:
+    with Ranks(2, tmp_path, _closes_in_handler, operation, raises) as ranks:
         assert ranks.result(0) == ("_Stop" if raises else "Aborted")
         assert ranks.result(1) == "PeerLost"
 
@@ -77,7 +77,6 @@ def test_handler_that_closes_the_group_ends_the_wait_of_2_ranks(tmp_path, operat
 def _calls_in_handler(slot: Slot) -> tuple[list[str], float]:
     backend = join(slot)
     told: list[str] = []
-    heard = threading.Event()
 
     def handler() -> None:
         try:
@@ -85,11 +84,10 @@ def _calls_in_handler(slot: Slot) -> tuple[list[str], float]:
         except UsageError as error:
             told.append(type(error).__name__)
         backend.send(torch.ones(1), 1, 0, async_op=False)
-        heard.set()
 
     x = torch.ones(1)
     if slot.rank == 0:
-        _on_alarm(handler)
+        _while_waiting(handler)
     else:
         backend.recv(torch.zeros(1), 0, 0, async_op=False)  # arrive when the handler has run
     backend.all_reduce(x, ReduceOp.SUM, async_op=False)
@@ -98,7 +96,7 @@ def _calls_in_handler(slot: Slot) -> tuple[list[str], float]:
 
 
 def test_collective_in_a_handler_is_refused_and_the_waiting_one_succeeds_on_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _calls_in_handler, timeout_s=10) as ranks:
+    with Ranks(2, tmp_path, _calls_in_handler) as ranks:
         assert ranks.values() == [(["UsageError"], 2.0), ([], 2.0)]
 
 
@@ -116,7 +114,7 @@ def _gathers_in_handler(slot: Slot) -> list[list[float]]:
     other = join(slot, FileStore(slot.path + "-other", -1))
     mine, results = torch.full((1000,), slot.rank + 1.0), [torch.zeros(2000) for _ in range(2)]
     if slot.rank == 0:
-        _on_alarm(lambda: _gather(other, results[1], -mine))
+        _while_waiting(lambda: _gather(other, results[1], -mine))
     else:
         _gather(other, results[1], -mine)
     _gather(group, results[0], mine)
@@ -138,9 +136,12 @@ def _is_interrupted(slot: Slot) -> str:
     def handler() -> None:
         raise _Stop
 
-    _on_alarm(handler)
-    with pytest.raises(_Stop):
+    def wait() -> None:
+        _while_waiting(handler)
         backend.barrier(async_op=False)
+
+    with pytest.raises(_Stop):
+        wait()
     state = backend._flight.records()[-1].state
     backend.close(abort=True)
     return state.name
@@ -163,7 +164,7 @@ def _forks(slot: Slot) -> tuple[int, float]:
     if slot.rank == 0:
         child = os.fork()
         if child == 0:
-            signal.alarm(5)  # a child that waits for threads that it does not have ends here
+            signal.alarm(PATIENCE_S)  # ends a child that waits for threads that it lacks
             try:
                 backend.barrier(async_op=False)
             except UsageError:
@@ -178,7 +179,7 @@ def _forks(slot: Slot) -> tuple[int, float]:
 
 
 def test_forked_child_neither_uses_nor_leaves_the_group_of_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _forks, timeout_s=10) as ranks:
+    with Ranks(2, tmp_path, _forks) as ranks:
         assert ranks.values() == [(7, 4.0), (0, 4.0)]
 
 
@@ -189,9 +190,7 @@ def _waits_for_ever(slot: Slot) -> str:
         if slot.rank == 1:
             backend.recv(torch.zeros(1), 0, 0, async_op=False)
         else:
-            threading.Timer(
-                _DELAY_S, lambda: backend.send(torch.zeros(1), 1, 0, async_op=False)
-            ).start()
+            while_waiting(lambda: backend.send(torch.zeros(1), 1, 0, async_op=False))
         backend.barrier(async_op=False)
     except CommTimeout as error:
         return type(error).__name__
@@ -280,14 +279,14 @@ while time.monotonic() < until:
 @pytest.mark.parametrize("call", ["async", "sync"])
 def test_program_that_ends_while_a_daemon_thread_waits_ends_well(call):
     command = [sys.executable, "-c", _ENDS_WHILE_WAITING, call]
-    ended = subprocess.run(command, capture_output=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_program_that_ends_while_daemon_threads_are_busy_ends_well():
     command = [sys.executable, "-c", _ENDS_WHILE_BUSY]
     for _ in range(3):
-        ended = subprocess.run(command, capture_output=True, timeout=100, check=False)
+        ended = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
         assert (ended.returncode, ended.stderr) == (0, b"")
 
 
@@ -307,6 +306,6 @@ def _refusal(slot: Slot, store: FileStore | None) -> str:
 
 
 def test_segment_that_rank_0_cannot_make_is_refused_on_2_ranks_at_once(tmp_path):
-    with Ranks(2, tmp_path, _cannot_create, timeout_s=300) as ranks:
+    with Ranks(2, tmp_path, _cannot_create, timeout_s=2 * PATIENCE_S) as ranks:
         first, second = ranks.values()
         assert first == second

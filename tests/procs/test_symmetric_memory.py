@@ -9,7 +9,7 @@ from dure import symmetric_memory
 from dure.native import available
 from dure.testing import run_ranks
 from procs import heap_ranks
-from procs.shm_ranks import Ranks
+from procs.forked_ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 

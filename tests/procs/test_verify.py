@@ -30,7 +30,7 @@ def test_a_mismatch_over_gloo_is_desync_on_both_of_2_ranks(kind, lengths, dtypes
     process_pool(2, "gloo").run(verify_ranks.differ, kind, lengths, dtypes)
 
 
-def test_a_rank_of_3_that_does_not_come_is_named_with_its_last_call(process_pool):
+def test_ranks_that_do_not_come_are_named_with_their_last_calls_3_ranks(process_pool):
     process_pool(3, "gloo").run(verify_ranks.come_late)
 
 

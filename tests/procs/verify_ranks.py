@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
 import dure as dist
 from conformance import suite
-from dure.errors import CommTimeout, Desync, PeerLost
+from dure.errors import CommTimeout, Desync
 
 ORDER_IS_GLOOS = ("case_order_of_reduction_is_that_of_ranks",)
 
@@ -63,14 +60,15 @@ def differ(rank: int, kind: str, lengths: tuple[int, int], dtypes: tuple[str, st
 def come_late(rank: int) -> None:
     group = dist.new_group(backend="gloo", pg_options={"verify": True})
     dist.barrier(group)
-    group.set_timeout(timedelta(seconds=0.8))  # the ranks had all the time to come
-    if rank == 2:
-        dist.barrier()  # the others have given up
+    group.set_timeout(timedelta(seconds=0.5))
+    if rank > 0:
+        dist.barrier()  # rank 0 has given up
     with pytest.raises(CommTimeout) as info:
         dist.all_reduce(_ones(4), group=group)
-    assert info.value.missing == (2,)
-    if rank != 2:
-        assert info.value.whereabouts.keys() == {2} and __file__ in info.value.whereabouts[2]
+    if rank == 0:
+        assert info.value.missing == (1, 2)
+        assert info.value.whereabouts.keys() == {1, 2}
+        assert all(__file__ in text for text in info.value.whereabouts.values())
         dist.barrier()
     dist.destroy_process_group(group)
 
@@ -97,18 +95,3 @@ def run_verified(rank: int, n: int, folder: str, subject: str) -> list[str]:
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
     return suite.run(rank, subject, ORDER_IS_GLOOS)
-
-
-def lose_rank_1(rank: int, folder: str) -> None:
-    """Rank 1 is killed while the others hold a round that it does not come to."""
-    group = dist.new_group(backend="gloo", pg_options={"verify": True})
-    dist.barrier(group)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        dist.all_reduce(_ones(4), group=group)
-    except PeerLost as e:
-        Path(folder, str(rank)).write_text(
-            f"{e.peer} {e.op} {e.seq} {e.rank} {time.monotonic() - began}"
-        )

@@ -8,7 +8,9 @@ from conformance import suite
 from dure.testing import run_ranks
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    "n", [1, 2, 3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
+)
 @pytest.mark.parametrize("subject", suite.SUBJECTS)
 def test_threads_backend_keeps_the_contract(subject, n):
     ran = run_ranks(n, suite.run, subject)

@@ -45,7 +45,11 @@ __all__ = ["ProcessPool", "start_server"]
 T = TypeVar("T")
 
 # The last one is what the first optimizer of a process imports, for more than a second.
-_PRELOAD = ["dure.testing.pool", "dure.comm.init", "dure.comm.collectives", "torch._dynamo"]
+_PRELOAD = [
+    *("dure.testing.pool", "dure.comm.init", "dure.comm.collectives", "dure.comm.objects"),
+    *("dure.comm.point_to_point", "dure.comm.shrinking", "dure.comm.backends.shm.backend"),
+    "torch._dynamo",
+]
 _CLOSE_S = 10.0
 _GRACE_S = 2.0
 
