@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 
 import pytest
+import torch
 
+import dure
+from dure.errors import PeerLost
 from dure.native import available as native_available
 from dure.testing import ProcessPool
+from faults.crew import Crew, Place
 from procs import zero_ranks
+from ranks.zero_models import KINDS, Net, batch, step
+from waiting import PATIENCE_S
 
 NEEDS_ENGINE = pytest.mark.skipif(
     not native_available()[0], reason=native_available()[1] or "no engine"
@@ -16,22 +24,20 @@ NEEDS_ENGINE = pytest.mark.skipif(
 
 
 @NEEDS_ENGINE
-@pytest.mark.parametrize("n", [2, 3])
-def test_parameters_are_one_memory_for_all_ranks(n, process_pool):
-    pool = process_pool(n, "shm")
-    seen = pool.run(zero_ranks.one_memory, n)
-    (files,) = {frozenset(s["files"]) for s in seen}
-    assert len(files) == 1 and "" not in files
-    assert all(s == seen[0] for s in seen)
+def test_parameters_are_one_memory_for_all_ranks_3_ranks(process_pool):
+    pool = process_pool(3, "shm")
+    first, *others = pool.run(zero_ranks.one_memory, 3)
+    assert first == {1.0, 2.0, 3.0} and others == [first] * 2
     for ddp_first in (True, False):
-        owned = [o for o, _ in pool.run(zero_ranks.shared_training, n, ddp_first)]
-        assert sum(owned) == 9 and min(owned) > 0
+        seen = pool.run(zero_ranks.training, 3, "shared", ddp_first)
+        (files,) = {frozenset(s["files"]) for s in seen}
+        assert len(files) == 1 and "" not in files
+        assert Counter(number for s in seen for number in s["numbers"]) == Counter(range(9))
 
 
 @NEEDS_ENGINE
 def test_modules_behave_as_others_afterwards_2_ranks(process_pool):
-    pool = process_pool(2, "shm")
-    first, second = pool.run(zero_ranks.afterwards, 2)
+    first, second = process_pool(2, "shm").run(zero_ranks.afterwards, 2)
     assert first == second
     assert "" not in first and first[0] != first[1]
 
@@ -45,7 +51,7 @@ def test_each_rank_gives_back_its_own_copy_2_ranks(process_pool):
 @NEEDS_ENGINE
 def test_each_host_has_a_copy_and_all_of_the_state():
     with ProcessPool(3, "hybrid", hosts="aab") as pool:
-        seen = pool.run(zero_ranks.over_hosts, 3)
+        seen = pool.run(zero_ranks.training, 3, "shared")
     assert [s["host"] for s in seen] == [(0, 1), (0, 1), (2,)]
     assert seen[0]["files"] == seen[1]["files"] != seen[2]["files"]
     for host in ((0, 1), (2,)):
@@ -56,5 +62,48 @@ def test_each_host_has_a_copy_and_all_of_the_state():
 def test_engines_without_shared_memory_shard_and_refuse_to_share_2_ranks(process_pool):
     pool = process_pool(2, "gloo")
     assert pool.run(zero_ranks.refused) == ["UsageError"] * 2
-    for buckets in (False, True):
-        assert pool.run(zero_ranks.plain_training, buckets) == [True, True]
+    for kind in ("straight", "buckets"):
+        assert [s["files"] for s in pool.run(zero_ranks.training, 2, kind)] == [{""}] * 2
+
+
+VICTIM, KILLED_AT = 1, 2
+
+
+class Dying(torch.optim.SGD):
+    """Ends its process in the middle of a step."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps > KILLED_AT and dure.get_rank() == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(closure)
+
+
+def train_until_a_rank_dies(place: Place, kind: str) -> tuple[int | None, str, int]:
+    dure.init_process_group("shm", init_method=place.url, rank=place.rank, world_size=place.size)
+    model = Net()
+    zero = dure.ZeroRedundancyOptimizer(model.parameters(), Dying, lr=0.1, **KINDS[kind])
+    data = torch.Generator().manual_seed(0)
+    done = 0
+    try:
+        while True:
+            step(model, zero, batch(data))
+            done += 1
+    except PeerLost as error:
+        return error.peer, error.fix, done
+    finally:
+        dure.destroy_process_group()
+
+
+@NEEDS_ENGINE
+def test_survivors_of_a_step_know_that_parameters_may_be_half_updated(tmp_path):
+    with Crew(3, tmp_path) as crew:
+        for kind in ("straight", "shared"):
+            replies = crew.run(train_until_a_rank_dies, 3, kind, limit_s=PATIENCE_S)
+            assert replies[VICTIM] is None
+            for rank in (0, 2):
+                peer, fix, done = replies[rank]
+                assert (peer, done) == (VICTIM, KILLED_AT)
+                assert "checkpoint" in fix

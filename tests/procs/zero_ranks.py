@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import dure as dist
-from ranks.zero_models import Net, batch, equal, step
+from ranks.zero_models import KINDS, Net, batch, equal, same, step
+
+Zero = dist.ZeroRedundancyOptimizer
 
 
 def place_of(tensor: torch.Tensor) -> str:
@@ -28,28 +30,19 @@ def place_of(tensor: torch.Tensor) -> str:
 
 
 def file_of(tensor: torch.Tensor) -> str:
-    """Return the inode of the heap that a tensor lies in; empty for ordinary memory."""
+    """Return the inode of the heap that a tensor is stored in; empty for ordinary memory."""
     return place_of(tensor).partition(":")[0]
 
 
-def private_kib() -> int:
-    """Return how much memory this process has for itself."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
+def shared_sgd(model: nn.Module) -> Zero:
+    return Zero(model.parameters(), torch.optim.SGD, lr=0.1, host_shared_parameters=True)
 
 
-def look_at_all_pages(model: nn.Module) -> None:
-    """Read a number of each page of the parameters."""
-    assert all(bool(p.detach().view(-1)[::1024].isfinite().all()) for p in model.parameters())
-
-
-def one_memory(rank: int, n: int) -> dict[str, Any]:
-    """Share a model's parameters; say where they are, and what was written into them is seen."""
+def one_memory(rank: int, n: int) -> set[float]:
+    """Share a model's parameters, write into those of this rank's shard; return what is seen."""
     model = Net(seed=rank)  # other values on each rank
     expected = Net(seed=0)
-    zero = dist.ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.1, host_shared_parameters=True
-    )
+    zero = shared_sgd(model)
     assert equal(model, expected)
     assert model.tied.weight is model.mid.weight
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
@@ -58,50 +51,47 @@ def one_memory(rank: int, n: int) -> dict[str, Any]:
         parameter.detach().fill_(rank + 1.0)
     dist.barrier()
     seen = {float(p.detach().flatten()[0]) for p in model.parameters()}
-    assert seen <= {r + 1.0 for r in range(n)}
-    assert len(seen) > 1
     dist.barrier()
-    return {"files": {file_of(p) for p in model.parameters()}, "values": seen}
+    return seen
 
 
-def shared_training(rank: int, n: int, ddp_first: bool) -> tuple[float, list[float]]:
-    """Train under DDP with shared parameters and without the sharded optimizer; compare."""
-    reference = Net()
+def training(rank: int, n: int, kind: str, ddp_first: bool = True) -> dict[str, Any]:
+    """Train under DDP with a sharded optimizer and with a plain one; compare losses and state.
+
+    Returns:
+        The ranks of this host, where the parameters are, and whose state this rank has.
+    """
+    reference, model = Net(), Net(seed=rank)
     wrapped = dist.DistributedDataParallel(reference)
     plain = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
-    model = Net(seed=rank)
     ddp = dist.DistributedDataParallel(model) if ddp_first else model
-    zero = dist.ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.AdamW, lr=0.01, host_shared_parameters=True
-    )
+    zero = Zero(ddp.parameters(), torch.optim.AdamW, lr=0.01, **KINDS[kind])
     ddp = ddp if ddp_first else dist.DistributedDataParallel(model)
     data = torch.Generator().manual_seed(rank)
-    losses = []
-    for _ in range(4):
+    for _ in range(3):
         x = batch(data)
-        losses.append(step(ddp, zero, x))
-        assert losses[-1] == step(wrapped, plain, x)
+        assert step(ddp, zero, x) == step(wrapped, plain, x)
     dist.barrier()
     assert equal(model, reference)
-    zero.consolidate_state_dict()
-    if rank == 0:
-        mine, theirs = zero.state_dict()["state"], plain.state_dict()["state"]
-        for number, entry in theirs.items():
-            assert all(torch.equal(mine[number][key], entry[key]) for key in entry)
+    zero.consolidate_state_dict(to=n - 1)
+    if rank == n - 1:
+        assert same(zero.state_dict()["state"], plain.state_dict()["state"])
     dist.barrier()
-    return sum(len(g["params"]) for g in zero.optim.param_groups), losses
+    return {
+        "host": next(host for host in dist.group.WORLD.hosts if rank in host),
+        "files": {file_of(p) for p in model.parameters()},
+        "numbers": list(zero.local_state_dict()["state"]),
+    }
 
 
 def afterwards(rank: int, n: int) -> list[str]:
     """Treat a module whose parameters are shared as programs treat modules."""
     model = Net()
-    zero = dist.ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.1, host_shared_parameters=True
-    )
+    zero = shared_sgd(model)
     data = torch.Generator().manual_seed(1)
     step(model, zero, batch(data))
     dist.barrier()
-    # Copies are of their own, and as long as what was copied.
+    # Copies have their own memory, and are as long as their originals.
     twin, alone = copy.deepcopy(model), copy.deepcopy(model.out)
     again = pickle.loads(pickle.dumps(model))
     saved = io.BytesIO()
@@ -122,97 +112,42 @@ def afterwards(rank: int, n: int) -> list[str]:
     model.double()
     twin = copy.deepcopy(model)
     assert file_of(model.mid.weight) == ""
-    zero.zero_grad()
     x = batch(data).double()
-    model(x).square().mean().backward()
-    zero.step()
+    step(model, zero, x)
     where.append(place_of(model.mid.weight))
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    twin(x).square().mean().backward()
-    plain.step()
+    step(twin, torch.optim.SGD(twin.parameters(), lr=0.1), x)
     dist.barrier()
     assert equal(model, twin)
     dist.barrier()
     return where
 
 
+def private_kib(model: nn.Module) -> int:
+    """Return how much memory this process alone has, after a look at each page of a model."""
+    assert all(bool(p.detach().view(-1)[::1024].isfinite().all()) for p in model.parameters())
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
+
+
 def memory_given_back(rank: int, n: int) -> tuple[int, int]:
     """Return how much private memory sharing gave back, and the size of the parameters, in KiB."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(32)))
     size = sum(p.numel() * p.element_size() for p in model.parameters()) // 1024
-    small = nn.Linear(2, 2)  # what the first of all loads is no copy of the parameters
-    dist.ZeroRedundancyOptimizer(small.parameters(), torch.optim.SGD, host_shared_parameters=True)
-    look_at_all_pages(model)
-    before = private_kib()
-    zero = dist.ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.1, host_shared_parameters=True
-    )
-    look_at_all_pages(model)  # what one rank alone has looked at counts as that rank's own
+    shared_sgd(nn.Linear(2, 2))  # what the first of all loads is no copy of the parameters
+    before = private_kib(model)
+    zero = shared_sgd(model)
+    private_kib(model)  # a page that one rank alone has looked at counts as that rank's
     dist.barrier()
-    given_back = before - private_kib()
+    given_back = before - private_kib(model)
     assert len(zero.state) == 0
     dist.barrier()
     return given_back, size
 
 
-def over_hosts(rank: int, n: int) -> dict[str, Any]:
-    """Train on hosts that are only pretended; say where the parameters and the state are."""
-    reference = Net()
-    wrapped = dist.DistributedDataParallel(reference)
-    plain = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
-    model = Net(seed=rank)
-    ddp = dist.DistributedDataParallel(model)
-    zero = dist.ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.AdamW, lr=0.01, host_shared_parameters=True
-    )
-    data = torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        x = batch(data)
-        assert step(ddp, zero, x) == step(wrapped, plain, x)
-    dist.barrier()
-    assert equal(model, reference)
-    zero.consolidate_state_dict(to=n - 1)
-    if rank == n - 1:
-        mine, theirs = zero.state_dict()["state"], plain.state_dict()["state"]
-        assert list(mine) == list(theirs)
-        for number, entry in theirs.items():
-            assert all(torch.equal(mine[number][key], entry[key]) for key in entry)
-    dist.barrier()
-    group = dist.group.WORLD
-    assert group is not None
-    return {
-        "host": next(host for host in group.hosts if rank in host),
-        "files": {file_of(p) for p in model.parameters()},
-        "numbers": set(zero.local_state_dict()["state"]),
-    }
-
-
 def refused(rank: int) -> str:
-    """Ask for shared parameters where there is no shared memory; return the error's type."""
+    """Ask for shared parameters without shared memory; return the error's type."""
     try:
-        dist.ZeroRedundancyOptimizer(
-            Net().parameters(), torch.optim.SGD, lr=0.1, host_shared_parameters=True
-        )
+        shared_sgd(Net())
     except dist.UsageError as error:
         return type(error).__name__
     return ""
-
-
-def plain_training(rank: int, buckets: bool) -> bool:
-    """Train under DDP with the sharded optimizer, whatever the backend; compare."""
-    reference, model = Net(), Net()
-    wrapped, ddp = dist.DistributedDataParallel(reference), dist.DistributedDataParallel(model)
-    plain = torch.optim.Adam(wrapped.parameters(), lr=0.01)
-    zero = dist.ZeroRedundancyOptimizer(
-        ddp.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=buckets
-    )
-    data = torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        x = batch(data)
-        assert step(ddp, zero, x) == step(wrapped, plain, x)
-    zero.consolidate_state_dict(to=1)
-    if rank == 1:
-        mine, theirs = zero.state_dict()["state"], plain.state_dict()["state"]
-        for number, entry in theirs.items():
-            assert all(torch.equal(mine[number][key], entry[key]) for key in entry)
-    return equal(model, reference)

