@@ -22,7 +22,6 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,15 @@ from ranks.operators import (
     REFUSED,
     RIGHT,
     Result,
+    Run,
     Sample,
     Way,
-    attempt,
-    check,
     database,
-    difference,
+    judge,
+    outcomes,
     ways,
 )
+from ranks.parts import difference
 
 
 class Theirs:
@@ -82,11 +82,17 @@ class Theirs:
             return first
         return tensor
 
-    def running(self) -> AbstractContextManager[object]:
-        """Return the block in which a call is run."""
+    def run(self, sample: Sample, way: Way) -> Run:
+        """Run a call on all ranks; return the values of its results."""
         from torch.distributed._local_tensor import LocalTensorMode
 
-        return LocalTensorMode(self.mesh.size())
+        placements = iter(way)
+        try:
+            with LocalTensorMode(self.mesh.size()):
+                results = sample.call(lambda full: self.make(full, next(placements)), self.whole)
+                return Run([self.full(t) for t in results])
+        except Exception as error:
+            return Run(error=error)
 
     def is_refusal(self, error: BaseException) -> bool:
         """Tell whether an error says that the library does not do this."""
@@ -108,8 +114,8 @@ def theirs(tries: Sequence[tuple[Sample, Way]], sizes: Sequence[int]) -> Iterato
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             on.exact = sample.exact
-            outcome, message = attempt(sample, way, on)
-        yield Result(sample, way, outcome, message)
+            run = on.run(sample, way)
+        yield judge(sample, way, [run], sizes, on.is_refusal)
     torch_dist.destroy_process_group()
 
 
@@ -144,19 +150,19 @@ def main() -> None:
     tries = [(s, way) for _, s in samples for way in ways(s, sizes, args.ways, args.terms)]
     print(f"{len({n for n, _ in samples})} operators, {len(tries)} calls, mesh {args.mesh}")
     counted: dict[str, dict[str, int]] = {}
-    for who, run in (("dure", check), *((("torch", theirs),) if args.torch else ())):
+    for who, run in (("dure", outcomes), *((("torch", theirs),) if args.torch else ())):
         began = time.perf_counter()
         counted[who] = count(run(tries, sizes), args.show)
         print(f"{who}: {time.perf_counter() - began:.0f} s", flush=True)
     print(f"\n{'':10}" + "".join(f"{one:>10}" for one in OUTCOMES) + f"{'right, %':>10}")
-    for who, outcomes in counted.items():
-        total = Counter(outcomes.values())
-        share = 100 * total[RIGHT] / max(len(outcomes), 1)
+    for who, found in counted.items():
+        total = Counter(found.values())
+        share = 100 * total[RIGHT] / max(len(found), 1)
         row = "".join(f"{total[one]:>10}" for one in range(len(OUTCOMES)))
         print(f"{who:10}{row}{share:>10.1f}")
-    for who, outcomes in counted.items():
+    for who, found in counted.items():
         for outcome in range(REFUSED, len(OUTCOMES)):
-            names = [name for name, one in outcomes.items() if one == outcome]
+            names = [name for name, one in found.items() if one == outcome]
             if names:
                 print(f"\n{who}, {OUTCOMES[outcome]}: {', '.join(names)}")
 

@@ -1,7 +1,7 @@
-"""What DTensors are to do on a mesh of any shape, against plain torch; for any kind of ranks.
+"""What DTensors must do on a mesh of any shape; for thread-ranks and for processes.
 
-Each function runs on every rank of a world and raises where something differs. What is expected is
-computed by plain torch on whole tensors; which rank has what, by `torch.chunk`, cut after cut.
+Each function runs on every rank of a world. It raises where something differs from plain torch on
+full tensors, or returns what the test compares (`computes`).
 """
 
 # What operators on DTensors return is a torch.Tensor to pyright.
@@ -15,7 +15,6 @@ import math
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,81 +38,66 @@ from dure.tensor import (
     zeros,
 )
 from dure.tensor.placement_types import StridedShard
-from ranks.rule_checks import made, results_and_gradients, whole_of
+from ranks.operators import RIGHT, Run, Sample, Way, judge, run
+from ranks.parts import REDUCTIONS, made, part_of
+from waiting import PATIENCE_S
 
-MESHES = [
-    (1,), (2,), (3,), (4,), (6,), (8,),
-    (1, 1), (2, 1), (1, 3), (2, 2), (3, 2), (2, 4),
-    (1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 3, 2), (2, 2, 2),
-]  # fmt: skip
-"""Meshes of 1, 2 and 3 axes over worlds of 1, 2, 3, 4, 6 and 8 ranks."""
+MESHES = [(1,), (3,), (2, 2), (3, 2), (2, 1, 2), (2, 2, 2)]
+"""Meshes of 1, 2 and 3 axes over worlds of 1 to 8 ranks."""
 
 
 # ---- redistribution ------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Way:
-    """How a tensor lies: which axes cut each dimension, in which order, and which have terms."""
-
-    cuts: tuple[tuple[int, ...], ...]
-    terms: tuple[int, ...] = ()
-
-    def placements(self, sizes: Sequence[int]) -> list[Placement]:
-        """An axis that cuts after later ones says in how many parts these have cut before."""
-        found: list[Placement] = [Partial() if a in self.terms else Replicate() for a in
-                                  range(len(sizes))]  # fmt: skip
-        for dim, order in enumerate(self.cuts):
-            for place, axis in enumerate(order):
-                before = math.prod(sizes[a] for a in order[:place] if a > axis)
-                found[axis] = Shard(dim) if before == 1 else StridedShard(dim, split_factor=before)
-        return found
-
-    def part(self, whole: torch.Tensor, sizes: Sequence[int], at: Sequence[int]) -> torch.Tensor:
-        """The part of the rank that stands at `at`."""
-        for dim, order in enumerate(self.cuts):
-            for axis in order:
-                chunks = whole.chunk(sizes[axis], dim)
-                here = at[axis] < len(chunks)
-                whole = chunks[at[axis]] if here else whole.narrow(dim, 0, 0)
-        for axis in self.terms:
-            whole = whole * sizes[axis] if at[axis] == 0 else -whole
-        return whole.contiguous()
+Cuts = tuple[tuple[int, ...], ...]
+"""For each dimension the axes that cut it, in their order."""
 
 
-def ways(axes: int, dims: int, terms: bool) -> Iterator[Way]:
-    """Every way for a tensor to lie on a mesh."""
-    kinds: list[Any] = [None, *range(dims), *(["terms"] if terms else [])]
-    for chosen in itertools.product(kinds, repeat=axes):
-        cutting = [[a for a in range(axes) if chosen[a] == dim] for dim in range(dims)]
-        summed = tuple(a for a in range(axes) if chosen[a] == "terms")
+def placements_of(cuts: Cuts, sizes: Sequence[int], partial: dict[int, str]) -> list[Placement]:
+    """Return placements; an axis that cuts after later ones says how many parts these have made."""
+    found: list[Placement] = [
+        Partial(partial[axis]) if axis in partial else Replicate() for axis in range(len(sizes))
+    ]
+    for dim, order in enumerate(cuts):
+        for place, axis in enumerate(order):
+            before = math.prod(sizes[a] for a in order[:place] if a > axis)
+            found[axis] = Shard(dim) if before == 1 else StridedShard(dim, split_factor=before)
+    return found
+
+
+def all_cuts(sizes: Sequence[int], dims: int, ops: Sequence[str]) -> Iterator[tuple[Cuts, Any]]:
+    """Yield all orders in which axes cut dimensions, and the reductions of the other axes."""
+    axes = range(len(sizes))
+    for chosen in itertools.product([None, *range(dims), *ops], repeat=len(sizes)):
+        cutting = [[a for a in axes if chosen[a] == dim] for dim in range(dims)]
+        partial = {a: chosen[a] for a in axes if isinstance(chosen[a], str)}
         for cuts in itertools.product(*map(itertools.permutations, cutting)):
-            yield Way(tuple(cuts), summed)
+            yield tuple(cuts), partial
 
 
 def redistributes(rank: int, sizes: tuple[int, ...], most: int) -> int:
-    """Go from every way to lie to every other, or `most` of them; return how many."""
+    """Go from all placements to all others, or `most` of the pairs; return how many."""
     mesh = init_device_mesh("cpu", sizes)
     at = mesh.get_coordinate()
     assert at is not None
-    olds, news = (list(ways(len(sizes), 2, terms)) for terms in (True, False))
-    pairs = list(itertools.product(olds, news))
-    if len(pairs) > most:
-        pairs = random.Random(0).sample(pairs, most)
+    olds, news = (
+        [placements_of(cuts, sizes, partial) for cuts, partial in all_cuts(sizes, 2, ops)]
+        for ops in (REDUCTIONS if len(sizes) == 1 else ("sum",), ())
+    )
     shapes = [(8, 6), (5, 3), (3, 1), (0, 2)]  # even, uneven, ranks without any, empty
-    for number, (old, new) in enumerate(pairs):
-        shape = shapes[number % len(shapes)]
-        whole = torch.arange(float(math.prod(shape))).reshape(shape)
-        start = old.part(whole, sizes, at)
-        x = DTensor.from_local(
-            start, mesh, old.placements(sizes), shape=whole.shape, stride=whole.stride()
-        )
-        got = x.redistribute(placements=new.placements(sizes))
-        told = f"{shape} on {sizes}: {x.placements} to {got.placements}"
-        assert torch.equal(got.to_local(), new.part(whole, sizes, at)), told
-        assert torch.equal(x.to_local(), start), told
-        assert torch.equal(got.full_tensor(), whole), told
-    return len(pairs)
+    cases = list(itertools.product(olds, news))
+    if len(cases) > most:
+        cases = random.Random(0).sample(cases, most)
+    for number, (old, new) in enumerate(cases):
+        for shape in shapes if len(sizes) == 1 else [shapes[number % len(shapes)]]:
+            whole = torch.arange(float(math.prod(shape))).reshape(shape) * 4
+            x = made(mesh, whole, old)
+            start = x.to_local().clone()
+            got = x.redistribute(placements=new)
+            told = f"{shape} on {sizes}: {x.placements} to {got.placements}"
+            assert got.shape == whole.shape, told
+            assert torch.equal(got.to_local(), part_of(whole, new, sizes, at)), told
+            assert torch.equal(x.to_local(), start), told
+    return len(cases)
 
 
 # ---- operators -----------------------------------------------------------------------------------
@@ -139,27 +123,36 @@ OPERATORS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def computes(rank: int, sizes: tuple[int, ...], each: int) -> None:
-    """Compare operators, forward and backward, for `each` choices of placements."""
-    mesh = init_device_mesh("cpu", sizes)
-    wholes = [t.requires_grad_() for t in (ramp(5, 4), ramp(4, 2), ramp(4))]
-    single = [[[Replicate(), *map(Shard, range(t.ndim)), Partial()] for _ in sizes] for t in wholes]
+def operator_tries(sizes: Sequence[int], each: int) -> list[tuple[Sample, Way]]:
+    """Return calls of all operators, with `each` choices of placements."""
+    tensors = tuple(t.requires_grad_() for t in (ramp(5, 4), ramp(4, 2), ramp(4)))
+    options = [[Replicate(), *map(Shard, range(t.ndim)), Partial()] for t in tensors]
     chooser = random.Random(len(sizes))
+    found: list[tuple[Sample, Way]] = []
     for name, function in OPERATORS.items():
-        expected = results_and_gradients(function, wholes)
+        sample = Sample(name, function, tensors)
         for _ in range(each):
-            placements = [[chooser.choice(axis) for axis in one] for one in single]
-            if name == "written":  # terms would have to be reduced first
-                placements[0] = [Replicate() if p.is_partial() else p for p in placements[0]]
-            given = [made(mesh, t, p) for t, p in zip(wholes, placements, strict=True)]
-            for got, right in zip(results_and_gradients(function, given), expected, strict=True):
-                told = f"{name} of {placements} on {sizes}"
-                if right is None:
-                    assert got is None, told
-                else:
-                    torch.testing.assert_close(
-                        whole_of(got), right, msg=lambda m, t=told: f"{t}: {m}"
-                    )
+            way = [[chooser.choice(one) for _ in sizes] for one in options]
+            if name == "written":  # Partial would have to be reduced first
+                way[0] = [Replicate() if p.is_partial() else p for p in way[0]]
+            found.append((sample, tuple(map(tuple, way))))
+    return found
+
+
+def computes(rank: int, sizes: tuple[int, ...], each: int) -> list[Run]:
+    """Run the operators, forward and backward."""
+    mesh = init_device_mesh("cpu", sizes)
+    return [run(sample, way, mesh) for sample, way in operator_tries(sizes, each)]
+
+
+def check_computed(found: Sequence[list[Run]], sizes: Sequence[int], each: int) -> None:
+    """Compare what `computes` returned on all ranks with the unsharded operators."""
+    tries = operator_tries(sizes, each)
+    results = [
+        judge(sample.compute(), way, runs, sizes)
+        for (sample, way), *runs in zip(tries, *found, strict=True)
+    ]
+    assert [str(result) for result in results if result.outcome != RIGHT] == []
 
 
 # ---- made from nothing, and drawn ----------------------------------------------------------------
@@ -187,7 +180,7 @@ def drawn_alone() -> list[torch.Tensor]:
 def makes(rank: int, sizes: tuple[int, ...], drawn: list[torch.Tensor]) -> None:
     """Make DTensors of whole tensors, of nothing, and of random values."""
     mesh = init_device_mesh("cpu", sizes)
-    for placements in some_placements(sizes, 2, 5):
+    for placements in some_placements(sizes, 2, 3):
         where: Any = {"device_mesh": mesh, "placements": placements}
         whole = ramp(5, 3)
         for source in (None, 0):
@@ -224,36 +217,32 @@ def steps(parameters: list[Any], batches: list[Any], foreach: bool, clip: Any) -
     return told
 
 
-def trains(rank: int, sizes: tuple[int, ...]) -> None:
-    """Compare three steps of AdamW, with clipping, with those of whole tensors."""
+def trains(rank: int, sizes: tuple[int, ...], foreach: bool) -> None:
+    """Compare two steps of AdamW, with clipping, with those of full tensors."""
     mesh = init_device_mesh("cpu", sizes)
     wholes = [ramp(6, 4).sin(), ramp(6).sin(), ramp(6, 2).cos()]
-    inputs = [ramp(5, 4) / (1 + step) for step in range(3)]
+    inputs = [ramp(5, 4) / (1 + step) for step in range(2)]
     chooser = random.Random(5)
-    for foreach in (False, True):
-        alone = [nn.Parameter(t.clone()) for t in wholes]
-        expected = steps(alone, inputs, foreach, nn.utils.clip_grad_norm_)
-        places = [chooser.choice(some_placements(sizes, t.ndim, 9)) for t in (*wholes, inputs[0])]
-        own: list[Any] = [
-            nn.Parameter(made(mesh, t.clone(), p)) for t, p in zip(wholes, places[:3], strict=True)
-        ]
-        batches = [made(mesh, x, places[3]) for x in inputs]
-        got = steps(own, batches, foreach, clip_grad_norm_)
-        torch.testing.assert_close(
-            torch.tensor(got), torch.tensor(expected), msg=lambda m, p=places: f"{p}: {m}"
-        )
-        for one, right in zip(own, alone, strict=True):
-            torch.testing.assert_close(
-                one.full_tensor(), right.data, msg=lambda m, p=places: f"{p}: {m}"
-            )
+    alone = [nn.Parameter(t.clone()) for t in wholes]
+    expected = steps(alone, inputs, foreach, nn.utils.clip_grad_norm_)
+    places = [chooser.choice(some_placements(sizes, t.ndim, 9)) for t in (*wholes, inputs[0])]
+    own: list[Any] = [
+        nn.Parameter(made(mesh, t, p)) for t, p in zip(wholes, places[:3], strict=True)
+    ]
+    got = steps(own, [made(mesh, x, places[3]) for x in inputs], foreach, clip_grad_norm_)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected))
+    for one, right in zip(own, alone, strict=True):
+        torch.testing.assert_close(one.full_tensor(), right.data)
 
 
-def everything(rank: int, sizes: tuple[int, ...], drawn: list[torch.Tensor]) -> int:
-    """Run all of it on one mesh, with fewer cases each; return how many ways were gone."""
-    computes(rank, sizes, 1)
+def everything(
+    rank: int, sizes: tuple[int, ...], drawn: list[torch.Tensor], each: int, most: int
+) -> list[Run]:
+    """Run all of it on one mesh; return what `computes` does."""
     makes(rank, sizes, drawn)
-    trains(rank, sizes)
-    return redistributes(rank, sizes, 40)
+    trains(rank, sizes, foreach=len(sizes) % 2 == 0)
+    redistributes(rank, sizes, most)
+    return computes(rank, sizes, each)
 
 
 # ---- meshes that live together -------------------------------------------------------------------
@@ -278,7 +267,7 @@ def two_models(rank: int, *sizes: tuple[int, int]) -> list[list[float]]:
         if number == rank % 2:
             begun.set()
         else:
-            begun.wait(20)
+            begun.wait(PATIENCE_S)
         weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)]))
         for step in range(ROUNDS):
             terms = torch.full((2, 4), float(number + step))
@@ -296,7 +285,7 @@ def two_models(rank: int, *sizes: tuple[int, int]) -> list[list[float]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive(), "deadlock"
     return found
 

@@ -1,11 +1,10 @@
-"""Operators on DTensors against the same operators on whole tensors, by brute force.
+"""The oracle for "an operator on DTensors is the operator on full tensors", by brute force.
 
-A `Sample` is an operator's call on whole tensors. `check` runs it once unsharded, then on
-thread-ranks with its tensors distributed in every way, or a drawn part of the ways, forward and
-backward, and says for each way how it went: RIGHT, REFUSED (a typed error), CRASHED (any other),
-WRONG.
-
-Parts are cut here by torch.chunk and split into terms by arithmetic, not by the code under test.
+A `Sample` is a call on full tensors, and a *way* has placements for each of its tensors. Each rank
+makes DTensors of its parts, runs the call forward and backward (`run`), and hands over its parts of
+the results. The test judges the parts of all ranks together (`judge`): RIGHT, REFUSED (a typed
+error), CRASHED (any other), WRONG. `check` does all of it for a function, with every two placements
+together, and `outcomes` for any calls and ways.
 """
 
 # What operators on DTensors return is a torch.Tensor to pyright.
@@ -16,10 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,13 +25,13 @@ from unittest import mock
 
 import torch
 from torch.nn.modules import linear_cross_entropy
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-import dure
 from dure.errors import CommError, DureError, InternalError
 from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
+from ranks.parts import REDUCTIONS, commute, difference, fault_of, made, part
 
 # Before Python 3.12 a cached property is computed under a lock of its class: a rank that
 # communicates in there waits for others, which as threads wait for the lock.
@@ -44,162 +42,100 @@ for _kind in vars(linear_cross_entropy).values():
 
 RIGHT, REFUSED, CRASHED, WRONG = range(4)
 OUTCOMES = ("right", "refused", "crashed", "wrong")
-TERMS = ("sum", "avg", "min", "max", "product")
+MESHES = ((4,), (2, 2))
 Way = tuple[tuple[Placement, ...], ...]
 """For each tensor of a call its placements."""
 
 
 @dataclass
 class Sample:
-    """An operator's call on whole tensors, and what comes of it.
+    """An operator's call on full tensors, and its unsharded results.
 
     Attributes:
         name: For reports.
         fn: The operator.
-        args, kwargs: Whole tensors, those to be differentiated requiring gradients.
-        outputs: What it returns, flattened.
-        grads: Gradients of the tensors that require them, for fixed gradients of the outputs.
-        cotangents: Those gradients of the outputs.
-        exact: Whether values are compared: they are not random, and not uninitialised.
+        args, kwargs: Full tensors, those to be differentiated requiring gradients.
+        results: What `compute` found: the outputs, flattened, then the gradients.
+        exact: Whether values are compared: they are not random, and not uninitialized.
     """
 
     name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    outputs: list[Any] = field(default_factory=list)
-    grads: list[Any] = field(default_factory=list)
-    cotangents: list[torch.Tensor] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     exact: bool = True
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments, in their order."""
-        leaves, _ = tree_flatten((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return _tensors(tree_leaves((self.args, self.kwargs)))
 
-    def expect(self) -> bool:
-        """Compute outputs and gradients unsharded; tell whether the call is one that works."""
-        try:
-            found: list[list[Any]] = []
-            for seed in (0, 1):
-                torch.manual_seed(seed)
-                with mock.patch("torch.manual_seed"):  # the database's operators seed themselves
-                    outputs, grads = self.run(_fresh, lambda whole: whole)
-                found.append([*outputs, *grads])
-            self.outputs, self.grads = outputs, grads
-        except Exception:
-            return False
-        if any(t.layout != torch.strided for t in [*self.tensors, *_tensors(found[0])]):
-            return False
-        alike = all(difference(a, b) is None for a, b in zip(*found, strict=True))
-        self.exact = self.exact and alike and "empty" not in self.name
-        return True
+    def compute(self) -> Sample:
+        """Compute the results unsharded."""
+        self.results = self.call(
+            lambda full: full.detach().clone().requires_grad_(full.requires_grad), lambda full: full
+        )
+        return self
 
-    def run(
+    def call(
         self, make: Callable[[torch.Tensor], Any], cotangent: Callable[[torch.Tensor], Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Run on what `make` makes of the tensors; return outputs and gradients."""
-        made: list[Any] = []
+    ) -> list[Any]:
+        """Run on what `make` makes of the tensors; return outputs and gradients.
+
+        Gradients are those of certain gradients of the outputs, which `cotangent` distributes.
+        """
+        leaves: list[Any] = []
 
         def convert(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            made.append(make(leaf))
-            return made[-1]
+            leaves.append(make(leaf))
+            return leaves[-1]
 
         args, kwargs = tree_map(convert, (self.args, self.kwargs))
-        result = self.fn(*args, **kwargs)
-        outputs, _ = tree_flatten(result)
+        outputs = tree_leaves(self.fn(*args, **kwargs))
         smooth = [t for t in _tensors(outputs) if t.requires_grad]
-        leaves = [t for t in made if t.requires_grad]
-        grads: list[Any] = []
-        if smooth and leaves:
-            if not self.cotangents:
-                seeded = torch.Generator().manual_seed(7)
-                self.cotangents = [
-                    torch.randn(t.shape, dtype=t.dtype, generator=seeded) for t in smooth
-                ]
-            givens = [cotangent(one) for one in self.cotangents]
-            grads = list(torch.autograd.grad(smooth, leaves, givens, allow_unused=True))
-        return outputs, grads
-
-
-def _fresh(whole: torch.Tensor) -> torch.Tensor:
-    return whole.detach().clone().requires_grad_(whole.requires_grad)
+        learners = [t for t in leaves if t.requires_grad]
+        if not smooth or not learners:
+            return outputs
+        seeded = torch.Generator().manual_seed(7)
+        given = [torch.randn(t.shape, dtype=t.dtype, generator=seeded) for t in smooth]
+        givens = [
+            one if type(t) is torch.Tensor else cotangent(one)
+            for one, t in zip(given, smooth, strict=True)
+        ]
+        return outputs + list(torch.autograd.grad(smooth, learners, givens, allow_unused=True))
 
 
 def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def difference(got: Any, expected: Any, exact: bool = True, tolerance: float = 1e-4) -> str | None:
-    """Return how two results differ; None if they do not.
-
-    Args:
-        got, expected: The results.
-        exact: Whether values are compared.
-        tolerance: How much they may differ, absolutely or of the value; terms of a sum round.
-    """
-    if not isinstance(expected, torch.Tensor) or not isinstance(got, torch.Tensor):
-        if isinstance(got, torch.Tensor) or isinstance(expected, torch.Tensor):
-            return f"{type(got).__name__} for {type(expected).__name__}"
-        if isinstance(expected, float) and isinstance(got, float):
-            alike = math.isclose(got, expected, rel_tol=tolerance) or got != got != expected
-        else:
-            alike = got == expected
-        return None if alike or not exact else f"{got!r} for {expected!r}"
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return f"{got.dtype} {list(got.shape)} for {expected.dtype} {list(expected.shape)}"
-    if not exact:
-        return None
-    got, expected = got.detach().resolve_conj(), expected.detach().resolve_conj()
-    loose = expected.dtype.is_floating_point or expected.dtype.is_complex
-    if expected.dtype.itemsize == 2:
-        tolerance = max(tolerance, 2e-2)
-    if loose and torch.allclose(got, expected, tolerance, tolerance, equal_nan=True):
-        return None
-    if not loose and torch.equal(got, expected):
-        return None
-    return f"values {_short(got)} for {_short(expected)}"
+# ---- ways ----------------------------------------------------------------------------------------
 
 
-def _short(tensor: torch.Tensor) -> str:
-    return str(tensor.flatten()[:6].tolist())
-
-
-# ---- how tensors lie -----------------------------------------------------------------------------
-
-
-def options(tensor: torch.Tensor, terms: bool) -> list[Placement]:
+def _options(tensor: torch.Tensor, ops: Sequence[str]) -> list[Placement]:
     """Return the placements that a tensor can have on one axis."""
-    found: list[Placement] = [Replicate(), *map(Shard, range(tensor.ndim))]
-    if terms and tensor.dtype.is_floating_point:
-        found += [Partial(op) for op in TERMS]
-    return found
-
-
-def _commute(placements: Sequence[Placement]) -> bool:
-    """Tell whether terms on several axes may be reduced in any order: others are refused."""
-    ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
-    return len(ops) < 2 or ops == {"sum", "avg"}
+    return [Replicate(), *map(Shard, range(tensor.ndim)), *map(Partial, ops)]
 
 
 def ways(
     sample: Sample,
     sizes: Sequence[int],
     most: int | None = None,
-    terms: bool = False,
+    partial: bool = False,
     seed: int = 0,
 ) -> list[Way]:
     """Return ways to distribute a call's tensors over a mesh; `most` of them, drawn.
 
-    Those where all tensors lie alike come first, then those where one is cut, and the rest whole.
+    Those where all tensors have the same placements come first, then those where one is sharded and
+    the others are replicated.
     """
     each = []
     for tensor in sample.tensors:
-        own = list(itertools.product(options(tensor, terms), repeat=len(sizes)))
-        own = [placements for placements in own if _commute(placements)]
+        ops = REDUCTIONS if partial and tensor.dtype.is_floating_point else ()
+        own = list(filter(commute, itertools.product(_options(tensor, ops), repeat=len(sizes))))
         if len(sizes) == 2:
             doubled = [p for p in own if type(p[0]) is Shard and p[0] == p[1]]
             own += [(StridedShard(a.dim, split_factor=sizes[1]), a) for a, _ in doubled]
@@ -221,120 +157,90 @@ def ways(
     return list(found)
 
 
-def part_of(
-    whole: torch.Tensor,
-    placements: Sequence[Placement],
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
-) -> torch.Tensor:
-    """Return a rank's part: axis by axis by torch.chunk, later axes first where they cut first."""
-    first = [i for i, p in enumerate(placements) if isinstance(p, StridedShard)]
-    order = [*(i for i in range(len(sizes)) if i not in first), *first]
-    part = whole
-    for axis in order:
-        placement, n, index = placements[axis], sizes[axis], coordinate[axis]
-        if isinstance(placement, Shard):
-            chunks = part.chunk(n, placement.dim)
-            empty = part.narrow(placement.dim, 0, 0)
-            part = chunks[index] if index < len(chunks) else empty
-        elif isinstance(placement, Partial):
-            part = _term_of(part, placement.reduce_op, n, index)
-    return part.clone()
+def pairs(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int], ops: Sequence[str] = ()
+) -> list[Way]:
+    """Return ways that have every two placements together, as few as a greedy search finds.
+
+    Together means: of one tensor on two axes, or of two tensors on one axis.
+
+    Args:
+        tensors: Full tensors.
+        sizes: Sizes of the mesh.
+        ops: Reductions as Partial of which the first floating-point tensor is given, too.
+    """
+    first = next((i for i, t in enumerate(tensors) if t.is_floating_point()), 0)
+    slots = {
+        (number, axis): _options(tensor, ops if number == first else ())
+        for number, tensor in enumerate(tensors)
+        for axis in range(len(sizes))
+    }
+
+    def allowed(one: Any, other: Any) -> bool:
+        (slot, placement), (there, beside) = one, other
+        if slot[0] != there[0]:
+            return slot[1] == there[1]
+        return commute([placement, beside])
+
+    left = {
+        ((a, p), (b, q)): None
+        for a, b in itertools.combinations(slots, 2)
+        for p, q in itertools.product(slots[a], slots[b])
+        if allowed((a, p), (b, q))
+    }
+    if len(slots) == 1:
+        return [((placement,),) for placement in next(iter(slots.values()))]
+    found: list[Way] = []
+    while left:
+        chosen = dict(next(iter(left)))
+        for slot in sorted(slots.keys() - chosen.keys()):
+            chosen[slot] = max(
+                (p for p in slots[slot] if _commutes_with(chosen, slot, p)),
+                key=lambda p, s=slot: sum(_pair(s, p, other) in left for other in chosen.items()),
+            )
+        for one, other in itertools.combinations(chosen.items(), 2):
+            left.pop(_pair(*one, other), None)
+        axes = range(len(sizes))
+        found.append(tuple(tuple(chosen[n, a] for a in axes) for n in range(len(tensors))))
+    return found
 
 
-def _term_of(whole: torch.Tensor, op: str, n: int, index: int) -> torch.Tensor:
-    """Return a rank's term of a reduction that gives `whole`; no term is like it."""
-    count = torch.arange(whole.numel()).reshape(whole.shape)
-    other = ((count * 7) % 5 + 1).to(whole.dtype)
-    if op == "sum":
-        return whole - other * (n - 1) if index == 0 else other
-    if op == "avg":
-        return whole * n - other * (n - 1) if index == 0 else other
-    if op == "product":
-        two = torch.full_like(whole, 2.0)
-        return whole * 0.5 ** (n - 1) if index == 0 else two
-    mine = count % n == index
-    return torch.where(mine, whole, whole - other if op == "max" else whole + other)
+def _commutes_with(chosen: dict[Any, Placement], slot: tuple[int, int], p: Placement) -> bool:
+    return commute([p, *(q for (number, _), q in chosen.items() if number == slot[0])])
 
 
-# ---- running -------------------------------------------------------------------------------------
+def _pair(slot: Any, placement: Placement, other: Any) -> Any:
+    return tuple(sorted([(slot, placement), other], key=lambda one: one[0]))
 
 
-class Ours:
-    """DTensors of this library, on a mesh."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.mesh = init_device_mesh("cpu", tuple(sizes))
-
-    def make(self, whole: torch.Tensor, placements: Sequence[Placement]) -> Any:
-        """Distribute a tensor."""
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        part = part_of(whole.detach(), placements, self.mesh.shape, coordinate)
-        stride = torch.empty_like(whole, device="meta").stride()
-        made = DTensor.from_local(part, self.mesh, placements, shape=whole.shape, stride=stride)
-        return made.requires_grad_(whole.requires_grad)
-
-    def whole(self, whole: torch.Tensor) -> Any:
-        """Distribute a tensor by giving all of it to each."""
-        return self.make(whole, (Replicate(),) * self.mesh.ndim)
-
-    def full(self, tensor: Any) -> Any:
-        """Return the value of a result: a DTensor's whole tensor.
-
-        Raises:
-            AssertionError: A part's shape or dtype is not what the placements say.
-        """
-        if not isinstance(tensor, DTensor):
-            return tensor
-        part = tensor._local_tensor
-        if part.shape != tensor.spec.local_shape or part.dtype != tensor.dtype:
-            raise AssertionError(f"part {part.dtype} {list(part.shape)} of {tensor.spec}")
-        return tensor.detach().full_tensor()
-
-    def running(self) -> AbstractContextManager[object]:
-        """Return the block in which a call is run."""
-        return nullcontext()
-
-    def agree(self, outcome: int) -> int:
-        """Return the worst outcome of all ranks."""
-        worst = torch.full((13,), outcome, dtype=torch.int64)
-        dure.all_reduce(worst, dure.ReduceOp.MAX)
-        return int(worst[0])
-
-    def is_refusal(self, error: BaseException) -> bool:
-        """Tell whether an error says that the library does not do this."""
-        return isinstance(error, DureError) and not isinstance(error, (CommError, InternalError))
+# ---- running and judging -------------------------------------------------------------------------
 
 
-def attempt(sample: Sample, way: Way, on: Any) -> tuple[int, str]:
-    """Run a call on distributed tensors and compare; return the outcome and what it was."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one rank found: its parts of the results, or an error."""
+
+    results: list[Any] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+def run(sample: Sample, way: Way, mesh: Any) -> Run:
+    """Run a call on DTensors, on one rank of a mesh."""
     placements = iter(way)
+    replicated = (Replicate(),) * mesh.ndim
     try:
-        with on.running():
-            outputs, grads = sample.run(lambda whole: on.make(whole, next(placements)), on.whole)
-            outputs, grads = [on.full(t) for t in outputs], [on.full(t) for t in grads]
-    except AssertionError as error:
-        return WRONG, str(error)
-    except CommError:
-        raise
+        results = sample.call(
+            lambda full: made(mesh, full, next(placements)),
+            lambda full: made(mesh, full, replicated),
+        )
+        return Run(list(map(part, results)))
     except Exception as error:
-        kind = REFUSED if on.is_refusal(error) else CRASHED
-        return kind, f"{type(error).__name__}: {error}"
-    if len(outputs) != len(sample.outputs) or len(grads) != len(sample.grads):
-        return WRONG, "another number of results"
-    loose = 1e-2 if any(p.is_partial() for placements in way for p in placements) else 1e-4
-    for number, (got, expected) in enumerate(zip(outputs, sample.outputs, strict=True)):
-        wrong = difference(got, expected, sample.exact, loose)
-        if wrong is not None:
-            return WRONG, f"result {number}: {wrong}"
-    for number, (got, expected) in enumerate(zip(grads, sample.grads, strict=True)):
-        if got is None and expected is not None and not expected.any():
-            continue
-        wrong = difference(got, expected, sample.exact, loose)
-        if wrong is not None:
-            return WRONG, f"gradient {number}: {wrong}"
-    return RIGHT, ""
+        return Run(error=error)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Tell whether an error says that the library does not do this."""
+    return isinstance(error, DureError) and not isinstance(error, (CommError, InternalError))
 
 
 @dataclass
@@ -347,79 +253,153 @@ class Result:
     message: str
 
     def __str__(self) -> str:
-        shapes = [f"{list(t.shape)}" for t in self.sample.tensors]
-        lie = " ".join(
-            f"{shape}({', '.join(map(str, placements))})"
-            for shape, placements in zip(shapes, self.way, strict=True)
+        placed = " ".join(
+            f"{list(tensor.shape)}({', '.join(map(str, placements))})"
+            for tensor, placements in zip(self.sample.tensors, self.way, strict=True)
         )
-        return f"{self.sample.name} {OUTCOMES[self.outcome]}: {lie}: {self.message}"
+        return f"{self.sample.name} {OUTCOMES[self.outcome]}: {placed}: {self.message}"
 
 
-def check(
-    tries: Sequence[tuple[Sample, Way]], sizes: Sequence[int], timeout: float = 60.0
+def judge(
+    sample: Sample,
+    way: Way,
+    runs: Sequence[Run],
+    sizes: Sequence[int],
+    refuses: Callable[[BaseException], bool] = is_refusal,
+    tolerance: float | None = None,
+) -> Result:
+    """Compare what all ranks found with the unsharded results."""
+    errors = [one.error for one in runs if one.error is not None]
+    if errors:
+        worst = next((e for e in errors if not refuses(e)), errors[0])
+        by_all = len(errors) == len(runs)
+        outcome = REFUSED if refuses(worst) and by_all else CRASHED
+        return Result(sample, way, outcome, f"{type(worst).__name__}: {worst}")
+    if any(len(one.results) != len(sample.results) for one in runs):
+        return Result(sample, way, WRONG, "another number of results")
+    if tolerance is None and any(p.is_partial() for placements in way for p in placements):
+        single = any(t.dtype == torch.float32 for t in sample.tensors)
+        tolerance = 1e-2 if single else None
+    columns = zip(*(one.results for one in runs), strict=True)
+    for number, (got, expected) in enumerate(zip(columns, sample.results, strict=True)):
+        if all(one is None for one in got) and (expected is None or not expected.any()):
+            continue  # a gradient of zeros
+        fault = fault_of(got, expected, sizes, exact=sample.exact, tolerance=tolerance)
+        if fault is not None:
+            return Result(sample, way, WRONG, f"result {number}: {fault}")
+    return Result(sample, way, RIGHT, "")
+
+
+def outcomes(
+    tries: Sequence[tuple[Sample, Way]], sizes: Sequence[int], tolerance: float | None = None
 ) -> Iterator[Result]:
     """Run calls on thread-ranks, in one world for as long as it lasts.
 
     An error that only some ranks meet breaks the world: the call has crashed, and the rest are run
     in a new one.
-
-    Args:
-        tries: Calls and ways.
-        sizes: Of the mesh; as many ranks are run.
-        timeout: Seconds for 200 tries.
     """
     at = 0
     while at < len(tries):
         batch = tries[at : at + 200]
-        results, broken = _batch(batch, sizes, timeout)
-        at += len(results)
-        yield from results
-        if broken is not None:
-            sample, way = tries[at]
-            at += 1
-            yield Result(sample, way, CRASHED, broken)
+        ranks, broken = _batch(batch, sizes)
+        for (sample, way), *runs in zip(batch, *ranks, strict=False):
+            yield judge(sample, way, runs, sizes, tolerance=tolerance)
+        done = min(map(len, ranks))
+        if done < len(batch):
+            yield Result(*batch[done], CRASHED, broken)
+            done += 1
+        at += done
 
 
 def _batch(
-    tries: Sequence[tuple[Sample, Way]], sizes: Sequence[int], timeout: float
-) -> tuple[list[Result], str | None]:
-    """Run tries until one breaks the world; return how those before went, and what broke it."""
-    n = math.prod(sizes)
-    said: list[list[str]] = [[""] * len(tries) for _ in range(n)]
-    found: list[list[int]] = [[] for _ in range(n)]
-    lock = threading.Lock()
+    tries: Sequence[tuple[Sample, Way]], sizes: Sequence[int]
+) -> tuple[list[list[Run]], str]:
+    """Run tries until one breaks the world; return what each rank found, and what broke it."""
+    found: list[list[Run]] = [[] for _ in range(math.prod(sizes))]
     broken: list[str] = []
 
     def body(rank: int) -> None:
-        on = Ours(sizes)
-        for number, (sample, way) in enumerate(tries):
-            try:
-                outcome, said[rank][number] = attempt(sample, way, on)
-                found[rank].append(on.agree(outcome))
-            except CommError as error:
-                with lock:
-                    broken.append(f"{type(error).__name__}: {error}")
+        mesh = init_device_mesh("cpu", tuple(sizes))
+        for sample, way in tries:
+            one = run(sample, way, mesh)
+            if isinstance(one.error, CommError):
+                broken.append(f"{type(one.error).__name__}: {one.error}")
                 return
+            found[rank].append(one)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            run_ranks(n, body, timeout=timeout)
+            run_ranks(len(found), body)
         except CommError as error:
             broken.append(f"{type(error).__name__}: {error}")
-    done = min(map(len, found))
-    results: list[Result] = []
-    for number, (sample, way) in enumerate(tries[:done]):
-        worst = found[0][number]
-        message = max((said[rank][number] for rank in range(n)), key=len)
-        results.append(Result(sample, way, worst, message))
-    if done == len(tries):
-        return results, None
-    own = [said[rank][done] for rank in range(n) if said[rank][done]]
-    return results, " / ".join([*own[:1], *broken[:1]]) or "the ranks did not end"
+    return found, " / ".join(broken)
 
 
-def database(names: Sequence[str] | None = None, most: int = 8) -> Iterator[tuple[str, Any]]:
+def failures(
+    tries: Sequence[tuple[Sample, Way]], sizes: Sequence[int], tolerance: float | None = None
+) -> list[str]:
+    """Return what did not go right."""
+    results = outcomes(tries, sizes, tolerance)
+    return [str(result) for result in results if result.outcome != RIGHT]
+
+
+def check(
+    function: Callable[..., Any],
+    *operands: torch.Tensor,
+    partial: Sequence[str] = (),
+    meshes: Sequence[tuple[int, ...]] = MESHES,
+    tolerance: float | None = None,
+) -> None:
+    """Compare a function on DTensors with the function on full tensors, forward and backward.
+
+    Args:
+        function: Takes the operands and returns tensors or numbers.
+        operands: Full tensors.
+        partial: Reductions as Partial of which the first floating-point operand is given, too.
+        meshes: Meshes of thread-ranks; on each, every two placements are tried together.
+        tolerance: How much floats may differ; by dtype where None.
+    """
+    sample = Sample(getattr(function, "__name__", "function"), function, operands).compute()
+    for sizes in meshes:
+        tries = [(sample, way) for way in pairs(operands, sizes, partial)]
+        assert failures(tries, sizes, tolerance) == [], f"on {sizes}"
+
+
+def placed(
+    function: Callable[..., Any], *operands: tuple[torch.Tensor, Sequence[Placement]], n: int = 2
+) -> list[list[Placement]]:
+    """Return the placements of each result of a function, on a mesh of one axis."""
+
+    def body(rank: int) -> list[list[Placement]]:
+        mesh = init_device_mesh("cpu", (n,))
+        results = function(*(made(mesh, full, placements) for full, placements in operands))
+        return [list(r.placements) for r in tree_leaves(results) if isinstance(r, DTensor)]
+
+    return run_ranks(n, body)[0]
+
+
+# ---- torch's operator database -------------------------------------------------------------------
+
+
+def _is_usable(sample: Sample) -> bool:
+    """Compute a sample of the database; tell whether the call is one that works."""
+    found: list[list[Any]] = []
+    try:
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            with mock.patch("torch.manual_seed"):  # the database's operators seed themselves
+                found.append(sample.compute().results)
+    except Exception:
+        return False
+    if any(t.layout != torch.strided for t in [*sample.tensors, *_tensors(found[0])]):
+        return False
+    same = all(difference(a, b) is None for a, b in zip(*found, strict=True))
+    sample.exact = same and "empty" not in sample.name
+    return bool(sample.tensors)
+
+
+def database(names: Sequence[str] | None = None, most: int = 8) -> Iterator[tuple[str, Sample]]:
     """Yield samples of torch's operator database: the operator's name, and a `Sample`.
 
     Args:
@@ -444,8 +424,7 @@ def database(names: Sequence[str] | None = None, most: int = 8) -> Iterator[tupl
             except Exception:
                 continue
             step = max(1, len(given) / most)
-            chosen = [given[int(i * step)] for i in range(min(most, len(given)))]
-            for one in chosen:
+            for one in [given[int(i * step)] for i in range(min(most, len(given)))]:
                 sample = Sample(name, info.op, (one.input, *one.args), dict(one.kwargs))
-                if sample.expect() and sample.tensors:
+                if _is_usable(sample):
                     yield name, sample

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-import socket
 
 import pytest
 import torch
 
 import dure as dist
 from dure.comm import functional
-from dure.comm.world import current_world, new_world
+from dure.comm.world import new_world
 from dure.device_mesh import DeviceMesh, init_device_mesh
 from dure.errors import Desync, MeshError, NotInGroupError, UsageError
 from dure.mesh import current_mesh
@@ -67,12 +66,10 @@ def test_an_explicit_array_may_be_part_of_the_world():
     ]
 
 
-def test_a_mesh_makes_the_default_group_where_there_is_none(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(s.getsockname()[1]))
+def test_a_mesh_makes_the_default_group_where_there_is_none(monkeypatch, port):
+    given = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
     with new_world():
         mesh = init_device_mesh("cpu", (1,))
         try:
@@ -80,48 +77,6 @@ def test_a_mesh_makes_the_default_group_where_there_is_none(monkeypatch):
             assert mesh.get_group() is dist.group.WORLD
         finally:
             dist.destroy_process_group()
-
-
-def test_the_first_axis_that_is_the_world_uses_the_default_group_and_others_have_their_own():
-    def body(rank):
-        assert DeviceMesh("cpu", [3, 2, 1, 0]).get_group() is not dist.group.WORLD
-        first, second = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (4,))
-        assert first == second
-        assert first.get_group() is dist.group.WORLD
-        assert second.get_group().global_ranks == (0, 1, 2, 3)
-        assert second.get_group() is not dist.group.WORLD
-        assert init_device_mesh("cpu", (1, 4)).get_group(1) is not dist.group.WORLD
-        grids = [init_device_mesh("cpu", (2, 2)) for _ in range(2)]
-        assert grids[0] == grids[1]
-        assert grids[0].get_group(1) is not grids[1].get_group(1)
-        assert grids[0].number != grids[1].number
-        assert dist.group.WORLD is not grids[0].get_group(0)
-
-    run_ranks(4, body)
-
-
-def test_a_mesh_made_again_and_again_has_the_groups_of_one_of_four():
-    def body(rank):
-        def made():
-            return DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
-
-        own = [made() for _ in range(4)]
-        before = len(current_world().groups)
-        again = [made() for _ in range(6)]
-        assert len(current_world().groups) == before
-        if rank < 2:
-            groups = [mesh.get_group("tp") for mesh in own]
-            assert len(set(groups)) == 4
-            assert [mesh.get_group("tp") for mesh in again] == groups + groups[:2]
-            flat = own[1]._flatten("all")  # the axis is there: of size 2, as tp
-            assert again[1]._flatten("all").get_group() is flat.get_group()
-            dist.destroy_process_group(groups[2])
-        other = made()  # on rank 2 too, which has not left
-        if rank < 2:
-            assert other.get_group("tp") not in groups
-            dist.all_reduce(torch.ones(1), group=other.get_group("tp"))
-
-    run_ranks(3, body)
 
 
 def test_collectives_run_along_an_axis():
@@ -295,31 +250,6 @@ def test_the_mesh_that_was_entered_last_is_the_current_one():
     run_ranks(2, body)
 
 
-def test_a_mesh_prints_its_ranks_in_the_grid():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        cut = DeviceMesh("cpu", [[[10 - 9, 0]], [[3, 2]]], _rank=3, _init_backend=False)
-        return str(mesh), repr(mesh["dp"]), str(cut)
-
-    whole, sub, cut = run_ranks(4, body)[2]
-    assert whole.splitlines() == [
-        "DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))",
-        "      tp 0  tp 1",
-        "dp 0    0     1",
-        "dp 1    2*    3",
-    ]
-    assert sub == "DeviceMesh((dp=2), 'cpu', stride=(2,))"
-    assert cut.splitlines() == [
-        "DeviceMesh((2, 1, 2), 'cpu', stride=(2, 1, 1))",
-        "dim_0 0",
-        "         dim_2 0  dim_2 1",
-        "dim_1 0       1        0",
-        "dim_0 1",
-        "         dim_2 0  dim_2 1",
-        "dim_1 0       3*       2",
-    ]
-
-
 # ---- who takes a mesh ----------------------------------------------------------------------------
 
 
@@ -365,10 +295,18 @@ def test_ddp_and_zero_average_along_a_mesh_axis():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+def test_a_mesh_larger_than_the_world_names_both_sizes():
+    def body(rank):
+        with pytest.raises(MeshError) as caught:
+            init_device_mesh("cpu", (2, 2))
+        assert "(2, 2) has 4 ranks, the world 2" in str(caught.value)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: init_device_mesh("cpu", (3,)),
         lambda: init_device_mesh("cpu", (2, 0)),
         lambda: init_device_mesh("cpu:0", (2,)),
         lambda: init_device_mesh(torch.device("cpu"), (2,)),

@@ -1,23 +1,21 @@
-"""A hit by the extension and by Python; what a key tells apart; whose a tensor is."""
+"""A hit by the extension and by Python; which calls share a plan."""
 
 # What operators on DTensors return is a torch.Tensor to pyright.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dure.errors import PlacementError, UsageError
+from dure.errors import PlacementError
 from dure.tensor import (
     DTensor,
     Partial,
@@ -25,17 +23,14 @@ from dure.tensor import (
     Shard,
     dispatch,
     dtensor,
-    holders,
     init_device_mesh,
-    results,
 )
-from dure.tensor.call import DIRECT
 from dure.testing import run_ranks
-from ranks.rule_checks import check, made
+from ranks.operators import check
+from ranks.parts import made
 
 X = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
 ROW = torch.randn(6, dtype=torch.float64, requires_grad=True)
-aten = torch.ops.aten
 
 
 @pytest.fixture(params=["native", "python"])
@@ -134,7 +129,8 @@ def test_operands_are_released_with_the_call(way: str) -> None:
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        for call in (lambda x: x.max(dim=1), lambda x: x.split(1), lambda x: x.relu_()):
+        calls = (lambda x: x.sort(0), lambda x: torch.cat([x, x]).split(2), lambda x: x.relu_())
+        for call in calls:
             for _ in range(2):  # without a plan, and with it
                 x = made(mesh, torch.ones(2, 3), [Shard(0)])
                 held = weakref.ref(x.part)
@@ -194,11 +190,11 @@ def test_a_copied_view_is_refused_where_its_like_has_a_plan(way: str) -> None:
         view = x.view(6)  # rows are not whole on a rank: it was moved
         same = view.clone()
         assert (same + 1).full_tensor().tolist() == (view + 1).full_tensor().tolist()
-        with pytest.raises(PlacementError, match="view that is a copy"):
+        with pytest.raises(PlacementError):
             view.add_(1)
         x.add_(1)
         for use in (lambda: view + 1, lambda: torch._foreach_add([view], 1.0)):
-            with pytest.raises(PlacementError, match="view that is a copy"):
+            with pytest.raises(PlacementError):
                 use()
 
     run_ranks(2, body)
@@ -209,160 +205,8 @@ def test_an_error_of_the_operator_is_its_own(way: str) -> None:
         x = made(init_device_mesh("cpu", (1,)), torch.ones(2), [Shard(0)])
         i = made(init_device_mesh("cpu", (1,)), torch.ones(2, dtype=torch.int64), [Shard(0)])
         _ = x.add_(x, alpha=1.5), i.add_(i, alpha=1)
-        with pytest.raises(RuntimeError, match="alpha must not be"):
+        with pytest.raises(RuntimeError):
             i.add_(i, alpha=1.5)
         assert i.full_tensor().tolist() == [2, 2]
-
-    run_ranks(1, body)
-
-
-# ---- operators called directly -------------------------------------------------------------------
-
-GIVEN: dict[Any, tuple[Any, ...]] = {
-    aten.addmm.default: (torch.ones(3), torch.ones(2, 4), torch.ones(4, 3)),
-    aten.bmm.default: (torch.ones(1, 2, 3), torch.ones(1, 3, 2)),
-    aten.expand.default: (torch.ones(2, 1), [2, 3]),
-    aten.mm.default: (torch.ones(2, 3), torch.ones(3, 2)),
-    aten.native_layer_norm.default: (torch.ones(2, 3), [3], None, None, 1e-5),
-    aten.sum.dim_IntList: (torch.ones(2, 3), [1], True),
-    aten.transpose.int: (torch.ones(2, 3), 0, 1),
-    aten.unsqueeze.default: (torch.ones(2), 0),
-    aten.view.default: (torch.ones(6), [2, 3]),
-}
-
-
-class Called(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(func)
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("op", list(DIRECT), ids=str)
-def test_a_function_that_stands_for_an_operator_calls_it(op: Any) -> None:
-    given = [GIVEN.get(op, (torch.ones(2, 3),))]
-    if op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor):
-        given = [(torch.ones(2), torch.ones(2)), (torch.ones(2), 2.0), (torch.ones(2), 2)]
-    for args in given:
-        with torch.inference_mode(False), torch.no_grad(), Called() as called:
-            result = DIRECT[op](*args)
-        assert called.ops == [op]
-        torch.testing.assert_close(result, op(*args))
-
-
-# ---- whose a tensor is ---------------------------------------------------------------------------
-
-
-def test_a_plain_tensor_of_the_program_is_refused_however_it_is_held() -> None:
-    def body(rank: int) -> None:
-        x = made(init_device_mesh("cpu", (2,)), torch.arange(4), [Shard(0)])
-        held = torch.ones(4, dtype=torch.int64)
-        ways = {
-            "name": lambda: torch.add(x, held),
-            "expression": lambda: torch.add(x, torch.ones(4, dtype=torch.int64)),
-            "operator": lambda: x + torch.ones(4, dtype=torch.int64),
-            "tuple": lambda: torch.add(*(x, torch.ones(4, dtype=torch.int64))),
-            "generator": lambda: next(map(torch.add, [x], iter([held * 1]))),
-            "overload": lambda: aten.add.Tensor(x, torch.ones(4, dtype=torch.int64)),
-            "list": lambda: torch.cat([x, torch.ones(4, dtype=torch.int64)]),
-        }
-        for name, use in ways.items():
-            with pytest.raises(UsageError, match="plain tensor beside DTensors"):
-                pytest.fail(f"{name}: {use()}")
-
-    run_ranks(2, body)
-
-
-def test_a_debugger_that_holds_frames_makes_nothing_wrong() -> None:
-    """References of a tracer's make tensors count as seen: refused at most."""
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = made(mesh, torch.ones(4, 6), [Partial()])
-        kept: list[Any] = []
-
-        def trace(frame: Any, event: str, arg: Any) -> Any:
-            kept.append((dict(frame.f_locals), arg))
-            return trace
-
-        sys.settrace(trace)
-        try:
-            with contextlib.suppress(PlacementError):
-                y = F.rms_norm(x, (6,))
-                sys.settrace(None)
-                torch.testing.assert_close(y.full_tensor(), torch.ones(4, 6))
-        finally:
-            sys.settrace(None)
-        assert kept
-
-    run_ranks(2, body)
-
-
-def test_what_counts_as_nobodys_is_measured() -> None:
-    assert holders._references_of_none() == holders._REFERENCES == 3
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_a_part_that_the_program_has_is_not_moved_away(held: bool) -> None:
-    # The first gradient is terms, the second one whole: autograd adds it to the first in place.
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        weight = made(mesh, torch.ones(1, 1, requires_grad=True), [Replicate()])
-        parts: list[torch.Tensor] = []
-        if held:
-            weight.register_hook(lambda g: parts.append(g.to_local()))
-        rows = torch.tensor([[1.0], [2.0]])
-
-        def learn(placement: Any) -> None:
-            (made(mesh, rows, [placement]) @ weight).sum().backward()
-
-        learn(Shard(0))
-        if not held:
-            learn(Replicate())
-            assert weight.grad.full_tensor().tolist() == [[6]]
-            return
-        with pytest.raises(PlacementError, match="would have to move what it writes"):
-            learn(Replicate())
-        assert parts[0].tolist() == [[rank + 1]]
-
-    run_ranks(2, body)
-
-
-def test_a_part_is_someones_else_as_an_object_and_as_memory() -> None:
-    def body(rank: int) -> None:
-        x = made(init_device_mesh("cpu", (1,)), torch.ones(4), [Shard(0)])
-        y = cast(DTensor, x + x)
-        assert holders.has_its_part_alone(y)
-        part = y.to_local()
-        assert not holders.has_its_part_alone(y)
-        del part
-        assert holders.has_its_part_alone(y)
-        view = cast(DTensor, y.view(2, 2))
-        assert not holders.has_its_part_alone(y)
-        assert not holders.has_its_part_alone(view)
-
-    run_ranks(1, body)
-
-
-def test_results_are_found_once_for_all_placements_of_one_kind(monkeypatch: Any) -> None:
-    ran: list[str] = []
-    run = results._run
-    monkeypatch.setattr(results, "_run", lambda call: (ran.append(call.name), run(call))[1])
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1, 1))
-        counts = torch.arange(77).reshape(7, 11)
-        results.forget_results()
-        for placements in [(Replicate(), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]:
-            x = made(mesh, counts, placements)
-            assert (x + 1).shape == (7, 11)
-        assert ran == ["aten.add.Tensor"]
-        assert (x + 1.0).dtype == torch.float32  # a number of another kind
-        assert (x.to(torch.int32) + 1).dtype == torch.int32  # another dtype
-        assert (made(mesh, counts[:2], placements) + 1).shape == (2, 11)  # another shape
-        assert ran.count("aten.add.Tensor") == 4
 
     run_ranks(1, body)

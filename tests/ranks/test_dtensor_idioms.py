@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from dure.tensor import DTensor, Replicate, Shard, clip_grad_norm_, init_device_mesh
 from dure.testing import run_ranks
 from ranks.dtensor_worlds import ramp
-from ranks.rule_checks import made
+from ranks.parts import made
 
 WHOLES = [ramp(4, 6).sin(), ramp(6, 3).cos(), ramp(3)]
 X = ramp(5, 4)

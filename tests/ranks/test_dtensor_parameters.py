@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from dure.errors import UsageError
 from dure.tensor import (
@@ -76,48 +76,6 @@ def alone_after(body: Callable[[nn.Module], None]) -> nn.Module:
     alone = copy.deepcopy(ALONE)
     body(alone)
     return alone
-
-
-def test_training_is_that_of_the_unsharded_module() -> None:
-    def body(rank: int) -> None:
-        model, x = distributed()
-        alone = copy.deepcopy(ALONE)
-        runs = [(model, x, torch.optim.AdamW(model.parameters(), lr=0.05)),
-                (alone, X, torch.optim.AdamW(alone.parameters(), lr=0.05))]  # fmt: skip
-        for _ in range(4):
-            losses = []
-            for module, batch, optimizer in runs:
-                optimizer.zero_grad()
-                loss = loss_of(module, batch)
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-        check_gradients(model, alone)
-        for own, other in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(whole(own), other.data)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_accumulate(set_to_none: bool) -> None:
-    def body(rank: int) -> None:
-        model, x = distributed()
-        for _ in range(2):
-            model.zero_grad(set_to_none=set_to_none)
-            loss_of(model, x).backward()
-            loss_of(model, x * 2).backward()
-        alone = copy.deepcopy(ALONE)
-        loss_of(alone, X).backward()
-        loss_of(alone, X * 2).backward()
-        check_gradients(model, alone)
-        for parameter in model.parameters():
-            assert isinstance(parameter.grad, DTensor)
-            if parameter.ndim == 2:
-                assert parameter.grad.placements == parameter.placements
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("placement", [Partial(), Shard(0)])
@@ -216,7 +174,7 @@ def test_what_is_done_to_parameters() -> None:
         assert weight.detach().placements == weight.placements
         weight.data = weight.data * 2
         assert torch.equal(whole(weight), ALONE.up.weight * 2)
-        with pytest.raises(UsageError, match="data of a DTensor"):
+        with pytest.raises(UsageError):
             weight.data = ALONE.up.weight.data
         weight.data.mul_(0.5)
         assert torch.equal(whole(weight), ALONE.up.weight)
@@ -275,25 +233,9 @@ def test_autocast() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    def body(rank: int) -> None:
-        model, x = distributed()
-        x = x.requires_grad_()
-        out: Any = checkpoint(model, x, use_reentrant=reentrant)
-        (out**2).sum().backward()
-        alone, batch = copy.deepcopy(ALONE), X.clone().requires_grad_()
-        loss_of(alone, batch).backward()
-        check_gradients(model, alone)
-        torch.testing.assert_close(whole(x.grad), batch.grad)
-
-    run_ranks(2, body)
-
-
 @pytest.mark.filterwarnings("ignore:aten.stack")
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_clipping_finds_the_norm_of_all(norm_type: float, foreach: bool | None) -> None:
+@pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, True), (1.0, None), (math.inf, False)])
+def test_torchs_clipping_finds_the_norm_of_all(norm_type: float, foreach: bool | None) -> None:
     def body(rank: int) -> None:
         model, x = distributed()
         alone, extra = copy.deepcopy(ALONE), nn.Parameter(torch.ones(3))

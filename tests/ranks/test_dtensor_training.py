@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dure.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dure.tensor import Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
-from ranks.rule_checks import check, made, placed
+from ranks.parts import made
 
 R, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 # Of the axis that cuts the model: what is not named is whole on each rank.
@@ -92,29 +90,3 @@ def test_a_block_trains_as_on_one_rank(sizes, batch, model):
             torch.testing.assert_close(parameter.grad.full_tensor(), one.grad, msg=name)
 
     run_ranks(torch.Size(sizes).numel(), body)
-
-
-def test_a_row_wise_layer_moves_no_weight():
-    x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in [(5, 6), (3, 6), (3,)])
-    check(F.linear, x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), most=60)
-    given = (x, [COLUMNS]), (weight, [COLUMNS]), (bias, [R])
-    assert placed(F.linear, *given) == [[Partial()]]
-
-
-def test_operators_keep_no_operand_alive_until_garbage_is_collected():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        for _ in range(2):  # the first asks the rules
-            x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-            x.sort(0)
-            torch.cat([x, x]).split(2)
-            part = weakref.ref(x.part)
-            del x
-        return part() is None
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert run_ranks(2, body) == [True, True]
-    finally:
-        gc.enable()

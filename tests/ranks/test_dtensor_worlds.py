@@ -15,24 +15,15 @@ DRAWN = worlds.drawn_alone()
 @pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
 def test_operators_factories_random_values_and_training(sizes: tuple[int, ...]) -> None:
     n = math.prod(sizes)
-    run_ranks(n, worlds.computes, sizes, 3 if n <= 4 else 1)
-    run_ranks(n, worlds.makes, sizes, DRAWN)
-    run_ranks(n, worlds.trains, sizes)
-
-
-@pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
-def test_from_every_way_to_lie_to_every_other(sizes: tuple[int, ...]) -> None:
-    # Of one axis 4 ways to 3, of two 18 to 11: all; of three 92 to 49: some.
-    n = math.prod(sizes)
-    most = 200 if n <= 4 else 100
-    gone = run_ranks(n, worlds.redistributes, sizes, most)
-    assert set(gone) == {min(most, {1: 4 * 3, 2: 18 * 11, 3: 92 * 49}[len(sizes)])}
+    each, most = (3, 200) if n <= 4 else (1, 100)
+    found = run_ranks(n, worlds.everything, sizes, DRAWN, each, most)
+    worlds.check_computed(found, sizes, each)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 3, 2)], ids=str)
-def test_all_ways_on_three_axes(sizes: tuple[int, ...]) -> None:
-    run_ranks(math.prod(sizes), worlds.redistributes, sizes, 10_000, timeout=170.0)
+def test_all_placements_on_three_axes(sizes: tuple[int, ...]) -> None:
+    run_ranks(math.prod(sizes), worlds.redistributes, sizes, 10_000)
 
 
 @pytest.mark.parametrize("sizes", worlds.PAIRS, ids=str)

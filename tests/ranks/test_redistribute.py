@@ -1,7 +1,6 @@
-"""Redistribution: which elements each rank has, and every way between lists of placements.
+"""Redistribution: the order of cuts, plans, memory, gradients, dtypes.
 
-Which rank has what is computed here by masks over the whole tensor, cut by cut; the code under test
-computes with sizes and offsets.
+All pairs of placements on many meshes are gone through by `dtensor_worlds.redistributes`.
 """
 
 # What operators on DTensors return is a torch.Tensor to pyright.
@@ -10,86 +9,33 @@ computes with sizes and offsets.
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
 
-from dure.errors import MeshError, PlacementError, ShapeError
 from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from dure.tensor.placement_types import StridedShard
 from dure.tensor.redistribute import Move, plan_of
 from dure.tensor.spec import TensorMeta, spec_of
 from dure.testing import run_ranks
+from ranks.dtensor_worlds import all_cuts, placements_of, redistributes
+from ranks.parts import made, order_of_cuts, part_of
 
 R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial("sum")
 INNER = StridedShard(0, split_factor=2)  # cuts after a later axis of 2
 
 
-def part_of(whole, placements, sizes, coordinate, first=()):
-    """This rank's part, by torch.chunk, axis by axis; those named in `first` before the others."""
-    order = [*first, *(axis for axis in range(len(sizes)) if axis not in first)]
-    part = whole
-    for axis in order:
-        placement, n, index = placements[axis], sizes[axis], coordinate[axis]
-        if placement.is_shard():
-            dim = placement.dim
-            chunks = list(part.chunk(n, dim))
-            empty = part.narrow(dim, 0, 0)
-            part = chunks[index] if index < len(chunks) else empty
-        elif placement.is_partial("sum"):
-            part = part * n if index == 0 else -part
-        elif placement.is_partial("avg"):
-            part = part * n if index == 0 else part * 0
-        elif placement.is_partial("max"):
-            part = part if index == n - 1 else part - 5
-        elif placement.is_partial("min"):
-            part = part if index == n - 1 else part + 5
-        elif placement.is_partial("product"):
-            part = part if index == 0 else torch.ones_like(part)
-    return part.contiguous()
-
-
-def made(mesh, whole, placements, first=()):
-    part = part_of(whole, placements, mesh.shape, mesh.get_coordinate(), first)
-    return DTensor.from_local(part, mesh, placements, shape=whole.shape, stride=whole.stride())
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 3, 2)], ids=str)
+def test_the_oracle_reads_the_order_of_cuts_from_placements(sizes):
+    for cuts, partial in all_cuts(sizes, 2, ["sum"]):
+        placements = placements_of(cuts, sizes, partial)
+        for dim, order in enumerate(cuts):
+            assert order_of_cuts(placements, sizes, dim) == [(axis, 1) for axis in order]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_every_way_along_one_axis(n):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (n,))
-        for shape in [(4, 6), (5, 3), (1, 7), (0, 2), (12,)]:
-            whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape) * 4
-            ways = [R, S0, *([S1] if len(shape) > 1 else [])]
-            terms = [Partial(op) for op in ("sum", "avg", "min", "max", "product")]
-            for old, new in itertools.product([*ways, *terms], ways):
-                x = made(mesh, whole, [old])
-                got = x.redistribute(placements=[new])
-                assert torch.equal(got.to_local(), part_of(whole, [new], (n,), (rank,))), (old, new)
-                assert got.shape == whole.shape
-                assert torch.equal(x.full_tensor(), whole)
-
-    run_ranks(n, body)
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 1, 2)])
-def test_every_way_along_several_axes(sizes):
-    def body(rank):
-        mesh = init_device_mesh("cpu", sizes)
-        coordinate = mesh.get_coordinate()
-        ways = list(itertools.product([R, S0, S1], repeat=len(sizes)))
-        olds = [*ways, *itertools.product([R, S0, S1, SUM], repeat=len(sizes))]
-        pairs = list(itertools.product(olds, ways))
-        pairs = random.Random(0).sample(pairs, min(len(pairs), 250))
-        for shape in [(6, 4), (5, 7)]:
-            whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-            for old, new in pairs:
-                x = made(mesh, whole, old)
-                got = x.redistribute(placements=new).to_local()
-                assert torch.equal(got, part_of(whole, new, sizes, coordinate)), (old, new)
-
-    run_ranks(torch.Size(sizes).numel(), body)
+def test_all_pairs_of_placements_on_one_axis(n):
+    assert run_ranks(n, redistributes, (n,), 24) == [24] * n  # 8 placements to 3
 
 
 @pytest.mark.parametrize("rows", [12, 9, 7, 3, 1])
@@ -99,12 +45,11 @@ def test_a_later_axis_may_cut_first(rows):
     def body(rank):
         mesh = init_device_mesh("cpu", (3, 2))
         whole = torch.arange(float(rows * 2)).reshape(rows, 2)
-        x = made(mesh, whole, [INNER, S0], first=[1])
+        x = made(mesh, whole, [INNER, S0])
         assert torch.equal(x.full_tensor(), whole)
         for new in [[S0, S0], [R, S0], [S0, R], [S1, S0], [INNER, S0], [R, S1]]:
-            first = [1] if new[0] is INNER else []
             got = x.redistribute(placements=new)
-            expected = part_of(whole, new, (3, 2), mesh.get_coordinate(), first)
+            expected = part_of(whole, new, (3, 2), mesh.get_coordinate())
             assert torch.equal(got.to_local(), expected), new
             back = got.redistribute(placements=[INNER, S0])
             assert torch.equal(back.to_local(), x.to_local())
@@ -225,36 +170,33 @@ def test_values_and_gradients_may_move_in_other_dtypes():
     run_ranks(2, body)
 
 
-def test_what_does_not_fit_is_refused():
+def test_redistribute_gives_memory_of_its_own():
     def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        x = DTensor.from_local(torch.ones(2, 2), mesh, [S0])
-        for placements in ([Partial()], [R, R], [Shard(2)], [Shard(-3)], [], R, ["S(0)"]):
-            with pytest.raises(PlacementError):
-                x.redistribute(placements=placements)
-        with pytest.raises(PlacementError):
-            x.redistribute()
-        with pytest.raises(MeshError):
-            x.redistribute(init_device_mesh("cpu", (1, 2)), [R, R])
-        with pytest.raises(PlacementError):
-            Partial("mean")
-        with pytest.raises(PlacementError):
-            Shard("0")
-        with pytest.raises(ShapeError):
-            DTensor.from_local(torch.ones(2), mesh, [S0], shape=torch.Size([8]), stride=(1,))
-        with pytest.raises(ShapeError):
-            DTensor.from_local(torch.ones(2), mesh, [S0], shape=torch.Size([4]))
-        with pytest.raises(MeshError):
-            DTensor.from_local(torch.ones(2))
+        whole = torch.arange(8.0).reshape(4, 2)
+        x = DTensor.from_local(whole, init_device_mesh("cpu", (2,))).redistribute(placements=[S0])
+        before = whole.clone()
+        x.add_(1)
+        assert torch.equal(whole, before)
 
     run_ranks(2, body)
 
 
-def test_reductions_that_do_not_commute_are_refused():
+def test_a_moved_part_has_the_memory_order_of_the_full_tensor():
+    """So its views are views of the parts: heads to the front, sharded otherwise, and back."""
+
     def body(rank):
-        mesh = init_device_mesh("cpu", (2, 1))
-        assert DTensor.from_local(torch.ones(2), mesh, [SUM, Partial("avg")]).full_tensor()[0] == 2
-        with pytest.raises(PlacementError, match="commute"):
-            DTensor.from_local(torch.ones(2), mesh, [SUM, Partial("max")])
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(2 * 4 * 4 * 3.0).reshape(2, 4, 4, 3)
+        x = DTensor.from_local(whole, mesh).redistribute(placements=[Shard(1)])
+        heads = x.transpose(1, 2)
+        for target in (Shard(1), Shard(0), Replicate()):
+            moved = heads.redistribute(placements=[target])
+            assert moved.stride() == heads.stride()
+            joined = moved.transpose(1, 2).reshape(2, 4, 12)
+            assert torch.equal(joined.full_tensor(), whole.reshape(2, 4, 12))
+        terms = DTensor.from_local(whole, mesh, [Partial()]).permute(3, 0, 2, 1)
+        for target in (Shard(1), Shard(0), Replicate()):
+            back = terms.redistribute(placements=[target]).permute(1, 3, 2, 0)
+            assert torch.equal(back.reshape(-1).full_tensor(), whole.reshape(-1) * 2)
 
     run_ranks(2, body)

@@ -12,7 +12,8 @@ import torch
 
 from dure.tensor import Partial, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
-from ranks.rule_checks import check, made, placed
+from ranks.operators import check, placed
+from ranks.parts import made
 
 torch.manual_seed(0)
 X = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
@@ -29,7 +30,7 @@ def test_sums_and_means(name, x):
         several = of(dim=(0, -1)) if x.ndim > 1 else x.sum()
         return of(), of(dim=0), of(dim=-1, keepdim=True), several
 
-    check(reduced, x, terms=["sum", "avg"])
+    check(reduced, x, partial=["sum", "avg"])
 
 
 def test_sums_that_cast():
@@ -37,14 +38,16 @@ def test_sums_that_cast():
     check(lambda x: x.sum(0), INTEGERS.to(torch.int8))
     check(lambda x: x.sum(1, dtype=torch.float64), INTEGERS)
     check(lambda x: x.sum(0), TRUTH)
-    check(lambda x: x.sum(0, dtype=torch.float64), X.detach().float(), terms=["sum"])
+    check(lambda x: x.sum(0, dtype=torch.float64), X.detach().float(), partial=["sum"])
     check(lambda x: x.nansum(0), torch.tensor([[1.0, math.nan], [math.nan, 3.0], [2.0, 2.0]]))
     check(lambda x: (x.count_nonzero(), x.count_nonzero(0)), INTEGERS)
 
 
 @pytest.mark.parametrize("x", [X, FEW])
 def test_products(x):
-    check(lambda x: (x.prod(), x.prod(0), x.prod(-1, keepdim=True)), x.detach(), terms=["product"])
+    check(
+        lambda x: (x.prod(), x.prod(0), x.prod(-1, keepdim=True)), x.detach(), partial=["product"]
+    )
 
 
 @pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS, TRUTH])
@@ -54,9 +57,9 @@ def test_extremes(x):
 
     check(extremes, x)
     if x.is_floating_point():
-        check(lambda x: (x.amax(0), x.amax(), x.max()), x, terms=["max"])
-        check(lambda x: (x.amin(0), x.amin(), x.min()), x, terms=["min"])
-        check(lambda x: (x.amin(0), x.max()), x, terms=["sum"])
+        check(lambda x: (x.amax(0), x.amax(), x.max()), x, partial=["max"])
+        check(lambda x: (x.amin(0), x.amin(), x.min()), x, partial=["min"])
+        check(lambda x: (x.amin(0), x.max()), x, partial=["sum"])
     if x.dtype != torch.bool:
         check(lambda x: (*x.aminmax(), *x.aminmax(dim=0)), x)
 
@@ -67,7 +70,7 @@ def test_extremes_keep_what_is_not_a_number():
 
 @pytest.mark.parametrize("x", [X, FEW])
 def test_extremes_gradients(x):
-    check(lambda x: (x.amax(0), x.amin((0, 1))), x, most=20)
+    check(lambda x: (x.amax(0), x.amin((0, 1))), x)
 
 
 @pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS])
@@ -92,17 +95,21 @@ def test_variances(x):
         found += [*torch.var_mean(x, 0), *torch.std_mean(x)]
         return [*found, x.logsumexp(0), x.logsumexp((0, 1), keepdim=True)]
 
-    check(variances, x, most=20)
+    check(variances, x)
 
 
-@pytest.mark.parametrize("order", [2, 1, 3.5, 0.5, 0, -1, math.inf, -math.inf])
+@pytest.mark.parametrize("order", [2, 1, 0, math.inf])
 @pytest.mark.parametrize("x", [X, FEW])
 def test_norms(x, order):
     def norms(x):
         of = torch.linalg.vector_norm
         return of(x, order), of(x, order, 0), of(x, order, (0, 1), keepdim=True)
 
-    check(norms, x, terms=["sum"], most=16)
+    check(norms, x, partial=["sum"])
+
+
+def test_the_least_norm_of_an_empty_part_is_not_the_least_of_all():
+    check(lambda x: torch.linalg.vector_norm(x, -math.inf), FEW.detach())
 
 
 def test_a_norm_does_not_overflow_on_the_way():
@@ -116,13 +123,13 @@ def test_a_norm_does_not_overflow_on_the_way():
 
 def test_read_values_are_those_of_the_whole():
     one = torch.tensor([4.5])
-    check(lambda x: x.item(), one, terms=["sum", "avg", "max"])
+    check(lambda x: x.item(), one, partial=["sum", "avg", "max"])
     check(lambda x: bool(x.sum() > 0), X.detach())
 
     def compared(x, y):
         return x.equal(y), x.equal(x), x.equal(y + 1), x.allclose(y), x.allclose(y + 1)
 
-    check(compared, INTEGERS.double(), INTEGERS.double(), terms=["sum"])
+    check(compared, INTEGERS.double(), INTEGERS.double(), partial=["sum"])
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
@@ -150,18 +157,3 @@ def test_what_is_not_gathered():
     assert placed(lambda x: x.max(1), (x, rows)) == [[Shard(0)], [Shard(0)]]
     assert placed(lambda x: x.norm(), (x, rows)) == [[Replicate()]]
     assert placed(lambda x: x.norm(1), (x, rows)) == [[total]]
-
-
-def test_results_of_the_default_dtype():
-    # What it is may change between two calls of one kind.
-    def body(rank):
-        mesh = init_device_mesh("cpu", (1,))
-        count = made(mesh, torch.tensor([1, 2]), [Replicate()])
-        assert (count / 2).dtype == (count / 2).dtype == torch.float32
-        torch.set_default_dtype(torch.float64)
-        try:
-            assert (count / 2).dtype == (count / 2).to_local().dtype == torch.float64
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-    run_ranks(1, body)

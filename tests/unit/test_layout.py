@@ -67,10 +67,12 @@ def test_copies_fill_the_array_and_every_position_knows_its_place(case):
 
 
 @given(chosen())
-def test_a_flattened_axis_splits_back_into_what_it_was_made_of(case):
+def test_a_flattened_axis_knows_its_places_and_splits_into_what_it_was_made_of(case):
     shape, axes = case
     layout = Layout.row_major(shape).select(axes)
     flat = Layout((layout.flatten(),))
+    for index, position in enumerate(layout.positions()):
+        assert flat.coordinate(position) == (index,)
     assert flat.split(0, layout.shape).positions() == layout.positions()
     assert flat.split(0, layout.shape) == layout
 

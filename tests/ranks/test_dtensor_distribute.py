@@ -1,7 +1,7 @@
-"""DTensors made of whole tensors, of modules, and of nothing."""
+"""`distribute_tensor` and `distribute_module`: DTensors made of full tensors and of modules."""
 
 # What operators on DTensors return is a torch.Tensor to pyright.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.errors import Desync, MeshError, ModuleError, PlacementError, UsageError
+from dure.errors import MeshError, ModuleError, PlacementError, UsageError
 from dure.tensor import (
     DTensor,
     Partial,
@@ -22,15 +22,9 @@ from dure.tensor import (
     Shard,
     distribute_module,
     distribute_tensor,
-    empty,
-    full,
     init_device_mesh,
-    ones,
-    rand,
-    randn,
-    zeros,
 )
-from dure.tensor.placement_types import _StridedShard
+from dure.tensor.placement_types import StridedShard
 from dure.testing import CommRecorder, run_ranks
 
 R = Replicate()
@@ -40,14 +34,14 @@ WAYS: list[tuple[tuple[int, ...], tuple[Placement, ...], list[str]]] = [
     ((4,), (R,), ["broadcast"]),
     ((2, 2), (Shard(0), Shard(1)), ["scatter", "scatter"]),
     ((2, 2), (Shard(0), Shard(0)), ["scatter", "scatter"]),
-    ((2, 2), (_StridedShard(0, split_factor=2), Shard(0)), ["scatter", "scatter"]),
+    ((2, 2), (StridedShard(0, split_factor=2), Shard(0)), ["scatter", "scatter"]),
     ((2, 2), (R, Shard(1)), ["scatter", "broadcast"]),
     ((2, 2), (Shard(1), R), ["scatter", "broadcast"]),
     ((1, 4), (R, R), ["broadcast", "broadcast"]),
 ]
 
 
-@pytest.mark.parametrize("size", [5, 6, 1, 0])
+@pytest.mark.parametrize("size", [8, 5, 0])
 @pytest.mark.parametrize(("shape", "placements", "calls"), WAYS)
 def test_the_first_ranks_values_are_distributed(
     shape: tuple[int, ...], placements: tuple[Placement, ...], calls: list[str], size: int
@@ -99,46 +93,42 @@ def test_what_a_tensor_is_it_stays() -> None:
     run_ranks(2, body)
 
 
-def test_what_does_not_fit_is_refused_at_the_call() -> None:
+# Each: tensor, placements, options, and the error.
+REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any], type[Exception]]] = {
+    "Partial": (torch.ones(4), [Partial()], {}, PlacementError),
+    "no such dimension": (torch.ones(4), [Shard(1)], {}, PlacementError),
+    "no placement": (torch.ones(4), ["S(0)"], {}, PlacementError),
+    "too many placements": (torch.ones(4), [Shard(0), R], {}, PlacementError),
+    "the result of an operator": (torch.ones(2, requires_grad=True) * 2, [R], {}, UsageError),
+    "no such source": (torch.ones(4), [R], {"src_data_rank": 2}, UsageError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_at_the_call(name: str) -> None:
+    tensor, placements, options, error = REFUSED[name]
+
     def body(rank: int) -> None:
-        mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
-        whole = torch.ones(4, 4)
-        with pytest.raises(PlacementError, match="as terms"):
-            distribute_tensor(whole, mesh, [Partial()])
-        with pytest.raises(PlacementError, match="no such dimension"):
-            distribute_tensor(whole, mesh, [Shard(2)])
-        with pytest.raises(PlacementError, match=r"of dure.tensor.*'S\(0\)', a builtins.str"):
-            distribute_tensor(whole, mesh, ["S(0)"])  # pyright: ignore
-        with pytest.raises(PlacementError, match="one placement for each mesh axis"):
-            distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
-        with pytest.raises(MeshError, match="no mesh was given"):
-            distribute_tensor(whole)
-        with pytest.raises(UsageError, match="takes a leaf"):
-            distribute_tensor(torch.ones(2, requires_grad=True) * 2, mesh)
-        with pytest.raises(UsageError, match="src_data_rank"):
-            distribute_tensor(whole, mesh, src_data_rank=2)
-        made = distribute_tensor(whole, mesh, [Shard(0)])
-        with pytest.raises(PlacementError, match="already"):
-            distribute_tensor(made, mesh, [Shard(1)])
-        with pytest.raises(MeshError, match="stays on its mesh"):
-            distribute_tensor(made, other, [R, Shard(0)])
+        with pytest.raises(error):
+            distribute_tensor(tensor, init_device_mesh("cpu", (2,)), placements, **options)
 
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("what", ["shape", "placements", "dtype"])
-def test_ranks_that_mean_different_tensors_are_told_so(what: str) -> None:
+def test_a_dtensor_is_not_distributed_again() -> None:
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        shape = (4, 8) if what == "shape" and rank else (8, 4)
-        whole = torch.ones(shape, dtype=torch.int32 if what == "dtype" and rank else torch.float32)
-        where = [Shard(1 if what == "placements" and rank else 0)]
-        with pytest.raises(Desync, match="differ in") as seen:
-            distribute_tensor(whole, mesh, where)
-        assert set(seen.value.calls) == {0, 1}
-        assert "test_dtensor_making.py" in seen.value.calls[1 - rank]
+        made = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(PlacementError):
+            distribute_tensor(made, made.device_mesh, [Shard(1)])
+        with pytest.raises(MeshError):
+            distribute_tensor(made, init_device_mesh("cpu", (1, 2)), [R, Shard(0)])
+        with pytest.raises(MeshError):
+            distribute_tensor(torch.ones(4, 4))
 
     run_ranks(2, body)
+
+
+# ---- modules -------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -183,9 +173,9 @@ def test_a_module_is_distributed_as_its_functions_say() -> None:
         assert isinstance(model.first.weight, nn.Parameter)
         assert isinstance(model.scale, DTensor)
         torch.testing.assert_close(model(x), alone(x))
-        with pytest.raises(ModuleError, match="already"):
+        with pytest.raises(ModuleError):
             distribute_module(model, mesh)
-        with pytest.raises(UsageError, match="input_fn takes"):
+        with pytest.raises(UsageError):
             distribute_module(nn.Linear(2, 2), mesh, input_fn=lambda x: x)
 
     run_ranks(2, body)
@@ -215,48 +205,10 @@ def test_what_the_partition_function_leaves_is_replicated() -> None:
 def test_functions_without_the_module_are_torchs_old_form() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1,))
-        with pytest.warns(FutureWarning, match="old one"):
+        with pytest.warns(FutureWarning):
             layer = distribute_module(
                 nn.Linear(2, 2), mesh, output_fn=lambda outputs, mesh: outputs.to_local()
             )
         assert not isinstance(layer(distribute_tensor(torch.ones(2), mesh)), DTensor)
 
     run_ranks(1, body)
-
-
-@pytest.mark.parametrize("placements", [(Shard(0), R), (Shard(0), Shard(0)), (Shard(1), Shard(0))])
-def test_factories_give_what_torch_gives_unsharded(placements: tuple[Placement, ...]) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2))
-        where: Any = {"device_mesh": mesh, "placements": placements}
-        assert torch.equal(ones(5, 3, **where).full_tensor(), torch.ones(5, 3))
-        assert torch.equal(zeros((5, 3), **where).full_tensor(), torch.zeros(5, 3))
-        made = full([5, 3], 7, requires_grad=False, **where)
-        assert made.dtype == torch.int64
-        assert torch.equal(made.full_tensor(), torch.full((5, 3), 7))
-        bare = empty(5, 3, dtype=torch.float64, requires_grad=True, **where)
-        assert bare.dtype == torch.float64
-        assert bare.requires_grad
-        assert bare.is_leaf
-        assert bare.detach().to_local().shape == bare.spec.local_shape
-        torch.manual_seed(3)
-        made = rand(5, 3, **where), randn((5, 3), dtype=torch.float64, **where)
-        assert torch.equal(made[0].full_tensor(), drawn[0])
-        assert torch.equal(made[1].full_tensor(), drawn[1])
-
-    torch.manual_seed(3)
-    drawn = torch.rand(5, 3), torch.randn(5, 3, dtype=torch.float64)
-    after = torch.default_generator.get_state()
-    run_ranks(4, body)
-    assert torch.equal(torch.default_generator.get_state(), after)
-
-
-def test_factories_refuse_terms() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        with pytest.raises(PlacementError, match="as terms"):
-            ones(4, device_mesh=mesh, placements=[Partial()])
-        with pytest.raises(UsageError, match="strided"):
-            zeros(4, layout=torch.sparse_coo, device_mesh=mesh)
-
-    run_ranks(2, body)

@@ -1,0 +1,214 @@
+"""DTensors in and out: what is refused, values that are read, gradients of parts."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.device_mesh import DeviceMesh
+from dure.errors import MeshError, PlacementError, ShapeError, UsageError
+from dure.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    zeros,
+)
+from dure.tensor.experimental import implicit_replication
+from dure.testing import CommRecorder, run_ranks
+
+ROWS, COLUMNS, WHOLE, TERMS = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
+X = torch.arange(12.0).reshape(4, 3)
+
+
+def line(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=names or None)
+
+
+def rows(mesh: DeviceMesh | None = None) -> Any:
+    return distribute_tensor(X, mesh or line(), ROWS)
+
+
+def from_local(part: torch.Tensor, placements: Any, **options: Any) -> DTensor:
+    return DTensor.from_local(part, line(), placements, **options)
+
+
+def of_shape(*shape: int) -> dict[str, Any]:
+    return {"shape": torch.Size(shape), "stride": torch.empty(shape).stride()}
+
+
+MESH, PLACEMENT, SHAPE, USAGE = MeshError, PlacementError, ShapeError, UsageError
+Refused = tuple[Callable[[], Any], type[Exception], str]
+# Each: what is called, the error, and what tells it from others of its type.
+CALLS: dict[str, Refused] = {
+    "no mesh": (lambda: DTensor.from_local(X), MESH, "no mesh was given"),
+    "no such dimension": (lambda: rows().redistribute(placements=[Shard(2)]), PLACEMENT, "2 dim"),
+    "a dimension before the first": (lambda: from_local(X, [Shard(-3)]), PLACEMENT, "2 dim"),
+    "too many placements": (lambda: from_local(X, [*ROWS, *ROWS]), PLACEMENT, "1 axes"),
+    "too few placements": (lambda: rows().redistribute(placements=[]), PLACEMENT, "1 axes"),
+    "a bare placement": (lambda: rows().redistribute(placements=Shard(0)), PLACEMENT, "a list"),
+    "no placements": (lambda: rows().redistribute(), PLACEMENT, "needs placements"),
+    "a text as placement": (lambda: from_local(X, ["S(0)"]), PLACEMENT, "'S(0)', a builtins.str"),
+    "a text as dimension": (lambda: Shard("0"), PLACEMENT, "'0'"),
+    "no such reduction": (lambda: Partial("mean"), PLACEMENT, "'mean'"),
+    "reductions that do not commute": (
+        lambda: DTensor.from_local(X, init_device_mesh("cpu", (2, 1)), [*TERMS, Partial("max")]),
+        PLACEMENT,
+        "Partial(max)",
+    ),
+    "a factory's placements": (
+        lambda: zeros(4, device_mesh=line(), placements=COLUMNS), PLACEMENT, "(zeros)"
+    ),
+    "a factory's Partial": (
+        lambda: zeros(4, device_mesh=line(), placements=TERMS), PLACEMENT, "(zeros)"
+    ),
+    "a factory's layout": (
+        lambda: zeros(4, device_mesh=line(), layout=torch.sparse_coo), USAGE, "strided"
+    ),
+    "meshes with other names": (
+        lambda: rows(line("dp")) + rows(line("tp")), MESH, "(dp=2), 'cpu', stride=(1,)) of ranks"
+    ),
+    "meshes in another order": (
+        lambda: rows(DeviceMesh("cpu", [0, 1])) + rows(DeviceMesh("cpu", [1, 0])), MESH, "[1, 0]"
+    ),
+    "a plain tensor": (lambda: rows() + torch.ones(4, 3), USAGE, "'other', torch.float32 [4, 3]"),
+    "a plain tensor written": (lambda: torch.ones(4, 3).add_(rows()), USAGE, "'self'"),
+    "Partial written": (
+        lambda: from_local(torch.ones(3), TERMS).sqrt_(), PLACEMENT, "it writes float32[3] (P(sum))"
+    ),
+    "a sharded dimension written by its sums": (
+        lambda: torch.cumsum(rows(), 0, out=rows()), PLACEMENT, "cumsum"
+    ),
+    "data of another kind": (lambda: setattr(rows(), "data", X), USAGE, "Tensor [4, 3]"),
+    "to Partial": (lambda: rows().redistribute(placements=TERMS), PLACEMENT, "S(0) -> P(sum)"),
+    "to another mesh": (lambda: rows(line("dp")).redistribute(line("tp"), ROWS), MESH, "tp=2"),
+    "a part of another shape": (
+        lambda: from_local(X, ROWS, **of_shape(12, 3)), SHAPE, "[4, 3], expected [6, 3]"
+    ),
+    "a shape without strides": (
+        lambda: from_local(X, ROWS, shape=torch.Size([8, 3])), SHAPE, "together"
+    ),
+    "gradients of no dimension": (
+        lambda: rows().requires_grad_().to_local(grad_placements=[Shard(2)]),
+        PLACEMENT,
+        "(to_local)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_one_rank_can_see_is_refused_before_anything_is_sent(name: str) -> None:
+    call, kind, words = CALLS[name]
+
+    def body(rank: int) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        assert words in str(caught.value)
+
+    run_ranks(2, body)
+
+
+def test_equal_meshes_go_together_and_plain_tensors_where_that_is_said() -> None:
+    def body(rank: int) -> None:
+        x, y = rows(line("tp")), rows(line("tp"))
+        assert torch.equal((x + y).full_tensor(), 2 * X)
+        with implicit_replication():
+            assert torch.equal((x + X).full_tensor(), 2 * X)
+
+    run_ranks(2, body)
+
+
+def test_what_is_read_is_the_value_of_the_whole() -> None:
+    def body(rank: int) -> None:
+        mesh = line()
+        for x in (rows(mesh), DTensor.from_local(X / 2, mesh, TERMS)):
+            assert x.sum().item() == 66
+            assert float(x.mean()) == 5.5
+            assert int(x.max()) == 11
+            assert x[3, 2].item() == 11
+            assert bool((x > 10).any())
+            assert not bool((x > 10).all())
+            assert f"{x.sum():.2f} {x.mean()}" == "66.00 5.5"
+            assert "11." in str(x)
+            assert "11." in f"{x}"
+            assert x.shape == X.shape
+            assert len(x) == 4
+            assert torch.equal(x, rows(mesh))
+            with pytest.raises(RuntimeError):
+                x.item()
+        with CommRecorder() as seen:
+            text = repr(rows(mesh).detach())
+        assert "local_tensor" in text
+        assert seen.ops == ["scatter"]  # of distribute_tensor, none of repr
+
+    run_ranks(2, body)
+
+
+# ---- gradients of parts --------------------------------------------------------------------------
+
+
+def test_a_gradient_that_may_be_terms_is_told_at_the_line_of_to_local() -> None:
+    def body(rank: int) -> list[str]:
+        mesh = line("tp")
+        whole, terms = (
+            DTensor.from_local(torch.ones(3), mesh, w).requires_grad_() for w in (WHOLE, TERMS)
+        )
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if rank == 0:  # filters are those of the process, and so is who was told
+                assert whole.to_local().numel() == 3  # who reads learns nothing
+                for _ in range(2):
+                    whole.to_local().sum().backward()
+                terms.to_local().sum().backward()
+                whole.to_local(grad_placements=WHOLE).sum().backward()
+                whole.full_tensor().sum().backward()
+                whole.sum().to_local().backward()
+                cut = distribute_tensor(X, mesh, ROWS, src_data_rank=None).requires_grad_()
+                cut.to_local().sum().backward()
+            return [f"{one.filename}:{one.lineno}: {one.message}" for one in seen]
+
+    lines, first = inspect.getsourcelines(body)
+    told = run_ranks(2, body)[0]
+    assert len(told) == 2
+    for text, where, code in zip(told, ("(R)", "(P(sum))"), ("whole", "terms"), strict=True):
+        number = int(text.split(":")[1])
+        assert lines[number - first].strip() == f"{code}.to_local().sum().backward()"
+        assert "test_dtensor.py" in text
+        assert f"float32[3] {where}" in text
+        assert "same on all ranks of tp" in text
+        assert "Partial() for these axes" in text
+
+
+def test_gradients_of_sums_of_parts_add_up() -> None:
+    def body(rank: int) -> None:
+        x = DTensor.from_local(torch.ones(3, 2), line(), ROWS).requires_grad_()
+        for _ in range(3):
+            x.to_local().sum().backward()  # a gradient whose elements are one in memory
+        grad: Any = x.grad
+        assert grad.to_local().tolist() == [[3, 3]] * 3
+
+    run_ranks(2, body)
+
+
+def test_a_gradient_of_terms_is_summed_where_that_is_said() -> None:
+    def body(rank: int) -> None:
+        weight = nn.Parameter(distribute_tensor(torch.ones(3), line(), WHOLE))
+        part = weight.to_local(grad_placements=TERMS)  # pyright: ignore
+        assert isinstance(part, nn.Parameter)
+        (part * (rank + 1)).sum().backward()
+        grad: Any = weight.grad
+        assert grad.placements == tuple(WHOLE)
+        assert grad.to_local().tolist() == [3, 3, 3]
+
+    run_ranks(2, body)

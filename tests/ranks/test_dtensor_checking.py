@@ -1,0 +1,152 @@
+"""Ranks that mean different tensors learn it, at the first call that communicates."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dure.device_mesh import DeviceMesh
+from dure.errors import Desync
+from dure.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    zeros,
+)
+from dure.testing import run_ranks
+
+ROWS, COLUMNS, WHOLE, TERMS = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
+X = torch.arange(12.0).reshape(4, 3)
+
+
+def line(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=names or None)
+
+
+def test_checked_parts_that_fit_are_taken_and_copies_are_made_equal() -> None:
+    def body(rank: int) -> None:
+        mesh = line()
+        parts = torch.full((2 - rank, 3), float(rank))
+        made = DTensor.from_local(
+            parts, mesh, ROWS, run_check=True, shape=torch.Size([3, 3]), stride=(3, 1)
+        )
+        assert made.full_tensor().sum() == 3
+        copies = DTensor.from_local(torch.full((2,), float(rank)), mesh, WHOLE, run_check=True)
+        assert copies.to_local().tolist() == [0, 0]
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_mean_different_tensors_learn_both_lines() -> None:
+    def body(rank: int) -> None:
+        mesh = line("tp")
+        shape = (4 + rank, 3)
+        with pytest.raises(Desync) as caught:
+            distribute_tensor(torch.ones(shape), mesh, ROWS)
+        with pytest.raises(Desync) as other:
+            distribute_tensor(torch.ones(4, 4), line("tp"), [Shard(rank)])
+        with pytest.raises(Desync) as unlike:
+            DTensor.from_local(torch.ones(shape), line("tp"), ROWS, run_check=True)
+        with pytest.raises(Desync) as kinds:
+            distribute_tensor(X.double() if rank else X, line("tp"), ROWS)
+        for error in (caught, other, unlike, kinds):
+            assert sorted(error.value.calls) == [0, 1]
+            for text in error.value.calls.values():
+                assert re.search(r"test_dtensor_checking.py:\d+", text), text
+        assert "float32[4, 3]" in str(caught.value)
+        assert "float32[5, 3]" in str(caught.value)
+        assert "(S(0))" in str(other.value)
+        assert "(S(1))" in str(other.value)
+        assert "float64[4, 3]" in str(kinds.value)
+
+    run_ranks(2, body)
+
+
+UNLIKE: dict[str, Callable[[int, Any], Any]] = {
+    "other shapes": lambda rank, mesh: zeros(4 + 2 * rank, device_mesh=mesh, placements=ROWS),
+    "other uneven shapes": lambda rank, mesh: zeros(5 + rank, device_mesh=mesh, placements=ROWS),
+    "unequal parts": lambda rank, mesh: DTensor.from_local(torch.ones(2 + rank, 3), mesh, ROWS),
+    "unequal terms": lambda rank, mesh: DTensor.from_local(torch.ones(2 + rank, 3), mesh, TERMS),
+    "other reductions": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2), mesh, [Partial("max" if rank else "sum")]
+    ),
+    "other placements": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2, 2), mesh, TERMS if rank else ROWS
+    ),
+    "other dtypes": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2, dtype=torch.float64 if rank else torch.float32), mesh, ROWS
+    ),
+    "other operators": lambda rank, mesh: (
+        distribute_tensor(X, mesh, ROWS).sum(0) if rank else distribute_tensor(X, mesh, ROWS).sum(1)
+    ),
+    # As many bytes on both ranks, so that only what is meant differs.
+    "other shapes of one length": lambda rank, mesh: DTensor.from_local(
+        torch.ones(4, 2) if rank else torch.ones(2, 4), mesh, ROWS
+    ),
+    "terms of other shapes": lambda rank, mesh: DTensor.from_local(
+        torch.ones(4, 2) if rank else torch.ones(2, 4), mesh, TERMS
+    ),
+    "other dimensions": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2, 2), mesh, [Shard(rank)]
+    ),
+    "other strides": lambda rank, mesh: DTensor.from_local(
+        torch.ones(2, 2).t() if rank else torch.ones(2, 2), mesh, TERMS
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_differ_learn_it_at_the_first_call_that_communicates(name: str) -> None:
+    def body(rank: int) -> tuple[str, dict[int, str]]:
+        x = UNLIKE[name](rank, line("tp"))
+        with pytest.raises(Desync) as caught:
+            x.full_tensor()
+        assert sorted(caught.value.calls) == [0, 1]
+        for text in caught.value.calls.values():
+            assert re.search(r"test_dtensor_checking.py:\d+", text), text
+        return str(x.spec), caught.value.calls
+
+    for _, calls in (found := run_ranks(2, body)):
+        for rank, (spec, _) in enumerate(found):
+            assert f"of {spec}" in calls[rank]
+
+
+# Each: how the tensor lies, the shapes of the ranks' parts, and what communicates.
+MOVES: dict[str, tuple[list[Any], list[tuple[int, int]], Callable[[DTensor], Any]]] = {
+    "all_to_all": (ROWS, [(4, 2), (2, 4)], lambda x: x.redistribute(placements=COLUMNS)),
+    "reduce_scatter": (TERMS, [(4, 2), (2, 4)], lambda x: x.redistribute(placements=ROWS)),
+    "an operator's own": (COLUMNS, [(4, 2), (4, 3)], lambda x: x.log_softmax(1)),
+    "another target": (
+        TERMS,
+        [(4, 4), (4, 4)],
+        lambda x: x.redistribute(placements=[Shard(x.device_mesh.get_rank())]),
+    ),
+}
+
+
+@pytest.mark.parametrize("verified", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+def test_every_way_to_communicate_compares_what_is_meant(name: str, verified: bool) -> None:
+    def body(rank: int) -> dict[int, str]:
+        gloo: Any = {0: ("gloo", {"verify": True})} if verified else None
+        mesh = init_device_mesh("cpu", (2,), backend_override=gloo)
+        placements, shapes, move = MOVES[name]
+        x = DTensor.from_local(torch.ones(shapes[rank]), mesh, placements)
+        with pytest.raises(Desync) as caught:
+            move(x)
+        assert sorted(caught.value.calls) == [0, 1]
+        assert f"of {x.spec} to" in caught.value.calls[rank]
+        return caught.value.calls
+
+    one, other = run_ranks(2, body)
+    assert one == other

@@ -1,0 +1,31 @@
+"""A mesh as text: its ranks in the grid, this rank with a star."""
+
+from __future__ import annotations
+
+from dure.device_mesh import DeviceMesh
+
+
+def test_a_mesh_prints_its_ranks_in_the_grid():
+    mesh = DeviceMesh(
+        "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _rank=2, _init_backend=False
+    )
+    assert str(mesh).splitlines() == [
+        "DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))",
+        "      tp 0  tp 1",
+        "dp 0    0     1",
+        "dp 1    2*    3",
+    ]
+    assert repr(mesh["dp"]) == "DeviceMesh((dp=2), 'cpu', stride=(2,))"
+
+
+def test_axes_before_the_last_two_are_blocks():
+    mesh = DeviceMesh("cpu", [[[1, 0]], [[3, 2]]], _rank=3, _init_backend=False)
+    assert str(mesh).splitlines() == [
+        "DeviceMesh((2, 1, 2), 'cpu', stride=(2, 1, 1))",
+        "dim_0 0",
+        "         dim_2 0  dim_2 1",
+        "dim_1 0       1        0",
+        "dim_0 1",
+        "         dim_2 0  dim_2 1",
+        "dim_1 0       3*       2",
+    ]
