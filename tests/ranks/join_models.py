@@ -1,4 +1,4 @@
-"""What the tests of `Join` train: a network, batches, and the same on one process alone."""
+"""What the tests of `Join` train: a network, batches, and the same in one process alone."""
 
 from __future__ import annotations
 
@@ -29,15 +29,21 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def train_alone(counts: Sequence[int], by_all: bool, epochs: int) -> Params:
-    """Do in one process what ranks with `counts` batches each are to do together."""
+    """Train in one process as ranks with `counts` batches each are to train together."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(epochs):
         data = [batches_of(rank, count, epoch) for rank, count in enumerate(counts)]
         for step in range(max(counts)):
             optimizer.zero_grad()
-            there = [d[step] for d in data if step < len(d)]
-            total = torch.stack([loss_of(net(x)) for x in there]).sum()
-            (total / (len(counts) if by_all else len(there))).backward()
+            present = [d[step] for d in data if step < len(d)]
+            total = torch.stack([loss_of(net(x)) for x in present]).sum()
+            (total / (len(counts) if by_all else len(present))).backward()
             optimizer.step()
     return [p.detach() for p in net.parameters()]
+
+
+def assert_all_close(results: Sequence[Params], expected: Params) -> None:
+    """Require that every rank has the expected parameters."""
+    for params in results:
+        torch.testing.assert_close(params, expected, atol=1e-13, rtol=1e-13)
