@@ -17,11 +17,6 @@ from dure.testing import CommRecorder, run_ranks
 WORDS = 9
 
 
-@pytest.fixture(params=["gathered", "shared"])
-def way(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 class Block(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
