@@ -20,30 +20,14 @@ import dure.checkpoint as ours
 import dure.checkpoint.planner as our_planner
 import dure.checkpoint.storage as our_storage
 
-HOOKS = [
-    "set_up_planner",
-    "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
-    "resolve_data",
-    "lookup_object",
-    "transform_object",
-    "load_bytes",
-    "resolve_tensor",
-    "commit_tensor",
-    "lookup_tensor",
-    "transform_tensor",
-    "reset",
-    "storage_meta",
-    "set_up_storage_writer",
-    "set_up_storage_reader",
-    "prepare_local_plan",
-    "prepare_global_plan",
-    "write_data",
-    "finish",
-    "read_metadata",
-    "read_data",
-]
+BASES = (
+    theirs.SavePlanner,
+    theirs.LoadPlanner,
+    theirs.StorageWriter,
+    theirs.StorageReader,
+)
+HOOKS = sorted({name for base in BASES for name in vars(base) if not name.startswith("_")})
+HOOKS.remove("validate_checkpoint_id")  # of the class; torch calls it where it likes
 
 
 def plain(value: Any) -> Any:

@@ -201,39 +201,32 @@ def test_rank_that_cannot_write_fails_all_and_the_older_checkpoint_stays(
     assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
 
 
-def test_value_that_one_rank_cannot_save_fails_all(tmp_path):
+class Broken:
+    def state_dict(self):
+        raise ZeroDivisionError
+
+    def load_state_dict(self, state):
+        del state
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        (lambda rank: PerRank({"x": object() if rank else 1}), UsageError),
+        (lambda rank: PerRank(Broken() if rank else {}), CheckpointError),
+        (lambda rank: {"x": torch.ones(2 + rank)}, CheckpointError),
+    ],
+    ids=["value", "object", "shape"],
+)
+def test_what_one_rank_cannot_save_fails_all(tmp_path, what, error):
     def save(rank):
-        own = PerRank({"x": object() if rank == 1 else 1})
-        with pytest.raises(UsageError) as caught:
-            Checkpointer(tmp_path).save(1, mine=own)
+        with pytest.raises(error) as caught:
+            Checkpointer(tmp_path, sharded=True).save(1, mine=what(rank))
         return caught.value.seen
 
-    seen = run_ranks(2, save)
-    assert seen[0] == seen[1]
-    assert "ranks.1.mine.x" in seen[0]
-
-
-def test_object_that_fails_on_one_rank_fails_all(tmp_path):
-    class Broken:
-        def state_dict(self):
-            raise ZeroDivisionError
-
-        def load_state_dict(self, state):
-            del state
-
-    def save(rank):
-        with pytest.raises(CheckpointError):
-            Checkpointer(tmp_path).save(1, mine=PerRank(Broken() if rank else {}))
-
-    run_ranks(2, save)
-
-
-def test_ranks_with_other_tensors_are_refused_when_all_write(tmp_path):
-    def save(rank):
-        with pytest.raises(CheckpointError):
-            Checkpointer(tmp_path, sharded=True).save(1, x={"x": torch.ones(2 + rank)})
-
-    run_ranks(2, save)
+    first, second = run_ranks(2, save)
+    assert first == second
+    assert error is not UsageError or "ranks.1.mine.x" in first
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -15,28 +14,18 @@ from dure.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
-    Metadata,
     QuantizedHuggingFaceStorageReader,
-    StorageReader,
-    StorageWriter,
     async_save,
     load,
     load_sharded_optimizer_state_dict,
-    load_state_dict,
     save,
     save_state_dict,
 )
 from dure.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
-from dure.checkpoint.planner import LoadItemType, WriteItemType
-from dure.checkpoint.storage import WriteResult, done
-from dure.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from dure.checkpoint.planner import WriteItemType
+from dure.tensor import DTensor, Shard
 from dure.testing import run_ranks
-
-WHOLE = torch.arange(28.0).view(7, 4)
-
-
-def rows(whole, dim=0):
-    return distribute_tensor(whole.clone(), init_device_mesh("cpu", (2,)), [Shard(dim)])
+from ranks.saved_states import WHOLE, rows
 
 
 class HalfOfTheWeights(DefaultSavePlanner):
@@ -103,75 +92,6 @@ def test_names_dtypes_and_values_are_the_planners(tmp_path, background):
         plain: dict[str, Any] = {"old_w": torch.zeros(7, 4), "old_step": 0}
         load(plain, checkpoint_id=tmp_path)
         assert torch.equal(plain["old_w"], WHOLE * 2) and plain["old_step"] == 3
-
-    run_ranks(2, body)
-
-
-class DivideHere(DefaultSavePlanner):
-    divided = False
-
-    def create_global_plan(self, all_plans):
-        self.divided = True
-        return super().create_global_plan(all_plans)
-
-
-class InMemory(StorageWriter, StorageReader):
-    """A dict that all thread-ranks share."""
-
-    def __init__(self, kept: dict[Any, Any]):
-        self.kept = kept
-
-    def write_data(self, plan, planner):
-        results = []
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            assert item.index not in self.kept  # one rank writes what both have
-            copy = data.getvalue() if isinstance(data, io.BytesIO) else data.detach().clone()
-            self.kept[item.index] = copy
-            results.append(WriteResult(item.index, 0, None))
-        return done(results)
-
-    def finish(self, metadata, results):
-        assert sorted(r.index.fqn for one in results for r in one) == ["n.b", "step", "w", "w"]
-        self.kept["metadata"] = metadata
-
-    def read_metadata(self, *args, **kwargs):
-        return self.kept["metadata"]
-
-    def read_data(self, plan, planner):
-        for item in plan.items:
-            data = self.kept[item.storage_index]
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(data))
-            else:
-                to = planner.resolve_tensor(item)
-                for dim, at in enumerate(item.storage_offsets):
-                    data = data.narrow(dim, at, item.lengths[dim])
-                to.copy_(data)
-        return done(None)
-
-
-@pytest.mark.parametrize("coordinator", [0, 1])
-def test_a_storage_of_ones_own_gets_each_item_once(coordinator, tmp_path):
-    kept: dict[Any, Any] = {}
-
-    def body(rank):
-        state = {"w": rows(WHOLE), "n": {"b": torch.ones(2)}, "step": rank}
-        made = save_state_dict(state, InMemory(kept), coordinator_rank=coordinator)
-        assert isinstance(made, Metadata) and made.planner_data["n.b"] == ("n", "b")
-        into: dict[str, Any] = {
-            "w": rows(torch.zeros(7, 4), 1),
-            "n": {"b": torch.zeros(2)},
-            "step": None,
-        }
-        load_state_dict(into, InMemory(kept), coordinator_rank=coordinator)
-        assert torch.equal(into["w"].full_tensor(), WHOLE)
-        assert into["n"]["b"].tolist() == [1, 1] and into["step"] in (0, 1)
-        led = DivideHere()
-        save_state_dict(
-            state, FileSystemWriter(tmp_path), coordinator_rank=coordinator, planner=led
-        )
-        assert led.divided == (rank == coordinator)
 
     run_ranks(2, body)
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.lr_scheduler import ConstantLR
 
 import dure
-from dure.checkpoint import DefaultLoadPlanner, load, save
+from dure.checkpoint import load, save
 from dure.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,13 +29,10 @@ from dure.errors import CheckpointMismatch, UsageError
 from dure.fsdp import fully_shard
 from dure.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
+from ranks.saved_states import counted
 
 STRATEGIES = ["shared", "gathered"]
 FULL = StateDictOptions(full_state_dict=True)
-
-
-def counted(*shape):
-    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
 
 class Body(nn.Module):
@@ -447,16 +444,6 @@ def test_state_of_parameters_that_are_new_missing_or_frozen_since():
     assert (
         optimizer.state[model["a"].weight]["exp_avg"].flatten().tolist() == [pytest.approx(0.1)] * 2
     )
-
-
-def test_a_checkpoint_of_less_and_more_than_the_model(tmp_path):
-    save({"model": {"a": counted(2), "gone": counted(1)}}, checkpoint_id=tmp_path)
-    model = nn.ParameterDict({"a": torch.zeros(2), "new": torch.ones(1)})
-    state = {"model": get_model_state_dict(model)}
-    partial = DefaultLoadPlanner(allow_partial_load=True)
-    loaded = load(state, checkpoint_id=tmp_path, planner=partial)
-    assert loaded[:2] == (["model.new"], ["model.gone"])
-    assert model["a"].tolist() == [0, 1] and model["new"].tolist() == [1]
 
 
 def test_options_of_groups():

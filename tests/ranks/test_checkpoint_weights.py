@@ -29,12 +29,9 @@ from dure.fsdp import fully_shard
 from dure.tensor import Replicate, Shard, distribute_tensor, init_device_mesh, zeros
 from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
+from ranks.saved_states import counted
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-def counted(*shape, dtype=torch.float32):
-    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
 
 
 WHOLE = {
