@@ -5,43 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dure.native import available as native_available
 from dure.testing import run_ranks
 from procs import pipeline_ranks
-from procs.shm_ranks import Ranks
+from procs.forked_ranks import Ranks
+from ranks.pipeline_models import batches, dense, interleaved, one_process, verify_same
 
-NEEDS_ENGINE = pytest.mark.skipif(
-    not native_available()[0], reason=native_available()[1] or "no engine"
-)
-
-
-@NEEDS_ENGINE
-def test_training_over_shared_memory_equals_one_process_2_ranks(process_pool):
-    for far in process_pool(2, "shm").run(pipeline_ranks.trains_as_one):
-        assert far < 1e-12
+pytestmark = pytest.mark.needs("engine")
 
 
-@NEEDS_ENGINE
-def test_what_travels_through_slots_is_what_messages_bring_2_ranks(process_pool):
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_training_over_shared_memory_equals_one_process_2_ranks(process_pool, name):
+    found = process_pool(2, "shm").run(pipeline_ranks.trains, name)
+    parts, steps = pipeline_ranks.large_parts(name), pipeline_ranks.large_batches()
+    verify_same(found, one_process(parts, steps, 4))
+
+
+def test_slots_hand_over_what_messages_do_2_ranks(process_pool):
     found = process_pool(2, "shm").run(pipeline_ranks.hands_over)
     expected = run_ranks(2, pipeline_ranks.hands_over, backend="threads")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@NEEDS_ENGINE
 def test_slots_are_used_again_2_ranks(process_pool):
     for counts, are_free in process_pool(2, "shm").run(pipeline_ranks.reuses_slots):
         assert are_free and counts[-1] <= 3, counts  # of 36 transfers
 
 
-@NEEDS_ENGINE
 def test_stages_whose_ranks_share_parameters_train_as_one_process_2_ranks(process_pool):
-    for far in process_pool(2, "shm").run(pipeline_ranks.trains_shards_as_one):
-        assert far < 1e-12
+    _, expected = one_process(dense(2), interleaved(batches(2, rows=16)), 4)
+    for weights in process_pool(2, "shm").run(pipeline_ranks.trains_shards):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
 
 
-@NEEDS_ENGINE
 @pytest.mark.parametrize(
     ("backend", "hosts", "actions"),
     [

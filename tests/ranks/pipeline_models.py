@@ -11,6 +11,8 @@ from torch import nn
 
 import dure.pipelining as pp
 
+Trained = tuple[list[list[float]], dict[str, torch.Tensor]]
+"""The losses of each step, where they are known, and the weights."""
 CPU = torch.device("cpu")
 SCHEDULES: dict[str, tuple[Any, int]] = {
     "gpipe": (pp.ScheduleGPipe, 1),
@@ -107,11 +109,22 @@ class Pipeline:
         return self.schedule.eval(*([x] if self.has_first else []))
 
     def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.named_parameters().items()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        named = self.named_parameters().items()
+        return {name: p.grad for name, p in named if p.grad is not None}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return parameters by stage and name, whatever a part was wrapped in."""
         return {
-            f"{i}.{name}": p.detach().clone()
+            f"{i}.{name}".replace(".part.", "."): p
             for i, part in self.parts.items()
             for name, p in part.named_parameters()
         }
+
+    def train(self, steps: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Trained:
+        return [self.step(x, y) for x, y in steps], self.weights()
 
 
 def one_process(
@@ -119,12 +132,12 @@ def one_process(
     batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
     microbatches: int,
     loss_fn: Callable[..., torch.Tensor] = mse,
-) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    """Train on one rank; return the losses of each step, and the weights."""
+) -> Trained:
+    """Train on one rank."""
     parts = copy.deepcopy(list(parts))
     parameters = {p: None for part in parts for p in part.parameters()}
     optimizer = torch.optim.SGD(list(parameters), lr=0.1)
-    told: list[list[float]] = []
+    losses_of_steps: list[list[float]] = []
     for x, y in batches:
         optimizer.zero_grad()
         losses: list[float] = []
@@ -136,13 +149,29 @@ def one_process(
             (loss / microbatches).backward()
             losses.append(loss.item())
         optimizer.step()
-        told.append(losses)
+        losses_of_steps.append(losses)
     weights = {
         f"{i}.{name}": p.detach()
         for i, part in enumerate(parts)
         for name, p in part.named_parameters()
     }
-    return told, weights
+    return losses_of_steps, weights
+
+
+def gradients_alone(
+    model: nn.Module, steps: Sequence[tuple[torch.Tensor, torch.Tensor]], microbatches: int
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of one rank, added up over steps."""
+    for x, y in steps:
+        for a, b in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
+            (mse(model(a), b) / microbatches).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare gradients of some of the parameters."""
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12, msg=name)
 
 
 def batches(steps: int, rows: int = 11, width: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -151,14 +180,71 @@ def batches(steps: int, rows: int = 11, width: int = 6) -> list[tuple[torch.Tens
     return [(x, y) for x, y in both]
 
 
-def verify_same(
-    found: Sequence[tuple[list[list[float]], dict[str, torch.Tensor]]],
-    expected: tuple[list[list[float]], dict[str, torch.Tensor]],
-) -> None:
-    """Compare what the ranks tell with one process: to rounding, which is of the order 1e-15."""
-    losses = next(told for told, _ in found if told and told[0])
+def interleaved(
+    steps: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return batches of 16 rows in the order in which 4 microbatches of 2 replicas take them."""
+    order = torch.arange(16).view(2, 4, 2).transpose(0, 1).flatten()
+    return [(x[order], y[order]) for x, y in steps]
+
+
+def verify_same(found: Sequence[Trained], expected: Trained) -> None:
+    """Compare what ranks find with one process: to rounding, which is of the order 1e-15."""
+    losses = next(each for each, _ in found if each and each[0])
     torch.testing.assert_close(losses, expected[0], rtol=0, atol=1e-12)
     weights = {name: value for _, each in found for name, value in each.items()}
     assert weights.keys() == expected[1].keys()
     for name, value in weights.items():
         torch.testing.assert_close(value, expected[1][name], rtol=0, atol=1e-12, msg=name)
+
+
+# ---------------------------------------------------------------- what travels between stages
+
+
+class Nested(nn.Module):
+    """Hands on a nested structure, with None, a number, integers, another dtype and a skip."""
+
+    def __init__(self, index: int, num: int) -> None:
+        super().__init__()
+        self.index, self.num = index, num
+        self.linear = nn.Linear(6, 6).double()
+        self.low = nn.Linear(6, 6)
+
+    def forward(self, state: Any, nothing: None = None, skip: torch.Tensor | None = None) -> Any:
+        x = state["x"] if isinstance(state, dict) else state
+        if isinstance(state, dict):
+            assert nothing is None and state["depth"] == self.index
+            assert state["ids"].dtype == torch.int64 and not state["ids"].requires_grad
+        first = x if skip is None else skip
+        x = self.linear(x) + self.low(x.float()).double()
+        if self.index == self.num - 1:
+            return x + first
+        ids = torch.arange(len(x))
+        return {"x": x, "depth": self.index + 1, "ids": ids}, None, first * 1
+
+
+def of_nested(rank: int, name: str, world: int, parts: list[nn.Module]) -> Trained:
+    return Pipeline(name, rank, world, parts, 4).train(batches(2))
+
+
+STEADY, OTHER = [4, 4, 4], [2, 5, 3]
+LENGTHS = [STEADY, STEADY, OTHER, OTHER, OTHER, STEADY, [1, 0, 7], STEADY]
+
+
+def of_lengths(rank: int, parts: list[nn.Module], steps: list[list[int]]) -> list[list[float]]:
+    pipeline = Pipeline("1f1b", rank, 2, parts, 3)
+    found = []
+    for lengths in steps:
+        generator = torch.Generator().manual_seed(sum(lengths))
+        data = [torch.randn(n, 6, generator=generator).double() for n in lengths]
+        losses: list[torch.Tensor] = []
+        outputs = pipeline.schedule.step_microbatches(
+            [(x,) for x in data] if rank == 0 else None,
+            None,
+            [x.sin() for x in data] if rank == 1 else None,
+            losses,
+        )
+        if rank == 1:
+            assert outputs is not None and [len(x) for x in outputs] == lengths
+        found.append([loss.item() for loss in losses])
+    return found
