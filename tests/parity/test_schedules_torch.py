@@ -67,7 +67,7 @@ def texts(schedule: Schedule) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("generator", [g for g in SCHEDULES if g.trains], ids=lambda g: g.name)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_same_actions(generator: Generator, data: st.DataObject):
     ranks = data.draw(st.integers(1, 8), "ranks")

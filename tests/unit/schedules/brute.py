@@ -1,10 +1,16 @@
-"""What the proof and the simulator say, found the slow and obvious way."""
+"""What the proof and the simulator find, in the slow and obvious way; and schedules by text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from dure.schedules import Action, Kind, Schedule
+
+
+def read(*ranks: str, microbatches: int = 1, placement: tuple[int, ...] = (0, 1)) -> Schedule:
+    """Return a schedule of lists of actions in text form."""
+    lists = tuple(tuple(map(Action.parse, rank.split())) for rank in ranks)
+    return Schedule(lists, placement, microbatches)
 
 
 def comes_to_its_end(schedule: Schedule) -> bool:

@@ -1,4 +1,4 @@
-"""The text form of actions, and where stages lie."""
+"""The text form of actions, and the placement of stages."""
 
 import pytest
 
