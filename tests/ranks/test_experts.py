@@ -42,7 +42,7 @@ from dure.tensor.parallel import (
 from dure.testing import run_ranks
 from ranks.fsdp_models import making
 
-STEPS, D, H, WORDS = 10, 6, 4, 11
+STEPS, D, H, WORDS = 3, 6, 4, 11
 BALANCED: dict[str, Any] = {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01, "load_balance_coeff": 0.01}
 ALL_TO_ALL, ALL_REDUCE = "c10d.alltoall_base_", "c10d.allreduce_"
 
@@ -165,7 +165,7 @@ def test_low_precision_and_autocast_compute_what_doubles_do(before: bool) -> Non
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_computed_again_counts_once(reentrant: bool) -> None:
+def test_recomputed_tokens_count_once(reentrant: bool) -> None:
     moe, x = layer(**BALANCED), drawn(7, D).requires_grad_()
     out = checkpoint(moe, x, use_reentrant=reentrant)
     if reentrant:
@@ -248,10 +248,9 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 CASES = [
     ((1, 1), "plain", "shared"),
-    ((1, 2), "plain", "shared"),
+    ((1, 2), "checkpoint", "gathered"),
     ((2, 1), "plain", "shared"),
-    ((1, 4), "checkpoint", "shared"),
-    ((2, 2), "plain", "gathered"),
+    ((1, 4), "plain", "shared"),
     ((2, 2), "checkpoint", "shared"),
 ]
 
@@ -277,7 +276,7 @@ def test_experts_and_shards_train_as_on_one_rank(shape: Any, how: str, way: str)
         close(got, wanted, rtol=0, atol=1e-10)
 
 
-def test_a_step_communicates_what_is_told_and_nothing_else() -> None:
+def test_a_step_communicates_what_is_documented_and_nothing_else() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         model = parallelize_module(layer(**BALANCED), mesh, {"experts": ExpertParallel()})
@@ -334,7 +333,7 @@ def test_ranks_and_experts_without_tokens_have_gradients_of_zero(again: bool) ->
         gradients = {name: p.grad.full_tensor() for name, p in experts.named_parameters()}
         return gradients, tokens_per_expert(model, mesh)
 
-    for gradients, loads in run_ranks(2, body, timeout=10):
+    for gradients, loads in run_ranks(2, body):
         for name, parameter in alone.experts.named_parameters():
             close(gradients[name], parameter.grad)
             assert gradients[name][2:].count_nonzero() == 0
@@ -487,7 +486,7 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> Non
         run_ranks(math.prod(shape), read, shape)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_misfits_are_refused() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (4,))
         style = ExpertParallel()

@@ -1,4 +1,4 @@
-"""Gradients exact per token: ranks with unequal counts, accumulation and context axes, as one."""
+"""Gradients that are exact per token: unequal counts, accumulation and context axes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_weights_are_added_up() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["negative", "nan", "dtensor"])
-def test_what_no_count_can_be_is_refused_on_all_ranks(wrong: str) -> None:
+def test_invalid_counts_are_refused_on_all_ranks(wrong: str) -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         mask = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
