@@ -26,11 +26,12 @@ def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
         yield made
 
 
-def test_everything_is_as_plain_torch_computes_it(pool: ProcessPool) -> None:
-    drawn = worlds.drawn_alone()
-    for sizes in [(4,), (2, 2), (2, 1, 2)]:
-        found = pool.run(worlds.everything, sizes, drawn, 1, 40)
-        worlds.check_computed(found, sizes, 1)
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 1, 2)], ids=str)
+def test_everything_is_as_plain_torch_computes_it(
+    pool: ProcessPool, sizes: tuple[int, ...]
+) -> None:
+    worlds.check_computed(pool.run(worlds.computes, sizes, 1), sizes, 1)
+    pool.run(worlds.redistributes, sizes, 40)
 
 
 def test_two_models_on_two_meshes_run_at_once(pool: ProcessPool) -> None:

@@ -29,13 +29,7 @@ from dure.tensor import (
     Shard,
     clip_grad_norm_,
     distribute_tensor,
-    empty,
-    full,
     init_device_mesh,
-    ones,
-    rand,
-    randn,
-    zeros,
 )
 from dure.tensor.placement_types import StridedShard
 from ranks.operators import RIGHT, Run, Sample, Way, judge, run
@@ -107,6 +101,25 @@ def ramp(*shape: int) -> torch.Tensor:
     return torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).reshape(shape) / 8
 
 
+def drawn(x: Any, w: Any, b: Any) -> list[Any]:
+    """Draw random values after a seed: in place, by a layer, by an initialization."""
+    torch.manual_seed(7)
+    x = x.detach()
+    return [x.clone().normal_(), F.dropout(x, 0.4), nn.init.xavier_uniform_(torch.zeros_like(w))]
+
+
+def trained(x: Any, w: Any, b: Any) -> list[Any]:
+    """Train two parameters for two steps of AdamW, with clipping."""
+    parameters = [nn.Parameter(w.detach().clone()), nn.Parameter(b.detach().clone())]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((x.detach() * parameters[1]).sin() @ parameters[0]).square().mean().backward()
+        norm = clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+    return [*parameters, norm]
+
+
 OPERATORS: dict[str, Any] = {
     "sums": lambda x, w, b: (x.sum(), x.sum(0), x.mean(1), x.amax(0), x.prod(1)),
     "arithmetic": lambda x, w, b: (x * 2 + b, x / (x + 1), (x - b) ** 2),
@@ -120,6 +133,8 @@ OPERATORS: dict[str, Any] = {
     "chosen": lambda x, w, b: (x[4], x.where(x > 1, -x), x.sort(0).values, x.cumsum(0)),
     "loss": lambda x, w, b: F.mse_loss(x @ w, (x @ w).detach() * 2),
     "written": lambda x, w, b: x.clone().mul_(2).add_(1).relu_(),
+    "drawn": drawn,
+    "trained": trained,
 }  # fmt: skip
 
 
@@ -133,8 +148,8 @@ def operator_tries(sizes: Sequence[int], each: int) -> list[tuple[Sample, Way]]:
         sample = Sample(name, function, tensors)
         for _ in range(each):
             way = [[chooser.choice(one) for _ in sizes] for one in options]
-            if name == "written":  # Partial would have to be reduced first
-                way[0] = [Replicate() if p.is_partial() else p for p in way[0]]
+            if name in ("written", "drawn", "trained"):  # Partial cannot be written
+                way = [[Replicate() if p.is_partial() else p for p in one] for one in way]
             found.append((sample, tuple(map(tuple, way))))
     return found
 
@@ -153,96 +168,6 @@ def check_computed(found: Sequence[list[Run]], sizes: Sequence[int], each: int) 
         for (sample, way), *runs in zip(tries, *found, strict=True)
     ]
     assert [str(result) for result in results if result.outcome != RIGHT] == []
-
-
-# ---- made from nothing, and drawn ----------------------------------------------------------------
-
-
-def some_placements(sizes: Sequence[int], dims: int, count: int) -> list[list[Placement]]:
-    every = list(itertools.product([Replicate(), *map(Shard, range(dims))], repeat=len(sizes)))
-    return [list(one) for one in random.Random(3).sample(every, min(count, len(every)))]
-
-
-def random_values(x: Any, factory: Any) -> list[Any]:
-    """What is drawn after a seed: by factories, in place, by a layer, by initialisation."""
-    torch.manual_seed(7)
-    found = factory()
-    found += [x.clone().normal_(), x.clone().bernoulli_(0.3), F.dropout(x, 0.4)]
-    found += [nn.init.xavier_uniform_(x.clone()), torch.randn_like(x)]
-    return found
-
-
-def drawn_alone() -> list[torch.Tensor]:
-    """What plain torch draws. Not on thread-ranks: they share the generator."""
-    return random_values(ramp(5, 3), lambda: [torch.rand(5, 3), torch.randn(2, 5, 3)[0]])
-
-
-def makes(rank: int, sizes: tuple[int, ...], drawn: list[torch.Tensor]) -> None:
-    """Make DTensors of whole tensors, of nothing, and of random values."""
-    mesh = init_device_mesh("cpu", sizes)
-    for placements in some_placements(sizes, 2, 3):
-        where: Any = {"device_mesh": mesh, "placements": placements}
-        whole = ramp(5, 3)
-        for source in (None, 0):
-            own = whole if source is None or rank == 0 else torch.zeros_like(whole)
-            x = distribute_tensor(own, mesh, placements, src_data_rank=source)
-            assert torch.equal(x.full_tensor(), whole)
-        assert torch.equal(ones(5, 3, **where).full_tensor(), torch.ones(5, 3))
-        assert torch.equal(zeros((5, 3), **where).full_tensor(), torch.zeros(5, 3))
-        assert torch.equal(full((5, 3), 2.5, **where).full_tensor(), torch.full((5, 3), 2.5))
-        assert empty(5, 3, **where).to_local().shape == x.to_local().shape
-        cube = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in placements]
-
-        def factories(where: Any = where, cube: Any = cube) -> list[Any]:
-            return [rand(5, 3, **where), randn(2, 5, 3, device_mesh=mesh, placements=cube)[0]]
-
-        for one, right in zip(random_values(x, factories), drawn, strict=True):
-            assert torch.equal(one.full_tensor(), right), (sizes, placements)
-
-
-# ---- training ------------------------------------------------------------------------------------
-
-
-def steps(parameters: list[Any], batches: list[Any], foreach: bool, clip: Any) -> list[float]:
-    """Train two layers; return the losses and the norms of the gradients."""
-    optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=foreach)
-    told = []
-    up, bias, down = parameters
-    for x in batches:
-        optimizer.zero_grad()
-        loss = (torch.tanh(F.linear(x, up, bias)) @ down).square().mean()
-        loss.backward()
-        told += [loss.item(), float(clip(parameters, 0.5))]
-        optimizer.step()
-    return told
-
-
-def trains(rank: int, sizes: tuple[int, ...], foreach: bool) -> None:
-    """Compare two steps of AdamW, with clipping, with those of full tensors."""
-    mesh = init_device_mesh("cpu", sizes)
-    wholes = [ramp(6, 4).sin(), ramp(6).sin(), ramp(6, 2).cos()]
-    inputs = [ramp(5, 4) / (1 + step) for step in range(2)]
-    chooser = random.Random(5)
-    alone = [nn.Parameter(t.clone()) for t in wholes]
-    expected = steps(alone, inputs, foreach, nn.utils.clip_grad_norm_)
-    places = [chooser.choice(some_placements(sizes, t.ndim, 9)) for t in (*wholes, inputs[0])]
-    own: list[Any] = [
-        nn.Parameter(made(mesh, t, p)) for t, p in zip(wholes, places[:3], strict=True)
-    ]
-    got = steps(own, [made(mesh, x, places[3]) for x in inputs], foreach, clip_grad_norm_)
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected))
-    for one, right in zip(own, alone, strict=True):
-        torch.testing.assert_close(one.full_tensor(), right.data)
-
-
-def everything(
-    rank: int, sizes: tuple[int, ...], drawn: list[torch.Tensor], each: int, most: int
-) -> list[Run]:
-    """Run all of it on one mesh; return what `computes` does."""
-    makes(rank, sizes, drawn)
-    trains(rank, sizes, foreach=len(sizes) % 2 == 0)
-    redistributes(rank, sizes, most)
-    return computes(rank, sizes, each)
 
 
 # ---- meshes that live together -------------------------------------------------------------------

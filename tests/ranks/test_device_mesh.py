@@ -28,24 +28,6 @@ def cube() -> DeviceMesh:
 # ---- what it is ----------------------------------------------------------------------------------
 
 
-def test_a_mesh_is_the_ranks_in_row_major_order():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
-        assert mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
-        assert mesh.mesh.dtype == torch.int
-        assert (mesh.shape, mesh.ndim, mesh.device_type) == ((2, 3), 2, "cpu")
-        assert (mesh.size(), mesh.size(0), mesh.size("tp"), mesh.size(-1)) == (6, 2, 3, 3)
-        assert mesh.mesh_dim_names == ("dp", "tp")
-        assert mesh.get_rank() == rank
-        assert mesh.get_coordinate() == (rank // 3, rank % 3)
-        assert (mesh.get_local_rank("dp"), mesh.get_local_rank(1)) == (rank // 3, rank % 3)
-        return [group.global_ranks for group in mesh.get_all_groups()]
-
-    found = run_ranks(6, body)
-    assert found[0] == [(0, 3), (0, 1, 2)]
-    assert found[4] == [(1, 4), (3, 4, 5)]
-
-
 def test_an_explicit_array_may_be_part_of_the_world():
     def body(rank):
         mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
@@ -55,6 +37,8 @@ def test_an_explicit_array_may_be_part_of_the_world():
             with pytest.raises(NotInGroupError):
                 mesh.get_local_rank(0)
             return mesh.get_coordinate(), mesh.mesh.tolist()
+        assert (mesh.size(), mesh.size(0), mesh.size(-1), mesh.ndim) == (4, 2, 2, 2)
+        assert mesh.mesh.dtype == torch.int
         return mesh.get_coordinate(), [g.global_ranks for g in mesh.get_all_groups()]
 
     assert run_ranks(5, body) == [

@@ -74,9 +74,7 @@ def test_ranks_that_mean_different_tensors_learn_both_lines() -> None:
 
 UNLIKE: dict[str, Callable[[int, Any], Any]] = {
     "other shapes": lambda rank, mesh: zeros(4 + 2 * rank, device_mesh=mesh, placements=ROWS),
-    "other uneven shapes": lambda rank, mesh: zeros(5 + rank, device_mesh=mesh, placements=ROWS),
     "unequal parts": lambda rank, mesh: DTensor.from_local(torch.ones(2 + rank, 3), mesh, ROWS),
-    "unequal terms": lambda rank, mesh: DTensor.from_local(torch.ones(2 + rank, 3), mesh, TERMS),
     "other reductions": lambda rank, mesh: DTensor.from_local(
         torch.ones(2), mesh, [Partial("max" if rank else "sum")]
     ),
@@ -92,9 +90,6 @@ UNLIKE: dict[str, Callable[[int, Any], Any]] = {
     # As many bytes on both ranks, so that only what is meant differs.
     "other shapes of one length": lambda rank, mesh: DTensor.from_local(
         torch.ones(4, 2) if rank else torch.ones(2, 4), mesh, ROWS
-    ),
-    "terms of other shapes": lambda rank, mesh: DTensor.from_local(
-        torch.ones(4, 2) if rank else torch.ones(2, 4), mesh, TERMS
     ),
     "other dimensions": lambda rank, mesh: DTensor.from_local(
         torch.ones(2, 2), mesh, [Shard(rank)]

@@ -205,8 +205,9 @@ def test_an_error_of_the_operator_is_its_own(way: str) -> None:
         x = made(init_device_mesh("cpu", (1,)), torch.ones(2), [Shard(0)])
         i = made(init_device_mesh("cpu", (1,)), torch.ones(2, dtype=torch.int64), [Shard(0)])
         _ = x.add_(x, alpha=1.5), i.add_(i, alpha=1)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError) as caught:
             i.add_(i, alpha=1.5)
+        assert type(caught.value) is RuntimeError
         assert i.full_tensor().tolist() == [2, 2]
 
     run_ranks(1, body)

@@ -1,4 +1,4 @@
-"""Functions on parts, rules of users' own, plain tensors beside DTensors."""
+"""Functions on parts, and custom sharding rules."""
 
 # What operators on DTensors return is a torch.Tensor to pyright.
 # pyright: reportAttributeAccessIssue=false
@@ -20,26 +20,12 @@ from dure.tensor import (
     init_device_mesh,
     registry,
 )
-from dure.tensor.experimental import implicit_replication, local_map, register_sharding
+from dure.tensor.experimental import local_map, register_sharding
 from dure.testing import CommRecorder, run_ranks
 
 LEFT = torch.arange(12.0).reshape(3, 4)
 RIGHT = torch.arange(8.0).reshape(4, 2)
 COLUMNS, ROWS, WHOLE, TERMS = [Shard(1)], [Shard(0)], [Replicate()], [Partial()]
-
-
-def test_plain_tensors_are_replicated_where_that_is_said() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(LEFT, mesh, ROWS)
-        with pytest.raises(UsageError, match="plain tensor beside DTensors"):
-            x + LEFT
-        with implicit_replication():
-            assert torch.equal((x + LEFT).full_tensor(), LEFT * 2)
-        with pytest.raises(UsageError, match="plain tensor beside DTensors"):
-            x + LEFT
-
-    run_ranks(2, body)
 
 
 def test_a_function_runs_on_the_parts() -> None:
@@ -100,25 +86,37 @@ def test_the_gradient_of_a_replicated_argument_is_terms_where_that_is_said() -> 
     run_ranks(2, body)
 
 
-def test_what_does_not_fit_a_local_map_is_refused() -> None:
+# Each: a function of a DTensor sharded by rows, and the error.
+REFUSED: dict[str, tuple[Any, type[Exception]]] = {
+    "other placements": (local_map(torch.relu, COLUMNS, (COLUMNS,)), PlacementError),
+    "too many arguments": (local_map(torch.relu, ROWS, (ROWS, ROWS)), UsageError),
+    "too many results": (local_map(torch.relu, (ROWS, ROWS)), UsageError),
+    "no placements of an argument": (local_map(torch.relu, ROWS, (None,)), UsageError),
+    "a number with placements": (
+        lambda x: local_map(lambda a, b: a, ROWS, (ROWS, ROWS))(x, 3), UsageError
+    ),
+    "no tensor returned": (local_map(lambda a: 3, ROWS, (ROWS,)), UsageError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_a_local_map_is_refused(name: str) -> None:
+    function, error = REFUSED[name]
+
     def body(rank: int) -> None:
-        mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
-        x = distribute_tensor(LEFT, mesh, ROWS)
-        y = distribute_tensor(LEFT, other, [Shard(0), Replicate()])
-        with pytest.raises(PlacementError, match="does not lie"):
-            local_map(torch.relu, COLUMNS, (COLUMNS,))(x)
-        with pytest.raises(MeshError, match="of one mesh"):
+        with pytest.raises(UsageError) as caught:
+            function(distribute_tensor(LEFT, init_device_mesh("cpu", (2,)), ROWS))
+        assert caught.type is error
+
+    run_ranks(2, body)
+
+
+def test_arguments_of_a_local_map_are_of_one_mesh() -> None:
+    def body(rank: int) -> None:
+        x = distribute_tensor(LEFT, init_device_mesh("cpu", (2,)), ROWS)
+        y = distribute_tensor(LEFT, init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
+        with pytest.raises(MeshError):
             local_map(torch.add, ROWS)(x, y)
-        with pytest.raises(UsageError, match="one entry for each positional"):
-            local_map(torch.relu, ROWS, (ROWS, ROWS))(x)
-        with pytest.raises(UsageError, match="one entry for each result"):
-            local_map(torch.relu, (ROWS, ROWS))(x)
-        with pytest.raises(UsageError, match="how each DTensor must lie"):
-            local_map(torch.relu, ROWS, (None,))(x)
-        with pytest.raises(UsageError, match="no tensor"):
-            local_map(lambda a, b: a, ROWS, (ROWS, ROWS))(x, 3)
-        with pytest.raises(UsageError, match="returns plain tensors"):
-            local_map(lambda a: 3, ROWS, (ROWS,))(x)
 
     run_ranks(2, body)
 

@@ -38,8 +38,9 @@ def test_a_plain_tensor_of_the_program_is_refused_however_it_is_held() -> None:
             "list": lambda: torch.cat([x, torch.ones(4, dtype=torch.int64)]),
         }
         for name, use in ways.items():
-            with pytest.raises(UsageError):
+            with pytest.raises(UsageError) as caught:
                 pytest.fail(f"{name}: {use()}")
+            assert caught.type is UsageError
 
     run_ranks(2, body)
 
@@ -69,8 +70,9 @@ def test_plain_tensors_beside_dtensors():
             lambda: Mixes.apply(x).sum().backward(),
         )
         for mix in mixed:
-            with pytest.raises(UsageError):
+            with pytest.raises(UsageError) as caught:
                 mix()
+            assert caught.type is UsageError
         with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UsageError):
             F.linear(x, torch.nn.Parameter(weight))
         (grad,) = torch.autograd.grad(x[[0, 2]].sum(), x)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from dure.tensor import DTensor, Replicate, Shard, clip_grad_norm_, init_device_mesh
+from dure.tensor import DTensor, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
 from ranks.dtensor_worlds import ramp
 from ranks.parts import made
@@ -73,12 +73,6 @@ def scaled_losses_skip_what_is_not_finite(p, x):
 def gradients_of_gradients(p, x):
     found = torch.autograd.grad(loss(p, x), p, create_graph=True)
     sum((g * g).sum() for g in found).backward()
-    return gradients(p)
-
-
-@idiom
-def values_are_clipped(p, x):
-    nn.utils.clip_grad_value_(taught(p, x), 0.05)
     return gradients(p)
 
 
@@ -193,12 +187,6 @@ def recomputed_activations(p, x):
 
 
 @idiom
-def hooks_on_gradients(p, x):
-    p[0].register_hook(lambda grad: grad * 2)
-    return gradients(taught(p, x))
-
-
-@idiom
 def a_graph_that_is_kept(p, x):
     value = loss(p, x)
     value.backward(retain_graph=True)
@@ -221,16 +209,14 @@ def checks_that_programs_make(p, x):
 
 @idiom
 def averages_over_time(p, x):
-    kept = [one.detach().clone() for one in p]
-    for one, now in zip(kept, p, strict=True):
-        one.lerp_(now.detach() * 3, 0.25)
-    torch._foreach_lerp_(kept, [one.detach() * 2 for one in p], 0.5)
-    return kept
-
-
-@idiom
-def copies(p, x):
-    return [*map(copy.copy, p), *map(copy.deepcopy, p), nn.utils.parameters_to_vector(p)]
+    model = nn.ParameterList(p)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    average.update_parameters(model)
+    with torch.no_grad():
+        for one in p:
+            one.mul_(3)
+    average.update_parameters(model)
+    return list(average.module.parameters())
 
 
 @idiom
@@ -275,45 +261,3 @@ def test_idioms_of_training_programs(sizes: tuple[int, ...], places: list[Any]) 
                 torch.testing.assert_close(seen, right, msg=lambda m, n=name: f"{n}: {m}")
 
     run_ranks(math.prod(sizes), body)
-
-
-@pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
-def test_one_optimizer_scaler_and_norm_over_meshes_and_plain_tensors(form: str) -> None:
-    options: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
-
-    def train(parts: list[tuple[Any, Any]], clip: Any) -> Results:
-        parameters = [one for p, _ in parts for one in p]
-        optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
-        scaler, norms = torch.amp.GradScaler("cpu", init_scale=4.0), []
-        for factor in (1.0, math.inf, 1.0):  # the second on one of the parts alone
-            optimizer.zero_grad()
-            for number, (p, x) in enumerate(parts):
-                scaler.scale(loss(p, x) * (factor if number == 1 else 1.0)).backward()
-            scaler.unscale_(optimizer)
-            if factor == 1.0:
-                norms.append(float(clip(parameters, 0.1)))
-            scaler.step(optimizer)
-            scaler.update()
-        return [torch.tensor([*norms, scaler.get_scale()]), *parameters]
-
-    def fresh() -> list[Any]:
-        return [nn.Parameter(t.clone()) for t in WHOLES]
-
-    expected = train([(fresh(), X), (fresh(), X * 2), (fresh(), X * 3)], nn.utils.clip_grad_norm_)
-
-    def body(rank: int) -> None:
-        parts: list[Any] = []
-        for sizes, factor in (((4,), 1), ((2, 2), 2)):
-            mesh = init_device_mesh("cpu", sizes)
-            places = [[ROWS], [COLUMNS], [WHOLE], [WHOLE]]
-            if len(sizes) == 2:
-                places = [[WHOLE, *places[0]], [ROWS, WHOLE], [WHOLE, ROWS], [ROWS, WHOLE]]
-            wholes = zip([*WHOLES, X * factor], places, strict=True)
-            *own, x = (made(mesh, t.clone(), p) for t, p in wholes)
-            parts.append(([nn.Parameter(one) for one in own], x))
-        parts.append((fresh(), X * 3))
-        for one, right in zip(train(parts, clip_grad_norm_), expected, strict=True):
-            seen = one.full_tensor() if isinstance(one, DTensor) else one
-            torch.testing.assert_close(seen, right, rtol=1e-5, atol=1e-6)
-
-    run_ranks(4, body)

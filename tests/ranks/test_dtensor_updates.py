@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,23 +72,6 @@ def test_an_optimizer_over_several_meshes_steps_as_over_full_tensors(name: str, 
         for own, other in zip(ours, expected, strict=True):
             seen = own.full_tensor() if isinstance(own, DTensor) else own
             torch.testing.assert_close(seen, other)
-
-    run_ranks(4, body)
-
-
-def test_averages_of_models_follow_them() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (4,))
-        layer: Any = nn.Linear(4, 6, bias=False)
-        layer.weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
-        average = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.75))
-        average.update_parameters(layer)
-        with torch.no_grad():
-            layer.weight.zero_()
-        average.update_parameters(layer)
-        seen: Any = average.module.weight
-        assert seen.placements == (Shard(0),)
-        torch.testing.assert_close(seen.full_tensor(), WEIGHT * 0.75)
 
     run_ranks(4, body)
 

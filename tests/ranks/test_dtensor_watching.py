@@ -1,4 +1,4 @@
-"""`explain` says what was moved and why; watched operators run as unwatched ones; `strict`."""
+"""`explain` says what was moved and why; watched operators run as unwatched ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from dure.errors import PlacementError
 from dure.tensor import (
     DTensor,
     Replicate,
@@ -17,7 +16,6 @@ from dure.tensor import (
     distribute_tensor,
     explain,
     init_device_mesh,
-    strict,
 )
 from dure.tensor.debug import CommDebugMode
 from dure.testing import run_ranks
@@ -49,16 +47,6 @@ def test_explain_says_what_was_moved_and_why(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "all_to_all[tp]" in printed
     assert printed.count("operator ") == 3  # one rank prints
-
-
-def test_strict_refuses_what_would_be_gathered() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.eye(4), mesh, [Shard(0)])
-        with strict(), pytest.raises(PlacementError, match="strict"):
-            torch.ops.aten._linalg_det.default(x)
-
-    run_ranks(2, body)
 
 
 def test_what_is_watched_runs_as_it_does_unwatched() -> None:

@@ -9,15 +9,18 @@ import pytest
 from dure.testing import run_ranks
 from ranks import dtensor_worlds as worlds
 
-DRAWN = worlds.drawn_alone()
+
+@pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
+def test_operators_random_values_and_training(sizes: tuple[int, ...]) -> None:
+    each = 3 if math.prod(sizes) <= 4 else 1
+    found = run_ranks(math.prod(sizes), worlds.computes, sizes, each)
+    worlds.check_computed(found, sizes, each)
 
 
 @pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
-def test_operators_factories_random_values_and_training(sizes: tuple[int, ...]) -> None:
-    n = math.prod(sizes)
-    each, most = (3, 200) if n <= 4 else (1, 100)
-    found = run_ranks(n, worlds.everything, sizes, DRAWN, each, most)
-    worlds.check_computed(found, sizes, each)
+def test_pairs_of_placements(sizes: tuple[int, ...]) -> None:
+    most = 200 if math.prod(sizes) <= 4 else 100
+    run_ranks(math.prod(sizes), worlds.redistributes, sizes, most)
 
 
 @pytest.mark.slow

@@ -18,19 +18,11 @@ from dure.tensor.placement_types import StridedShard
 from dure.tensor.redistribute import Move, plan_of
 from dure.tensor.spec import TensorMeta, spec_of
 from dure.testing import run_ranks
-from ranks.dtensor_worlds import all_cuts, placements_of, redistributes
-from ranks.parts import made, order_of_cuts, part_of
+from ranks.dtensor_worlds import redistributes
+from ranks.parts import made, part_of
 
 R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial("sum")
 INNER = StridedShard(0, split_factor=2)  # cuts after a later axis of 2
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 3, 2)], ids=str)
-def test_the_oracle_reads_the_order_of_cuts_from_placements(sizes):
-    for cuts, partial in all_cuts(sizes, 2, ["sum"]):
-        placements = placements_of(cuts, sizes, partial)
-        for dim, order in enumerate(cuts):
-            assert order_of_cuts(placements, sizes, dim) == [(axis, 1) for axis in order]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

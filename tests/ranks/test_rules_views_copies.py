@@ -146,12 +146,12 @@ def test_what_a_list_operator_writes_is_known_to_autograd():
         loss = (x * x).sum()
         with torch.no_grad():
             torch._foreach_mul_([x], 2.0)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         loss = (x * x).sum()
         with torch.no_grad():  # tensor by tensor, as their placements differ
             torch._foreach_mul_([x], [x.redistribute(placements=[Replicate()])])
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
     run_ranks(2, body)
