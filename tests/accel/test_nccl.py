@@ -16,9 +16,8 @@ from dure.store import HashStore
 HAS_NCCL = torch.cuda.is_available() and dist.is_nccl_available()
 
 
+@pytest.mark.skipif(HAS_NCCL, reason="this machine has NCCL and a GPU")
 def test_nccl_without_cuda_is_a_usage_error():
-    if HAS_NCCL:
-        pytest.skip("this machine has NCCL and a GPU")
     options = BackendOptions(
         store=HashStore(),
         rank=0,
@@ -31,7 +30,7 @@ def test_nccl_without_cuda_is_a_usage_error():
         open_backend("nccl", options).complete()
 
 
-@pytest.mark.skipif(not HAS_NCCL, reason="needs a CUDA build of torch with NCCL, and a GPU")
+@pytest.mark.needs("GPU")
 def test_nccl_one_rank_runs_every_collective():
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1, device_id=device)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
+import threading
+import warnings
 from pathlib import Path
 
 import torch
@@ -13,9 +14,8 @@ import torch
 import dure as dist
 from dure import trace
 from dure.errors import PeerLost
-
-_LIMIT_S = 100.0
-_POLL_S = 0.02
+from dure.trace import flight
+from waiting import PATIENCE_S, until
 
 
 def look_at_rank_0(rank: int, folder: str, op: str) -> None:
@@ -33,26 +33,47 @@ def look_at_rank_0(rank: int, folder: str, op: str) -> None:
 
 
 def _signal_until_it_waits(pid: int, file: Path, op: str) -> None:
-    content = None
-    deadline = time.monotonic() + _LIMIT_S
-    while time.monotonic() < deadline:
+    def waits() -> bool:
         os.kill(pid, signal.SIGUSR2)
-        seen = time.monotonic() + 0.5
-        while not file.exists() and time.monotonic() < seen:
-            time.sleep(_POLL_S)
-        if file.exists():
-            content = json.loads(file.read_text())
-            file.unlink()
-            last = content["records"][-1]
-            if last["op"] == op and last["state"] == "started":
-                assert content["reason"] == "SIGUSR2" and last["file"] == __file__
-                functions = [f["function"] for f in content["threads"][0]["stack"]]
-                assert "look_at_rank_0" in functions, functions
-                return
-        time.sleep(_POLL_S)
-    raise AssertionError(
-        f"rank 0 was never seen waiting in {op}: {content and content['records'][-3:]}"
-    )
+        until(file.exists, "a file for the signal")
+        content = json.loads(file.read_text())
+        file.unlink()
+        last = content["records"][-1]
+        if (last["op"], last["state"]) != (op, "started"):
+            return False
+        assert content["reason"] == "SIGUSR2" and last["file"] == __file__
+        functions = [f["function"] for f in content["threads"][0]["stack"]]
+        assert "look_at_rank_0" in functions, functions
+        return True
+
+    until(waits, f"rank 0 waiting in {op}")
+
+
+def fork_while_a_dump_is_made(rank: int, folder: str) -> list[str]:
+    """Fork while another thread holds the recorder's lock; return what the child has written."""
+    os.environ["DURE_TRACE_DIR"] = folder
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with flight._recorder.lock:
+            held.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns: there is another thread
+        child = os.fork()
+    if child == 0:
+        signal.alarm(PATIENCE_S)
+        signal.raise_signal(signal.SIGUSR2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    holder.join()
+    assert status == 0
+    return os.listdir(folder)
 
 
 def lose_rank_1(rank: int, folder: str) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import Browser, sync_playwright
+
+from waiting import PATIENCE_S
 
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(?P<port>\d+)/#(?P<token>\S+)")
 
@@ -50,7 +51,7 @@ class Served:
         body: str | None = None,
     ) -> Answer:
         """Send a request with these headers and a right Host, unless they have another."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
             connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
             for name, value in ({"Host": self.host} | (headers or {})).items():
@@ -73,10 +74,6 @@ class Served:
         return json.loads(answer.text)["path"], answer.headers["set-cookie"].partition(";")[0]
 
 
-def address_in(line: str) -> re.Match[str] | None:
-    return ADDRESS.search(line)
-
-
 @contextlib.contextmanager
 def viewing(*paths: Path) -> Iterator[Served]:
     """Serve `dure view PATHS`."""
@@ -85,12 +82,12 @@ def viewing(*paths: Path) -> Iterator[Served]:
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
-        match = address_in(line)
+        match = ADDRESS.search(line)
         assert match is not None, line + process.stdout.read()
         yield Served(int(match["port"]), match["token"], process)
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE_S)
         process.stdout.close()
 
 
@@ -98,8 +95,6 @@ def viewing(*paths: Path) -> Iterator[Served]:
 def chromium() -> Iterator[Browser]:
     """Start the system's Chromium."""
     path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("there is no chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

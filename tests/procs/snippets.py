@@ -10,6 +10,8 @@ no reader sees, stand before a block that needs more:
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import sys
@@ -25,8 +27,7 @@ import dure
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "ko").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),  # translations have the same code (scripts/conventions)
 ]
 PIECE = re.compile(
     r"^<!-- (?P<mark>ranks|first|not run):(?P<text>.*?)-->$|^```python\n(?P<block>.*?)^```$",
@@ -74,17 +75,20 @@ def read(path: Path) -> Snippets:
     return Snippets(path, ranks, "\n".join(lines), tuple(left_out))
 
 
-def run(rank: int, path: str, source: str, folder: str, port: int) -> None:
-    """Run a page's program on this rank of a pool, whose group it takes as its own."""
+def run(rank: int, path: str, source: str, folder: str, port: int) -> str:
+    """Run a page's program on this rank of a pool, whose group is its own; return its output."""
     module = types.ModuleType("snippets_of_a_page")
     sys.modules[module.__name__] = module  # where pickle looks for what the page defines
     os.chdir(folder)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(dure.get_world_size())}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.manual_seed(0)
+    printed = io.StringIO()
     with (
+        contextlib.redirect_stdout(printed),
         mock.patch.object(dure, "init_process_group"),
         mock.patch.object(dure, "destroy_process_group"),
     ):
         exec(compile(source, path, "exec"), module.__dict__)
     dure.barrier()
+    return printed.getvalue()

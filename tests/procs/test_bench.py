@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +17,13 @@ from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.bench.measure import measure
 from dure.cli.bench.plan import OPERATIONS
 from dure.cli.bench.results import Report, read_report
+from needs import why_missing
 from procs.launching import DURE, living
-from unit.bench.sample import PLAN
+from unit.bench.bench_sample import PLAN
+from waiting import PATIENCE_S, until
 
 QUICK = ("--ranks", "2", "--samples", "2", "--sample-time", "0.001")
-MPI = bool(shutil.which("mpirun") and importlib.util.find_spec("mpi4py"))
+MPI = not why_missing("MPI")
 SHM = Contestant(role=("dure", "shm"))
 TAG = uuid.uuid4().hex
 """Of every process that is started here, in its environment."""
@@ -52,7 +51,7 @@ def test_every_operation_is_measured_and_right_beside_its_rivals(tmp_path: Path)
     rivals = ["gloo", "mpi"] if MPI else ["gloo"]
     words = ("--op", "all", "--sizes", "4,12K", "--against", ",".join(rivals), *QUICK)
     process = start(*words, "--json", str(json), "--plot", str(plot))
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     report = read_report(json.read_bytes(), "figures")
     assert report.contestants[:2] == ["dure shm", "gloo"]
@@ -60,10 +59,9 @@ def test_every_operation_is_measured_and_right_beside_its_rivals(tmp_path: Path)
     assert len(measured) == len(OPERATIONS) * (1 + len(rivals))
     for cell in report.cells:
         assert (len(cell.samples_s), cell.wrong) == (2, 0), cell
-        assert min(cell.samples_s) > 0
     assert "reduce_scatter (sum), float32, 2 ranks: dure shm" in out
     assert plot.stat().st_size > 10_000
-    again = start("--from", str(json)).communicate(timeout=100)
+    again = start("--from", str(json)).communicate(timeout=PATIENCE_S)
     assert again[0].strip() == out.strip(), again[1]
 
 
@@ -84,31 +82,31 @@ def test_wrong_results_make_the_command_fail_and_right_ones_of_other_kinds_do_no
     path = os.pathsep.join([str(tmp_path), *sys.path])
     broken = start("--sizes", "64", *QUICK, PYTHONPATH=path)
     words = ("--op", "all_reduce,reduce_scatter,all_to_all", "--dtype", "bfloat16,int8")
-    other = ("--sizes", "1000", "--arena", "--redop", "max", "--markdown", *QUICK, "--ranks", "3")
+    other = ("--sizes", "1000", "--arena", "--redop", "max", "--markdown", *QUICK)
     right = start(*words, *other)
-    out, err = broken.communicate(timeout=100)
+    out, err = broken.communicate(timeout=PATIENCE_S)
     assert broken.returncode == 1, (out, err)
     assert "4 wrong elements" in err
-    out, err = right.communicate(timeout=100)
+    out, err = right.communicate(timeout=PATIENCE_S)
     assert right.returncode == 0, err
-    # QUICK's --ranks 2 and 3: six tables of each
-    assert out.count("| 0 |") == 12
+    assert out.count("| 0 |") == 6  # a table for each operation and type
 
 
 def test_interrupted_or_killed_leaves_no_process() -> None:
     words = ("--sizes", "8", "--ranks", "2", "--samples", "100000")
     ended = {number: start(*words) for number in (signal.SIGINT, signal.SIGKILL)}
-    deadline = time.monotonic() + 60
-    while len(set(living("\0RANK=")) & set(living(f"BENCH_TEST={TAG}"))) < 4:
-        assert time.monotonic() < deadline
+
+    def ranks() -> int:
         assert all(process.poll() is None for process in ended.values())
+        return len(set(living("\0RANK=")) & set(living(f"BENCH_TEST={TAG}")))
+
+    until(lambda: ranks() == 4, "four ranks")
     for number, process in ended.items():
         process.send_signal(number)
     for process in ended.values():
-        process.communicate(timeout=100)
+        process.communicate(timeout=PATIENCE_S)
     assert ended[signal.SIGINT].returncode == 130
-    while living(f"BENCH_TEST={TAG}"):
-        assert time.monotonic() < deadline
+    until(lambda: not living(f"BENCH_TEST={TAG}"), "the end of the ranks")
 
 
 def test_rival_that_cannot_start_is_left_out_and_ours_is_fatal(

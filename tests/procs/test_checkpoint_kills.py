@@ -7,10 +7,8 @@ is loaded then is whole: all of one number, which is the last one reported, or a
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import signal
 import time
 from itertools import count
 from pathlib import Path
@@ -22,6 +20,8 @@ import dure
 from dure.checkpoint import async_save, load, save
 from dure.errors import DureError
 from dure.tensor import Shard, full, init_device_mesh
+from dure.testing.pool import start_server
+from waiting import PATIENCE_S, until
 
 ROWS, COLUMNS = 64, 1024
 
@@ -52,7 +52,7 @@ def _told(folder: Path) -> int:
 def _kills(folder: Path, trials: int, seed: int) -> list[int]:
     """Kill savers again and again; return the number that was loaded after each kill."""
     rng = random.Random(seed)
-    context = multiprocessing.get_context("fork")
+    context = start_server()
     found = [0]
     for trial in range(trials):
         ranks = [
@@ -61,16 +61,14 @@ def _kills(folder: Path, trials: int, seed: int) -> list[int]:
         ]
         for rank in ranks:
             rank.start()
-        while not list(folder.glob(f"told-{trial}-*")):
-            assert all(rank.is_alive() for rank in ranks)
-            time.sleep(0.002)
+        until(lambda n=trial: list(folder.glob(f"told-{n}-*")), "the first number")
         time.sleep(rng.uniform(0, 0.03))
         for victim in rng.sample(ranks, rng.choice([1, 2])):
-            assert victim.pid is not None
-            os.kill(victim.pid, signal.SIGKILL)
+            victim.kill()
         for rank in ranks:
-            rank.join(60)
+            rank.join(PATIENCE_S)
             assert not rank.is_alive()
+            rank.close()
         state = {"rows": torch.zeros(ROWS, COLUMNS), "number": 0}
         load(state, checkpoint_id=folder / "saved")
         number = state["number"]
@@ -80,13 +78,13 @@ def _kills(folder: Path, trials: int, seed: int) -> list[int]:
     return found
 
 
-def test_kills_lose_nothing_that_was_reported_saved(tmp_path):
-    found = _kills(tmp_path, 5, seed=1)
+@pytest.mark.parametrize(
+    ("trials", "seed"),
+    [
+        (5, 1),
+        pytest.param(200, 2, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_kills_lose_nothing_that_was_reported_saved(tmp_path, trials, seed):
+    found = _kills(tmp_path, trials, seed)
     assert found == sorted(set(found))  # each trial has saved something
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_200_kills_lose_nothing_that_was_reported_saved(tmp_path):
-    found = _kills(tmp_path, 200, seed=2)
-    assert found == sorted(set(found))

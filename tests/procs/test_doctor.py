@@ -13,15 +13,15 @@ import pytest
 
 from dure.cli.doctor import hosts
 from dure.cli.doctor.checks import Level
-from procs.ssh_hosts import ssh_hosts, why_not
+from procs.ssh_hosts import ssh_hosts
+from waiting import PATIENCE_S
 
 DOCTOR = (sys.executable, "-m", "dure.cli", "doctor")
 
 
 def test_doctor_tries_collectives_and_answers_in_json() -> None:
-    done = subprocess.run(
-        [*DOCTOR, "--json", "--limit", "100"], capture_output=True, timeout=120, check=False
-    )
+    words = [*DOCTOR, "--json", "--limit", str(PATIENCE_S)]
+    done = subprocess.run(words, capture_output=True, check=False)
     told = json.loads(done.stdout)
     assert done.returncode == (1 if told["worst"] == "problem" else 0)
     levels = {finding["check"]: finding["level"] for finding in told["findings"]}
@@ -43,12 +43,12 @@ def test_host_that_does_not_answer_is_a_problem() -> None:
     assert told.level is Level.PROBLEM and "no route" in told.seen
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+@pytest.mark.needs("sshd")
 def test_doctor_asks_hosts_over_ssh(tmp_path: Path) -> None:
     with ssh_hosts(2, tmp_path) as (made, config):
         words = ["-m", "dure.cli", "doctor", "--json", "--no-collective"]
         asked = made[0].start([*words, "--hosts", "a,b,c", f"--ssh-option=-F{config}"], {})
-        told = json.loads(asked.communicate(timeout=120)[0])
+        told = json.loads(asked.communicate(timeout=PATIENCE_S)[0])
     seen = {(f["host"], f["check"], f["level"]) for f in told["findings"] if f["host"]}
     for host in ("a", "b"):
         for check in ("ssh", "same versions", "clock difference", "connections"):

@@ -11,19 +11,17 @@ import torch
 
 import dure
 from dure.launch import JobSpec, Line, run_job
-from dure.native import available as native_available
 from dure.trace import flight
 from dure.trace.findings import study
 from dure.trace.merging import read
 from procs import flight_ranks
 
-NEEDS_ENGINE = pytest.mark.skipif(
-    not native_available()[0], reason=native_available()[1] or "no engine"
-)
-BACKENDS = [pytest.param("shm", marks=NEEDS_ENGINE), "gloo"]
+
+def shm(*values):
+    return pytest.param(*values, marks=pytest.mark.needs("engine"))
 
 
-@NEEDS_ENGINE
+@pytest.mark.needs("engine")
 def test_an_operation_is_recorded_once(tmp_path):
     with dure.process_group("shm", init_method=f"file://{tmp_path}/store", rank=0, world_size=1):
         before = max((r.start_ns for r in flight.recorded()), default=0)  # of earlier tests
@@ -33,17 +31,18 @@ def test_an_operation_is_recorded_once(tmp_path):
         assert found == ["all_reduce"] * 2
 
 
-@NEEDS_ENGINE
-@pytest.mark.parametrize("op", ["all_reduce", "recv"])
-def test_sigusr2_shows_a_rank_of_2_that_waits_in_shared_memory(op, process_pool, tmp_path):
-    process_pool(2, "shm").run(flight_ranks.look_at_rank_0, str(tmp_path), op)
+@pytest.mark.parametrize(
+    ("backend", "op"), [shm("shm", "all_reduce"), shm("shm", "recv"), ("gloo", "all_reduce")]
+)
+def test_sigusr2_shows_a_rank_of_2_that_waits(backend, op, process_pool, tmp_path):
+    process_pool(2, backend).run(flight_ranks.look_at_rank_0, str(tmp_path), op)
 
 
-def test_sigusr2_shows_a_rank_of_2_that_waits_in_gloo(process_pool, tmp_path):
-    process_pool(2, "gloo").run(flight_ranks.look_at_rank_0, str(tmp_path), "all_reduce")
+def test_sigusr2_in_a_forked_child_writes_nothing_even_if_the_lock_was_held(process_pool, tmp_path):
+    assert process_pool(1).run(flight_ranks.fork_while_a_dump_is_made, str(tmp_path)) == [[]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [shm("shm"), "gloo"])
 def test_the_records_of_3_ranks_match(backend, process_pool, tmp_path):
     paths = process_pool(3, backend).run(flight_ranks.dump_now, str(tmp_path))
     assert [Path(p).name for p in paths] == [f"rank{r}.json" for r in range(3)]

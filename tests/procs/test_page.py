@@ -13,11 +13,12 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from procs.launching import Launching
-from procs.pages import address_in, chromium, viewing
+from procs.pages import ADDRESS, chromium, viewing
 from unit.trace.made_up import record, write
+from waiting import PATIENCE_S
 
-_PATIENCE_MS = 60_000
-expect.set_options(timeout=_PATIENCE_MS)
+pytestmark = pytest.mark.needs("chromium")
+expect.set_options(timeout=PATIENCE_S * 1000)
 
 PROGRAM = """
     import sys, time
@@ -72,7 +73,7 @@ def test_four_ranks_run_and_one_is_killed(job: Launching, page: Page) -> None:
     run = job.start("-n", "4", "--page", program, "many words <i>here</i>")
     assert run.stderr is not None
     first = run.stderr.readline()
-    match = address_in(first)
+    match = ADDRESS.search(first)
     assert match is not None, first
     page.goto(match[0])
     assert match["token"] not in page.url

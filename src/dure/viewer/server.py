@@ -82,7 +82,9 @@ class _Gate:
 
 
 class _Bounded(H11Protocol):
-    """A connection that is closed where there are too many, or where nothing is asked on it."""
+    """A connection that is closed if there are too many, or if nothing is asked on it."""
+
+    silent_s = _SILENT_S
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a connection, if there is room."""
@@ -90,7 +92,7 @@ class _Bounded(H11Protocol):
         if len(self.connections) > _MOST_CONNECTIONS:
             transport.abort()
             return
-        asyncio.get_running_loop().call_later(_SILENT_S, self._ask)
+        asyncio.get_running_loop().call_later(self.silent_s, self._ask)
 
     def _ask(self) -> None:
         if getattr(self, "cycle", None) is None and not self.transport.is_closing():
@@ -229,17 +231,20 @@ async def _output(source: Source, rank: int) -> AsyncIterator[bytes]:
         await asyncio.sleep(_EVERY_S)
 
 
-async def serve(source: Source, access: Access, listening: socket.socket) -> None:
+async def serve(
+    source: Source, access: Access, listening: socket.socket, silent_s: float = _SILENT_S
+) -> None:
     """Serve a page until SIGINT, or until the task is cancelled.
 
     Args:
         source: What it shows.
         access: Who may see it.
         listening: Where it is asked for (`access.listen`).
+        silent_s: A connection on which nothing is asked for so long is closed.
     """
     config = uvicorn.Config(
         application(source, access),
-        http=_Bounded,
+        http=type("_BoundedHere", (_Bounded,), {"silent_s": silent_s}),
         ws="none",
         loop="asyncio",
         lifespan="off",

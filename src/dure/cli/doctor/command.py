@@ -89,7 +89,9 @@ def _cards(torch: Mapping[str, Any]) -> Findings:
     return checks.gpus(cards, error, torch, bool(env.text("CUDA_VISIBLE_DEVICES")))
 
 
-def run_checks(wanted: Mapping[str, Check], limit_s: float) -> list[Finding]:
+def run_checks(
+    wanted: Mapping[str, Check], limit_s: float, clock: Callable[[], float] = time.monotonic
+) -> list[Finding]:
     """Run checks at the same time, and return their findings in the order of the checks."""
     results: dict[str, list[Finding]] = {}
 
@@ -101,7 +103,7 @@ def run_checks(wanted: Mapping[str, Check], limit_s: float) -> list[Finding]:
             found = [warning(name, seen, "The rest does not depend on it.")]
         results.setdefault(name, found)
 
-    deadline = time.monotonic() + limit_s
+    deadline = clock() + limit_s
     threads = {
         name: threading.Thread(target=run, args=(name, check), daemon=True)
         for name, check in wanted.items()
@@ -109,7 +111,7 @@ def run_checks(wanted: Mapping[str, Check], limit_s: float) -> list[Finding]:
     for thread in threads.values():
         thread.start()
     for name, thread in threads.items():
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, deadline - clock()))
         late = f"no answer within {limit_s:.0f} s"
         advice = "The machine is very busy, or this part hangs."
         results.setdefault(name, [warning(name, late, advice)])
