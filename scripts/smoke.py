@@ -76,7 +76,7 @@ def engine(rank: int) -> None:
 
 
 def ddp(rank: int) -> None:
-    """y = w x with w = 1, inputs 1 and 3: the gradients of y^2 / 2 are 1 and 9, their mean 5."""
+    """Y = w x with w = 1, inputs 1 and 3: the gradients of y^2 / 2 are 1 and 9, their mean 5."""
     model = dist.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     torch.nn.init.ones_(model.module.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -189,10 +189,12 @@ def called(*words: str, may_end_with: tuple[int, ...] = (0,), isa: str = "") -> 
 
 
 def job(*names: str, isa: str = "") -> str:
+    """Run what two ranks do, by name, as a job; return what it printed."""
     return called("run", "--nproc", "2", os.path.abspath(__file__), *names, isa=isa)
 
 
 def version() -> str:
+    """The command is that of the package."""
     said = called("version").splitlines()[0]
     assert said == f"dure {dist.__version__}", said
     return said
@@ -206,6 +208,7 @@ def doctor() -> str:
 
 
 def plan() -> str:
+    """A planner that needs no machine."""
     words = "--schedule 1f1b --stages 4 --ranks 4 --microbatches 8"
     said = called("plan", "pipeline", *words.split())
     assert "1f1b" in said.lower(), said
@@ -220,6 +223,7 @@ def ranks() -> str:
 
 
 def instruction_sets() -> str:
+    """The engine's sums are the same bits for each instruction set."""
     said = [job("engine", isa=isa).splitlines() for isa in ISAS]
     sums = [[line for line in lines if "sums " in line] for lines in said]
     assert len(sums[0]) == 3, said
@@ -238,6 +242,7 @@ CHECKS = (version, doctor, plan, ranks, instruction_sets, failure)
 
 
 def main() -> int:
+    """Run all checks; return 1 if any failed."""
     print(
         f"dure {dist.__version__} in {Path(dist.__file__).parent}\n"
         f"torch {torch.__version__}, Python {sys.version.split()[0]}, {os.uname().machine}"
@@ -257,6 +262,7 @@ def main() -> int:
 
 
 def one_rank(names: list[str]) -> None:
+    """Do what one rank of a job does."""
     with dist.process_group():
         for name in names:
             RANKS[name](dist.get_rank())
