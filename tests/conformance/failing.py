@@ -103,7 +103,11 @@ def case_late_ranks(rank, n):
     if rank == 0:
         with pytest.raises(CommTimeout) as info:
             dist.all_reduce(torch.zeros(4), group=group)
-        assert info.value.missing == tuple(range(1, n))
+        missing, others = info.value.missing, tuple(range(1, n))
+        if dist.get_backend().startswith("hybrid"):  # of other hosts it knows one that is missing
+            assert missing and set(missing) <= set(others)
+        else:
+            assert missing == others
         assert (info.value.elapsed_s or 0) >= 0.3
     dist.barrier()
     if rank > 0:

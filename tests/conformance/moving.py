@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 import dure as dist
@@ -114,6 +115,17 @@ def case_all_to_all_single_uneven(rank, n):
     dist.all_to_all_single(output, given, takes, gives)
     wanted = torch.cat([torch.full((k, 3), 10 * r + rank) for r, k in enumerate(takes)])
     assert torch.equal(output, wanted)
+
+
+def case_all_to_all_single_with_splits_on_some_ranks(rank, n):
+    """Split sizes may be left out where parts are equal, and may be arrays."""
+    wanted = torch.cat([torch.arange(2).view(1, 2) + 2 * rank + 10 * r for r in range(n)])
+    rows = torch.arange(2 * n).view(n, 2) + 10 * rank
+    for some in (None, [1] * n, np.ones(n, dtype=int), torch.ones(n, dtype=torch.int64)):
+        splits = some if rank == n - 1 else None
+        output = torch.empty_like(rows)
+        dist.all_to_all_single(output, rows, splits, splits)
+        assert torch.equal(output, wanted)
 
 
 def case_all_to_all_single_rows(rank, n):

@@ -15,6 +15,8 @@ from .values import FEW, contribution, counts, noise, reduced, same, thorough
 
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def _pairs(every: bool) -> list[tuple[str, torch.dtype]]:
     """Return every (operation, dtype) that has a meaning, or those of a few dtypes."""
@@ -135,22 +137,29 @@ def case_results_are_bitwise_equal_on_all_ranks(rank, n):
 
 
 def case_order_of_reduction_is_that_of_ranks(rank, n):
-    """Sums grow from rank 0 on, in float32; bfloat16 is rounded once, at the end."""
-    for count in (3, 200_003):
+    """Sums grow from rank 0 on, in float32; 16 bit floats are rounded once, at the end.
+
+    They are the same in all ways: synchronous or not, in shared memory, reduced or scattered.
+    """
+    for count, dtype in itertools.product((3, 8, 4097, 200_003), SUMMED):
         everyone = [
-            torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(n)
+            torch.randn(count, generator=torch.Generator().manual_seed(r)) * 10 ** (r % 4)
+            for r in range(n)
         ]
-        for dtype in (torch.float32, torch.bfloat16):
-            rounded = [t.to(dtype) for t in everyone]
-            wanted = rounded[0].float()
-            for t in rounded[1:]:
-                wanted = wanted + t.float()
-            mine = rounded[rank].clone()
-            dist.all_reduce(mine)
-            assert same(mine, wanted.to(dtype)), (dtype, count)
-            scattered = torch.empty_like(mine)
-            dist.reduce_scatter(scattered, [rounded[rank]] * n)
-            assert same(scattered, wanted.to(dtype)), (dtype, count)
+        rounded = [t.to(dtype) for t in everyone]
+        wanted = rounded[0].float()
+        for t in rounded[1:]:
+            wanted = wanted + t.float()
+        mine, late, shared, root, part = (rounded[rank].clone() for _ in range(5))
+        shared = dist.shared_empty(count, dtype=dtype).copy_(shared)
+        dist.all_reduce(mine)
+        work = dist.all_reduce(late, async_op=True)
+        dist.all_reduce(shared)
+        dist.reduce(root, dst=n - 1)
+        dist.reduce_scatter(part, [rounded[rank]] * n)
+        work.wait()
+        sums = [mine, late, shared, part, *([root] if rank == n - 1 else [])]
+        assert all(same(t, wanted.to(dtype)) for t in sums), (dtype, count)
 
 
 def case_premultiplied_sum(rank, n):

@@ -19,6 +19,12 @@ def cases_of(module: ModuleType) -> list[str]:
     return [name for name in vars(module) if name.startswith("case_")]
 
 
+def check(ran: list[list[str]], subject: str, skip: tuple[str, ...] = ()) -> None:
+    """Require that all ranks ran all cases of a subject but those to skip."""
+    wanted = [name for name in cases_of(SUBJECTS[subject]) if name not in skip]
+    assert ran == [wanted] * len(ran)
+
+
 def run(rank: int, subject: str, skip: tuple[str, ...] = ()) -> list[str]:
     """Run the cases of `conformance.<subject>`; return the names of those that ran.
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import Aborted, CommError, CommTimeout, PeerLost
+from dure.errors import Aborted, CommError, CommTimeout, Desync, PeerLost
 from dure.native import available
 from procs.forked_ranks import Ranks, Slot, join, while_waiting
 from waiting import until
@@ -206,6 +206,25 @@ def test_message_that_does_not_come_leaves_the_group_of_2_whole(tmp_path):
         assert isinstance(error, CommTimeout)
         assert error.missing == (1,)
         assert ranks.result(1) is None
+
+
+def _second_receive_fits(slot: Slot) -> tuple[type, list[float]] | None:
+    backend = join(slot)
+    if slot.rank == 1:
+        backend.send(torch.full((3,), 7.0), 0, 0, False)
+        backend.barrier(False)
+        return None
+    four, three = torch.zeros(4), torch.zeros(3)
+    first, second = backend.recv(four, 1, 0, True), backend.recv(three, 1, 0, True)
+    error = _caught(first.wait)
+    second.wait()
+    backend.barrier(False)
+    return type(error), four.tolist() + three.tolist()
+
+
+def test_a_message_goes_to_the_next_receive_that_fits_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _second_receive_fits) as ranks:
+        assert ranks.values() == [(Desync, [0.0] * 4 + [7.0] * 3), None]
 
 
 # ---- leaving -------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from dure.errors import (
     UsageError,
 )
 from dure.testing import run_ranks
+from waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -51,9 +53,10 @@ def test_new_group_members_only_see_each_other():
     assert run_ranks(4, body) == [(-1, -1), (0, 2), (-1, -1), (1, 2)]
 
 
-def test_new_group_unsorted_ranks_keep_the_order_given():
+@pytest.mark.parametrize("array", [list, np.array, torch.tensor])
+def test_new_group_unsorted_ranks_keep_the_order_given(array):
     def body(rank):
-        return dist.get_rank(dist.new_group([2, 0, 1], sort_ranks=False))
+        return dist.get_rank(dist.new_group(array([2, 0, 1]), sort_ranks=False))
 
     assert run_ranks(3, body) == [1, 2, 0]
 
@@ -142,7 +145,7 @@ def test_new_subgroups_size_that_does_not_fit_raises(size):
 
 def test_new_subgroups_by_enumeration_overlap_raises():
     def body(rank):
-        with pytest.raises(UsageError, match="Rank 1"):
+        with pytest.raises(UsageError):
             dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
 
     run_ranks(3, body)
@@ -191,10 +194,10 @@ def test_new_group_member_that_does_not_come_is_named():
         if rank == 1:
             return None
         with pytest.raises(RendezvousTimeout) as caught:
-            dist.new_group(timeout=timedelta(seconds=1))
+            dist.new_group(timeout=timedelta(seconds=0.3))
         return caught.value.came, caught.value.missing
 
-    assert run_ranks(3, body)[0] == ((0, 2), (1,))
+    assert run_ranks(2, body)[0] == ((0,), (1,))
 
 
 def test_call_by_a_non_member_raises():
@@ -318,9 +321,12 @@ def test_a_backend_is_closed_where_the_groups_other_one_cannot_be_made(half_buil
 @pytest.mark.parametrize(("wait_all", "missing"), [(False, (1,)), (True, (1, 3))])
 def test_monitored_barrier_names_the_absent_on_all_that_came(wait_all, missing):
     def body(rank):
+        if rank == 0:
+            dist.group.WORLD.store.wait(["monitored/1/2"])
         if rank in (0, 2):
+            limit = 0.1 if rank == 0 else PATIENCE_S
             with pytest.raises(CommTimeout) as caught:
-                dist.monitored_barrier(timeout=0.2, wait_all_ranks=wait_all)
+                dist.monitored_barrier(timeout=limit, wait_all_ranks=wait_all)
             assert caught.value.missing == missing
         dist.barrier()
 
@@ -331,7 +337,7 @@ def test_monitored_barrier_looks_at_every_rank_when_time_is_up():
     def body(rank):
         if rank == 0:
             dist.group.WORLD.store.wait(["monitored/1/1", "monitored/1/2"])
-        dist.monitored_barrier(timeout=0 if rank == 0 else 10)
+        dist.monitored_barrier(timeout=0 if rank == 0 else PATIENCE_S)
 
     run_ranks(3, body)
 
@@ -405,7 +411,7 @@ def test_groups_left_by_all_at_once_keep_nobody_and_no_keys():
         dist.barrier()
         return _keys()
 
-    assert run_ranks(3, body, timeout=20.0) == [[]] * 3
+    assert run_ranks(3, body) == [[]] * 3
 
 
 # ---- making a group is announced -----------------------------------------------------------------

@@ -14,16 +14,6 @@ def thing(rank):
     return {"rank": rank, "text": "두레" * rank, "nested": [None, (1, 2.5)] * rank}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_all_gather_object_unequal_sizes(n):
-    def body(rank):
-        out = [None] * n
-        dist.all_gather_object(out, thing(rank))
-        return out
-
-    assert run_ranks(n, body) == [[thing(r) for r in range(n)]] * n
-
-
 @pytest.mark.parametrize("dst", [0, 2])
 def test_gather_object_fills_only_the_root(dst):
     def body(rank):
@@ -45,27 +35,6 @@ def test_broadcast_object_list_replaces_the_others(src, length):
         return objects
 
     assert run_ranks(3, body) == [[thing(src + i) for i in range(length)]] * 3
-
-
-def test_scatter_object_list_gives_each_rank_its_own():
-    def body(rank):
-        out = [None]
-        dist.scatter_object_list(out, [thing(r) for r in range(3)] if rank == 1 else None, src=1)
-        return out[0]
-
-    assert run_ranks(3, body) == [thing(r) for r in range(3)]
-
-
-def test_send_and_recv_object_list():
-    def body(rank):
-        if rank == 0:
-            dist.send_object_list([thing(1), "x"], dst=1)
-            return None
-        out = [None, None]
-        sender = dist.recv_object_list(out)
-        return sender, out
-
-    assert run_ranks(2, body)[1] == (0, [thing(1), "x"])
 
 
 def test_wrong_lengths_raise_before_anything_is_sent():

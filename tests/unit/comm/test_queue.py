@@ -9,8 +9,7 @@ import pytest
 from dure.comm.backends.queue import OrderedQueue
 from dure.comm.backends.request import Request, finished
 from dure.errors import Aborted, CommTimeout, DureError, InternalError
-
-LIMIT_S = 10.0
+from waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ class _Held:
 
     def __call__(self) -> None:
         self.begun.set()
-        assert self.go.wait(LIMIT_S)
+        assert self.go.wait(PATIENCE_S)
 
 
 def _raising(error: BaseException):
@@ -45,13 +44,13 @@ def test_operations_run_in_the_order_of_the_calls_a_synchronous_one_too(queue):
         *(queue.run(lambda i=i: ran.append(i), True) for i in (1, 2)),
     ]
     late = threading.Thread(target=lambda: queue.run(lambda: ran.append(3), False))
-    assert held.begun.wait(LIMIT_S)
+    assert held.begun.wait(PATIENCE_S)
     assert queue.busy
     late.start()
     assert not requests[1].done()
     held.go.set()
-    late.join(LIMIT_S)
-    assert [r.wait(LIMIT_S) for r in requests] == [True] * 3
+    late.join(PATIENCE_S)
+    assert [r.wait(PATIENCE_S) for r in requests] == [True] * 3
     assert ran == [1, 2, 3]
 
 
@@ -67,23 +66,23 @@ def test_whatever_an_action_raises_ends_its_request_and_the_thread_goes_on(queue
     after = queue.run(lambda: None, True)
     for _ in range(2):
         with pytest.raises(InternalError) as info:
-            failed.wait(LIMIT_S)
+            failed.wait(PATIENCE_S)
         assert info.value.__cause__ is error
-    assert after.wait(LIMIT_S)
+    assert after.wait(PATIENCE_S)
 
 
 def test_an_error_of_ours_is_raised_as_it_is(queue):
     error = CommTimeout("late")
     request = queue.run(_raising(error), True)
     with pytest.raises(CommTimeout) as info:
-        request.wait(LIMIT_S)
+        request.wait(PATIENCE_S)
     assert info.value is error
 
 
 def test_a_synchronous_call_raises_what_its_action_raised_and_the_next_one_runs(queue):
     with pytest.raises(MemoryError):
         queue.run(_raising(MemoryError()), False)
-    assert queue.run(finished, True).wait(LIMIT_S)
+    assert queue.run(finished, True).wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("error", [None, CommTimeout("late")])
@@ -93,10 +92,10 @@ def test_who_waits_for_a_queued_operation_waits_for_what_it_has_started(queue, e
     assert not request.wait(0.01)
     inner.end(error)
     if error is None:
-        assert request.wait(LIMIT_S)
+        assert request.wait(PATIENCE_S)
     else:
         with pytest.raises(CommTimeout):
-            request.wait(LIMIT_S)
+            request.wait(PATIENCE_S)
     assert request.done()
 
 
@@ -106,13 +105,13 @@ def test_stopping_ends_what_has_not_begun_and_refuses_what_comes():
     running, waiting = queue.run(held, True), queue.run(lambda: None, True)
     assert running is not None
     assert waiting is not None
-    assert held.begun.wait(LIMIT_S)
+    assert held.begun.wait(PATIENCE_S)
     stopping = threading.Thread(target=queue.stop)
     stopping.start()
     with pytest.raises(Aborted):
-        waiting.wait(LIMIT_S)
+        waiting.wait(PATIENCE_S)
     held.go.set()
-    stopping.join(LIMIT_S)
-    assert running.wait(LIMIT_S)
+    stopping.join(PATIENCE_S)
+    assert running.wait(PATIENCE_S)
     with pytest.raises(DureError):
         queue.run(lambda: None, True)

@@ -11,6 +11,7 @@ import pytest
 import dure
 from dure.comm import init
 from dure.comm.world import World, new_world
+from waiting import PATIENCE_S
 
 
 class Watched:
@@ -38,7 +39,7 @@ def test_a_thread_that_asks_for_a_group_that_comes_about_gets_it(
         made = create(world, *args)
         asks = threading.Thread(target=lambda: found.append(world.need_default()))
         asks.start()
-        assert watched.wanted.wait(30.0), "it does not wait"
+        assert watched.wanted.wait(PATIENCE_S), "it does not wait"
         threads.append(asks)
         return made
 
@@ -55,5 +56,5 @@ def test_a_thread_that_asks_for_a_group_that_comes_about_gets_it(
 
 
 def test_without_a_group_nobody_waits() -> None:
-    with pytest.raises(dure.errors.UsageError, match="has not been initialized"):
+    with pytest.raises(dure.errors.UsageError):
         World().need_default()

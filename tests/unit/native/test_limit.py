@@ -11,6 +11,7 @@ from dure import native
 from dure.comm.codes import dtype_code
 from dure.comm.ops import ReduceOp
 from dure.comm.ops import reducible_dtypes as dtypes_of
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason=native.available()[1] or "-")
 
@@ -66,7 +67,7 @@ def test_bounded_engines_agree_bit_for_bit():
     ]
     assert len(words) == 20
     children = {most: started(most, *sorted(words)) for most in ("generic", "avx2", "avx512", "")}
-    said = {most: child.communicate(timeout=60) for most, child in children.items()}
+    said = {most: child.communicate(timeout=PATIENCE_S) for most, child in children.items()}
     assert all(not error for _, error in said.values()), said
     isas = {most: out.split()[0] for most, (out, _) in said.items()}
     assert isas == {
@@ -79,7 +80,7 @@ def test_bounded_engines_agree_bit_for_bit():
 
 
 def test_unknown_limit_is_a_usage_error_that_names_the_variable():
-    out, error = started("sse9").communicate(timeout=60)
+    out, error = started("sse9").communicate(timeout=PATIENCE_S)
     assert not out
     assert error.splitlines()[-1].startswith("dure.errors.UsageError: DURE_ISA")
 

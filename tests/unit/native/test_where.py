@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import types
 
-import pytest
-
 from dure import errors
 from dure.native.where import line_of, user_frame
+from waiting import PATIENCE_S
 
 
 def _park(inside: threading.Event, go: threading.Event) -> None:
@@ -16,13 +15,12 @@ def _park(inside: threading.Event, go: threading.Event) -> None:
     go.wait()  # a library's frame is the innermost
 
 
-@pytest.mark.timeout(60)
 def test_line_of_a_thread_is_that_of_its_own_program():
     inside, go = threading.Event(), threading.Event()
     thread = threading.Thread(target=_park, args=(inside, go))
     thread.start()
     try:
-        assert inside.wait(30)
+        assert inside.wait(PATIENCE_S)
         told = line_of(thread.ident or 0)
     finally:
         go.set()
