@@ -85,8 +85,8 @@ def backward(to: str, other: str) -> None:
 KINDS = [plain, references, backward]
 
 
-# By its text, since an error that torch's futures or the answer of another worker have carried keeps
-# nothing else. The errors of calls whose callee, connection, owner or gradients are gone, no others.
+# By its text, for an error that torch's futures or the answer of another worker have carried keeps
+# nothing else: the errors of calls whose callee, connection, owner or gradients are gone.
 _LOST = re.compile(
     r"(worker '[ab]' \(id \d+\)|process \d+) is gone|the call may have run|gradients were lost"
     r"|could not find destination: '[ab]'|never made, or its messages were lost"

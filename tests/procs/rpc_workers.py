@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,5 +158,10 @@ class Worker(Ranks):
 @contextmanager
 def workers(*starts: Start) -> Iterator[list[Worker]]:
     """Start workers; afterwards none of them is left."""
-    with ExitStack() as opened:
-        yield [opened.enter_context(Worker(start)) for start in starts]
+    started: list[Worker] = []
+    try:
+        started.extend(Worker(start) for start in starts)
+        yield started
+    finally:
+        for worker in started:
+            worker.close()

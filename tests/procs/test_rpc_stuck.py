@@ -20,7 +20,7 @@ from dure.rpc.current import current
 from dure.testing import ProcessPool
 from procs.forked_ranks import Ranks, Slot
 from procs.rpc_workers import Start, double, gate, wait_here, workers
-from waiting import PATIENCE_S, until
+from waiting import until
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
 
@@ -40,11 +40,11 @@ def use_a_leaf(_: Slot) -> None:
 
     def compute() -> None:
         while not over.is_set():
-            _ = leaf * 2
+            leaf.mul(2)
 
     thread = threading.Thread(target=compute)
     thread.start()
-    for _ in range(_NUM_TIMES):
+    for _turn in range(_NUM_TIMES):
         graph: LocalGraph[Any] = LocalGraph({"leaf": [edge]}, {})
         graph.arrive("leaf", [torch.ones(2)])
         assert graph.leaves[leaf][0] == 1
@@ -117,31 +117,6 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
             assert rpc.rpc_sync("other", double, (21,)) == 42
         finally:
             rpc.shutdown(graceful=False)
-
-
-def fork(slot: Slot) -> list[bool]:
-    """Fork; return whether the child could not call, and whether the parent still can."""
-    Start(name="program", rank=0, world_size=1, url=slot.url).init()
-    rref = rpc.RRef(1)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(PATIENCE_S)
-        failed = 0
-        for call in (lambda: rpc.rpc_sync("program", double, (1,)), rref.to_here):
-            try:
-                call()
-            except RpcError:
-                failed += 1
-        os._exit(failed)
-    worked = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2]
-    worked += [rpc.rpc_sync("program", double, (21,)) == 42, rref.to_here() == 1]
-    rpc.shutdown(graceful=False)
-    return worked
-
-
-def test_a_forked_child_is_no_worker(tmp_path: Path) -> None:
-    with Ranks(1, tmp_path, fork) as ranks:
-        assert ranks.values() == [[True] * 3]
 
 
 def test_the_end_at_once_does_not_wait_for_calls_that_run(tmp_path: Path) -> None:

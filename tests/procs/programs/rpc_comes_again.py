@@ -30,7 +30,6 @@ def finish() -> None:
 
 def joined(name: str, but: int = -1) -> rpc.WorkerInfo:
     """Wait for a worker, another than the one with the id `but`."""
-    deadline = time.monotonic() + 60
     while True:
         try:
             found = rpc.get_worker_info(name)
@@ -38,7 +37,6 @@ def joined(name: str, but: int = -1) -> rpc.WorkerInfo:
                 return found
         except (PeerLost, RpcError):
             pass
-        assert time.monotonic() < deadline, name
         time.sleep(0.01)
 
 
@@ -66,7 +64,7 @@ def main() -> None:
         for name in ("worker1", "worker2"):
             rpc.rpc_sync(name, finish)
     else:
-        assert _over.wait(120)
+        _over.wait()
     rpc.shutdown()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +13,8 @@ from dure.rpc import api
 from dure.rpc.current import current
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from dure.testing.rpc import Cluster
-from unit.rpc.test_agent import Gate, wait_at_gate, wait_until
-
-
-@pytest.fixture(autouse=True)
-def _gate() -> Any:
-    Gate.renew()
-    yield
-    Gate.open.set()
-
+from rpc.gates import Gate, wait_at_gate
+from waiting import until
 
 ran: list[int] = []
 
@@ -43,30 +37,42 @@ def test_values_are_gathered() -> None:
         assert got == [[{k: v + n for k, v in wanted.items()} for n in range(3)]] * 3
 
 
-def test_some_gather_and_a_death_ends_it() -> None:
+def num_waiting(cluster: Cluster, function: str) -> int:
+    """Return how many calls of a function wait for an answer."""
+    calls = [call for agent in cluster.agents for call in agent.calls.all()]
+    return sum(call.function == function for call in calls)
+
+
+def killed_while_others_wait(
+    cluster: Cluster, dead: int, work: Callable[[int], object]
+) -> list[int]:
+    """Kill a worker that does not take part, when all others wait; return who has ended."""
+    ended = list[int]()
+
+    def run(id: int) -> None:
+        with cluster.on(id):
+            work(id)
+        ended.append(id)
+
+    others = [id for id in range(len(cluster.agents)) if id != dead]
+    threads = [threading.Thread(target=run, args=(id,)) for id in others]
+    for thread in threads:
+        thread.start()
+    until(lambda: num_waiting(cluster, "enter") == len(others), "the others to wait")
+    cluster.network.kill(dead)
+    for thread in threads:
+        thread.join()
+    return sorted(ended)
+
+
+def test_a_death_ends_a_gathering() -> None:
     with Cluster(3) as cluster:
-        errors: list[PeerLost] = []
 
         def work(id: int) -> None:
-            with cluster.on(id):
-                try:
-                    all_gather(current(), id, ["worker0", "worker1", "worker2"], timeout=0)
-                except PeerLost as error:
-                    errors.append(error)
+            with pytest.raises(PeerLost, match="worker2"):
+                all_gather(current(), id, timeout=0)
 
-        threads = [threading.Thread(target=work, args=(id,)) for id in (0, 1)]
-        for thread in threads:
-            thread.start()
-        wait_until(
-            lambda: any(
-                len(g.values) == 2 for g in list(cluster.agents[0].gatherings._open.values())
-            )
-        )
-        cluster.network.kill(2)
-        for thread in threads:
-            thread.join(60.0)
-        assert len(errors) == 2
-        assert all("worker2" in str(error) for error in errors)
+        assert killed_while_others_wait(cluster, 2, work) == [0, 1]
 
 
 def test_the_end_waits_for_calls_that_nobody_waits_for() -> None:
@@ -101,24 +107,9 @@ def test_the_end_waits_for_who_comes_last_and_its_time_may_be_over() -> None:
 @pytest.mark.parametrize("dead", [0, 1])
 def test_who_dies_counts_as_done_and_the_next_leads(dead: int) -> None:
     with Cluster(3) as cluster:
-        ended = list[int]()
-
-        def work(id: int) -> None:
-            with cluster.on(id):
-                wait_all_workers(current())
-            ended.append(id)
-
         others = [id for id in range(3) if id != dead]
-        threads = [threading.Thread(target=work, args=(id,)) for id in others]
-        for thread in threads:
-            thread.start()
-        key = f"end/{0}/all"
-        gatherings = cluster.agents[0].gatherings
-        wait_until(lambda: key in gatherings._open and len(gatherings._open[key].values) >= 1)
-        cluster.network.kill(dead)
-        for thread in threads:
-            thread.join(60.0)
-        assert sorted(ended) == others
+        ended = killed_while_others_wait(cluster, dead, lambda _: wait_all_workers(current()))
+        assert ended == others
 
 
 def test_where_processes_come_and_go_each_waits_for_its_own_calls() -> None:

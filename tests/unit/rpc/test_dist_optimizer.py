@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -13,17 +12,8 @@ from dure import autograd
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.optim import DistributedOptimizer
 from dure.rpc import api
-from dure.rpc.autograd.backward import attach
 from dure.rpc.rref import RRef
 from dure.testing.rpc import Cluster
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster(3) as cluster:
-        for agent in cluster.agents:
-            attach(agent)
-        yield cluster
 
 
 def weight(seed: int, requires_grad: bool = True) -> torch.Tensor:
@@ -75,7 +65,7 @@ class Overlaps(torch.optim.SGD):
             Overlaps.running += 1
             Overlaps.most = max(Overlaps.most, Overlaps.running)
         super().step()
-        threading.Event().wait(0.01)
+        threading.Event().wait(0.005)  # others would begin theirs
         with Overlaps.lock:
             Overlaps.running -= 1
 

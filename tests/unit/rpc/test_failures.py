@@ -88,6 +88,10 @@ def test_a_text_that_cannot_be_had_is_told() -> None:
     assert "its text cannot be had: KeyError" in travel(NoText()).args[0]
 
 
+def test_half_a_character_is_told() -> None:
+    assert travel(ValueError("\udcff")).args[0].startswith("\\udcff")
+
+
 def test_the_fields_of_our_errors_come_along() -> None:
     lost = travel(travel(PeerLost("gone", peer=2, exit="exit code 5", host="there", fix="Look.")))
     assert (lost.peer, lost.exit, lost.host, lost.pid) == (2, "exit code 5", "there", None)

@@ -47,20 +47,6 @@ def test_no_place_in_a_world(arguments: dict[str, Any], what: str) -> None:
     assert not rpc._is_current_rpc_agent_set()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"init_method": 5},
-        {"num_worker_threads": 1.5},
-        {"num_worker_threads": "3"},
-        {"num_worker_threads": 0},
-        {"rpc_timeout": float("nan")},
-    ],
-)
-def test_no_options(options: dict[str, Any]) -> None:
-    refused(lambda: rpc.TensorPipeRpcBackendOptions(**options))
-
-
 @pytest.mark.parametrize("seconds", [-1, float("nan"), "x", None])
 def test_no_timeout(seconds: Any) -> None:
     with Cluster(1) as cluster, cluster.on(0) as agent:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dure.rpc.links import Link, Numbered
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1000)), max_size=80))
 def test_all_arrive_once_and_in_order(moves: list[tuple[int, int]]) -> None:
     ends = [Link(), Link()]

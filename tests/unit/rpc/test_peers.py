@@ -14,6 +14,7 @@ from dure.errors import RendezvousError
 from dure.rpc.peers import MOST_IDS, Peer, Peers
 from dure.store import HashStore
 from dure.store.identity import Identity, myself, start_of
+from waiting import PATIENCE_S
 
 FAR = Identity(1, "then", "elsewhere", "another host")
 
@@ -84,11 +85,11 @@ def test_those_who_come_and_go_are_told_to_all_in_one_order() -> None:
     assert a.named("c") == c.me
     a.give_up(1, "signal 9")
     c.close()
-    first = [seen_by_a.get(timeout=20) for _ in range(4)]
+    first = [seen_by_a.get(timeout=PATIENCE_S) for _ in range(4)]
     assert first[:2] == [("joined", 1, "b"), ("joined", 7, "c")]
     assert sorted(first[2:]) == [("gone", 1, "signal 9"), ("gone", 7, "it left")]
     until = 3 + first[2:].index(("gone", 1, "signal 9"))  # b is told of itself, and of no more
-    second = [seen_by_b.get(timeout=20) for _ in range(until)]
+    second = [seen_by_b.get(timeout=PATIENCE_S) for _ in range(until)]
     assert second == [("joined", 0, "a"), ("joined", 7, "c"), *first[2:]][:until]
     assert [each.name for each in a.all()] == ["a"]
     assert a.find(7) == c.me
@@ -144,7 +145,7 @@ def test_a_name_of_another_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     join: Callable[[], None] = lambda: found.append(Peers.join(store, peer("w")).own_id)  # noqa: E731
     thread = threading.Thread(target=join)
     thread.start()
-    waiting.wait(20)
+    assert waiting.wait(PATIENCE_S)
     assert not found
     other.close()
     thread.join()
@@ -162,6 +163,9 @@ def test_who_joins_is_told_of_those_that_are_gone() -> None:
     Peers.join(store, peer("b")).close()
     c = Peers.join(store, peer("c"))
     seen = told(c)
-    assert [seen.get(timeout=20) for _ in range(2)] == [("gone", 1, "it left"), ("joined", 0, "a")]
+    assert [seen.get(timeout=PATIENCE_S) for _ in range(2)] == [
+        ("gone", 1, "it left"),
+        ("joined", 0, "a"),
+    ]
     a.close()
     c.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,7 @@ from dure.trace import dump, record_steps
 from dure.trace.calls import calls
 from dure.trace.findings import study
 from dure.trace.merging import read
-from unit.rpc.test_agent import Gate, fail, wait_at_gate
-
-
-@pytest.fixture(autouse=True)
-def _gate() -> Iterator[None]:
-    Gate.renew()
-    yield
-    Gate.open.set()
+from rpc.gates import Gate, fail, wait_at_gate
 
 
 def plus(a: int, b: int) -> int:
@@ -49,7 +41,7 @@ def test_who_waits_for_whom_and_how_often_they_called(tmp_path: Path) -> None:
         with pytest.raises(ValueError):
             api.rpc_sync("worker2", fail, ("bad",))
         waiting = api.rpc_async("worker1", relayed, ("worker2",))
-        assert Gate.reached.acquire(timeout=20)
+        Gate.wait_for()
         dump(tmp_path)
         Gate.open.set()
         assert waiting.wait() == "done"
@@ -86,7 +78,7 @@ def test_how_long_calls_wait_for_a_thread(
 def test_a_lost_callee_is_how_a_call_ended(tmp_path: Path) -> None:
     with Cluster(2) as cluster, cluster.on(0):
         waiting = api.rpc_async("worker1", held)
-        assert Gate.reached.acquire(timeout=20)
+        Gate.wait_for()
         cluster.network.kill(1)
         with pytest.raises(PeerLost):
             waiting.wait()

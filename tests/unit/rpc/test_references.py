@@ -241,7 +241,7 @@ def check_history(size: int, moves: list[tuple[int, int]]) -> None:
     world.finish()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @HISTORIES
 @example(2, OVERTAKEN)
 def test_never_freed_early_and_always_freed_at_last(
@@ -251,7 +251,7 @@ def test_never_freed_early_and_always_freed_at_last(
 
 
 @pytest.mark.slow
-@settings(max_examples=4_000, deadline=None)
+@settings(max_examples=4_000)
 @HISTORIES
 def test_never_freed_early_in_many_histories(size: int, moves: list[tuple[int, int]]) -> None:
     check_history(size, moves)
@@ -375,21 +375,3 @@ def test_a_reference_may_overtake_the_call_that_makes_its_value() -> None:
     assert owner.dropped(ref) == []
     assert user.dropped(ref) == [Send(1, Drop(ref))]
     assert owner.heard(0, Drop(ref)) == [Freed(ref)]
-
-
-def test_a_reference_that_overtook_a_call_that_never_comes_is_lost() -> None:
-    user, owner, third = processes(3)
-    ref = user.create(1)
-    _, token = user.pack(ref, 1)
-    assert owner.arrived(ref, 1, 0, token)[0]
-    assert owner.heard(2, Hold(ref)) == [Send(2, Held(ref))]
-    assert owner.died(0)[:2] == [Lost(ref), Send(2, Gone(ref))]
-    assert not owner.has(ref)
-    assert third.me == 2
-
-
-def test_who_holds_what_a_lost_call_was_to_make_is_told() -> None:
-    user, owner, _ = processes(3)
-    ref = user.create(1)
-    assert owner.heard(2, Hold(ref)) == [Send(2, Held(ref))]
-    assert owner.heard(0, Unsure((ref,)))[:2] == [Lost(ref), Send(2, Gone(ref))]

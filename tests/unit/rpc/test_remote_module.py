@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +14,9 @@ from dure.nn import RemoteModule
 from dure.optim import DistributedOptimizer
 from dure.rpc import api
 from dure.rpc.allow import Allowed
-from dure.rpc.autograd.backward import attach
 from dure.rpc.rref import RRef
 from dure.testing.rpc import Cluster
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with Cluster(3) as cluster:
-        for agent in cluster.agents:
-            attach(agent)
-        yield cluster
+from rpc.gates import attached
 
 
 class Scale(torch.nn.Module):
@@ -76,28 +66,6 @@ def test_forward_runs_there(cluster: Cluster) -> None:
         assert RemoteModule("worker0", Where)() == "worker0"
 
 
-def test_training_a_hybrid_is_training_one_module(cluster: Cluster) -> None:
-    torch.manual_seed(0)
-    x = torch.rand(4, 2)
-    here = torch.nn.Linear(2, 2)
-    both = torch.nn.Sequential(copy.deepcopy(here), Scale(3.0))
-    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        both(x).sum().backward()
-        optimizer.step()
-    with cluster.on(0):
-        there = RemoteModule("worker1", Scale, (3.0,))
-        rrefs = there.remote_parameters() + [RRef(p) for p in here.parameters()]
-        distributed = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
-        for _ in range(3):
-            with autograd.context() as context_id:
-                autograd.backward(context_id, [there(here(x)).sum()])
-                distributed.step(context_id)
-        torch.testing.assert_close(there.remote_parameters()[0].to_here(), both[1].by)
-        torch.testing.assert_close(here.weight, both[0].weight)
-
-
 def test_remote_parameters(cluster: Cluster) -> None:
     with cluster.on(0):
         module = RemoteModule("worker1", Scale, (3.0,), {"inner": True})
@@ -145,22 +113,19 @@ def test_what_is_wrong(cluster: Cluster) -> None:
 
 
 def test_a_list_of_what_is_allowed_holds_for_classes_and_methods() -> None:
-    with Cluster(2, allow=Allowed([Scale, torch.optim.SGD])) as cluster:
-        for agent in cluster.agents:
-            attach(agent)
-        with cluster.on(0):
-            module = RemoteModule("worker1", Scale, (3.0,))
-            assert module(torch.ones(1)).tolist() == [3.0]
-            parameters = module.eval().remote_parameters()
-            optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
-            with autograd.context() as context_id:
-                autograd.backward(context_id, [module(torch.ones(1)).sum()])
-                optimizer.step(context_id)
-            assert module(torch.ones(1)).tolist() == [2.0]
-            with pytest.raises(RpcError, match="does not let others call that"):
-                RemoteModule("worker1", Where)()
-            with pytest.raises(RpcError, match="does not let others call that"):
-                DistributedOptimizer(torch.optim.Adam, parameters)
+    with attached(2, allow=Allowed([Scale, torch.optim.SGD])) as cluster, cluster.on(0):
+        module = RemoteModule("worker1", Scale, (3.0,))
+        assert module(torch.ones(1)).tolist() == [3.0]
+        parameters = module.eval().remote_parameters()
+        optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [module(torch.ones(1)).sum()])
+            optimizer.step(context_id)
+        assert module(torch.ones(1)).tolist() == [2.0]
+        with pytest.raises(RpcError, match="does not let others call that"):
+            RemoteModule("worker1", Where)()
+        with pytest.raises(RpcError, match="does not let others call that"):
+            DistributedOptimizer(torch.optim.Adam, parameters)
 
 
 def test_methods_that_need_the_parameters_here_say_so(cluster: Cluster) -> None:

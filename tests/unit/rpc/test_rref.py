@@ -17,14 +17,8 @@ from dure.rpc.allow import Allowed
 from dure.rpc.functions import async_execution
 from dure.rpc.rref import RRef
 from dure.testing.rpc import Cluster
-from unit.rpc.test_agent import Gate, add, fail, wait_at_gate, wait_until
-
-
-@pytest.fixture(autouse=True)
-def _gate() -> Any:
-    Gate.renew()
-    yield
-    Gate.open.set()
+from rpc.gates import Gate, add, fail, wait_at_gate
+from waiting import PATIENCE_S, until
 
 
 class Counter:
@@ -65,14 +59,25 @@ def make_there(to: str, value: int) -> RRef[int]:
     return api.remote(to, add, (value, 0))
 
 
-def num_owned(cluster: Cluster) -> int:
-    gc.collect()
-    return sum(len(agent.values._values) for agent in cluster.agents)
+def figure(cluster: Cluster, name: str, *ids: int) -> int:
+    """Return a figure of references, summed over workers (all of them)."""
+    agents = [cluster.agents[id] for id in ids or range(len(cluster.agents))]
+    return sum(int(agent.debug_info()[name]) for agent in agents)
 
 
-def is_settled(cluster: Cluster) -> bool:
-    gc.collect()
-    return all(not agent.values._references.num_unsettled for agent in cluster.agents)
+def freed(cluster: Cluster) -> None:
+    """Wait until no worker refers to another's value, and none keeps its own for that."""
+    gc.collect()  # once: what tests drop is in no circle, but for errors that pytest has caught
+    until(
+        lambda: not any(agent.held() for agent in cluster.agents),
+        lambda: str([agent.held() for agent in cluster.agents]),
+    )
+    settled(cluster)
+
+
+def settled(cluster: Cluster) -> None:
+    """Wait until all holds stand."""
+    until(lambda: figure(cluster, "num_pending_users") == 0, "holds to be settled")
 
 
 def test_a_value_is_made_there_and_fetched() -> None:
@@ -80,7 +85,7 @@ def test_a_value_is_made_there_and_fetched() -> None:
         rref = api.remote("worker1", add, (torch.ones(2), 1))
         assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
         assert (rref.owner_name(), rref.owner().id, rref.is_owner()) == ("worker1", 1, False)
-        wait_until(rref.confirmed_by_owner)
+        until(rref.confirmed_by_owner, "the owner to know")
         with pytest.raises(RpcError, match="localValue"):
             rref.local_value()
         assert rref._get_future().wait() is None
@@ -89,7 +94,7 @@ def test_a_value_is_made_there_and_fetched() -> None:
         assert own.is_owner()
         assert own.to_here() == own.local_value() == 3
         del rref, own
-        wait_until(lambda: num_owned(cluster) == 0)
+        freed(cluster)
 
 
 def test_what_is_raised_in_place_of_a_value() -> None:
@@ -147,12 +152,13 @@ def test_a_value_lives_as_long_as_somebody_refers_to_it() -> None:
                 info = api._rref_context_get_debug_info()
                 assert info["num_owner_rrefs"] == "1"
                 del rref
-            wait_until(lambda: is_settled(cluster))
-            assert num_owned(cluster) == 1
+            gc.collect()
+            settled(cluster)
+            assert figure(cluster, "num_owner_rrefs") == 1
             with cluster.on(2):
                 assert api.rpc_sync("worker1", kept_value) == 7
                 api.rpc_sync("worker1", let_go)
-            wait_until(lambda: num_owned(cluster) == 0)
+            freed(cluster)
         finally:
             kept.clear()
 
@@ -166,7 +172,7 @@ def test_references_come_back_from_calls_and_go_on_to_others() -> None:
         nested = api.remote("worker2", make_there, ("worker1", 4))
         assert nested.to_here().to_here() == 4
         del rrefs, nested
-        wait_until(lambda: num_owned(cluster) == 0 and is_settled(cluster))
+        freed(cluster)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -181,7 +187,7 @@ def test_messages_may_overtake_each_other(seed: int) -> None:
             return total
 
         assert cluster.everywhere(work) == [sum(2 * n + 1 for n in range(15))] * 3
-        wait_until(lambda: num_owned(cluster) == 0 and is_settled(cluster))
+        freed(cluster)
 
 
 def test_a_broken_connection_loses_no_reference_that_arrived_and_keeps_none_that_did_not() -> None:
@@ -195,12 +201,14 @@ def test_a_broken_connection_loses_no_reference_that_arrived_and_keeps_none_that
         cluster.network.cut(0, 1)
         with pytest.raises(RpcError, match="may have run"):
             lost.wait()
-        with pytest.raises(RpcError, match=r"RRef creation|was never made"):  # either
+        with pytest.raises(RpcError, match="may have run"):
+            never._get_future().wait()
+        with pytest.raises(RpcError, match="RRef creation"):
             never.to_here()
         assert made.to_here() == 2
         assert not kept
         del made, rref, lost, never
-        wait_until(lambda: num_owned(cluster) == 0 and is_settled(cluster))
+        freed(cluster)
 
 
 def test_a_death_loses_what_was_owned_and_frees_what_was_held() -> None:
@@ -210,9 +218,9 @@ def test_a_death_loses_what_was_owned_and_frees_what_was_held() -> None:
                 there = api.remote("worker1", add, (1, 1))
                 assert there.to_here() == 2
                 api.rpc_sync("worker1", keep, (RRef(7),))
-                assert num_owned(cluster) == 2
+                assert figure(cluster, "num_owner_rrefs") == 2
                 cluster.network.kill(1)
-                wait_until(lambda: not cluster.agents[0].values._values)
+                until(lambda: figure(cluster, "num_owner_rrefs", 0, 2) == 0, "values to be freed")
                 with pytest.raises(PeerLost):
                     there.to_here()
                 with pytest.raises(PeerLost):
@@ -232,12 +240,19 @@ def test_a_reference_is_of_no_use_outside_of_messages_and_after_the_end() -> Non
             rref.to_here()
 
 
+class Ends:
+    """A value that says when it ends."""
+
+    ended = threading.Event()
+
+    def __del__(self) -> None:
+        Ends.ended.set()
+
+
 def test_finalizers_take_no_locks() -> None:
+    Ends.ended.clear()
     with Cluster(1) as cluster, cluster.on(0) as agent:
-        rref: list[Any] = [RRef(1)]
+        rref: list[Any] = [RRef(Ends())]
         with agent.lock:
             rref.clear()  # would wait for ever, did it need the lock
-        wait_until(lambda: not agent.values._values)
-        done = threading.Event()
-        agent.timers.at(0.0, done.set)
-        assert done.wait(60.0)
+        assert Ends.ended.wait(PATIENCE_S)

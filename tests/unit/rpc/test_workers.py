@@ -16,6 +16,7 @@ from dure import native
 from dure.rpc import workers as module
 from dure.rpc.envelope import Completion
 from dure.rpc.workers import Workers
+from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
 
@@ -40,14 +41,6 @@ def serving(
         assert made.counts[2] == 0
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if done():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("not in time")
-
-
 def test_no_more_run_than_there_are_slots_and_all_run() -> None:
     go, lock, most, done = threading.Event(), threading.Lock(), [0, 0], list[int]()
 
@@ -63,9 +56,9 @@ def test_no_more_run_than_there_are_slots_and_all_run() -> None:
     with serving({b"call": call}, slots=3) as (workers, inbox, _):
         for _ in range(10):
             inbox.post(b"call")
-        wait_until(lambda: workers.counts[:2] == (3, 7))
+        until(lambda: workers.counts[:2] == (3, 7))
         go.set()
-        wait_until(lambda: len(done) == 10)
+        until(lambda: len(done) == 10)
         assert most == [0, 3]
         assert workers.counts[:2] == (0, 0)
 
@@ -87,7 +80,7 @@ def test_who_waits_gives_its_slot_away() -> None:
 
     with serving({b"outer": outer, b"inner": inner}, slots=1) as (workers, inbox, _):
         inbox.post(b"outer")
-        wait_until(lambda: len(answered) == 2)
+        until(lambda: len(answered) == 2)
         assert answered == ["inner", "outer"]
         assert not workers.inside
 
@@ -96,7 +89,7 @@ def test_a_call_that_another_thread_received_runs() -> None:
     ran = threading.Event()
     with serving({}, slots=1) as (workers, _, _):
         workers.submit(ran.set)
-        assert ran.wait(20.0)
+        assert ran.wait(PATIENCE_S)
 
 
 def test_an_error_that_nobody_caught_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,7 +101,7 @@ def test_an_error_that_nobody_caught_ends_no_thread(caplog: pytest.LogCaptureFix
     with serving({b"bad": bad, b"good": lambda _: ran.set()}, slots=1) as (_, inbox, _):
         inbox.post(b"bad")
         inbox.post(b"good")
-        assert ran.wait(20.0)
+        assert ran.wait(PATIENCE_S)
     assert "nobody caught it" in caplog.text
 
 
@@ -124,7 +117,7 @@ def test_too_many_threads_that_wait_are_an_error(monkeypatch: pytest.MonkeyPatch
     with serving({b"waiting": waiting}, slots=1) as (_, inbox, refused):
         for _ in range(4):
             inbox.post(b"waiting")
-        wait_until(lambda: len(refused) == 1)
+        until(lambda: len(refused) == 1)
         assert "too many calls wait" in refused[0]
         end.set()
 
@@ -144,7 +137,7 @@ def test_calls_compute_with_as_many_threads_as_the_program_has_set() -> None:
     try:
         with serving({b"call": call}, slots=1) as (_, inbox, _):
             inbox.post(b"call")
-            wait_until(lambda: bool(seen))
+            until(lambda: bool(seen))
     finally:
         torch.set_num_threads(before)
     assert seen == [wanted]
@@ -155,17 +148,17 @@ def test_what_completes_a_future_needs_no_slot() -> None:
     done, went_on = threading.Event(), threading.Event()
 
     def call(_: Workers) -> None:
-        if done.wait(30.0):
+        if done.wait(PATIENCE_S):
             went_on.set()
 
     with serving({b"call": call}, slots=1) as (workers, inbox, _):
         inbox.post(b"call")
-        wait_until(lambda: workers.counts[0] == 1)
+        until(lambda: workers.counts[0] == 1)
         inbox.post(b"call")
-        wait_until(lambda: workers.counts[1] == 1)
+        until(lambda: workers.counts[1] == 1)
         workers.submit(Completion(done.set))
-        assert went_on.wait(30.0)
-        wait_until(lambda: workers.counts[:2] == (0, 0))
+        assert went_on.wait(PATIENCE_S)
+        until(lambda: workers.counts[:2] == (0, 0))
 
 
 def test_what_completes_futures_is_done_at_the_end_all_the_same() -> None:

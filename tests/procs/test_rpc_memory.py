@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,56 +15,49 @@ from dure.errors import UsageError
 from dure.rpc import share
 from dure.rpc.memory import Memory, give, own, take
 from dure.rpc.message import pack, pack_plain, rebuild
+from procs.forked_ranks import Ranks, Slot
+from waiting import until
 
 pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
 
 
+held: list[torch.Tensor] = []
+"""Of a process of `Ranks`: what it has taken."""
+
+
 @pytest.fixture
-def peer():
-    """Start a process that runs functions in turn, and return how to have it run one."""
-    context = multiprocessing.get_context("fork")
-    pipe, theirs = context.Pipe()
+def peer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Start a process, and return how to have it run a function."""
+    with Ranks(1, tmp_path) as ranks:
 
-    def serve(connection: Connection) -> None:
-        torch.set_num_threads(1)
-        held: list[torch.Tensor] = []
-        while True:
-            function, arguments = connection.recv()
-            connection.send(function(held, *arguments))
+        def run(function: Callable[..., object], *arguments: object) -> Any:
+            ranks.start(function, *arguments)
+            return ranks.values()[0]
 
-    process = context.Process(target=serve, args=(theirs,))
-    process.start()
-
-    def run(function: Callable[..., object], *arguments: object) -> object:
-        pipe.send((function, arguments))
-        return pipe.recv()
-
-    yield run
-    process.kill()
-    process.join()
+        yield run
     used()  # what it held is let go of
 
 
-def who(_: list[torch.Tensor]) -> tuple[int, int, int]:
+def who(_: Slot) -> tuple[int, int, int]:
     return native.heap_identity()
 
 
-def hold(held: list[torch.Tensor], owner: tuple[int, int, int], *row: object) -> list[int]:
+def hold(_: Slot, owner: tuple[int, int, int], *row: object) -> list[int]:
     found = native.heap_peer(*owner)
     assert found is not None
     held.append(take(found, Memory(b"", *row)))  # pyright: ignore[reportArgumentType]
     return held[-1][:4].tolist()
 
 
-def add_one(held: list[torch.Tensor]) -> None:
+def add_one(_: Slot) -> None:
     held[0].add_(1)
 
 
-def first(held: list[torch.Tensor]) -> list[int]:
+def first(_: Slot) -> list[int]:
     return held[0][:4].tolist()
 
 
-def let_go(held: list[torch.Tensor]) -> None:
+def let_go(_: Slot) -> None:
     held.pop()
 
 
@@ -72,8 +65,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return pack(tensor).memories[0]
 
 
-def given_to(run: Callable[..., object], memory: torch.Tensor) -> tuple[object, ...]:
-    process = native.heap_peer(*run(who))  # pyright: ignore[reportGeneralTypeIssues]
+def given_to(run: Callable[..., Any], memory: torch.Tensor) -> tuple[object, ...]:
+    process = native.heap_peer(*run(who))
     assert process is not None
     row = give(process, memory)
     return row.offset, row.nbytes, row.hold
@@ -126,8 +119,7 @@ def test_what_a_dead_process_held_is_freed(peer) -> None:
     process = native.heap_peer(*identity)
     assert process is not None
     os.kill(process.pid, 9)
-    while not process.dead():
-        os.sched_yield()
+    until(process.dead, "its end")
     assert used() == before
 
 

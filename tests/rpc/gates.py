@@ -1,0 +1,61 @@
+"""Functions that tests of remote calls call, and a gate at which calls wait for the test."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+from typing import Any
+
+from dure.rpc import api
+from dure.rpc.autograd.backward import attach
+from dure.testing.rpc import Cluster
+from waiting import PATIENCE_S
+
+
+class Gate:
+    """Lets calls wait for the test; there is one at a time, new for each test."""
+
+    reached = threading.Semaphore(0)
+    open = threading.Event()
+
+    @classmethod
+    def renew(cls) -> None:
+        cls.reached, cls.open = threading.Semaphore(0), threading.Event()
+
+    @classmethod
+    def wait_for(cls, number: int = 1) -> None:
+        """Wait until so many more calls have come to the gate."""
+        for _ in range(number):
+            assert cls.reached.acquire(timeout=PATIENCE_S), "nobody comes to the gate"
+
+
+def wait_at_gate(value: Any = None) -> Any:
+    gate = Gate.open
+    Gate.reached.release()
+    assert gate.wait(PATIENCE_S), "the gate stays shut"
+    return value
+
+
+def who(value: int = 0) -> tuple[str, int]:
+    return api.get_worker_info().name, value
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def relay(path: list[str], value: int) -> list[tuple[str, int]]:
+    here = [who(value)]
+    return here if not path else here + api.rpc_sync(path[0], relay, (path[1:], value + 1))
+
+
+def attached(size: int, random: Random | None = None, slots: int = 16, **how: Any) -> Cluster:
+    """Return a cluster with distributed autograd."""
+    cluster = Cluster(size, random, slots, **how)
+    for agent in cluster.agents:
+        attach(agent)
+    return cluster
