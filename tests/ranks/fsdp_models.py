@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,8 @@ from dure.testing import run_ranks
 STEPS = 3
 ROWS = 12
 Tensors = dict[str, torch.Tensor | None]
+BOTH_WAYS = pytest.mark.parametrize("way", ["gathered", "shared"])
+"""Each strategy of `fully_shard`."""
 making = threading.Lock()  # of models: ranks that are threads share a random generator
 
 
@@ -144,6 +147,13 @@ def expected_gradients(step: int = 0) -> Tensors:
     model = made()
     by_step(model, step)
     return full_gradients(model)
+
+
+def expected_weights() -> Tensors:
+    """Return the weights after training on one rank."""
+    model = made()
+    trained(model, by_step, adamw)
+    return full_weights(model)
 
 
 def compare(

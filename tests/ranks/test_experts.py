@@ -1,4 +1,4 @@
-"""Layers of experts: routing by hand, and experts on several ranks against one rank."""
+"""Experts on several ranks against one rank."""
 
 # What operators on DTensors return is a torch.Tensor to pyright.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -26,7 +26,6 @@ from dure.nn.experts import (
     GroupedExperts,
     MoE,
     MoEArgs,
-    TokenChoiceTopKRouter,
     balancing_loss,
     tokens_per_expert,
     update_expert_bias,
@@ -40,148 +39,11 @@ from dure.tensor.parallel import (
     parallelize_module,
 )
 from dure.testing import run_ranks
-from ranks.fsdp_models import making
+from ranks.expert_models import BALANCED, D, H, drawn, layer
+from ranks.fsdp_models import full_gradients, full_weights, making
 
-STEPS, D, H, WORDS = 3, 6, 4, 11
-BALANCED: dict[str, Any] = {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01, "load_balance_coeff": 0.01}
+STEPS, WORDS = 3, 11
 ALL_TO_ALL, ALL_REDUCE = "c10d.alltoall_base_", "c10d.allreduce_"
-
-
-def layer(seed: int = 0, **args: Any) -> MoE:
-    chosen: dict[str, Any] = {"num_experts": 4, "top_k": 2} | args
-    with making:  # thread-ranks share the generator
-        torch.manual_seed(seed)
-        return MoE(MoEArgs(**chosen), D, H).double()
-
-
-def drawn(*shape: int, seed: int = 5) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-# ---- one rank ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("func", ["softmax", "sigmoid"])
-def test_a_router_chooses_by_scores_and_a_bias_changes_only_the_choice(func: Any) -> None:
-    def route(bias: list[float] | None, **more: Any) -> Any:
-        router = TokenChoiceTopKRouter(3, MoEArgs(num_experts=3, score_func=func, top_k=2, **more))
-        router.gate.weight.data = torch.eye(3)
-        given = None if bias is None else torch.tensor(bias)
-        return router(torch.tensor([[0.0, 1.0, 2.0]]), given)
-
-    raw = [1 / (1 + math.exp(-v)) for v in range(3)]
-    if func == "softmax":
-        raw = [math.exp(v) / (1 + math.e + math.e**2) for v in range(3)]
-    plain = route(None)
-    assert plain.selected_experts.tolist() == [[2, 1]]
-    assert plain.num_tokens_per_expert.tolist() == [0, 1, 1]
-    close(plain.top_scores, torch.tensor([[raw[2], raw[1]]]))
-    biased = route([5.0, 0.0, 0.0])
-    assert biased.selected_experts.tolist() == [[0, 2]]
-    close(biased.top_scores, torch.tensor([[raw[0], raw[2]]]))
-    normed = route(None, route_norm=True, route_scale=3.0)
-    sum_ = raw[2] + raw[1]
-    close(normed.top_scores, torch.tensor([[3 * raw[2] / sum_, 3 * raw[1] / sum_]]))
-
-
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("shared", [0, 2])
-def test_a_token_is_the_sum_of_its_experts(before: bool, shared: int) -> None:
-    moe = layer(num_shared_experts=shared, score_before_experts=before)
-    x = drawn(2, 5, D).requires_grad_()
-    got = moe(x)
-    got.square().sum().backward()
-    grads = [x.grad, *(p.grad for p in moe.parameters())]
-    x.grad = None
-    moe.zero_grad()
-
-    rows = []
-    for token in x.reshape(-1, D):
-        scores = (moe.router.gate.weight @ token).sigmoid()
-        row = torch.zeros(D, dtype=torch.float64)
-        if moe.shared_experts is not None:
-            row = moe.shared_experts(token)
-        for e in scores.argsort(descending=True)[:2].tolist():
-            w1, w2, w3 = (w[e] for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
-            into = token * scores[e] if before else token
-            made = w2 @ (F.silu(w1 @ into) * (w3 @ into))
-            row = row + (made if before else made * scores[e])
-        rows.append(row)
-    wanted = torch.stack(rows).reshape(x.shape)
-    close(got, wanted)
-    wanted.square().sum().backward()
-    for mine, parameter in zip(grads, [x, *moe.parameters()], strict=True):
-        close(mine, parameter.grad)
-
-
-def test_a_capacity_keeps_the_highest_scores() -> None:
-    """Four tokens want expert 0 of 2, whose capacity is 1.0 * 4 * 1 / 2: two stay."""
-    moe = layer(num_experts=2, top_k=1, num_shared_experts=0, capacity_factor=1.0)
-    with torch.no_grad():
-        moe.router.gate.weight.zero_()[0, 0] = 1.0
-    x = drawn(4, D)
-    x[:, 0] = torch.tensor([1.0, 4.0, 2.0, 3.0])
-    got = moe(x)
-    whole = copy.deepcopy(moe)
-    whole.args = MoEArgs(num_experts=2, top_k=1, num_shared_experts=0)
-    wanted = whole(x)
-    assert got[[0, 2]].tolist() == torch.zeros(2, D).tolist()
-    close(got[[1, 3]], wanted[[1, 3]])
-    assert tokens_per_expert(moe)[""].tolist() == [4, 0]  # what was wanted, not what was computed
-
-
-def test_a_bias_moves_against_the_load_and_a_loss_is_one_where_the_load_is_even() -> None:
-    moe = layer(top_k=1, aux_loss_coeff=2.0, load_balance_coeff=0.5)
-    with torch.no_grad():
-        moe.router.gate.weight.zero_()[:4, :4] = 50 * torch.eye(4)
-    moe(torch.eye(D).double()[:4])
-    close(balancing_loss(moe), torch.tensor(2.0, dtype=torch.float64), rtol=1e-2, atol=0)
-    moe(torch.eye(D).double()[[0, 0, 0, 1]])
-    # Fractions and mean scores are (3/4, 1/4, 0, 0), or nearly: 2 * 4 * (9/16 + 1/16).
-    skewed = balancing_loss(moe)
-    scores = torch.full((4, 4), 0.5, dtype=torch.float64)
-    scores[[0, 1, 2, 3], [0, 0, 0, 1]] = 1.0
-    mean = (scores / scores.sum(1, keepdim=True)).mean(0)
-    close(skewed, 2 * 4 * (0.75 * mean[0] + 0.25 * mean[1]))
-    moe.eval()(torch.eye(D).double()[:1])  # is not counted
-    loads = update_expert_bias(moe)
-    assert loads[""].tolist() == [4, 2, 1, 1]
-    assert moe.expert_bias.tolist() == [-0.5, 0.0, 0.5, 0.5]
-    assert tokens_per_expert(moe)[""].tolist() == [0] * 4
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_low_precision_and_autocast_compute_what_doubles_do(before: bool) -> None:
-    moe, x = layer(score_before_experts=before), drawn(9, D)
-    wanted = moe(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = moe.float()(x.float().requires_grad_())
-        got.sum().backward()
-    close(got.double(), wanted, rtol=0.05, atol=0.02)
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in moe.parameters())
-    low = moe.to(torch.bfloat16)(x.to(torch.bfloat16))
-    assert low.dtype == torch.bfloat16
-    close(low.double(), wanted, rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_tokens_count_once(reentrant: bool) -> None:
-    moe, x = layer(**BALANCED), drawn(7, D).requires_grad_()
-    out = checkpoint(moe, x, use_reentrant=reentrant)
-    if reentrant:
-        with pytest.raises(UsageError):
-            balancing_loss(moe)
-        out.sum().backward()
-    else:
-        (out.sum() + balancing_loss(moe)).backward()
-        again = layer(**BALANCED)
-        (again(x).sum() + balancing_loss(again)).backward()
-        close(moe.router.gate.weight.grad, again.router.gate.weight.grad)
-    assert tokens_per_expert(moe)[""].sum() == 7 * 2
-    assert moe.balance is None
-
-
-# ---- experts on several ranks --------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -238,12 +100,7 @@ def trained(model: nn.Module, rank: int, ranks: int, everybody: DeviceMesh | Non
             dure.all_reduce(loss, dure.ReduceOp.AVG)
         losses.append(loss.item())
     biases = [b for name, b in model.named_buffers() if "bias" in name]
-    grads = {n: _whole(p.grad) for n, p in model.named_parameters()}
-    return losses, grads, {n: _whole(p) for n, p in model.named_parameters()}, biases, loads
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return losses, full_gradients(model), full_weights(model), biases, loads
 
 
 CASES = [
@@ -274,6 +131,19 @@ def test_experts_and_shards_train_as_on_one_rank(shape: Any, how: str, way: str)
 
     for got in run_ranks(shape[0] * shape[1], body):
         close(got, wanted, rtol=0, atol=1e-10)
+
+
+def on_two_ranks(alone: MoE, **options: Any) -> tuple[DeviceMesh, MoE]:
+    """Return a copy whose experts are divided over two ranks."""
+    mesh, model = init_device_mesh("cpu", (2,)), copy.deepcopy(alone)
+    model.zero_grad()
+    parallelize_module(model, mesh, {"experts": ExpertParallel(**options)})
+    return mesh, model
+
+
+def assert_gradients(model: nn.Module, alone: nn.Module) -> None:
+    for name, gradient in full_gradients(model).items():
+        close(gradient, alone.get_parameter(name).grad, msg=name)
 
 
 def test_a_step_communicates_what_is_documented_and_nothing_else() -> None:
@@ -320,10 +190,7 @@ def test_ranks_and_experts_without_tokens_have_gradients_of_zero(again: bool) ->
     assert tokens_per_expert(alone, reset=True)[""].tolist() == [3, 3, 0, 0, 0]
 
     def body(rank: int) -> Any:
-        mesh = init_device_mesh("cpu", (2,))
-        model = copy.deepcopy(alone)
-        model.zero_grad()
-        parallelize_module(model, mesh, {"experts": ExpertParallel(gradient_divisor=1)})
+        mesh, model = on_two_ranks(alone, gradient_divisor=1)
         experts = model.experts
         if again:
             model.experts = Again(experts)
@@ -349,15 +216,11 @@ def test_a_capacity_is_of_each_ranks_own_tokens() -> None:
     assert any((out == 0).all(1).any() for out in outs), "nothing was dropped"
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        model = copy.deepcopy(alone)
-        model.zero_grad()
-        parallelize_module(model, mesh, {"experts": ExpertParallel()})
+        _, model = on_two_ranks(alone)
         out = model(batches[rank])
         close(out, outs[rank])
         out.square().mean().backward()
-        for name, parameter in model.experts.named_parameters():
-            close(parameter.grad.full_tensor(), alone.experts.get_parameter(name).grad)
+        assert_gradients(model.experts, alone.experts)
 
     run_ranks(2, body)
 
@@ -370,10 +233,7 @@ def test_balancing_is_exact_over_ranks_with_any_numbers_of_tokens(lengths: Any) 
     wanted.backward()
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        model = copy.deepcopy(alone)
-        model.zero_grad()
-        parallelize_module(model, mesh, {"experts": ExpertParallel()})
+        mesh, model = on_two_ranks(alone)
         model(x.split(lengths)[rank])
         loss = balancing_loss(model, mesh)
         loss.backward()
@@ -410,8 +270,7 @@ def test_experts_over_ranks_that_share_a_sequence() -> None:
         out: Any = model(x.chunk(2, 1)[rank])
         loss = out.square().mean()
         loss.backward()
-        for name, parameter in model.named_parameters():
-            close(parameter.grad.full_tensor(), alone.get_parameter(name).grad, msg=name)
+        assert_gradients(model, alone)
 
     run_ranks(2, body)
 
@@ -447,18 +306,14 @@ def test_replicas_leave_experts_out() -> None:
     alone(x).square().mean().backward()
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        model = copy.deepcopy(alone)
-        model.zero_grad()
-        parallelize_module(model, mesh, {"experts": ExpertParallel()})
+        mesh, model = on_two_ranks(alone)
         with pytest.raises(ModuleError) as raised:
             dure.DistributedDataParallel(model, mesh=mesh)
         divided = ("experts.w1", "experts.w2", "experts.w3")
         assert raised.value.parameters == divided
         dure.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, divided)
         dure.DistributedDataParallel(model, mesh=mesh)(x[rank]).square().mean().backward()
-        for name, parameter in model.named_parameters():
-            close(_whole(parameter.grad), alone.get_parameter(name).grad, msg=name)
+        assert_gradients(model, alone)
 
     run_ranks(2, body)
 
@@ -478,8 +333,7 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> Non
     def read(rank: int, shape: tuple[int, int]) -> None:
         model = sharded(layer(1, num_experts=5), shape)
         load(model.state_dict(), checkpoint_id=tmp_path)
-        for name, parameter in model.named_parameters():
-            close(_whole(parameter), alone.get_parameter(name).detach(), rtol=0, atol=0)
+        close(full_weights(model), full_weights(alone), rtol=0, atol=0)
 
     run_ranks(4, write)
     for shape in ((1, 1), (1, 3)):
@@ -505,6 +359,3 @@ def test_misfits_are_refused() -> None:
                 experts(torch.ones(4, D), torch.tensor(counts))
 
     run_ranks(4, body)
-    for wrong in ({"top_k": 9}, {"score_func": "relu"}):
-        with pytest.raises(UsageError):
-            MoEArgs(**wrong)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Ranks that make different numbers of forwards: followed inside `follow`, told of outside."""
+"""Ranks that make different numbers of forwards: followed inside `follow`, errors outside."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ranks_that_are_done_follow_the_others(way: str, counts: tuple[int, ...]
     assert run_ranks(len(counts), body) == expected
 
 
-def test_it_costs_one_flag_a_forward(way: str) -> None:
+def test_it_costs_one_flag_per_forward(way: str) -> None:
     """As many as the longest has forwards, and one more to end."""
 
     def body(rank: int) -> None:
@@ -99,26 +99,26 @@ def test_it_costs_one_flag_a_forward(way: str) -> None:
     run_ranks(2, body)
 
 
-def caught(kind: type[dure.DureError], rank: int, call: Any) -> Any:
-    with pytest.raises(kind) as error:
-        call(rank)
+def caught(kind: type[dure.DureError], call: Any, *args: Any) -> Any:
+    with pytest.raises(kind) as error, torch.no_grad():
+        call(*args)
     return error.value
 
 
+def outside_of_a_block(model: Any, rank: int, instead: str) -> None:
+    list(words(model, 1, (1, 2)[rank]))
+    if instead == "barrier":
+        dure.barrier()
+    else:
+        dure.all_reduce(torch.ones(3))
+
+
 @pytest.mark.parametrize("instead", ["barrier", "all_reduce"])
-def test_outside_of_it_all_are_told_of_module_and_ranks(way: str, instead: str) -> None:
-    def wrong(rank: int) -> None:
+def test_outside_of_it_the_error_names_module_and_ranks(way: str, instead: str) -> None:
+    def body(rank: int) -> None:
         model = sharded(way)
         warm(model)
-        with torch.no_grad():
-            list(words(model, 1, (1, 2)[rank]))
-        if instead == "barrier":
-            dure.barrier()
-        else:
-            dure.all_reduce(torch.ones(3))
-
-    def body(rank: int) -> None:
-        error = caught(Desync, rank, wrong)
+        error = caught(Desync, outside_of_a_block, model, rank, instead)
         assert set(error.calls) == {0, 1}
         if rank == 1:
             assert error.calls[1].endswith("for the module (root)")
@@ -127,74 +127,74 @@ def test_outside_of_it_all_are_told_of_module_and_ranks(way: str, instead: str) 
     run_ranks(2, body)
 
 
-def test_a_rank_that_left_a_forward_is_told_where_modules_have_as_many_bytes() -> None:
-    def fail(*_: object) -> None:
-        raise ArithmeticError
+def fail(*_: object) -> None:
+    raise ArithmeticError
 
-    def wrong(rank: int) -> None:
+
+def leave_a_forward(model: Any, rank: int) -> None:
+    if rank == 0:
+        handle = model.blocks[0].register_forward_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(torch.tensor(1))
+        handle.remove()
+    for _ in range(2):
+        model(torch.tensor(1))
+
+
+def call_different_modules(model: Any, rank: int) -> None:
+    with follow(model):
+        if rank:
+            model(torch.tensor(1))
+        else:
+            model.blocks[2](torch.ones(WORDS))
+
+
+def raise_on_rank_0(model: Any, rank: int) -> None:
+    with follow(model):
+        for number, _ in enumerate(words(model, 1, 3)):
+            if rank == 0 and number == 1:
+                raise ArithmeticError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "calls"),
+    [
+        (call_different_modules, ("forward of blocks.2", "forward of (root)")),
+        (raise_on_rank_0, ("raised", "forward of (root)")),
+    ],
+)
+def test_ranks_that_differ_are_named_with_their_modules(way: str, wrong: Any, calls: Any) -> None:
+    def body(rank: int) -> None:
+        model = sharded(way)
+        warm(model)
+        if wrong is raise_on_rank_0 and rank == 0:
+            with pytest.raises(ArithmeticError), torch.no_grad():
+                wrong(model, rank)
+            return
+        assert caught(Desync, wrong, model, rank).calls == dict(enumerate(calls))
+
+    run_ranks(2, body)
+
+
+def test_gathers_of_different_modules_are_named_also_if_they_have_as_many_bytes() -> None:
+    def body(rank: int) -> None:
         model = sharded("gathered")
         warm(model)
-        with torch.no_grad():
-            if rank == 0:
-                handle = model.blocks[0].register_forward_pre_hook(fail)
-                with pytest.raises(ArithmeticError):
-                    model(torch.tensor(1))
-                handle.remove()
-            for _ in range(2):
-                model(torch.tensor(1))
-
-    def body(rank: int) -> None:
-        calls = caught(Desync, rank, wrong).calls
+        calls = caught(Desync, leave_a_forward, model, rank).calls
         assert "(root), gathered in forward" in calls[0]
         assert "blocks.2, gathered in forward" in calls[1]
 
     run_ranks(2, body)
 
 
-def test_different_modules_are_told_by_name(way: str) -> None:
-    def wrong(rank: int) -> None:
-        model = sharded(way)
-        warm(model)
-        with follow(model), torch.no_grad():
-            if rank:
-                model(torch.tensor(1))
-            else:
-                model.blocks[2](torch.ones(WORDS))
+def follow_unprepared(model: Any, rank: int) -> None:
+    with follow(model):
+        list(words(model, 1, rank))
 
+
+def test_misuse_is_refused(way: str) -> None:
     def body(rank: int) -> None:
-        error = caught(Desync, rank, wrong)
-        assert error.calls == {0: "forward of blocks.2", 1: "forward of (root)"}
-
-    run_ranks(2, body)
-
-
-def test_a_rank_that_raises_ends_it_for_all(way: str) -> None:
-    def wrong(rank: int) -> None:
-        model = sharded(way)
-        warm(model)
-        with follow(model), torch.no_grad():
-            for number, _ in enumerate(words(model, 1, 3)):
-                if rank == 0 and number == 1:
-                    raise KeyError
-
-    def body(rank: int) -> None:
-        if rank == 0:
-            with pytest.raises(KeyError):
-                wrong(rank)
-        else:
-            assert caught(Desync, rank, wrong).calls == {0: "raised", 1: "forward of (root)"}
-
-    run_ranks(2, body)
-
-
-def test_what_cannot_be_followed_is_refused(way: str) -> None:
-    def unknown(rank: int) -> None:
-        model = sharded("gathered")
-        with follow(model), torch.no_grad():
-            list(words(model, 1, rank))
-
-    def body(rank: int) -> None:
-        error = caught(UsageError, rank, unknown)
+        error = caught(UsageError, follow_unprepared, sharded("gathered"), rank)
         assert "rank 0: no forward, and none before; rank 1: forward of (root)" in error.seen
         model = sharded(way)
         warm(model)

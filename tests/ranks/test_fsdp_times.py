@@ -13,6 +13,9 @@ import dure
 from dure.fsdp import fully_shard, strategy
 from dure.testing import run_ranks
 from dure.trace import spans
+from ranks.fsdp_models import BOTH_WAYS
+
+pytestmark = BOTH_WAYS
 
 
 def sharded(way: str) -> Any:

@@ -140,77 +140,42 @@ def test_a_backward_through_weights_that_were_stepped_is_refused(way: str) -> No
     run_ranks(2, body)
 
 
-def test_writing_an_unsharded_parameter_is_refused_and_named_by_its_path() -> None:
-    class Writing(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                self.weight.mul_(2)
-            return super().forward(x)
+WRITTEN = {  # what is written while module 1 runs -> the parameter that the error names
+    "unsharded": "1.0.weight",
+    "shard": "0.weight",
+    "local tensor": "0.weight",
+    "in backward": "0.weight",
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_writing_in_a_step_is_refused_and_named(kind: str) -> None:
+    """Through the unsharded parameter of a module, or a shard that the program has kept."""
 
     def body(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Writing(3, 3)))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
         with strategy("shared"):
             fully_shard(model[1][0])
             fully_shard(model)
-        with pytest.raises(ModuleError) as error:
-            model(torch.ones(2, 3))
-        assert error.value.parameters == ("1.0.weight",)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("by", ["parameter", "local"])
-def test_writing_a_shard_in_forward_is_refused_and_named(by: str) -> None:
-    """Through a parameter, or the memory of its shard, that the program has kept."""
-
-    class Writing(nn.Module):
-        kept: Any = None
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.inner(x)
-            if self.kept is not None:
-                with torch.no_grad():
-                    self.kept.mul_(2)
-            return self.outer(x)
-
-    def body(rank: int) -> None:
-        model = Writing()
-        with strategy("shared"):
-            fully_shard(model.inner)
-            fully_shard(model)
-        shard = model.inner.weight
-        model(torch.ones(2, 4)).sum().backward()
-        object.__setattr__(model, "kept", shard if by == "parameter" else shard.to_local())
-        with pytest.raises(ModuleError) as error:
-            model(torch.ones(2, 4))
-        assert error.value.parameters == ("inner.weight",)
-        object.__setattr__(model, "kept", None)
-        with torch.no_grad():
-            shard.mul_(2)
-        model(torch.ones(2, 4)).sum().backward()
-
-    run_ranks(2, body)
-
-
-def test_writing_a_shard_in_backward_is_refused_and_named() -> None:
-    def body(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        with strategy("shared"):
-            fully_shard(model)
-        bias = model[1].bias
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x).sum().backward()
+        shard, inner = model[0].weight, model[1][0]
 
         def write(*_: object) -> None:
+            tensors = {"unsharded": inner.weight, "local tensor": shard.to_local()}
             with torch.no_grad():
-                bias.zero_()
+                tensors.get(kind, shard).mul_(2)
 
-        model[0].register_full_backward_hook(write)
+        if kind == "in backward":
+            handle = inner.register_full_backward_hook(write)
+        else:
+            handle = inner.register_forward_pre_hook(write)
         with pytest.raises(ModuleError) as error:
-            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-        assert error.value.parameters == ("1.bias",)
+            model(x).sum().backward()
+        assert error.value.parameters == (WRITTEN[kind],)
+        handle.remove()
+        write()  # between steps
+        model(x).sum().backward()
 
     run_ranks(2, body)
 

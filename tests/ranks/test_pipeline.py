@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import dure
 import dure.pipelining as pp
-from dure.errors import ModuleError, ScheduleError, ShapeError, UsageError
+from dure.errors import UsageError
 from dure.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
@@ -20,7 +17,6 @@ from dure.pipelining.schedules import (
 )
 from dure.testing import run_ranks
 from ranks.pipeline_models import (
-    CPU,
     SCHEDULES,
     Pipeline,
     Trained,
@@ -62,48 +58,6 @@ def test_messages_over_gloo_and_deferred_receives_on_2_ranks():
         return _train(rank, "interleaved", 2, parts, 4, defer_pp_recv=True)
 
     verify_same(run_ranks(2, train, backend="gloo"), one_process(parts, batches(2), 4))
-
-
-# ---------------------------------------------------------------- what a stage may be
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, part: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.part, self.reentrant = part, reentrant
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.part, x, use_reentrant=self.reentrant)
-
-
-def _of_checkpoints(rank: int, name: str, parts: list[nn.Module], reentrant: bool) -> Trained:
-    pipeline = Pipeline(name, rank, 2, parts, 4, wrap=lambda part: Checkpointed(part, reentrant))
-    return pipeline.train([(x.requires_grad_(), y) for x, y in batches(2)])
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_stages_train_as_others_on_2_ranks(name: str, reentrant: bool):
-    parts = dense(2 * SCHEDULES[name][1])
-    found = run_ranks(2, _of_checkpoints, name, parts, reentrant)
-    verify_same(found, one_process(parts, batches(2), 4))
-
-
-def _with_dw_builder(rank: int, parts: list[nn.Module]) -> int:
-    calls: list[int] = []
-
-    def later() -> Any:
-        return lambda: calls.append(1)
-
-    stage = pp.PipelineStage(copy.deepcopy(parts[rank]), rank, 2, CPU, dw_builder=later)
-    schedule = pp.ScheduleInterleavedZeroBubble([stage], 4, loss_fn=mse)
-    x, y = batches(1)[0]
-    schedule.step(*([x] if rank == 0 else []), target=y)
-    return len(calls)
-
-
-def test_dw_builder_is_called_once_per_microbatch_on_2_ranks():
-    assert run_ranks(2, _with_dw_builder, dense(2)) == [4, 4]
 
 
 # ---------------------------------------------------------------- options
@@ -167,33 +121,6 @@ def test_schedules_are_written_and_read_on_2_ranks(tmp_path: Any):
     parts = dense(4)
     found = run_ranks(2, _with_file, parts, tmp_path)
     verify_same(found, one_process(parts, batches(1) * 2, 4))
-
-
-def _misfits(rank: int) -> None:
-    parts = dense(2)
-    x, y = batches(1)[0]
-    stage = pp.PipelineStage(parts[rank], rank, 2, CPU)
-    with pytest.raises(UsageError):
-        pp.PipelineStage(parts[0], 2, 2, CPU)
-    with pytest.raises(UsageError):
-        pp.ScheduleZBVZeroBubble([stage], 4, loss_fn=mse)
-    with pytest.raises(UsageError):
-        pp.Schedule1F1B(pp.PipelineStage(parts[rank], 1 - rank, 2, CPU), 4, loss_fn=mse)
-    schedule = pp.Schedule1F1B(stage, 12, loss_fn=mse)
-    if rank == 0:
-        with pytest.raises(ShapeError):
-            schedule.step(x)  # 11 rows
-    with pytest.raises(UsageError):
-        schedule.step_microbatches([(x,)])
-    schedule = pp.Schedule1F1B(stage, 4, loss_fn=mse)
-    with torch.no_grad(), pytest.raises(ModuleError):
-        schedule.step(x, target=y)
-    dure.barrier()
-
-
-def test_misfits_are_refused_on_2_ranks():
-    run_ranks(2, _misfits)
-    assert issubclass(ScheduleError, UsageError)
 
 
 def test_schedule_classes_are_found_by_name():
