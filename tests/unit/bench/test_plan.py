@@ -6,7 +6,7 @@ import pytest
 from dure.cli.app import run_command_line
 from dure.cli.bench.plan import DTYPES, OPERATIONS, parse_names, parse_sizes, show_size
 from dure.errors import UsageError
-from unit.bench.sample import PLAN
+from unit.bench.bench_sample import PLAN
 
 GIB = 1 << 30
 

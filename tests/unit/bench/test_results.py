@@ -1,14 +1,11 @@
 """Figures of a run: medians, bandwidths, ratios; as JSON there and back, as tables, drawn."""
 
-import re
-
 import msgspec
 import pytest
 
-from dure.cli.bench.plot import page
 from dure.cli.bench.results import Key, markdown, read_report, rich_tables, show_time
 from dure.errors import DataError
-from unit.bench.sample import OURS, RIVAL, cell, report
+from unit.bench.bench_sample import OURS, RIVAL, cell, report
 
 
 def test_cell_shows_median_spread_and_bandwidths():
@@ -71,19 +68,3 @@ def test_terminal_shows_ours_alone_and_then_beside_rivals():
 )
 def test_times_are_shown_to_three_digits(seconds, text):
     assert show_time(seconds) == text
-
-
-def test_page_draws_what_was_measured_and_needs_nothing_else():
-    text = page(report())
-    assert "Abacus &amp; Sons" in text and "a &lt;b&gt;" in text
-    assert "url(" not in text and "<script" not in text
-    assert text.count("<svg") == 2
-    # Two contestants, of whom one has no figure for the larger size.
-    lines = re.findall('points="(.*)"', text)
-    assert [len(points.split()) for points in lines] == [2, 1, 2, 1]
-
-
-def test_plot_of_nothing_is_still_a_page():
-    empty = report()
-    empty.cells = [cell(8, "dure shm", 1e-6)]
-    assert "1.00 us" in page(empty)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dure.cli.doctor import checks, collectives
-from dure.cli.doctor.checks import Finding, Gpu, Interface, Level, Orphan, fine
-from dure.cli.doctor.collectives import Attempt
-from dure.cli.doctor.command import run_checks
+from dure.cli.doctor import checks
+from dure.cli.doctor.checks import Finding, Gpu, Interface, Level, Orphan
 
 GIB = 1 << 30
 OK, NOTE, WARNING, PROBLEM = Level.OK, Level.NOTE, Level.WARNING, Level.PROBLEM
-
 LO, ETH = Interface("lo", ("127.0.0.1",)), Interface("eth0", ("10.0.0.2",), 100_000)
 IB = Interface("ib0", ("10.1.0.2",))
 KEY = Path("/home/me/.config/dure/key")
@@ -142,26 +138,6 @@ def test_check_judges_a_machine(
     assert all(bool(f.advice) is (f.level is not OK) for f in findings)
 
 
-WORKS = [{"backend": b, "ranks": 2, "us": 3.0} for b in ("shm", "gloo")]
-
-
-@pytest.mark.parametrize(
-    ("told", "others", "levels"),
-    [
-        (WORKS, {}, [OK, OK]),
-        ([{"backend": "shm", "absent": True}, WORKS[1]], {}, [PROBLEM, OK]),
-        ([{"backend": "shm", "error": "CommTimeout: x"}, WORKS[1]], {}, [PROBLEM, OK]),
-        (WORKS[:1], {"timed_out": True}, [OK, WARNING]),
-        ([], {"code": 1, "words": "no memory"}, [PROBLEM]),
-    ],
-)
-def test_collectives_say_which_backend_fails(
-    told: list[dict[str, Any]], others: dict[str, Any], levels: list[Level]
-) -> None:
-    attempt = Attempt(backends=("shm", "gloo"), told=told, **others)
-    assert [finding.level for finding in collectives.judge(attempt)] == levels
-
-
 VERSIONS = {"dure": "1", "torch": "2", "pyzmq": "3"}
 
 
@@ -178,21 +154,3 @@ VERSIONS = {"dure": "1", "torch": "2", "pyzmq": "3"}
 )
 def test_other_host_is_judged(finding: Finding, level: Level) -> None:
     assert finding.level is level
-
-
-def test_check_that_fails_or_hangs_ends_no_other() -> None:
-    hang = threading.Event()
-
-    def fails() -> list[Finding]:
-        raise PermissionError("/proc/x")
-
-    def hangs() -> list[Finding]:
-        hang.wait(30)
-        return []
-
-    found = run_checks(
-        {"fails": fails, "hangs": hangs, "works": lambda: [fine("works", "yes")]}, limit_s=0.2
-    )
-    hang.set()
-    seen = [(f.check, f.level) for f in found]
-    assert seen == [("fails", WARNING), ("hangs", WARNING), ("works", OK)]

@@ -8,48 +8,29 @@ import sys
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from dure.cli.app import run_command_line
-from dure.cli.plan_advice import code, command
 from dure.cli.plan_layouts import show
-from dure.plan import Gpu, Job, Layout, Machine, Model, find_gpu, find_model, plan
+from dure.plan import Gpu, Job, Machine, find_gpu, find_model, plan
+from unit.cli.planned import LLAMA, answered, called
 
-LLAMA = ["--model", "llama3-8b", "--gpu", "h100"]
 GPT = ["--model", "gpt2-xl", "--gpu", "a100"]
 OWN = ["--layers", "12", "--hidden", "768", "--heads", "12", "--vocab", "50000"]
 
 
-def called(capsys, *words):
-    code = run_command_line(["plan", *words])
-    return code, *capsys.readouterr()
-
-
-def answered(capsys, *words):
-    code, out, err = called(capsys, *words, "--json")
-    assert (code, err) == (0, "")
-    return json.loads(out)
-
-
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-
-
-def test_options_alone_are_those_of_layouts(capsys):
-    alone = called(capsys, *LLAMA)
-    assert alone == called(capsys, "layouts", *LLAMA)
+def test_options_alone_are_those_of_layouts():
+    alone = called(*LLAMA)
+    assert alone == called("layouts", *LLAMA)
     assert alone[0] == 0
     for words in ([], ["-h"]):
-        _, out, err = called(capsys, *words)
+        _, out, err = called(*words)
         assert all(name in out + err for name in ("layouts", "pipeline", "memory"))
 
 
-def test_the_table_has_fifteen_rows_and_what_is_below(capsys):
-    _, out, _ = called(capsys, *LLAMA, "--nodes", "4")
+def test_the_table_has_fifteen_rows_and_what_is_below():
+    _, out, _ = called(*LLAMA, "--nodes", "4")
     assert [int(n) for n in re.findall(r"^(\d+) ", out, re.M)] == list(range(1, 16))
     assert "a step is 4,194,304 tokens: 512 sequences of 8,192" in " ".join(out.split())
     for title in (
@@ -61,9 +42,8 @@ def test_the_table_has_fifteen_rows_and_what_is_below(capsys):
     assert "dure run --nnodes 4 --nproc-per-node 8" in out
 
 
-def test_all_shows_every_layout_that_fits(capsys):
-    words = [*OWN, "--seq", "1024", "--batch-tokens", "8192", "--gpu", "a100"]
-    _, out, _ = called(capsys, *words, "--gpus-per-node", "1", "--all")
+def test_all_shows_every_layout_that_fits():
+    _, out, _ = called(*ONE_A100, "1024", "--batch-tokens", "8192", "--all")
     # One rank, 8 sequences: microbatches of 1, 2, 4 or 8, three ways to recompute.
     shown = re.findall(r"^\d+(?: ~)? +(mb=\S+)", out, re.M)
     ways = ("", ",recompute=selective", ",recompute=full")
@@ -133,14 +113,14 @@ def test_lines_fit_the_terminal_and_layouts_are_whole(found):
             assert str(row.layout) in words
 
 
-def test_json_is_what_the_function_returns(capsys):
+def test_json_is_what_the_function_returns():
     found = plan(Job(find_model("llama3-8b"), 2**21), Machine(find_gpu("h100"), 2, 4))
     words = [*LLAMA, "--batch-tokens", "2Mi", "--nodes", "2", "--gpus-per-node", "4"]
-    assert answered(capsys, *words) == json.loads(json.dumps(found.as_dict()))
+    assert answered(*words) == json.loads(json.dumps(found.as_dict()))
 
 
-def test_figures_agree_with_one_another(capsys):
-    found = answered(capsys, *LLAMA)
+def test_figures_agree_with_one_another():
+    found = answered(*LLAMA)
     # 32 layers of 2 w (w + k) + 3 w h weights and the scores, 6 FLOPs each; attention 12 l s w;
     # norms, which are left out here, are 3e-5 of them.
     weights = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 128256 * 4096
@@ -157,63 +137,60 @@ def test_figures_agree_with_one_another(capsys):
         assert sum(row["memory"].values()) > 0.94 * 80e9
 
 
+ONE_A100 = [*OWN, "--gpu", "a100", "--gpus-per-node", "1", "--seq"]
+
+
 @pytest.mark.parametrize(
-    ("text", "seq", "tokens"),
+    ("words", "tokens"),
     [
-        ("4Mi", 1024, 4194304),
-        ("512k", 500, 512000),
-        ("2.5M", 500, 2500000),
-        ("16Ki", 1024, 16384),
-        ("8,192", 1024, 8192),
+        ([*ONE_A100, "1024", "--batch-tokens", "4Mi"], 4194304),
+        ([*ONE_A100, "500", "--batch-tokens", "512k"], 512000),
+        ([*ONE_A100, "500", "--batch-tokens", "2.5M"], 2500000),
+        ([*ONE_A100, "1024", "--batch-tokens", "8,192"], 8192),
+        # Without a batch, a power of two for each rank.
+        (LLAMA, 4194304),
+        ([*LLAMA, "--nodes", "3"], 16 * 24 * 8192),
+        ([*LLAMA, "--nodes", "128"], 1024 * 8192),
     ],
 )
-def test_a_batch_has_units(capsys, text, seq, tokens):
-    words = [*OWN, "--seq", str(seq), "--gpu", "a100", "--gpus-per-node", "1"]
-    assert answered(capsys, *words, "--batch-tokens", text)["job"]["batch_tokens"] == tokens
+def test_a_batch_has_units_and_a_default(words, tokens):
+    assert answered(*words)["job"]["batch_tokens"] == tokens
 
 
-@pytest.mark.parametrize(
-    ("nodes", "tokens"),
-    [("1", 4194304), ("3", 16 * 24 * 8192), ("128", 1024 * 8192)],
-)
-def test_without_a_batch_there_is_a_power_of_two_for_each_rank(capsys, nodes, tokens):
-    assert answered(capsys, *LLAMA, "--nodes", nodes)["job"]["batch_tokens"] == tokens
-
-
-def test_a_model_by_its_configuration_is_that_of_its_sizes(capsys, tmp_path):
+def test_a_model_by_its_configuration_is_that_of_its_sizes(tmp_path):
     config = tmp_path / "config.json"
     sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
     more = {"num_key_value_heads": 4, "intermediate_size": 3000, "vocab_size": 50000}
     config.write_text(json.dumps(sizes | more | {"hidden_act": "silu"}))
     on = ["--seq", "1024", "--gpu", "a100"]
-    by_file = answered(capsys, "--config", str(config), *on)
-    assert by_file == answered(capsys, *OWN, "--kv-heads", "4", "--ffn", "3000", *on)
+    by_file = answered("--config", str(config), *on)
+    assert by_file == answered(*OWN, "--kv-heads", "4", "--ffn", "3000", *on)
     assert by_file["job"]["model"]["gated"] == 1
-    assert answered(capsys, *OWN, "--gelu", *on)["job"]["model"]["hidden"] == 4 * 768
+    assert answered(*OWN, "--gelu", *on)["job"]["model"]["hidden"] == 4 * 768
 
 
-def test_seq_compile_precision_and_memory_are_heard(capsys):
+def test_seq_compile_precision_and_memory_are_heard():
     words = [*LLAMA, "--seq", "4096", "--compile", "--precision", "fp8", "--memory", "141"]
-    found = answered(capsys, *words)
+    found = answered(*words)
     assert found["job"]["model"]["length"] == 4096
     assert (found["job"]["compiled"], found["job"]["precision"]) == (True, "fp8")
     assert found["machine"]["gpu"]["memory_gb"] == 141
 
 
-def test_a_file_of_ones_own_has_gpus(capsys, tmp_path):
+def test_a_file_of_ones_own_has_gpus(tmp_path):
     own = tmp_path / "own.toml"
     figures = "memory_gb = 48\nmemory_tb_s = 0.9\nlink_gb_s = 32\nnetwork_gb_s = 3\n"
     own.write_text(f'[gpu.mine]\nkind = "a100"\nbf16_tflops = 150\ngpus_per_node = 2\n{figures}')
-    found = answered(capsys, "--model", "gpt2", "--gpu", "mine", "--machines", str(own))
+    found = answered("--model", "gpt2", "--gpu", "mine", "--machines", str(own))
     assert found["machine"]["gpu"]["memory_gb"] == 48
     assert found["machine"]["gpus_per_node"] == 2
     own.write_text(own.read_text().replace("0.9", "900"))  # GB/s
-    code, _, err = called(capsys, "--model", "gpt2", "--gpu", "mine", "--machines", str(own))
+    code, _, err = called("--model", "gpt2", "--gpu", "mine", "--machines", str(own))
     assert code == 2
     assert "memory_tb_s of mine is out of range" in err
 
 
-def test_here_is_measured_and_computes_in_float32(capsys, monkeypatch):
+def test_here_is_measured_and_computes_in_float32(monkeypatch):
     asked = []
 
     def here(ranks, *, again):
@@ -221,57 +198,13 @@ def test_here_is_measured_and_computes_in_float32(capsys, monkeypatch):
         return Machine(Gpu("this machine", "cpu", 0.1, 16, 0.02, 5, 1), 1, ranks)
 
     monkeypatch.setitem(sys.modules, "dure.cli.here", SimpleNamespace(here=here))
-    job = answered(capsys, "--model", "gpt2", "--here")["job"]
+    job = answered("--model", "gpt2", "--here")["job"]
     assert (job["precision"], job["batch_tokens"]) == ("fp32", 65536)
-    code, out, _ = called(capsys, "--model", "gpt2", "--measure", "--gpus-per-node", "4")
+    code, out, _ = called("--model", "gpt2", "--measure", "--gpus-per-node", "4")
     assert asked == [(2, False), (4, True)]
     assert code == 0
     assert "dure run --nproc 4 train.py" in out
     assert 'init_device_mesh("cpu"' in out
-
-
-def test_a_row_is_explained_by_number_or_as_it_is_printed(capsys):
-    assert called(capsys, *LLAMA, "--explain", "zero1,cp=2,pp=4")[1].startswith("zero1,cp=2,pp=4,")
-    text = answered(capsys, *LLAMA)["rows"][2]["layout"]["text"]
-    by_number = called(capsys, *LLAMA, "--explain", "3")
-    assert by_number == called(capsys, *LLAMA, "--explain", text)
-    _, out, _ = by_number
-    assert out.startswith(text)
-    for words in ("gemm_h100 = ", "(llm_foundry, ", "tokens 4096", "Time", "Memory"):
-        assert words in out
-
-
-def test_terms_are_computed_as_their_formulas_say(capsys):
-    found = answered(capsys, *LLAMA, "--explain", "fsdp=8,mb=1,recompute=full")
-    terms = {(term["name"], term["unit"]): term for term in found["terms"]}
-    seconds = sum(t["value"] for (_, unit), t in terms.items() if unit == "s")
-    assert seconds == pytest.approx(found["seconds"])
-    held = sum(t["value"] for (_, unit), t in terms.items() if unit == "bytes")
-    assert held == pytest.approx(found["peak"])
-    for term in terms.values():
-        assert term["formula"]
-        assert all(" = " in each and "before: " in each for each in term["constants"])
-    # AdamW: 30 bytes a parameter of the rank's eighth, at 3.35 TB/s, times `adam`.
-    parameters = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 2 * 128256 * 4096
-    optimizer = terms["optimizer", "s"]
-    (constant,) = optimizer["constants"]
-    assert constant.startswith("adam = ")
-    adam = float(constant.split()[2])
-    expected = adam * 30 * parameters / 8 / 3.35e12
-    assert optimizer["value"] == pytest.approx(expected, rel=1e-3)
-    assert found["inputs"]["tokens"] == 8192
-    assert found["inputs"]["memory"] == 3.35e12
-
-
-def test_lines_of_code_are_those_of_the_layout():
-    job = Job(Model(32_000, 1024, 8, 16, 4, 4096, 2048), 16 * 2048)
-    layout = Layout.parse("hsdp=4,tp=2,pp=2,mb=1,recompute=full", job)
-    machine = Machine(find_gpu("h100"), 4, 4)
-    lines = code(layout, job, machine)
-    assert "(2, 2, 2, 2), mesh_dim_names=('pp', 'dp', 'fsdp', 'tp')" in lines
-    for word in ("parallelize_module", "checkpoint", "fully_shard(model", "Schedule1F1B(stage, 4"):
-        assert word in lines
-    assert command(machine).startswith("dure run --nnodes 4 --nproc-per-node 4 --rdzv-endpoint ")
 
 
 @pytest.mark.parametrize(
@@ -304,36 +237,8 @@ def test_lines_of_code_are_those_of_the_layout():
         ([*LLAMA, "--report", "/nowhere/page.html"], "/nowhere"),
     ],
 )
-def test_what_is_wrong_is_one_line(words, said, capsys):
-    code, out, err = called(capsys, *words)
+def test_what_is_wrong_is_one_line(words, said):
+    code, out, err = called(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("dure plan: error: ")
     assert said in err
-
-
-def test_what_would_fit_does(capsys):
-    words = ["--model", "llama3-405b", "--gpu", "h100"]
-    _, _, err = called(capsys, *words)
-    ((memory, nodes),) = re.findall(r"GPUs of (\d+) GB, or (\d+) nodes", err)
-    assert called(capsys, *words, "--memory", memory)[0] == 0
-    assert called(capsys, *words, "--memory", str(int(memory) - 2))[0] == 2
-    assert called(capsys, *words, "--nodes", nodes)[0] == 0
-
-
-def test_the_report_has_the_rows_as_pictures_and_tables(capsys, tmp_path):
-    page = tmp_path / "page.html"
-    words = [*LLAMA, "--nodes", "4"]
-    assert called(capsys, *words, "--report", str(page))[0] == 0
-    found, text = answered(capsys, *words), page.read_text()
-    bars, dots = (ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", text, re.S))
-    widths = [float(r.attrib["width"]) for r in bars.iter("rect") if r.find("title") is not None]
-    drawn = [sum(widths[i : i + 8]) for i in range(0, len(widths), 8)]
-    seconds = [row["seconds"] for row in found["rows"][:10]]
-    assert len(drawn) == 10
-    for length, each in zip(drawn, seconds, strict=True):
-        assert length / drawn[0] == pytest.approx(each / seconds[0], abs=0.01)
-    names = [c.find("title").text for c in dots.iter("circle")]
-    assert {row["layout"]["text"] for row in found["rows"]} <= set(names)
-    assert f"{found['rows'][0]['speed']:,.0f} tokens/s" in text
-    for sentence in found["reasons"]:
-        assert sentence in text

@@ -25,11 +25,6 @@ def test_partition_into_equal_fractions_differs_by_one_at_most(ranks):
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_partition_defaults_are_seven_two_one():
-    cut = DataPartitioner(range(1797))
-    assert [len(p) for p in cut.partitions] == [1258, 359, 180]
-
-
 def test_partition_is_set_by_its_seed():
     one, same, other = (DataPartitioner(range(100), seed=s).partitions for s in (1, 1, 2))
     assert one == same
@@ -43,18 +38,18 @@ def test_partition_use_maps_to_the_samples():
     assert [part[i] for i in range(5)] == [letters[i] for i in part.index]
 
 
-def test_partition_with_less_than_the_whole_leaves_the_rest_out():
-    parts = DataPartitioner(range(10), (0.2, 0.3)).partitions
-    assert [len(p) for p in parts] == [2, 3]
+@pytest.mark.parametrize(
+    ("count", "sizes", "lengths"),
+    [(1797, [], [1258, 359, 180]), (10, [(0.2, 0.3)], [2, 3])],  # by default 0.7, 0.2, 0.1
+)
+def test_partition_sizes_are_rounded_and_the_rest_is_left_out(count, sizes, lengths):
+    assert [len(p) for p in DataPartitioner(range(count), *sizes).partitions] == lengths
 
 
 @pytest.mark.parametrize("sizes", [(), (0.7, 0.4), (-0.1, 1.1), (math.nan,), (math.inf,)])
 def test_partition_with_impossible_sizes_is_refused(sizes):
     with pytest.raises(UsageError):
         DataPartitioner(range(10), sizes)
-
-
-@pytest.mark.parametrize("number", [-1, 3])
-def test_partition_use_of_a_part_that_is_not_there_is_refused(number):
-    with pytest.raises(UsageError):
-        DataPartitioner(range(10)).use(number)
+    for number in (-1, 3):
+        with pytest.raises(UsageError):
+            DataPartitioner(range(10)).use(number)

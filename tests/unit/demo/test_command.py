@@ -9,7 +9,7 @@ from dure.cli.demo import command
 from dure.cli.demo.events import EpochEnd, Step, encode
 from dure.data import digits
 from dure.launch import Crash, Exit, JobResult, Line, RankResult
-from unit.demo.sample import START, phases
+from unit.demo.demo_sample import START, phases
 
 
 class Outcome(NamedTuple):

@@ -6,58 +6,15 @@ from typing import Any
 
 import pytest
 
-from dure.plan.constants import Constants, described, document
+from dure.plan.constants import Constants
 from dure.plan.cost import Jobs, step_time
 from dure.plan.peak import peak_memory
-
-# A machine of 1 TFLOP/s, 100 GB/s of memory, 10 GB/s of links, 1 GB/s of network; one layer of
-# width 100 without a gate, 1000 tokens.
-FLAGS = (
-    *("gated", "is_h100", "efa", "zero", "sp", "recompute", "selective", "fp8", "newest"),
-    *("compiled", "overlapped", "balanced", "regathers", "bucketed", "once", "shared"),
-)
-JOB = dict.fromkeys(FLAGS, 0.0) | {
-    "layers": 1,
-    "width": 100,
-    "hidden": 400,
-    "kv_width": 100,
-    "heads": 10,
-    "vocab": 1000,
-    "seq": 1000,
-    "tied": 1,
-    "peak": 1e12,
-    "hbm": 1e11,
-    "link": 1e10,
-    "net": 1e9,
-    "node_size": 4,
-    "power": 1,
-    "dp": 1,
-    "tp": 1,
-    "cp": 1,
-    "pp": 1,
-    "shard": 1,
-    "parts": 1,
-    "microbatch": 1,
-    "microbatches": 1,
-    "param_bytes": 2,
-    "master_bytes": 4,
-    "grad_bytes": 4,
-    "fused": 1,
-    "split": 1,
-}
-# Nothing costs anything; what a test is about is then given a price.
-FREE = Constants(dict.fromkeys(described(), 0.0))
-FREE = FREE.replaced(dict.fromkeys(("gemm_a100", "flash_a100", "link", "net", "room"), 1.0))
+from unit.plan.reckoned import FREE, JOB
 
 
 def time_of(constants=FREE, **job):
     jobs = Jobs.of([JOB | job])
     return {name: float(each[0]) for name, each in step_time(jobs, constants).items()}
-
-
-def memory_of(constants=FREE, **job):
-    found = peak_memory(Jobs.of([JOB | job]), constants)
-    return {name: float(each[0]) for name, each in found.items()}
 
 
 def test_products_are_six_flops_a_weight_and_token_and_two_more_where_recomputed():
@@ -179,72 +136,3 @@ def test_optimizer_moves_thirty_bytes_a_parameter_of_its_own():
     for zero, parts in ((0, 1), (1, 4), (3, 4)):
         seconds = time_of(c, dp=4, zero=zero, shard=4)["optimizer"]
         assert seconds == pytest.approx(30 * 220_000 / parts / 1e11)
-
-
-@pytest.mark.parametrize(
-    ("job", "parameters", "gradients", "optimizer"),
-    [
-        ({}, 2, 2 + 4, 12),  # what a backward pass leaves, and their float32 sum
-        ({"grad_bytes": 2}, 2, 2, 12),
-        ({"dp": 4, "zero": 1}, 2, 6, 3),
-        ({"dp": 4, "zero": 3, "shard": 4}, 1, 1, 2),  # float32 parameters are the copy
-        ({"dp": 4, "zero": 3, "shard": 2}, 2, 2, 4),  # hybrid
-        ({"param_bytes": 4, "master_bytes": 0}, 4, 4, 8),
-    ],
-)
-def test_bytes_of_a_parameter(job, parameters, gradients, optimizer):
-    found = memory_of(**job)
-    each = [found[name] / 220_000 for name in ("parameters", "gradients", "optimizer")]
-    assert each == pytest.approx([parameters, gradients, optimizer])
-
-
-def test_activations_are_those_of_the_formula_and_live_along_the_pipeline():
-    # One token of a layer: 6 w + 2 + 2 k + heads, 2 units of the MLP; 2 bytes.
-    token = 2 * (600 + 2 + 200 + 10 + 800)
-    assert memory_of(layers=4)["activations"] == pytest.approx(4 * 1000 * token)
-    job = {"layers": 8, "vocab": 1e-6}
-    alone = memory_of(**job)["activations"]
-    first = memory_of(**job, pp=4, microbatches=16)["activations"]
-    assert first == pytest.approx(alone)  # a quarter of the layers, of four microbatches
-    few = memory_of(**job, pp=4, microbatches=2)["activations"]
-    assert few == pytest.approx(alone / 2)
-
-
-def test_a_recomputed_layer_keeps_its_input_and_one_layer_is_computed_again():
-    token = 2 * (600 + 2 + 200 + 10 + 800)
-    found = memory_of(layers=4, recompute=1)["activations"]
-    assert found == pytest.approx(1000 * (4 * 2 * 100 + 2 * token))
-
-
-def test_what_stays_with_cheap_operators_recomputed_and_with_inputs_gathered_again():
-    token = 2 * (600 + 2 + 200 + 10 + 800)
-    c = FREE.replaced({"selective": 0.25, "gathered": 1.0})
-    assert memory_of(c, tp=1, selective=1, regathers=1)["activations"] == 1000 * token / 4
-    # Two inputs of width 100 are gathered for 2 ranks.
-    both = memory_of(c, tp=2)["activations"], memory_of(c, tp=2, regathers=1)["activations"]
-    assert both == pytest.approx((1000 * (token / 2 + 2 * 200), 1000 * token / 2))
-
-
-def test_a_score_takes_twelve_bytes_on_the_rank_that_has_the_loss():
-    assert memory_of()["scores"] == 12 * 1000 * 1000
-    assert memory_of(pp=2, layers=8, microbatches=4)["scores"] == 0  # the first rank is fuller
-
-
-def test_gradients_of_fsdp_are_whole_while_they_are_added_up():
-    fsdp: dict[str, Any] = {"dp": 4, "zero": 2, "shard": 4}
-    one = memory_of(**fsdp, once=1)["gathered"]
-    several = memory_of(**fsdp, once=1, microbatches=2)["gathered"]
-    assert one == pytest.approx(2 * 220_000)
-    assert several - one == pytest.approx(4 * 220_000)
-    assert memory_of(**fsdp, shared=1)["gathered"] == 0
-
-
-def test_there_are_at_most_forty_constants_each_with_unit_meaning_and_source():
-    constants = described()
-    assert len(constants) <= 40
-    for constant in constants.values():
-        assert constant.unit and constant.meaning and "before: " in constant.source
-        assert constant.value > 0
-    fit = document("constants")["fit"]
-    assert fit["rows"] > 1000 and len(fit["hash"]) == 16
-    assert 0 < fit["left_out_within"] < fit["left_out_across"] < 0.3

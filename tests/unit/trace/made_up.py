@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dure.trace import files
+from dure.trace import files, flight
 from dure.trace.events import State
 from dure.trace.record import Origin, Record
+from dure.trace.ring import FlightRing
 
 WORLD = (0, 1, 2)
 
@@ -60,3 +61,12 @@ def write(
     ]
     path.write_text(json.dumps(content | (changes or {})))
     return path
+
+
+def ring_of(rank: int = 3, group: str = "g", num_ops: int = 0) -> FlightRing:
+    """Return the ring of a rank that has met `num_ops` barriers; the recorder knows it."""
+    ring = FlightRing(Origin(group=group, rank=0, global_ranks=(rank, rank + 1)))
+    flight.add_source(ring)
+    for _ in range(num_ops):
+        ring.end(ring.begin("barrier", None))
+    return ring

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from dure.trace import spans
 from dure.trace.findings import study
 from dure.trace.merging import read
-from dure.trace.spans import BUCKETS, MODULES, WAITS, Keeper, Span
+from dure.trace.spans import BUCKETS, MODULES, WAITS, Span
 from dure.trace.timeline import timeline
 from unit.trace.made_up import record, write
 
@@ -90,26 +89,6 @@ def test_buckets_that_overlap_lie_in_tracks_of_their_own_below_the_phases(tmp_pa
     ]
     assert found["forward"]["track"] == "step"
     assert found["forward"]["tid"] < found["bucket 0"]["tid"]
-
-
-def test_keeper_listens_while_anybody_wants_it_and_keeps_the_last():
-    keeper = Keeper(capacity=2)
-    keeper.start()
-    keeper.start()
-    try:
-        for at in (3, 1, 2):
-            spans.emit(Span(name=str(at), global_rank=7, start_ns=at))
-        keeper.stop()
-        spans.emit(Span(name="0", global_rank=7))
-    finally:
-        keeper.stop()
-    spans.emit(Span(name="9", global_rank=7, start_ns=9))
-    assert [span.name for span in keeper.of(7)] == ["0", "2"]
-    assert keeper.of(0) == []
-    assert keeper.keep not in spans.listeners
-    keeper.start()
-    keeper.stop()
-    assert keeper.of(7) == []
 
 
 def test_a_file_without_spans_has_no_tracks_for_them(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from pathlib import Path
 
 from dure.viewer import access
@@ -13,8 +14,7 @@ from waiting import PATIENCE_S
 
 
 def test_silent_connections_are_closed_and_others_served(tmp_path: Path) -> None:
-    async def main() -> tuple[list[bytes], bytes]:
-        listening = access.listen()
+    async def main(listening: socket.socket) -> tuple[list[bytes], bytes]:
         host, port = listening.getsockname()[:2]
         page = serve(Live("train.py", tmp_path), access.Access(), listening, silent_s=0.5)
         serving = asyncio.create_task(page)
@@ -35,6 +35,7 @@ def test_silent_connections_are_closed_and_others_served(tmp_path: Path) -> None
             await serving
         return ends, answer
 
-    ends, answer = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    with access.listen() as listening:
+        ends, answer = asyncio.run(asyncio.wait_for(main(listening), PATIENCE_S))
     assert ends == [b""] * 100
     assert answer.startswith(b"HTTP/1.1 200 ")

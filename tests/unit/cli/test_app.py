@@ -1,0 +1,54 @@
+"""The command `dure`: the same by every name, and quiet when its output is not read."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+WORDS = [["version"], ["--help"], ["run", "--help"]]
+DRY = ["run", "--dry-run", "--hosts", "one,two", "--nproc", "2", "train.py"]
+CLOSED = (128 + signal.SIGPIPE, b"")
+
+
+def ended(words: list[str], stdout: int, stderr: int = subprocess.PIPE) -> tuple[int, bytes]:
+    """Run a command; return its exit code and what it says on its standard error."""
+    command = [sys.executable, "-m", "dure.cli", *words]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, check=False
+    )
+    return done.returncode, done.stderr or b""
+
+
+@pytest.mark.parametrize("words", [*WORDS, DRY], ids=" ".join)
+def test_output_that_nobody_reads_ends_a_command_as_sigpipe_would(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert ended(words, write) == CLOSED
+        assert ended(["run"], write, write) == CLOSED  # which is a complaint
+    finally:
+        os.close(write)
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_output_that_a_full_disk_does_not_take_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        code, said = ended(words, full.fileno())
+    assert (code, said.count(b"\n")) == (1, 1)
+
+
+def test_a_closed_standard_output_is_no_error() -> None:
+    words = f"exec {sys.executable} -m dure.cli version >&-"
+    done = subprocess.run(["/bin/sh", "-c", words], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("module", ["dure", "dure.run", "dure.launch"])
+def test_modules_that_torch_users_would_start_are_the_command(module: str) -> None:
+    words = [] if module != "dure" else ["run"]
+    wrong = [sys.executable, "-m", module, *words, "--nproc", "x", "train.py"]
+    shown = subprocess.run(wrong, capture_output=True, check=False)
+    assert shown.returncode == 2
+    assert shown.stderr.startswith(b"dure run: error: ")

@@ -1,0 +1,167 @@
+"""What `dure run` is asked for: flags, variables and what was found make a job."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dure.cli.run.parse import from_variables, parse
+from dure.cli.run.request import make_request
+from dure.errors import UsageError
+from dure.launch import JobSpec, Std
+
+
+def spec_of(*words: str, variables: dict[str, str] | None = None) -> JobSpec:
+    found, _ = from_variables(variables or {})
+    return make_request(parse([*words, "prog.py"]), found).spec
+
+
+ETCD = "--rdzv-backend=etcd --rdzv-endpoint=a,b:3,[::1] --rdzv-id=me"
+ETCD_PLACES = {"rdzv_backend": "etcd", "endpoint": "a:2379,b:3,[::1]:2379", "run_id": "me"}
+MEANINGS: list[tuple[str, dict[str, Any]]] = [
+    ("--nproc-per-node 3", {"nproc": 3}),
+    ("--nproc_per_node=3", {"nproc": 3}),
+    ("-n3 --role trainer", {"nproc": 3, "role": "trainer"}),
+    ("-n=3 --max-restarts=2", {"nproc": 3, "max_restarts": 2}),
+    ("--max_r 2", {"max_restarts": 2}),  # the only flag that begins like this
+    ("-m", {"kind": "module"}),
+    ("--no_python", {"kind": "executable"}),
+    ("--no-python --run-path", {"kind": "script"}),
+    ("-t 3 -r 0:1,1:2", {"tee": Std.ALL, "redirects": {0: Std.OUT, 1: Std.ERR}}),
+    ("--local-ranks-filter 0,2", {"local_ranks_filter": frozenset({0, 2})}),
+    ("--duplicate-stdout-filters a,,b,c", {"stdout_filters": ("a,b", "c")}),
+    ("--log-dir d", {"log_dir": Path("d")}),
+    ("--log-dir d --rdzv-id me", {"log_dir": Path("d/me"), "run_id": "me"}),
+    ("--shutdown-timeout 7", {"grace_s": 7.0}),
+    ("--timeout-term 0.5", {"grace_s": 0.5}),
+    ("--signals-to-handle SIGTERM,SIGUSR1", {"signals": (signal.SIGTERM, signal.SIGUSR1)}),
+    (
+        "--numa-binding core-complex --oversubscribe",
+        {"numa": "core-complex", "oversubscribe": True},
+    ),
+    (
+        "--virtual-local-rank --malloc-defaults",
+        {"virtual_local_rank": True, "malloc_defaults": True},
+    ),
+    ("--monitor-interval 0.3 --start-method fork --use-env --event-log-handler null", {}),
+    ("--no-zygote --preload a,b.c", {"zygote": "never", "preload": ("a", "b.c")}),
+    ("--elastic --min-ranks 2", {"elastic": True, "min_ranks": 2}),
+    ("--no-fold --live --prefix host", {"fold": False, "live": True, "prefix": "host"}),
+    # One host meets nobody.
+    ("--standalone --rdzv-endpoint h:1 --rdzv-id x", {}),
+    ("--rdzv-backend c10d --rdzv-endpoint localhost:0", {}),
+    ("--master-addr h --master-port 29501", {"master_addr": "h", "master_port": 29501}),
+    # Several hosts.
+    ("--nnodes 2", {"nnodes": (2, 2)}),  # check_program asks for an endpoint
+    (
+        "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint h",
+        {"nnodes": (1, 4), "endpoint": "h:29400"},
+    ),
+    (
+        "--nnodes 2 --rdzv-endpoint [::1]:7 --node-rank 1 --rdzv-backend=c10d",
+        {"nnodes": (2, 2), "endpoint": "[::1]:7"},
+    ),
+    (
+        "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1",
+        {"nnodes": (2, 2), "node_rank": 1, "endpoint": "10.0.0.1:29500"},
+    ),
+    (
+        "--nnodes 2 --master-addr [::1] --master-port 5",
+        {"nnodes": (2, 2), "node_rank": 0, "endpoint": "[::1]:5"},
+    ),
+    (
+        "--nnodes=2 --rdzv-endpoint=h:1 --rdzv-conf is_host=yes,last_call_timeout=3",
+        {"nnodes": (2, 2), "endpoint": "h:1", "serves": True, "last_call_s": 3.0},
+    ),
+    ("--rdzv-conf timeout=9,keep_alive_interval=5", {"join_timeout_s": 9.0}),
+    ("--rdzv-conf timeout=9,join_timeout=8", {"join_timeout_s": 8.0}),
+    (f"{ETCD} --nnodes=1:4", {"nnodes": (1, 4), **ETCD_PLACES}),
+    (
+        f"{ETCD} --rdzv-conf cacert=ca.pem,user=me,password_file=p,timeout=9",
+        {
+            "rdzv_conf": {"cacert": "ca.pem", "user": "me", "password_file": "p"},
+            "join_timeout_s": 9.0,
+            **ETCD_PLACES,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "fields"), MEANINGS)
+def test_flags_mean(words: str, fields: dict[str, Any]) -> None:
+    assert spec_of(*words.split()) == JobSpec(program="prog.py", **fields)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--nporc", "2"], "--nproc"),
+        (["--rdzv-end-point", "h:1"], "--rdzv-endpoint"),
+        (["--rdzv", "x"], "--rdzv-id"),
+        (["--no-such-thing-at-all"], "--help"),
+        (["-z"], "-z"),
+        (["--nproc"], "--nproc"),
+        (["--nproc", "many"], "a number, or one of auto"),
+        (["--min-ranks", "2"], "--elastic"),
+        (["--standalone=1"], "--standalone"),
+        (["--nnodes", "a:b"], "MIN:MAX"),
+        (["--nnodes", "2", "--standalone"], "--standalone"),
+        (["--nnodes", "1:2", "--node-rank", "0"], "c10d"),
+        (["--rdzv-backend", "etcd-v2"], "interface 3"),
+        (["--rdzv-backend", "etcd", "--rdzv-id", "me"], "--rdzv-endpoint"),
+        (["--rdzv-backend", "etcd", "--rdzv-endpoint", "h"], "--rdzv-id"),
+        (["--rdzv-conf", "user=me"], "--rdzv-backend etcd"),
+        (["--rdzv-conf", "quorum=1"], "without quorum"),
+        (["--rdzv-conf", "store_type=file"], "--rdzv-endpoint"),
+        (["--rdzv-conf", "jointimeout=3"], "join_timeout"),
+        (["--rdzv-conf", "join_timeout=soon"], "join_timeout"),
+        (["--event-log-handler", "console"], "events.jsonl"),
+        (["--logs-specs", "x"], "--log-dir"),
+        (["--numa-binding", "nodes"], "node"),
+        (["--max-restarts", "-1"], "--max-restarts"),
+        (["-r", "4"], "-r"),
+        (["--tee", "0:1;1:1"], "--tee"),
+        (["--local-ranks-filter", "a"], "--local-ranks-filter"),
+        (["--signals-to-handle", "SIGNOT"], "SIGNOT"),
+        (["--signals-to-handle", "SIGKILL"], "SIGKILL"),
+        (["-m", "--no-python"], "--no-python"),
+    ],
+    ids=str,
+)
+def test_mistake_is_one_line_that_names_what_is_right(words: list[str], named: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec_of(*words)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_program_is_needed() -> None:
+    with pytest.raises(UsageError):
+        make_request(parse(["--nproc", "2"]))
+
+
+def test_variables_stand_for_flags() -> None:
+    variables = {
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NNODES": "1:3",
+        "PET_RDZV_ENDPOINT": "h:1",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_MODULE": "1",
+        "PET_NO_PYTHON": "0",
+        "PET_TEE": "3",
+        "PET_LOG_DIR": "",
+        "PET_NODE_RANK": "1",
+    }
+    about = {"kind": "module", "nproc": 2, "nnodes": (1, 3), "endpoint": "h:1", "tee": Std.ALL}
+    assert spec_of(variables=variables) == JobSpec(program="prog.py", **about)
+
+
+def test_flags_come_before_variables_and_these_before_what_was_found() -> None:
+    variables, _ = from_variables({"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r"})
+    found = {"nproc": 8, "role": "slurm", "max_restarts": 1}
+    request = make_request(parse(["-n", "1", "p"]), variables, found)
+    assert (request.spec.nproc, request.spec.role, request.spec.max_restarts) == (1, "r", 1)
+    assert request.set_by_user == {"nproc", "role"}
