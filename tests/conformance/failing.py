@@ -24,7 +24,10 @@ def _mismatch(rank: int, n: int, others, mine) -> None:
     with pytest.raises(Desync) as info:
         call(group)
     assert set(info.value.calls) >= {0, n - 1}
+    assert all("failing.py:" in text for text in info.value.calls.values())
     assert info.value.rank == rank
+    with pytest.raises(Desync):
+        dist.barrier(group=group)
     dist.destroy_process_group(group)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as torch_dist
 
 import dure
 from dure.native import available as native_available
+from waiting import PATIENCE_S
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8)
 CALLS_A_PROGRAM = 40
@@ -134,7 +135,7 @@ def compare(rank: int, seeds: list[int], path: str) -> set[str]:
         init_method=f"file://{path}",
         rank=rank,
         world_size=n,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=PATIENCE_S),
     )
     try:
         for seed in seeds:

@@ -15,6 +15,7 @@ from torch.distributed import _functional_collectives as torch_functional
 import dure
 import dure.comm.functional
 import dure.nn.functional
+from waiting import PATIENCE_S
 
 
 def programs(F: Any, nn: Any, group: Any, rank: int, n: int) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def run(F: Any, nn: Any, group: Any, rank: int, n: int) -> dict[str, list[torch.
 def both(rank: int, n: int, folder: str) -> list[str]:
     ours = run(dure.comm.functional, dure.nn.functional, dure.group.WORLD, rank, n)
     store = torch_dist.FileStore(f"{folder}/torch", n)  # pyright: ignore[reportPrivateImportUsage]
-    limit = timedelta(seconds=20)
+    limit = timedelta(seconds=PATIENCE_S)
     torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
     try:
         with warnings.catch_warnings():

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
+import runpy
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch.distributed as td
+
+from waiting import PATIENCE_S
 
 PROGRAM = Path(__file__).parent / "programs" / "tensors.py"
-RANKS = "2"
-
-
-def _started(*command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _found(process: subprocess.Popen[str]) -> Any:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    return json.loads(output.partition("FOUND")[2].partition("\n")[0])
 
 
 def _differ(ours: Any, theirs: Any) -> bool:
@@ -37,16 +22,22 @@ def _differ(ours: Any, theirs: Any) -> bool:
     return not math.isclose(ours, theirs, rel_tol=1e-9, abs_tol=1e-12)
 
 
-@pytest.mark.timeout(180)  # torchrun needs seconds to start
-def test_a_program_with_changed_imports_finds_what_torch_finds(tmp_path):
+def compare(rank: int, folder: str, changed: str) -> None:
+    """Run the program in a world of torch's, and with changed imports in this one."""
+    td.init_process_group(
+        "gloo", f"file://{folder}/torch", timedelta(seconds=PATIENCE_S), world_size=2, rank=rank
+    )
+    try:
+        expected = runpy.run_path(str(PROGRAM))["find"]()
+    finally:
+        td.destroy_process_group()
+    found = runpy.run_path(changed)["find"]()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert not _differ(ours, theirs), (ours, theirs)
+
+
+def test_a_program_with_changed_imports_finds_what_torch_finds(process_pool, tmp_path):
     text = PROGRAM.read_text()
     changed = text.replace("import torch.distributed as dist", "import dure as dist")
-    changed = changed.replace("from torch.distributed.", "from dure.")
-    (tmp_path / "program.py").write_text(changed)
-    theirs = _started(
-        "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS, str(PROGRAM)
-    )
-    ours = _started("dure.cli", "run", "--nproc", RANKS, str(tmp_path / "program.py"))
-    expected, found = _found(theirs), _found(ours)
-    for ours_of_part, theirs_of_part in zip(found, expected, strict=True):
-        assert not _differ(ours_of_part, theirs_of_part), (ours_of_part, theirs_of_part)
+    (tmp_path / "program.py").write_text(changed.replace("from torch.distributed.", "from dure."))
+    process_pool(2).run(compare, str(tmp_path), str(tmp_path / "program.py"))

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dure.comm.backends.mpi import library as mpi_library
+from waiting import PATIENCE_S
 
 TESTS = Path(__file__).parents[1]
 PROGRAMS = TESTS / "procs" / "programs"
-LIMIT_S = 150
 
 
 @functools.cache
@@ -68,11 +68,11 @@ def run(*command: str, **variables: str) -> Ended:
         env=plain_environment() | variables,
     )
     try:
-        out, err = process.communicate(timeout=LIMIT_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        raise AssertionError(f"still running after {LIMIT_S} s:\n{out}\n{err}") from None
+        raise AssertionError(f"still running after {PATIENCE_S} s:\n{out}\n{err}") from None
     return Ended(process.returncode, out, err)
 
 

@@ -32,13 +32,13 @@ def _one_thread(rank: int, plan, picks: list[int], waits: list[int]) -> None:
     one_thread(plan, picks, waits)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(plan=plans)
 def test_threads_of_both_channels_get_their_own_results_3_ranks(process_pool, plan):
     process_pool(3, "shm").run(_threads, plan)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(plan=plans, picks=picks, waits=waits)
 def test_ranks_need_no_common_order_of_channels_3_ranks(process_pool, plan, picks, waits):
     process_pool(3, "shm").run(_one_thread, plan, picks, waits)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waiting import PATIENCE_S
+
 PROGRAM = Path(__file__).parent / "programs" / "broken_off.py"
 
 
@@ -14,7 +16,7 @@ def test_a_gloo_group_that_is_left_in_the_middle_of_a_message_lets_its_process_e
         [sys.executable, PROGRAM, tmp_path / "store"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (0, "closed\n"), ran.stderr

@@ -14,6 +14,7 @@ import torch
 import dure as dist
 from dure.errors import CommTimeout, LaunchError, UsageError
 from dure.testing import ProcessPool
+from waiting import PATIENCE_S
 
 
 def _sum(rank, factor):
@@ -34,7 +35,7 @@ def _die(rank):
 
 def _hang(rank):
     if rank == 0:
-        threading.Event().wait(60)
+        threading.Event().wait(PATIENCE_S)
 
 
 def _lock(rank):
@@ -86,7 +87,7 @@ def test_a_rank_that_died_between_two_calls_is_a_launch_error():
     with ProcessPool(2, "gloo") as pool:
         victim = psutil.Process(pool.pids[1])
         victim.kill()
-        victim.wait(10)
+        victim.wait(PATIENCE_S)
         with pytest.raises(LaunchError) as caught:
             pool.run(_sum, 1.0)
         assert caught.value.rank == 1
@@ -95,7 +96,9 @@ def test_a_rank_that_died_between_two_calls_is_a_launch_error():
 
 def _ring(rank: int, timeout_s: float) -> float | tuple[str, str]:
     """Send to the next rank, then receive from the one before: right only if sends are buffered."""
-    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    group = dist.new_group()
+    dist.barrier(group)
+    group.set_timeout(timedelta(seconds=timeout_s))
     t, n = torch.zeros(4), dist.get_world_size()
     try:
         dist.send(torch.full((4,), float(rank)), (rank + 1) % n, group=group)
@@ -122,7 +125,7 @@ def test_sends_of_a_pool_wait_for_their_receives_where_that_is_asked_for_2_ranks
             assert op == "send"
             assert f"rank {1 - rank}" in text  # whom it waits for
     with ProcessPool(2, "shm", eager_bytes=16) as pool:
-        assert pool.run(_ring, 20.0) == [1.0, 0.0]
+        assert pool.run(_ring, PATIENCE_S) == [1.0, 0.0]
 
 
 def test_eager_bytes_of_a_pool_are_refused_where_they_would_mean_nothing():

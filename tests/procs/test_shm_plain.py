@@ -10,7 +10,7 @@ import torch
 import dure as dist
 from dure import trace
 from dure.comm.world import current_world
-from dure.errors import DtypeError, ShapeError, UsageError
+from dure.errors import UsageError
 from dure.native import available
 from dure.trace.flight import recorded
 
@@ -106,19 +106,13 @@ def _wrong_calls(rank: int) -> None:
         plain.plain_receive(ones(2), 7, 0),
     ):
         assert done is False
-    for wrong, error in (
-        (lambda: dist.all_reduce(ones(2, dtype=torch.int64), dist.ReduceOp.AVG), DtypeError),
-        (lambda: dist.all_gather_into_tensor(ones(3), ones(2)), ShapeError),
-        (lambda: dist.all_to_all_single(ones(3, 4), ones(3, 4)), ShapeError),
-        (lambda: dist.send(ones(2), dst=rank), UsageError),
-        (lambda: dist.all_reduce(_without_memory()), UsageError),
-        (lambda: dist.all_gather([ones(4), ones(4)], _without_memory()), UsageError),
-        (lambda: dist.send(_without_memory(), 1 - rank), UsageError),
-        (lambda: dist.recv(_without_memory(), 1 - rank), UsageError),
-        (lambda: dist.all_reduce(None), UsageError),  # type: ignore[arg-type]
-        (lambda: dist.all_reduce(ones(2), None), UsageError),
+    for wrong in (
+        lambda: dist.all_reduce(_without_memory()),
+        lambda: dist.all_gather([ones(4), ones(4)], _without_memory()),
+        lambda: dist.send(_without_memory(), 1 - rank),
+        lambda: dist.recv(_without_memory(), 1 - rank),
     ):
-        with pytest.raises(error):
+        with pytest.raises(UsageError):
             wrong()
 
 
@@ -219,23 +213,3 @@ def test_two_ranks(process_pool, program):
 
 def test_tensors_that_are_not_plain_are_declined(process_pool):
     assert process_pool(2, "shm").run(_declined) == [[], []]
-
-
-def _desync(rank: int) -> dict[int, str]:
-    tensor = torch.full((4,), float(rank))
-    calls = (
-        lambda: dist.all_reduce(tensor),
-        lambda: dist.broadcast(tensor, 0),
-    )
-    with pytest.raises(dist.Desync) as caught:
-        calls[rank]()
-    assert tensor.tolist() == [rank] * 4
-    return caught.value.calls
-
-
-def test_a_desync_names_the_place_of_each_call(process_pool):
-    calls = process_pool(2, "shm").run(_desync)
-    lines, start = inspect.getsourcelines(_desync)
-    at = [start + i for i, text in enumerate(lines) if "lambda" in text]
-    for seen in calls:
-        assert [f"{__file__}:{line}" in seen[rank] for rank, line in enumerate(at)] == [True, True]

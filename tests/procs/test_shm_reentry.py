@@ -203,19 +203,6 @@ def test_longest_timeout_of_python_does_not_expire_on_2_ranks(tmp_path):
         assert ranks.values() == ["met", "met"]
 
 
-def _allocates_nothing(slot: Slot) -> int:
-    backend = join(slot)
-    tensor = backend.allocate(0, False)
-    backend.barrier(async_op=False)
-    backend.close(abort=False)
-    return tensor.nbytes
-
-
-def test_empty_shared_tensor_is_empty_on_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _allocates_nothing) as ranks:
-        assert ranks.values() == [0, 0]
-
-
 # Something slow in the modules' globals keeps the interpreter's end going on for a while.
 _ENDS_WHILE_WAITING = """
 import os, sys, threading, time

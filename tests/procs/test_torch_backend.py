@@ -17,6 +17,7 @@ import pytest
 from dure.testing import ProcessPool
 from procs import torch_ranks as ranks
 from procs import torch_ranks_beside as beside
+from waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +85,7 @@ def _run(code: str, path: str) -> list[str]:
         env={"PYTHONPATH": path, "PATH": ""},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from dure.comm.work import Work
 from dure.errors import StoreTimeout
 from dure.torch_backend.store import TorchStore
 from dure.torch_backend.work import Keeper, TorchWork
+from waiting import PATIENCE_S, until
 
 td: Any = torch.distributed
 SOON = timedelta(milliseconds=10)
@@ -59,23 +62,22 @@ def test_waiters_run_jobs_side_by_side_and_reuse_threads():
     def job(number: int) -> None:
         names.append(threading.current_thread())
         (second, first)[number].set()
-        (first, second)[number].wait(10)  # each needs the other: one thread would be too few
+        (first, second)[number].wait(
+            PATIENCE_S
+        )  # each needs the other: one thread would be too few
         done[number].set()
 
     for number in (0, 1):
         waiters.run(lambda number=number: job(number))
-    assert all(event.wait(10) for event in done)
-    while not waiters._idle.acquire(timeout=10):
-        pytest.fail("no thread came back")
-    waiters._idle.release()
-    again = threading.Event()
-    waiters.run(lambda: (names.append(threading.current_thread()), again.set()))
-    assert again.wait(10)
-    assert names[2] in names[:2]
-    while any(thread.is_alive() for thread in names):
-        waiters.close()
-        for thread in names:
-            thread.join(0.05)
+    assert all(event.wait(PATIENCE_S) for event in done)
+
+    def reuses_a_thread() -> bool:
+        ran: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+        waiters.run(lambda: ran.put(threading.current_thread()))
+        return ran.get(timeout=PATIENCE_S) in names
+
+    until(reuses_a_thread, "a job on a thread that has ended another")
+    until(lambda: (waiters.close(), not any(t.is_alive() for t in names))[1], "the threads' end")
 
 
 class Pending:
@@ -94,21 +96,25 @@ class Pending:
 
 
 def test_dropped_work_is_kept_and_gives_up_large_tensors_when_it_has_ended():
-    keeper, request = Keeper(), Pending()
-    large, small = torch.zeros(1 << 20), torch.zeros(1)
-    for tensor in (large, small):
+    keeper, request, kept = Keeper(), Pending(), []
+    for numel in (1 << 20, 1):
+        tensor = torch.zeros(numel)
+        kept.append(weakref.ref(tensor))
         TorchWork(Work(request, [tensor]), keeper, Waiters())  # pyright: ignore[reportArgumentType]
-    assert len(keeper._pending) == 2
+        del tensor
+    assert None not in [ref() for ref in kept]
     request.over.set()
-    TorchWork(Work(None, []), keeper, Waiters())
-    TorchWork(Work(None, []), keeper, Waiters())
-    kept = [t for w in keeper._ended for t in w.result()]
-    assert kept == [small]
+    for _ in range(2):
+        TorchWork(Work(None, []), keeper, Waiters())
+    assert [ref() is None for ref in kept] == [True, False]
     keeper.clear()
+    assert kept[1]() is None
 
 
 def test_waited_work_is_not_kept():
+    tensor = torch.zeros(1)
+    kept = weakref.ref(tensor)
     keeper = Keeper()
-    TorchWork(Work(None, []), keeper, Waiters()).wait()
-    assert not keeper._pending
-    assert not keeper._ended
+    TorchWork(Work(None, [tensor]), keeper, Waiters()).wait()
+    del tensor
+    assert kept() is None

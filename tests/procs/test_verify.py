@@ -13,24 +13,6 @@ from dure.store import HashStore
 from procs import verify_ranks
 
 
-@pytest.mark.parametrize(
-    ("kind", "lengths", "dtypes"),
-    [
-        ("operation", (1000, 1000), ("float32", "float32")),
-        ("shape", (1000, 2000), ("float32", "float32")),
-        ("shape", (1000, 1001), ("float32", "float32")),
-        ("shape", (1 << 20, 2 << 20), ("float32", "float32")),
-        ("dtype", (1000, 1000), ("float32", "int32")),
-        ("dtype", (1000, 1000), ("float32", "float64")),
-        ("reduction", (1000, 1000), ("float32", "float32")),
-        ("root", (1000, 1000), ("float32", "float32")),
-        ("all_gather", (1000, 2000), ("float32", "float32")),
-    ],
-)
-def test_a_mismatch_over_gloo_is_desync_on_both_of_2_ranks(kind, lengths, dtypes, process_pool):
-    process_pool(2, "gloo").run(verify_ranks.differ, kind, lengths, dtypes)
-
-
 def test_ranks_that_do_not_come_are_named_with_their_last_calls_3_ranks(process_pool):
     process_pool(3, "gloo").run(verify_ranks.come_late)
 

@@ -21,10 +21,11 @@ from torch.distributed import _functional_collectives as functional
 
 import dure.torch_backend
 from dure.errors import CommTimeout, DeviceError, PeerLost
+from waiting import PATIENCE_S
 
 td: Any = torch.distributed  # its annotations know neither our objects nor half of its own
 c10d: Any = _distributed_c10d
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=PATIENCE_S)
 _numbers = itertools.count()
 
 
@@ -299,7 +300,7 @@ def beside_torch(rank: int, folder: str) -> None:
             td.barrier()
             with pytest.raises(ValueError, match="GLOO"):
                 td.monitored_barrier()
-            group.monitored_barrier(timedelta(seconds=10))
+            group.monitored_barrier(LIMIT)
             with pytest.raises(RuntimeError):
                 td.split_group(group, [[0], [1]])
             alone = group.split_group([rank], group_name=f"alone{rank}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dure as dist
 from dure.errors import CommTimeout, Desync, PeerLost, UsageError
-from dure.testing import run_ranks
+from dure.testing import ranks, run_ranks
+from waiting import PATIENCE_S
 
 
 def test_run_ranks_returns_results_in_rank_order():
@@ -48,18 +51,26 @@ def test_run_ranks_first_error_is_raised_and_others_see_the_loss():
     assert seen == {0: 1, 2: 1}
 
 
-def test_run_ranks_that_hang_are_shown(capsys):
-    release = threading.Event()
+def test_run_ranks_that_hang_are_shown(capsys, monkeypatch):
+    hanging, release = threading.Event(), threading.Event()
+    looks = itertools.count()
+
+    def monotonic() -> float:
+        """Say that time is up when rank 1 is waited for and hangs; rank 0 has ended before."""
+        is_up = next(looks) >= 2 and hanging.wait(PATIENCE_S)
+        return PATIENCE_S if is_up else 0.0
 
     def body(rank):
         if rank == 1:
-            release.wait(20)
+            hanging.set()
+            release.wait(PATIENCE_S)
 
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=monotonic))
     with pytest.raises(CommTimeout) as info:
-        run_ranks(2, body, timeout=0.3)
+        run_ranks(2, body, timeout=PATIENCE_S)
     release.set()
     assert info.value.missing == (1,)
-    assert "release.wait(20)" in capsys.readouterr().err
+    assert "release.wait(PATIENCE_S)" in capsys.readouterr().err
 
 
 def test_run_ranks_world_of_the_process_is_not_touched():
@@ -147,10 +158,11 @@ def test_send_that_nobody_receives_ends_when_time_is_up_or_its_receiver_leaves()
     late = threading.Event()
 
     def body(rank):
-        hasty = dist.new_group(timeout=timedelta(seconds=0.2))
+        hasty = dist.new_group()
         if rank == 1:
-            assert late.wait(20)
+            assert late.wait(PATIENCE_S)
             return
+        hasty.set_timeout(timedelta(seconds=0.1))
         with pytest.raises(CommTimeout) as caught:
             dist.send(torch.ones(1), 1, group=hasty)
         assert caught.value.missing == (1,)

@@ -23,14 +23,14 @@ def _called_in(path: str) -> str:
     return str(scope["site"])
 
 
-@pytest.mark.parametrize("letters", range(20, 80))
-def test_long_path_is_cut_between_characters(letters):
-    name = "가" * letters + ".py"
-    told = _called_in("/" + name)
-    path, _, place = told.partition(":1")
-    assert ("/" + name).endswith(path.removeprefix("..."))
-    assert place in ("", " in <module>")
-    assert len(told.encode()) < 160
+def test_long_path_is_cut_between_characters():
+    for letters in range(20, 80):
+        name = "가" * letters + ".py"
+        told = _called_in("/" + name)
+        path, _, place = told.partition(":1")
+        assert ("/" + name).endswith(path.removeprefix("..."))
+        assert place in ("", " in <module>")
+        assert len(told.encode()) < 160
 
 
 @pytest.mark.parametrize(
