@@ -76,7 +76,7 @@ def _kill_at_point(job: Job, kill: Kill) -> Death:
     taken = job.folder / "taken"
     job.wait(
         lambda: len(list(taken.glob(f"{point}-*"))) > before or not job.running,
-        f"nobody came to the point {point!r}",
+        f"somebody at the point {point!r}",
     )
     death.at = time.monotonic() + delay_s
     return death

@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from drills.plans import ASKED, GONE, SAMPLES, Death, Kill, Plan
-from procs.launching import DURE, living
-from waiting import free_port, key_file
+from dure.launch.ranks.ports import reserve_port
+from procs.launching import Launching
+from waiting import key_file, until
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 SHARED = Path("/dev/shm")
-LIMIT_S = 180.0
-LOOK_S = 0.01
 STACKS_S = 2.0
 
 
@@ -39,7 +37,7 @@ class Odd(AssertionError):
 class Agent:
     """One `dure run`, which plays a host; `due` is its own exit code, if that is not the job's."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     number: int
     due: int | None = None
 
@@ -58,11 +56,11 @@ class Job:
         self.plan, self.folder = plan, folder
         self.agents: list[Agent] = []
         self.deaths: list[Death] = []
-        self._tag = uuid.uuid4().hex
         for name in ("said", "orders", "taken", "commits", "parts", "tmp", "agents"):
             (self.folder / name).mkdir(parents=True)
+        self._jobs = Launching(self.folder / "tmp")
         self._key = key_file(self.folder / "key")
-        self.port = free_port()
+        self._keeper, self.port = reserve_port()
         self._shared = _shared_memory()
         self._read: dict[str, int] = {}
         self._said: list[dict[str, Any]] = []
@@ -83,17 +81,14 @@ class Job:
             words += ["--nnodes", f"{plan.min_agents}:{plan.agents}"]
             words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "drill"]
             words += ["--rdzv-conf", "join_timeout=10,last_call_timeout=5"]
-        variables = {"DURE_DRILL": self._tag, "TMPDIR": str(self.folder / "tmp")}
-        variables |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-        with (self.folder / "agents" / f"{number}.log").open("wb") as out:
-            process = subprocess.Popen(
-                [*DURE, "run", *words, str(PROGRAMS), plan.kind, str(self.folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=self.folder,
-                env=os.environ | variables,
-            )
+        process = self._jobs.start(
+            *words,
+            PROGRAMS,
+            plan.kind,
+            self.folder,
+            env={"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+            output=self.folder / "agents" / f"{number}.log",
+        )
         self.agents.append(Agent(process, number))
 
     @property
@@ -103,7 +98,7 @@ class Job:
 
     def left(self) -> list[int]:
         """Return the processes of this job."""
-        return living(f"DURE_DRILL={self._tag}")
+        return self._jobs.left()
 
     # ---- what ranks say ----------------------------------------------------------------------
 
@@ -137,14 +132,12 @@ class Job:
         second = [sorted(times)[1] for times in steps.values() if len(times) > 1]
         return min(second, default=None)
 
-    def wait(self, done: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> Any:
+    def wait(self, done: Callable[[], object], what: str) -> Any:
         """Return what `done` returns once that is true."""
-        deadline = time.monotonic() + limit_s
-        while not (found := done()):
-            if time.monotonic() > deadline:
-                raise Odd(f"waited for {limit_s:g} s: {what}")
-            time.sleep(LOOK_S)
-        return found
+        try:
+            return until(done, what)
+        except AssertionError as error:
+            raise Odd(str(error)) from None
 
     # ---- its life ------------------------------------------------------------------------------
 
@@ -166,12 +159,14 @@ class Job:
         if self._recovers(begun):
             (self.folder / "enough").touch()
         for agent in self.agents:
-            self.wait(lambda a=agent: a.process.poll() is not None, f"agent {agent.number} ends")
-        self.wait(lambda: not self.left(), "processes are left", 10)
+            self.wait(
+                lambda a=agent: a.process.poll() is not None, f"the end of agent {agent.number}"
+            )
+        self.wait(lambda: not self.left(), "the end of all processes")
 
     def _recovers(self, begun: float) -> bool:
         """Wait until all ranks have worked after `begun`; False if the job has ended instead."""
-        self.wait(lambda: self._whole(begun) or not self.running, "the job is not whole again")
+        self.wait(lambda: self._whole(begun) or not self.running, "a whole job")
         at = self.committed_after(begun)
         if self.deaths and at is not None:
             self.deaths[-1].recovery_s = at - begun
@@ -198,12 +193,8 @@ class Job:
                     os.kill(pid, signal.SIGABRT)
             if some:
                 time.sleep(STACKS_S)
-        for agent in self.agents:
-            agent.process.kill()
-            agent.process.wait()
-        for pid in self.left():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._jobs.kill()
+        self._keeper.close()
 
     # ---- how it has ended ----------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from procs.launching import Launching
-from waiting import key_file, listening, until
+from waiting import PATIENCE_S, key_file, listening, until
 
 PROGRAM = """\
 import os
@@ -63,9 +63,9 @@ class Host:
     name: str
     process: subprocess.Popen[str]
 
-    def end(self, timeout_s: float = 30.0) -> int:
+    def end(self) -> int:
         """Return its exit code; its output is kept."""
-        self.out, self.err = self.process.communicate(timeout=timeout_s)
+        self.out, self.err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode
 
 
@@ -112,6 +112,11 @@ class Crew:
             found.append(Start(int(round), int(rank), int(world), host, int(pid), int(step), store))
         return sorted(found, key=lambda start: (start.round, start.rank))
 
+    def forget_starts(self) -> None:
+        """Let the next job of these hosts begin with no file of the last one's ranks."""
+        for path in self.folder.glob("start *"):
+            path.unlink()
+
     def round(self, number: int, world_size: int) -> list[Start]:
         """Wait until all ranks of a round have started; return them by rank."""
 
@@ -123,9 +128,9 @@ class Crew:
         assert {start.world_size for start in starts} == {world_size}
         return starts
 
-    def wait_for(self, done: Callable[[], object], what: str, limit_s: float = 30.0) -> None:
+    def wait_for(self, done: Callable[[], object], what: str) -> None:
         """Wait for something to be true."""
-        until(done, lambda: f"{what}: {self.starts()}{self._told()}", limit_s)
+        until(done, lambda: f"{what}: {self.starts()}{self._told()}")
 
     def step(self) -> int:
         """Return the checkpoint."""
@@ -147,7 +152,7 @@ class Crew:
         for host in self.hosts:
             host.process.kill()
             host.process.communicate()
-        self.wait_for(lambda: not self._jobs.left(), "all processes to end", 60)
+        self._jobs.wait_until_gone()
 
     def _told(self) -> str:
         for host in self.hosts:

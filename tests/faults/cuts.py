@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from procs import hosts as namespaces
-from waiting import key_file, until
+from procs.launching import Launching
+from waiting import PATIENCE_S, key_file, until
 
 PROGRAM = Path(namespaces.__file__).parent / "programs" / "cut_job.py"
 SWITCH = Path(__file__).with_name("switch.py")
@@ -34,27 +34,30 @@ class Step:
     size: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Launcher:
-    """One `dure run`, on one host."""
+    """One `dure run`, on one host, and the file with all that it has printed."""
 
     host: namespaces.Host
     process: subprocess.Popen[str]
-    said: IO[str]
+    output: Path
+
+    def end(self) -> int:
+        """Return its exit code."""
+        return self.process.wait(PATIENCE_S)
 
     @property
     def text(self) -> str:
-        """All that it has said so far."""
-        self.said.flush()
-        return Path(self.said.name).read_text()
+        """All that it has printed so far."""
+        return self.output.read_text()
 
 
 class Cutting:
     """A job on hosts whose network can be cut."""
 
-    def __init__(self, made: list[namespaces.Host], folder: Path) -> None:
-        self.hosts, self.folder = made, folder
-        self.key = key_file(folder / "key")
+    def __init__(self, made: list[namespaces.Host], jobs: Launching) -> None:
+        self.hosts, self.folder, self._jobs = made, jobs.directory, jobs
+        self.key = key_file(self.folder / "key")
         self.launchers: list[Launcher] = []
 
     def start(self, *flags: str, words: tuple[str, ...] = ()) -> None:
@@ -64,19 +67,22 @@ class Cutting:
             self.wait_for(lambda: self.hosts[0].listens(PORT), "the store")
 
     def _start_on(self, host: namespaces.Host, *flags: str, words: tuple[str, ...]) -> None:
-        said = (self.folder / f"{len(self.launchers)}-{host.name}.txt").open("w")
+        output = self.folder / f"{len(self.launchers)}-{host.name}.txt"
         endpoint = f"{self.hosts[0].address}:{PORT}"
-        process = host.start(
-            ["-m", "dure.cli", "run", *flags, "--rdzv-endpoint", endpoint, PROGRAM, *words],
-            {
-                "DURE_JOB_KEY_FILE": str(self.key),
-                "CREW": str(self.folder),
-                "DURE_TEST_HOST": host.name,
-                "OMP_NUM_THREADS": "1",
-            },
-            said,
-        )
-        self.launchers.append(Launcher(host, process, said))
+        variables = {"DURE_JOB_KEY_FILE": str(self.key), "CREW": str(self.folder)}
+        variables |= {"DURE_TEST_HOST": host.name, "OMP_NUM_THREADS": "1"}
+        with output.open("w") as file:
+            process = self._jobs.start_on(
+                host,
+                *flags,
+                "--rdzv-endpoint",
+                endpoint,
+                PROGRAM,
+                *words,
+                env=variables,
+                output=file,
+            )
+        self.launchers.append(Launcher(host, process, output))
 
     # ---- what happened -------------------------------------------------------------------------
 
@@ -93,9 +99,9 @@ class Cutting:
         names = [path.name.split(maxsplit=4) for path in self.folder.glob("said *")]
         return sorted((int(at) / 1e9, host, int(rank), what) for _, at, host, rank, what in names)
 
-    def wait_for(self, done: Callable[[], object], what: str, limit_s: float = 100.0) -> None:
+    def wait_for(self, done: Callable[[], object], what: str) -> None:
         """Wait for something to be true."""
-        until(done, lambda: f"{what}\n{self.report()}", limit_s)
+        until(done, lambda: f"{what}\n{self.report()}")
 
     def trains(self, size: int, after: float = 0.0) -> str:
         """Wait until a group of `size` ranks has made steps; return the host that leads it."""
@@ -125,11 +131,7 @@ class Cutting:
 
     def check_nothing_left(self) -> None:
         """No process of the job is left on any host."""
-        self.wait_for(
-            lambda: not [p for host in self.hosts for p in host.inside()],
-            "all processes to end",
-            20,
-        )
+        self.wait_for(lambda: not self._jobs.left(), "all processes to end")
 
     def report(self) -> str:
         """Tell all."""
@@ -146,21 +148,14 @@ class Cutting:
             out.append(f"--- {launcher.host.name}, exit code {code}\n{launcher.text}")
         return "\n".join(out)
 
-    def close(self) -> None:
-        """Close the files."""
-        for launcher in self.launchers:
-            launcher.said.close()
-
 
 @contextlib.contextmanager
-def cutting(count: int, folder: Path, name: str = "cut") -> Iterator[Cutting]:
-    """Make `count` hosts on a network that can be cut."""
-    with namespaces.hosts(count, name) as made:
-        job = Cutting(made, folder)
-        try:
-            yield job
-        finally:
-            job.close()
+def cutting(count: int, folder: Path) -> Iterator[Cutting]:
+    """Make `count` hosts on a network that can be cut; what runs there ends with them."""
+    jobs = Launching(folder)
+    with namespaces.hosts(count, "cut") as made:
+        yield Cutting(made, jobs)
+    jobs.kill()
 
 
 class Wires:

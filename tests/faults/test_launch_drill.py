@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from procs.launching import Launching, living
-from waiting import until
+from waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -76,7 +76,6 @@ def test_job_with_a_killed_rank_leaves_nothing(
         done = job.finish(process)  # checks that no process is left
         note = (run, moment_s, killed, done)
         assert done.code in ((137, 0) if killed else (0,)), note
-        assert done.elapsed_s < 10, note
         assert sorted(os.listdir(job.directory)) == before, note
         kills += done.code == 137
     assert kills > RUNS // 4
@@ -95,7 +94,7 @@ def test_launcher_signalled_at_a_random_moment_leaves_nothing(
         moment_s = chance.uniform(0, 1.5)
         time.sleep(moment_s)
         process.send_signal(number)
-        process.communicate(timeout=100)
+        process.communicate(timeout=PATIENCE_S)
         note = (run, moment_s, process.returncode)
         until(lambda: not job.left(), f"the end of all: {note}")
         starting = (-number, 1)  # what the interpreter answers before a line of ours has run
