@@ -1,7 +1,12 @@
-"""Run the command `dure run` on small programs, and see that nothing of it remains."""
+"""Commands of a test (`dure run` and others) on small programs; nothing of them may remain.
+
+A `Launching` tags the environment of all that it starts. So a test finds every process of its jobs,
+whoever started it, on this host and in the namespaces of `procs.hosts`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +18,11 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE
+from typing import IO, Any
+
+from procs.hosts import Host
+from waiting import PATIENCE_S, until
 
 DURE = (sys.executable, "-m", "dure.cli")
 
@@ -50,66 +60,123 @@ def unfolded(text: str, rank: int) -> list[str]:
 
 @dataclass
 class Finished:
+    """How a command ended, and what it printed."""
+
     code: int
     out: str
     err: str
-    elapsed_s: float
+    elapsed_s: float = 0.0
 
     def lines(self, rank: int) -> list[str]:
-        """What `rank` printed, without its prefix."""
+        """Return what `rank` printed, without its prefix."""
         return unfolded(self.out, rank)
 
 
 @dataclass
 class Launching:
-    """One test's jobs: a directory for programs, and a tag in every process's environment.
-
-    `limit_s` is how long a job may take; a busy machine needs many times what a quiet one does.
-    """
+    """One test's commands: a directory for programs, and a tag in every process's environment."""
 
     directory: Path
     tag: str = field(default_factory=lambda: f"LAUNCH_TEST={uuid.uuid4().hex}")
-    limit_s: float = 150.0
+    started: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
+    limit_s: float = PATIENCE_S
 
     def write(self, text: str, name: str = "prog.py") -> str:
+        """Write a program, and return its path."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
         return str(path)
 
-    def start(self, *arguments: str, **options: object) -> subprocess.Popen[str]:
-        name, _, value = self.tag.partition("=")
-        environment = os.environ | {name: value, "TMPDIR": str(self.directory)}
+    def start(self, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
+        """Start `dure run` with these arguments; see `start_any` for the options."""
+        return self.start_any(*DURE, "run", *arguments, **options)
+
+    def start_any(
+        self,
+        *command: str | Path,
+        env: dict[str, str] | None = None,
+        output: Path | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """Start a command.
+
+        Args:
+            command: Its words.
+            env: More variables.
+            output: The file for both of its streams; None: a pipe for each.
+            options: As of `subprocess.Popen`.
+        """
+        environment = os.environ | self.variables
         environment.pop("OMP_NUM_THREADS", None)
-        environment |= options.pop("env", {})  # pyright: ignore
-        options.setdefault("stdin", subprocess.DEVNULL)
-        return subprocess.Popen(
-            [*DURE, "run", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            cwd=self.directory,
-            env=environment,
-            **options,  # pyright: ignore
-        )
+        options = {"stdin": subprocess.DEVNULL, "cwd": self.directory} | options
+        with contextlib.ExitStack() as files:
+            out = PIPE if output is None else files.enter_context(output.open("w"))
+            process = subprocess.Popen(
+                command,
+                env=environment | (env or {}),
+                text=True,
+                errors="replace",
+                **({"stdout": out, "stderr": out} | options),
+            )
+        self.started.append(process)
+        return process
+
+    def start_on(
+        self, host: Host, *arguments: str | Path, env: dict[str, str], output: IO[str] | int = PIPE
+    ) -> subprocess.Popen[str]:
+        """Start `dure run` on a host of `procs.hosts`, which ends it with itself."""
+        return host.start_any([*DURE, "run", *arguments], self.variables | env, output)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What all that is started has in its environment."""
+        name, _, value = self.tag.partition("=")
+        return {name: value, "TMPDIR": str(self.directory)}
 
     def finish(self, process: subprocess.Popen[str], stdin: str | None = None) -> Finished:
-        start = time.monotonic()
-        try:
-            out, err = process.communicate(stdin, timeout=self.limit_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        elapsed = time.monotonic() - start
-        assert self.left() == []
-        return Finished(process.returncode, out, err, elapsed)
+        """Wait for a command's end, after which nothing of any may be left."""
+        return self.finish_all(process, stdin=stdin)[0]
 
-    def run(self, *arguments: str, **options: object) -> Finished:
+    def finish_all(
+        self, *processes: subprocess.Popen[str], stdin: str | None = None
+    ) -> list[Finished]:
+        """Wait for the ends of several, after which nothing of any may be left."""
+        finished: list[Finished] = []
+        for process in processes:
+            start = time.monotonic()
+            out, err = process.communicate(stdin, timeout=PATIENCE_S)
+            elapsed = time.monotonic() - start
+            finished.append(Finished(process.returncode, out or "", err or "", elapsed))
+        assert self.left() == []
+        return finished
+
+    def run(self, *arguments: str | Path, **options: Any) -> Finished:
+        """Start `dure run`, and wait for its end."""
         return self.finish(self.start(*arguments, **options))
 
     def left(self) -> list[int]:
+        """Return the processes that live, launchers included."""
         return living(self.tag)
+
+    def wait_until_gone(self) -> None:
+        """Wait until no process is left."""
+        until(lambda: not self.left(), lambda: f"the end of {self.left()}")
+
+    def kill(self) -> list[int]:
+        """Kill what is left, wait for its end, and return what that was."""
+        left = self.left()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.started:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        self.wait_until_gone()
+        return left
 
 
 def launching(directory: Path) -> Iterator[Launching]:
@@ -117,10 +184,7 @@ def launching(directory: Path) -> Iterator[Launching]:
     shared = set(os.listdir("/dev/shm"))
     job = Launching(directory)
     yield job
-    left = job.left()
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert left == []
+    assert job.kill() == []
     assert list(directory.glob("dure_*")) == []
     assert {x for x in os.listdir("/dev/shm") if x not in shared and "dure" in x} == set()
 
