@@ -57,6 +57,7 @@ class Sample:
         args, kwargs: Full tensors, those to be differentiated requiring gradients.
         results: What `compute` found: the outputs, flattened, then the gradients.
         exact: Whether values are compared: they are not random, and not uninitialized.
+        cotangents: Gradients of the outputs, from which those of the tensors are computed.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Sample:
     kwargs: dict[str, Any] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
     exact: bool = True
+    cotangents: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -99,11 +101,14 @@ class Sample:
         learners = [t for t in leaves if t.requires_grad]
         if not smooth or not learners:
             return outputs
-        seeded = torch.Generator().manual_seed(7)
-        given = [torch.randn(t.shape, dtype=t.dtype, generator=seeded) for t in smooth]
+        if not self.cotangents:
+            seeded = torch.Generator().manual_seed(7)
+            self.cotangents = [
+                torch.randn(t.shape, dtype=t.dtype, generator=seeded) for t in smooth
+            ]
         givens = [
             one if type(t) is torch.Tensor else cotangent(one)
-            for one, t in zip(given, smooth, strict=True)
+            for one, t in zip(self.cotangents, smooth, strict=True)
         ]
         return outputs + list(torch.autograd.grad(smooth, learners, givens, allow_unused=True))
 

@@ -19,7 +19,7 @@ def test_plain_tensors_are_replicated_within_the_block_alone() -> None:
         with implicit_replication():
             assert torch.equal((x + full).full_tensor(), full * 2)  # pyright: ignore
         with pytest.raises(UsageError):
-            x + full
+            _ = x + full
 
     run_ranks(2, body)
 

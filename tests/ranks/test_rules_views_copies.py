@@ -106,7 +106,7 @@ def test_a_view_of_a_copy_is_a_copy(view):
             x.add_(1)
             whole = whole + 1
             with refused():
-                seen + 1
+                _ = seen + 1
         with refused():
             x[1].data.add_(1)
         assert torch.equal(x.full_tensor(), whole)
