@@ -30,6 +30,7 @@ from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.comm.backends.shm.opening import create
+from dure.errors import CommError
 from dure.store.base import Store
 from dure.store.file import FileStore
 from dure.testing.pool import start_server
@@ -272,6 +273,15 @@ def while_waiting(act: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+def caught(call: Callable[[], object]) -> CommError:
+    """Return the error of a communication that fails."""
+    try:
+        call()
+    except CommError as error:
+        return error
+    raise AssertionError("the call succeeded")
 
 
 def mapped_segments() -> list[str]:

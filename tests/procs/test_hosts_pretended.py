@@ -1,4 +1,4 @@
-"""What is special to the hybrid backend, on hosts that are only pretended."""
+"""Reductions of the hybrid backend, and deaths, on hosts that are only pretended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import dure as dist
 from dure.errors import PeerLost
 from dure.native import available as native_available
 from dure.testing import ProcessPool
-from dure.trace import recorded
 from procs import mpi_jobs
 from procs.forked_ranks import Ranks, Slot
 
@@ -27,41 +26,9 @@ def pool(request):
         yield pool
 
 
-def _kinds(rank: int) -> tuple[str, str, str]:
-    hosts = _backend(dist.group.WORLD).hosts
-    groups = [dist.new_group(ranks) for ranks in hosts]  # all ranks make all of them
-    mine = next(g for ranks, g in zip(hosts, groups, strict=True) if rank in ranks)
-    kinds = [type(_backend(group)).__name__ for group in (dist.group.WORLD, mine)]
-    return dist.get_backend(), kinds[0], kinds[1]
-
-
-def _backend(group):
-    return group._backends["cpu"]
-
-
-def test_default_over_hosts_is_hybrid_and_a_group_of_one_host_is_shared_memory(pool):
-    assert set(pool.run(_kinds)) == {("hybrid", "HybridBackend", "ShmBackend")}
-
-
-def _recorded(rank: int) -> tuple[set[str], str]:
-    """Return which groups are in this rank's flight record, and the name of a host's own group."""
-    hosts = _backend(dist.group.WORLD).hosts
-    groups = [dist.new_group(ranks) for ranks in hosts]
-    mine = next(g for ranks, g in zip(hosts, groups, strict=True) if rank in ranks)
-    dist.barrier(mine)
-    dist.barrier()
-    return {record.group for record in recorded()}, mine.group_name
-
-
-def test_flight_records_show_the_groups_of_the_program_and_not_their_parts(pool):
-    for groups, mine in pool.run(_recorded):
-        assert {"world", mine} <= groups
-        assert not any("local" in name for name in groups), groups
-
-
 def _sums(rank: int, count: int, dtype: torch.dtype) -> bool:
     """Tell whether sums are folded within hosts, then over hosts, and rounded once; every time."""
-    hosts = _backend(dist.group.WORLD).hosts
+    hosts = dist.group.WORLD.hosts
     everyone = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     everyone = [t.to(dtype) for t in everyone]
     partial = []

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import Aborted, CommError, CommTimeout, Desync, PeerLost
+from dure.errors import Aborted, CommTimeout, PeerLost
 from dure.native import available
-from procs.forked_ranks import Ranks, Slot, join, while_waiting
+from procs.forked_ranks import Ranks, Slot, caught, join, while_waiting
 from waiting import until
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
@@ -30,15 +30,6 @@ FATES = {
 }
 TELLS_FATES = tuple(map(int, platform.release().split(".")[:2])) >= (6, 15)
 """Whether the kernel says to others how a process ended."""
-
-
-def _caught(call) -> CommError:
-    """Return the error of `call`."""
-    try:
-        call()
-    except CommError as error:
-        return error
-    raise AssertionError("the call succeeded")
 
 
 # ---- death ---------------------------------------------------------------------------------------
@@ -59,8 +50,8 @@ def _dies(slot: Slot, how: str):
                 os.kill(os.getpid(), signal.SIGKILL)
     ended = Path(f"{slot.path}-ended")
     until(ended.exists, "the end of rank 1")
-    error = _caught(lambda: backend.barrier(False))
-    message = _caught(lambda: backend.recv(torch.zeros(1), 0, 0, False))
+    error = caught(lambda: backend.barrier(False))
+    message = caught(lambda: backend.recv(torch.zeros(1), 0, 0, False))
     backend.close(False)
     return error, message
 
@@ -92,7 +83,7 @@ def _forks_and_dies(slot: Slot):
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     backend.all_reduce(x, SUM, False)
-    lost = _caught(lambda: backend.all_reduce(x, SUM, False))
+    lost = caught(lambda: backend.all_reduce(x, SUM, False))
     backend.close(False)
     return lost
 
@@ -105,24 +96,6 @@ def test_forked_child_neither_is_nor_keeps_its_rank_of_3(tmp_path):
             assert (error.peer, error.pid) == (1, ranks.pids[1])
 
 
-def _dies_while_awaited(slot: Slot):
-    backend = join(slot)
-    x = torch.zeros(4)
-    if slot.rank == 1:
-        backend.send(x, 0, 0, False)
-        os._exit(0)
-    backend.recv(x, 1, 0, False)  # was sent before the death
-    posted = backend.recv(x, 1, 1, True)
-    return [_caught(call) for call in (posted.wait, lambda: backend.recv(x, None, 2, False))]
-
-
-def test_receive_from_a_dead_rank_is_lost_on_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _dies_while_awaited) as ranks:
-        errors = ranks.result(0)
-        assert [type(e) for e in errors] == [PeerLost, PeerLost]
-        assert {e.peer for e in errors} == {1}
-
-
 # ---- silence -------------------------------------------------------------------------------------
 
 
@@ -132,7 +105,7 @@ def _stops(slot: Slot):
     backend.set_timeout(timedelta(seconds=0.5))  # all had the time to come
     if slot.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return _caught(lambda: backend.barrier(False))
+    return caught(lambda: backend.barrier(False))
 
 
 def test_stopped_rank_is_said_to_be_stopped_and_hears_of_the_timeout_2_ranks(tmp_path):
@@ -152,11 +125,11 @@ def _is_elsewhere(slot: Slot, calls: int):
     if slot.rank == 1:
         ident = threading.get_ident()
         threading.Thread(target=_tell_that_it_waits, args=(backend, ident), daemon=True).start()
-        _caught(lambda: backend.recv(torch.ones(4), 0, 0, False))  # the line that is told
+        caught(lambda: backend.recv(torch.ones(4), 0, 0, False))  # the line that is told
         return None
     backend.recv(torch.ones(1), 1, 1, False)
     backend.set_timeout(timedelta(seconds=0.5))
-    error = _caught(lambda: backend.barrier(False))
+    error = caught(lambda: backend.barrier(False))
     backend.close(False)
     return error
 
@@ -188,45 +161,6 @@ def test_absent_rank_tells_its_line_at_the_timeout_of_2_ranks(tmp_path, calls):
         assert (f"all_reduce #{calls}" in where) == (calls > 0)
 
 
-def _receives_nothing(slot: Slot):
-    backend = join(slot)
-    if slot.rank == 0:
-        backend.set_timeout(timedelta(seconds=slot.timeout_s / 100))
-        error = _caught(lambda: backend.recv(torch.zeros(3), 1, 0, False))
-        backend.set_timeout(timedelta(seconds=slot.timeout_s))
-        backend.barrier(False)
-        return error
-    backend.barrier(False)
-    return None
-
-
-def test_message_that_does_not_come_leaves_the_group_of_2_whole(tmp_path):
-    with Ranks(2, tmp_path, _receives_nothing) as ranks:
-        error = ranks.result(0)
-        assert isinstance(error, CommTimeout)
-        assert error.missing == (1,)
-        assert ranks.result(1) is None
-
-
-def _second_receive_fits(slot: Slot) -> tuple[type, list[float]] | None:
-    backend = join(slot)
-    if slot.rank == 1:
-        backend.send(torch.full((3,), 7.0), 0, 0, False)
-        backend.barrier(False)
-        return None
-    four, three = torch.zeros(4), torch.zeros(3)
-    first, second = backend.recv(four, 1, 0, True), backend.recv(three, 1, 0, True)
-    error = _caught(first.wait)
-    second.wait()
-    backend.barrier(False)
-    return type(error), four.tolist() + three.tolist()
-
-
-def test_a_message_goes_to_the_next_receive_that_fits_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _second_receive_fits) as ranks:
-        assert ranks.values() == [(Desync, [0.0] * 4 + [7.0] * 3), None]
-
-
 # ---- leaving -------------------------------------------------------------------------------------
 
 
@@ -235,20 +169,20 @@ def _is_aborted(slot: Slot):
     if slot.rank == 1:
         backend.barrier(False)
         backend.recv(torch.zeros(1), 0, 0, False)
-        return _caught(lambda: backend.recv(torch.zeros(1), 0, 5, False))  # until it has gone
+        return caught(lambda: backend.recv(torch.zeros(1), 0, 5, False))  # until it has gone
     x = torch.ones(3)
     backend.barrier(False)
     pending = [backend.all_reduce(x, SUM, True), backend.recv(x, 1, 0, True)]
-    caught = []
+    errors = []
     blocked = threading.Thread(
-        target=lambda: caught.append(_caught(lambda: backend.recv(x, 1, 1, False)))
+        target=lambda: errors.append(caught(lambda: backend.recv(x, 1, 1, False)))
     )
     blocked.start()
     backend.send(x[:1].clone(), 1, 0, False)
     backend.close(True)
     blocked.join()
-    after = _caught(lambda: backend.barrier(False))
-    return [*caught, *(_caught(t.wait) for t in pending), after]
+    after = caught(lambda: backend.barrier(False))
+    return [*errors, *(caught(t.wait) for t in pending), after]
 
 
 def test_closing_aborts_what_is_pending_on_2_ranks(tmp_path):
@@ -275,7 +209,7 @@ def _is_interrupted(slot: Slot, operation: str):
             return "interrupted"
         return None
     backend.barrier(False)
-    return _caught(lambda: backend.recv(x, 0, 5, False))  # until rank 0 has gone
+    return caught(lambda: backend.recv(x, 0, 5, False))  # until rank 0 has gone
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "recv", "wait"])

@@ -1,65 +1,57 @@
-"""The plug-in "dure" of stock torch.distributed: the traps of such a plug-in, one by one.
-
-The programs are in `torch_ranks`; two processes run them. The last tests are about how torch finds
-the plug-in without an import.
-"""
+"""How stock torch.distributed finds the plug-in "dure", with an import and without."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+import torch
 
-from dure.testing import ProcessPool
-from procs import torch_ranks as ranks
-from procs import torch_ranks_beside as beside
+import dure.torch_backend
+from procs.torch_ranks import LIMIT, in_pool, td, world
 from waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
-TRAPS = {
-    "1: a work that only C++ holds lives until it is waited for": ranks.dropped_works,
-    "2: C++ sees the error of a future": ranks.errors_in_backward,
-    "3: wait raises": ranks.errors_in_wait,
-    "4: no limit is said in four ways": ranks.limits_of_wait,
-    "5: isend does not block": ranks.sends_before_receives,
-    "6: futures come at once, and data move without waiting": ranks.progress_without_waiting,
-    "7 and 8: rank, store and names": ranks.identity,
-    "9: coalescing": ranks.coalescing,
-    "10: torch.compile": ranks.compiled,
-    "11: reductions are objects, tensors come in lists": ranks.reductions,
-    "12: the default for CPU tensors": ranks.default,
-    "13: what torch's Python keeps for Gloo and accelerators": ranks.beside_torch,
-}
+
+def default(rank: int, folder: str) -> None:
+    backends = td.Backend.default_device_backend_map
+    before = backends["cpu"]
+    assert before == "gloo"
+    dure.torch_backend.register()
+    assert backends["cpu"] == "gloo"
+    try:
+        dure.torch_backend.make_default()
+        with world(rank, folder, backend=None) as group:
+            assert td.get_default_backend_for_device("cpu") == "dure"
+            assert group.name() == "dure"
+            td.barrier()
+    finally:
+        backends["cpu"] = before
 
 
-@pytest.mark.parametrize("trap", TRAPS)
-def test_trap(trap: str, process_pool: Callable[..., ProcessPool], tmp_path: Path):
-    process_pool(2, "shm").run(TRAPS[trap], str(tmp_path))
+test_default = in_pool(default)
 
 
-OTHERS = [
-    beside.profiled,
-    beside.unequal_calls,
-    beside.left_without_a_word,
-    beside.experimental_api,
-]
+def experimental_api(rank: int, folder: str) -> None:
+    del folder
+    dure.torch_backend.register_dist2()
+    dure.torch_backend.register_dist2()
+    from torch.distributed import _dist2
+
+    store = td.HashStore()
+    group = _dist2._BACKENDS["dure"](store, 0, 1, LIMIT, torch.device("cpu"))
+    try:
+        tensor = torch.full((2,), float(rank))
+        group.allreduce([tensor]).wait()
+        assert tensor.tolist() == [float(rank)] * 2
+    finally:
+        group.shutdown()
 
 
-@pytest.mark.parametrize("program", OTHERS, ids=lambda p: p.__name__)
-def test_program(
-    program: Callable[[int, str], None], process_pool: Callable[..., ProcessPool], tmp_path: Path
-):
-    process_pool(2, "shm").run(program, str(tmp_path))
-
-
-def test_ranks_of_two_hosts_get_shared_memory_inside_and_gloo_between(tmp_path: Path):
-    with ProcessPool(2, "hybrid", hosts="ab") as pool:
-        pool.run(beside.over_hosts, str(tmp_path))
+test_experimental_api = in_pool(experimental_api)
 
 
 # ---- found without an import ---------------------------------------------------------------------

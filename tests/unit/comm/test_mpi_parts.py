@@ -1,12 +1,10 @@
-"""What the mpi backend is made of, as far as it needs no MPI."""
+"""How the mpi backend cuts memory into shares and messages."""
 
 from __future__ import annotations
 
 import pytest
 
-from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.mpi import memory as mpi_memory
-from dure.errors import UsageError
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
@@ -34,19 +32,3 @@ def test_messages_of_a_piece_are_no_longer_than_mpi_can_count(monkeypatch):
     assert list(mpi_memory.messages((0, 25), 25)) == []
     assert list(mpi_memory.messages((0, 0), 0)) == []
     assert list(mpi_memory.messages((0, 0), -1)) == [(0, 0)]
-
-
-def test_missing_mpi4py_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr(mpi_library, "installed", lambda: False)
-    with pytest.raises(UsageError) as info:
-        mpi_library.load.__wrapped__()
-    assert "'.[mpi]'" in info.value.fix
-
-
-@pytest.mark.parametrize("mark", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"])
-def test_launcher_is_known_by_its_marks(monkeypatch, mark):
-    for other in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"):
-        monkeypatch.delenv(other, raising=False)
-    assert not mpi_library.launched()
-    monkeypatch.setenv(mark, "2")
-    assert mpi_library.launched()

@@ -1,0 +1,49 @@
+"""Torch's stores in our terms."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+
+from dure.errors import StoreTimeout
+from dure.torch_backend.store import TorchStore
+
+td: Any = torch.distributed
+SOON = timedelta(milliseconds=10)
+
+
+@pytest.fixture(params=["hash", "file", "prefix"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> TorchStore:
+    if request.param == "file":
+        return TorchStore(td.FileStore(str(tmp_path / "store"), 1))
+    made = td.HashStore()
+    return TorchStore(td.PrefixStore("below", made) if request.param == "prefix" else made)
+
+
+def test_store_keeps_values(store: TorchStore):
+    store.set("a", "text")
+    store.set("b", b"\x00bytes")
+    assert (store.get("a"), store.get("b")) == (b"text", b"\x00bytes")
+    assert store.check(["a", "b"])
+    assert not store.check(["a", "none"])
+    assert [store.add("n", 2), store.add("n", -1)] == [2, 1]
+    assert store.compare_set("c", "", "first") == b"first"
+    assert store.compare_set("c", "other", "second") == b"first"
+    assert store.compare_set("c", "first", "second") == b"second"
+    assert store.delete_key("a")
+    assert not store.check(["a"])
+
+
+@pytest.mark.parametrize("store", ["hash", "prefix"], indirect=True)  # a file looks every 2 s
+def test_store_says_which_keys_are_missing(store: TorchStore):
+    store.set("here", "1")
+    with pytest.raises(StoreTimeout) as raised:
+        store.wait(["here", "gone"], SOON)
+    assert raised.value.keys == ("gone",)
+    store.set_timeout(SOON)
+    with pytest.raises(StoreTimeout):
+        store.get("gone")

@@ -1,0 +1,61 @@
+"""The default group: made once, left at the end of a block, and never half made."""
+
+from __future__ import annotations
+
+import pytest
+
+import dure as dist
+from dure.errors import (
+    UsageError,
+)
+from dure.testing import run_ranks
+
+
+def test_destroy_of_the_world_destroys_every_group():
+    def body(rank):
+        group = dist.new_group()
+        dist.barrier()
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        for g in (group, None):
+            with pytest.raises(UsageError):
+                dist.barrier(g)
+
+    run_ranks(2, body)
+
+
+def test_init_twice_raises():
+    def body(rank):
+        with pytest.raises(UsageError):
+            dist.init_process_group("threads")
+
+    run_ranks(2, body)
+
+
+def test_unknown_backend_raises_before_anyone_is_waited_for():
+    with pytest.raises(UsageError):
+        dist.init_process_group("carrier-pigeon", rank=0, world_size=2, store=dist.HashStore())
+    assert not dist.is_initialized()
+
+
+def test_backend_name_and_config():
+    def body(rank):
+        return dist.get_backend(), dist.get_backend_config()
+
+    assert run_ranks(1, body) == [("threads", "cpu:threads")]
+
+
+def test_process_group_context_manager_leaves_at_the_end():
+    with dist.process_group("threads", store=dist.HashStore(), rank=0, world_size=1) as group:
+        assert dist.is_initialized()
+        assert group.size() == 1
+    assert not dist.is_initialized()
+
+
+def test_process_group_context_manager_does_not_hide_an_error():
+    with (
+        pytest.raises(ZeroDivisionError),
+        dist.process_group("threads", store=dist.HashStore(), rank=0, world_size=1),
+    ):
+        _ = 1 // 0
+    assert not dist.is_initialized()
