@@ -19,7 +19,7 @@ MEET = """
 import sys
 from datetime import timedelta
 from dure.store.rendezvous import rendezvous
-joined = rendezvous(timeout=timedelta(seconds=30))
+joined = rendezvous(timeout=timedelta(seconds=240))
 print(f"rank {joined.rank} of {joined.world_size}", flush=True)
 joined.close()
 assert "mpi4py" not in sys.modules

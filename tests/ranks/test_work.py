@@ -40,7 +40,7 @@ def test_results_that_cannot_be_copied_back_are_a_failure_at_every_wait():
     assert not work.is_success()
 
 
-@pytest.mark.parametrize("limit", [5, 5.0, timedelta(seconds=5)])
+@pytest.mark.parametrize("limit", [PATIENCE_S, 0.5 + PATIENCE_S, timedelta(seconds=PATIENCE_S)])
 def test_limits_are_times_or_seconds(limit):
     def body(rank):
         dist.barrier(timeout=limit)
