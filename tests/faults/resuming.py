@@ -23,7 +23,8 @@ from torch import nn
 import dure
 from dure.checkpoint import Checkpointer
 from dure.errors import CommError
-from faults.crew import Place
+from procs.forked_ranks import Slot
+from waiting import PATIENCE_S
 
 EPOCHS, SAMPLES, BATCH, EVERY = 3, 28, 3, 2
 CALLS = 100  # of those a run makes to the disk, about the first half
@@ -38,10 +39,10 @@ class Kill:
     at_call: int = 0
 
     @staticmethod
-    def random(rng: random.Random, span_s: float, sharded: bool) -> Kill:
-        """Draw a moment: one half of all within a call to the disk, that is inside a save."""
+    def random(rng: random.Random, sharded: bool, span_s: float | None) -> Kill:
+        """Draw a moment: within a call to the disk, that is inside a save; or any, of a span."""
         ranks = rng.choice([(0,), (1,), (0, 1)])
-        if rng.random() < 0.5:
+        if span_s is not None and rng.random() < 0.5:
             return Kill(ranks, after_s=rng.uniform(0.0005, span_s))
         ranks = ranks if sharded else (0,)  # where rank 0 writes alone, the other has no such call
         return Kill(ranks, at_call=rng.randint(1, CALLS))
@@ -129,14 +130,14 @@ def train(folder: str, sharded: bool) -> list[float]:
     return curve
 
 
-def stint(place: Place, folder: str, sharded: bool, kill: Kill) -> list[float] | str:
+def stint(slot: Slot, folder: str, sharded: bool, kill: Kill) -> list[float] | str:
     """Be one rank until the end of the run, or until a peer is lost."""
     dure.init_process_group(
-        "shm", place.url, timedelta(seconds=20), world_size=place.size, rank=place.rank
+        "shm", slot.url, timedelta(seconds=PATIENCE_S), world_size=slot.size, rank=slot.rank
     )
     try:
         dure.barrier()
-        with dying(kill, place.rank):
+        with dying(kill, slot.rank):
             return train(folder, sharded)
     except CommError as e:
         return type(e).__name__

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import urllib.request
 from base64 import b64decode, b64encode
+from typing import Any
 
 import pytest
 
 from faults.agents import Crew
 from procs import etcd
 
-pytestmark = [
-    pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed")
 OPEN = ("--nnodes", "1:2", "--nproc", "1", "--max-restarts", "3")
-CONF = "last_call_timeout=60,join_timeout=20"
+CONF = "last_call_timeout=600"
 
 
 def flags(cluster: etcd.Etcd, conf: str = CONF) -> tuple[str, ...]:
@@ -29,10 +25,8 @@ def flags(cluster: etcd.Etcd, conf: str = CONF) -> tuple[str, ...]:
 def keys(cluster: etcd.Etcd) -> list[str]:
     """Return what the job has in etcd."""
     words = {"key": "/dure", "range_end": "/durf"}
-    body = json.dumps({name: b64encode(word.encode()).decode() for name, word in words.items()})
-    url = f"http://{cluster.endpoints[-1]}/v3/kv/range"
-    with urllib.request.urlopen(urllib.request.Request(url, body.encode()), timeout=5) as answer:
-        found = json.load(answer).get("kvs", ())
+    body = {name: b64encode(word.encode()).decode() for name, word in words.items()}
+    found: Any = cluster.ask("kv/range", body, -1).get("kvs", ())
     return [b64decode(each["key"]).decode() for each in found]
 
 
@@ -91,7 +85,7 @@ def test_no_etcd_is_one_line(crew: Crew) -> None:
 def test_when_etcd_is_lost_for_good_the_job_ends_and_says_so(crew: Crew) -> None:
     with etcd.etcd() as cluster:
         for name in "ab":
-            crew.start_alone(name, *OPEN, *flags(cluster, "last_call_timeout=60,join_timeout=3"))
+            crew.start_alone(name, *OPEN, *flags(cluster, "last_call_timeout=600,join_timeout=3"))
         crew.round(0, 2)
         cluster.kill(0)
         assert [host.end() for host in crew.hosts] == [1, 1]

@@ -6,13 +6,14 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
-import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from dure.launch.ranks.ports import reserve_port
+from waiting import PATIENCE_S, until
 
 PROGRAM = shutil.which("etcd")
 
@@ -30,11 +31,9 @@ class Etcd:
     def __init__(
         self, folder: Path, size: int = 1, flags: Sequence[str] = (), scheme: str = "http"
     ) -> None:
-        with contextlib.ExitStack() as held:
-            probes = [held.enter_context(socket.socket()) for _ in range(2 * size)]
-            for probe in probes:
-                probe.bind(("127.0.0.1", 0))
-            ports = [probe.getsockname()[1] for probe in probes]
+        reserved = [reserve_port() for _ in range(2 * size)]
+        self._keepers = [keeper for keeper, _ in reserved]
+        ports = [port for _, port in reserved]
         self.endpoints = [f"127.0.0.1:{port}" for port in ports[:size]]
         peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
         cluster = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
@@ -83,29 +82,31 @@ class Etcd:
         """Let a paused member go on."""
         self.members[number].send_signal(signal.SIGCONT)
 
-    def ask(self, path: str, body: dict[str, object]) -> dict[str, object]:
-        """Put a request as an administrator would."""
-        url = f"http://{self.endpoints[0]}/v3/{path}"
-        with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=5) as answer:
+    def ask(self, path: str, body: Mapping[str, object], member: int = 0) -> dict[str, object]:
+        """Put a request to a member as an administrator would."""
+        url = f"http://{self.endpoints[member]}/v3/{path}"
+        with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=PATIENCE_S) as answer:
             return json.load(answer)
 
     def await_healthy(self) -> None:
         """Wait until every member answers."""
-        ends = time.monotonic() + 60
+
+        def is_healthy(endpoint: str) -> bool:
+            health = f"http://{endpoint}/health"
+            with contextlib.suppress(OSError), urllib.request.urlopen(health, timeout=1) as it:
+                return b"true" in it.read()
+            return False
+
         for endpoint in self.endpoints:
-            while True:
-                health = f"http://{endpoint}/health"
-                with contextlib.suppress(OSError), urllib.request.urlopen(health, timeout=1) as it:
-                    if b"true" in it.read():
-                        break
-                assert time.monotonic() < ends, f"{endpoint} does not come up"
-                time.sleep(0.05)
+            until(lambda at=endpoint: is_healthy(at), f"a healthy member at {endpoint}")
 
     def end(self) -> None:
         """Kill them all."""
         for member in self.members:
             member.kill()
             member.wait()
+        for keeper in self._keepers:
+            keeper.close()
 
     @staticmethod
     def _start(words: list[str]) -> subprocess.Popen[bytes]:

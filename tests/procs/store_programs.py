@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from waiting import PATIENCE_S
+
 PRELUDE = """
 import os, sys, time
 from datetime import timedelta
@@ -16,6 +18,7 @@ from dure.errors import *
 from dure.store import FileStore, JobKey, TCPStore
 from dure.store.rendezvous import rendezvous
 args = sys.argv[1:]
+PATIENCE = timedelta(seconds=int(os.environ["DURE_TEST_TIMEOUT"]))
 def say(*words): print(*words, flush=True)
 """
 
@@ -52,8 +55,15 @@ def line(program: Program) -> str:
     return program.stdout.readline().strip()
 
 
-def output(program: Program, timeout_s: float = 30) -> str:
+def tell(program: Program) -> None:
+    """Let the program go on that waits for a line."""
+    assert program.stdin is not None
+    program.stdin.write("\n")
+    program.stdin.flush()
+
+
+def output(program: Program) -> str:
     """Let the program end well and return what it said."""
-    out, err = program.communicate(timeout=timeout_s)
+    out, err = program.communicate(timeout=PATIENCE_S)
     assert program.returncode == 0, err
     return out.strip()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,16 @@ import pytest
 
 import dure
 from dure.comm.world import new_world
-from dure.elastic import State
+from dure.elastic import State, preempt
 from dure.native import available
 from dure.store import HashStore
 from dure.store.etcd import EtcdStore
+from dure.testing import ProcessPool, run_ranks
 from procs import etcd
+from procs.forked_ranks import Ranks, Slot
 from procs.launching import Launching, wait_for_lines
 from procs.programs.elastic_job import STEPS, make_state, train
-from procs.shm_ranks import Ranks, Slot
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
 
@@ -34,17 +35,13 @@ PROGRAM = str(Path(__file__).parent / "programs" / "elastic_job.py")
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
     """Return the weights of one rank that nobody disturbs."""
-    found: list[float] = []
 
-    def alone() -> None:
+    def alone(rank: int) -> list[float] | None:
         with new_world():
             options = dure.elastic.Options(store=HashStore(), rank=0, world_size=1)
-            found.extend(dure.elastic.run(train, make_state(), options) or [])
+            return dure.elastic.run(train, make_state(), options)
 
-    thread = threading.Thread(target=alone)
-    thread.start()
-    thread.join(30)
-    return found
+    return run_ranks(1, alone)[0] or []
 
 
 Fault = tuple[int, str, str]
@@ -75,7 +72,7 @@ def check(told: dict[int, Any], ranks: set[int], expected: list[float]) -> None:
         assert one["weights"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-SLOW = (pytest.mark.slow, pytest.mark.timeout(180))
+SLOW = (pytest.mark.slow,)
 FAULTS: dict[str, tuple[Any, int, list[Fault]]] = {
     "two with rank 0, then one in a commit and another in the recovery": (
         (),
@@ -109,7 +106,7 @@ def test_the_living_go_on(job: Launching, nproc: int, faults: list[Fault], expec
 
 def _trains_over_etcd(slot: Slot, names: str, member: int) -> tuple[int, list[tuple[int, int]]]:
     """Train while a member of etcd dies, and then rank 0."""
-    store = EtcdStore.from_url(f"etcd://{names}/elastic", timedelta(seconds=20))
+    store = EtcdStore.from_url(f"etcd://{names}/elastic", timedelta(seconds=PATIENCE_S))
 
     def train_on(state: State) -> int:
         while state.commits < 8:
@@ -157,7 +154,6 @@ def test_a_program_that_does_not_recover_by_itself_is_named_so_once(job: Launchi
 
 
 @pytest.mark.slow  # waits for a rank that does not answer
-@pytest.mark.timeout(180)
 def test_a_stopped_rank_is_left_out_and_comes_back(job: Launching, expected: list[float]):
     faults: list[Fault] = [(2, "step 4", "STOP"), (0, "step 8", "WAKE")]
     code, told = results(job, 3, *faults, ELASTIC_WAIT="3", ELASTIC_TIMEOUT_S="3")
@@ -200,7 +196,23 @@ def test_sigterm_lets_all_ranks_save_after_the_same_step(job: Launching):
         wait_for_lines(started, 2)
         started.send_signal(signal.SIGTERM)
     for mode, started in jobs.items():
-        _, err = started.communicate(timeout=job.limit_s)
+        _, err = started.communicate(timeout=PATIENCE_S)
         assert started.returncode == 128 + signal.SIGTERM, err
         saved = [(job.directory / f"{mode}-{rank}").read_text() for rank in range(2)]
         assert saved[0] == saved[1] and int(saved[0]) > 0
+
+
+def _forks(rank: int) -> tuple[int, bool]:
+    """Fork, as a loader does for a worker, which is told to end; return how that ended."""
+    preempt.watch()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, preempt.asked()
+
+
+def test_a_process_that_was_forked_ends_when_it_is_told_to():
+    with ProcessPool(1) as pool:
+        assert pool.run(_forks) == [(-signal.SIGTERM, False)]

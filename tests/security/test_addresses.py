@@ -8,13 +8,14 @@ import pytest
 from dure.errors import StoreError
 from dure.launch.ranks.ports import reserve_port
 from dure.store import TCPStore
-from dure.store.address import Address, is_wildcard, resolve
+from dure.store.address import Address, is_local, is_wildcard, resolve
 from dure.store.init_method import find_place
 from dure.store.key import mint
 from dure.store.listener import listen
+from waiting import PATIENCE_S
 
 WILDCARDS = ["0.0.0.0", "*", "::", "0", "0x0", "0.0", "::0", "0:0:0:0:0:0:0:0", "::ffff:0.0.0.0"]
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 @pytest.mark.parametrize("host", WILDCARDS)
@@ -77,3 +78,13 @@ def test_the_reserved_port_of_rank_0_listens_nowhere() -> None:
     with keeper, socket.socket() as probe:
         assert keeper.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_names_and_ports_are_checked() -> None:
+    with pytest.raises(StoreError):
+        resolve("no-such-host.invalid", 1)
+    with pytest.raises(StoreError):
+        resolve("127.0.0.1", 65536)
+    assert is_local("127.0.0.1")
+    assert is_local("localhost")
+    assert not is_local("192.0.2.1")

@@ -180,7 +180,7 @@ def fuzz(target: Callable[..., None], inputs: st.SearchStrategy, kind: Any, exam
 
     try:
         settings(max_examples=examples)(given(inputs)(keeping))()
-    except BaseException:  # the last input is the smallest that fails
+    except Exception:  # the last input is the smallest that fails
         packed = msgspec.msgpack.encode(last[0])
         (folder / f"{target.__name__}-{zlib.crc32(packed):08x}").write_bytes(packed)
         raise

@@ -126,7 +126,7 @@ def test_handshakes_that_are_held_open_are_shut(server: Victim) -> None:
             stranger.sendall(greeting()[: i % 64])
         assert all(is_closed(stranger) for stranger in held[:60])
         server.has_at_most(MOST + 50)
-        assert all(is_closed(stranger) for stranger in held)  # in time
+        assert all(is_closed(stranger, 20) for stranger in held)  # ZeroMQ's own limit is 30 s
     for stranger in held:
         stranger.close()
     assert "while many others" in server.refused(len(held))

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from waiting import PATIENCE_S, key_file, until
+from procs.launching import Launching
+from waiting import key_file, until
 
 PROGRAM = """
 import os, signal, sys
@@ -57,23 +58,15 @@ def living_family(pid: int) -> list[int]:
 def test_another_user_can_look_into_nothing_of_a_job() -> None:
     """Only what the kernel tells everybody of every process: not memory, variables, descriptors."""
     with tempfile.TemporaryDirectory(prefix="dure-test-") as name:
-        folder = Path(name)
+        folder, jobs = Path(name), Launching(Path(name))
         folder.chmod(0o755)  # so that others see what of it is shut
         (folder / "here").mkdir()
-        (folder / "program.py").write_text(PROGRAM)
-        key_file(folder / "key")
-        words = ["run", "--nproc", "2", "--preload", "json", "--key-file", "key"]
-        job = subprocess.Popen(
-            [sys.executable, "-m", "dure.cli", *words, "--log-dir", "logs", "program.py"],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        key, logs = key_file(folder / "key"), folder / "logs"
+        words = ["--nproc", "2", "--preload", "json", "--key-file", key, "--log-dir", logs]
+        job = jobs.start(*words, jobs.write(PROGRAM))
         try:
             until(lambda: len(os.listdir(folder / "here")) == 2, "the ranks")
-            logs = folder / "logs"
-            kept = [str(path) for path in (folder / "key", logs, *logs.rglob("*"))]
+            kept = [str(path) for path in (key, logs, *logs.rglob("*"))]
             assert len(kept) > 2
             public = [str(folder), f"/proc/{job.pid}/cmdline"]
 
@@ -91,5 +84,4 @@ def test_another_user_can_look_into_nothing_of_a_job() -> None:
 
             assert until(opened, "the end of helpers") == public
         finally:
-            job.terminate()
-            job.wait(PATIENCE_S)
+            jobs.kill()

@@ -6,12 +6,10 @@ The launcher may have 1024 descriptors, as on most machines; the attackers have 
 import os
 import resource
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,126 +20,113 @@ from dure.store import JobKey
 from dure.store.key import mint
 from dure.store.network import NetworkStore
 from dure.store.tracker import MOST
+from procs.launching import DURE, Launching
 from security.wire_tools import connect, frame_header, greeting
-from waiting import PATIENCE_S, key_file
+from waiting import PATIENCE_S, key_file, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 CONNECTIONS = 10_000
 USUAL_DESCRIPTORS = 1024
 PROGRAM = """
-import os, sys, time
+import os, pathlib, sys, time
 import torch
 import dure
+stop, steps = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1] + ".steps")
 with dure.process_group("gloo"):
-    print("STORE", os.environ["DURE_STORE_ADDR"], flush=True)
-    steps, over = 0, torch.zeros(1)
+    count, over = 0, torch.zeros(1)
     while not over:
-        over += os.path.exists(sys.argv[1])
+        over += stop.exists()
         dure.all_reduce(over)
-        steps += 1
+        count += 1
         if dure.get_rank() == 0:
-            with open(sys.argv[1] + ".new", "w") as file:
-                file.write(str(steps))
-            os.replace(sys.argv[1] + ".new", sys.argv[1] + ".steps")
+            draft = steps.with_suffix(".new")
+            draft.write_text(f"{count} {os.environ['DURE_STORE_ADDR']}")
+            draft.rename(steps)
         time.sleep(0.01)
 """
 
 
 @dataclass
-class Job:
+class Besieged:
+    """A job; how long each newcomer waited, and how much more memory its launcher has."""
+
     process: psutil.Process
-    port: int
     key: JobKey
     stop: Path
+    waits: list[float] = field(default_factory=list[float])
+    grown_mib: float = 0.0
 
     def steps(self) -> int:
         told = Path(f"{self.stop}.steps")
-        return int(told.read_text()) if told.exists() else 0
+        return int(told.read_text().split()[0]) if told.exists() else 0
 
-    def newcomer(self) -> float:
-        """Join as a rank would; returns how long that took."""
+    @property
+    def port(self) -> int:
+        return int(Path(f"{self.stop}.steps").read_text().rpartition(":")[2])
+
+    def newcomer(self) -> None:
+        """Join as a rank would."""
         start = time.monotonic()
         place = f"tcp://127.0.0.1:{self.port}"
         store = NetworkStore(place, self.key, timedelta(seconds=PATIENCE_S))
         store.add("newcomers", 1)
         store.close()
-        return time.monotonic() - start
+        self.waits.append(time.monotonic() - start)
 
 
 @contextmanager
-def job(folder: Path) -> Iterator[Job]:
-    key = mint()
-    key_file(folder / "key", key.raw)
-    (folder / "program.py").write_text(PROGRAM)
-    stop = folder / "stop"
-
-    with (folder / "err").open("wb") as err:
-        process = subprocess.Popen(
-            [
-                *("sh", "-c", f'ulimit -Sn {USUAL_DESCRIPTORS} && exec "$@"', "sh"),
-                *(sys.executable, "-m", "dure.cli", "run", "--nproc", "2"),
-                *("--key-file", str(folder / "key"), str(folder / "program.py"), str(stop)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=err,
-        )
-    assert process.stdout is not None
-    try:
-        port = 0
-        while not port:
-            text = process.stdout.readline().decode()
-            assert text or process.poll() is None, (folder / "err").read_text()
-            if "STORE" in text:
-                port = int(text.rpartition(":")[2])
-        it = Job(psutil.Process(process.pid), port, key, stop)
-        while it.steps() < 3:
-            time.sleep(0.01)
-        yield it
-        stop.touch()
-        assert process.wait(PATIENCE_S) == 0, (folder / "err").read_text()
-    finally:
-        process.kill()
-        process.communicate()
+def besieged(jobs: Launching) -> Iterator[Besieged]:
+    """Yield a job that runs, and must go on, and end well."""
+    folder, key = jobs.directory, mint()
+    words = ["run", "--nproc", "2", "--key-file", str(key_file(folder / "key", key.raw))]
+    limited = ("sh", "-c", f'ulimit -Sn {USUAL_DESCRIPTORS} && exec "$@"', "sh")
+    stop, output = folder / "stop", folder / "output"
+    command = [*limited, *DURE, *words, jobs.write(PROGRAM), str(stop)]
+    process = jobs.start_any(*command, output=output)
+    it = Besieged(psutil.Process(process.pid), key, stop)
+    until(lambda: it.steps() > 2, output.read_text)
+    before, steps = it.process.memory_info().rss, it.steps()
+    it.newcomer()
+    yield it
+    it.newcomer()
+    it.grown_mib = (it.process.memory_info().rss - before) / 2**20
+    print(f"+{it.grown_mib:.1f} MiB; newcomers waited at most {max(it.waits):.3f} s")
+    until(lambda: it.steps() > steps + 10, "ten steps")
+    stop.touch()
+    assert process.wait(PATIENCE_S) == 0, output.read_text()
 
 
-def test_ten_thousand_connections(tmp_path: Path) -> None:
+def lines(jobs: Launching, what: str) -> int:
+    text = (jobs.directory / "output").read_text()
+    return sum(what in line for line in text.splitlines())
+
+
+def test_ten_thousand_connections(job: Launching) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     mine = min(CONNECTIONS + 500, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, mine), hard))
-    held: list[socket.socket] = []
     try:
-        with job(tmp_path) as it:
-            before, steps = it.process.memory_info().rss, it.steps()
-            waits = [it.newcomer()]
+        with ExitStack() as held, besieged(job) as it:
             for i in range(mine - 500):
-                stranger = connect(it.port, f"127.77.0.{1 + i % 200}")
-                held.append(stranger)
+                stranger: socket.socket = held.enter_context(
+                    connect(it.port, f"127.77.0.{1 + i % 200}")
+                )
                 if i % 3:
                     stranger.send(greeting()[: 1 + i % 64])
                 if i % 1000 == 999:
-                    waits.append(it.newcomer())
+                    it.newcomer()
                     assert it.process.num_fds() < MOST + 700
-            waits.append(it.newcomer())
-            grown = (it.process.memory_info().rss - before) / 2**20
-            print(f"{len(held)} connections; +{grown:.1f} MiB; newcomers waited {waits}")
-            assert grown < 64
-            assert max(waits) < 5
-            assert it.steps() > steps + 10
     finally:
-        for each in held:
-            each.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    told = [text for text in (tmp_path / "err").read_text().splitlines() if "refused" in text]
-    assert 1 <= len(told) < 60
+    assert it.grown_mib < 64
+    assert max(it.waits) < 5
+    assert 1 <= lines(job, "refused") < 60
 
 
-def test_a_gigabyte_of_noise(tmp_path: Path) -> None:
-    noise = os.urandom(1 << 20)
-    with job(tmp_path) as it:
-        before, steps = it.process.memory_info().rss, it.steps()
-        sent = 0
+def test_a_gigabyte_of_noise(job: Launching) -> None:
+    noise, sent = os.urandom(1 << 20), 0
+    with besieged(job) as it:
         while sent < 1 << 30:
             with connect(it.port, "127.77.1.1") as stranger:
                 try:
@@ -151,26 +136,17 @@ def test_a_gigabyte_of_noise(tmp_path: Path) -> None:
                         stranger.sendall(noise)
                 except OSError:
                     continue
-        grown = (it.process.memory_info().rss - before) / 2**20
-        print(f"+{grown:.1f} MiB")
-        assert grown < 32
-        assert it.newcomer() < 5
-        assert it.steps() > steps
+    assert it.grown_mib < 32
+    assert max(it.waits) < 5
 
 
-def test_a_scan_that_goes_on_for_ten_seconds(tmp_path: Path) -> None:
-    with job(tmp_path) as it:
-        before, steps, end = it.process.memory_info().rss, it.steps(), time.monotonic() + 10
-        scans, waits = 0, [0.0]
+def test_a_scan_that_goes_on_for_ten_seconds(job: Launching) -> None:
+    end = time.monotonic() + 10
+    with besieged(job) as it:
         while time.monotonic() < end:
             for _ in range(100):
                 connect(it.port, "127.77.2.1").close()
-                scans += 1
-            waits.append(it.newcomer())
-        grown = (it.process.memory_info().rss - before) / 2**20
-        print(f"{scans} scans; +{grown:.1f} MiB; newcomers waited at most {max(waits):.3f} s")
-        assert grown < 32
-        assert max(waits) < 5
-        assert it.steps() > steps + 10
-    told = [text for text in (tmp_path / "err").read_text().splitlines() if "in the middle" in text]
-    assert 1 <= len(told) <= 5
+            it.newcomer()
+    assert it.grown_mib < 32
+    assert max(it.waits) < 5
+    assert 1 <= lines(job, "in the middle") <= 5

@@ -51,14 +51,12 @@ def test_a_number_that_has_come_to_mean_something_else_is_left_alone(
     monkeypatch.setattr(tracker, "MOST", 0)
     fd = hall.enter()
     ours, other = socket.socketpair()
-    with ours, other:
-        kept = os.dup(fd)
+    with ours, other, hall.accepted[0].dup() as kept:
         os.dup2(ours.fileno(), fd)  # ZeroMQ has closed it, and the program opened another
         hall.tracker.tidy(0.0)
+        os.dup2(kept.fileno(), fd)
         ours.sendall(b"still open")
         assert other.recv(100) == b"still open"
-        os.dup2(kept, fd)
-        os.close(kept)
 
 
 def test_a_member_that_leaves_is_named_and_not_refused(

@@ -8,13 +8,13 @@ import contextlib
 import itertools
 import random
 import socket
-import threading
 from collections.abc import Iterator
 
 import zmq
 
 from dure.store.key import CurvePair, JobKey
 from dure.store.wire import FRAME_LIMIT
+from procs.relay import Relay
 from waiting import PATIENCE_S
 
 _numbers = itertools.count(2)
@@ -107,48 +107,8 @@ def member(
     return peer(port, source, key.pair(f"{of} server").public, key.pair(f"{of} client"))
 
 
-class Proxy:
+class Proxy(Relay):
     """Stands between a client and the server: keeps what the client sent, can add to it."""
 
     def __init__(self, port: int, source: str) -> None:
-        self.recorded = b""
-        self.server_hung_up = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._target, self._source = port, source
-        self._sockets: list[socket.socket] = [self._listener]
-        self._threads = [threading.Thread(target=self._run)]
-        self._threads[0].start()
-
-    def _run(self) -> None:
-        try:
-            client, _ = self._listener.accept()
-        except OSError:
-            return
-        self.server = connect(self._target, self._source)
-        self._sockets += [client, self.server]
-        back = threading.Thread(target=self._pump, args=(self.server, client, False))
-        self._threads.append(back)
-        back.start()
-        self._pump(client, self.server, True)
-
-    def _pump(self, source: socket.socket, target: socket.socket, record: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                if record:
-                    self.recorded += data
-                target.sendall(data)
-        if not record:
-            self.server_hung_up.set()
-
-    def __enter__(self) -> "Proxy":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for each in self._sockets:
-            each.close()
+        super().__init__(port, source=source)

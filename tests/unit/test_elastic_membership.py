@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from dure.elastic.views import Member, Progress, View
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store import HashStore
 from dure.store.identity import Identity, myself
+from waiting import PATIENCE_S
 
 ME = myself()
 DEAD = msgspec.structs.replace(ME, start="never")
@@ -146,6 +148,20 @@ def test_a_member_of_another_host_that_lives_and_does_not_come_is_left_out_in_th
     assert here.agree(last, nobody).members == (here.me,)
 
 
+def test_too_few_survivors_wait_for_more_and_then_end_the_job():
+    here = Membership(HashStore(), 0, 2, min_ranks=2, enough_s=0.05)
+    last = View(number=0, members=(here.me, GONE), known=(here.me.token, "gone"))
+    here.announce(last, Progress(committed=5))
+    with pytest.raises(RendezvousError):
+        here.agree(last, nobody)
+
+
+def test_a_rank_that_never_comes_is_waited_for_and_then_done_without():
+    here = Membership(HashStore(), 0, 3, enough_s=0.05)
+    here.come(FIRST)
+    assert here.enter().members == (here.me, FIRST)
+
+
 def test_who_was_left_out_comes_back_as_a_newcomer():
     store = HashStore()
     late = Membership(store, 0, 1, enough_s=0.0)
@@ -160,13 +176,13 @@ def test_who_was_left_out_comes_back_as_a_newcomer():
 
 
 def test_waiting_for_a_group_ends_when_a_member_has_ended_or_given_up():
-    here = Membership(HashStore(), 0, 2, timeout_s=0.2)
+    here = Membership(HashStore(), 0, 2, timeout_s=PATIENCE_S)
     with pytest.raises(PeerLost) as lost:
         here.keys_of(LAST).get("address")
     assert lost.value.peer == 3
     alive = View(number=4, members=(MINE, FIRST))
     with pytest.raises(StoreTimeout):
-        here.keys_of(alive).get("address")
+        here.keys_of(alive).wait(["address"], timedelta(seconds=0.05))
     here.announce(alive, Progress())
     with pytest.raises(Aborted):
         here.keys_of(alive).multi_get(["address"])

@@ -79,14 +79,3 @@ def test_only_the_main_thread_can_watch():
     thread.start()
     thread.join()
     assert len(errors) == 1
-
-
-def test_a_process_that_was_forked_ends_when_it_is_told_to():
-    preempt.watch()
-    child = os.fork()
-    if child == 0:  # as a worker of a loader
-        os.kill(os.getpid(), signal.SIGTERM)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
-    assert not preempt.asked()

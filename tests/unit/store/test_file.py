@@ -72,7 +72,7 @@ def test_a_file_that_is_not_what_it_was_is_an_error_and_closing_is_not(
     else:
         path.unlink()
     if then == "replaced":
-        FileStore(path, timeout=TIMEOUT)
+        FileStore(path, timeout=TIMEOUT).set("other", "v" * 200)  # a longer file than before
     for use in (lambda: store.set("k", "v"), lambda: store.check(["k"])):
         with pytest.raises(StoreError):
             use()

@@ -1,4 +1,4 @@
-"""Where ranks meet that found themselves in a cluster."""
+"""Where ranks meet: by a URL, by variables, and in a cluster that they found themselves in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dure.errors import RendezvousError
+from dure.errors import RendezvousError, StoreError
 from dure.store.init_method import LocalPlace, TcpPlace, find_place
 from unit.placement import environments as seen
 
@@ -91,7 +91,49 @@ def test_under_torchrun_ranks_meet_beside_the_agent(inside, local):
     assert getattr(place, "port", 29501) == 29501
 
 
-def test_no_cluster_still_says_what_is_missing(inside):
-    inside({})
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "udp://127.0.0.1:1?rank=0&world_size=1",
+        "tcp://127.0.0.1?rank=0&world_size=1",
+        "tcp://:29500?rank=0&world_size=1",
+        "tcp://127.0.0.1:port?rank=0&world_size=1",
+        "tcp://127.0.0.1:29500",
+        "tcp://127.0.0.1:29500?rank=zero&world_size=1",
+        "file://relative/path?rank=0&world_size=1",
+        "file://?rank=0&world_size=1",
+        "nonsense",
+    ],
+)
+def test_a_malformed_url_is_an_error(bad: str):
     with pytest.raises(RendezvousError):
+        find_place(bad, -1, -1)
+
+
+PLAIN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_all_missing_variables_are_named_together(inside):
+    inside({})
+    with pytest.raises(RendezvousError) as caught:
         find_place(None, -1, -1)
+    assert all(name in caught.value.what for name in PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "first"), ("WORLD_SIZE", "2.0"), ("MASTER_PORT", "http"), ("MASTER_PORT", "0")],
+)
+def test_a_variable_that_is_no_number_is_named(inside, name, value):
+    inside(PLAIN | {name: value})
+    with pytest.raises(RendezvousError) as caught:
+        find_place(None, -1, -1)
+    assert name in caught.value.what
+
+
+def test_an_unknown_host_is_named(inside):
+    inside(PLAIN | {"MASTER_ADDR": "no-such-host.invalid"})
+    with pytest.raises(StoreError) as caught:
+        find_place(None, -1, -1).place.open(1, 2, 1.0)
+    assert "MASTER_ADDR" in caught.value.what
+    assert "no-such-host.invalid" in caught.value.seen

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,22 +13,12 @@ import pytest
 from dure.errors import RendezvousError, RendezvousTimeout
 from dure.store import HashStore
 from dure.store import rendezvous as module
-from dure.store.identity import Identity, alive, myself
+from dure.store.identity import Identity, myself
 from dure.store.rendezvous import Rendezvous, rendezvous
 
-from .conftest import TIMEOUT
+from .conftest import TIMEOUT, dead_process
 
 BRIEF = timedelta(milliseconds=100)
-JOB_VARIABLES = (
-    "RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT DURE_STORE_ADDR "
-    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT"
-)
-
-
-@pytest.fixture(autouse=True)
-def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in JOB_VARIABLES.split():
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(params=["tcp", "file"])
@@ -58,15 +46,16 @@ def joins(url: str, *numbers: tuple[int, int], timeout: timedelta = TIMEOUT):
     return each(*(join(*number) for number in numbers))
 
 
-def met(results: list[Rendezvous | RendezvousError]) -> list[Rendezvous]:
-    for result in results:
-        assert isinstance(result, Rendezvous), result
+Ended = list[Rendezvous | RendezvousError]
+
+
+def met(results: Ended) -> list[Rendezvous]:
+    assert all(isinstance(result, Rendezvous) for result in results), results
     return [result for result in results if isinstance(result, Rendezvous)]
 
 
-def errors_of(results: list[Rendezvous | RendezvousError]) -> list[RendezvousError]:
-    for result in results:
-        assert isinstance(result, RendezvousError), result
+def errors_of(results: Ended) -> list[RendezvousError]:
+    assert all(isinstance(result, RendezvousError) for result in results), results
     return [result for result in results if isinstance(result, RendezvousError)]
 
 
@@ -174,12 +163,6 @@ def test_a_taken_port_is_an_error_at_once() -> None:
     assert f"127.0.0.1:{taken}" in error.what
 
 
-def dead_process() -> Identity:
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    return msgspec.structs.replace(myself(), pid=child.pid, start="1")
-
-
 def leave_file(path: Path, user: Identity, closed: bool) -> None:
     lines = [[None, "a", user], [["set", ["dure/file//0/outcome"], ["gA=="]], "", None]]
     if closed:
@@ -237,82 +220,21 @@ def test_a_given_store_is_used_twice_and_stays_open() -> None:
     store.set("still", "open")
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "udp://127.0.0.1:1?rank=0&world_size=1",
-        "tcp://127.0.0.1?rank=0&world_size=1",
-        "tcp://:29500?rank=0&world_size=1",
-        "tcp://127.0.0.1:port?rank=0&world_size=1",
-        "tcp://127.0.0.1:29500",
-        "tcp://127.0.0.1:29500?rank=zero&world_size=1",
-        "file://relative/path?rank=0&world_size=1",
-        "file://?rank=0&world_size=1",
-        "nonsense",
-    ],
-)
-def test_a_malformed_url_is_an_error(bad: str) -> None:
-    with pytest.raises(RendezvousError):
-        rendezvous(bad)
+def test_four_variables_are_enough(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    rendezvous().close()
 
 
-class TestEnvironment:
-    def put(self, monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
-        for name, value in variables.items():
+@pytest.mark.parametrize("local", [2, 1])
+def test_under_torchrun_the_agents_port_stays_the_agents(
+    monkeypatch: pytest.MonkeyPatch, local: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.getsockname()[1]}
+        told |= {"LOCAL_WORLD_SIZE": local, "TORCHELASTIC_USE_AGENT_STORE": True}
+        for name, value in told.items():
             monkeypatch.setenv(name, str(value))
-
-    def test_four_variables_are_enough(self, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-        rendezvous(f"tcp://127.0.0.1:{port}?rank=0&world_size=1").close()
-        self.put(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=port)
-        rendezvous().close()
-
-    def test_all_missing_ones_are_named_together(self) -> None:
-        with pytest.raises(RendezvousError) as caught:
-            rendezvous()
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            assert name in caught.value.what
-
-    @pytest.mark.parametrize(
-        "change",
-        [{"RANK": "first"}, {"WORLD_SIZE": "2.0"}, {"MASTER_PORT": "http"}, {"MASTER_PORT": "0"}],
-    )
-    def test_one_that_is_no_number_is_named(
-        self, monkeypatch: pytest.MonkeyPatch, port: int, change: dict[str, str]
-    ) -> None:
-        self.put(monkeypatch, RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=port)
-        self.put(monkeypatch, **change)
-        with pytest.raises(RendezvousError) as caught:
-            rendezvous()
-        assert next(iter(change)) in caught.value.what
-
-    def test_an_unknown_host_is_named(self, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-        host = "no-such-host.invalid"
-        self.put(monkeypatch, RANK=1, WORLD_SIZE=2, MASTER_ADDR=host, MASTER_PORT=port)
-        with pytest.raises(RendezvousError) as caught:
-            rendezvous()
-        assert "MASTER_ADDR" in caught.value.what
-        assert host in caught.value.seen
-
-    @pytest.mark.parametrize("local", [2, 1])
-    def test_under_torchrun_the_agents_port_stays_the_agents(
-        self, monkeypatch: pytest.MonkeyPatch, local: int
-    ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as agent:
-            self.put(
-                monkeypatch,
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=agent.getsockname()[1],
-                LOCAL_WORLD_SIZE=local,
-                TORCHELASTIC_USE_AGENT_STORE="True",
-                TORCHELASTIC_RUN_ID="none",
-            )
-            for meeting in met(joins("env://", (0, 2), (1, 2))):
-                meeting.close()
-
-
-def test_a_process_is_known_by_more_than_its_number() -> None:
-    me = myself()
-    assert alive(me) is True
-    assert alive(msgspec.structs.replace(me, start="1")) is False
-    assert alive(msgspec.structs.replace(me, host_id="elsewhere")) is None
-    assert alive(dead_process()) is False
+        for meeting in met(joins("env://", (0, 2), (1, 2))):
+            meeting.close()

@@ -153,6 +153,6 @@ def test_another_server_at_the_same_endpoint_is_not_taken_for_the_lost_one(
     first.stop()
     second = StoreServer(listen(here), key)
     with pytest.raises(StoreLost):
-        store.get("k")
+        store.check(["k"])
     store.close()
     second.stop()

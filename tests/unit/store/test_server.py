@@ -1,0 +1,69 @@
+"""The network store's server: its port, its end, and replies that find no room."""
+
+import socket
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import zmq
+
+from dure.errors import StoreError, StoreTimeout
+from dure.store import JobKey, TCPStore
+from dure.store.server import StoreServer
+from dure.store.wire import Reply
+
+from .conftest import TIMEOUT, client
+
+
+def test_port_zero_picks_a_port_on_the_given_address_only(master: TCPStore) -> None:
+    assert master.port > 0
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", master.port)) == 0
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.2", master.port)) != 0
+
+
+def test_a_taken_port_is_an_error_at_once(master: TCPStore, key: JobKey) -> None:
+    with pytest.raises(StoreError) as caught:
+        TCPStore("127.0.0.1", master.port, is_master=True, timeout=TIMEOUT, key=key)
+    assert f"127.0.0.1:{master.port}" in caught.value.what
+    assert not isinstance(caught.value, StoreTimeout)
+
+
+def test_a_port_is_free_again_after_close(key: JobKey, port: int) -> None:
+    for round_ in range(5):
+        store = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
+        assert store.add("rounds", 1) == 1, f"round {round_} met old keys"
+        store.close()
+
+
+def test_a_retired_server_serves_those_who_are_left(key: JobKey) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)
+    late = client(store, key)
+    store.set("k", "v")
+    store.close()
+    assert late.get("k") == b"v"
+    late.close()
+
+
+class Busy:
+    """A socket that has room for a reply only after it was made to look."""
+
+    def __init__(self) -> None:
+        self.looked = False
+        self.sent: list[tuple[bytes, ...]] = []
+
+    def send_multipart(self, message: tuple[bytes, ...], flags: int) -> None:
+        if not self.looked:
+            raise zmq.Again
+        self.sent.append(message)
+
+    def get(self, option: int) -> int:
+        self.looked = True
+        return 0
+
+
+def test_a_reply_is_not_given_up_before_zeromq_has_looked_what_was_read() -> None:
+    server = SimpleNamespace(_router=(router := Busy()))
+    StoreServer._send(cast(StoreServer, server), [(b"client", Reply("ok"))])
+    assert len(router.sent) == 1
