@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,37 +24,6 @@ def outbox_of(address: tuple[int, int, int, int]) -> native.Outbox:
     outbox = native.Outbox.claim(peer, address[3])
     assert outbox is not None
     return outbox
-
-
-def send_many(slot: Slot, address: tuple[int, int, int, int], count: int) -> None:
-    outbox, name = outbox_of(address), slot.rank
-    for number in range(count):
-        message = b"%d %d " % (name, number) + b"x" * (number * 37 % 5000)
-        while not outbox.send(message):
-            pass
-
-
-def test_many_senders_and_many_receivers(tmp_path: Path) -> None:
-    inbox = native.Inbox()
-    got: list[bytes] = []
-
-    def receive() -> None:
-        while isinstance(message := inbox.next(None, PATIENCE_S), bytes):
-            got.append(message)
-            if len(got) == 3 * 800:
-                inbox.close()
-
-    threads = [threading.Thread(target=receive) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    with Ranks(3, tmp_path, send_many, address_of(inbox), 800) as senders:
-        assert senders.values() == [None] * 3
-        for thread in threads:
-            thread.join()
-    counted = Counter(tuple(map(int, message.split()[:2])) for message in got)
-    assert counted == Counter((name, number) for name in range(3) for number in range(800))
-    assert all(len(m.split()[-1]) == int(m.split()[1]) * 37 % 5000 for m in got if b"x" in m)
-    assert inbox.next(None, 0.0) is False
 
 
 def test_a_ticket_calls_its_thread_away_and_others_get_what_is_posted() -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dure.testing.rpc import Cluster
-from rpc.gates import Gate, attached
+from rpc.gates import Cluster, Gate, attached
 
 
 @pytest.fixture(autouse=True)

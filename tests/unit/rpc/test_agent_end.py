@@ -12,8 +12,7 @@ from dure.errors import PeerLost, RpcError
 from dure.rpc import api
 from dure.rpc.current import current
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
-from dure.testing.rpc import Cluster
-from rpc.gates import Gate, wait_at_gate
+from rpc.gates import Cluster, Gate, wait_at_gate
 from waiting import until
 
 ran: list[int] = []

@@ -14,8 +14,7 @@ from dure.errors import PeerLost, RpcError
 from dure.rpc import api
 from dure.rpc.autograd.backward import Contexts
 from dure.rpc.rref import RRef
-from dure.testing.rpc import Cluster
-from rpc.gates import Gate, attached, wait_at_gate
+from rpc.gates import Cluster, Gate, attached, wait_at_gate
 from waiting import until
 
 
@@ -163,23 +162,6 @@ def test_outside_of_contexts_nothing_is_noted(cluster: Cluster) -> None:
     all_released(cluster)
 
 
-def test_many_threads_each_in_its_context(cluster: Cluster) -> None:
-    weight = leaf(3.0)
-
-    def train(id: int) -> list[float]:
-        found: list[float] = []
-        for turn in range(10):
-            with autograd.context() as context_id:
-                there = api.rpc_sync(f"worker{(id + 1) % 4}", multiply, (weight, leaf(float(turn))))
-                back = api.rpc_sync(f"worker{(id + 2) % 4}", multiply, (there, leaf(2.0)))
-                autograd.backward(context_id, [back.sum()])
-                found += autograd.get_gradients(context_id)[weight].tolist()
-        return found
-
-    assert cluster.everywhere(train) == [[2.0 * turn for turn in range(10)]] * 4
-    all_released(cluster)
-
-
 def test_a_loss_that_is_a_reference(cluster: Cluster) -> None:
     a = leaf(2.0)
     with cluster.on(0):
@@ -200,28 +182,6 @@ def test_a_loss_that_is_a_reference(cluster: Cluster) -> None:
 def change_in_place(x: torch.Tensor) -> torch.Tensor:
     x = x.mul_(2.0)
     return x.add_(1.0)
-
-
-def test_sparse_tensors_and_sparse_gradients(cluster: Cluster) -> None:
-    indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
-    values = torch.tensor([3.0, 4.0, 5.0])
-    a, b = (
-        torch.sparse_coo_tensor(indices, values, (3, 3), requires_grad=True, check_invariants=True)
-        for _ in range(2)
-    )
-    with cluster.on(0), autograd.context() as context_id:
-        result = api.rpc_sync("worker1", torch.add, (a, b))
-        assert result.to_dense().tolist() == [[0, 0, 6], [8, 0, 10], [0, 0, 0]]
-        autograd.backward(context_id, [torch.sparse.sum(result)])
-        found = autograd.get_gradients(context_id)
-        torch.sparse.sum(torch.add(a, b)).backward()
-        for leaf_ in (a, b):
-            assert leaf_.grad is not None
-            assert found[leaf_].to_dense().tolist() == leaf_.grad.to_dense().tolist()
-    with cluster.on(0), autograd.context() as context_id:  # what came is sent on
-        result = api.rpc_sync("worker1", torch.add, (a, api.rpc_sync("worker2", torch.add, (a, b))))
-        autograd.backward(context_id, [torch.sparse.sum(result)])
-        assert autograd.get_gradients(context_id)[a].to_dense()[1].tolist() == [2.0, 0.0, 2.0]
 
 
 def test_what_came_may_be_changed_in_place(cluster: Cluster) -> None:

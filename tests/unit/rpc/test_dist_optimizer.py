@@ -13,7 +13,7 @@ from dure.errors import PeerLost, RpcError, UsageError
 from dure.optim import DistributedOptimizer
 from dure.rpc import api
 from dure.rpc.rref import RRef
-from dure.testing.rpc import Cluster
+from rpc.gates import Cluster
 
 
 def weight(seed: int, requires_grad: bool = True) -> torch.Tensor:

@@ -14,8 +14,8 @@ from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.failures import decode, encode
 from dure.rpc.names import WorkerInfo
-from dure.testing.rpc import Cluster
 from rpc import served
+from rpc.gates import Cluster
 
 WORKER = WorkerInfo("worker1", 1)
 

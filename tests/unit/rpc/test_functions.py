@@ -10,8 +10,7 @@ import torch
 from dure.errors import RpcError
 from dure.rpc import api
 from dure.rpc.functions import async_execution
-from dure.testing.rpc import Cluster
-from rpc.gates import add
+from rpc.gates import Cluster, add
 from waiting import until
 
 

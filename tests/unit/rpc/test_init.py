@@ -17,7 +17,9 @@ from dure.rpc.agent import Agent
 from dure.rpc.peers import MOST_IDS
 from dure.rpc.remote_module import RemoteModule
 from dure.store import HashStore
-from dure.testing.rpc import Cluster, LocalTransport
+from dure.testing.rpc import LocalTransport
+from rpc.gates import Cluster
+from waiting import until
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -92,9 +94,9 @@ def test_what_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         raise ArithmeticError
 
     monkeypatch.setattr(Agent, "start", fail)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/meeting")
     with pytest.raises(ArithmeticError):
         rpc.init_rpc("w", rank=0, world_size=1, rpc_backend_options=options)
-    assert threading.active_count() == before
+    until(lambda: not set(threading.enumerate()) - before, "threads to end")
     assert not rpc._is_current_rpc_agent_set()

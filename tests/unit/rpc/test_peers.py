@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import subprocess
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -140,7 +142,8 @@ def test_a_name_of_another_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     store = HashStore()
     other = Peers.join(store, peer("w", process=FAR))
     waiting = threading.Event()
-    monkeypatch.setattr("dure.rpc.peers.time.sleep", lambda _: waiting.set())
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: waiting.set())
+    monkeypatch.setattr("dure.rpc.peers.time", clock)
     found: list[int] = []
     join: Callable[[], None] = lambda: found.append(Peers.join(store, peer("w")).own_id)  # noqa: E731
     thread = threading.Thread(target=join)
@@ -151,7 +154,7 @@ def test_a_name_of_another_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     thread.join()
     assert found == [1]
     Peers.join(store, peer("x", process=FAR))
-    monkeypatch.setattr("dure.rpc.peers._NAMED_S", 0.0)
+    clock.monotonic = itertools.count().__next__
     with pytest.raises(RendezvousError):
         Peers.join(store, peer("x"))
 

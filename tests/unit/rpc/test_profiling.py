@@ -10,7 +10,7 @@ from torch.autograd.profiler_legacy import profile
 from dure.rpc import api
 from dure.rpc.functions import async_execution
 from dure.rpc.profiling import follow_profiler
-from dure.testing.rpc import Cluster
+from rpc.gates import Cluster
 
 follow_profiler()
 

@@ -10,12 +10,12 @@ import pytest
 from dure.cli.trace import merge
 from dure.errors import PeerLost
 from dure.rpc import api
-from dure.testing.rpc import Cluster
 from dure.trace import dump, record_steps
 from dure.trace.calls import calls
 from dure.trace.findings import study
 from dure.trace.merging import read
-from rpc.gates import Gate, fail, wait_at_gate
+from rpc.gates import Cluster, Gate, fail, wait_at_gate
+from waiting import until
 
 
 def plus(a: int, b: int) -> int:
@@ -63,6 +63,7 @@ def test_how_long_calls_wait_for_a_thread(
     with record_steps(), Cluster(2) as cluster, cluster.on(0):
         for n in range(5):
             assert api.rpc_sync("worker1", doubled, (n,)) == 2 * n
+        until(lambda: cluster.agents[1].activity()[1] == 0, "the last call to be noted")
         dump(tmp_path)
     merge(tmp_path, output=tmp_path / "timeline", as_json=False, last=10)
     shown = capsys.readouterr().out

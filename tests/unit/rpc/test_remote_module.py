@@ -15,8 +15,7 @@ from dure.optim import DistributedOptimizer
 from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.rref import RRef
-from dure.testing.rpc import Cluster
-from rpc.gates import attached
+from rpc.gates import Cluster, attached
 
 
 class Scale(torch.nn.Module):

@@ -13,8 +13,7 @@ import pytest
 
 from dure.errors import RpcError
 from dure.rpc import api
-from dure.testing.rpc import Cluster
-from rpc.gates import add, who
+from rpc.gates import Cluster, add, who
 from waiting import until
 
 

@@ -23,8 +23,9 @@ pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the nat
 
 @contextmanager
 def serving(
-    functions: dict[bytes, Callable[[Workers], None]], slots: int
+    functions: dict[bytes, Callable[[Workers], None]], slots: int, *gates: threading.Event
 ) -> Iterator[tuple[Workers, native.Inbox, list[str]]]:
+    """Run functions by name; `gates` are opened at the end, also of a test that fails."""
     inbox, refused = native.Inbox(), list[str]()
 
     def sort(message: bytes) -> Callable[..., None]:
@@ -36,6 +37,8 @@ def serving(
     try:
         yield made, inbox, refused
     finally:
+        for gate in gates:
+            gate.set()
         made.close()
         made.join()
         assert made.counts[2] == 0
@@ -53,14 +56,14 @@ def test_no_more_run_than_there_are_slots_and_all_run() -> None:
             most[0] -= 1
             done.append(1)
 
-    with serving({b"call": call}, slots=3) as (workers, inbox, _):
+    with serving({b"call": call}, 3, go) as (workers, inbox, _):
         for _ in range(10):
             inbox.post(b"call")
-        until(lambda: workers.counts[:2] == (3, 7))
+        until(lambda: sum(workers.counts[:2]) == 10, "all calls to come")
+        assert workers.counts[:2] == (3, 7)
         go.set()
-        until(lambda: len(done) == 10)
-        assert most == [0, 3]
-        assert workers.counts[:2] == (0, 0)
+        until(lambda: workers.counts[:2] == (0, 0), "all calls to end")
+        assert (len(done), most) == (10, [0, 3])
 
 
 def test_who_waits_gives_its_slot_away() -> None:
@@ -78,7 +81,7 @@ def test_who_waits_gives_its_slot_away() -> None:
         answered.append("inner")
         deep.set()
 
-    with serving({b"outer": outer, b"inner": inner}, slots=1) as (workers, inbox, _):
+    with serving({b"outer": outer, b"inner": inner}, 1, deep) as (workers, inbox, _):
         inbox.post(b"outer")
         until(lambda: len(answered) == 2)
         assert answered == ["inner", "outer"]
@@ -114,7 +117,7 @@ def test_too_many_threads_that_wait_are_an_error(monkeypatch: pytest.MonkeyPatch
         end.wait()
         workers.step_back()
 
-    with serving({b"waiting": waiting}, slots=1) as (_, inbox, refused):
+    with serving({b"waiting": waiting}, 1, end) as (_, inbox, refused):
         for _ in range(4):
             inbox.post(b"waiting")
         until(lambda: len(refused) == 1)
