@@ -46,12 +46,13 @@ def opened_by_nobody(paths: list[str]) -> list[str]:
 
 
 def living_family(pid: int) -> list[int]:
-    """Return a process and those below it; none while one is a zombie, which anybody may open."""
-    found = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    with suppress(psutil.NoSuchProcess):
-        if not any(process.status() == psutil.STATUS_ZOMBIE for process in found):
-            return [process.pid for process in found]
-    return []
+    """Return a process and those below it, but for zombies, which anybody may open."""
+    found: list[int] = []
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
