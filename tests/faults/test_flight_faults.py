@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dure.errors import LaunchError
+import dure as dist
 from dure.native import available as native_available
-from dure.testing import ProcessPool
 from dure.trace.events import State
 from dure.trace.findings import study
 from dure.trace.merging import read
 from procs import flight_ranks
+from procs.forked_ranks import Ranks, Slot
 
 BACKENDS = [
     pytest.param(
@@ -23,10 +23,16 @@ BACKENDS = [
 ]
 
 
+def _loses(slot: Slot, backend: str, folder: str) -> None:
+    dist.init_process_group(backend, slot.url, rank=slot.rank, world_size=slot.size)
+    flight_ranks.lose_rank_1(slot.rank, folder)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_records_of_survivors_of_3_name_the_rank_that_was_killed(backend, tmp_path):
-    with ProcessPool(3, backend) as pool, pytest.raises(LaunchError):
-        pool.run(flight_ranks.lose_rank_1, str(tmp_path))
+def test_records_of_survivors_of_3_name_the_rank_that_was_killed(backend, tmp_path_factory):
+    tmp_path, folder = tmp_path_factory.mktemp("records"), tmp_path_factory.mktemp("ranks")
+    with Ranks(3, folder, _loses, backend, str(tmp_path)) as ranks:
+        assert ranks.values() == [None] * 3
     flight = read(tmp_path)
     assert list(flight.ranks) == [0, 2] and flight.absent == (1,)
     found = study(flight)

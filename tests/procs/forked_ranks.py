@@ -111,8 +111,8 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, _ in self._members:
-            process.kill()
+        for member in self._members:
+            member[0].kill()
         for member in self._members:
             _end(member)
 

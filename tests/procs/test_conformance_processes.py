@@ -42,8 +42,8 @@ def _parameters() -> Iterator[ParameterSet]:
 @pytest.fixture(scope="module", params=_parameters())
 def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
     backend, world = request.param
-    hosts = world if isinstance(world, str) else None
-    with ProcessPool(len(hosts) if hosts else world, backend, hosts=hosts) as made:
+    hosts = world if backend == "hybrid" else None
+    with ProcessPool(len(world) if hosts else world, backend, hosts=hosts) as made:
         yield made
 
 

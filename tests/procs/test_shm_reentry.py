@@ -18,6 +18,7 @@ from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
 from dure.native import available
 from dure.store.file import FileStore
+from dure.trace import recorded
 from procs.forked_ranks import Ranks, Slot, join, while_waiting
 from waiting import PATIENCE_S
 
@@ -142,7 +143,7 @@ def _is_interrupted(slot: Slot) -> str:
 
     with pytest.raises(_Stop):
         wait()
-    state = backend._flight.records()[-1].state
+    state = recorded()[-1].state
     backend.close(abort=True)
     return state.name
 

@@ -55,7 +55,7 @@ def test_a_backend_is_closed_where_the_groups_other_one_cannot_be_made(half_buil
 def test_new_groups_that_disagree_raise_desync_with_both_lines():
     def body(rank):
         with pytest.raises(Desync) as caught:
-            new_groups([[0, 1], [0, 1]], [Kind(backend=("threads", "gloo")[rank])] * 2)
+            new_groups([[0, 1], [0, 1]], [Kind(backend=("threads", "cpu:threads")[rank])] * 2)
         return caught.value.calls
 
     said = run_ranks(2, body)[0]
