@@ -16,9 +16,9 @@ from dure.rpc.rref import RRef
 from rpc.gates import Cluster
 
 
-def weight(seed: int, requires_grad: bool = True) -> torch.Tensor:
+def weight(seed: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
-    return torch.rand(3, 3, generator=random).requires_grad_(requires_grad)
+    return torch.rand(3, 3, generator=random).requires_grad_()
 
 
 def forward(rref: RRef[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -39,8 +39,7 @@ def train(rrefs: list[RRef[torch.Tensor]], optimizer: DistributedOptimizer, turn
             x = torch.eye(3) * (turn + 1)
             for rref in rrefs:
                 x = api.rpc_sync(rref.owner(), forward, (rref, x))
-            if x.requires_grad:
-                autograd.backward(context_id, [x.sum()])
+            autograd.backward(context_id, [x.sum()])
             optimizer.step(context_id)
 
 
@@ -104,15 +103,6 @@ def test_three_steps_are_those_of_one_process(
         for rref, twin in zip(rrefs, twins, strict=True):
             torch.testing.assert_close(rref.to_here(), twin)
             assert api.rpc_sync(rref.owner(), dot_grad, (rref,)) is None
-
-
-def test_parameters_without_gradients_stay(cluster: Cluster) -> None:
-    with cluster.on(0):
-        rrefs = [api.remote("worker1", weight, (1,)), api.remote("worker2", weight, (2, False))]
-        optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.5)
-        train(rrefs, optimizer)
-        assert not torch.equal(rrefs[0].to_here(), weight(1))
-        assert torch.equal(rrefs[1].to_here(), weight(2))
 
 
 def test_own_parameters_and_owners_that_had_no_part(cluster: Cluster) -> None:
