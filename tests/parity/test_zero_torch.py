@@ -5,6 +5,7 @@ All ranks compute the same gradients, so that the order of sums plays no part: n
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,26 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as torch_dist
 
 import dure as dist
 from dure.testing import ProcessPool
-from ranks.zero_models import Net, batch, groups_of, step
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's module scripts functions
-    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-
-STEPS = 3
-OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
-}
+from parity.torch_gloo import torch_group
+from ranks.zero_models import KINDS, OPTIMIZERS, Net, batch, groups_of, same, step
 
 
-def train(make: Callable[..., Any], name: str, **kind: bool) -> tuple[list[Any], dict[str, Any]]:
+def train(make: Callable[..., Any], name: str, **kind: bool) -> list[Any]:
     """Train with two groups, a scheduler and a group that comes later; return all that is seen."""
     cls, options = OPTIMIZERS[name]
     model = Net()
@@ -44,7 +33,7 @@ def train(make: Callable[..., Any], name: str, **kind: bool) -> tuple[list[Any],
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
     data = torch.Generator().manual_seed(7)
     seen: list[Any] = []
-    for turn in range(STEPS):
+    for turn in range(2):
         if turn == 1:
             optimizer.add_param_group({"params": late, "lr": 0.02})
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -52,59 +41,32 @@ def train(make: Callable[..., Any], name: str, **kind: bool) -> tuple[list[Any],
         schedule.step()
         seen += [p.detach().clone() for p in model.parameters()]
     optimizer.consolidate_state_dict(to=0)
-    state = optimizer.state_dict() if optimizer.rank == 0 else {}
-    seen += [optimizer.rank, [g["lr"] for g in optimizer.param_groups]]
-    return seen, state
+    seen.append(optimizer.state_dict() if optimizer.rank == 0 else {})
+    return [*seen, optimizer.rank, [g["lr"] for g in optimizer.param_groups]]
 
 
-def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
-    """Return where two pytrees differ."""
-    if isinstance(ours, dict):
-        if set(ours) != set(theirs):
-            return [f"{where}: {list(ours)} and {list(theirs)}"]
-        return [d for k in ours for d in differences(ours[k], theirs[k], f"{where}.{k}")]
-    if isinstance(ours, list):
-        if len(ours) != len(theirs):
-            return [f"{where}: {len(ours)} and {len(theirs)}"]
-        return [d for i, o in enumerate(ours) for d in differences(o, theirs[i], f"{where}[{i}]")]
-    if isinstance(ours, torch.Tensor):
-        return [] if torch.equal(ours, theirs) and ours.dtype == theirs.dtype else [where]
-    return [] if ours == theirs else [f"{where}: {ours} and {theirs}"]
-
-
-def compare(rank: int, n: int, folder: str, names: list[str], kinds: list[str]) -> list[str]:
-    """Train with torch's and with ours, in some of its ways; return what differs."""
-    theirs: dict[str, Any] = {}
-    store = torch_dist.FileStore(f"{folder}/store", n)  # pyright: ignore
-    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
-    try:
-        for name in names:
-            theirs[name] = train(TorchZero, name)
-    finally:
-        torch_dist.destroy_process_group()
-    found: list[str] = []
-    for name in names:
-        for kind in kinds:
-            ours = train(dist.ZeroRedundancyOptimizer, name, **({kind: True} if kind else {}))
-            dist.barrier()
-            found += differences(list(ours), list(theirs[name]), f"{name} {kind}")
+def differing(rank: int, n: int, folder: str, runs: list[tuple[str, str]]) -> list[Any]:
+    """Train with torch's and with ours; return the runs whose results differ."""
+    with warnings.catch_warnings(action="ignore"):  # torch's module scripts functions
+        torch_zero = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    with torch_group(rank, n, f"{folder}/store"):
+        theirs = {name: train(torch_zero, name) for name in dict(runs)}
+    found: list[Any] = []
+    for name, kind in runs:
+        ours = train(dist.ZeroRedundancyOptimizer, name, **KINDS[kind])
+        dist.barrier()
+        found += [] if same(ours, theirs[name]) else [(name, kind)]
     return found
 
 
 @pytest.mark.parametrize(
-    ("n", "names", "kinds"),
+    ("n", "runs"),
     [
-        (2, [*OPTIMIZERS], ["", "host_shared_parameters"]),
-        (3, ["adamw"], ["", "parameters_as_bucket_view"]),
-        (4, ["momentum"], ["", "host_shared_parameters"]),
+        (2, [("adam", "straight"), ("adagrad", "shared"), ("adamw", "buckets")]),
+        (3, [("momentum", "straight"), ("momentum", "shared"), ("momentum", "buckets")]),
     ],
 )
 def test_steps_and_states_are_those_of_torchs_on_gloo(
-    process_pool: Callable[..., ProcessPool],
-    tmp_path: Path,
-    n: int,
-    names: list[str],
-    kinds: list[str],
+    process_pool: Callable[..., ProcessPool], tmp_path: Path, n: int, runs: list[tuple[str, str]]
 ) -> None:
-    found = process_pool(n).run(compare, n, str(tmp_path), names, kinds)
-    assert found == [[]] * n
+    assert process_pool(n).run(differing, n, str(tmp_path), runs) == [[]] * n

@@ -14,17 +14,11 @@ from torch import nn
 
 from dure.errors import UsageError
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor, Replicate, Shard
+from dure.tensor import Replicate, Shard
 from dure.tensor.debug import CommDebugMode
-from dure.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import run_ranks
-from ranks.tensor_models import batches, loss_of, small_llama
+from ranks.tensor_models import batches, loss_of, small_llama, sp_plan, tp_plan, whole
 
 RANK = 2
 
@@ -107,46 +101,11 @@ def fill(model, rank):
     return model
 
 
-def tp_plan():
-    return {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
-        "layers.*.attention.w[qkv]": ColwiseParallel(),
-        "layers.*.attention.wo": RowwiseParallel(),
-        "layers.*.feed_forward.w[13]": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(),
-        "output": ColwiseParallel(output_layouts=Replicate()),
-    }
-
-
-def sp_plan():
-    return {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "layers.*.*_norm": SequenceParallel(),
-        "layers.*.attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
-        ),
-        "layers.*.attention.w[qkv]": ColwiseParallel(),
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "layers.*.feed_forward": PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate()
-        ),
-        "layers.*.feed_forward.w[13]": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-
-
-def whole(tensor):
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
 def train(model):
-    """Losses, gradients of the first step, and all weights after three."""
+    """Return losses, gradients of the first step, and all weights after two."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses, grads = [], {}
-    for ids in batches(3):
+    for ids in batches(2):
         loss = loss_of(model, ids)
         loss.backward()
         grads = grads or {
@@ -159,17 +118,17 @@ def train(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "adapters_first"),
+    ("kind", "adapters_first", "plan"),
     [
-        (LoRALinear, True),
-        (LoRALinear, False),
-        (NamedAdapters, True),
-        (NamedAdapters, False),
-        (OwnParameters, True),  # takes the layer's place: there is nothing to wrap afterwards
+        (LoRALinear, True, sp_plan),
+        (LoRALinear, False, tp_plan),
+        (NamedAdapters, True, tp_plan),
+        (NamedAdapters, False, sp_plan),
+        (OwnParameters, True, tp_plan),  # takes the layer's place: nothing to wrap afterwards
+        (OwnParameters, True, sp_plan),
     ],
 )
-@pytest.mark.parametrize("plan", [tp_plan, sp_plan])
-def test_adapters_learn_as_on_one_rank(kind, plan, adapters_first):
+def test_adapters_learn_as_on_one_rank(kind, adapters_first, plan):
     losses, grads, weights = train(fill(adapt(small_llama(), kind), 0))
     assert all(("lora" in name) == (name in grads) for name in weights)
 
@@ -264,24 +223,7 @@ def test_dropout_of_an_adapter_is_that_of_one_rank(style):
     run_ranks(2, body)
 
 
-def test_after_an_error_within_the_layer_moves_its_input_again():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        layer = LoRALinear(nn.Linear(6, 4))
-        parallelize_module(layer, mesh, ColwiseParallel())
-        copied = copy.deepcopy(layer)
-        for one in (layer, copied):
-            up, one.lora_B = one.lora_B, None
-            with pytest.raises(TypeError):
-                one(torch.ones(2, 6))
-            one.lora_B = up
-            assert one.base(torch.ones(2, 6)).shape == (2, 2)
-            assert one(torch.ones(2, 6)).shape == (2, 2)
-
-    run_ranks(2, body)
-
-
-def test_what_is_no_adapter_is_refused():
+def test_modules_that_are_not_adapters_are_refused():
     class Attention(nn.Module):
         def __init__(self, features):
             super().__init__()

@@ -21,7 +21,7 @@ SGD = torch.optim.SGD
 def local_step(
     scaler: torch.amp.GradScaler, gradient: float | None, optimizer: Any = SGD, **options: Any
 ) -> tuple[bool, float]:
-    """Step one parameter that this rank alone has; tell whether it moved, and the scale after."""
+    """Step one parameter that this rank alone has; return whether it moved, and the scale."""
     weight = nn.Parameter(torch.zeros(2))
     stepped = optimizer([weight], lr=1.0, **options)
     scaler.scale(weight.sum())

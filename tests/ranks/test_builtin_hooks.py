@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.parallel.ddp.hooks import DDPCommHookType, register_ddp_comm_hook
 from dure.testing import CommRecorder, run_ranks
 from ranks.ddp_models import Layers, gradients
 
@@ -44,26 +43,6 @@ def test_hooks_send_as_many_bytes_as_they_say_3_ranks(name: str) -> None:
     for rank, found in enumerate(run_ranks(3, rank_main)):
         expected = 2.0 if bytes_each else rank + 1.0
         assert all(torch.equal(g, torch.full((16, 16), expected)) for g in found)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sent"), [("QUANTIZE_PER_CHANNEL", 3 * (8 + 512)), ("QUANTIZE_PER_TENSOR", 8 + 1200)]
-)
-def test_eight_bits_are_off_by_half_a_level_at_most_3_ranks(kind: str, sent: int) -> None:
-    def rank_main(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ddp = dist.DistributedDataParallel(nn.Linear(40, 30, bias=False))  # 1200 numbers
-        register_ddp_comm_hook(DDPCommHookType[kind], ddp)
-        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))
-        mean = x.sum(0).expand(30, 40).clone()
-        dist.all_reduce(mean, dist.ReduceOp.AVG)
-        with CommRecorder() as seen:
-            ddp(x).sum().backward()
-        assert seen.nbytes("all_gather_single") == sent
-        return ddp.module.weight.grad, mean
-
-    for found, mean in run_ranks(3, rank_main):
-        assert (found - mean).abs().max() < 0.5 * 30 / 255
-        assert not torch.equal(found, mean)
 
 
 def test_sparse_gradients_go_through_the_hooks_that_average_2_ranks() -> None:
@@ -115,23 +94,3 @@ def test_compressed_gradients_may_be_complex_and_empty_2_ranks(hook: Any, power:
 
     for found in run_ranks(2, rank_main):
         torch.testing.assert_close(found, torch.full((2,), 1 + 2j), rtol=0.01, atol=0)
-
-
-@pytest.mark.parametrize("reduce", [True, False])
-def test_post_local_hook_leaves_the_group_for_the_subgroup_4_ranks(reduce: bool) -> None:
-    def rank_main(rank: int) -> list[float]:
-        pair, _ = dist.new_subgroups(2)
-        state = dist.PostLocalSGDState(None, pair, 2, reduce)
-        ddp = dist.DistributedDataParallel(Layers(2), bucket_cap_mb=1e-6)
-        ddp.register_comm_hook(state, dist.post_localSGD_hook)
-        found: list[float] = []
-        for _ in range(4):
-            ddp.zero_grad()
-            ddp(torch.full((1, 2), float(rank)), 0, 1).backward()
-            found.append(gradients(ddp)[0][0, 0].item())
-        assert state.iter == 4
-        return found
-
-    for rank, found in enumerate(run_ranks(4, rank_main)):
-        later = 0.5 + rank // 2 * 2 if reduce else float(rank)
-        assert found == [1.5, 1.5, later, later]

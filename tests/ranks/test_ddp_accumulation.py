@@ -31,7 +31,7 @@ class Tasks(nn.Module):
             nn.init.ones_(parameter)
 
     def forward(self, x: torch.Tensor, *tasks: int) -> torch.Tensor:
-        return sum((self.heads[task].weight * self.body(x)).sum() for task in tasks)
+        return torch.stack([(self.heads[task].weight * self.body(x)).sum() for task in tasks]).sum()
 
 
 def one_task_without_sync(ddp: Any, x: torch.Tensor) -> None:
@@ -79,6 +79,10 @@ def evaluated_between(ddp: Any, x: torch.Tensor) -> None:
     loss.backward()
 
 
+def each_rank_its_task(ddp: Any, x: torch.Tensor) -> None:
+    ddp(x, int(x) - 1).backward()
+
+
 def old_gradient(ddp: Any, x: torch.Tensor) -> None:
     ddp.module.heads[1].weight.grad = torch.full((1, 1), 7.0)
     for _ in range(3):
@@ -100,6 +104,7 @@ def frozen(ddp: Any, x: torch.Tensor) -> None:
         (two_graphs, UNUSED, [3.0, 1.5, 1.5]),
         (two_graphs_in_order, UNUSED, [3.0, 1.5, 1.5]),
         (evaluated_between, UNUSED, [1.5, 1.5, None]),
+        (each_rank_its_task, UNUSED, [1.5, 0.5, 1.0]),
         (old_gradient, STATIC, [1.5, 1.5, 7.0]),
         (frozen, {}, [3.0, 1.5, None]),
     ],
@@ -162,26 +167,6 @@ def test_backward_that_reaches_no_parameter_is_named_too_2_ranks() -> None:
     assert run_ranks(2, rank_main) == [("weight", "bias")] * 2
 
 
-def test_unused_parameters_are_averaged_if_a_rank_used_them_and_left_alone_otherwise() -> None:
-    def rank_main(rank: int) -> list[Any]:
-        ddp = dist.DistributedDataParallel(Branches(), **UNUSED)
-        x = torch.ones(1, 2)
-        ddp(x, "left" if rank == 0 else "right").backward()
-        both = [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]
-        ddp.zero_grad()
-        ddp(x, "left").backward()
-        one = ddp.module.right.weight.grad
-        ddp(x * 3, "right").backward()  # left keeps its gradient, bit by bit
-        kept = [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]
-        return [both, one, kept]
-
-    half, one, three = [[[v, v]] * 2 for v in (0.5, 1.0, 3.0)]
-    for both, unused, kept in run_ranks(2, rank_main):
-        assert both == [half, half]
-        assert unused is None
-        assert kept == [one, three]
-
-
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 def test_gradient_of_a_parameter_that_no_rank_used_is_kept_bit_by_bit_7_ranks() -> None:
     # The mean of seven equal numbers is not always that number, so averaging again would show.
@@ -230,21 +215,6 @@ def test_parameters_that_are_never_used_are_left_out_if_asked_2_ranks() -> None:
         return ddp._get_ddp_logging_data()["num_buckets_reduced"]
 
     assert run_ranks(2, rank_main) == [1, 1]
-
-
-def test_parameter_unfrozen_after_wrapping_is_named_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[str, ...]:
-        module = Branches()
-        module.right.requires_grad_(False)
-        ddp = dist.DistributedDataParallel(module)
-        ddp(torch.ones(1, 2), "left").backward()
-        module.right.requires_grad_(True)
-        with pytest.raises(ModuleError) as caught:
-            ddp(torch.ones(1, 2), "left")
-        dist.DistributedDataParallel(ddp.module)(torch.ones(1, 2), "left", "right").backward()
-        return caught.value.parameters
-
-    assert run_ranks(2, rank_main) == [("right.weight",)] * 2
 
 
 @pytest.mark.parametrize("backward", [False, True])

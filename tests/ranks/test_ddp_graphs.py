@@ -1,4 +1,4 @@
-"""DDP and the shapes that a training graph can have: checkpoints, several passes, changes."""
+"""DDP's gradients for all shapes of modules and graphs: against what each rank would get alone."""
 
 from __future__ import annotations
 
@@ -42,6 +42,37 @@ class Heads(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         y = self.body(x)
         return {"heads": [head(y) for head in self.heads]}
+
+
+class Tied(nn.Module):
+    """Decoder and encoder share one weight; a bias is frozen; one parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.decoder.weight = self.encoder.weight
+        self.encoder.bias.requires_grad_(False)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(torch.relu(self.encoder(x))) + self.nothing.sum()
+
+
+class TwoDtypes(nn.Module):
+    """Layers of different dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(2, 5), nn.Linear(5, 6).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.narrow(x).tanh().double())
+
+
+def convolution() -> nn.Module:
+    """A weight in channels-last order."""
+    conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+    return nn.Sequential(nn.Unflatten(1, (2, 1, 1)), conv, nn.Flatten(), nn.Linear(4, 6))
 
 
 def two_layers() -> nn.Module:
@@ -108,45 +139,70 @@ UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize(
-    ("make", "backward", "options"),
+    ("n", "make", "backward", "options"),
     [
-        (lambda: Checkpointed(False, 1), plain, {}),
-        (lambda: Checkpointed(False, 3), plain, STATIC),
-        (lambda: Checkpointed(False, 3), plain, {}),
-        (lambda: Checkpointed(True, 1), plain, {}),
-        (lambda: Checkpointed(True, 3), plain, STATIC),
-        (lambda: Checkpointed(True, 3), accumulated, STATIC),
-        (with_an_unused_parameter, plain, UNUSED),
-        (with_an_unused_parameter, plain, STATIC),
-        (two_layers, three_forwards_one_backward, {}),
-        (two_layers, three_forwards_three_backwards, {}),
-        (two_layers, one_graph_twice, {}),
-        (two_layers, gradient_penalty, {}),
-        (Heads, one_of_two_outputs, UNUSED),
-        (Heads, two_outputs_in_turn, UNUSED),
+        (1, two_layers, accumulated, {}),
+        (3, two_layers, accumulated, {}),
+        (16, two_layers, plain, {}),
+        (3, Tied, plain, {}),
+        (3, TwoDtypes, plain, {}),
+        (5, convolution, plain, {}),
+        (2, lambda: Checkpointed(False, 1), plain, {}),
+        (2, lambda: Checkpointed(False, 3), plain, STATIC),
+        (2, lambda: Checkpointed(False, 3), plain, {}),
+        (2, lambda: Checkpointed(True, 1), plain, {}),
+        (2, lambda: Checkpointed(True, 3), plain, STATIC),
+        (2, lambda: Checkpointed(True, 3), accumulated, STATIC),
+        (2, with_an_unused_parameter, plain, UNUSED),
+        (2, with_an_unused_parameter, plain, STATIC),
+        (2, two_layers, three_forwards_one_backward, {}),
+        (2, two_layers, three_forwards_three_backwards, {}),
+        (2, two_layers, one_graph_twice, {}),
+        (2, two_layers, gradient_penalty, {}),
+        (2, Heads, one_of_two_outputs, UNUSED),
+        (2, Heads, two_outputs_in_turn, UNUSED),
     ],
 )
-def test_gradients_are_the_mean_of_what_each_rank_would_get_alone_2_ranks(
-    make: Callable[[], nn.Module], backward: Callable[[Any, int], None], options: dict[str, Any]
+def test_gradients_are_the_mean_of_what_each_rank_would_get_alone(
+    n: int,
+    make: Callable[[], nn.Module],
+    backward: Callable[[Any, int], None],
+    options: dict[str, Any],
 ) -> None:
     torch.manual_seed(1)
     module = make()
-    replicas = [copy.deepcopy(module) for _ in range(2)]
+    replicas = [copy.deepcopy(module) for _ in range(n)]
     alone: list[list[torch.Tensor]] = []
-    for rank in range(2):
+    for rank in range(n):
         module.zero_grad()
         backward(module, rank)
         alone.append(gradients(module))
+    expected = [torch.stack(each).mean(0) for each in zip(*alone, strict=True)]
 
     def rank_main(rank: int) -> None:
+        with torch.no_grad():
+            for parameter in replicas[rank].parameters():
+                parameter.add_(rank)  # wrapping gives all ranks the values of rank 0
         ddp = dist.DistributedDataParallel(replicas[rank], bucket_cap_mb=1e-6, **options)
         for _ in range(3):
             ddp.zero_grad()
             backward(ddp, rank)
-            for got, a, b in zip(gradients(ddp), *alone, strict=True):
-                torch.testing.assert_close(got, (a + b) / 2)
+            torch.testing.assert_close(gradients(ddp), expected)
 
-    run_ranks(2, rank_main)
+    run_ranks(n, rank_main)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64], ids=str
+)
+def test_gradients_of_any_dtype_are_averaged_exactly_3_ranks(dtype: torch.dtype) -> None:
+    def rank_main(rank: int) -> list[Any]:
+        module = nn.Linear(5, 1, bias=False, dtype=dtype)
+        out = dist.DistributedDataParallel(module)(torch.full((1, 5), 3 * rank + 3, dtype=dtype))
+        (out.real if dtype.is_complex else out).sum().backward()
+        return module.weight.grad.flatten().tolist()
+
+    assert run_ranks(3, rank_main) == [[6] * 5] * 3
 
 
 def autograd_grad(ddp: Any, rank: int) -> None:

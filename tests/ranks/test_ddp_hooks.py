@@ -227,17 +227,15 @@ def test_callbacks_start_collectives_in_one_order_on_the_ranks_own_threads_4_ran
 
 
 def test_hook_may_collect_futures_and_wait_in_its_body_2_ranks() -> None:
-    def rank_main(rank: int) -> list[torch.Tensor]:
-        def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
-            parts = bucket.buffer().chunk(2)
-            works = [group.all_reduce(p, dist.ReduceOp.AVG, async_op=True) for p in parts]
-            futures = [work.get_future() for work in works if work is not None]
-            if bucket.index() == 0:
-                futures[0].then(lambda f: f.value()).wait()
-                assert futures[0].done()
-            collected = torch.futures.collect_all(futures)
-            return collected.then(lambda _: bucket.buffer())
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+        parts = bucket.buffer().chunk(2)
+        works = [group.all_reduce(p, dist.ReduceOp.AVG, async_op=True) for p in parts]
+        futures = [work.get_future() for work in works]
+        if bucket.index() == 0:
+            futures[0].then(lambda f: f.value()).wait()
+        return torch.futures.collect_all(futures).then(lambda _: bucket.buffer())
 
+    def rank_main(rank: int) -> list[torch.Tensor]:
         ddp = wrapped()
         ddp.register_comm_hook(dist.group.WORLD, hook)
         ddp(torch.full((1, 2), rank + 1.0), 0, 1).backward()

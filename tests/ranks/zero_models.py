@@ -83,7 +83,7 @@ def pair(make: Maker, reference: Maker) -> tuple[Any, ...]:
 
 
 def same(a: object, b: object) -> bool:
-    """Tell whether two pytrees have the same structure and leaves, tensors bit by bit."""
+    """Return whether two pytrees have the same structure and leaves, tensors bit by bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -94,7 +94,7 @@ def same(a: object, b: object) -> bool:
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
-    """Tell whether two modules have the same parameters, bit by bit."""
+    """Return whether two modules have the same parameters, bit by bit."""
     return same(list(a.parameters()), list(b.parameters()))
 
 

@@ -15,7 +15,6 @@ from dure.comm.work import Work
 from dure.errors import PeerLost
 from dure.parallel.ddp.buckets import ReducerOptions
 from dure.parallel.ddp.reducer import Reducer
-from dure.training.autograd_hooks import on_outputs
 from dure.training.grad_views import NamedParameter
 
 
@@ -97,8 +96,8 @@ class Chain(nn.Module):
         return x
 
 
-def backward(reducer: Reducer, module: nn.Module, sync: bool = True) -> None:
-    reducer.prepare(sync)
+def backward(reducer: Reducer, module: nn.Module) -> None:
+    reducer.prepare(True)
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
 
@@ -122,22 +121,6 @@ def test_buckets_start_in_their_order_whatever_becomes_ready_first() -> None:
     # `first` is ready first, but its bucket comes after that of `second`.
     (module["first"] * (module["second"].sum() * 2)).sum().backward()
     assert log[:2] == ["reduce 2", "reduce 4"]
-
-
-def test_two_forwards_each_have_their_own_reduction() -> None:
-    log: list[str] = []
-    module = Chain([])
-    reducer = reducer_of(module, log)
-    losses: list[torch.Tensor] = []
-    for sync in (True, True, False):
-        reducer.prepare(sync)
-        out = module(torch.ones(1, 2))
-        if sync:
-            on_outputs({"out": out}, reducer.on_output)
-        losses.append(out.sum())
-    for loss, expected in zip(losses, (3, 6, 6), strict=True):
-        loss.backward()
-        assert sum(entry.startswith("reduce") for entry in log) == expected
 
 
 def test_gradient_that_is_undefined_counts_as_none() -> None:

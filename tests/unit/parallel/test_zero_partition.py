@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dure.parallel.optim.partition import Partition
-from dure.training.shared_parameters import clusters_of
 
 
 def _tensors(sizes):
@@ -52,7 +50,6 @@ def test_later_groups_do_not_move_earlier_ones():
 def test_what_overlaps_has_one_owner():
     flat = torch.zeros(30)
     parts = [flat[0:10], flat[10:20], flat[5:12], torch.zeros(7), flat[20:30]]
-    assert clusters_of(parts) == [(0, 1, 2), (3,), (4,)]
     partition = Partition(range(2), 0)
     partition.assign([torch.nn.Parameter(p) for p in parts])
     assert len({partition.owners[i] for i in (0, 1, 2)}) == 1
@@ -64,12 +61,3 @@ def test_a_view_in_a_later_group_follows_its_base():
     partition.assign([torch.nn.Parameter(torch.zeros(9)), base])
     partition.assign([torch.nn.Parameter(base.data.view(2, 2))])
     assert partition.owners == [0, 1, 1]
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0)])
-def test_tensors_of_nothing_overlap_nothing(shape):
-    assert clusters_of([torch.empty(shape), torch.zeros(3), torch.empty(shape)]) == [
-        (0,),
-        (1,),
-        (2,),
-    ]

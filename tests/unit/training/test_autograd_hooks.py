@@ -1,4 +1,4 @@
-"""What autograd tells of a backward, and when."""
+"""What autograd reports of a backward, and when."""
 
 from __future__ import annotations
 
@@ -91,15 +91,15 @@ class Fails(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_end_of_a_backward_is_told_also_if_it_raised(fails: bool):
+def test_the_end_of_a_backward_is_reported_also_if_it_raised(fails: bool):
     a = nn.Parameter(torch.ones(1))
-    told: list[bool] = []
+    ended: list[bool] = []
     out = (Fails.apply(a) if fails else a * 1) * 2
-    on_outputs(out, lambda _: at_end_or_failure(lambda: told.append(a.grad is not None)))
+    on_outputs(out, lambda _: at_end_or_failure(lambda: ended.append(a.grad is not None)))
     if fails:
         with pytest.raises(ValueError, match="this backward fails"):
             out.sum().backward()
     else:
         out.sum().backward()
-    assert told
-    assert told[0] is not fails
+    assert ended
+    assert ended[0] is not fails
