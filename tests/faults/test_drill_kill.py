@@ -19,12 +19,11 @@ import torch
 import dure
 from dure import symmetric_memory
 from dure.errors import PeerLost
-from dure.native import available
 from procs.forked_ranks import Ranks, Slot, descriptors, mapped_segments
 from waiting import PATIENCE_S
 
 pytestmark = [
-    pytest.mark.skipif(not available()[0], reason=available()[1] or "-"),
+    pytest.mark.needs("engine"),
     pytest.mark.timeout(3600),
 ]
 

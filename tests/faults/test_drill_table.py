@@ -25,11 +25,10 @@ import torch
 
 import dure
 from dure.errors import CommError, CommTimeout, Desync, PeerLost
-from dure.native import available
 from procs.forked_ranks import Ranks, Slot
 from waiting import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 SIZE, CULPRIT = 3, 1
 TIMEOUT_S = 0.5

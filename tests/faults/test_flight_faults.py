@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import dure as dist
-from dure.native import available as native_available
 from dure.trace.events import State
 from dure.trace.findings import study
 from dure.trace.merging import read
@@ -15,9 +14,7 @@ from procs.forked_ranks import Ranks, Slot
 BACKENDS = [
     pytest.param(
         "shm",
-        marks=pytest.mark.skipif(
-            not native_available()[0], reason=native_available()[1] or "no engine"
-        ),
+        marks=pytest.mark.needs("engine"),
     ),
     "gloo",
 ]

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as torch_dist
 
 import dure
-from dure.native import available as native_available
 from waiting import PATIENCE_S
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8)
@@ -153,9 +152,9 @@ def compare(rank: int, seeds: list[int], path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("shm", marks=pytest.mark.needs("engine")), "gloo"]
+)
 def test_random_programs_equal_torch_distributed(backend, n, process_pool, tmp_path):
-    if backend == "shm" and not native_available()[0]:
-        pytest.skip(native_available()[1])
     drawn = process_pool(n, backend).run(compare, [11, 12, 13], str(tmp_path / "torch"))
     assert drawn == [set(FORMS)] * n, "a form that is never drawn proves nothing"

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 import dure as dist
 from dure.comm.world import current_world
 from dure.errors import Desync
-from dure.native import available
 from dure.trace.flight import recorded
 from ranks.channel_calls import one_thread, plans, threads
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 picks = st.lists(st.integers(0, 7), min_size=1, max_size=24)
 waits = st.lists(st.integers(0, 23), min_size=1, max_size=24)

@@ -8,7 +8,6 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from conformance import suite
-from dure.native import available as native_available
 from dure.testing import ProcessPool
 
 ORDER = ("case_order_of_reduction_is_that_of_ranks",)  # Gloo has its own; hosts come one by one
@@ -31,9 +30,8 @@ WORLDS = {  # the sizes, or the hosts of the ranks: those that run always, and s
 
 
 def _parameters() -> Iterator[ParameterSet]:
-    engine, why = native_available()
     for backend, (always, slow) in WORLDS.items():
-        marks = [pytest.mark.skipif(backend != "gloo" and not engine, reason=why or "-")]
+        marks = [] if backend == "gloo" else [pytest.mark.needs("engine")]
         for world in (*always, *slow):
             marked = marks if world in always else [*marks, pytest.mark.slow]
             yield pytest.param((backend, world), id=f"{backend}-{world}", marks=marked)

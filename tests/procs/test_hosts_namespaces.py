@@ -12,16 +12,12 @@ from pathlib import Path
 import pytest
 
 from dure.errors import PeerLost
-from dure.native import available as native_available
 from procs import over_hosts
 from procs.forked_ranks import Ranks
-from procs.hosts import Host, hosts, variables_of, why_not
+from procs.hosts import Host, hosts, variables_of
 from waiting import PATIENCE_S, until
 
-pytestmark = [
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
-    pytest.mark.skipif(not native_available()[0], reason=native_available()[1] or "no engine"),
-]
+pytestmark = pytest.mark.needs("network namespaces", "engine")
 
 
 class Jobs:

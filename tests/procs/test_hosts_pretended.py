@@ -10,14 +10,11 @@ import torch
 
 import dure as dist
 from dure.errors import PeerLost
-from dure.native import available as native_available
 from dure.testing import ProcessPool
 from procs import mpi_jobs
 from procs.forked_ranks import Ranks, Slot
 
-pytestmark = pytest.mark.skipif(
-    not native_available()[0], reason=native_available()[1] or "no engine"
-)
+pytestmark = pytest.mark.needs("engine")
 
 
 @pytest.fixture(scope="module", params=["aabb", "abca"])
@@ -93,7 +90,7 @@ def test_killed_rank_is_peer_lost_on_all_ranks_of_all_hosts_which_go_on_without(
     assert found == [(who, new_rank, 3.0) for new_rank in range(3)]
 
 
-@pytest.mark.skipif(bool(mpi_jobs.why_not()), reason=mpi_jobs.why_not() or "it is here")
+@pytest.mark.needs("MPI")
 @pytest.mark.parametrize(
     "subjects",
     [

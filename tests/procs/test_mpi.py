@@ -13,7 +13,7 @@ from conformance import suite
 from procs import mpi_jobs
 from procs.programs import mpi_cases
 
-pytestmark = pytest.mark.skipif(bool(mpi_jobs.why_not()), reason=mpi_jobs.why_not() or "it is here")
+pytestmark = pytest.mark.needs("MPI")
 
 
 def write(folder: Path, text: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 
@@ -11,9 +10,7 @@ import pytest
 
 from procs.mpi_jobs import mpirun, run
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)"
-)
+pytestmark = pytest.mark.needs("MPI")
 
 MEET = """
 import sys

@@ -16,11 +16,10 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, PeerLost
-from dure.native import available
 from procs.forked_ranks import Ranks, Slot, caught, join, while_waiting
 from waiting import until
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 SUM = ReduceOp.SUM
 FATES = {

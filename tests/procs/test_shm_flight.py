@@ -10,10 +10,9 @@ import torch
 import dure as dist
 from dure import trace
 from dure.comm.world import current_world
-from dure.native import available
 from dure.trace.flight import recorded
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 
 def _noted(rank: int) -> None:

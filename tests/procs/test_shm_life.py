@@ -10,12 +10,11 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.errors import RendezvousError, RendezvousTimeout
-from dure.native import available
 from dure.store.file import FileStore
 from dure.store.prefix import PrefixStore
 from procs.forked_ranks import Ranks, Slot, descriptors, join, mapped_segments
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 
 class _Misled(FileStore):

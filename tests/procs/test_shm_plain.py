@@ -9,9 +9,8 @@ import dure as dist
 from dure import trace
 from dure.comm.world import current_world
 from dure.errors import UsageError
-from dure.native import available
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 
 def _plain():

@@ -10,10 +10,9 @@ import torch
 
 from dure.comm.ops import ReduceOp
 from dure.errors import CommTimeout, Desync, PeerLost
-from dure.native import available
 from procs.forked_ranks import Ranks, Slot, caught, join
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 
 SUM = ReduceOp.SUM

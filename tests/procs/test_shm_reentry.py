@@ -16,13 +16,12 @@ import torch
 import calls
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
-from dure.native import available
 from dure.store.file import FileStore
 from dure.trace import recorded
 from procs.forked_ranks import Ranks, Slot, join, while_waiting
 from waiting import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 
 class _Stop(Exception):

@@ -14,12 +14,11 @@ import torch
 
 import dure
 from dure.errors import CommError, PeerLost, RendezvousTimeout, StoreLost, UsageError
-from dure.native import available
 from dure.store.rendezvous import Rendezvous
 from dure.trace import dump, recorded
 from procs.forked_ranks import Ranks, Slot
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 
 def _join(slot: Slot) -> None:

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 
 import dure as dist
-from dure.native import available as native_available
 from dure.testing import ProcessPool
 from dure.trace import recorded
 
-pytestmark = pytest.mark.skipif(
-    not native_available()[0], reason=native_available()[1] or "no engine"
-)
+pytestmark = pytest.mark.needs("engine")
 
 
 @pytest.fixture(scope="module", params=["aabb", "abca"])

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from dure import symmetric_memory
-from dure.native import available
 from dure.testing import run_ranks
 from procs import heap_ranks
 from procs.forked_ranks import Ranks
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -9,12 +9,12 @@ import torch
 
 import dure
 import dure.comm.codes  # which tells the engine whose folders are whose
-from dure.native import available, call_site
+from dure.native import call_site
 
 PACKAGE = Path(dure.__file__).parent
 TORCH = Path(torch.__file__).parent
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 
 def _called_in(path: str) -> str:

@@ -12,7 +12,7 @@ from dure import native
 from dure.comm.codes import dtype_code
 from dure.comm.ops import ReduceOp, reducible_dtypes
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason=native.available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 EIGHT = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 SIXTEEN = [torch.float16, torch.bfloat16]

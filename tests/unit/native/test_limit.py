@@ -13,7 +13,7 @@ from dure.comm.ops import ReduceOp
 from dure.comm.ops import reducible_dtypes as dtypes_of
 from waiting import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason=native.available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 # Without torch, which takes ten times as long as all else here.
 CHILD = """
