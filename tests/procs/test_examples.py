@@ -16,7 +16,9 @@ import pytest
 from waiting import PATIENCE_S
 
 ALL = sorted((Path(__file__).parents[2] / "examples").glob("[0-9]*.py"))
-STARTS = {f"{n} ranks": ("dure.cli", "run", "--nproc", f"{n}", "--keep-going") for n in (2, 3, 4)}
+STARTS: dict[str, tuple[str, ...]] = {
+    f"{n} ranks": ("dure.cli", "run", "--nproc", f"{n}", "--keep-going") for n in (2, 3, 4)
+}
 STARTS["torchrun"] = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

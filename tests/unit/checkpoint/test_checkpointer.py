@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from typing import SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import pytest
@@ -85,10 +85,10 @@ MISUSE = {
     "a number": lambda at: Checkpointer(at).save(1, thing=3),
     "no state": lambda at: Checkpointer(at).save(1, thing=object()),
     "a class": lambda at: Checkpointer(at).save(1, thing=nn.ReLU),
-    "no step": lambda at: Checkpointer(at).save(nn.ReLU()),
+    "no step": lambda at: Checkpointer(at).save(cast(Any, nn.ReLU())),
     "negative step": lambda at: Checkpointer(at).save(-1, model=small()),
-    "float step": lambda at: Checkpointer(at).save(5.0, model=small()),
-    "text step": lambda at: Checkpointer(at).save("5", model=small()),
+    "float step": lambda at: Checkpointer(at).save(cast(Any, 5.0), model=small()),
+    "text step": lambda at: Checkpointer(at).save(cast(Any, "5"), model=small()),
     "unreadable name": lambda at: Checkpointer(at).save(1, a={"\ud800": torch.ones(2)}),
     "taken name": lambda at: Checkpointer(at).save(1, **{"(random)": PerRank({})}),
     "other taken name": lambda at: Checkpointer(at).save(1, **{"(run)": {}}),
