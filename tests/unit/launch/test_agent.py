@@ -29,7 +29,7 @@ def test_who_waits_says_so_once_and_tells_again_of_a_time_that_ran_out_in_vain()
     agent = Agent(place, SimpleNamespace(coordinates=False))  # type: ignore[arg-type]
     agent._joined = member
     try:
-        agent._timers["join 0"] = time.monotonic() + 0.05
+        agent._timers["join 0"] = time.monotonic() + 500
         for _ in range(2):
             agent._wait(Timer("join 0", 600.0))
         assert len(said) == 1

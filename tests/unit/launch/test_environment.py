@@ -1,9 +1,7 @@
-"""The environment of a rank, the reserved port, and the checks before a start."""
+"""What a rank finds in its environment."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +9,9 @@ import pytest
 
 from dure import env
 from dure.errors import UsageError
-from dure.launch.program import check_program
-from dure.launch.ranks.environment import (
-    JobAddress,
-    Round,
-    rank_variables,
-)
+from dure.launch.ranks.environment import JobAddress, Round, rank_variables
 from dure.launch.ranks.errorfiles import private_directory
-from dure.launch.ranks.ports import reserve_port
-from dure.launch.spec import JobSpec, Std
+from dure.launch.spec import JobSpec
 
 ADDRESS = JobAddress(name="j", key_fd=7, key_file="/k")
 
@@ -126,90 +118,3 @@ def test_virtual_local_rank_sees_one_gpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UsageError):
         variables(1, nproc=2, virtual_local_rank=True)
-
-
-def test_reserved_port_can_be_taken_by_a_server_with_reuse_only() -> None:
-    keeper, port = reserve_port()
-    with keeper:
-        with socket.socket() as stranger, pytest.raises(OSError):
-            stranger.bind(("127.0.0.1", port))
-        for address in ("127.0.0.1", ""):
-            socket.create_server((address, port)).close()
-
-
-@pytest.mark.parametrize(
-    ("name", "runs"),
-    [
-        *(("json.tool", True), ("pytest", True), ("boom.tool", True)),
-        *((name, False) for name in ("", ".", "no_such_module_at_all")),
-    ],
-)
-def test_module_is_found_without_importing_its_package(
-    name: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "boom").mkdir()
-    (tmp_path / "boom/__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "boom/tool.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    with contextlib.nullcontext() if runs else pytest.raises(UsageError):
-        check_program(JobSpec(program=name, kind="module"))
-
-
-IMPOSSIBLE: list[dict[str, Any]] = [
-    {"nproc": 0},
-    {"nproc": -3},
-    {"grace_s": -1.0},
-    {"nnodes": (0, 1)},
-    {"nnodes": (3, 2)},
-    {"nnodes": (2, 2)},  # and no endpoint
-    {"nnodes": (2, 2), "endpoint": "h:1", "node_rank": 2},
-    {"endpoint": "no-port"},
-    {"endpoint": "h:70000"},
-    {"master_port": 0},
-    {"max_restarts": -1},
-    {"join_timeout_s": 0.0},
-    {"last_call_s": -1.0},
-    {"elastic": True, "min_ranks": 0},
-    {"elastic": True, "nproc": 2, "min_ranks": 3},
-    {"local_ranks_filter": frozenset({2}), "nproc": 2},
-    {"tee": {2: Std.OUT}, "nproc": 2},
-    {"redirects": {-1: Std.ERR}, "nproc": 2},
-]
-
-
-@pytest.mark.parametrize("fields", IMPOSSIBLE, ids=str)
-def test_impossible_numbers_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        check_program(JobSpec(program=__file__, **fields))
-
-
-def test_possible_numbers_pass() -> None:
-    check_program(
-        JobSpec(
-            program=__file__,
-            nproc=2,
-            nnodes=(1, 4),
-            endpoint="[::1]:29400",
-            node_rank=3,
-            elastic=True,
-            min_ranks=8,
-            tee={0: Std.OUT},
-        )
-    )
-
-
-def test_a_directory_that_is_gone_is_told_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(UsageError):
-        check_program(JobSpec(program="json.tool", kind="module"))
-
-
-def test_a_program_that_is_no_python_is_told_before_anything_starts() -> None:
-    with pytest.raises(UsageError):
-        check_program(JobSpec(program="/bin/true"))
-    check_program(JobSpec(program="/bin/true", kind="executable"))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import dure
 from dure.errors import StoreTimeout, UsageError
+from dure.launch.agent import membership
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event, Failed, Joined, Settings
 from dure.launch.agent.machine import Machine, Phase
@@ -26,9 +27,11 @@ from dure.store.memory import HashStore
 from dure.store.server import StoreServer
 from dure.store.shared import EVERYTHING, Shared
 from procs.relay import Relay
-from waiting import until
+from waiting import PATIENCE_S, until
 
-TERMS = Settings(min_hosts=1, max_hosts=3, max_restarts=99, run_id="job")
+TERMS = Settings(
+    min_hosts=1, max_hosts=3, max_restarts=99, run_id="job", lease_s=PATIENCE_S, margin_s=50.0
+)
 TWO = replace(TERMS, min_hosts=2, max_hosts=2)
 
 made: list[Member] = []
@@ -98,7 +101,7 @@ def death(member: Member, local: int, times: int) -> Failed:
     return Failed(member.agent, 0, local, worker, times)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), deaths=st.lists(st.integers(0, 5), max_size=12))
 def test_each_death_counts_once_whatever_answers_are_lost(seed: int, deaths: list[int]) -> None:
     """Of 3 agents with 2 workers each, `deaths` names who dies: agent 0, 0, 1, 1, 2, 2."""
@@ -160,18 +163,34 @@ def test_a_job_that_nobody_is_in_any_more_is_begun_anew_by_who_may() -> None:
     assert two.machine().agents == (two.agent,)
 
 
-def test_who_is_not_renewed_vanishes_and_the_others_say_so() -> None:
+def test_the_deadline_counts_from_when_a_renewal_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(membership, "boottime", lambda: now[0])
+
+    class Slow(HashStore):
+        def hold(self, key: str, value: bytes, ttl_s: float) -> None:
+            now[0] += 3
+            super().hold(key, value, ttl_s)
+
+    member = Quiet(Slow())
+    assert joined(member, "h")
+    assert member.expires_at == 1000.0 + TERMS.lease_s
+    now[0] = member.expires_at
+    assert not member.gone
+    now[0] += 1
+    assert member.gone
+
+
+def test_whose_key_has_vanished_is_lost_and_the_others_say_so() -> None:
     store = HashStore()
-    terms = replace(TERMS, lease_s=0.2, margin_s=0.1)
     silent, other = Quiet(store), Noted(store)
-    assert joined(silent, "h1", terms)
+    assert joined(silent, "h1", replace(TERMS, lease_s=600.0))
     assert joined(other, "h2")  # whose lease is the job's
     assert silent.expires_at < other.expires_at
+    store.release(f"dure/members/{silent.agent}")  # as if it had expired
     until(lambda: other.machine().agents == (other.agent,))
-    assert other.machine().notes == [
-        "lost h1 (nothing was heard of it for 0.3 s); the others go on"
-    ]
-    other.close()
+    (note,) = other.machine().notes
+    assert note == "lost h1 (nothing was heard of it for 650 s); the others go on"
 
 
 @pytest.mark.parametrize(
@@ -224,8 +243,8 @@ def served(
         with relay:
             between = relay.enter_context(Relay(server.port))
             yield (
-                open_shared(f"tcp://127.0.0.1:{server.port}", key.raw, 0.5),
-                open_shared(f"tcp://127.0.0.1:{between.port}", key.raw, 0.5),
+                open_shared(f"tcp://127.0.0.1:{server.port}", key.raw, PATIENCE_S),
+                open_shared(f"tcp://127.0.0.1:{between.port}", key.raw, PATIENCE_S),
                 between,
             )
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -92,8 +93,13 @@ def test_detached_process_that_dies_to_the_launcher_is_reaped() -> None:
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # and its child is ours
         job = JobProcesses((rank.pid,), "a job", below=os.getpid())
         has_become(detached, "sleep")
-        assert [p.pid for p in job.others()] == [detached]
-        assert job.signal(detached, signal.SIGKILL)
-        os.waitid(os.P_PID, detached, os.WEXITED | os.WNOWAIT)
-        assert job.others() == []
-        assert not os.path.exists(f"/proc/{detached}")
+        try:
+            assert [p.pid for p in job.others()] == [detached]
+            assert job.signal(detached, signal.SIGKILL)
+            os.waitid(os.P_PID, detached, os.WEXITED | os.WNOWAIT)
+            assert job.others() == []
+            assert not os.path.exists(f"/proc/{detached}")
+        finally:
+            with contextlib.suppress(OSError):
+                os.kill(detached, signal.SIGKILL)
+                os.waitpid(detached, 0)

@@ -4,35 +4,53 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dure.cli.app import run_command_line
 from dure.errors import UsageError
-from dure.launch import JobSpec, job
 from dure.launch.program import check_program
-from dure.launch.ranks.zygote import INTERRUPTED, Zygote, usable
+from dure.launch.spec import JobSpec, Kind, Std
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "hi.py"
-    path.write_text("print('hi')")
-    return str(path)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a program, and a package that must not be imported."""
+    (tmp_path / "hi.py").write_text("print('hi')")
+    (tmp_path / "boom").mkdir()
+    (tmp_path / "boom/__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_a_python_file_behind_no_python_is_told_so(script: str) -> None:
-    with pytest.raises(UsageError, match="executable") as caught:
-        check_program(JobSpec(program=script, kind="executable"))
-    assert "--no-python" in caught.value.fix
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("kind", "program", "refused"),
+    [
+        *(("module", name, "") for name in ("json.tool", "pytest", "boom.tool")),
+        *(("module", name, "no such module") for name in ("", ".", "no_such_module_at_all")),
+        ("script", "hi.py", ""),
+        ("script", "/bin/true", "not a Python file"),
+        ("executable", "/bin/true", ""),
+        ("executable", "./hi.py", "not executable"),
+    ],
+)
+def test_program_is_looked_up_before_anything_starts(
+    kind: Kind, program: str, refused: str
+) -> None:
+    spec = JobSpec(program=program, kind=kind)
+    if not refused:
+        check_program(spec)
+        return
+    with pytest.raises(UsageError) as caught:
+        check_program(spec)
+    assert refused in caught.value.what
 
 
 def test_a_file_in_a_closed_directory_is_not_said_to_be_missing(
-    script: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def closed(path: str) -> os.stat_result:
         raise PermissionError(errno.EACCES, "Permission denied", path)
@@ -40,50 +58,62 @@ def test_a_file_in_a_closed_directory_is_not_said_to_be_missing(
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", closed)
         with pytest.raises(UsageError, match="cannot be read"):
-            check_program(JobSpec(program=script))
+            check_program(JobSpec(program=str(folder / "hi.py")))
 
 
-@pytest.mark.parametrize(("nnodes", "seen"), [((0, 0), "--nnodes 0"), ((2, 1), "--nnodes 2:1")])
-def test_numbers_of_hosts_are_shown_as_they_were_given(
-    script: str, nnodes: tuple[int, int], seen: str
-) -> None:
-    with pytest.raises(UsageError) as caught:
-        check_program(JobSpec(program=script, nnodes=nnodes))
-    assert caught.value.seen == seen
+def test_a_directory_that_is_gone_is_told_before_anything_starts(folder: Path) -> None:
+    (folder / "gone").mkdir()
+    os.chdir(folder / "gone")  # the fixture goes back
+    (folder / "gone").rmdir()
+    with pytest.raises(UsageError):
+        check_program(JobSpec(program="json.tool", kind="module"))
 
 
 def test_a_program_without_a_command_is_told_how_to_start(
-    script: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command_line([script]) == 2
-    assert f"dure run {script}" in capsys.readouterr().err
+    assert run_command_line([str(folder / "hi.py")]) == 2
+    assert f"dure run {folder / 'hi.py'}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("trouble", "lines"), [("torch is missing", 1), (None, 0)])
-def test_of_a_zygote_only_trouble_is_told_and_an_interrupt_is_none(
-    monkeypatch: pytest.MonkeyPatch, trouble: str | None, lines: int
-) -> None:
-    zygote = Zygote.__new__(Zygote)
-    why = trouble or INTERRUPTED
-    monkeypatch.setattr(Zygote, "trouble", lambda self, fd: why)  # pyright: ignore
-    said: list[str] = []
-    assert usable(zygote, -1, said.append) is None
-    assert len(said) == lines
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"nproc": 0},
+    {"nproc": -3},
+    {"grace_s": -1.0},
+    {"nnodes": (0, 1)},
+    {"nnodes": (3, 2)},
+    {"nnodes": (2, 2)},  # and no endpoint
+    {"nnodes": (2, 2), "endpoint": "h:1", "node_rank": 2},
+    {"endpoint": "no-port"},
+    {"endpoint": "h:70000"},
+    {"master_port": 0},
+    {"max_restarts": -1},
+    {"join_timeout_s": 0.0},
+    {"last_call_s": -1.0},
+    {"elastic": True, "min_ranks": 0},
+    {"elastic": True, "nproc": 2, "min_ranks": 3},
+    {"local_ranks_filter": frozenset({2}), "nproc": 2},
+    {"tee": {2: Std.OUT}, "nproc": 2},
+    {"redirects": {-1: Std.ERR}, "nproc": 2},
+]
 
 
-def test_options_that_say_how_code_runs_are_handed_on_and_no_others() -> None:
-    told = "from dure.launch.interpreter import interpreter_options as o; print(*o())"
-    options = ["-BOO", "-s", "-q", "-X", "utf8=1", "-Wignore::UserWarning"]
-    plain = {name: word for name, word in os.environ.items() if not name.startswith("PYTHON")}
-    words = [sys.executable, *options, "-c", told]
-    done = subprocess.run(words, env=plain, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["-B", "-O", "-O", "-X", "utf8=1", "-W", "ignore::UserWarning"]
+@pytest.mark.parametrize("fields", IMPOSSIBLE, ids=str)
+def test_impossible_numbers_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        check_program(JobSpec(program=__file__, **fields))
 
 
-def test_key_lies_in_a_file_without_a_name() -> None:
-    with job._secret_memory("dure-key") as fd:
-        info = os.fstat(fd)
-        assert (stat.S_IMODE(info.st_mode), info.st_nlink) == (0o600, 0)
-        assert not os.get_inheritable(fd)
-    with pytest.raises(OSError):
-        os.fstat(fd)
+def test_possible_numbers_pass() -> None:
+    check_program(
+        JobSpec(
+            program=__file__,
+            nproc=2,
+            nnodes=(1, 4),
+            endpoint="[::1]:29400",
+            node_rank=3,
+            elastic=True,
+            min_ranks=8,
+            tee={0: Std.OUT},
+        )
+    )

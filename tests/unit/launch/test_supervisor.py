@@ -38,6 +38,12 @@ def test_a_failure_is_noted_and_decides_nothing() -> None:
     assert (machine.phase, machine.first_failure) == (Phase.RUNNING, 1)
 
 
+def test_a_held_machine_does_not_end_with_its_ranks() -> None:
+    machine = Supervisor(2, TIMING, held=True)
+    assert machine.exited(0, Exit(code=0), 0.0) == machine.exited(1, Exit(code=0), 0.0) == []
+    assert machine.phase is Phase.RUNNING
+
+
 def test_a_held_machine_notes_ends_until_it_is_stopped() -> None:
     machine = Supervisor(3, TIMING, held=True)
     assert machine.exited(1, Exit(signal=9), 0.0) == []
@@ -218,7 +224,7 @@ PLAN = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     plans=st.lists(PLAN, min_size=1, max_size=6),
     interrupts=st.lists(st.floats(0, 20), max_size=2).map(sorted),

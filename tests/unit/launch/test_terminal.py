@@ -1,4 +1,4 @@
-"""What a user sees of many ranks: their lines and tracebacks, and how errors are told."""
+"""What a user sees of many ranks: their lines and tracebacks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 
-import dure as dist
-from dure.errors import Desync
 from dure.launch import JobSpec
-from dure.launch.ranks import child
 from dure.launch.ranks.environment import Round
 from dure.launch.show import logs
 from dure.launch.show.folding import say_alike
 from dure.launch.show.output import IDLE_S
 from dure.launch.show.terminal import Terminal
-from dure.testing import run_ranks
-from dure.trace.frames import is_library
 
 ROUND = Round(hosts=("h",), nprocs=(2,), master_addr="127.0.0.1", master_port=1, store="h:1")
 VALUE = b"""before
@@ -158,49 +153,3 @@ def test_full_disk_is_told_once_and_ends_nothing(
 )
 def test_ranks_say_alike_what_differs_only_in_who_speaks(one: str, other: str, alike: bool) -> None:
     assert say_alike(one, other) == alike
-
-
-def raised() -> BaseException:
-    namespace: dict[str, object] = {}
-    code = "def call(fail):\n    fail()\n"
-    exec(compile(code, "/home/me/train.py", "exec"), namespace)
-    library: dict[str, object] = {"Desync": Desync}
-    code = "def fail():\n    raise Desync('not the same')\n"
-    exec(compile(code, f"{child._DURE}comm/x.py", "exec"), library)
-    try:
-        namespace["call"](library["fail"])  # pyright: ignore[reportCallIssue]
-    except Desync as error:
-        return error
-    raise AssertionError
-
-
-def test_error_of_dure_ends_with_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = raised()
-    assert error.__traceback__ is not None
-    error.__traceback__ = error.__traceback__.tb_next  # this file's own frame
-    text = child._formatted(error)
-    assert text.splitlines()[1] == '  File "/home/me/train.py", line 2, in call'
-    assert "comm/x.py" not in text
-    monkeypatch.setenv("DURE_TRACEBACK", "full")
-    assert "comm/x.py" in child._formatted(error)
-
-
-def test_errors_that_come_of_being_a_rank_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchs = ValueError("Default process group has not been initialized, please make sure to ...")
-    assert child._hint(torchs) == ""  # there is no group of Dure's either
-
-    def body(rank: int) -> str:
-        dist.barrier()
-        return child._hint(torchs)
-
-    assert all("import dure" in hint for hint in run_ranks(2, body))
-    monkeypatch.setenv("RANK", "0")
-    assert child._hint(EOFError("EOF when reading a line")) == ""
-    monkeypatch.setenv("RANK", "1")
-    assert "rank 0 alone has the standard input" in child._hint(EOFError())
-
-
-def test_file_below_a_folder_called_dure_is_the_users() -> None:
-    library = ("/usr/lib/python3.12/threading.py", "/opt/lib/python3.12/site-packages/zmq/poll.py")
-    assert all(map(is_library, (child.__file__, *library)))
-    assert not any(map(is_library, ("/home/me/dure/examples/train.py", "/home/me/torch/train.py")))

@@ -1,11 +1,9 @@
-"""Environments as systems really set them, shortened to what names a rank or a host."""
+"""Environments as systems really set them, shortened to the variables that Dure reads."""
 
 SLURM_STEP = {  # srun -N 2 -n 7, task 5, Slurm 22.05
     "SLURM_JOB_ID": "476",
-    "SLURM_JOBID": "476",
     "SLURM_STEP_ID": "0",
     "SLURM_NNODES": "2",
-    "SLURM_JOB_NUM_NODES": "2",
     "SLURM_JOB_NODELIST": "cn[08-09]",
     "SLURM_STEP_NODELIST": "cn[08-09]",
     "SLURM_STEP_NUM_NODES": "2",
@@ -13,15 +11,10 @@ SLURM_STEP = {  # srun -N 2 -n 7, task 5, Slurm 22.05
     "SLURM_STEP_TASKS_PER_NODE": "4,3",
     "SLURM_TASKS_PER_NODE": "4,3",
     "SLURM_NTASKS": "7",
-    "SLURM_NPROCS": "7",
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
     "SLURM_LAUNCH_NODE_IPADDR": "192.168.1.203",
-    "SLURM_STEP_LAUNCHER_PORT": "45735",
-    "SLURM_SRUN_COMM_HOST": "192.168.1.203",
-    "SLURM_CPUS_ON_NODE": "4",
-    "SLURM_GTIDS": "4,5,6",
 }
 SLURM_BATCH = {  # the shell of a batch script: SLURM_PROCID is there, and means nothing
     "SLURM_JOB_ID": "476",
@@ -32,7 +25,6 @@ SLURM_BATCH = {  # the shell of a batch script: SLURM_PROCID is there, and means
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
-    "SLURM_TASK_PID": "31337",
 }
 SLURM_AGENT = SLURM_STEP | {  # srun --ntasks-per-node=1 --gpus-per-node=8, the second host
     "SLURM_STEP_NUM_TASKS": "2",
@@ -47,47 +39,30 @@ SLURM_AGENT = SLURM_STEP | {  # srun --ntasks-per-node=1 --gpus-per-node=8, the 
 OPEN_MPI_4 = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_MCA_ess_base_jobid": "718340097",
-    "OMPI_MCA_ess_base_vpid": "1",
-    "OMPI_MCA_orte_hnp_uri": "718340096.0;tcp://192.0.2.2:60685;tcp6://[fd00::2]:35157",
-    "OMPI_MCA_orte_num_nodes": "1",
-    "OMPI_UNIVERSE_SIZE": "2",
-    "PMIX_HOSTNAME": "vm",
     "PMIX_NAMESPACE": "718340097",
     "PMIX_RANK": "1",
 }
 OPEN_MPI_5 = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_VERSION": "5.0.11",
-    "PMIX_HOSTNAME": "vm",
     "PMIX_NAMESPACE": "prterun-vm-18652@1",
     "PMIX_RANK": "1",
-    "PRTE_LAUNCHED": "1",
 }
 MPICH = {
-    "HYDI_CONTROL_FD": "7",
     "MPI_LOCALNRANKS": "2",
     "MPI_LOCALRANKID": "1",
-    "PMI_FD": "11",
-    "PMI_HOSTNAME": "vm",
     "PMI_RANK": "1",
     "PMI_SIZE": "2",
 }
 INTEL_MPI = {
-    "HYDRA_BSTRAP_LAUNCHER": "ssh",
-    "HYDRA_BSTRAP_LOCALHOST": "vm",
     "I_MPI_HYDRA_UUID": "55460000-2dbe-72ff-c860-06000688983a",
-    "I_MPI_PIN_MAPPING": "2:0 0,1 1",
     "MPI_LOCALNRANKS": "2",
     "MPI_LOCALRANKID": "1",
-    "PMI_FD": "11",
     "PMI_RANK": "1",
     "PMI_SIZE": "2",
 }
@@ -97,12 +72,9 @@ TORCHRUN = {
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
     "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "ROLE_RANK": "3",
     "MASTER_ADDR": "node1",
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 PAI = {
     "MASTER_ADDR": "dlc18isgeayd0000-master-0",
@@ -158,8 +130,6 @@ SKYPILOT_ON_SLURM = SKYPILOT | {  # SkyPilot unsets what srun says of its own st
 PYTORCHJOB_ELASTIC = PYTORCHJOB_OLD | {  # elasticPolicy 1 to 3, with a master
     "PET_NNODES": "1:3",
     "PET_NPROC_PER_NODE": "4",
-    "PET_RDZV_BACKEND": "c10d",
-    "PET_RDZV_ENDPOINT": "mnist-worker-0:23456",
     "PYTHONUNBUFFERED": "0",
 }
 KUBEFLOW_TRAINER = {  # a TrainJob of Kubeflow's second operator, which is a JobSet
@@ -175,24 +145,19 @@ KUBEFLOW_TRAINER = {  # a TrainJob of Kubeflow's second operator, which is a Job
 VOLCANO = {  # its pytorch plugin
     "HOSTNAME": "mnist-worker-1",
     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-    "VC_TASK_INDEX": "1",
-    "VC_WORKER_HOSTS": "mnist-worker-0.mnist,mnist-worker-1.mnist",
     "MASTER_ADDR": "mnist-master-0.mnist",
     "MASTER_PORT": "23456",
     "WORLD_SIZE": "3",
     "RANK": "2",
 }
-ACCELERATE = TORCHRUN | {  # accelerate launch, which runs torchrun
-    "ACCELERATE_MIXED_PRECISION": "no",
-    "ACCELERATE_DYNAMO_BACKEND": "NO",
-    "OMP_NUM_THREADS": "1",
-}
+ACCELERATE = (
+    TORCHRUN
+    | {  # accelerate launch, which runs torchrun
+    }
+)
 TORCHX = TORCHRUN | {  # dist.ddp on Kubernetes, which runs torchrun
-    "TORCHX_JOB_ID": "kubernetes://torchx/queue:train-abc",
-    "TORCHX_RANK0_HOST": "train-abc-0-0.train-abc",
     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
     "HOSTNAME": "train-abc-1-0",
-    "VC_TASK_INDEX": "0",
 }
 DEEPSPEED = {  # its launcher for several hosts
     "RANK": "3",
@@ -200,7 +165,6 @@ DEEPSPEED = {  # its launcher for several hosts
     "WORLD_SIZE": "4",
     "LOCAL_SIZE": "2",
     "CROSS_RANK": "1",
-    "CROSS_SIZE": "2",
     "MASTER_ADDR": "node1",
     "MASTER_PORT": "29500",
 }
@@ -223,8 +187,6 @@ SAGEMAKER = {
     "SM_HOSTS": '["algo-1","algo-2"]',
     "SM_CURRENT_HOST": "algo-2",
     "SM_NUM_GPUS": "8",
-    "SM_NUM_CPUS": "96",
-    "SM_NETWORK_INTERFACE_NAME": "eth0",
     "TRAINING_JOB_NAME": "bert-2024-05-01-10-00-00-123",
 }
 RAY_TRAIN = {  # TorchTrainer, in each worker
@@ -235,7 +197,6 @@ RAY_TRAIN = {  # TorchTrainer, in each worker
     "NODE_RANK": "1",
     "MASTER_ADDR": "10.0.0.4",
     "MASTER_PORT": "43211",
-    "ACCELERATE_TORCH_DEVICE": "cpu",
 }
 LIGHTNING_CHILD = {  # what Lightning gives the processes that it starts itself
     "LOCAL_RANK": "1",
@@ -250,3 +211,5 @@ DURE_RUN = TORCHRUN | {"DURE_LAUNCHER": "abc"}
 SLURM_TERMINAL = SLURM_STEP | {"SLURM_PTY_PORT": "4"}  # srun --pty
 SALLOC = SLURM_STEP | {"SLURM_STEP_ID": "4294967290"}  # its interactive step
 SAGEMAKER_TORCHRUN = SAGEMAKER | TORCHRUN
+
+ALL = [value for name, value in sorted(vars().items()) if name.isupper()]

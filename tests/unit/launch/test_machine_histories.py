@@ -180,7 +180,7 @@ class World:
 
 
 @pytest.mark.parametrize("kind", [Machine, ElasticMachine])
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 60))
 def test_random_histories_keep_the_rules_and_end(
     kind: type[Machine], seed: int, steps: int

@@ -1,4 +1,4 @@
-"""When rounds begin and end, whose fault that is, and what people are told of it: by hand."""
+"""When rounds begin and end, and who takes part: by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dure.launch.agent.events import (
     Lost,
     Missing,
     Outcome,
-    Plan,
     Ready,
     Rejoin,
     Settings,
@@ -25,9 +24,8 @@ from dure.launch.agent.events import (
     Wait,
     Work,
 )
-from dure.launch.agent.faults import Faults
 from dure.launch.agent.machine import Machine, Phase, assign_nodes
-from dure.launch.spec import Crash, RankResult
+from dure.launch.spec import Crash
 from unit.launch.job_states import (
     apply,
     end,
@@ -39,102 +37,6 @@ from unit.launch.job_states import (
     result,
     state_of,
 )
-
-# --- whose fault ---------------------------------------------------------------------------------
-
-PLAN = Plan(4, (joined("a", 2), joined("b", 1)))
-SECOND = result(2, "host-b")
-
-
-def faults(first: RankResult | None, *others: RankResult, lost: str = "") -> Faults:
-    found = Faults(lost=dict.fromkeys(lost, ""))
-    if first is not None:
-        found.report(first, failed=True)
-    for other in others:
-        found.report(other)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("found", "blamed", "rank"),
-    [
-        (faults(result(0)), "a", 0),
-        (faults(SECOND, result(0, code=9)), "b", 2),
-        (faults(result(0, peer=2), SECOND), "b", 2),  # it was only the first to notice
-        (faults(result(0, peer=2), result(2, "host-b", code=0)), "a", 0),
-        (faults(result(0, peer=2)), "a", 0),
-        (faults(result(0, peer=2), lost="b"), "b", 0),
-        (faults(result(0, peer=1), lost="b"), "a", 0),  # blames a rank of its own host
-        (faults(result(0), lost="b"), "a", 0),
-        (faults(result(0, peer=9), lost="b"), "a", 0),  # nobody's rank
-        (faults(result(9), lost="b"), "", 9),
-        (faults(None, lost="ba"), "b", None),
-    ],
-)
-def test_the_blamed(found: Faults, blamed: str, rank: int | None) -> None:
-    host, cause = found.blamed(PLAN), found.root_cause()
-    assert ("" if host is None else host.agent) == blamed
-    assert (None if cause is None else cause.rank) == rank
-
-
-def test_what_is_known_last_of_the_first_to_fail_is_told_unless_it_is_of_another_process() -> None:
-    later = replace(result(1), last="all_reduce 5")
-    assert faults(result(1), later).root_cause() == later
-    assert faults(result(1), replace(later, pid=8)).root_cause() == result(1)
-
-
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [
-        (faults(None, lost="ba"), "lost host-b, host-a"),
-        (faults(result(0, peer=2), lost="b"), "lost host-b, with rank 2"),
-        (faults(SECOND), "rank 2 on host-b failed: exit code 3"),
-        (faults(result(1, peer=9)), "rank 1 on host-a raised PeerLost: gone"),
-    ],
-)
-def test_why_a_round_ended(found: Faults, why: str) -> None:
-    assert found.setback(PLAN) == why
-
-
-def test_the_outcome_of_a_defeat() -> None:
-    assert faults(SECOND, result(0)).defeat(PLAN, "limit") == Outcome(
-        code=3, failure=SECOND, ranks=(result(0), SECOND), limit="limit"
-    )
-    assert faults(None, result(0), lost="b").defeat(PLAN, "") == Outcome(
-        code=1,
-        why="lost host-b; no restarts are allowed (--max-restarts), so the job ends",
-        ranks=(result(0),),
-    )
-    assert faults(None, lost="b").defeat(PLAN, "limit").why == "lost host-b"
-    assert faults(result(0, code=0)).defeat(PLAN, "").code == 1  # nobody fails with success
-
-
-@pytest.mark.parametrize("raised", [False, True])
-def test_hosts_that_do_not_reach_each_other_are_named(raised: bool) -> None:
-    machine = state_of("ab", endpoint="n:1")
-    blames = fail(machine, "a", code=1, peer=1).worker
-    other = result(1, "host-b", code=1, peer=0)
-    if not raised:  # it was ended before it had noticed
-        other = replace(other, crash=None, ended_by_launcher=True)
-    apply(machine, Ended("a", 0, (blames,)), Ended("b", 0, (other,)))
-    assert outcome_of(machine).code == 1
-    why = outcome_of(machine).why
-    assert "do not reach each other, though both reach n:1" in why
-    assert "host-a and host-b" in why or "host-b and host-a" in why
-
-
-def test_the_state_stays_small_though_many_ranks_say_much() -> None:
-    machine = state_of("ab", nproc=500)
-    crash = Crash(type="E", message="m" * 8000, traceback="t" * 8000, peer=None)
-    ranks = tuple(replace(result(rank), crash=crash) for rank in range(1000))
-    machine.apply(Failed("a", 0, 0, ranks[0]))
-    apply(machine, Ended("a", 0, ranks[:500]), Ended("b", 0, ranks[500:]))
-    failure = outcome_of(machine).failure
-    assert failure is not None
-    assert failure.crash == crash
-    assert len(outcome_of(machine).ranks) == 1000
-    assert len(msgspec.msgpack.encode(machine)) < 1 << 19
-
 
 # --- who takes part ------------------------------------------------------------------------------
 
@@ -368,3 +270,33 @@ def test_too_few_came(came: list[Joined], endpoint: str, why: list[str]) -> None
     machine.apply(Expired("join 0"))
     assert outcome_of(machine).code == 1
     assert [word for word in why if word not in outcome_of(machine).why] == []
+
+
+# --- what is told of it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_hosts_that_do_not_reach_each_other_are_named(raised: bool) -> None:
+    machine = state_of("ab", endpoint="n:1")
+    blames = fail(machine, "a", code=1, peer=1).worker
+    other = result(1, "host-b", code=1, peer=0)
+    if not raised:  # it was ended before it had noticed
+        other = replace(other, crash=None, ended_by_launcher=True)
+    apply(machine, Ended("a", 0, (blames,)), Ended("b", 0, (other,)))
+    assert outcome_of(machine).code == 1
+    why = outcome_of(machine).why
+    assert "do not reach each other, though both reach n:1" in why
+    assert "host-a and host-b" in why or "host-b and host-a" in why
+
+
+def test_the_state_stays_small_though_many_ranks_say_much() -> None:
+    machine = state_of("ab", nproc=500)
+    crash = Crash(type="E", message="m" * 8000, traceback="t" * 8000, peer=None)
+    ranks = tuple(replace(result(rank), crash=crash) for rank in range(1000))
+    machine.apply(Failed("a", 0, 0, ranks[0]))
+    apply(machine, Ended("a", 0, ranks[:500]), Ended("b", 0, ranks[500:]))
+    failure = outcome_of(machine).failure
+    assert failure is not None
+    assert failure.crash == crash
+    assert len(outcome_of(machine).ranks) == 1000
+    assert len(msgspec.msgpack.encode(machine)) < 1 << 19

@@ -1,0 +1,62 @@
+"""What a rank's bootstrap tells of the exception that leaves its program."""
+
+from __future__ import annotations
+
+import pytest
+
+import dure as dist
+from dure.errors import Desync, PeerLost
+from dure.launch.ranks import child
+from dure.testing import run_ranks
+
+
+def raised() -> BaseException:
+    namespace: dict[str, object] = {}
+    code = "def call(fail):\n    fail()\n"
+    exec(compile(code, "/home/me/train.py", "exec"), namespace)
+    library: dict[str, object] = {"Desync": Desync}
+    code = "def fail():\n    raise Desync('not the same')\n"
+    exec(compile(code, f"{child._DURE}comm/x.py", "exec"), library)
+    try:
+        namespace["call"](library["fail"])  # pyright: ignore[reportCallIssue]
+    except Desync as error:
+        return error
+    raise AssertionError
+
+
+def test_error_of_dure_ends_with_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = raised()
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # this file's own frame
+    text = child._formatted(error)
+    assert text.splitlines()[1] == '  File "/home/me/train.py", line 2, in call'
+    assert "comm/x.py" not in text
+    monkeypatch.setenv("DURE_TRACEBACK", "full")
+    assert "comm/x.py" in child._formatted(error)
+
+
+def test_errors_that_come_of_being_a_rank_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs = ValueError("Default process group has not been initialized, please make sure to ...")
+    assert child._hint(torchs) == ""  # there is no group of Dure's either
+
+    def body(rank: int) -> str:
+        dist.barrier()
+        return child._hint(torchs)
+
+    assert all("import dure" in hint for hint in run_ranks(2, body))
+    monkeypatch.setenv("RANK", "0")
+    assert child._hint(EOFError("EOF when reading a line")) == ""
+    monkeypatch.setenv("RANK", "1")
+    assert "rank 0 alone has the standard input" in child._hint(EOFError())
+
+
+def test_a_crash_blames_a_rank_of_the_job_not_of_a_group():
+    def body(rank):
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return child._blamed(ValueError("no peer"))
+        error = PeerLost("lost", group=group.group_name, peer=1)
+        return child._blamed(error)
+
+    assert run_ranks(3, body) == [None, 2, 2]
+    assert child._blamed(PeerLost("lost", group="gone", peer=1)) == 1

@@ -1,0 +1,40 @@
+"""A job that cannot be started, and where its key is."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dure.errors import LaunchError, StoreError
+from dure.launch import JobSpec, job, run_job
+
+
+def test_key_lies_in_a_file_without_a_name() -> None:
+    with job._secret_memory("dure-key") as fd:
+        info = os.fstat(fd)
+        assert (stat.S_IMODE(info.st_mode), info.st_nlink) == (0o600, 0)
+        assert not os.get_inheritable(fd)
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def test_an_endpoint_that_is_refused_keeps_its_own_advice() -> None:
+    spec = JobSpec(program=__file__, nnodes=(1, 2), endpoint="0:29400")
+    with pytest.raises(LaunchError) as caught:
+        run_job(spec)
+    assert isinstance(caught.value.__cause__, StoreError)
+    assert not caught.value.fix
+
+
+@pytest.mark.parametrize("flag", ["log_dir", "trace_dir"])
+def test_a_directory_that_cannot_be_made_is_named(flag: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for there in (file, file / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(LaunchError, match="could not be started") as caught:
+            run_job(replace(JobSpec(program=__file__), **{flag: there}))
+        assert str(there) in caught.value.seen
