@@ -6,25 +6,21 @@ torchrun needs seconds to start, so all its runs of this module go on at once.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from procs.launching import living
-
-pytestmark = pytest.mark.timeout(180)  # seven imports of torch, all at once, on a busy machine
+from procs.launching import DURE, Finished, Launching
 
 LAUNCHERS = {
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
-    "dure": (sys.executable, "-m", "dure.cli", "run"),
+    "dure": (*DURE, "run"),
 }
 
 SHOW = """
@@ -73,82 +69,60 @@ DIFFERENT = {
 """Variables that may differ; all others that either launcher sets must be equal, but for DURE_*."""
 
 
-@dataclass
 class Run:
-    """One program under one launcher."""
+    """One program under one launcher, in a folder of its own."""
 
-    process: subprocess.Popen[str]
-    out: Path
-    tag: str
-    finished: tuple[int, str] | None = None
+    def __init__(self, launcher: str, folder: Path, *words: str, **variables: str) -> None:
+        self.out = Path(tempfile.mkdtemp(dir=folder))
+        self.job = Launching(self.out)
+        self.process = self.job.start_any(
+            *LAUNCHERS[launcher],
+            *words,
+            env={"OUT": str(self.out), **variables},
+            cwd=folder,
+            stderr=subprocess.STDOUT,
+        )
+        self._finished: Finished | None = None
 
-    def wait(self) -> tuple[int, str]:
-        """Return the exit code, and all that was printed."""
-        if self.finished is None:
-            text, _ = self.process.communicate(timeout=90)
-            self.finished = self.process.returncode, text
-        return self.finished
+    def wait(self) -> Finished:
+        """Return how it ended; nothing of it is left."""
+        if self._finished is None:
+            self._finished = self.job.finish(self.process)
+        return self._finished
 
     def ranks(self) -> list[dict[str, Any]]:
         """Return what the ranks found."""
-        code, text = self.wait()
-        assert code == 0, text
+        done = self.wait()
+        assert done.code == 0, done.out
         return [json.loads((self.out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def _start(launcher: str, directory: Path, *words: str, **variables: str) -> Run:
-    out = Path(tempfile.mkdtemp(dir=directory))
-    tag = f"{out}"
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment |= {"OUT": str(out), "LAUNCH_TEST": tag, "TMPDIR": str(out), **variables}
-    process = subprocess.Popen(
-        [*LAUNCHERS[launcher], *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=directory,
-        env=environment,
-    )
-    return Run(process, out, tag)
+Runs = dict[str, dict[str, Run]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Run]]]:
-    directory = tmp_path_factory.mktemp("torchrun")
-    (directory / "show.py").write_text(SHOW)
-    (directory / "recorded.py").write_text(RECORDED)
-    script = directory / "signalled.sh"
-    script.write_text("#!/bin/sh\n" + SIGNALLED)
-    script.chmod(0o755)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "show.py").write_text(SHOW)
+    (folder / "recorded.py").write_text(RECORDED)
+    (folder / "signalled.sh").write_text(SIGNALLED)
     flags = ("--standalone", "--nproc_per_node", "2", "--role=trainer")
-    started: dict[str, dict[str, Run]] = {}
-    for name in LAUNCHERS:
-        started[name] = {
-            "show": _start(
-                name,
-                directory,
-                *flags,
-                "--module",
-                "show",
-                "--epochs=3",
-                "-m",
-                "${local_rank}",
-                PET_MAX_RESTARTS="2",
-            ),
-            "recorded": _start(name, directory, *flags, "recorded.py"),
-            "signalled": _start(name, directory, *flags, "--no-python", str(script)),
+    program = ("--module", "show", "--epochs=3", "-m", "${local_rank}")
+    started = {
+        name: {
+            "show": Run(name, folder, *flags, *program, PET_MAX_RESTARTS="2"),
+            "recorded": Run(name, folder, *flags, "recorded.py"),
+            "signalled": Run(name, folder, *flags, "--no-python", "sh", "signalled.sh"),
         }
+        for name in LAUNCHERS
+    }
     yield started
     for of_one in started.values():
         for run in of_one.values():
-            run.process.kill()
-            run.wait()
-            for pid in living(run.tag):
-                os.kill(pid, signal.SIGKILL)
+            run.job.kill()
 
 
-def test_ranks_find_the_same_variables(runs: dict[str, dict[str, Run]]) -> None:
+def test_ranks_find_the_same_variables(runs: Runs) -> None:
     ours, theirs = (runs[name]["show"].ranks() for name in ("dure", "torchrun"))
     for mine, torchs in zip(ours, theirs, strict=True):
         names = (mine["env"].keys() | torchs["env"].keys()) - DIFFERENT.keys()
@@ -158,19 +132,13 @@ def test_ranks_find_the_same_variables(runs: dict[str, dict[str, Run]]) -> None:
             if not name.startswith("DURE_") and mine["env"].get(name) != torchs["env"].get(name)
         }
         assert differing == {}
+        assert torchs["env"].keys() - mine["env"].keys() == {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
     # The comparison is not empty: torchrun's own are among them.
     assert theirs[1]["env"]["TORCHELASTIC_MAX_RESTARTS"] == "2"
     assert (ours[1]["env"]["ROLE_NAME"], ours[1]["env"]["RANK"]) == ("trainer", "1")
 
 
-def test_every_variable_of_torchruns_is_set(runs: dict[str, dict[str, Run]]) -> None:
-    ours, theirs = (runs[name]["show"].ranks()[0]["env"] for name in ("dure", "torchrun"))
-    torchs_own = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-    missing = theirs.keys() - ours.keys() - torchs_own
-    assert missing == set()
-
-
-def test_ranks_find_the_same_arguments_and_each_other(runs: dict[str, dict[str, Run]]) -> None:
+def test_ranks_find_the_same_arguments_and_each_other(runs: Runs) -> None:
     ours, theirs = (runs[name]["show"].ranks() for name in ("dure", "torchrun"))
     for rank, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
         for field in ("argv", "name", "sum"):
@@ -179,16 +147,19 @@ def test_ranks_find_the_same_arguments_and_each_other(runs: dict[str, dict[str, 
         assert mine["sum"] == [3.0, 3.0, 3.0]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_recorded_error_is_told_once(runs: dict[str, dict[str, Run]], launcher: str) -> None:
-    code, text = runs[launcher]["recorded"].wait()
-    assert code == 1
-    told = [line for line in text.splitlines() if "ValueError: the bug of rank 1" in line]
-    assert len(told) == 2, text  # by the interpreter, and in the launcher's summary
+def told(done: Finished) -> int:
+    """Return how often the error was told."""
+    return done.out.count("ValueError: the bug of rank 1\n")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_program_is_asked_to_end(runs: dict[str, dict[str, Run]], launcher: str) -> None:
+def test_recorded_error_is_told_once(runs: Runs, launcher: str) -> None:
+    done = runs[launcher]["recorded"].wait()
+    assert (done.code, told(done)) == (1, 2), done.out  # by the interpreter, and in the summary
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_program_is_asked_to_end(runs: Runs, launcher: str) -> None:
     run = runs[launcher]["signalled"]
     assert run.process.stdout is not None
     waiting = {"ready 0", "ready 1"}
@@ -197,25 +168,19 @@ def test_program_is_asked_to_end(runs: dict[str, dict[str, Run]], launcher: str)
         assert line, "it ended before it was ready"
         waiting = {text for text in waiting if text not in line}
     run.process.send_signal(signal.SIGTERM)
-    code, text = run.wait()
-    assert code != 0, text
+    done = run.wait()
+    assert done.code != 0, done.out
     assert all((run.out / f"{rank}.asked").exists() for rank in (0, 1))
-    assert living(run.tag) == []
 
 
 def test_torchs_recorded_error_is_told_by_dure(tmp_path: Path) -> None:
-    script = tmp_path / "recorded.py"
     module = "torch.distributed.elastic.multiprocessing.errors"
-    script.write_text(
+    (tmp_path / "recorded.py").write_text(
         RECORDED.replace("import dure", f"from {module} import record").replace("dure.", "")
     )
     # Behind a shell, so that the launcher knows nothing but the file.
-    shell = tmp_path / "program.sh"
-    shell.write_text(f'#!/bin/sh\n[ "$RANK" = 0 ] || {sys.executable} {script} 2>&- || exit 5\n')
-    shell.chmod(0o755)
-    run = _start("dure", tmp_path, "-n", "2", "--no-python", str(shell))
-    code, text = run.wait()
-    assert code == 5, text
-    told = [line for line in text.splitlines() if "ValueError: the bug of rank 1" in line]
-    assert len(told) == 1, text
+    shell = f'[ "$RANK" = 0 ] || {sys.executable} recorded.py 2>&- || exit 5'
+    run = Run("dure", tmp_path, "-n", "2", "--no-python", "sh", "-c", shell)
+    done = run.wait()
+    assert (done.code, told(done)) == (5, 1), done.out
     assert not list(run.out.glob("dure_*"))

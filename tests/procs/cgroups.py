@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from waiting import until
 
 _ROOT = Path("/sys/fs/cgroup")
 
@@ -46,6 +47,15 @@ def own_folder() -> Path | None:
     return None
 
 
+def _removed(folder: Path) -> bool:
+    """Remove a group, which processes that were killed leave a moment later."""
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def limited(nbytes: int) -> Iterator[MemoryLimit | str]:
     """Give a group whose processes have so many bytes; or the reason why there is none."""
@@ -67,9 +77,4 @@ def limited(nbytes: int) -> Iterator[MemoryLimit | str]:
             return
         yield limit
     finally:
-        for _ in range(50):  # processes that were killed leave it a moment later
-            try:
-                folder.rmdir()
-                break
-            except OSError:
-                time.sleep(0.1)
+        until(lambda: _removed(folder), "the end of the group's processes")

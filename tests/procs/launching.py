@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,7 +64,6 @@ class Finished:
     code: int
     out: str
     err: str
-    elapsed_s: float = 0.0
 
     def lines(self, rank: int) -> list[str]:
         """Return what `rank` printed, without its prefix."""
@@ -79,7 +77,6 @@ class Launching:
     directory: Path
     tag: str = field(default_factory=lambda: f"LAUNCH_TEST={uuid.uuid4().hex}")
     started: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
-    limit_s: float = PATIENCE_S
 
     def write(self, text: str, name: str = "prog.py") -> str:
         """Write a program, and return its path."""
@@ -144,10 +141,8 @@ class Launching:
         """Wait for the ends of several, after which nothing of any may be left."""
         finished: list[Finished] = []
         for process in processes:
-            start = time.monotonic()
             out, err = process.communicate(stdin, timeout=PATIENCE_S)
-            elapsed = time.monotonic() - start
-            finished.append(Finished(process.returncode, out or "", err or "", elapsed))
+            finished.append(Finished(process.returncode, out or "", err or ""))
         assert self.left() == []
         return finished
 

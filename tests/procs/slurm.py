@@ -16,15 +16,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from waiting import until
+from procs.launching import Finished
+from waiting import PATIENCE_S, until
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sinfo", "unshare", "mount")
-LIMIT_S = 150
 
 
 @functools.cache
@@ -79,16 +78,11 @@ class Slurm:
 
     configuration: Path
 
-    def run(self, *words: str | os.PathLike[str], **variables: str) -> Ended:
+    def run(self, *words: str | os.PathLike[str], **variables: str) -> Finished:
         """Run a command that finds this cluster, to its end."""
         with self.start(*words, **variables) as process:
-            try:
-                out, err = process.communicate(timeout=LIMIT_S)
-            except subprocess.TimeoutExpired:
-                process.terminate()  # srun then ends its tasks
-                out, err = process.communicate(timeout=100)
-                raise AssertionError(f"still running after {LIMIT_S} s:\n{out}\n{err}") from None
-        return Ended(process.returncode, out, err)
+            out, err = process.communicate(timeout=PATIENCE_S)
+        return Finished(process.returncode, out, err)
 
     def start(self, *words: str | os.PathLike[str], **variables: str) -> subprocess.Popen[str]:
         """Start a command that finds this cluster."""
@@ -100,15 +94,6 @@ class Slurm:
             stderr=subprocess.PIPE,
             text=True,
         )
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 def _plain(environ: Mapping[str, str]) -> dict[str, str]:
@@ -152,10 +137,12 @@ def slurm(folder: Path) -> Iterator[Slurm]:
 
 def _end_jobs(cluster: Slurm) -> None:
     """End the jobs that a failed test has left."""
-    deadline = time.monotonic() + 60
-    while cluster.run("squeue", "-h").out and time.monotonic() < deadline:
+
+    def ended() -> bool:
         cluster.run("scancel", f"--user={getpass.getuser()}")
-        time.sleep(0.05)
+        return not cluster.run("squeue", "-h").out
+
+    until(ended, "the end of Slurm's jobs")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -7,6 +7,8 @@ show is what another system has otherwise; the release workflow tries that.
 import subprocess
 import sys
 
+from waiting import PATIENCE_S
+
 PRETENDED = """
 import fcntl, os, select, signal, socket, sys, sysconfig, time
 import psutil, torch, zmq  # these are built for one system, and may ask which
@@ -80,7 +82,7 @@ print("all")
 def test_what_needs_no_linux_works_and_the_rest_raises_by_name(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PRETENDED + PROGRAM, tmp_path],
-        capture_output=True, text=True, check=False, timeout=150,
+        capture_output=True, text=True, check=False, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -28,7 +28,7 @@ FIND = """
         if os.environ["RANK"] == "0":
             server = socket.create_server(("", int(os.environ["MASTER_PORT"])))
         host, port = os.environ["DURE_STORE_ADDR"].split(":")
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host, int(port))).close()
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             keys = [key(), pool.apply(key)]
         sight = repr(os.environ) + open("/proc/self/cmdline").read()
@@ -45,21 +45,12 @@ def test_ranks_find_torchruns_environment_and_dures_key_store_and_input(job: Lau
     told = [json.loads(done.lines(rank)[0]) for rank in (0, 1)]
     (key,) = {key for rank in told for key in rank["keys"]}
     assert len(key) == 64
-    assert [rank["seen"] for rank in told] == [False, False]
-    assert [rank["stdin"] for rank in told] == ["typed\n", ""]
-    ranks = [rank["env"] for rank in told]
-    for rank, env in enumerate(ranks):
-        for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
-            assert env[name] == str(rank)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
-            assert env[name] == "2"
-        assert (env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]) == ("0", "1")
-        assert env["MASTER_ADDR"] == "127.0.0.1"
-        assert env["TORCHELASTIC_RESTART_COUNT"] == env["TORCHELASTIC_MAX_RESTARTS"] == "0"
-        cores = min(read_topology(frozenset(os.sched_getaffinity(0))).num_cores, cpu_quota())
-        assert env["OMP_NUM_THREADS"] == str(max(1, int(cores / 2)))
+    assert [(rank["seen"], rank["stdin"]) for rank in told] == [(False, "typed\n"), (False, "")]
+    one, other = (rank["env"] for rank in told)  # the variables: parity/test_torchrun.py
+    cores = min(read_topology(frozenset(os.sched_getaffinity(0))).num_cores, cpu_quota())
+    assert one["OMP_NUM_THREADS"] == str(max(1, int(cores / 2)))
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "DURE_LAUNCHER", "DURE_STORE_ADDR"):
-        assert ranks[0][name] == ranks[1][name]
+        assert one[name] == other[name]
 
 
 STEPS = """
@@ -92,17 +83,20 @@ def test_stock_program_runs_whatever_is_set_and_keeps_the_memory_that_a_step_fre
     assert done.lines(0) == done.lines(1) == ["True", "3.0 7", "2"], done.err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("sub dir/prog.py", "--nproc", "9", "-m", "x y"), ("-m", "pkg.tool", "-x"), ("-m", "pkg")],
-)
-def test_program_sees_what_python_shows_it(job: Launching, words: tuple[str, ...]) -> None:
+def test_program_sees_what_python_shows_it(job: Launching) -> None:
     job.write("", "pkg/__init__.py")
     for name in ("sub dir/prog.py", "pkg/tool.py", "pkg/__main__.py"):
         job.write(SHOW, name)
-    dashes = () if words[0] == "-m" else ("--",)
-    mine = json.loads(job.run("-n", "1", *dashes, *words).lines(0)[0])
-    assert mine == json.loads(subprocess.check_output([sys.executable, *words], cwd=job.directory))
+    programs = [
+        ("sub dir/prog.py", "--nproc", "9", "-m", "x y"),
+        ("-m", "pkg.tool", "-x"),
+        ("-m", "pkg"),
+    ]
+    ours = [job.start(*(() if words[0] == "-m" else ("--",)), *words) for words in programs]
+    pythons = [job.start_any(sys.executable, *words) for words in programs]
+    finished = job.finish_all(*ours, *pythons)
+    seen = [json.loads(run.lines(0)[0]) for run in finished[:3]]
+    assert seen == [json.loads(run.out) for run in finished[3:]]
 
 
 def test_module_with_missing_import_shows_its_own_error(job: Launching) -> None:
@@ -115,18 +109,21 @@ def test_module_with_missing_import_shows_its_own_error(job: Launching) -> None:
 
 
 def test_any_program_runs_without_python(job: Launching) -> None:
-    done = job.run("-n", "2", "--no-python", "sh", "-c", 'echo "$RANK of $WORLD_SIZE"; exit 3')
-    assert done.code == 3
-    assert done.lines(0) == ["0 of 2"] or done.lines(1) == ["1 of 2"]
+    script = """
+        echo "$RANK of $WORLD_SIZE"
+        [ "$RANK" = 0 ] && exec touch said
+        until [ -e said ]; do sleep 0.01; done
+        exit 3
+    """
+    done = job.run("-n", "2", "--no-python", "sh", "-c", script)
+    assert (done.code, done.lines(0), done.lines(1)) == (3, ["0 of 2"], ["1 of 2"])
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        *(("-n", "2", "missing.py"), ("-n", "2", "."), ("-n", "0", "p.py"), ("-n", "-1", "p.py")),
-        ("-m", "no_such_module_at_all"),
-        *(("-m", "a..b"), ("--no-python", "no-such-program-at-all"), ("-m", "--no-python", "x")),
-        *(("-n", "two", "p.py"), ("--nprok", "2", "p.py"), ()),
+        *(("-n", "2", "missing.py"), ("-n", "0", "p.py"), ("-m", "no_such_module_at_all")),
+        *(("-m", "--no-python", "x"), ("-n", "two", "p.py"), ("--nprok", "2", "p.py"), ()),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(
@@ -143,12 +140,16 @@ def test_bad_usage_is_one_line_and_code_2(
     assert len(err.splitlines()) == 1 or not words, err
 
 
-def test_other_commands_and_the_launcher_load_no_torch() -> None:
-    code = (
-        "import sys, dure.launch, dure.cli.run.command; from dure.cli.app import run_command_line\n"
+def test_other_commands_and_the_launcher_load_no_torch(job: Launching) -> None:
+    code = """if True:
+        import sys, dure.launch, dure.cli.run.command
+        from dure.cli.app import run_command_line
+        for words in (["--help"], ["env"], ["version"], ["run", "--help"]):
+            assert run_command_line(words) == 0
+        sys.exit("torch" in sys.modules)
+    """
+    code_run, help_run = job.finish_all(
+        job.start_any(sys.executable, "-c", code), job.start_any(*DURE, "--help")
     )
-    code += "for words in (['--help'], ['env'], ['version'], ['run', '--help']):\n"
-    code += "    assert run_command_line(words) == 0\nsys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert b"run" in subprocess.check_output([*DURE, "--help"], timeout=30)
+    assert code_run.code == 0, code_run.err
+    assert "run" in help_run.out

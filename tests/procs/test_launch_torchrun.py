@@ -8,15 +8,15 @@ import signal
 import pytest
 
 from dure.errorfile import read_error
-from dure.launch.ranks.ports import reserve_port
 from procs.launching import Launching, wait_for_lines
 
 SPEAK = """
-    import os, sys
+    import os, sys, time
     print("out of", os.environ["RANK"])
     print("loss 1.5" if os.environ["RANK"] == "1" else "quiet")
     print("error of", os.environ["RANK"], file=sys.stderr)
-    while os.environ["RANK"] == "1" and not os.path.exists("ended"): pass
+    while os.environ["RANK"] == "1" and not os.path.exists("ended"):
+        time.sleep(0.01)
     open("ended", "w").close()
     assert os.environ["RANK"] == "0", "rank 1 fails"
 """
@@ -74,23 +74,25 @@ def test_failure_is_handed_on_to_a_launcher_around_this_one(
     assert error.exit_code == done.code
 
 
-def test_chosen_signal_is_passed_on_to_who_catches_it(job: Launching) -> None:
-    process = job.start(
-        "-n",
-        "1",
-        "--signals-to-handle",
-        "SIGUSR1",
-        job.write("""
-            import signal, sys, time
-            signal.signal(signal.SIGUSR1, lambda *_: (print("saved", flush=True), sys.exit(0)))
-            print("up", flush=True)
-            time.sleep(60)
-        """),
-    )
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [(("--signals-to-handle", "SIGUSR1"), 128 + signal.SIGUSR1), ((), 3)],
+    ids=["ends the job", "warns the ranks"],
+)
+def test_signal_is_passed_on_to_ranks_that_catch_it(
+    job: Launching, flags: tuple[str, ...], code: int
+) -> None:
+    program = job.write("""
+        import signal, sys, time
+        signal.signal(signal.SIGUSR1, lambda *_: (print("saved", flush=True), sys.exit(3)))
+        print("up", flush=True)
+        time.sleep(600)
+    """)
+    process = job.start("-n", "1", *flags, program)
     wait_for_lines(process, 1)
     process.send_signal(signal.SIGUSR1)
     done = job.finish(process)
-    assert done.code == 128 + signal.SIGUSR1, done.err
+    assert done.code == code, done.err
     assert done.lines(0) == ["saved"]
 
 
@@ -115,27 +117,21 @@ MEET = """
 """
 
 
-def test_two_hosts_meet_by_the_variables_that_kubeflow_sets(job: Launching) -> None:
+def test_two_hosts_meet_by_the_variables_that_kubeflow_sets(job: Launching, port: int) -> None:
     """PyTorchJob and TrainJob give torchrun's variables, and no flag but the number of ranks."""
-    keeper, port = reserve_port()
     (job.directory / "config/dure").mkdir(parents=True)
     script = job.write(MEET)
-    with keeper:
-        started = [
-            job.start(
-                *(("-n", "2") if node == 0 else ()),
-                script,
-                env={
-                    "XDG_CONFIG_HOME": str(job.directory / "config"),
-                    "PET_NNODES": "2",
-                    "PET_NODE_RANK": str(node),
-                    "PET_MASTER_ADDR": "127.0.0.1",
-                    "PET_MASTER_PORT": str(port),
-                },
-            )
-            for node in (0, 1)
-        ]
-        told = [process.communicate(timeout=100) for process in started]
-    assert [process.returncode for process in started] == [0, 0], told
-    lines = sorted(line.partition("] ")[2] for out, _ in told for line in out.splitlines())
+    variables = {
+        "XDG_CONFIG_HOME": str(job.directory / "config"),
+        "PET_NNODES": "2",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
+    hosts = [
+        job.start(f"-n{ranks}", script, env=variables | {"PET_NODE_RANK": str(node)})
+        for node, ranks in enumerate((2, 1))
+    ]
+    finished = job.finish_all(*hosts)
+    assert [done.code for done in finished] == [0, 0], finished
+    lines = sorted(line.partition("] ")[2] for done in finished for line in done.out.splitlines())
     assert lines == ["0 0 0 3", "1 1 0 3", "2 0 1 3"]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from waiting import PATIENCE_S
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "clusters.md"
 
 DRIVER = """
@@ -30,7 +32,6 @@ finally:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),  # a busy Ray starts slowly
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
         reason="Ray is not installed, and is no dependency of Dure",
@@ -45,7 +46,7 @@ def test_the_documented_program_trains_on_actors_of_two_nodes(tmp_path: Path) ->
     program = tmp_path / "actors.py"
     program.write_text(found[1])
     words = [sys.executable, "-c", DRIVER, program]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 0, ended.stderr
     results = json.loads(ended.stdout.splitlines()[-1])
     assert sorted(rank for rank, _ in results) == [0, 1, 2]

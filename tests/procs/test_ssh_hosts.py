@@ -8,10 +8,10 @@ import signal
 import psutil
 import pytest
 
-from procs.ssh_hosts import front, number_of, ssh_hosts, why_not
-from waiting import key_file, until
+from procs.ssh_hosts import front, number_of, ssh_hosts
+from waiting import PATIENCE_S, key_file, until
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+pytestmark = pytest.mark.needs("sshd")
 
 SUM = """
 import os, torch, dure
@@ -64,7 +64,7 @@ def _command_lines(word: str) -> list[str]:
 
 def test_ranks_on_two_hosts_compute_together_with_the_users_slots_and_variables(start):
     job = start("b:2,a:1", SUM, "-x", "GREETING", "--no-fold", GREETING="a b'c")
-    out, err = job.communicate(timeout=100)
+    out, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 0, err
     lines = [f"[{who}] a b'c [3.0, 3.0, 3.0] 3" for who in ("a:2", "b:0", "b:1")]
     assert sorted(out.splitlines()) == lines
@@ -72,7 +72,7 @@ def test_ranks_on_two_hosts_compute_together_with_the_users_slots_and_variables(
 
 def test_exit_code_is_the_first_failing_ranks(start):
     job = start("a,b", FAIL, "--nproc", "2")
-    _, err = job.communicate(timeout=100)
+    _, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 7, err
 
 
@@ -80,7 +80,7 @@ def test_ctrl_c_ends_all_hosts(start, tmp_path):
     job = start("a,b", WAIT, "--nproc", "1")
     _lines(job, 2)
     os.kill(number_of(job), signal.SIGINT)
-    job.communicate(timeout=100)
+    job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 130
     assert _command_lines(str(tmp_path)) == []
 
@@ -93,18 +93,18 @@ def test_death_of_the_front_ends_all_hosts_and_no_secret_is_seen(start, tmp_path
     seen = _command_lines(secret.hex()) + _command_lines("hunter2")
     assert [words for words in seen if "--ssh-option" not in words] == [], "of the user's own line"
     os.kill(number_of(job), signal.SIGKILL)
-    until(lambda: not _command_lines(str(tmp_path)), "all to end: a second, if quiet", 30)
+    until(lambda: not _command_lines(str(tmp_path)), "all to end")
 
 
 def test_lines_of_a_dry_run_run(start, two_hosts, tmp_path):
     key = key_file(tmp_path / "key")
     flags = ("--nproc", "1", f"-xDURE_JOB_KEY_FILE={key}", "-xGREETING=hello", "--dry-run")
-    shown, err = start("a,b", TELL, *flags).communicate(timeout=100)
+    shown, err = start("a,b", TELL, *flags).communicate(timeout=PATIENCE_S)
     lines = [line for line in shown.splitlines() if not line.startswith("#")]
     assert len(lines) == 2, err
     script = " & ".join(lines) + " & wait"
     job = two_hosts[0][0].start_any(["sh", "-c", script], {})
-    out, err = job.communicate(timeout=100)
+    out, err = job.communicate(timeout=PATIENCE_S)
     said = [line.partition("hello ")[2] for line in out.splitlines() if "hello" in line]
     assert sorted(said) == ["0 2", "1 2"], err
 
@@ -118,6 +118,6 @@ def test_lines_of_a_dry_run_run(start, two_hosts, tmp_path):
 )
 def test_host_that_cannot_take_part_is_named_and_the_others_end(start, hosts, flags, code, named):
     job = start(hosts, WAIT, "--nproc", "1", *flags)
-    _, err = job.communicate(timeout=100)
+    _, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == code
     assert all(name in err for name in named)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch import JobSpec, Line, run_job
-from dure.launch.ranks.zygote import zygote_for
+from dure.launch.ranks.zygote import INTERRUPTED, Zygote, usable, zygote_for
 from procs.launching import Launching
 from procs.zygote_programs import Stage, ended, put, staged
 from waiting import until
@@ -108,19 +108,30 @@ def test_zygote_is_started_where_the_job_gains(
         assert (zygote is not None) == wanted
 
 
+@pytest.mark.parametrize(("trouble", "lines"), [("torch is missing", 1), (None, 0)])
+def test_of_a_zygote_only_trouble_is_told_and_an_interrupt_is_none(
+    monkeypatch: pytest.MonkeyPatch, trouble: str | None, lines: int
+) -> None:
+    zygote = Zygote.__new__(Zygote)
+    why = trouble or INTERRUPTED
+    monkeypatch.setattr(Zygote, "trouble", lambda self, fd: why)  # pyright: ignore
+    said: list[str] = []
+    assert usable(zygote, -1, said.append) is None
+    assert len(said) == lines
+
+
 @pytest.mark.parametrize("when", ["importing", "running"])
 def test_killed_launcher_leaves_no_zygote(job: Launching, when: str) -> None:
-    text = "print('importing', flush=True)\nimport time\ntime.sleep(60)"
-    job.write(text if when == "importing" else "", "slow.py")
+    job.write("import time\ntime.sleep(600)" if when == "importing" else "", "slow.py")
     program = job.write("""
         import os, time
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
                 print("running", flush=True)
-                time.sleep(60)
+                time.sleep(600)
             os._exit(0)
-        time.sleep(60)
+        time.sleep(600)
     """)
     started = job.start("--nproc", "2", "--preload", "slow", program)
     if when == "running":
@@ -129,12 +140,11 @@ def test_killed_launcher_leaves_no_zygote(job: Launching, when: str) -> None:
     else:
         until(lambda: len(job.left()) > 1)
     started.kill()
-    started.communicate()
-    until(lambda: job.left() == [] and not list(job.directory.glob("dure_*")))
+    job.wait_until_gone()
 
 
 TORCH = """
-import ctypes, os, sys, time
+import os, sys, time
 import numpy, torch
 import torch.utils.data
 import dure
@@ -151,30 +161,28 @@ print("alike", any(a == b for a, b in zip(*both)))
 t = torch.ones(1000)
 dure.all_reduce(t)
 print("sum", bool((t == 2).all()))
-if dure.get_rank() == 1:
-    dure.recv(t, src=0)
-    sys.exit(3)
-dure.send(t, dst=1)
-time.sleep(600)
+while dure.get_rank() == 1:
+    if os.path.exists(sys.argv[1]):
+        sys.exit(3)
+    time.sleep(0.01)
+os.close(os.open(sys.argv[1], os.O_CREAT)), time.sleep(600)
 """
 
 
 def test_torch_works_in_forked_ranks_and_they_tell_where_they_are(tmp_path: Path) -> None:
     program, lines = put(tmp_path / "program.py", TORCH), list[Line]()
-    variables = {"OMP_NUM_THREADS": "2"}
     result = run_job(
-        JobSpec(program=program, nproc=2, on_line=lines.append, quiet=True, env=variables)
+        JobSpec(
+            program=program,
+            args=(str(tmp_path / "up"),),
+            nproc=2,
+            on_line=lines.append,
+            quiet=True,
+            env={"OMP_NUM_THREADS": "2"},
+        )
     )
+    wanted = ["forked True", "threads 2 2", "loader [0, 1, 2, 3]", "alike False", "sum True"]
     for rank in range(2):
-        told = [line.text.decode() for line in lines if line.rank == rank]
-        assert told[:5] == [
-            "forked True",
-            "threads 2 2",
-            "loader [0, 1, 2, 3]",
-            "alike False",
-            "sum True",
-        ]
+        assert [line.text.decode() for line in lines if line.rank == rank] == wanted
     assert result.exit_code == 3
-    assert [(f.file, f.line) for f in result.ranks[0].stack] == [
-        (program, TORCH.count("\n")),
-    ]
+    assert [(f.file, f.line) for f in result.ranks[0].stack] == [(program, TORCH.count("\n"))]

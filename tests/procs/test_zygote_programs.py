@@ -28,14 +28,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    before, directory = os.getcwd(), tmp_path_factory.mktemp("stage")
+    directory = tmp_path_factory.mktemp("stage")
     put(directory / "beside.py", "NAME = 'beside'")
     put(directory / "colorsys.py", "NAME = 'shadow'")
-    os.chdir(directory)
     program, args = put(directory / "program.py", ""), ("--one", "two words", "")
-    with staged(JobSpec(program=program, args=args, zygote="always", preload=CHEAP)) as stage:
-        yield stage
-    os.chdir(before)
+    spec = JobSpec(program=program, args=args, zygote="always", preload=CHEAP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        with staged(spec) as stage:
+            yield stage
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -102,9 +103,11 @@ def test_options_of_the_interpreter_are_handed_on(
 def standard_input(fd: int) -> Iterator[None]:
     kept = os.dup(0)
     os.dup2(fd, 0)
-    yield
-    os.dup2(kept, 0)
-    os.close(kept)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
 
 
 def test_rank_zero_reads_standard_input(stage: Stage) -> None:
@@ -146,7 +149,7 @@ def test_every_rank_draws_for_itself(here: Path) -> None:
 
 UNFIT = {
     "starts a thread": "import threading\nthreading.Thread(target=input, daemon=True).start()\n"
-    "import time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+    "import time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
     "starts a process": "import subprocess\nchild = subprocess.Popen(['sleep', '1'])",
     "is traced": "import sys\nsys.settrace(lambda *_: None)",
     "keeps files open": "files = [open('/dev/null') for _ in range(10)]",

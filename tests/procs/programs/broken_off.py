@@ -14,6 +14,8 @@ from dure.comm.backends.torch_engine import create_gloo
 from dure.comm.call import Call
 from dure.store import FileStore
 
+NUMEL = 64 << 20  # more than a kernel's buffers hold
+
 
 def options(rank: int) -> BackendOptions:
     """Return what the group is; its time limits are somebody else's."""
@@ -33,22 +35,30 @@ def broadcast(tensor: torch.Tensor) -> Call:
     return Call(op="broadcast", inputs=(tensor,), outputs=(tensor,), root=1)
 
 
+def send() -> None:
+    """Broadcast for as long as the receiver lives."""
+    engine, tensor = create_gloo(options(1)), torch.ones(NUMEL)
+    while True:
+        engine.run(broadcast(tensor), False)
+
+
 def main() -> None:
-    """Be the receiver, and start the sender."""
-    numel = 64 << 20  # more than a kernel's buffers hold
+    """Be the receiver, and start the sender, which is stopped within a message."""
     sender = os.fork()
     if not sender:
-        create_gloo(options(1)).run(broadcast(torch.ones(numel)), False)
-        signal.pause()
-    tensor = torch.zeros(numel)
+        send()
     engine = create_gloo(options(0))
-    request = engine.run(broadcast(tensor), True)
-    assert request is not None
-    while not tensor[0]:
-        pass
-    os.kill(sender, signal.SIGSTOP)
     try:
-        assert not request.wait(0.5), "the sender was stopped too late"
+        while True:
+            tensor = torch.zeros(NUMEL)
+            request = engine.run(broadcast(tensor), True)
+            assert request is not None
+            while not tensor[0]:
+                pass
+            os.kill(sender, signal.SIGSTOP)
+            if not request.wait(0.5):
+                break
+            os.kill(sender, signal.SIGCONT)  # it was stopped too late: within the next one
         engine.close(True)
         assert request.done()
     finally:

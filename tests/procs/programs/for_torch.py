@@ -92,8 +92,8 @@ def init_process(rank: int, size: int, port: str) -> None:
 
 def start_own_ranks(method: str, port: str, size: int) -> None:
     """Start the ranks from within."""
-    mp.set_start_method(method)
-    processes = [mp.Process(target=init_process, args=(r, size, port)) for r in range(size)]
+    context = mp.get_context(method)
+    processes = [context.Process(target=init_process, args=(r, size, port)) for r in range(size)]
     for process in processes:
         process.start()
     for process in processes:

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -20,6 +21,7 @@ from dure.comm.world import current_world
 from dure.errors import CommTimeout, Desync, PeerLost, UsageError
 from ranks.pipeline_models import Pipeline, batches, dense, one_process
 from ranks.test_pipeline_failures import fail_everywhere
+from waiting import PATIENCE_S
 
 
 def holds(tensor: torch.Tensor, value: float) -> bool:
@@ -95,7 +97,7 @@ def case_asynchronous_work_goes_on_while_nobody_waits(rank, n):
         work.wait()
         store.set(f"mpi/saw/{rank}", "1")
     else:
-        store.wait([f"mpi/saw/{r}" for r in range(1, n)], timedelta(seconds=20))
+        store.wait([f"mpi/saw/{r}" for r in range(1, n)], timedelta(seconds=PATIENCE_S))
         work.wait()
     assert holds(t, n * (n + 1) / 2)
     dist.barrier()
@@ -193,16 +195,28 @@ def case_tag_that_mpi_does_not_have(rank, n):
             dist.send(torch.ones(1), dst=_ring(rank, n)[0], tag=2**31 - 1)
 
 
+def _press_ctrl_c(inside: threading.Event) -> None:
+    inside.wait()
+    time.sleep(0.1)  # a moment earlier or later it is the same
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def case_wait_that_is_interrupted(rank, n):
     """Ctrl-C ends a wait; the group can be left, and peers hear of it."""
     if n == 1:
         return
     group = dist.new_group()
     if rank == 0:
-        pressed = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        inside = threading.Event()
+        pressed = threading.Thread(target=_press_ctrl_c, args=(inside,))
         pressed.start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def wait_in_vain() -> None:
+            inside.set()
             dist.all_reduce(torch.ones(1), group=group)
+
+        with pytest.raises(KeyboardInterrupt):
+            wait_in_vain()
         pressed.join()
         dist.destroy_process_group(group)
     dist.barrier()

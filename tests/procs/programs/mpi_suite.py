@@ -13,8 +13,9 @@ from datetime import timedelta
 import dure as dist
 from conformance import suite
 from procs.programs import mpi_cases
+from waiting import PATIENCE_S
 
-LIMIT = timedelta(seconds=30)
+LIMIT = timedelta(seconds=PATIENCE_S)
 
 
 def main(subjects: list[str]) -> None:
