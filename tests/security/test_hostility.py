@@ -53,8 +53,7 @@ def test_a_port_scan_is_counted(server: Victim) -> None:
 
 @pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk[:12]))
 def test_bytes_that_are_not_ours_end_the_connection(junk: bytes, server: Victim) -> None:
-    source = new_source()
-    with server.under_attack(), connect(server.port, source) as stranger:
+    with server.under_attack(), connect(server.port) as stranger:
         stranger.sendall(junk)
         with contextlib.suppress(OSError):  # it may be over already
             stranger.shutdown(socket.SHUT_WR)
@@ -72,8 +71,7 @@ def test_a_replayed_session_is_refused(timed: bool, server: Victim) -> None:
         genuine.close()
     assert len(proxy.recorded) > 500
     answered = (proxy.recorded[:64], proxy.recorded[64:hello]) if timed else ()
-    source = new_source()
-    with server.under_attack(), connect(server.port, source) as stranger:
+    with server.under_attack(), connect(server.port) as stranger:
         for part in answered:
             stranger.sendall(part)
             assert stranger.recv(65536)
@@ -92,11 +90,10 @@ def test_another_key_is_refused_on_both_sides(server: Victim) -> None:
 
 
 def test_the_servers_public_key_alone_opens_nothing(server: Victim) -> None:
-    source = new_source()
     public = server.key.pair("store server").public
     with (
         server.under_attack(),
-        peer(server.port, source, public, mint().pair("store client")) as stranger,
+        peer(server.port, new_source(), public, mint().pair("store client")) as stranger,
     ):
         stranger.send(pack(Request("list")), zmq.NOBLOCK)
         assert "another job key" in server.refused(1)
@@ -111,8 +108,7 @@ def test_a_client_with_the_servers_own_pair_is_refused(server: Victim) -> None:
 
 @pytest.mark.parametrize("plain", [False, True], ids=["NULL", "PLAIN"])
 def test_other_mechanisms_are_refused(plain: bool, server: Victim) -> None:
-    source = new_source()
-    with server.under_attack(), peer(server.port, source, plain=plain) as stranger:
+    with server.under_attack(), peer(server.port, new_source(), plain=plain) as stranger:
         stranger.send(pack(Request("list")), zmq.NOBLOCK)
         server.refused(1)
         assert not stranger.poll(0)
@@ -135,7 +131,7 @@ def test_handshakes_that_are_held_open_are_shut(server: Victim) -> None:
 def test_a_flood_from_one_place_takes_no_room_from_another(tmp_path: Path) -> None:
     patience = {"MOST": MOST, "HANDSHAKE_S": 60.0}
     with victim(tmp_path, tracker=patience) as server, contextlib.ExitStack() as opened:
-        patient = opened.enter_context(connect(server.port, new_source()))
+        patient = opened.enter_context(connect(server.port))
         patient.sendall(greeting())
         source = new_source()
         with server.under_attack():
@@ -145,7 +141,7 @@ def test_a_flood_from_one_place_takes_no_room_from_another(tmp_path: Path) -> No
 
 
 def test_a_frame_of_2_gb_before_the_handshake_is_cut_off_at_its_header(server: Victim) -> None:
-    with server.under_attack(), connect(server.port, new_source()) as stranger:
+    with server.under_attack(), connect(server.port) as stranger:
         stranger.sendall(greeting() + frame_header(TWO_GB, command=True))
         with pytest.raises(OSError):  # it is over before all of this is sent
             stranger.sendall(bytes(64 << 20))

@@ -54,9 +54,10 @@ def new_source() -> str:
     return f"127.66.{number // 250}.{1 + number % 250}"
 
 
-def connect(port: int, source: str) -> socket.socket:
-    here = ("127.0.0.1", port)
-    return socket.create_connection(here, PATIENCE_S, source_address=(source, 0))
+def connect(port: int, source: str = "") -> socket.socket:
+    """Connect from an address of this machine; "": from one that no attack has come from before."""
+    here = (source or new_source(), 0)
+    return socket.create_connection(("127.0.0.1", port), PATIENCE_S, source_address=here)
 
 
 def is_closed(stranger: socket.socket, timeout_s: float = PATIENCE_S) -> bool:

@@ -67,12 +67,14 @@ def test_a_file_that_is_not_what_it_was_is_an_error_and_closing_is_not(
 ) -> None:
     store = FileStore(path, timeout=TIMEOUT)
     store.set("k", "v")
+    content = path.read_bytes()
     if then == "cut short":
-        path.write_bytes(path.read_bytes()[:-30])
+        path.write_bytes(content[:-30])
     else:
         path.unlink()
-    if then == "replaced":
-        FileStore(path, timeout=TIMEOUT).set("other", "v" * 200)  # a longer file than before
+    if then == "replaced":  # by a store of another name with the same lines, and one more
+        _, *lines = content.splitlines(keepends=True)
+        path.write_bytes(b"".join([b"dure store %032d\n" % 1, *lines, lines[-1]]))
     for use in (lambda: store.set("k", "v"), lambda: store.check(["k"])):
         with pytest.raises(StoreError):
             use()
