@@ -54,8 +54,8 @@ def _step(library: Any, kind: Any, mine: list[int]) -> list[torch.Tensor]:
     x, y = batches(1, rows=8)[0]
     losses: list[torch.Tensor] = []
     last = len(parts) - 1 in mine
-    told = {"target": y, "losses": losses} if last else {}
-    output = schedule.step(*([x] if 0 in mine else []), **told)
+    for_the_last = {"target": y, "losses": losses} if last else {}
+    output = schedule.step(*([x] if 0 in mine else []), **for_the_last)
     gradients = [p.grad for i in mine for p in parts[i].parameters()]
     return [*losses, *([output] if last else []), *(g for g in gradients if g is not None)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from dure.testing import run_ranks
 
 STEPS = 3
 ROWS = 12
+M = TypeVar("M", bound=nn.Module)
 Tensors = dict[str, torch.Tensor | None]
 BOTH_WAYS = pytest.mark.parametrize("way", ["gathered", "shared"])
 """Each strategy of `fully_shard`."""
@@ -60,6 +61,14 @@ def made(**options: Any) -> Net:
     with making:
         torch.manual_seed(1)
         return Net(**options).double()
+
+
+def filled(model: M) -> M:
+    """Give parameters values, each its own."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) + number)
+    return model
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

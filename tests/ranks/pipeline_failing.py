@@ -56,7 +56,7 @@ class _Fault(torch.autograd.Function):
 
 
 def fail_everywhere(rank: int, name: str, world: int, parts: list[nn.Module]) -> Trained:
-    """Fail in every stage by turns, in the phases of a step; then train."""
+    """Fail in one stage after another, in each phase of a step; then train."""
     armed: list[int] = []
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

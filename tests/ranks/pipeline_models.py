@@ -31,7 +31,7 @@ def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def stages_of(name: str, rank: int, world: int, each: int) -> list[int]:
-    """Return the stages that lie on a rank."""
+    """Return the stages of a rank."""
     if name in V_SHAPED:
         return [rank, 2 * world - 1 - rank]
     return [rank + k * world for k in range(each)]

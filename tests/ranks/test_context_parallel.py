@@ -133,25 +133,7 @@ def test_within_the_block_buffers_are_parts_and_attention_sees_all():
     run_ranks(2, body)
 
 
-def test_a_batch_is_shifted_padded_and_cut():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        ids = torch.tensor([[5, 6, 7, 8, 9, 1], [5, 6, 7, 0, 0, 0]])
-        mask = torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])
-        return context_parallel_batch(mesh, {"input_ids": ids, "attention_mask": mask})
-
-    first, second = run_ranks(2, body)
-    # Positions 0, 1, 6, 7 and 2, 3, 4, 5 of 8; the last two are padding.
-    assert first["input_ids"].tolist() == [[5, 6, 0, 0], [5, 6, 0, 0]]
-    assert first["labels"].tolist() == [[6, 7, -100, -100], [6, 7, -100, -100]]
-    assert first["attention_mask"].squeeze().tolist() == [[True, True, False, False]] * 2
-    assert second["input_ids"].tolist() == [[7, 8, 9, 1], [7, 0, 0, 0]]
-    assert second["labels"].tolist() == [[8, 9, 1, -100], [-100, -100, -100, -100]]
-    assert second["position_ids"].tolist() == [[2, 3, 4, 5]] * 2
-    assert second["attention_mask"].squeeze().tolist() == [[True] * 4, [True, False, False, False]]
-
-
-def test_documents_of_a_batch_are_kept_apart():
+def test_a_batch_is_shifted_padded_and_cut_and_documents_are_kept_apart():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
         batch = {

@@ -80,7 +80,7 @@ def net(how: str = "plain") -> Net:
         return Net(how).double()
 
 
-def trained(model: nn.Module, rank: int, ranks: int, everybody: DeviceMesh | None) -> Any:
+def trained(model: nn.Module, rank: int, ranks: int, data_mesh: DeviceMesh | None) -> Any:
     """Train on this rank's part of each batch; return losses, last gradients, weights, biases."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses: list[float] = []
@@ -90,13 +90,13 @@ def trained(model: nn.Module, rank: int, ranks: int, everybody: DeviceMesh | Non
         batch = torch.randint(WORDS, (8, 5), generator=drawing).chunk(ranks)[rank]
         optimizer.zero_grad()
         scores = model(batch[:, :-1]).flatten(0, 1)
-        loss = F.cross_entropy(scores, batch[:, 1:].flatten()) + balancing_loss(model, everybody)
+        loss = F.cross_entropy(scores, batch[:, 1:].flatten()) + balancing_loss(model, data_mesh)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        loads = update_expert_bias(model, everybody)
+        loads = update_expert_bias(model, data_mesh)
         loss = loss.detach()
-        if everybody is not None:
+        if data_mesh is not None:
             dure.all_reduce(loss, dure.ReduceOp.AVG)
         losses.append(loss.item())
     biases = [b for name, b in model.named_buffers() if "bias" in name]
@@ -119,15 +119,15 @@ def test_experts_and_shards_train_as_on_one_rank(shape: Any, how: str, way: str)
 
     def body(rank: int) -> Any:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
-        everybody = mesh["dp", "ep"]._flatten("data")  # pyright: ignore[reportPrivateUsage]
+        data_mesh = mesh["dp", "ep"]._flatten("data")  # pyright: ignore[reportPrivateUsage]
         model = copy.deepcopy(made)
         parallelize_module(model, mesh["ep"], {"layers.*.moe.experts": ExpertParallel()})
         with strategy(way):
             for block in model.layers:
                 fully_shard(block.moe.experts, mesh=mesh["dp"])
-                fully_shard(block, mesh=everybody)
-            fully_shard(model, mesh=everybody)
-        return trained(model, rank, everybody.size(), everybody)
+                fully_shard(block, mesh=data_mesh)
+            fully_shard(model, mesh=data_mesh)
+        return trained(model, rank, data_mesh.size(), data_mesh)
 
     for got in run_ranks(shape[0] * shape[1], body):
         close(got, wanted, rtol=0, atol=1e-10)
@@ -238,9 +238,9 @@ def test_balancing_is_exact_over_ranks_with_any_numbers_of_tokens(lengths: Any) 
         loss = balancing_loss(model, mesh)
         loss.backward()
         gradient = model.router.gate.weight.grad
-        for mine, whole in ((loss.detach(), wanted), (gradient, alone.router.gate.weight.grad)):
+        for mine, full in ((loss.detach(), wanted), (gradient, alone.router.gate.weight.grad)):
             dure.all_reduce(mine, dure.ReduceOp.AVG)
-            close(mine, whole.detach())
+            close(mine, full.detach())
 
     run_ranks(2, body)
 
@@ -251,11 +251,11 @@ def test_experts_over_ranks_that_share_a_sequence() -> None:
         input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_input=True,
         output_layouts=Shard(1), desired_output_layouts=Shard(1), use_local_output=False,
     )  # fmt: skip
-    whole = SequenceParallel(sequence_dim=0, use_local_output=True)
+    replicated = SequenceParallel(sequence_dim=0, use_local_output=True)
     plan = {
         "moe": part,
-        "moe.router.gate": whole,
-        "moe.shared_experts.w?": whole,
+        "moe.router.gate": replicated,
+        "moe.shared_experts.w?": replicated,
         "moe.experts": ExpertParallel(gradient_divisor=1),
     }
     alone, x = nn.Sequential(), drawn(2, 6, D)

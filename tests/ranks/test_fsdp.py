@@ -255,23 +255,6 @@ def test_another_method_gathers_as_forward_does(way: str) -> None:
     run_ranks(2, body)
 
 
-def test_kept_parameters_are_those_of_the_last_step(way: str) -> None:
-    def body(rank: int) -> None:
-        model = made()
-        with strategy(way):
-            fully_shard(model, reshard_after_forward=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        by_step(model, 0, 2, rank)
-        before = loss_of(model, batch(1)).detach()
-        optimizer.step()
-        after = loss_of(model, batch(1)).detach()
-        assert before != after
-        with torch.no_grad():
-            torch.testing.assert_close(loss_of(model, batch(1)), after)
-
-    run_ranks(2, body)
-
-
 def test_a_write_on_one_rank_is_seen_by_all(way: str) -> None:
     """Parameters are unsharded; one rank changes its rows, and all ranks gather again."""
 

@@ -11,7 +11,7 @@ import torch
 from dure.fsdp import fully_shard
 from ranks.fsdp_models import Net, compare, made, making
 
-# The compiler looks at gradients of what is no leaf; ranks that are threads undo its filter.
+# The compiler looks at gradients of inner tensors; ranks that are threads undo its filter.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 

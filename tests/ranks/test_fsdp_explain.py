@@ -1,4 +1,4 @@
-"""`fsdp.explain`: what it says of a model, against what was made of it."""
+"""`fsdp.explain`: its report, against the sharded model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from dure.errors import ModuleError
 from dure.fsdp import MixedPrecisionPolicy, explain, fully_shard, strategy
-from dure.tensor import Shard
 from dure.testing import run_ranks
 
 LOW = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
@@ -41,26 +40,26 @@ def test_groups_are_told_with_their_bytes_and_strategy(way: str) -> None:
     def body(rank: int) -> None:
         with strategy(way):
             model = made()
-        told = explain(model)
-        root, weight, _, second = told.groups
-        assert [(g.module, g.trained, g.parameters) for g in told.groups] == [
+        found = explain(model)
+        root, weight, _, second = found.groups
+        assert [(g.module, g.trained, g.parameters) for g in found.groups] == [
             ("(root)", True, ("norm.weight", "norm.bias")),
             ("first", True, ("first.weight",)),
             ("first", False, ("first.bias",)),
             ("second", True, ("second.weight",)),
         ]
         assert root.dtype == torch.float32
-        # first.weight [4, 3] float32: two rows a rank; the whole computes in bfloat16.
+        # first.weight [4, 3] float32: two rows per rank; it is unsharded in bfloat16.
         assert (weight.numel, weight.sharded_bytes, weight.whole_bytes) == (12, 2 * 3 * 4, 12 * 2)
         # second.weight [5, 4]: three rows and two.
         assert (second.numel, second.sharded_bytes) == (20, (3, 2)[rank] * 4 * 4)
         assert second.whole_bytes == 20 * 4
         assert (weight.dtype, second.dtype) == (torch.bfloat16, torch.float32)
-        assert {g.strategy for g in told.groups} == {way}
+        assert {g.strategy for g in found.groups} == {way}
         why = {"gathered": "asked for", "shared": "CPU parameters, ranks on one host"}
-        assert {g.why for g in told.groups} == {why[way]}
-        assert told.plain == ("scale",)
-        assert told.buffers == {"angles": torch.bfloat16}
+        assert {g.why for g in found.groups} == {why[way]}
+        assert found.plain == ("scale",)
+        assert found.buffers == {"angles": torch.bfloat16}
 
     run_ranks(2, body)
 
@@ -72,30 +71,13 @@ def test_the_order_of_gathers_is_told_once_it_is_known(way: str) -> None:
         before = explain(model)
         assert (before.forward, before.backward) == ((), ())
         model(torch.ones(2, 3)).sum().backward()
-        told = explain(model)
-        assert told.forward == ("(root)", "first", "second")
-        assert told.backward == ("second", "first")  # the root keeps its wholes until then
+        found = explain(model)
+        assert found.forward == ("(root)", "first", "second")
+        assert found.backward == ("second", "first")  # the root stays unsharded until then
         model.second.set_modules_to_forward_prefetch([model.first])
         assert explain(model).forward[2] == "second (with first)"
 
     run_ranks(2, body)
-
-
-def test_a_choice_that_nobody_asked_for_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    def body(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        fully_shard(model[0], shard_placement_fn=lambda p: Shard(1))
-        fully_shard(model)
-        across, root = explain(model).groups[::-1]
-        assert (across.strategy, across.why) == ("gathered", "weight is cut in dimension 1")
-        assert (root.strategy, root.why) == ("shared", "CPU parameters, ranks on one host")
-
-    run_ranks(2, body)
-    printed = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in printed if line.startswith(("(root)", "0 "))]
-    assert rows[0][:8] == ["(root)", "1", "16", "float32", "yes", "32", "B", "64"]
-    assert rows[1][9:11] == ["gathered", "weight"]
-    assert len(rows) == 2  # rank 0 alone prints
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tensor subclasses that say themselves what is gathered."""
+"""Tensor subclasses with methods of their own for the all_gather."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Halves(torch.Tensor):
         if out is not None:
             torch.mul(values.double(), scale, out=out.detach())
             return None
-        whole = (values.double() * scale).to(param_dtype)
-        return whole, (whole,)
+        full = (values.double() * scale).to(param_dtype)
+        return full, (full,)
 
 
 @pytest.mark.parametrize("rows", [6, 7])

@@ -1,4 +1,4 @@
-"""Frozen and low-rank: only what is trained has gradients and state, and is reduced."""
+"""Frozen and low-rank: only trained parameters have gradients and state, and are reduced."""
 
 from __future__ import annotations
 
@@ -92,18 +92,18 @@ def test_adapters_train_as_on_one_rank(way: str, kind: type[Quantized], size: in
 
 
 @pytest.mark.parametrize("kind", [Quantized, Floating])
-def test_what_is_frozen_has_no_gradient_and_no_state(way: str, kind: type[Quantized]) -> None:
+def test_frozen_parameters_have_no_gradient_and_no_state(way: str, kind: type[Quantized]) -> None:
     def body(rank: int) -> None:
         model = sharded(kind, way)
-        told = explain(model)
+        report = explain(model)
         per_layer = {"0": ADAPTER, "1": ADAPTER}
-        assert {g.module: g.numel for g in told.groups if g.trained} == per_layer
-        frozen = sum(g.numel for g in told.groups if not g.trained)
+        assert {g.module: g.numel for g in report.groups if g.trained} == per_layer
+        frozen = sum(g.numel for g in report.groups if not g.trained)
         assert frozen == LAYERS * (BASE + WIDTH)
-        # Half of them on each rank; a gradient and two states of what is trained.
-        assert told.trained_bytes == LAYERS * ADAPTER * 4 // 2
+        # Half of them on each rank; a gradient and two states of trained ones.
+        assert report.trained_bytes == LAYERS * ADAPTER * 4 // 2
         base = LAYERS * BASE * (1 if kind is Quantized else 4)
-        assert told.frozen_bytes == (base + LAYERS * WIDTH * 4) // 2
+        assert report.frozen_bytes == (base + LAYERS * WIDTH * 4) // 2
         optimizer, _ = trained(model, 2, rank)
         shards: list[Any] = list(model.parameters())
         gradients = [p.grad.to_local().numel() for p in shards if p.grad is not None]
@@ -115,7 +115,7 @@ def test_what_is_frozen_has_no_gradient_and_no_state(way: str, kind: type[Quanti
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_what_is_frozen_is_not_reduced(way: str, later: bool) -> None:
+def test_frozen_parameters_are_not_reduced(way: str, later: bool) -> None:
     """Nor if it was frozen after `fully_shard`."""
 
     def body(rank: int) -> None:

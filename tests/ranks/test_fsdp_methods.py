@@ -1,4 +1,4 @@
-"""The methods of a sharded module: what each changes, in numbers or in what is communicated."""
+"""The methods of a sharded module: the effect of each on results or on communication."""
 
 from __future__ import annotations
 

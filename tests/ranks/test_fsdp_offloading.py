@@ -13,16 +13,13 @@ from torch import nn
 from dure.errors import ModuleError, OptimizerError, UsageError
 from dure.fsdp import MixedPrecisionPolicy, fully_shard, offload, onload, strategy
 from dure.testing import run_ranks
-from ranks.fsdp_models import assert_same, full_gradients, full_weights
+from ranks.fsdp_models import assert_same, filled, full_gradients, full_weights
 
 WIDTH = 300  # a weight has more bytes than tensors that stay
 
 
 def made(way: str, **options: Any) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) + number)
+    model = filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)))
     with strategy(way):
         fully_shard(model[0], **options)
         return fully_shard(model, **options)

@@ -14,17 +14,13 @@ from dure.fsdp import fully_shard, strategy
 from dure.parallel.amp import GradScaler
 from dure.tensor import DTensor
 from dure.testing import run_ranks
-from ranks.fsdp_models import BOTH_WAYS, assert_same, full_weights
+from ranks.fsdp_models import BOTH_WAYS, assert_same, filled, full_weights
 
 pytestmark = BOTH_WAYS
 
 
 def made() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) + number)
-    return model
+    return filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
 
 
 def sharded(model: nn.Sequential, way: str) -> nn.Sequential:

@@ -1,8 +1,7 @@
-"""Fully sharded training in fewer bits: what is cast, when, and in which dtype gradients add up."""
+"""Fully sharded training in fewer bits: casts, and the dtype in which gradients add up."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -30,11 +29,11 @@ def batch_of(rank: int, step: int = 0) -> torch.Tensor:
     return torch.rand(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def low_gradients(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tensor]:
-    """Return what a rank's backward gives on a copy in bfloat16."""
-    low = copy.deepcopy(model).to(LOW)
-    low(batch_of(rank, step).to(LOW)).square().sum().backward()
-    return [p.grad for p in low.parameters()]  # pyright: ignore
+def alone(dtype: torch.dtype, rank: int, step: int) -> list[torch.Tensor]:
+    """Return what a rank's backward gives on a copy in this dtype."""
+    model = model_of().to(dtype)
+    model(batch_of(rank, step).to(dtype)).square().sum().backward()
+    return [p.grad.float() for p in model.parameters()]  # pyright: ignore
 
 
 def sharded(way: str, model: Any, **options: Any) -> Any:
@@ -43,11 +42,23 @@ def sharded(way: str, model: Any, **options: Any) -> Any:
         return fully_shard(model, **options)
 
 
-def gradients(
-    way: str, policy: MixedPrecisionPolicy, steps: int = 1, sync_all: bool = True
-) -> list[list[torch.Tensor]]:
+@pytest.mark.parametrize(
+    ("compute", "reduce", "steps", "sync_all"),
+    [
+        (LOW, torch.float32, 1, True),
+        (LOW, torch.float32, 3, True),
+        (LOW, torch.float32, 3, False),
+        (LOW, None, 1, True),
+        (None, LOW, 1, True),
+    ],
+)
+def test_gradients_are_averaged_in_the_dtype_of_the_policy(
+    way: str, compute: Any, reduce: Any, steps: int, sync_all: bool
+) -> None:
+    """Over one backward or three, reduced each time or at the last."""
+
     def body(rank: int) -> Any:
-        model = sharded(way, model_of(), mp_policy=policy)
+        model = sharded(way, model_of(), mp_policy=MixedPrecisionPolicy(compute, reduce))
         for step in range(steps):
             model.set_requires_gradient_sync(sync_all or step == steps - 1)
             model(batch_of(rank, step)).square().sum().backward()
@@ -55,52 +66,17 @@ def gradients(
             assert parameter.dtype == parameter.grad.dtype == torch.float32
         return [whole(p.grad) for p in model.parameters()]
 
-    return run_ranks(2, body)
-
-
-def test_gradients_of_bfloat16_are_averaged_in_float32(way: str) -> None:
-    """To the bit: each rank's are exact in float32."""
-    ranks = [low_gradients(model_of(), rank) for rank in range(2)]
-    expected = [(a.float() + b.float()) / 2 for a, b in zip(*ranks, strict=True)]
-    for got in gradients(way, MixedPrecisionPolicy(LOW, torch.float32)):
-        assert all(map(torch.equal, got, expected))
-
-
-def test_without_reduce_dtype_they_are_averaged_as_they_come(way: str) -> None:
-    ranks = [low_gradients(model_of(), rank) for rank in range(2)]
-    expected = [((a + b) / 2).float() for a, b in zip(*ranks, strict=True)]
-    exact = [(a.float() + b.float()) / 2 for a, b in zip(*ranks, strict=True)]
-    for got in gradients(way, MixedPrecisionPolicy(LOW)):
-        assert all(torch.equal(g, g.to(LOW).float()) for g in got)
-        assert not all(map(torch.equal, got, exact))
-        for one, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0.01, atol=1e-3)
-
-
-@pytest.mark.parametrize("sync_all", [True, False])
-def test_gradients_add_up_in_float32(way: str, sync_all: bool) -> None:
-    """Over three backwards, reduced each time or at the last."""
-    sums: list[list[torch.Tensor]] = []
-    for rank in range(2):
-        steps = [low_gradients(model_of(), rank, step) for step in range(3)]
-        sums.append([a.float() + b.float() + c.float() for a, b, c in zip(*steps, strict=True)])
-    expected = [(a + b) / 2 for a, b in zip(*sums, strict=True)]
-    for got in gradients(way, MixedPrecisionPolicy(LOW, torch.float32), 3, sync_all):
-        for one, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-
-def test_fewer_bits_to_reduce_than_to_compute(way: str) -> None:
-    def expected_of(rank: int) -> list[torch.Tensor]:
-        model = model_of()
-        model(batch_of(rank)).square().sum().backward()
-        return [p.grad.to(LOW) for p in model.parameters()]  # pyright: ignore
-
-    ranks = [expected_of(rank) for rank in range(2)]
-    for got in gradients(way, MixedPrecisionPolicy(None, LOW)):
-        for grad, a, b in zip(got, *ranks, strict=True):
-            assert torch.equal(grad, grad.to(LOW).float())
-            torch.testing.assert_close(grad, (a.float() + b.float()) / 2, rtol=0.01, atol=1e-3)
+    each = [alone(compute or torch.float32, r, step) for step in range(steps) for r in range(2)]
+    expected = [torch.stack(gradients).sum(0) / 2 for gradients in zip(*each, strict=True)]
+    for found in run_ranks(2, body):
+        exact = all(map(torch.equal, found, expected))
+        if reduce is torch.float32:
+            assert exact or steps > 1
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        else:
+            assert not exact
+            assert all(torch.equal(g, g.to(LOW).float()) for g in found)
+            torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-3)
 
 
 class Seeing(nn.Module):
@@ -124,7 +100,7 @@ class Seeing(nn.Module):
 
 
 @pytest.mark.parametrize("cast", [True, False])
-def test_what_is_cast(way: str, cast: bool) -> None:
+def test_floating_point_inputs_are_cast(way: str, cast: bool) -> None:
     """Floating-point inputs, wherever they are; no integers, no buffers."""
 
     def body(rank: int) -> None:
@@ -146,7 +122,7 @@ def test_what_is_cast(way: str, cast: bool) -> None:
     run_ranks(2, body)
 
 
-def test_weights_are_cast_anew_after_each_step(way: str) -> None:
+def test_weights_are_cast_again_after_each_step(way: str) -> None:
     def body(rank: int) -> None:
         model = nn.Linear(4, 4, bias=False)
         with strategy(way):
@@ -183,7 +159,7 @@ def test_modules_of_different_policies(way: str) -> None:
     run_ranks(2, body)
 
 
-def test_integers_are_no_precision() -> None:
+def test_integer_dtypes_are_refused() -> None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         with pytest.raises(ModuleError, match="floating-point"):
             MixedPrecisionPolicy(**{name: torch.int8})  # pyright: ignore

@@ -62,7 +62,7 @@ def looking(rank: int, expected: list[float]) -> Callable[[torch.Tensor], None]:
 
 
 def frozen(model: Net) -> Net:
-    """Nothing is reduced, so that reductions hold nobody back."""
+    """Nothing is reduced, so that no rank waits for a reduction."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model
@@ -140,7 +140,7 @@ def test_a_backward_through_weights_that_were_stepped_is_refused(way: str) -> No
     run_ranks(2, body)
 
 
-WRITTEN = {  # what is written while module 1 runs -> the parameter that the error names
+WRITTEN = {  # written while module 1 runs -> the parameter that the error names
     "unsharded": "1.0.weight",
     "shard": "0.weight",
     "local tensor": "0.weight",

@@ -16,6 +16,7 @@ from dure.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard, strate
 from dure.tensor import DTensor
 from dure.tensor.parallel import ColwiseParallel, parallelize_module
 from dure.testing import run_ranks
+from ranks.fsdp_models import filled
 
 
 class Net(nn.Module):
@@ -35,11 +36,7 @@ class Net(nn.Module):
 
 
 def made() -> Net:
-    model = Net()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) + number)
-    return model
+    return filled(Net())
 
 
 def sharded(way: str, **options: Any) -> Net:

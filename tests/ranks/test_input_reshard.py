@@ -14,23 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dure.errors import ShapeError
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor, Replicate, distribute_module
+from dure.tensor import DTensor, distribute_module
 from dure.tensor.debug import CommDebugMode
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.tensor.parallel.input_reshard import input_reshard
 from dure.testing import run_ranks
-from ranks.tensor_models import batches, loss_of, small_llama
-
-
-def plan():
-    return {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
-        "layers.*.attention.w[qkv]": ColwiseParallel(),
-        "layers.*.attention.wo": RowwiseParallel(),
-        "layers.*.feed_forward.w[13]": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(),
-        "output": ColwiseParallel(output_layouts=Replicate()),
-    }
+from ranks.tensor_models import batches, loss_of, small_llama, tp_plan
 
 
 @pytest.mark.parametrize(("n", "dim"), [(2, 0), (2, -1), (2, -3), (3, 1), (3, 2)])
@@ -75,7 +64,7 @@ def test_a_rank_keeps_its_part_once_and_backward_gathers():
             y = model(x)
             del x
             if dim == 2:
-                gc.collect()  # cycles of other tests and of the whole before
+                gc.collect()  # cycles of other tests, and of the full activation before
                 kept = [  # as the product of matrices has it; one being made has no spec yet
                     o for o in gc.get_objects()
                     if type(o) is DTensor and hasattr(o, "spec")
@@ -97,7 +86,7 @@ def test_a_llama_has_the_same_gradients():
         mesh = init_device_mesh("cpu", (2,))
         found = []
         for dim in (None, 1):
-            model = parallelize_module(small_llama(), mesh, plan())
+            model = parallelize_module(small_llama(), mesh, tp_plan())
             for layer in model.layers.children():
                 input_reshard(layer, mesh, dim)
             loss_of(model, batches(1)[0]).backward()
@@ -123,7 +112,7 @@ def test_an_error_within_ends_the_keeping():
 
 
 def test_parameters_and_plain_tensors_are_left_as_they_are():
-    """Of a plain tensor nobody knows what the other ranks have; here each has its own."""
+    """Other ranks may have another plain tensor; here each rank has its own."""
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
@@ -136,7 +125,7 @@ def test_parameters_and_plain_tensors_are_left_as_they_are():
         given = DTensor.from_local(torch.ones(3, 4, requires_grad=True), mesh)
         with CommDebugMode() as mode:
             input_reshard(layer, mesh, 0)(given).sum().backward()
-        # What came in, what went out; the weight is there whole.
+        # The input and the output; the weight is replicated.
         assert mode.get_total_counts() == 2
         assert input_reshard(nn.Tanh(), mesh)._forward_hooks == {}
 

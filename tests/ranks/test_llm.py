@@ -1,8 +1,7 @@
 """The program of examples/llm, on meshes of all axes: the losses of one rank, to 1e-10.
 
 Twelve meshes that have every pair of axes, for two steps: the second shows what the optimizer made
-of the first one's gradients. All meshes of 1, 2, 4 and 8 ranks, for more steps, are run by
-`pytest -m slow tests/ranks/test_llm.py`.
+of the first one's gradients. The slow tests run all meshes of 1, 2, 4 and 8 ranks, for more steps.
 """
 
 from __future__ import annotations

@@ -63,14 +63,14 @@ def alone() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 2)])
 def test_experts_in_stages_end_with_the_weights_of_one_rank(sizes: tuple[int, ...]) -> None:
-    expected, whole = alone(), blocks()
+    expected, model = alone(), blocks()
 
     def run(_: int) -> None:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "ep"))
-        everybody = mesh["dp", "ep"]._flatten("data")
+        data_mesh = mesh["dp", "ep"]._flatten("data")
         rank, n = mesh.get_local_rank("pp"), sizes[0]
         part = range(rank * BLOCKS // n, (rank + 1) * BLOCKS // n)
-        every = copy.deepcopy(whole)
+        every = copy.deepcopy(model)
         names = {str(i): every[i] for i in part}
         stage = nn.Sequential()
         for name, block in names.items():
@@ -78,12 +78,12 @@ def test_experts_in_stages_end_with_the_weights_of_one_rank(sizes: tuple[int, ..
         parallelize_module(stage, mesh["ep"], {"*.moe.experts": ExpertParallel()})
         for block in names.values():
             fully_shard(block.moe.experts, mesh=mesh["dp"])
-            fully_shard(block, mesh=everybody)
-        fully_shard(stage, mesh=everybody)
+            fully_shard(block, mesh=data_mesh)
+        fully_shard(stage, mesh=data_mesh)
         optimizer = torch.optim.AdamW(stage.parameters(), 1e-2)
         made = pp.PipelineStage(stage, rank, n, torch.device("cpu"), group=mesh.get_group("pp"))
         schedule = pp.Schedule1F1B(made, MICROBATCHES, loss_fn=nn.MSELoss())
-        mine, replicas = everybody.get_local_rank(), math.prod(sizes[1:])
+        mine, replicas = data_mesh.get_local_rank(), math.prod(sizes[1:])
         for step in range(STEPS):
             x, target = (t.chunk(replicas)[mine] for t in data(step))
             schedule.step(*([x] if rank == 0 else []), target=target if rank == n - 1 else None)
@@ -91,7 +91,7 @@ def test_experts_in_stages_end_with_the_weights_of_one_rank(sizes: tuple[int, ..
             clip_grad_norm_(parameters, 0.5, process_group=mesh.get_group("pp"))
             optimizer.step()
             optimizer.zero_grad()
-            update_expert_bias(stage, everybody)
+            update_expert_bias(stage, data_mesh)
         for name, value in stage.state_dict().items():
             found: Any = value.full_tensor() if isinstance(value, DTensor) else value
             torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-9)

@@ -55,7 +55,7 @@ def test_steps_are_drawn_a_track_a_stage_and_simulated_on_2_ranks(tmp_path: Path
 
 
 class _Clock(threading.local):
-    """A rank's clock, which goes on only where it is told."""
+    """A rank's clock, which advances only when a test advances it."""
 
     now = 0
 

@@ -59,7 +59,7 @@ COMMUNICATED = {
     "tp": ({REDUCE: 1 + 2 * B, GATHER: 1}, {REDUCE: 2 * B + 1}, {}),
     # Forward: the same sums, scattered over the sequence; the inputs of attention, of feed-forward
     # and of the output layer, and scores, gathered. Backward: each by the other, but for scores,
-    # of whose gradient every rank has the whole. After it: the gradient of each norm's weight.
+    # whose gradient is replicated. After it: the gradient of each norm's weight.
     "sp": (
         {SCATTER: 1 + 2 * B, GATHER: 2 * B + 2},
         {GATHER: 1 + 2 * B, SCATTER: 2 * B + 1},
@@ -340,7 +340,7 @@ def test_a_penalty_on_the_log_of_the_sum_gathers_no_scores():
             value = whole(loss)
         close(value, expected.detach())
         close(x.grad.full_tensor(), wanted.grad)
-        # highest scores and sums twice, the sum of the gradients; the loss, whose one term is whole
+        # highest scores and sums twice, the sum of the gradients; the loss
         assert counted.get_comm_counts() == {PLAIN: 5, REDUCE: 1}
 
     run_ranks(3, body)

@@ -87,9 +87,9 @@ def test_a_capacity_keeps_the_highest_scores() -> None:
     x = drawn(4, D)
     x[:, 0] = torch.tensor([1.0, 4.0, 2.0, 3.0])
     got = moe(x)
-    whole = copy.deepcopy(moe)
-    whole.args = MoEArgs(num_experts=2, top_k=1, num_shared_experts=0)
-    wanted = whole(x)
+    unlimited = copy.deepcopy(moe)
+    unlimited.args = MoEArgs(num_experts=2, top_k=1, num_shared_experts=0)
+    wanted = unlimited(x)
     assert got[[0, 2]].tolist() == torch.zeros(2, D).tolist()
     close(got[[1, 3]], wanted[[1, 3]])
     assert tokens_per_expert(moe)[""].tolist() == [4, 0]  # what was wanted, not what was computed

@@ -33,7 +33,7 @@ def mutate(schedule: Schedule, rng: random.Random) -> tuple[str, Schedule]:
         actions.insert(j, actions[i])
     elif what == "swap":
         actions[i], actions[j] = actions[j], actions[i]
-    else:  # some neighbours, anew and on every rank
+    else:  # some neighbors, on every rank
         for each in lists:
             begin = rng.randrange(len(each))
             part = each[begin : begin + rng.randrange(2, 6)]

@@ -1,4 +1,4 @@
-"""Where transfers are put into a schedule, and actions that concern a stage as a whole."""
+"""Where transfers are put into a schedule, and actions of complete stages."""
 
 from __future__ import annotations
 
