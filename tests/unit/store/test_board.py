@@ -47,6 +47,18 @@ def test_every_kind_of_write_wakes_those_who_are_still_there(write: Request) -> 
     assert answers[1][1] == Reply("ok", values=(b"1",))
 
 
+def test_a_lease_ends_its_time_after_the_last_renewal() -> None:
+    board, renew = Board(), Request("renew", ("k",))
+    board.handle(A, Request("hold", ("k",), (b"",), timeout_s=3.0), 0.0)
+    assert ask(board, A, renew, 2.0).number == 1
+    assert board.next_deadline() == 5.0
+    board.expire(4.9)
+    assert board.data == {"k": b""}
+    board.expire(5.0)
+    assert board.data == {}
+    assert ask(board, A, renew, 5.0).number == 0
+
+
 def test_append_makes_no_value_that_set_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dure.store.board.MAX_VALUE_BYTES", 3)
     board = Board()
