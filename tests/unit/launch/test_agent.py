@@ -17,7 +17,6 @@ def test_who_waits_says_so_once_and_tells_again_of_a_time_that_ran_out_in_vain()
     said: list[str] = []
     told: list[Event] = []
     news, ours = os.pipe2(os.O_NONBLOCK)
-    os.write(ours, b"!")  # there is always some
     state = Machine(Settings(min_hosts=2, max_hosts=2))
     member: Any = SimpleNamespace(fd=news, expires_at=None, agent="a", tell=told.append)
     member.machine = lambda: state
@@ -31,6 +30,7 @@ def test_who_waits_says_so_once_and_tells_again_of_a_time_that_ran_out_in_vain()
     try:
         agent._timers["join 0"] = time.monotonic() + 500
         for _ in range(2):
+            os.write(ours, b"!")  # which ends the wait
             agent._wait(Timer("join 0", 600.0))
         assert len(said) == 1
         assert "127.0.0.1:1" in said[0]
