@@ -17,79 +17,43 @@ import dure.fsdp
 from dure.comm.memory import heap_trim
 from dure.errors import PeerLost
 from dure.fsdp import fully_shard, strategy
-from dure.tensor import DTensor
 from dure.training.memory import give_back_freed
 from procs import torch_ranks
 from procs.forked_ranks import Slot
-
-STEPS = 3
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 3)])
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+from ranks.fsdp_models import (
+    Tensors,
+    adamw,
+    assert_same,
+    by_step,
+    expected_weights,
+    full_weights,
+    sharded,
+    trained,
+)
 
 
-def _batch(step: int) -> torch.Tensor:
-    return torch.randn(12, 5, generator=torch.Generator().manual_seed(step), dtype=torch.double)
-
-
-def _sharded(way: str, mesh: Any = None) -> Net:
-    model = Net()
-    with strategy(way):
-        for layer in model.layers[:2]:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-
-def _train(model: nn.Module, size: int, rank: int) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(_batch(step).chunk(size)[rank]).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def trains_as_one(rank: int, n: int, way: str, replicas: int = 1) -> tuple[list[float], float]:
-    """Return the losses, and how far weights are from those of one rank that has all rows."""
+def trains(rank: int, n: int, way: str, replicas: int = 1) -> tuple[list[float], Tensors]:
+    """Return the losses of some steps, and the weights after them."""
     mesh = None
     if replicas > 1:
         mesh = dist.init_device_mesh(
             "cpu", (replicas, n // replicas), mesh_dim_names=("replicate", "shard")
         )
-    expected = Net()
-    _train(expected, 1, 0)
-    model = _sharded(way, mesh)
-    losses = _train(model, n, rank)
-    far = 0.0
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert isinstance(one, DTensor)
-        far = max(far, float((one.full_tensor() - other).detach().abs().max()))
-    return losses, far
+    model = sharded(way, mesh=mesh)
+    losses = trained(model, lambda m, step: by_step(m, step, n, rank), adamw)
+    return [loss.item() for loss in losses], full_weights(model)
 
 
 def over_hosts(rank: int, folder: str) -> None:
     """Train on four ranks of two hosts, as on one rank; see tests/procs/over_hosts.py."""
     for way in ("shared", "gathered"):
-        assert trains_as_one(rank, 4, way)[1] < 1e-12
+        assert_same(trains(rank, 4, way)[1], expected_weights())
 
 
 def loses_one(slot: Slot, way: str, phase: str) -> tuple[str, list[str]]:
-    """Rank 1 is killed in a phase of the third step; return what rank 0 is told."""
+    """Kill rank 1 in a phase of the third step; return the type and notes of rank 0's error."""
     dist.init_process_group("shm", init_method=slot.url, rank=slot.rank, world_size=slot.size)
-    model = _sharded(way)
+    model = sharded(way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dying = False
 
@@ -100,14 +64,14 @@ def loses_one(slot: Slot, way: str, phase: str) -> tuple[str, list[str]]:
     if phase == "step":
         optimizer.register_step_pre_hook(die)
     elif phase == "forward":
-        model.layers[1].register_forward_hook(die)
+        model.blocks[1].register_forward_hook(die)
     else:
-        model.layers[1].register_full_backward_hook(die)
+        model.blocks[1].register_full_backward_hook(die)
     try:
         for step in range(6):
             dying = step == 2
             optimizer.zero_grad()
-            model(_batch(step)).square().mean().backward()
+            by_step(model, step, 2, slot.rank)
             optimizer.step()
     except PeerLost as error:
         return type(error).__name__, list(getattr(error, "__notes__", []))
@@ -122,9 +86,9 @@ def equals_torch(rank: int, folder: str, way: str, low: bool) -> tuple[float, fl
     """
     with torch_ranks.world(rank, folder, "gloo"):
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-        expected = _trained(Net(), torch.distributed.fsdp, mesh, rank, low)
+        expected = _trained(torch.distributed.fsdp, mesh, rank, low)
     with strategy(way):
-        got = _trained(Net(), dure.fsdp, None, rank, low)
+        got = _trained(dure.fsdp, None, rank, low)
     losses, *tensors = (
         max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
         for ours, theirs in zip(got, expected, strict=True)
@@ -133,18 +97,28 @@ def equals_torch(rank: int, folder: str, way: str, low: bool) -> tuple[float, fl
 
 
 def _trained(
-    model: Net, fsdp: Any, mesh: Any, rank: int, low: bool
+    fsdp: Any, mesh: Any, rank: int, low: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     policy = fsdp.MixedPrecisionPolicy()
     if low:
         policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-        model.float()
-    for module in (*model.layers, model):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model.to(torch.float32 if low else torch.float64)
+    for module in (model[0], model[2], model):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy)
-    losses = torch.tensor(_train(model, 2, rank))
+
+    def step_loss(model: nn.Module, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randn(12, 5, generator=generator, dtype=torch.double).chunk(2)[rank]
+        loss = model(rows.float() if low else rows).square().mean()
+        loss.backward()
+        return loss
+
+    losses = trained(model, step_loss, adamw)
     parameters: list[Any] = list(model.parameters())
     gradients = [p.grad.full_tensor().detach() for p in parameters]
-    return [losses], gradients, [p.full_tensor().detach() for p in parameters]
+    return losses, gradients, [p.full_tensor().detach() for p in parameters]
 
 
 def gives_memory_back(rank: int, way: str, folder: str) -> tuple[list[float], bool]:

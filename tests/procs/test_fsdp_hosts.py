@@ -12,6 +12,7 @@ from dure.errors import UsageError
 from dure.fsdp import MixedPrecisionPolicy, fully_shard, join_step, strategy
 from dure.testing import CommRecorder, ProcessPool
 from procs import fsdp_ranks
+from ranks.fsdp_models import assert_same, expected_weights
 
 pytestmark = pytest.mark.needs("engine")
 
@@ -25,9 +26,10 @@ def pool():
 @pytest.mark.parametrize(("way", "replicas"), [("shared", 1), ("gathered", 1), ("shared", 2)])
 def test_training_equals_one_rank_with_the_same_bits_each_time(pool, way, replicas):
     """Two hosts of two ranks; with replicas each host has one, and shards are within it."""
-    first, second = (pool.run(fsdp_ranks.trains_as_one, 4, way, replicas) for _ in range(2))
-    assert all(far < 1e-12 for _, far in first)
-    assert first == second
+    first, second = (pool.run(fsdp_ranks.trains, 4, way, replicas) for _ in range(2))
+    for _, weights in first:
+        assert_same(weights, expected_weights())
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def _sharded(*layers: nn.Module, **options: Any) -> Any:
@@ -121,5 +123,5 @@ def _refused(rank: int) -> str:
 def test_hosts_with_different_numbers_of_ranks_are_gathered():
     with ProcessPool(4, None, hosts="abca") as pool:
         assert all("hosts have 2, 1, 1 ranks" in seen for seen in pool.run(_refused))
-        for _, far in pool.run(fsdp_ranks.trains_as_one, 4, "gathered"):
-            assert far < 1e-12
+        for _, weights in pool.run(fsdp_ranks.trains, 4, "gathered"):
+            assert_same(weights, expected_weights())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from procs import fsdp_ranks
 from procs.forked_ranks import Ranks
+from ranks.fsdp_models import assert_same, expected_weights
 
 
 @pytest.mark.parametrize(
@@ -22,9 +24,10 @@ def test_training_equals_one_rank_with_the_same_bits_each_time(
     process_pool, backend, n, way, replicas
 ):
     pool = process_pool(n, backend)
-    first, second = (pool.run(fsdp_ranks.trains_as_one, n, way, replicas) for _ in range(2))
-    assert all(far < 1e-12 for _, far in first)
-    assert first == second
+    first, second = (pool.run(fsdp_ranks.trains, n, way, replicas) for _ in range(2))
+    for _, weights in first:
+        assert_same(weights, expected_weights())
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.needs("engine")
