@@ -17,16 +17,16 @@ def answers(place: tuple[str, int]) -> bool:
 
 
 def test_a_deaf_listener_keeps_what_it_has() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        first = socket.create_connection(listener.getsockname())
-        accepted, _ = listener.accept()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as first,
+        listener.accept()[0] as accepted,
+    ):
         assert answers(listener.getsockname())
         let_nobody_in(listener)
         assert not answers(listener.getsockname())
         first.sendall(b"still here")
         assert accepted.recv(100) == b"still here"
-        first.close()
-        accepted.close()
 
 
 def test_zeromq_goes_on_with_a_listener_that_is_deaf() -> None:
