@@ -41,7 +41,13 @@ def program(folder: Path) -> str:
 
 LAUNCHERS = {
     "dure run": (*DURE, "run", "--nproc", "2", "--prefix", "none"),
-    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc=2"),
+    "torchrun": (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+    ),
 }
 
 
