@@ -155,7 +155,7 @@ def same(step: Any, **more: Any) -> dict[str, Any]:
     return {"step": step, "expected_step": step, **more}
 
 
-def optimizer(**form: bool) -> Any:
+def optimizer(**form: Any) -> Any:
     return lambda parameters: torch.optim.AdamW(parameters, lr=0.05, **form)
 
 

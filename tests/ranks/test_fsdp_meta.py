@@ -22,7 +22,7 @@ from ranks.fsdp_models import (
 )
 
 
-def on_meta(way: str, **options: bool) -> Any:
+def on_meta(way: str, **options: Any) -> Any:
     with torch.device("meta"):
         model = Net(**options).double()
     return sharded(way, model)
