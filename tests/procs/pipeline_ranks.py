@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ranks.pipeline_models import (
     of_nested,
     stages_of,
 )
+from waiting import until
 
 
 def equals_torch(rank: int, folder: str, name: str) -> float:
@@ -123,15 +125,18 @@ def loses_one(slot: Slot, backend: str, hosts: str) -> tuple[int | None, str, st
     dure.init_process_group(backend, init_method=slot.url, rank=slot.rank, world_size=slot.size)
     pipeline = Pipeline("1f1b", slot.rank, slot.size, dense(slot.size), 4)
     pipeline.step(*batches(1)[0])
-    if slot.rank == 1:
-        calls: list[int] = []
+    calls: list[int] = []
+    arrived = Path(f"{slot.path}-gradient1")  # rank 0 has the gradient of microbatch 1
 
-        def on_backward(*_: Any) -> None:
-            calls.append(1)
-            if len(calls) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def on_backward(*_: Any) -> None:
+        calls.append(1)
+        if slot.rank == 0 and len(calls) == 2:
+            arrived.touch()
+        if slot.rank == 1 and len(calls) == 3:
+            until(arrived.exists)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        pipeline.parts[1].register_full_backward_hook(on_backward)
+    pipeline.parts[slot.rank].register_full_backward_hook(on_backward)
     try:
         pipeline.step(*batches(1)[0])
     except PeerLost as error:
