@@ -13,7 +13,7 @@ import dure
 from dure.errors import PeerLost
 from dure.native import available as native_available
 from dure.testing import ProcessPool
-from faults.crew import Crew, Place
+from procs.forked_ranks import Ranks, Slot
 from procs import zero_ranks
 from ranks.zero_models import KINDS, Net, batch, step
 from waiting import PATIENCE_S
@@ -81,7 +81,7 @@ class Dying(torch.optim.SGD):
         return super().step(closure)
 
 
-def train_until_a_rank_dies(place: Place, kind: str) -> tuple[int | None, str, int]:
+def train_until_a_rank_dies(place: Slot, kind: str) -> tuple[int | None, str, int]:
     dure.init_process_group("shm", init_method=place.url, rank=place.rank, world_size=place.size)
     model = Net()
     zero = dure.ZeroRedundancyOptimizer(model.parameters(), Dying, lr=0.1, **KINDS[kind])
@@ -99,9 +99,9 @@ def train_until_a_rank_dies(place: Place, kind: str) -> tuple[int | None, str, i
 
 @NEEDS_ENGINE
 def test_survivors_of_a_step_know_that_parameters_may_be_half_updated(tmp_path):
-    with Crew(3, tmp_path) as crew:
+    with Ranks(3, tmp_path) as ranks:
         for kind in ("straight", "shared"):
-            replies = crew.run(train_until_a_rank_dies, 3, kind, limit_s=PATIENCE_S)
+            replies = ranks.run(train_until_a_rank_dies, 3, kind, limit_s=PATIENCE_S)
             assert replies[VICTIM] is None
             for rank in (0, 2):
                 peer, fix, done = replies[rank]
