@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import DEVNULL, PIPE
 from typing import IO, Any
 
 from procs.hosts import Host
@@ -106,9 +106,9 @@ class Launching:
         """
         environment = os.environ | self.variables
         environment.pop("OMP_NUM_THREADS", None)
-        options = {"stdin": subprocess.DEVNULL, "cwd": self.directory} | options
+        options = {"stdin": DEVNULL, "cwd": self.directory} | options
         with contextlib.ExitStack() as files:
-            out = PIPE if output is None else files.enter_context(output.open("w"))
+            out: Any = PIPE if output is None else files.enter_context(output.open("w"))
             process = subprocess.Popen(
                 command,
                 env=environment | (env or {}),
