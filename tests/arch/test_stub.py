@@ -29,7 +29,7 @@ def _declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 @pytest.fixture(scope="module")
 def engine():
     if sys.platform != "linux":
-        pytest.skip("the native engine is for Linux")
+        pytest.skip("needs Linux: the native engine is for it")
     return importlib.import_module("dure.native._engine")
 
 

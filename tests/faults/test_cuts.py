@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dure.native import available
 from faults.cuts import Cutting, cutting, wires
-from procs.hosts import Host, why_not
+from procs.hosts import Host
 
 pytestmark = [
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
-    pytest.mark.skipif(not available()[0], reason=available()[1] or "-"),
+    pytest.mark.needs("network namespaces"),
+    pytest.mark.needs("engine"),
 ]
 
 CONF = ("--rdzv-conf", "last_call_timeout=600")

@@ -12,7 +12,7 @@ import pytest
 from faults.agents import Crew
 from procs import etcd
 
-pytestmark = pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed")
+pytestmark = pytest.mark.needs("etcd")
 OPEN = ("--nnodes", "1:2", "--nproc", "1", "--max-restarts", "3")
 CONF = "last_call_timeout=600"
 

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dure.native import available
 from faults.resuming import BATCH, EPOCHS, SAMPLES, Kill, stint
 from procs.forked_ranks import Ranks
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 RANKS = 2
 NUM_STEPS = EPOCHS * -(-SAMPLES // (RANKS * BATCH))

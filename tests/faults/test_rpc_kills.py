@@ -43,7 +43,7 @@ from procs.rpc_workers import (
 from waiting import PATIENCE_S, until
 
 pytestmark = [
-    pytest.mark.skipif(not native.available()[0], reason="needs the native engine"),
+    pytest.mark.needs("engine"),
     pytest.mark.timeout(600),
 ]
 

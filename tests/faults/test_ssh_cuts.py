@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from dure.native import available
 from procs.hosts import Host
-from procs.ssh_hosts import front, ssh_hosts, why_not
+from procs.ssh_hosts import front, ssh_hosts
 from waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
-    pytest.mark.skipif(not available()[0], reason=available()[1] or "-"),
+    pytest.mark.needs("sshd"),
+    pytest.mark.needs("engine"),
 ]
 
 PROGRAM = """

@@ -9,7 +9,6 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 import dure.fsdp
-from dure.native import available as native_available
 from procs import fsdp_ranks
 
 
@@ -47,11 +46,11 @@ def test_methods_take_what_torchs_take(name: str) -> None:
 def test_functions_and_policies_take_what_torchs_take(name: str) -> None:
     ours, theirs = getattr(dure.fsdp, name), getattr(torch_fsdp, name, None)
     if theirs is None:
-        pytest.skip(f"this torch has no {name}")
+        pytest.skip(f"needs a newer torch: this one has no {name}")
     assert _names(ours)[: len(_names(theirs))] == _names(theirs)
 
 
-@pytest.mark.skipif(not native_available()[0], reason=native_available()[1] or "no engine")
+@pytest.mark.needs("engine")
 @pytest.mark.parametrize("way", ["shared", "gathered"])
 @pytest.mark.parametrize("low", [False, True])
 def test_training_equals_torchs_on_gloo(process_pool, tmp_path, way, low) -> None:

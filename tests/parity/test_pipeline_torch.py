@@ -13,7 +13,6 @@ import torch.distributed.pipelining.schedules as their_schedules
 import dure.pipelining as ours
 import dure.pipelining.microbatch as our_microbatch
 import dure.pipelining.schedules as our_schedules
-from dure.native import available as native_available
 from procs import pipeline_ranks
 
 
@@ -38,7 +37,7 @@ def test_steps_take_what_torchs_take(name: str) -> None:
     assert _names(getattr(ours.Schedule1F1B, name)) == _names(getattr(theirs.Schedule1F1B, name))
 
 
-@pytest.mark.skipif(not native_available()[0], reason=native_available()[1] or "no engine")
+@pytest.mark.needs("engine")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 def test_a_step_equals_torchs_on_gloo(process_pool, tmp_path, name) -> None:
     for far in process_pool(2, "shm").run(pipeline_ranks.equals_torch, str(tmp_path), name):

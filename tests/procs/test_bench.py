@@ -32,10 +32,11 @@ TAG = uuid.uuid4().hex
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    left = living(f"BENCH_TEST={TAG}")
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert left == []
+    try:
+        until(lambda: not living(f"BENCH_TEST={TAG}"), "the end of all processes")
+    finally:
+        for pid in living(f"BENCH_TEST={TAG}"):
+            os.kill(pid, signal.SIGKILL)
 
 
 def start(*words: str, **variables: str) -> subprocess.Popen[str]:
@@ -106,7 +107,6 @@ def test_interrupted_or_killed_leaves_no_process() -> None:
     for process in ended.values():
         process.communicate(timeout=PATIENCE_S)
     assert ended[signal.SIGINT].returncode == 130
-    until(lambda: not living(f"BENCH_TEST={TAG}"), "the end of the ranks")
 
 
 def test_rival_that_cannot_start_is_left_out_and_ours_is_fatal(

@@ -9,14 +9,11 @@ import torch
 
 from dure.errors import Desync
 from dure.mesh import DeviceMesh
-from dure.native import available as native_available
 from dure.tensor import DTensor, Shard
 from dure.testing import ProcessPool
 from ranks import dtensor_worlds as worlds
 
-pytestmark = pytest.mark.skipif(
-    not native_available()[0], reason=native_available()[1] or "no engine"
-)
+pytestmark = pytest.mark.needs("engine")
 
 
 @pytest.fixture(scope="module", params=["shm", "hybrid"])

@@ -17,7 +17,6 @@ import pytest
 import dure
 from dure.comm.world import new_world
 from dure.elastic import State, preempt
-from dure.native import available
 from dure.store import HashStore
 from dure.store.etcd import EtcdStore
 from dure.testing import ProcessPool, run_ranks
@@ -27,7 +26,7 @@ from procs.launching import Launching, wait_for_lines
 from procs.programs.elastic_job import STEPS, make_state, train
 from waiting import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(not available()[0], reason=available()[1] or "-")
+pytestmark = pytest.mark.needs("engine")
 
 PROGRAM = str(Path(__file__).parent / "programs" / "elastic_job.py")
 
@@ -124,7 +123,7 @@ def _trains_over_etcd(slot: Slot, names: str, member: int) -> tuple[int, list[tu
     return commits or 0, [(r.lost, r.joined) for r in state.recoveries]
 
 
-@pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed")
+@pytest.mark.needs("etcd")
 def test_over_etcd_rank_0_and_a_member_die_and_the_others_go_on(tmp_path: Path):
     with etcd.etcd(3) as cluster:
         member = cluster.members[0].pid

@@ -100,7 +100,7 @@ def test_signal_is_passed_on_to_ranks_that_catch_it(
 def test_ranks_are_bound_before_their_program_runs(job: Launching, start: str) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
-        pytest.skip("one core cannot be shared")
+        pytest.skip("needs two cores: one cannot be shared")
     script = job.write("import os; print(os.environ['OMP_NUM_THREADS'], os.sched_getaffinity(0))")
     done = job.run("-n", "2", start, "--numa-binding", "exclusive", script)
     sets = [done.lines(rank)[0].partition(" ")[2] for rank in (0, 1)]

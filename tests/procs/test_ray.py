@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
-        reason="Ray is not installed, and is no dependency of Dure",
+        reason="needs Ray: not installed, and not a dependency of Dure",
     ),
 ]
 

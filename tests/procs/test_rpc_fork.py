@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from dure import native, rpc
+from dure import rpc
 from dure.errors import RpcError
 from procs.forked_ranks import Ranks, Slot
 from procs.rpc_workers import Start, double
 from waiting import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+pytestmark = pytest.mark.needs("engine")
 
 
 def fork(slot: Slot) -> list[bool]:

@@ -11,7 +11,7 @@ from dure import native
 from procs.forked_ranks import Ranks, Slot
 from waiting import PATIENCE_S
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+pytestmark = pytest.mark.needs("engine")
 
 
 def address_of(inbox: native.Inbox) -> tuple[int, int, int, int]:

@@ -18,7 +18,7 @@ from dure.rpc.message import pack, pack_plain, rebuild
 from procs.forked_ranks import Ranks, Slot
 from waiting import until
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+pytestmark = pytest.mark.needs("engine")
 
 
 held: list[torch.Tensor] = []

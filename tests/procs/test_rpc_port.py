@@ -38,7 +38,7 @@ from security.wire_tools import (
 )
 from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+pytestmark = pytest.mark.needs("engine")
 
 
 _REFUSED = (zmq.Event.DISCONNECTED, zmq.Event.CLOSED)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dure as dist
-from dure import autograd, native, rpc
+from dure import autograd, rpc
 from dure.errors import RpcError
 from dure.rpc.autograd import graph as module
 from dure.rpc.autograd.graph import LocalGraph, edge_of
@@ -22,7 +22,7 @@ from procs.forked_ranks import Ranks, Slot
 from procs.rpc_workers import Start, double, gate, wait_here, workers
 from waiting import until
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+pytestmark = pytest.mark.needs("engine")
 
 _NUM_TIMES = 500
 

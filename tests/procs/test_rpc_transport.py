@@ -34,7 +34,7 @@ from procs.forked_ranks import Ranks, Slot
 from procs.relay import Relay
 from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+pytestmark = pytest.mark.needs("engine")
 
 both = pytest.mark.parametrize("shared", [True, False], ids=["memory", "sockets"])
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dure import native, rpc
+from dure import rpc
 from dure.rpc.current import current
 from dure.store import FileStore
-from procs.hosts import hosts, start_job, why_not
+from procs.hosts import hosts, start_job
 from procs.launching import Launching, launching
 from procs.rpc_workers import Start, double, workers
 from waiting import key_file, until
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+pytestmark = pytest.mark.needs("engine")
 
 PROGRAMS = Path(__file__).parent / "programs"
 OVER_HOSTS, COMES_AGAIN = PROGRAMS / "rpc_over_hosts.py", str(PROGRAMS / "rpc_comes_again.py")
@@ -86,7 +86,7 @@ def test_workers_meet_in_a_store_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+@pytest.mark.needs("network namespaces")
 def test_a_host_that_is_cut_off_is_lost_after_ten_seconds(tmp_path: Path) -> None:
     """The call under way may have run; from then on the worker is gone. Others are called."""
     with hosts(3, "rpc") as made:

@@ -17,7 +17,7 @@ from procs.relay import Relay
 from procs.store_programs import line, running
 from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed")
+pytestmark = pytest.mark.needs("etcd")
 TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
@@ -75,7 +75,7 @@ while not os.path.exists(sys.argv[2] + ".stop"):
 """
 
 
-@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "-")
+@pytest.mark.needs("network namespaces")
 def test_the_cables_of_members_are_cut_one_after_the_other(tmp_path: Path) -> None:
     """Three hosts with a member each; the fourth counts, and so meets the one that is cut off."""
     counted = tmp_path / "counted"

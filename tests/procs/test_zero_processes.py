@@ -11,16 +11,13 @@ import torch
 
 import dure
 from dure.errors import PeerLost
-from dure.native import available as native_available
 from dure.testing import ProcessPool
-from procs.forked_ranks import Ranks, Slot
 from procs import zero_ranks
+from procs.forked_ranks import Ranks, Slot
 from ranks.zero_models import KINDS, Net, batch, step
 from waiting import PATIENCE_S
 
-NEEDS_ENGINE = pytest.mark.skipif(
-    not native_available()[0], reason=native_available()[1] or "no engine"
-)
+NEEDS_ENGINE = pytest.mark.needs("engine")
 
 
 @NEEDS_ENGINE

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.checkpoint import (
-    Checkpointer,
-    load,
-    save,
-)
+from dure.checkpoint import Checkpointer, load, save
+from dure.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from dure.fsdp import fully_shard
 from dure.testing import run_ranks
 from ranks.saved_states import counted
@@ -41,34 +38,73 @@ def _losses(model, optimizer, steps):
     return losses
 
 
-@pytest.mark.parametrize("way", ["save", "Checkpointer", "Checkpointer, sharded"])
+def _with_save(folder):
+    def put(model, optimizer):
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    def back(model, optimizer):
+        load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    return put, back
+
+
+def _with_checkpointer(folder, **options):
+    def put(model, optimizer):
+        Checkpointer(folder, **options).save(2, model=model, optimizer=optimizer)
+
+    def back(model, optimizer):
+        assert Checkpointer(folder).load(model=model, optimizer=optimizer) == 2
+
+    return put, back
+
+
+def _with_state_dicts(folder, flat):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def put(model, optimizer):
+        state, optim = get_state_dict(model, optimizer, options=options)
+        save({"model": state, "optim": optim}, checkpoint_id=folder)
+
+    def back(model, optimizer):
+        state, optim = get_state_dict(model, optimizer, options=options)
+        averages = [v for k, v in optim.items() if k.endswith("exp_avg")]
+        assert load({"model": state, "optim": optim}, checkpoint_id=folder)[:2] == ([], [])
+        found = {"model_state_dict": state, "optim_state_dict": optim}
+        set_state_dict(model, optimizer, **found, options=options)
+        held = [s["exp_avg"] for s in optimizer.state.values()]
+        assert all(any(a is h for h in held) for a in averages)  # no copies
+
+    return put, back
+
+
+WAYS = {
+    "save": _with_save,
+    "Checkpointer": partial(_with_checkpointer, sharded=False),
+    "Checkpointer, sharded": partial(_with_checkpointer, sharded=True),
+    "state dicts": partial(_with_state_dicts, flat=False),
+    "flat state dicts": partial(_with_state_dicts, flat=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strategy", ["shared", "gathered"])
 def test_fully_sharded_training_goes_on_in_another_world(tmp_path, monkeypatch, strategy, way):
     monkeypatch.setenv("DURE_FSDP_STRATEGY", strategy)
-    checkpoints = Checkpointer if way == "Checkpointer" else partial(Checkpointer, sharded=True)
+    put, back = WAYS[way](tmp_path)
 
     def saving(rank):
         model, optimizer = _fully_sharded(0.01)
         _losses(model, optimizer, 1)
-        if way == "save":
-            save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
-        else:
-            checkpoints(tmp_path).save(2, model=model, optimizer=optimizer)
+        put(model, optimizer)
         return _losses(model, optimizer, 2)
 
     def loading(rank, steps_before):
         model, optimizer = _fully_sharded(0.5)
         _losses(model, optimizer, steps_before)
-        if way == "save":
-            load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
-        else:
-            assert checkpoints(tmp_path).load(model=model, optimizer=optimizer) == 2
+        back(model, optimizer)
         return _losses(model, optimizer, 2)
 
     (undisturbed, *_) = run_ranks(3, saving)
-    for ranks, steps_before in (
-        (1, 0),
-        (2, 1),
-    ):  # an optimizer that has not stepped, and one that has
+    for ranks, steps_before in ((1, 0), (2, 1), (2, 0)):  # of the optimizer that loads
         for losses in run_ranks(ranks, loading, steps_before):
             assert losses == pytest.approx(undisturbed, rel=1e-5)

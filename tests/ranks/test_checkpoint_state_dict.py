@@ -14,7 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.lr_scheduler import ConstantLR
 
 import dure
-from dure.checkpoint import load, save
 from dure.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -350,60 +349,6 @@ def test_the_state_of_a_zero_redundancy_optimizer_goes_on_in_any_world(tmp_path)
     for n in (1, 2, 3):
         for weights in run_ranks(n, loaded):
             torch.testing.assert_close(weights, expected)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("flat", [False, True])
-def test_training_goes_on_in_another_world_with_an_optimizer_that_never_stepped(
-    tmp_path, monkeypatch, strategy, flat
-):
-    monkeypatch.setenv("DURE_FSDP_STRATEGY", strategy)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-
-    def losses(model, optimizer, steps):
-        found = []
-        for _ in range(steps):
-            loss = model(torch.arange(4.0).reshape(2, 2)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
-    def state_of(model, optimizer):
-        state, optim = get_state_dict(model, optimizer, options=options)
-        return {"model": state, "optim": optim}
-
-    def saving(rank):
-        model = _sharded(rank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        losses(model, optimizer, 2)
-        save(state_of(model, optimizer), checkpoint_id=tmp_path)
-        return losses(model, optimizer, 3)
-
-    def loading(rank):
-        model = _sharded(rank)
-        weights, biases = list(model.parameters())[::2], list(model.parameters())[1::2]
-        groups = [{"params": weights}, {"params": biases}] if flat else model.parameters()
-        optimizer = torch.optim.AdamW(groups, lr=0.9)
-        state = state_of(model, optimizer)
-        averages = [v for k, v in state["optim"].items() if k.endswith("exp_avg")]
-        assert load(state, checkpoint_id=tmp_path)[:2] == ([], [])
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-            options=options,
-        )
-        held = [s["exp_avg"] for s in optimizer.state.values()]
-        assert all(any(a is h for h in held) for a in averages)  # no copies
-        return losses(model, optimizer, 3)
-
-    (undisturbed, *_) = run_ranks(4, saving)
-    for ranks in (1, 2, 3):
-        for found in run_ranks(ranks, loading):
-            assert found == pytest.approx(undisturbed, rel=1e-5)
 
 
 # Frozen, missing and new parameters.

@@ -36,7 +36,7 @@ ROW = torch.randn(6, dtype=torch.float64, requires_grad=True)
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "native" and dtensor.native is None:
-        pytest.skip("the extension was not built")
+        pytest.skip("needs the compiled dispatch: it was not built")
     dtensor.use_native(request.param == "native")
     yield request.param
     dtensor.use_native(True)
@@ -76,7 +76,7 @@ def test_both_ways_compute_alike(way: str, function: Any) -> None:
 
 def test_both_ways_make_the_same_tensor() -> None:
     if dtensor.native is None:
-        pytest.skip("the extension was not built")
+        pytest.skip("needs the compiled dispatch: it was not built")
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -55,7 +55,7 @@ def living_family(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.needs("root")
 def test_another_user_can_look_into_nothing_of_a_job() -> None:
     """Only what the kernel tells everybody of every process: not memory, variables, descriptors."""
     with tempfile.TemporaryDirectory(prefix="dure-test-") as name:

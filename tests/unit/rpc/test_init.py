@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dure import native, rpc
+from dure import rpc
 from dure.errors import UsageError
 from dure.rpc import api
 from dure.rpc.agent import Agent
@@ -88,7 +88,7 @@ def test_who_leaves_together_with_the_others_need_not_tell_them(
         assert known_to_all == [graceful] * 2
 
 
-@pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+@pytest.mark.needs("engine")
 def test_what_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(_: Agent) -> None:
         raise ArithmeticError

@@ -18,7 +18,7 @@ from dure.rpc.envelope import Completion
 from dure.rpc.workers import Workers
 from waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.skipif(not native.available()[0], reason="needs the native engine")
+pytestmark = pytest.mark.needs("engine")
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def test_calls_compute_with_as_many_threads_as_the_program_has_set() -> None:
     mapped = Path("/proc/self/maps").read_text().split()
     found = [word for word in mapped if "/torch/" in word and "/libgomp" in word]
     if not found:
-        pytest.skip("torch has no OpenMP here, or another one")
+        pytest.skip("needs GNU OpenMP in torch: not loaded")
     seen = list[int]()  # torch's own answer would set what is asked for
 
     def call(_: Workers) -> None:

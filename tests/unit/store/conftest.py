@@ -29,7 +29,7 @@ from procs import etcd
 from waiting import PATIENCE_S
 
 TIMEOUT = timedelta(seconds=PATIENCE_S)
-needs_etcd = pytest.mark.skipif(etcd.PROGRAM is None, reason="etcd is not installed")
+needs_etcd = pytest.mark.needs("etcd")
 KINDS = [
     "hash",
     "file",

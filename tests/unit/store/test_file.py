@@ -138,10 +138,9 @@ def test_a_file_that_everybody_can_write_is_refused(path: Path) -> None:
     FileStore(path).close()
 
 
+@pytest.mark.needs("root")
 @pytest.mark.parametrize("whose", ["file", "link"])
 def test_where_everybody_may_make_files_another_users_is_a_trap(whose: str, path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root can give files away")
     target = path.with_name("target")
     target.touch(0o600)
     if whose == "link":

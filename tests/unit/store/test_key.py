@@ -98,7 +98,7 @@ def test_a_file_or_link_of_our_own_is_taken(given: Path, monkeypatch: pytest.Mon
 def by_another(name: str) -> Callable[[Path], None]:
     def give_away(path: Path) -> None:
         if os.geteuid():
-            pytest.skip("only root can give files away")
+            pytest.skip("needs root: only root can give files away")
         written(path.with_name("other"))
         path.symlink_to("other")
         os.chown(path.parent / name, 65534, 65534, follow_symlinks=False)
