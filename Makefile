@@ -44,7 +44,7 @@ mutants: $(STAMPS)/package $(STAMPS)/test ## put 150 faults into a copy of the s
 	@$(BIN)/python scripts/mutants $(MUTANTS_ARGS)
 
 kills: $(STAMPS)/package $(STAMPS)/test ## kill 500 random processes of jobs (KILLS=500)
-	@PYTHONPATH=tests $(BIN)/python -m drills --kills $(KILLS) $(DRILL_ARGS)
+	@$(BIN)/python -m drills --kills $(KILLS) $(DRILL_ARGS)
 
 native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build

@@ -60,8 +60,12 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=16.0)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from procs.hosts import hosts, start_job, why_not  # lazy: only the parent needs them
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.comm.namespace_hosts import (  # lazy: only the parent needs them
+        hosts,
+        start_job,
+        why_not,
+    )
 
     if why_not():
         sys.exit(f"cannot make hosts here: {why_not()}")

@@ -2,7 +2,7 @@
 
     python benchmarks/hosts_end.py [--hosts 2] [--ranks-each 2] [--rounds 5] [--ssh]
 
-Hosts are network namespaces of this machine (`tests/procs/hosts.py`), each with a `dure run` of its
+Hosts are network namespaces of this machine (`tests/comm/namespace_hosts.py`), each with a `dure run` of its
 own; with `--ssh` one `dure run --hosts` starts them through an sshd in each. The program sleeps, or
 is in an endless chain of all_reduces (`busy`). One rank of the last host is killed; ends are those
 that the kernel tells (pidfd), so nothing is asked of the processes.
@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from dure.cli.machine import busy_cores
-from procs.hosts import Host, hosts, why_not
-from procs.ssh_hosts import front, ssh_hosts
-from procs.ssh_hosts import why_not as why_no_ssh
+from tests.comm.namespace_hosts import Host, hosts, why_not
+from tests.launch.procs.ssh_hosts import front, ssh_hosts
+from tests.launch.procs.ssh_hosts import why_not as why_no_ssh
 
 PORT = 29400
 LIMIT_S = 60.0

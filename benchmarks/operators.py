@@ -4,7 +4,7 @@
 
 Each sample input is run on thread-ranks, forward and backward, with its tensors replicated and
 sharded on each dimension in turn (`--ways` ways a sample, `--most` samples an operator), and
-compared with the unsharded operator (tests/ranks/operators.py). An operator is *right* if all its
+compared with the unsharded operator (tests/tensor/ranks/operators.py). An operator is *right* if all its
 calls are; else it is what the worst of them is: *refused* by a typed error, *crashed* by another,
 or *wrong*. With `--torch`, `torch.distributed.tensor` runs the same calls, on torch's own simulated
 ranks (LocalTensorMode). Random results are compared by shape and dtype only.
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from ranks.operators import (
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.tensor.ranks.operators import (
     OUTCOMES,
     REFUSED,
     RIGHT,
@@ -41,7 +41,7 @@ from ranks.operators import (
     outcomes,
     ways,
 )
-from ranks.parts import difference
+from tests.tensor.ranks.parts import difference
 
 
 class Theirs:

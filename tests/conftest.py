@@ -23,10 +23,10 @@ import pytest
 from dure.launch.ranks.ports import reserve_port
 from dure.testing import ProcessPool
 from dure.testing.pool import start_server
-from faults.agents import Crew
-from needs import why_missing
-from procs.launching import Launching, launching
-from waiting import PATIENCE_S
+from tests.launch.faults.agents import Crew
+from tests.launch.procs.launching import Launching, launching
+from tests.needs import why_missing
+from tests.waiting import PATIENCE_S
 
 # A job in the background of a shell ignores Ctrl-C, and so would all programs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -44,11 +44,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("dure")
 
+_LIMIT_S = 300.0  # of one test; also in pyproject.toml
 _POLL_S = 0.02
 _BEFORE_COLLECTING_S = 1.0  # an error that a test has caught holds frames, and they hold it
 _REPORTED_S = 1.0  # a module that keeps the next one waiting for longer is named at the end
 _SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they live as long as pytest
-_WITH_PROCESSES = ("procs", "faults", "parity")
+_WITH_PROCESSES = {"procs", "faults", "parity"}  # folders
 _HEAP = "/memfd:dure-heap (deleted)"  # a process has one symmetric heap, for as long as it lives
 _UNTRACKED = (_HEAP, "anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/null", "/dev/urandom")
 
@@ -59,6 +60,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for need in mark.args:
             if why := why_missing(need):
                 pytest.skip(f"needs {need}: {why}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let a test that hangs while it waits for processes fail alone.
+
+    A signal interrupts such a wait, and the next test runs. Ranks that are threads may wait in the
+    engine, where no signal is seen: then pytest ends.
+    """
+    for item in items:
+        if not _WITH_PROCESSES.isdisjoint(item.path.parts):
+            limit = item.get_closest_marker("timeout")
+            seconds = limit.args[0] if limit and limit.args else _LIMIT_S
+            item.add_marker(pytest.mark.timeout(seconds, method="signal"), append=False)
 
 
 def pytest_collection_finish() -> None:
@@ -163,7 +177,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
     What is on its way out gets a moment; a name that was there before the module is not ours.
     """
-    if request.path.parent.name in _WITH_PROCESSES:
+    if not _WITH_PROCESSES.isdisjoint(request.path.parts):
         start_server()  # its pipes stay open: they are not the module's
     before = {kind: look() for kind, look in _KINDS.items()}
     yield

@@ -34,25 +34,25 @@ def _chromium() -> str:
 
 
 def _namespaces() -> str:
-    from procs import hosts
+    from tests.comm import namespace_hosts as hosts
 
     return hosts.why_not()
 
 
 def _sshd() -> str:
-    from procs import ssh_hosts
+    from tests.launch.procs import ssh_hosts
 
     return ssh_hosts.why_not()
 
 
 def _slurm() -> str:
-    from procs import slurm
+    from tests.placement.procs import slurm_cluster as slurm
 
     return slurm.why_not()
 
 
 def _mpi() -> str:
-    from procs import mpi_jobs
+    from tests.comm import mpi_jobs
 
     return mpi_jobs.why_not()
 

@@ -13,9 +13,9 @@ from dure.store.key import mint
 
 T = TypeVar("T")
 
-# The limit of every wait that only ends a hang. No test passes or fails because of its value: a busy
-# machine may need many times what a quiet one does. Below pytest's own limit per test, so that the
-# wait fails with its own words. Also the default of `run_ranks` and `ProcessPool` in tests.
+# The limit of every wait that only ends a hang. No test passes or fails because of its value: a
+# busy machine may need many times what a quiet one does. It is below pytest's own limit per test, so
+# that the wait fails with its own words. Also the default of `run_ranks` and `ProcessPool` in tests.
 PATIENCE_S = int(os.environ.setdefault("DURE_TEST_TIMEOUT", "240"))
 
 

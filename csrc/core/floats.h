@@ -1,6 +1,6 @@
 // Small floats: every format as "to float" and "from float, nearest even".
 //
-// The conversions agree bit for bit with torch's for every number (tests/unit/native compares all
+// The conversions agree bit for bit with torch's for every number (tests/native compares all
 // of them); only the payload and the sign of a NaN are open. This file is compiled once per
 // instruction set, so everything in it lives in an anonymous namespace and uses no inline function
 // of the standard library: the linker keeps one copy of such a function, and it might be the

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from arch.sources import lines_of, tree_of
+from tests.arch.sources import lines_of, tree_of
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from arch.sources import (
+from tests.arch.sources import (
     CSRC,
     PACKAGE,
     cpp_files,

@@ -5,7 +5,7 @@ import importlib
 from collections import Counter
 
 import dure
-from arch.sources import python_files, shown, tree_of
+from tests.arch.sources import python_files, shown, tree_of
 
 
 def test_public_names_have_one_home():

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from arch.sources import PACKAGE
+from tests.arch.sources import PACKAGE
 
 STUB = PACKAGE / "native" / "_engine.pyi"
 

@@ -9,7 +9,7 @@ from typing import Any
 from dure.rpc import api
 from dure.rpc.autograd.backward import attach
 from dure.testing import rpc as testing
-from waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 
 class Gate:

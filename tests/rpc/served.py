@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from rpc.served_elsewhere import imported
+from tests.rpc.served_elsewhere import imported
 
 __all__ = ["Colour", "Counter", "Wrong", "constant", "double", "imported", "settings"]
 

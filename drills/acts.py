@@ -1,0 +1,168 @@
+"""Carry out what is planned for a job: find who is meant, and kill, stop or ask.
+
+Some are meant by what they do: a file with an order lies at a point of the program (`programs`),
+and who comes there first takes it, and dies a moment later.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from drills.jobs import Agent, Job
+from drills.plans import ASKED, GONE, Death, Kill
+from tests.waiting import listening
+
+_POINTS = {
+    "rank 0 during a commit": ("commit", 0.02),
+    "worker during a commit": ("commit", 0.02),
+    "worker during a restart": ("start", 1.0),
+    "newcomer while it joins": ("join", 2.0),
+    "newcomer while it gets the state": ("receive", 0.1),
+    "survivor while it sends the state": ("send", 0.1),
+    "survivor while all regroup": ("agree", 0.2),
+}
+"""Where who is meant comes by, and by how much his delay is shortened."""
+
+
+def carry_out(job: Job, kill: Kill) -> Death:
+    """Do to the job what `kill` says.
+
+    Raises:
+        Odd: Nobody has come to where somebody was to die.
+    """
+    if kill.harmless:
+        return _harmless(job, kill)
+    if "agent" in kill.victim:
+        return _kill_agent(job, kill)
+    if kill.victim in _POINTS:
+        return _kill_at_point(job, kill)
+    return _kill_ranks(job, kill)
+
+
+def _kill(pid: int, number: int = signal.SIGKILL) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+# ---- ranks -----------------------------------------------------------------------------------
+
+
+def _kill_ranks(job: Job, kill: Kill) -> Death:
+    counts = {"two at once": (2, 0.0), "three in 50 ms": (3, kill.delay_s / 6)}
+    count, apart_s = counts.get(kill.victim, (1, 0.0))
+    workers = job.workers()
+    first = 0 if kill.victim == "rank 0" else int(kill.pick * len(workers))
+    chosen = (workers * 2)[first : first + min(count, len(workers))]
+    at = time.monotonic()
+    for number, worker in enumerate(chosen):
+        time.sleep(apart_s if number else 0.0)
+        _kill(worker["pid"])
+    return Death(kill, at, {worker["rank"] % job.plan.nproc for worker in chosen})
+
+
+def _kill_at_point(job: Job, kill: Kill) -> Death:
+    """Leave an order at a point; kill somebody else first, if it takes that to come there."""
+    point, share = _POINTS[kill.victim]
+    delay_s = kill.delay_s * share
+    before = sum(_POINTS.get(death.kill.victim, ("", 0))[0] == point for death in job.deaths)
+    (job.folder / "orders" / point).write_text(str(delay_s))
+    death = Death(kill, 0.0, {0}) if point == "commit" else _kill_ranks(job, kill)
+    taken = job.folder / "taken"
+    job.wait(
+        lambda: len(list(taken.glob(f"{point}-*"))) > before or not job.running,
+        f"somebody at the point {point!r}",
+    )
+    death.at = time.monotonic() + delay_s
+    return death
+
+
+# ---- agents ----------------------------------------------------------------------------------
+
+
+def _kill_agent(job: Job, kill: Kill) -> Death:
+    """Kill an agent, or ask one to end; with it those whom the plan names."""
+    agent = _choose_agent(job, kill)
+    coordinates = len(job.agents) == 1 or agent is _coordinator(job)
+    at = time.monotonic()
+    if kill.victim == "agent asked to end":
+        agent.due = 128 + signal.SIGTERM
+        agent.process.terminate()
+        agent.process.wait()
+        return Death(kill, at, {ASKED}, coordinates)
+    agent.due = -signal.SIGKILL
+    who = {GONE}
+    if "worker of another" in kill.victim:
+        mine = _children(agent)
+        others = [w for w in job.workers() if w["pid"] not in mine]
+        for worker in others[: 1 if kill.pick < 0.9 else 2]:
+            _kill(worker["pid"])
+            who.add(worker["rank"] % job.plan.nproc)
+        time.sleep(kill.delay_s / 3)
+    agent.process.kill()
+    agent.process.wait()
+    return Death(kill, at, who, coordinates)
+
+
+def _choose_agent(job: Job, kill: Kill) -> Agent:
+    running, coordinator = job.running, _coordinator(job)
+    if kill.victim == "coordinator agent" and coordinator is not None:
+        return coordinator
+    if kill.victim != "agent asked to end":
+        running = [a for a in running if a is not coordinator] or running
+    return running[int(kill.pick * len(running))]
+
+
+def _coordinator(job: Job) -> Agent | None:
+    """Return the agent that listens at the endpoint, or else the first."""
+    sockets = {f"socket:[{inode}]" for inode in listening(job.port)}
+    for agent in job.running:
+        with suppress(OSError):
+            for link in Path(f"/proc/{agent.process.pid}/fd").iterdir():
+                if os.readlink(link) in sockets:
+                    return agent
+    return job.running[0] if job.running else None
+
+
+# ---- what must change nothing ----------------------------------------------------------------
+
+
+def _harmless(job: Job, kill: Kill) -> Death:
+    agent = job.running[int(kill.pick * len(job.running))]
+    if kill.victim in ("reaper", "zygote"):
+        for pid in _children(agent):
+            if _helps_as(pid) == kill.victim:
+                _kill(pid)
+    else:
+        pid = agent.process.pid
+        if kill.victim == "worker stopped":
+            workers = job.workers()
+            pid = workers[int(kill.pick * len(workers))]["pid"]
+        _kill(pid, signal.SIGSTOP)
+        time.sleep(kill.stop_s)
+        _kill(pid, signal.SIGCONT)
+    return Death(kill, time.monotonic(), set())
+
+
+def _children(agent: Agent) -> list[int]:
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(agent.process.pid).children()]
+    return []
+
+
+def _helps_as(pid: int) -> str:
+    """Tell which helper of an agent a process is: a rank forked from the zygote has its words."""
+    with suppress(OSError):
+        command, variables = (
+            Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")
+        )
+        if b"reaper.py" in command:
+            return "reaper"
+        if b"forking.py" in command and b"DURE_ROOM=" in variables:
+            return "zygote"
+    return ""

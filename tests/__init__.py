@@ -1,0 +1,1 @@
+"""Dure's tests, by the package that they test; see CONTRIBUTING.md."""

@@ -1,0 +1,189 @@
+"""Saving in the background: what is in it, what holds it up, what becomes of failures."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextvars import copy_context
+from pathlib import Path
+
+import pytest
+import torch
+
+import dure
+from dure.checkpoint import (
+    CheckpointException,
+    FileSystemReader,
+    FileSystemWriter,
+    async_save,
+    background,
+    load,
+    save,
+    slice_files,
+)
+from dure.errors import UsageError
+from dure.tensor import Shard, distribute_tensor, init_device_mesh
+from dure.testing import run_ranks
+from tests.checkpoint.saved_states import counted, loaded
+from tests.waiting import PATIENCE_S, until
+
+
+class Gate(threading.Event):
+    """No slice is written until it is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.reached = threading.Event()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    opened = Gate()
+    write = slice_files.write_all
+
+    def waiting(descriptor, data):
+        opened.reached.set()
+        assert opened.wait(PATIENCE_S)
+        write(descriptor, data)
+
+    monkeypatch.setattr(slice_files, "write_all", waiting)
+    yield opened
+    opened.set()
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_what_is_saved_is_the_state_at_the_call(tmp_path, gate, kind):
+    def body(rank):
+        tensor = counted(7, 2)
+        values = [1, 2]
+        if kind == "sharded":
+            tensor = distribute_tensor(tensor, init_device_mesh("cpu", (2,)), [Shard(0)])
+        future = async_save({"w": tensor, "values": values}, checkpoint_id=tmp_path)
+        assert not future.done()
+        tensor.fill_(5.0)
+        values.append(3)
+        dure.all_reduce(torch.ones(3))  # training goes on over the same ranks meanwhile
+        dure.barrier()
+        gate.set()
+        return future.result(PATIENCE_S).state_dict_metadata["w"].size
+
+    assert run_ranks(2, body) == [(7, 2)] * 2
+    assert loaded(tmp_path, 7, 2) == counted(7, 2).tolist()
+    state = {"values": None}
+    load(state, checkpoint_id=tmp_path)
+    assert state["values"] == [1, 2]
+
+
+def test_a_save_that_is_not_done_leaves_the_checkpoint_before(tmp_path, gate):
+    gate.set()
+    save({"w": counted(3)}, checkpoint_id=tmp_path)
+    gate.clear()
+    gate.reached.clear()
+    future = async_save({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
+    assert gate.reached.wait(PATIENCE_S)
+    assert loaded(tmp_path, 3) == [0, 1, 2]
+    with pytest.raises(CheckpointException, match="another job is saving"):
+        save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    gate.set()
+    future.result(PATIENCE_S)
+    assert loaded(tmp_path, 3) == [0, 0, 0]
+
+
+def test_one_save_at_a_time_and_the_next_waits(tmp_path, gate):
+    first = async_save({"w": counted(3)}, checkpoint_id=tmp_path / "1")
+    seen = []
+
+    class Looking:
+        """A state that is asked for when the next save begins."""
+
+        def state_dict(self):
+            seen.append(first.done())
+            return {"w": torch.zeros(3)}
+
+        def load_state_dict(self, state):
+            del state
+
+    def save_next():
+        async_save({"looking": Looking()}, checkpoint_id=tmp_path / "2").result(PATIENCE_S)
+
+    following = threading.Thread(target=copy_context().run, args=(save_next,))
+    following.start()
+    until(lambda: seen or _joins(following), "the next save waiting")
+    gate.set()
+    following.join()
+    assert seen == [True]
+    assert loaded(tmp_path / "1", 3) == [0, 1, 2]
+
+
+def _joins(thread):
+    """Return whether a thread waits for the end of another one."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code is not threading.Thread.join.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _full(path):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("seen_by", [(0, 1), (0,)])
+def test_a_failure_is_the_futures_and_that_of_the_next_save_if_a_rank_has_not_seen_it(
+    tmp_path, monkeypatch, seen_by
+):
+    monkeypatch.setattr(os, "fsync", _full)
+
+    def body(rank):
+        future = async_save({"w": counted(3)}, checkpoint_id=tmp_path)
+        if rank in seen_by:
+            error = future.exception(PATIENCE_S)
+            assert isinstance(error, CheckpointException) and "No space left" in str(error)
+        if len(seen_by) < 2:
+            with pytest.raises(CheckpointException, match=r"the save before failed.*No space left"):
+                async_save({"w": counted(3)}, checkpoint_id=tmp_path)
+        dure.barrier()
+        if rank == 0:
+            monkeypatch.undo()
+        dure.barrier()
+        async_save({"w": counted(3)}, checkpoint_id=tmp_path).result(PATIENCE_S)
+
+    run_ranks(2, body)
+    assert loaded(tmp_path, 3) == [0, 1, 2]
+
+
+def test_what_cannot_be_saved_is_told_at_the_call(tmp_path):
+    def body(rank):
+        with pytest.raises(CheckpointException, match="own"):
+            async_save({"own": torch.ones(2 + rank)}, checkpoint_id=tmp_path)
+        with pytest.raises(CheckpointException, match="value cannot be saved"):
+            async_save({"own": object() if rank else 1}, checkpoint_id=tmp_path)
+
+    run_ranks(2, body)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UsageError):
+        async_save({}, checkpoint_id=tmp_path, use_collectives=False)
+
+
+def test_a_checkpoint_that_may_not_be_replaced(tmp_path):
+    once = FileSystemWriter(tmp_path, overwrite=False)
+    for _ in range(2):
+        future = async_save({"a": 1}, storage_writer=once)
+    with pytest.raises(CheckpointException, match="already"):
+        future.result(PATIENCE_S)
+    assert list(FileSystemReader(Path(tmp_path)).read_metadata().state_dict_metadata) == ["a"]
+
+
+def test_its_group_is_made_once(tmp_path, monkeypatch):
+    made = []
+    new_group = background.new_group
+    monkeypatch.setattr(
+        background, "new_group", lambda *a, **k: made.append(1) or new_group(*a, **k)
+    )
+
+    def body(rank):
+        for _ in range(3):
+            async_save({"w": counted(3)}, checkpoint_id=tmp_path).result(PATIENCE_S)
+
+    run_ranks(2, body)
+    assert len(made) == 2  # by two ranks

@@ -1,0 +1,60 @@
+"""A manifest that lies, or is absent: refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from dure.checkpoint import (
+    CheckpointException,
+    load,
+)
+from dure.tensor import (
+    Replicate,
+    Shard,
+)
+from dure.testing import run_ranks
+from tests.checkpoint.saved_states import save_one
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def _lies(folder, change):
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_bytes().partition(b"\n")[2])
+    change(fields, fields["tensors"]["w"]["slices"])
+    body = json.dumps(fields).encode()
+    path.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+
+LIES = {
+    "leaves the folder": lambda f, s: s[0].update(file="../part-000001-00000.safetensors"),
+    "no such name": lambda f, s: s[0].update(file="/etc/passwd"),
+    "another file": lambda f, s: s[0].update(file="part-000009-00000.safetensors"),
+    "overlap": lambda f, s: s[1].update(offsets=[1, 0]),
+    "twice": lambda f, s: s.append(s[0]),
+    "missing": lambda f, s: s.pop(),
+    "outside": lambda f, s: s[1].update(offsets=[9, 0]),
+    "negative": lambda f, s: s[0].update(offsets=[-1, 0]),
+    "shape": lambda f, s: f["tensors"]["w"].update(shape=[1 << 60, 2]),
+    "dtype": lambda f, s: f["tensors"]["w"].update(dtype="I32"),
+    "unknown dtype": lambda f, s: f["tensors"]["w"].update(dtype="F31"),
+    "sum": lambda f, s: s[0].update(crc32c=s[0]["crc32c"] ^ 1),
+    "no number": lambda f, s: s[0].update(crc32c="8"),
+    "form": lambda f, s: f.pop("tensors"),
+    "version": lambda f, s: f.update(version=99),
+    "no tensor of that name": lambda f, s: f.update(state={"w": {"$": "tensor", "v": "z"}}),
+    "unknown kind": lambda f, s: f.update(state={"w": {"$": "no"}}),
+    "no state": lambda f, s: f.update(state=[]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_manifest_that_lies_is_refused(tmp_path, lie):
+    run_ranks(2, save_one, tmp_path, (2,), [S0], (4, 2))
+    _lies(tmp_path, LIES[lie])
+    with pytest.raises(CheckpointException, match=str(tmp_path)):
+        load({"w": torch.zeros(4, 2)}, checkpoint_id=tmp_path)

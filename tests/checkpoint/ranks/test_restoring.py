@@ -1,0 +1,129 @@
+"""Loading: into any sharding, dtype and structure; what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dure.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    FileSystemReader,
+    load,
+    save,
+)
+from dure.errors import CheckpointMismatch
+from dure.tensor import (
+    Replicate,
+    Shard,
+)
+from dure.tensor.placement_types import StridedShard
+from dure.testing import run_ranks
+from tests.checkpoint.saved_states import counted, load_one, save_one
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+ONE_AXIS = [[R], [S0], [S1]]
+TWO_AXES = [
+    [R, R],
+    [S0, R],
+    [R, S1],
+    [S0, S1],
+    [S1, S0],
+    [S0, S0],
+    [StridedShard(0, split_factor=2), S0],
+]
+
+
+@pytest.mark.parametrize("placements", [[R], [S0], [S1]], ids=str)
+def test_what_four_have_saved_is_loaded_in_every_sharding(tmp_path, placements):
+    run_ranks(4, save_one, tmp_path, (4,), placements)
+    for sizes in [(1,), (2,), (3,)]:
+        for wanted in ONE_AXIS:
+            read = run_ranks(sizes[0], load_one, tmp_path, sizes, wanted)
+            assert [num for num, _ in read] == [size for _, size in read]
+    for wanted in TWO_AXES:
+        read = run_ranks(4, load_one, tmp_path, (2, 2), wanted)
+        assert [num for num, _ in read] == [size for _, size in read]
+
+
+axes = st.lists(st.integers(1, 3), min_size=1, max_size=2).filter(lambda n: n[0] * n[-1] <= 6)
+shardings = st.sampled_from([R, S0, S1, StridedShard(0, split_factor=2)])
+meshes = axes.flatmap(
+    lambda sizes: st.tuples(
+        st.just(tuple(sizes)), st.lists(shardings, min_size=len(sizes), max_size=len(sizes))
+    )
+)
+
+
+@settings(max_examples=25)
+@given(meshes, meshes, st.tuples(st.integers(0, 6), st.integers(0, 6)))
+def test_any_mesh_into_any_other(tmp_path_factory, saved, loaded, shape):
+    folder = tmp_path_factory.mktemp("any")
+    (sizes, placements), (others, wanted) = saved, loaded
+    run_ranks(torch.Size(sizes).numel(), save_one, folder, sizes, placements, shape)
+    run_ranks(torch.Size(others).numel(), load_one, folder, others, wanted, shape)
+
+
+def test_nested_state_plain_tensors_numbers_and_dtypes(tmp_path):
+    def state(filled):
+        k = 1 if filled else 0
+        return {
+            "a": {"b": [torch.full((2,), 3.0 * k), {"c": 7 * k}], "plain": [1 * k, 2 * k]},
+            "number": torch.tensor(5 * k),
+            "half": torch.full((3,), 1.5 * k, dtype=torch.bfloat16),
+            "complex": torch.full((2,), (1 + 2j) * k, dtype=torch.complex64),
+            "column": torch.arange(6.0).reshape(2, 3).t() * k,
+            "none": torch.full((0, 3), 0.0),
+            "words": "yes" if filled else "no",
+            "betas": (0.5 * k, 0.25 * k),
+            "pair": (torch.full((1,), 9.0 * k), 8 * k),
+            "keys": {0: 4 * k},
+        }
+
+    save(state(True), checkpoint_id=tmp_path)
+    found = state(False)
+    inner, column = found["a"]["b"][0], found["column"]
+    assert load(found, checkpoint_id=tmp_path)[:2] == ([], [])
+    assert found["a"]["b"][0] is inner and inner.tolist() == [3, 3]
+    assert found["a"]["b"][1] == {"c": 7} and found["a"]["plain"] == [1, 2]
+    assert found["number"].item() == 5 and found["half"].tolist() == [1.5] * 3
+    assert found["complex"].tolist() == [1 + 2j] * 2
+    assert found["pair"][0].item() == 9 and found["pair"][1] == 8
+    assert found["column"] is column and column.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert (found["words"], found["betas"], found["keys"]) == ("yes", (0.5, 0.25), {0: 4})
+    held = FileSystemReader(tmp_path).read_metadata()
+    assert held.state_dict_metadata["a.b.0"].size == (2,)
+    assert held.planner_data["keys.0"] == ("keys", 0)
+
+
+def test_elements_are_converted_to_the_dtype_that_is_there(tmp_path):
+    save({"w": counted(2, 3)}, checkpoint_id=tmp_path)
+    state = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    load(state, checkpoint_id=tmp_path)
+    assert state["w"].dtype == torch.bfloat16 and state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_missing_and_unexpected_keys(tmp_path):
+    save({"a": counted(2), "b": 1}, checkpoint_id=tmp_path)
+    state = {"a": torch.zeros(2), "c": torch.zeros(1)}
+    with pytest.raises(
+        CheckpointException, match=r"Missing key in checkpoint state_dict: c\."
+    ) as caught:
+        load(state, checkpoint_id=tmp_path)
+    assert list(caught.value.failures) == [0] and state["a"].tolist() == [0, 0]
+    some = DefaultLoadPlanner(allow_partial_load=True)
+    loaded = load(state, storage_reader=FileSystemReader(tmp_path), planner=some)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == (["c"], ["b"])
+    assert state["a"].tolist() == [0, 1] and state["c"].tolist() == [0]
+
+
+def test_shapes_and_kinds_that_differ_change_nothing(tmp_path):
+    save({"a": counted(2), "w": counted(2, 2)}, checkpoint_id=tmp_path)
+    for other in (torch.zeros(4), 3):
+        state = {"a": torch.zeros(2), "w": other}
+        with pytest.raises(CheckpointException) as caught:
+            load(state, checkpoint_id=tmp_path)
+        assert isinstance(caught.value.failures[0][0], CheckpointMismatch)
+        assert state["a"].tolist() == [0, 0]

@@ -1,0 +1,52 @@
+"""Copies that a save in the background writes: how much, and for how long they are kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+
+from dure.checkpoint import (
+    async_save,
+)
+from dure.checkpoint.staging import BlockingAsyncStager, DefaultStager
+from dure.testing import run_ranks
+from tests.checkpoint.saved_states import loaded
+from tests.waiting import PATIENCE_S
+
+
+def test_the_buffer_is_kept_and_told_and_given_back(tmp_path):
+    stager = DefaultStager()
+    places = []
+    for value in (1.0, 2.0):
+        state = {"w": torch.full((100,), value), "t": torch.full((3, 2), value).t()}
+        response = async_save(state, checkpoint_id=tmp_path, async_stager=stager)
+        assert response.staging_completion.done()
+        response.upload_completion.result(PATIENCE_S)
+        assert stager.num_bytes == 448 + 64  # 400 and 24 bytes, each to the next 64
+        places.append(stager._buffer.data_ptr())
+        assert loaded(tmp_path, 100) == [value] * 100
+    assert places[0] == places[1]
+    stager.close()
+    assert stager.num_bytes == 0
+    forgetful = BlockingAsyncStager()
+    future = async_save({"w": torch.ones(100)}, checkpoint_id=tmp_path, async_stager=forgetful)
+    future.result(PATIENCE_S)
+    held = weakref.ref(forgetful._buffer)
+    async_save({"w": torch.ones(200)}, checkpoint_id=tmp_path, async_stager=forgetful).result(
+        PATIENCE_S
+    )
+    gc.collect()
+    assert held() is None and forgetful.num_bytes == 832
+
+
+def test_a_rank_holds_only_what_it_writes(tmp_path):
+    def body(rank):
+        stager = DefaultStager()
+        state = {f"w{i}": torch.zeros(16) for i in range(4)}  # 64 bytes each
+        response = async_save(state, checkpoint_id=tmp_path, async_stager=stager)
+        response.upload_completion.result(PATIENCE_S)
+        return stager.num_bytes
+
+    assert run_ranks(2, body) == [128, 128]

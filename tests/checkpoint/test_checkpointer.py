@@ -1,0 +1,103 @@
+"""A Checkpointer alone: what comes back, what is refused and why, what is left in the folder."""
+
+from __future__ import annotations
+
+import operator
+import random
+from typing import Any, SupportsIndex, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from dure.checkpoint import Checkpointer, PerRank, load
+from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.reading import faults
+from dure.data import DistributedSampler
+from dure.errors import (
+    UsageError,
+)
+from tests.checkpoint.small_runs import equal, small, trained
+
+
+def test_all_of_a_run_comes_back(tmp_path):
+    saved, loaded = trained(1), trained(2)
+    extra, other = {"curve": [0.5, float("inf")], 3: ("a", None)}, {"old": 1}
+    curve, filled = [1.5, 2.5], [0.0]
+    sampler, scaler = DistributedSampler(range(20), 2, 0), torch.amp.GradScaler("cpu")
+    rest = {"place": sampler, "scaler": scaler}
+    Checkpointer(tmp_path).save(12, **saved, **rest, extra=extra, curve=curve)
+    draws = torch.rand(2).tolist(), random.random(), np.random.rand()
+    step = Checkpointer(tmp_path).load(**loaded, **rest, extra=other, curve=filled)
+    assert step == 12 and other == extra and filled == curve
+    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == draws
+    for name, thing in saved.items():
+        assert equal(thing.state_dict(), loaded[name].state_dict()), name
+    assert list(tmp_path.iterdir()) == [tmp_path / "000001-step-12"]
+
+
+def test_every_dtype_and_shape_comes_back_and_can_be_read_by_safetensors(tmp_path):
+    dtypes = [torch.bfloat16, torch.float8_e5m2, torch.int64, torch.bool, torch.uint16, torch.half]
+    state = {str(d): torch.arange(5).to(d) for d in dtypes}
+    state |= {"empty": torch.empty(0, 3), "number": torch.tensor(2.5), "strided": torch.eye(4)[::2]}
+    path = Checkpointer(tmp_path).save(1, state=state)
+    loaded = {}
+    Checkpointer(tmp_path).load(state=loaded)
+    assert {k: v.dtype for k, v in loaded.items()} == {k: v.dtype for k, v in state.items()}
+    stored = load_file(path / "part-000001-00000.safetensors")
+    for name, tensor in state.items():
+        back = loaded[name]
+        assert back.shape == tensor.shape
+        assert torch.equal(back.double(), tensor.double())
+        if tensor.numel():
+            assert torch.equal(stored[f"state.{name}"].double(), tensor.double())
+
+
+def test_load_reads_what_a_checkpointer_has_saved(tmp_path):
+    saved, loaded = trained(1), trained(2)
+    path = Checkpointer(tmp_path).save(12, **saved, extra={3: ("a", torch.ones(1))})
+    found = load(loaded, checkpoint_id=path)
+    for name, thing in saved.items():
+        assert equal(thing.state_dict(), loaded[name].state_dict()), name
+    assert found.missing_keys == []
+    assert {"extra.3.0", "extra.3.1", "(run).step"} < set(found.unexpected_keys)
+    assert faults(path, catalog_of(path)) == []
+
+
+def test_nothing_saved_is_nothing_loaded(tmp_path):
+    checkpoints = Checkpointer(tmp_path / "absent")
+    assert checkpoints.load(model=small()) is None
+    assert checkpoints.latest() is None
+    (tmp_path / "absent" / ".saving-000001-step-5").mkdir(parents=True)
+    assert checkpoints.load(model=small()) is None
+
+
+def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path):
+    steps: list[SupportsIndex] = [np.int64(5), torch.tensor(6)]
+    for step in steps:
+        Checkpointer(tmp_path).save(step, model=small())
+        assert Checkpointer(tmp_path).load(model=small()) == operator.index(step)
+
+
+MISUSE = {
+    "a number": lambda at: Checkpointer(at).save(1, thing=3),
+    "no state": lambda at: Checkpointer(at).save(1, thing=object()),
+    "a class": lambda at: Checkpointer(at).save(1, thing=nn.ReLU),
+    "no step": lambda at: Checkpointer(at).save(cast(Any, nn.ReLU())),
+    "negative step": lambda at: Checkpointer(at).save(-1, model=small()),
+    "float step": lambda at: Checkpointer(at).save(cast(Any, 5.0), model=small()),
+    "text step": lambda at: Checkpointer(at).save(cast(Any, "5"), model=small()),
+    "unreadable name": lambda at: Checkpointer(at).save(1, a={"\ud800": torch.ones(2)}),
+    "taken name": lambda at: Checkpointer(at).save(1, **{"(random)": PerRank({})}),
+    "other taken name": lambda at: Checkpointer(at).save(1, **{"(run)": {}}),
+    "none kept": lambda at: Checkpointer(at, keep=0),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSE)
+def test_misuse_is_refused_before_anything_is_written(tmp_path, misuse):
+    with pytest.raises(UsageError):
+        MISUSE[misuse](tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,113 @@
+"""The folder of a run's checkpoints: what is kept, removed, flushed, locked and left."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dure.checkpoint import Checkpointer, folder
+from dure.errors import (
+    CheckpointError,
+    CheckpointNotWritten,
+)
+from tests.checkpoint.small_runs import small
+
+
+def test_last_ones_are_kept_and_leftovers_removed(tmp_path):
+    checkpoints = Checkpointer(tmp_path, keep=2)
+    (tmp_path / ".removing-000007-step-1").mkdir()
+    (tmp_path / ".saving-000007-step-1").mkdir()
+    (tmp_path / "notes.txt").write_text("kept")
+    for step in range(5):
+        checkpoints.save(step, values=[step])
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["000004-step-3", "000005-step-4", "notes.txt"]
+
+
+def test_refused_checkpoint_is_not_counted_and_stays(tmp_path):
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    values = [1]
+    checkpoints.save(1, values=values)
+    Checkpointer(tmp_path, keep=None).save(2, values=[2])
+    (tmp_path / "000002-step-2" / "manifest.json").write_text("")
+    assert checkpoints.load(values=values) == 1
+    checkpoints.save(2, values=values)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["000002-step-2", "000003-step-2"]
+    assert Checkpointer(tmp_path).load(values=values) == 2
+
+
+def test_run_sent_back_to_an_older_step_goes_on_from_there(tmp_path):
+    checkpoints, values = Checkpointer(tmp_path), []
+    for step in (10, 20):
+        checkpoints.save(step, values=[step])
+    assert checkpoints.load(10, values=values) == 10 and values == [10]
+    checkpoints.save(15, values=[15])
+    assert checkpoints.load(values=values) == 15
+    with pytest.raises(CheckpointError):
+        checkpoints.load(11, values=values)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "mkdir"])
+def test_full_disk_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monkeypatch, call):
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, values=[1.0], x={"x": torch.ones(9)})
+
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+
+    owner = os if call in ("write", "fsync") else Path
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, full)
+        with pytest.raises(CheckpointNotWritten) as caught:
+            checkpoints.save(2, values=[2.0], x={"x": torch.ones(9)})
+    assert isinstance(caught.value.__cause__, OSError)
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
+    values = []
+    assert checkpoints.load(values=values) == 1
+
+
+def test_a_folder_that_cannot_be_made_or_listed_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointNotWritten):
+        Checkpointer(tmp_path / "file" / "run").save(1, values=[])
+    with pytest.raises(CheckpointError):
+        Checkpointer(tmp_path / "file").load(model=small())
+
+
+def test_saving_flushes_files_before_the_commit_and_the_folder_after(tmp_path, monkeypatch):
+    order = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(descriptor):
+        order.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{tmp_path}/a/b/"))
+        real_fsync(descriptor)
+
+    def rename(path, target):
+        order.append("rename")
+        return real_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    Checkpointer(tmp_path / "a" / "b").save(3, x={"x": torch.ones(2)})
+    made = [str(tmp_path), str(tmp_path / "a")]  # the folders on the way
+    hidden = ".saving-000001-step-3"
+    manifest = [f"{hidden}/.saving-manifest.json", hidden, "rename", hidden]
+    part = f"{hidden}/part-000001-00000.safetensors"
+    assert order == [*made, part, *manifest, "rename", str(tmp_path / "a" / "b")]
+
+
+def test_two_jobs_do_not_save_in_one_folder_at_once(tmp_path):
+    first, second = folder.Folder(tmp_path), Checkpointer(tmp_path)
+    made = first.begin(1)
+    try:
+        with pytest.raises(CheckpointNotWritten):
+            second.save(2, state={})
+        assert made.exists()
+    finally:
+        first.release()
+    second.save(2, state={})
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-2"]

@@ -1,0 +1,110 @@
+"""Reading a run's checkpoints: damage is found, and the older one is used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dure.checkpoint import Checkpointer
+from dure.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+)
+from tests.checkpoint.small_runs import equal, small, trained
+
+
+def test_loaded_tensors_do_not_depend_on_the_file(tmp_path):
+    path = Checkpointer(tmp_path).save(1, state={"x": torch.ones(1000)})
+    loaded = {}
+    Checkpointer(tmp_path).load(state=loaded)
+    with (path / "part-000001-00000.safetensors").open("r+b") as file:
+        file.truncate(0)
+    assert loaded["x"].sum() == 1000
+
+
+@settings(max_examples=25)
+@example(where=0.999, which=False, cut=False)  # of a tensor; those before are of the header
+@given(where=st.floats(0, 1, exclude_max=True), which=st.booleans(), cut=st.booleans())
+def test_any_changed_byte_is_found_and_the_older_checkpoint_used(
+    tmp_path_factory, where, which, cut
+):
+    path = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpointer(path)
+    values = [0.0]
+    checkpoints.save(1, values=values, model=small(1))
+    newest = checkpoints.save(2, values=[1.0], model=small(2))
+    file = newest / ("manifest.json" if which else "part-000001-00000.safetensors")
+    data = bytearray(file.read_bytes())
+    at = int(where * len(data))
+    data[at] ^= 1 << (at % 8)
+    file.write_bytes(data[:at] if cut else data)
+    loaded, model = [], small(3)
+    assert checkpoints.load(values=loaded, model=model) == 1
+    assert loaded == values
+    assert equal(model.state_dict(), small(1).state_dict())
+    assert list(checkpoints.refused) == [str(newest)]
+    assert checkpoints.latest().step == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "ruin",
+    [
+        lambda path: (path / "manifest.json").unlink(),
+        lambda path: (path / "part-000001-00000.safetensors").unlink(),
+        lambda path: (path / "manifest.json").write_text("{}"),
+        lambda path: torch.save({}, path / "manifest.json"),
+        lambda path: path.rename(path.with_name("000009-step-77")),
+        lambda path: os.truncate(path / "part-000001-00000.safetensors", 5000),
+    ],
+)
+def test_damaged_and_foreign_checkpoints_are_refused_by_name(tmp_path, ruin, caplog):
+    checkpoints = Checkpointer(tmp_path)
+    ruin(checkpoints.save(1, model=small()))
+    model = small(5)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointDamaged) as caught:
+        checkpoints.load(model=model)
+    (path,) = tmp_path.iterdir()
+    assert list(caught.value.refused) == [str(path)]
+    assert str(path) in caplog.text
+    assert equal(before, dict(model.state_dict()))
+
+
+def test_no_file_stays_open_while_a_refusal_is_looked_at(tmp_path):
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, **trained())
+    with pytest.raises(CheckpointMismatch) as caught:
+        checkpoints.load(**trained() | {"model": small(width=5)})
+    names = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+    assert not [name for name in names if name.startswith(f"{tmp_path}{os.sep}")]
+    del caught
+
+
+FOREIGN = {
+    "deep": b"[" * 100_000,
+    "infinite": b'{"(run)": {"step": 1e999, "ranks": {"0": {"(random)": {}}}}}',
+    "no rank": b'{"(run)": {"step": 2, "ranks": {}}}',
+    "rank 1 only": b'{"(run)": {"step": 2, "ranks": {"1": {"(random)": {}}}}}',
+    "no random numbers": b'{"(run)": {"step": 2, "ranks": {"0": {}}}}',
+    "no run": b"{}",
+    "no state": b"[]",
+    "no device": b'{"x": {"$": "device", "v": "nowhere"}}',
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_manifest_that_nobody_here_wrote_is_refused_and_the_older_one_taken(tmp_path, kind):
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.save(1, model=small())
+    newest = checkpoints.save(2, model=small())
+    body = b'{"format": "dure checkpoint", "version": 2, "tensors": {}, "state": %b}'
+    body %= FOREIGN[kind]
+    digest = hashlib.sha256(body).hexdigest().encode()
+    (newest / "manifest.json").write_bytes(digest + b"\n" + body)
+    assert checkpoints.load(model=small()) == 1
+    assert list(checkpoints.refused) == [str(newest)]

@@ -1,0 +1,244 @@
+"""`dure plan layouts`: the table, its numbers, what is refused, JSON, every term, the report."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from dure.cli.plan_layouts import show
+from dure.plan import Gpu, Job, Machine, find_gpu, find_model, plan
+from tests.cli.planned import LLAMA, answered, called
+
+GPT = ["--model", "gpt2-xl", "--gpu", "a100"]
+OWN = ["--layers", "12", "--hidden", "768", "--heads", "12", "--vocab", "50000"]
+
+
+def test_options_alone_are_those_of_layouts():
+    alone = called(*LLAMA)
+    assert alone == called("layouts", *LLAMA)
+    assert alone[0] == 0
+    for words in ([], ["-h"]):
+        _, out, err = called(*words)
+        assert all(name in out + err for name in ("layouts", "pipeline", "memory"))
+
+
+def test_the_table_has_fifteen_rows_and_what_is_below():
+    _, out, _ = called(*LLAMA, "--nodes", "4")
+    assert [int(n) for n in re.findall(r"^(\d+) ", out, re.M)] == list(range(1, 16))
+    assert "a step is 4,194,304 tokens: 512 sequences of 8,192" in " ".join(out.split())
+    for title in (
+        "Why:",
+        "Another layout is the fastest:",
+        "The command, on each node:",
+    ):
+        assert f"\n{title}\n" in out
+    assert "dure run --nnodes 4 --nproc-per-node 8" in out
+
+
+def test_all_shows_every_layout_that_fits():
+    _, out, _ = called(*ONE_A100, "1024", "--batch-tokens", "8192", "--all")
+    # One rank, 8 sequences: microbatches of 1, 2, 4 or 8, three ways to recompute.
+    shown = re.findall(r"^\d+(?: ~)? +(mb=\S+)", out, re.M)
+    ways = ("", ",recompute=selective", ",recompute=full")
+    assert sorted(shown) == sorted(f"mb={mb}{way}" for mb in (1, 2, 4, 8) for way in ways)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A plan with layouts too long for a line."""
+    machine = Machine(find_gpu("h100-p5"), 32)
+    return plan(Job(find_model("llama3-70b"), 2**22), machine, changes=False)
+
+
+def shown(found, width):
+    screen = Console(width=width, file=StringIO())
+    show(screen, found, "llama3-70b", everything=False)
+    return screen.file.getvalue()
+
+
+def test_ties_are_marked_and_counted(found):
+    out = shown(replace(found, ties=3), 200)
+    assert re.findall(r"^(\d+) ~", out, re.M) == ["2", "3"]
+    assert f"3 of {len(found.rows)} layouts cannot be told from the first" in " ".join(out.split())
+
+
+def test_columns_are_shares_of_a_step(found):
+    """From parts by hand: half of 10 s computes, one in ten waits, in each of the other ways."""
+    row = found.rows[0]
+    time = dict.fromkeys(row.time, 0.0) | {"products": 3.0, "attention": 1.0, "elementwise": 0.5}
+    time |= {"ends": 0.5, "launches": 1.0, "tp": 1.0, "dp": 2.0, "bubble": 0.96, "messages": 0.04}
+    first = replace(row, time=time, tokens=10_000, ideal=4.14, spread=1.1111)
+    memory = dict.fromkeys(row.memory, 0.0) | {"parameters": 2e9, "scores": 0.5e9}
+    first = replace(first, memory=memory)
+    large = replace(first, tokens=10_200, memory=memory | {"parameters": 82e9})
+    out = shown(replace(found, rows=(first,), ties=1, too_large=(large,)), 200)
+    assert "\nFaster, but too large (75.2 of 80 GB are usable):\n" in out  # 0.94 of them
+    assert f"{large.layout}: 2% faster; 82.5 GB are 7.3 too many\n" in out
+    head, line = out.splitlines()[1:3]
+    assert head.split()[-6:] == ["GB", "compute", "tp", "dp", "bubble", "host"]
+    assert line.split()[2:] == (
+        [
+            "1,000",
+            "900-1.11k",
+            f"{1000 / 256:,.0f}",
+            "41%",
+            "2.5",
+            "50%",
+            "10%",
+            "20%",
+            "10%",
+            "10%",
+        ]
+    )
+    assert "GB of the first: parameters 2.0, scores 0.5.\n" in out
+
+
+def test_lines_fit_the_terminal_and_layouts_are_whole(found):
+    assert max(len(str(row.layout)) for row in found.rows[:15]) > 40  # more than 80 columns leave
+    for width in (80, 100, 130):
+        out = shown(found, width)
+        table, _, rest = out.partition("Behind GB")
+        text = rest.partition(" in a program:")[0]
+        assert max(len(line.rstrip()) for line in (table + text).splitlines()) <= width
+        assert ("a GPU" in table) == (width == 130)
+        words = "".join(word for word in table.split() if word[0].isalpha())
+        for row in found.rows[:15]:
+            assert str(row.layout) in words
+
+
+def test_json_is_what_the_function_returns():
+    found = plan(Job(find_model("llama3-8b"), 2**21), Machine(find_gpu("h100"), 2, 4))
+    words = [*LLAMA, "--batch-tokens", "2Mi", "--nodes", "2", "--gpus-per-node", "4"]
+    assert answered(*words) == json.loads(json.dumps(found.as_dict()))
+
+
+def test_figures_agree_with_one_another():
+    found = answered(*LLAMA)
+    # 32 layers of 2 w (w + k) + 3 w h weights and the scores, 6 FLOPs each; attention 12 l s w;
+    # norms, which are left out here, are 3e-5 of them.
+    weights = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 128256 * 4096
+    flops = 6 * weights + 12 * 32 * 8192 * 4096
+    for row in found["rows"]:
+        assert row["speed"] == pytest.approx(4194304 / row["seconds"])
+        assert row["mfu"] == pytest.approx(row["speed"] * flops / (8 * 989e12), rel=1e-4)
+        assert sum(row["time"].values()) == pytest.approx(row["seconds"])
+        assert row["low"] < row["speed"] < row["high"]
+        assert sum(row["memory"].values()) <= 0.94 * 80e9
+    first = found["rows"][0]
+    for row in found["too_large"]:
+        assert row["speed"] > first["speed"]
+        assert sum(row["memory"].values()) > 0.94 * 80e9
+
+
+ONE_A100 = [*OWN, "--gpu", "a100", "--gpus-per-node", "1", "--seq"]
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        ([*ONE_A100, "1024", "--batch-tokens", "4Mi"], 4194304),
+        ([*ONE_A100, "500", "--batch-tokens", "512k"], 512000),
+        ([*ONE_A100, "500", "--batch-tokens", "2.5M"], 2500000),
+        ([*ONE_A100, "1024", "--batch-tokens", "8,192"], 8192),
+        # Without a batch, a power of two for each rank.
+        (LLAMA, 4194304),
+        ([*LLAMA, "--nodes", "3"], 16 * 24 * 8192),
+        ([*LLAMA, "--nodes", "128"], 1024 * 8192),
+    ],
+)
+def test_a_batch_has_units_and_a_default(words, tokens):
+    assert answered(*words)["job"]["batch_tokens"] == tokens
+
+
+def test_a_model_by_its_configuration_is_that_of_its_sizes(tmp_path):
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+    more = {"num_key_value_heads": 4, "intermediate_size": 3000, "vocab_size": 50000}
+    config.write_text(json.dumps(sizes | more | {"hidden_act": "silu"}))
+    on = ["--seq", "1024", "--gpu", "a100"]
+    by_file = answered("--config", str(config), *on)
+    assert by_file == answered(*OWN, "--kv-heads", "4", "--ffn", "3000", *on)
+    assert by_file["job"]["model"]["gated"] == 1
+    assert answered(*OWN, "--gelu", *on)["job"]["model"]["hidden"] == 4 * 768
+
+
+def test_seq_compile_precision_and_memory_are_heard():
+    words = [*LLAMA, "--seq", "4096", "--compile", "--precision", "fp8", "--memory", "141"]
+    found = answered(*words)
+    assert found["job"]["model"]["length"] == 4096
+    assert (found["job"]["compiled"], found["job"]["precision"]) == (True, "fp8")
+    assert found["machine"]["gpu"]["memory_gb"] == 141
+
+
+def test_a_file_of_ones_own_has_gpus(tmp_path):
+    own = tmp_path / "own.toml"
+    figures = "memory_gb = 48\nmemory_tb_s = 0.9\nlink_gb_s = 32\nnetwork_gb_s = 3\n"
+    own.write_text(f'[gpu.mine]\nkind = "a100"\nbf16_tflops = 150\ngpus_per_node = 2\n{figures}')
+    found = answered("--model", "gpt2", "--gpu", "mine", "--machines", str(own))
+    assert found["machine"]["gpu"]["memory_gb"] == 48
+    assert found["machine"]["gpus_per_node"] == 2
+    own.write_text(own.read_text().replace("0.9", "900"))  # GB/s
+    code, _, err = called("--model", "gpt2", "--gpu", "mine", "--machines", str(own))
+    assert code == 2
+    assert "memory_tb_s of mine is out of range" in err
+
+
+def test_here_is_measured_and_computes_in_float32(monkeypatch):
+    asked = []
+
+    def here(ranks, *, again):
+        asked.append((ranks, again))
+        return Machine(Gpu("this machine", "cpu", 0.1, 16, 0.02, 5, 1), 1, ranks)
+
+    monkeypatch.setitem(sys.modules, "dure.cli.here", SimpleNamespace(here=here))
+    job = answered("--model", "gpt2", "--here")["job"]
+    assert (job["precision"], job["batch_tokens"]) == ("fp32", 65536)
+    code, out, _ = called("--model", "gpt2", "--measure", "--gpus-per-node", "4")
+    assert asked == [(2, False), (4, True)]
+    assert code == 0
+    assert "dure run --nproc 4 train.py" in out
+    assert 'init_device_mesh("cpu"' in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "h100"], "a model is needed"),
+        (["--model", "gpt2"], "a machine is needed"),
+        (["--model", "gpt2", *OWN, "--gpu", "h100"], "a model is told twice"),
+        (["--layers", "2", "--hidden", "64", "--gpu", "h100"], "--heads, --vocab, --seq"),
+        (["--model", "llama3-9b", "--gpu", "h100"], "near names: llama3-8b"),
+        (["--model", "mixtral-8x7b", "--gpu", "h100"], "mixtures of experts"),
+        (["--model", "gpt2", "--gpu", "h10"], "near names: h100"),
+        (["--model", "gpt2", "--gpu", "h100", "--here"], "Leave out --gpu"),
+        (["--model", "gpt2", "--gpu", "h100", "--nodes", "0"], "at least one node"),
+        ([*LLAMA, "--precision", "nf4"], "4-bit formats are not planned for"),
+        ([*GPT, "--precision", "fp8"], "a100 has no products in 8 bits"),
+        ([*LLAMA, "--memory", "80000"], "80000 MB would be 80"),
+        ([*LLAMA, "--batch-tokens", "4"], "4,194,304"),
+        ([*LLAMA, "--batch-tokens", "4M"], "Take --batch-tokens 4194304 (512 sequences)"),
+        ([*LLAMA, "--batch-tokens", "4Gi"], "'4Gi'"),
+        ([*LLAMA, "--batch-tokens", "2000Mi"], "not of the whole training"),
+        ([*OWN, "--seq", "1024", "--kv-heads", "5", "--gpu", "h100"], "12 heads, 5 of keys"),
+        (["--model", "llama3-405b", "--gpu", "h100"], "It would fit with GPUs of "),
+        ([*LLAMA, "--explain", "99"], "the table has no such row"),
+        ([*LLAMA, "--explain", "0"], "the table has no such row"),
+        ([*LLAMA, "--explain", "fsdp=4"], "fsdp=4,mb=1 has 4 ranks, the machine 8"),
+        ([*LLAMA, "--explain", "fsdp=8,ep=2"], "'ep=2'"),
+        ([*LLAMA, "--explain", "tp=2,pp=4,interleaved=5"], "does not divide the job"),
+        ([*LLAMA, "--report", "page.pdf"], ".html"),
+        ([*LLAMA, "--report", "/nowhere/page.html"], "/nowhere"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words, said):
+    code, out, err = called(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("dure plan: error: ")
+    assert said in err

@@ -1,0 +1,115 @@
+"""The leaders' watch and its channels: how they end, whatever they are in the middle of."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.hybrid import control
+from dure.comm.backends.hybrid.control import Watch, open_channel
+from dure.comm.backends.hybrid.subcomms import group_by_host
+from dure.errors import StoreTimeout
+from dure.store import HashStore
+from tests.waiting import PATIENCE_S
+
+
+def _options(rank: int, store: HashStore, timeout_s: float = PATIENCE_S) -> BackendOptions:
+    timeout = timedelta(seconds=timeout_s)
+    return BackendOptions(
+        store=store, rank=rank, size=2, global_ranks=(0, 1), timeout=timeout, name="g"
+    )
+
+
+def test_channel_that_cannot_be_opened_leaves_nothing_to_wait_for():
+    context = zmq.Context()
+    with pytest.raises(StoreTimeout) as caught:  # its traceback holds all that the call had
+        open_channel(context, 1, 0, "127.0.0.1", _options(1, HashStore(), 0.001))
+    end = threading.Thread(target=context.term, daemon=True)
+    end.start()
+    end.join(PATIENCE_S)
+    assert not end.is_alive(), caught
+
+
+class _State(SimpleNamespace):
+    """What the watch asks of the group: whether it is broken. It never is."""
+
+    def __init__(self) -> None:
+        super().__init__(listeners=[], look=lambda: None)
+        self.lose = self.settle = lambda *args, **said: None
+
+
+@pytest.fixture
+def leaders() -> Iterator[list[tuple[Watch, _State]]]:
+    """Two leaders, each of a host of its own, whose watches are connected and not started."""
+    store = HashStore()
+
+    def connect(rank: int) -> tuple[Watch, _State]:
+        state, hosts = _State(), group_by_host([("a", "a"), ("b", "b")], rank)
+        comms = SimpleNamespace(state=state, hosts=hosts, absent=tuple)
+        headers = SimpleNamespace(begun=0, opened=0)
+        return Watch(comms, headers, _options(rank, store)), state  # pyright: ignore
+
+    with ThreadPoolExecutor(2) as pool:
+        yield list(pool.map(connect, (0, 1)))
+
+
+def _started(watch: Watch) -> threading.Thread:
+    before = set(threading.enumerate())
+    watch.start()
+    (thread,) = set(threading.enumerate()) - before
+    return thread
+
+
+def test_what_the_watch_uses_is_closed_by_the_thread_that_uses_it(leaders, monkeypatch):
+    monkeypatch.setattr(control, "_GOODBYE_S", 0.01)
+    (watch, state), (other, _) = leaders
+    in_use, go = threading.Event(), threading.Event()
+    state.look = lambda: (in_use.set(), go.wait(PATIENCE_S))[0]
+    socket = watch.channel_to(1).socket
+    thread = _started(watch)
+    assert in_use.wait(PATIENCE_S)
+    watch.stop(0)
+    assert not socket.closed
+    (nudge,) = state.listeners
+    nudge()
+    go.set()
+    thread.join(PATIENCE_S)
+    assert socket.closed
+    read, write = os.pipe()  # the descriptors that the watch had are free again
+    nudge()
+    os.set_blocking(read, False)
+    with pytest.raises(BlockingIOError):
+        os.read(read, 1)
+    os.close(read)
+    os.close(write)
+    other.stop(0)
+
+
+def test_a_channel_that_breaks_after_its_leader_has_left_does_not_keep_the_watch_busy(leaders):
+    (watch, _), (other, _) = leaders
+    channel = watch.channel_to(1)
+    channel.monitor.close(0)
+    with zmq.Context() as context:
+        teller, channel.monitor = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        teller.bind("inproc://teller")
+        channel.monitor.connect("inproc://teller")
+        channel.left, channel.lost = 0, 1.0
+        thread = _started(watch)
+        teller.sndhwm = 1
+        for _ in range(5000):  # more than are kept for a reader that does not read
+            assert teller.poll(1000 * PATIENCE_S, zmq.POLLOUT), "the watch does not read them"
+            teller.send_multipart([struct.pack("=hi", zmq.Event.DISCONNECTED, 0), b""])
+        teller.close(0)
+        watch.stop(0)
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    other.stop(0)

@@ -1,0 +1,117 @@
+"""The ordered queue: its order, what becomes of errors, and its end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dure.comm.backends.queue import OrderedQueue
+from dure.comm.backends.request import Request, finished
+from dure.errors import Aborted, CommTimeout, DureError, InternalError
+from tests.waiting import PATIENCE_S
+
+
+@pytest.fixture
+def queue():
+    made = OrderedQueue("test-queue", lambda: Aborted("the group was left"))
+    yield made
+    made.stop()
+
+
+class _Held:
+    """An action that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.go.wait(PATIENCE_S)
+
+
+def _raising(error: BaseException):
+    def action() -> None:
+        raise error
+
+    return action
+
+
+def test_operations_run_in_the_order_of_the_calls_a_synchronous_one_too(queue):
+    ran, held = [], _Held()
+    requests = [
+        queue.run(held, True),
+        *(queue.run(lambda i=i: ran.append(i), True) for i in (1, 2)),
+    ]
+    late = threading.Thread(target=lambda: queue.run(lambda: ran.append(3), False))
+    assert held.begun.wait(PATIENCE_S)
+    assert queue.busy
+    late.start()
+    assert not requests[1].done()
+    held.go.set()
+    late.join(PATIENCE_S)
+    assert [r.wait(PATIENCE_S) for r in requests] == [True] * 3
+    assert ran == [1, 2, 3]
+
+
+def test_a_synchronous_call_with_nothing_before_it_runs_on_the_callers_thread(queue):
+    ran = []
+    assert queue.run(lambda: ran.append(threading.current_thread()), False) is None
+    assert ran == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no scratch"), RuntimeError("ours"), SystemExit(1)])
+def test_whatever_an_action_raises_ends_its_request_and_the_thread_goes_on(queue, error):
+    failed = queue.run(_raising(error), True)
+    after = queue.run(lambda: None, True)
+    for _ in range(2):
+        with pytest.raises(InternalError) as info:
+            failed.wait(PATIENCE_S)
+        assert info.value.__cause__ is error
+    assert after.wait(PATIENCE_S)
+
+
+def test_an_error_of_ours_is_raised_as_it_is(queue):
+    error = CommTimeout("late")
+    request = queue.run(_raising(error), True)
+    with pytest.raises(CommTimeout) as info:
+        request.wait(PATIENCE_S)
+    assert info.value is error
+
+
+def test_a_synchronous_call_raises_what_its_action_raised_and_the_next_one_runs(queue):
+    with pytest.raises(MemoryError):
+        queue.run(_raising(MemoryError()), False)
+    assert queue.run(finished, True).wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("error", [None, CommTimeout("late")])
+def test_who_waits_for_a_queued_operation_waits_for_what_it_has_started(queue, error):
+    inner = Request()
+    request = queue.run(lambda: inner, True)
+    assert not request.wait(0.01)
+    inner.end(error)
+    if error is None:
+        assert request.wait(PATIENCE_S)
+    else:
+        with pytest.raises(CommTimeout):
+            request.wait(PATIENCE_S)
+    assert request.done()
+
+
+def test_stopping_ends_what_has_not_begun_and_refuses_what_comes():
+    queue = OrderedQueue("test-queue", lambda: Aborted("the group was left"))
+    held = _Held()
+    running, waiting = queue.run(held, True), queue.run(lambda: None, True)
+    assert running is not None
+    assert waiting is not None
+    assert held.begun.wait(PATIENCE_S)
+    stopping = threading.Thread(target=queue.stop)
+    stopping.start()
+    with pytest.raises(Aborted):
+        waiting.wait(PATIENCE_S)
+    held.go.set()
+    stopping.join(PATIENCE_S)
+    assert running.wait(PATIENCE_S)
+    with pytest.raises(DureError):
+        queue.run(lambda: None, True)

@@ -1,0 +1,218 @@
+"""The shm backend when ranks die, stop, leave or are interrupted: what the table leaves out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import signal
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from dure.comm.ops import ReduceOp
+from dure.errors import Aborted, CommTimeout, PeerLost
+from tests.comm.forked_ranks import Ranks, Slot, caught, join, while_waiting
+from tests.waiting import until
+
+pytestmark = pytest.mark.needs("engine")
+
+SUM = ReduceOp.SUM
+FATES = {
+    "killed": "signal 9 (SIGKILL)",
+    "exits": "exit code 3",
+    "crashes": "signal 11 (SIGSEGV)",
+}
+TELLS_FATES = tuple(map(int, platform.release().split(".")[:2])) >= (6, 15)
+"""Whether the kernel says to others how a process ended."""
+
+
+# ---- death ---------------------------------------------------------------------------------------
+
+
+def _dies(slot: Slot, how: str):
+    backend = join(slot)
+    backend.barrier(False)
+    if slot.rank == 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        match how:
+            case "exits":
+                os._exit(3)
+            case "crashes":
+                signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case _:
+                os.kill(os.getpid(), signal.SIGKILL)
+    ended = Path(f"{slot.path}-ended")
+    until(ended.exists, "the end of rank 1")
+    error = caught(lambda: backend.barrier(False))
+    message = caught(lambda: backend.recv(torch.zeros(1), 0, 0, False))
+    backend.close(False)
+    return error, message
+
+
+@pytest.mark.parametrize("how", FATES)
+def test_how_a_rank_ended_is_known_2_ranks(tmp_path, how):
+    with Ranks(2, tmp_path, _dies, how) as ranks:
+        pid = ranks.pids[1]
+        ranks.ended(1)
+        (tmp_path / "call1-ended").touch()
+        for error in ranks.result(0):
+            assert isinstance(error, PeerLost)
+            assert (error.peer, error.pid) == (1, pid)
+            assert error.exit == (FATES[how] if TELLS_FATES else None)
+
+
+def _forks_and_dies(slot: Slot):
+    backend = join(slot)
+    x = torch.ones(4)
+    if slot.rank == 1:
+        if os.fork() == 0:
+            os._exit(0)  # takes nothing of its parent's with it
+        os.wait()
+        backend.all_reduce(x, SUM, False)
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.close(write)
+            os.read(read, 1)  # outlives its parent, by a little
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    backend.all_reduce(x, SUM, False)
+    lost = caught(lambda: backend.all_reduce(x, SUM, False))
+    backend.close(False)
+    return lost
+
+
+def test_forked_child_neither_is_nor_keeps_its_rank_of_3(tmp_path):
+    with Ranks(3, tmp_path, _forks_and_dies) as ranks:
+        for rank in (0, 2):
+            error = ranks.result(rank)
+            assert isinstance(error, PeerLost)
+            assert (error.peer, error.pid) == (1, ranks.pids[1])
+
+
+# ---- silence -------------------------------------------------------------------------------------
+
+
+def _stops(slot: Slot):
+    backend = join(slot)
+    backend.barrier(False)
+    backend.set_timeout(timedelta(seconds=0.5))  # all had the time to come
+    if slot.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return caught(lambda: backend.barrier(False))
+
+
+def test_stopped_rank_is_said_to_be_stopped_and_hears_of_the_timeout_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _stops) as ranks:
+        error = ranks.result(0)
+        assert isinstance(error, CommTimeout)
+        assert error.missing == (1,)
+        assert "stopped" in error.whereabouts[1]
+        os.kill(ranks.pids[1], signal.SIGCONT)
+        assert isinstance(ranks.result(1), CommTimeout)  # at once: rank 0 gave up
+
+
+def _is_elsewhere(slot: Slot, calls: int):
+    backend = join(slot)
+    for _ in range(calls):
+        backend.all_reduce(torch.ones(4), SUM, False)
+    if slot.rank == 1:
+        ident = threading.get_ident()
+        threading.Thread(target=_tell_that_it_waits, args=(backend, ident), daemon=True).start()
+        caught(lambda: backend.recv(torch.ones(4), 0, 0, False))  # the line that is told
+        return None
+    backend.recv(torch.ones(1), 1, 1, False)
+    backend.set_timeout(timedelta(seconds=0.5))
+    error = caught(lambda: backend.barrier(False))
+    backend.close(False)
+    return error
+
+
+LINE_TOLD = _is_elsewhere.__code__.co_firstlineno + 7
+
+
+def _tell_that_it_waits(backend, ident: int) -> None:
+    """Send a message when thread `ident` is in the line that is told."""
+
+    def is_there() -> bool:
+        frame = sys._current_frames()[ident]
+        while frame is not None and frame.f_code.co_filename != __file__:
+            frame = frame.f_back
+        return frame is not None and frame.f_lineno == LINE_TOLD
+
+    until(is_there, "the main thread in its line")
+    backend.send(torch.ones(1), 0, 1, False)
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_absent_rank_tells_its_line_at_the_timeout_of_2_ranks(tmp_path, calls):
+    with Ranks(2, tmp_path, _is_elsewhere, calls) as ranks:
+        error = ranks.result(0)
+        assert isinstance(error, CommTimeout)
+        assert error.missing == (1,)
+        where = error.whereabouts[1]
+        assert f"{__file__}:{LINE_TOLD} in _is_elsewhere" in where
+        assert (f"all_reduce #{calls}" in where) == (calls > 0)
+
+
+# ---- leaving -------------------------------------------------------------------------------------
+
+
+def _is_aborted(slot: Slot):
+    backend = join(slot)
+    if slot.rank == 1:
+        backend.barrier(False)
+        backend.recv(torch.zeros(1), 0, 0, False)
+        return caught(lambda: backend.recv(torch.zeros(1), 0, 5, False))  # until it has gone
+    x = torch.ones(3)
+    backend.barrier(False)
+    pending = [backend.all_reduce(x, SUM, True), backend.recv(x, 1, 0, True)]
+    errors = []
+    blocked = threading.Thread(
+        target=lambda: errors.append(caught(lambda: backend.recv(x, 1, 1, False)))
+    )
+    blocked.start()
+    backend.send(x[:1].clone(), 1, 0, False)
+    backend.close(True)
+    blocked.join()
+    after = caught(lambda: backend.barrier(False))
+    return [*errors, *(caught(t.wait) for t in pending), after]
+
+
+def test_closing_aborts_what_is_pending_on_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _is_aborted) as ranks:
+        errors = ranks.result(0)
+        assert [type(e) for e in errors] == [Aborted] * 4
+        assert isinstance(ranks.result(1), PeerLost)
+
+
+def _is_interrupted(slot: Slot, operation: str):
+    backend = join(slot)
+    x = torch.ones(3)
+    if slot.rank == 0:
+        backend.barrier(False)
+        try:
+            while_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
+            if operation == "recv":
+                backend.recv(x, 1, 0, False)
+            elif operation == "wait":
+                backend.recv(x, 1, 0, True).wait()
+            else:
+                backend.all_reduce(x, SUM, False)
+        except KeyboardInterrupt:
+            return "interrupted"
+        return None
+    backend.barrier(False)
+    return caught(lambda: backend.recv(x, 0, 5, False))  # until rank 0 has gone
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "recv", "wait"])
+def test_interrupt_ends_a_wait_of_2_ranks(tmp_path, operation):
+    with Ranks(2, tmp_path, _is_interrupted, operation) as ranks:
+        assert ranks.result(0) == "interrupted"
+        assert isinstance(ranks.result(1), PeerLost)

@@ -1,0 +1,141 @@
+"""One job over two hosts for all subjects: what each of them does there on its ranks.
+
+The ranks are forked into the namespaces of their hosts (`procs.hosts`), so that torch is imported
+once for all. They run the subjects one after another; each checks by itself what it promises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+import dure as dist
+from dure.errors import DureError
+from tests.comm.forked_ranks import Slot
+from tests.waiting import PATIENCE_S
+
+TIMEOUT = timedelta(seconds=PATIENCE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What ranks do: the function `fn(rank, folder)`, named "module:function".
+
+    Attributes:
+        function: Where it is.
+        owns_world: It makes a world of its own, from the environment, and destroys it; else it is
+            called where there is a default group, which must still work after it.
+    """
+
+    function: str
+    owns_world: bool = False
+
+
+SUBJECTS = {
+    "collectives": Subject("tests.comm.over_hosts:collectives"),
+    "fsdp": Subject("tests.parallel.fsdp.procs.fsdp_ranks:over_hosts"),
+    "tensor parallel": Subject("tests.tensor.parallel.ranks.tensor_models:over_hosts"),
+    "llm": Subject("tests.parallel.ranks.llm_program:over_hosts"),
+    "torch program": Subject("tests.tensor.parallel.procs.llama_ranks:over_hosts", owns_world=True),
+}
+
+
+def run_all(slot: Slot, variables: dict[str, str]) -> dict[str, str]:
+    """Run all subjects; return the traceback of each that ran, or "". The first failure ends it."""
+    os.environ |= variables | {"RANK": str(slot.rank)}
+    os.environ["LOCAL_RANK"] = str(slot.rank % int(os.environ["LOCAL_WORLD_SIZE"]))
+    reports: dict[str, str] = {}
+    for name, subject in SUBJECTS.items():
+        module, _, function = subject.function.partition(":")
+        folder = Path(f"{slot.path}-{name}")
+        folder.mkdir(exist_ok=True)
+        try:
+            if subject.owns_world and dist.is_initialized():
+                dist.destroy_process_group()
+            if not subject.owns_world and not dist.is_initialized():
+                dist.init_process_group(timeout=TIMEOUT)
+                assert dist.get_backend() == "hybrid"
+            getattr(importlib.import_module(module), function)(slot.rank, str(folder))
+        except BaseException:
+            reports[name] = traceback.format_exc()
+            break
+        reports[name] = ""
+    if dist.is_initialized():
+        with suppress(DureError):
+            dist.destroy_process_group()
+    return reports
+
+
+def collectives(rank: int, folder: str) -> None:
+    """Use every kind of operation once, small and large."""
+    n = dist.get_world_size()
+    total = float(n * (n - 1) // 2)
+    for count in (1, 300_001):
+        t = torch.full((count,), float(rank))
+        dist.all_reduce(t)
+        assert torch.equal(t, torch.full_like(t, total))
+        b = torch.full((count,), float(rank))
+        dist.broadcast(b, src=n - 1)
+        assert torch.equal(b, torch.full_like(b, n - 1.0))
+        out = torch.empty(n * count)
+        dist.all_gather_single(out, torch.full((count,), float(rank)))
+        assert torch.equal(out, torch.arange(n).float().repeat_interleave(count))
+        part = torch.empty(count)
+        dist.reduce_scatter_single(part, out)
+        assert torch.equal(part, torch.full_like(part, float(n * rank)))
+        got = torch.empty(n * count)
+        dist.all_to_all_single(got, torch.full((n * count,), float(rank)))
+        assert torch.equal(got, torch.arange(n).float().repeat_interleave(count))
+        sent = dist.isend(torch.full((count,), float(rank)), dst=(rank + 1) % n)
+        mail = torch.empty(count)
+        dist.recv(mail, src=(rank - 1) % n)
+        assert torch.equal(mail, torch.full_like(mail, float((rank - 1) % n)))
+        sent.wait()
+    dist.barrier()
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a rank saw when its peers were lost."""
+
+    error: DureError
+    elapsed_s: float
+    again: DureError
+    left: int | None = None
+
+
+def lose(slot: Slot, variables: dict[str, str], goes_on: bool) -> Loss:
+    """Reduce until it fails; then, if there is a store, go on with the ranks that are left."""
+    os.environ |= variables | {"RANK": str(slot.rank)}
+    dist.init_process_group(timeout=TIMEOUT)
+    t = torch.ones(400_000)
+    dist.all_reduce(t)
+    Path(f"{slot.path}-ready{slot.rank}").touch()
+    error, elapsed_s = _failure(lambda: dist.all_reduce(t.fill_(1.0)))
+    again, _ = _failure(dist.barrier)
+    left = None
+    if goes_on:
+        dist.shrink()
+        dist.all_reduce(t.fill_(1.0))
+        left = int(t[-1].item())
+    with suppress(DureError):
+        dist.destroy_process_group()
+    return Loss(error, elapsed_s, again, left)
+
+
+def _failure(call) -> tuple[DureError, float]:
+    """Call until it fails; return the error, and how long the call took that failed."""
+    while True:
+        began = time.monotonic()
+        try:
+            call()
+        except DureError as error:
+            return error, time.monotonic() - began

@@ -1,0 +1,182 @@
+"""The mpi backend under this machine's mpirun: the contract, and what can happen to a job."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.comm import mpi_jobs
+from tests.comm.conformance import suite
+from tests.comm.procs.programs import mpi_cases
+
+pytestmark = pytest.mark.needs("MPI")
+
+
+def write(folder: Path, text: str) -> Path:
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(text))
+    return program
+
+
+SUBJECTS = {**suite.SUBJECTS, "mpi_cases": mpi_cases}
+
+
+def check_all_ran(ended: mpi_jobs.Ended) -> None:
+    assert ended.code == 0, ended.err
+    ran = json.loads(ended.out)
+    assert ran == {name: suite.cases_of(module) for name, module in SUBJECTS.items()}
+
+
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+def test_mpi_backend_keeps_the_contract(n):
+    check_all_ran(mpi_jobs.mpirun(n, "mpi_suite.py", *SUBJECTS))
+
+
+def test_program_without_a_launcher_is_a_world_of_one_that_keeps_the_contract():
+    program = mpi_jobs.PROGRAMS / "mpi_suite.py"
+    check_all_ran(mpi_jobs.run(sys.executable, str(program), *SUBJECTS))
+
+
+def test_program_meets_without_any_variable_2_ranks(tmp_path):
+    """With a backend named or not; MPI's own way of the fewest threads; and a second time."""
+    program = write(
+        tmp_path,
+        """
+        import dure as dist
+        import torch
+
+        for backend in ("mpi", None, "gloo", "mpi"):
+            with dist.process_group(backend):
+                t = torch.ones(2, dtype=torch.bfloat16)
+                work = dist.all_reduce(t, async_op=True)
+                work.wait()
+                n = int(t[0].item())
+                print(f"{dist.get_rank()} of {n}: {dist.get_backend()}\\n", end="")
+        """,
+    )
+    ended = mpi_jobs.mpirun(2, program, MPI4PY_RC_THREAD_LEVEL="funneled")
+    assert ended.code == 0, ended.err
+    named = ["gloo", "mpi", "mpi", "shm"]
+    assert sorted(ended.out.split("\n")[:-1]) == [f"{r} of 2: {b}" for r in (0, 1) for b in named]
+
+
+def test_a_rank_that_starts_mpi_late_still_reaches_the_store_in_rank_0(tmp_path):
+    """Rank 0 waits for it within MPI, and serves the store meanwhile."""
+    program = write(
+        tmp_path,
+        """
+        import time
+        import dure as dist
+        from dure.comm.backends.mpi import backend
+
+        start = backend.create_mpi
+
+        def late(options):
+            if options.rank == 1:
+                time.sleep(0.5)  # rank 0 is in MPI_Init
+                options.store.set("late", "yes")
+            return start(options)
+
+        backend.create_mpi = late
+        with dist.process_group():
+            print(f"{dist.get_backend()}\\n", end="")
+        """,
+    )
+    ended = mpi_jobs.mpirun(2, program, DURE_BACKEND="mpi")
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == ["mpi", "mpi"]
+
+
+def test_ranks_that_mpi_did_not_start_are_told_so(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import dure as dist
+
+        try:
+            dist.init_process_group("mpi")
+        except dist.UsageError as error:
+            print("mpirun -n 2" in error.fix)
+        """,
+    )
+    dure_run = (sys.executable, "-m", "dure.cli", "run", "--no-fold", "--nproc", "2")
+    ended = mpi_jobs.run(*dure_run, str(program))
+    assert ended.code == 0, ended.err
+    assert ended.out.count("True") == 2, ended.out
+
+
+def test_rank_that_does_not_come_is_named_2_ranks(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import datetime
+        import dure as dist
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Barrier()  # interpreters start at different times
+        if MPI.COMM_WORLD.Get_rank() == 1:
+            MPI.COMM_WORLD.recv(source=0)
+        else:
+            try:
+                dist.init_process_group("mpi", timeout=datetime.timedelta(seconds=1))
+            except dist.RendezvousTimeout as error:
+                print(f"missing {error.missing}\\n", end="")
+            MPI.COMM_WORLD.send(None, dest=1)
+        """,
+    )
+    ended = mpi_jobs.mpirun(2, program)
+    assert ended.code == 0, ended.err
+    assert ended.out == "missing (1,)\n"
+
+
+def test_rank_that_raises_ends_the_job_2_ranks(tmp_path):
+    """It leaves the group on its way out, so the other raises, and both end."""
+    program = write(
+        tmp_path,
+        """
+        import dure as dist
+        import torch
+
+        dist.init_process_group("mpi")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise RuntimeError("on purpose")
+        try:
+            dist.all_reduce(torch.ones(1))
+        except dist.PeerLost as error:
+            print("lost", error.peer, flush=True)
+            raise
+        """,
+    )
+    ended = mpi_jobs.mpirun(2, program)
+    assert ended.code != 0
+    assert "on purpose" in ended.err
+
+
+@pytest.mark.slow
+def test_rank_that_is_killed_ends_the_job_2_ranks(tmp_path):
+    program = write(
+        tmp_path,
+        """
+        import os
+        import signal
+        import dure as dist
+        import torch
+
+        dist.init_process_group("mpi")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        """,
+    )
+    assert mpi_jobs.mpirun(2, program).code != 0
+
+
+def test_availability_is_told_without_starting_mpi():
+    code = "import sys, dure; print(dure.is_mpi_available(), 'mpi4py.MPI' in sys.modules)"
+    assert mpi_jobs.run(sys.executable, "-c", code).out == "True False\n"

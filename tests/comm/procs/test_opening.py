@@ -1,0 +1,135 @@
+"""Making and unmaking a group of the shm backend: refusals, late ranks, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from dure.comm.ops import ReduceOp
+from dure.errors import RendezvousError, RendezvousTimeout
+from dure.store.file import FileStore
+from dure.store.prefix import PrefixStore
+from tests.comm.forked_ranks import Ranks, Slot, descriptors, join, mapped_segments
+
+pytestmark = pytest.mark.needs("engine")
+
+
+class _Misled(FileStore):
+    """Tells of a segment that is not there."""
+
+    def get(self, key: str) -> bytes:
+        value = super().get(key)
+        return b"%d:0:1" % os.getpid() if key == "shm/segment" else value
+
+
+def _cannot_map(slot: Slot):
+    try:
+        join(slot, _Misled(slot.path, -1) if slot.rank == 1 else None)
+    except RendezvousError as error:
+        return error
+    return None
+
+
+def test_rank_that_cannot_map_is_refused_on_all_of_3_ranks(tmp_path):
+    with Ranks(3, tmp_path, _cannot_map) as ranks:
+        for rank in range(3):
+            error = ranks.result(rank)
+            assert type(error) is RendezvousError
+            assert "rank 1" in error.seen
+
+
+def _stays_away(slot: Slot):
+    if slot.rank == 1:
+        return None
+    try:
+        join(slot)
+    except RendezvousTimeout as error:
+        return error
+    return None
+
+
+def test_rank_that_never_comes_is_named_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _stays_away, timeout_s=0.5) as ranks:
+        error = ranks.result(0)
+        assert isinstance(error, RendezvousTimeout)
+        assert (error.missing, error.came) == ((1,), (0,))
+
+
+def _opens_and_closes(slot: Slot, rounds: int):
+    store = FileStore(slot.path, -1)
+    seen = []
+    for k in range(rounds):
+        backend = join(slot, PrefixStore(str(k), store))
+        x = torch.ones(200_000)
+        request = backend.all_reduce(x, ReduceOp.SUM, True)
+        assert request is not None
+        request.wait()
+        shared = backend.allocate(1 << 20, False).view(torch.float32)
+        shared.fill_(1)
+        backend.all_reduce(shared, ReduceOp.SUM, False)
+        backend.send(x[:1].clone(), slot.rank, 0, False)
+        backend.recv(x[:1], slot.rank, 0, True).wait()
+        backend.close(False)
+        assert shared[-1] == slot.size  # memory lives as long as its tensor
+        del shared
+        seen.append((descriptors(), len(mapped_segments()), len(os.listdir("/proc/self/task"))))
+    return seen
+
+
+def test_groups_that_come_and_go_leave_nothing_on_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _opens_and_closes, 10) as ranks:
+        for seen in ranks.values():
+            assert isinstance(seen, list)
+            assert {mappings for _, mappings, _ in seen} == {1}  # the process's own heap
+            assert len({(files, threads) for files, _, threads in seen[2:]}) == 1
+
+
+def _names_in_shared_memory(slot: Slot):
+    before = set(os.listdir("/dev/shm"))
+    backend = join(slot)
+    backend.allocate(4096, False)
+    backend.barrier(False)
+    mine = [n for n in set(os.listdir("/dev/shm")) - before if "dure" in n]
+    backend.close(False)
+    return mine
+
+
+def test_segments_have_no_name_that_could_leak(tmp_path):
+    with Ranks(2, tmp_path, _names_in_shared_memory) as ranks:
+        assert ranks.values() == [[], []]
+
+
+def _is_idle(slot: Slot):
+    backend = join(slot)
+    x = torch.ones(1000)
+    request = backend.all_reduce(x, ReduceOp.SUM, True)
+    assert request is not None
+    request.wait()
+    backend.recv(x[:1], slot.rank, 0, True)
+    backend.send(x[:1].clone(), slot.rank, 0, False)
+    backend.barrier(False)
+    used = _switches()
+    time.sleep(0.25)  # what is measured: many slices of a thread that waits
+    used = _switches() - used
+    backend.barrier(False)
+    backend.close(False)
+    return used
+
+
+def _switches() -> int:
+    """Count how often the process's threads went to sleep."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as status:
+            total += sum(int(line.split()[1]) for line in status if line.startswith("voluntary"))
+    return total
+
+
+def test_idle_group_of_2_ranks_uses_no_processor(tmp_path):
+    with Ranks(2, tmp_path, _is_idle) as ranks:
+        for switches in ranks.values():
+            assert isinstance(switches, int)
+            assert switches < 12  # a thread that polled would have 60

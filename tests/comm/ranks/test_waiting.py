@@ -1,0 +1,111 @@
+"""Sends that wait for their receives: programs that only work because sends are buffered."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import dure as dist
+from dure.errors import CommTimeout, Desync, PeerLost, UsageError
+from dure.testing import run_ranks
+from tests.waiting import PATIENCE_S
+
+FILE = Path(__file__).name
+
+
+def _ring(rank: int) -> float:
+    """Send to the next rank, then receive from the one before: right only if sends are buffered."""
+    n = dist.get_world_size()
+    t = torch.zeros(4)
+    dist.send(torch.full((4,), float(rank)), (rank + 1) % n)
+    dist.recv(t, (rank - 1) % n)
+    return t[0].item()
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_ring_of_sends_that_wait_is_a_desync_that_says_who_waits_for_whom(n):
+    def body(rank):
+        with pytest.raises(Desync) as caught:
+            _ring(rank)
+        return caught.value.calls
+
+    for calls in run_ranks(n, body, eager_bytes=0):
+        for r in range(n):
+            assert calls[r].startswith(f"send(float32[4]) to rank {(r + 1) % n} at ")
+            assert FILE in calls[r]
+
+
+def test_ring_goes_round_where_sends_are_buffered_and_below_eager_bytes():
+    wanted = [2.0, 0.0, 1.0]
+    assert run_ranks(3, _ring) == wanted
+    assert run_ranks(3, _ring, eager_bytes=16) == wanted
+    with pytest.raises(Desync):
+        run_ranks(3, _ring, eager_bytes=15)
+
+
+def test_programs_that_need_no_buffer_go_on_with_sends_that_wait():
+    def body(rank):
+        n = dist.get_world_size()
+        there, here = (rank + 1) % n, (rank - 1) % n
+        t, u = torch.zeros(4), torch.zeros(4)
+        work = dist.isend(torch.full((4,), float(rank)), there)
+        dist.recv(t, here)
+        work.wait()
+        if rank % 2:
+            dist.recv(u, here)
+        dist.send(t, there)
+        if rank % 2 == 0:
+            dist.recv(u, here)
+        dist.barrier()
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            dist.all_reduce(u, group=group)
+        return t[0].item(), u[0].item()
+
+    assert run_ranks(4, body, eager_bytes=0) == [(3.0, 5.0), (0.0, 5.0), (1.0, 0.0), (2.0, 1.0)]
+
+
+def test_deadlock_over_two_groups_and_two_kinds_is_told_to_all_3_ranks():
+    def body(rank):
+        pair = dist.new_group([0, 1])
+        t = torch.zeros(2)
+        with pytest.raises(Desync) as caught:
+            [
+                lambda: dist.barrier(pair),
+                lambda: dist.recv(t, 2),
+                lambda: dist.send(t, 0),
+            ][rank]()
+        return [text.partition(" at ")[0] for text in caught.value.calls.values()]
+
+    told = ["barrier()", "recv(float32[2]) from rank 2", "send(float32[2]) to rank 0"]
+    assert run_ranks(3, body, eager_bytes=0) == [told] * 3
+
+
+def test_send_that_nobody_receives_ends_when_time_is_up_or_its_receiver_leaves():
+    late = threading.Event()
+
+    def body(rank):
+        hasty = dist.new_group()
+        if rank == 1:
+            assert late.wait(PATIENCE_S)
+            return
+        hasty.set_timeout(timedelta(seconds=0.1))
+        with pytest.raises(CommTimeout) as caught:
+            dist.send(torch.ones(1), 1, group=hasty)
+        assert caught.value.missing == (1,)
+        work = dist.isend(torch.ones(1), 1)
+        late.set()
+        with pytest.raises(PeerLost):
+            work.wait()
+
+    run_ranks(2, body, eager_bytes=0)
+
+
+def test_eager_bytes_is_refused_where_it_would_mean_nothing():
+    for given in ({"backend": "gloo", "eager_bytes": 0}, {"eager_bytes": -1}):
+        with pytest.raises(UsageError):
+            run_ranks(1, lambda rank: None, **given)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,202 @@
+"""`Work`: waiting, asking, futures, errors, and what destroy does to what is pending."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+
+import dure as dist
+from dure.comm import work as work_module
+from dure.comm.work import Work, combine
+from dure.errors import Aborted, CommError, CommTimeout, UsageError
+from dure.testing import run_ranks
+from tests.waiting import PATIENCE_S
+
+
+def test_results_that_cannot_be_copied_back_are_a_failure_at_every_wait():
+    class Done:
+        source = -1
+
+        def done(self):
+            return True
+
+        def wait(self, timeout_s=None):
+            return True
+
+    def copy_back():
+        raise RuntimeError("no memory")
+
+    work = Work(Done(), [], finish=copy_back)  # pyright: ignore[reportArgumentType]
+    future = work.get_future()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory"):
+            work.wait()
+    with pytest.raises(RuntimeError, match="no memory"):
+        future.wait()
+    assert not work.is_success()
+
+
+@pytest.mark.parametrize("limit", [PATIENCE_S, 0.5 + PATIENCE_S, timedelta(seconds=PATIENCE_S)])
+def test_limits_are_times_or_seconds(limit):
+    def body(rank):
+        dist.barrier(timeout=limit)
+        return dist.barrier(async_op=True).wait(limit)
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_wait_with_a_limit_raises_and_can_be_repeated():
+    go = threading.Event()
+
+    def body(rank):
+        t = torch.ones(1)
+        if rank == 1:
+            go.wait(PATIENCE_S)
+        work = dist.all_reduce(t, async_op=True)
+        if rank == 0:
+            with pytest.raises(CommTimeout) as caught:
+                work.wait(timedelta(milliseconds=20))
+            assert caught.value.op == "all_reduce"
+            assert not work.is_completed()
+            assert work.exception() is None
+            go.set()
+        work.wait(timedelta(0))  # no limit of its own
+        return t.item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]
+
+
+def test_future_chains_and_carries_errors():
+    def body(rank):
+        work = dist.all_reduce(torch.tensor([2.0]), async_op=True)
+        doubled = work.get_future().then(lambda f: [t * 2 for t in f.wait()])
+        assert work.get_future() is work.get_future()
+        return doubled.wait()[0].item()
+
+    assert run_ranks(2, body) == [8.0, 8.0]
+
+
+def test_future_of_a_failed_work_raises():
+    called = threading.Event()
+
+    def body(rank):
+        if rank == 1:
+            called.wait(PATIENCE_S)
+            return
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        called.set()
+        with pytest.raises(CommError):
+            future.wait()
+
+    run_ranks(2, body)
+
+
+def test_destroy_aborts_what_is_pending():
+    left = threading.Event()
+
+    def body(rank):
+        group = dist.new_group()
+        if rank == 1:
+            left.wait(PATIENCE_S)
+            return
+        work = dist.irecv(torch.empty(1), 1, group=group)
+        dist.destroy_process_group(group)
+        with pytest.raises(Aborted):
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        assert isinstance(work.exception(), Aborted)
+        left.set()
+
+    run_ranks(2, body)
+
+
+def test_a_future_is_waited_for_aside_on_its_thread():
+    """Whoever waits aside leaves the core to the rank's own threads."""
+
+    class Pending:
+        def __init__(self):
+            self.waited: list[str] = []
+
+        def done(self):
+            return False
+
+        def wait(self, timeout_s=None):
+            self.waited.append("wait")
+            return True
+
+        def wait_aside(self):
+            self.waited.append("wait_aside")
+
+    one, other = Pending(), Pending()
+    Work(one, []).get_future().wait()  # pyright: ignore[reportArgumentType]
+    assert one.waited == ["wait_aside"]
+    both = combine([Work(one, []), Work(other, [])], [], True)  # pyright: ignore[reportArgumentType]
+    assert both is not None
+    both.get_future().wait()
+    assert other.waited == ["wait_aside"]
+
+
+def test_coalesced_operations_end_together():
+    def body(rank):
+        a, b = torch.ones(2), torch.full((3,), float(rank))
+        with dist.coalescing_manager(async_ops=True) as both:
+            dist.all_reduce(a)
+            dist.all_reduce(b, dist.ReduceOp.MAX)
+        both.wait()
+        return a.tolist(), b.tolist()
+
+    assert run_ranks(3, body) == [([3.0] * 2, [2.0] * 3)] * 3
+
+
+def test_all_reduce_coalesced_checks_every_tensor_first():
+    def body(rank):
+        good = torch.ones(1)
+        with pytest.raises(UsageError):
+            dist.all_reduce_coalesced([good, torch.ones(1, dtype=torch.cfloat)], dist.ReduceOp.MIN)
+        assert good.item() == 1
+        dist.all_reduce_coalesced([good, torch.ones(2)])
+        return good.item()
+
+    assert run_ranks(2, body) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+def test_work_that_is_dropped_unwaited_is_told_once_with_its_line(backend, monkeypatch):
+    monkeypatch.setattr(work_module, "_warned", set())
+
+    def body(rank):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1), async_op=True)
+        dist.barrier()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body, backend=backend)
+    (told,) = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    assert told.filename == __file__
+    assert told.lineno == body.__code__.co_firstlineno + 2
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda work: work.wait(),
+        lambda work: work.is_completed(),
+        lambda work: work.get_future(),
+        lambda work: combine([work], [], True).wait(),  # pyright: ignore
+    ],
+)
+def test_work_that_somebody_asks_for_is_no_mistake(ask):
+    def body(rank):
+        ask(dist.all_reduce(torch.ones(1), async_op=True))
+        dist.barrier()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    assert [str(w.message) for w in caught] == []

@@ -1,0 +1,35 @@
+"""Threads that wait for operations and set futures."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from dure.comm.futures import Waiters
+from tests.waiting import PATIENCE_S, until
+
+
+def test_waiters_run_jobs_side_by_side_and_reuse_threads():
+    waiters, names = Waiters(), []
+    first, second = threading.Event(), threading.Event()
+    done = [threading.Event(), threading.Event()]
+
+    def job(number: int) -> None:
+        names.append(threading.current_thread())
+        (second, first)[number].set()
+        (first, second)[number].wait(
+            PATIENCE_S
+        )  # each needs the other: one thread would be too few
+        done[number].set()
+
+    for number in (0, 1):
+        waiters.run(lambda number=number: job(number))
+    assert all(event.wait(PATIENCE_S) for event in done)
+
+    def reuses_a_thread() -> bool:
+        ran: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+        waiters.run(lambda: ran.put(threading.current_thread()))
+        return ran.get(timeout=PATIENCE_S) in names
+
+    until(reuses_a_thread, "a job on a thread that has ended another")
+    until(lambda: (waiters.close(), not any(t.is_alive() for t in names))[1], "the threads' end")

@@ -1,0 +1,154 @@
+"""DataLoader: delivered batches are what counts, and a sample's augmentation is its own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+from torch.utils.data import DistributedSampler as TorchSampler
+
+from dure.data import DataLoader, DistributedSampler
+from dure.errors import UsageError
+from tests.data.loaders import Grouped, Noisy, check_resumed, loader_of, noise_of, same, taken
+
+
+@pytest.mark.parametrize("kind", [Noisy, Grouped])
+def test_loader_resumed_delivers_what_the_undisturbed_one_does(kind):
+    check_resumed(kind, {}, {})
+
+
+def test_sample_is_augmented_alike_whatever_the_world_and_the_batch_are():
+    alone = noise_of(ranks=1, batch_size=12)
+    assert len({tuple(noise) for noise in alone.values()}) == 12
+    shared = noise_of(ranks=2, rank=0, batch_size=2) | noise_of(ranks=2, rank=1, batch_size=2)
+    assert shared == alone
+
+
+def test_loader_leaves_the_generators_of_training_alone():
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    expected = torch.rand(2).tolist(), random.random(), np.random.rand()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    taken(loader_of(Noisy(12)), 0, 99)
+    assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == expected
+
+
+def test_loader_alone_takes_the_whole_dataset():
+    loader = DataLoader(Noisy(7), batch_size=2, shuffle=True, drop_last=True)
+    assert (len(loader), loader.batch_size, loader.num_workers) == (3, 2, 0)
+    assert [batch.shape for batch in loader] == [(2, 4)] * 3
+
+
+@pytest.mark.parametrize("length", [11, 12, 13, 14])
+def test_loader_that_does_not_pad_gives_ranks_one_batch_more_or_less(length):
+    loaders = [loader_of(Noisy(length), 3, r, 2, pad=False) for r in range(3)]
+    batches = [taken(loader, 0, 99) for loader in loaders]
+    assert [len(loader) for loader in loaders] == [len(b) for b in batches]
+    seen = sorted(int(s[0]) for part in batches for batch in part for s in batch)
+    assert seen == list(range(length))
+    assert len(batches[0]) - len(batches[-1]) in (0, 1)
+
+
+def test_loader_without_batches_gives_samples():
+    loader = loader_of(Noisy(6), 2, 1, batch_size=None)
+    assert [s.shape for s in taken(loader, 0, 99)] == [(4,)] * 3
+    assert len(loader) == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: {"sampler": TorchSampler(data, 2, 1, seed=3), "batch_size": 2},
+        lambda data: {"sampler": SequentialSampler(data), "batch_size": 2},
+        lambda data: {"batch_sampler": [[3, 1], [2], [0, 5, 4], [6]]},
+    ],
+)
+def test_loader_with_another_sampler_skips_to_where_it_was(make):
+    data = Noisy(9)
+    whole = taken(DataLoader(data, **make(data)), 2, 99)
+    first = DataLoader(data, **make(data))
+    begun = taken(first, 2, 2)
+    second = DataLoader(data, **make(data))
+    second.load_state_dict(first.state_dict())
+    assert len(second) == len(whole) - 2
+    assert same(begun + taken(second, 2, 99), whole)
+
+
+class Stream(IterableDataset):
+    """A dataset without indices."""
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Stream()),
+        lambda: DataLoader(Noisy(3), sampler=RandomSampler(range(3))),
+        lambda: DataLoader(Noisy(3), shuffle=True, sampler=SequentialSampler(range(3))),
+        lambda: DataLoader(
+            Noisy(3), 2, batch_sampler=BatchSampler(SequentialSampler(range(3)), 2, False)
+        ),
+    ],
+)
+def test_loader_that_could_not_resume_is_refused(make):
+    with pytest.raises(UsageError):
+        make()
+
+
+@pytest.mark.parametrize("state", [{}, {"sampler": {"epoch": 1}}])
+def test_loader_refuses_the_state_of_another_kind(state):
+    with pytest.raises(UsageError):
+        loader_of(Noisy(5)).load_state_dict(state)
+    with pytest.raises(UsageError):
+        DataLoader(Noisy(4), sampler=SequentialSampler(range(4))).load_state_dict(state)
+
+
+def test_forgotten_set_epoch_is_said_once():
+    sampler = DistributedSampler(range(10), 1, 0)
+    list(sampler)
+    with pytest.warns(UserWarning, match="set_epoch"):
+        again = list(sampler)
+    assert again == list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != again
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, TorchSampler])
+def test_an_epoch_that_is_set_on_the_sampler_counts_2_ranks(kind):
+    def made():
+        sampler = kind(Noisy(20), 2, 0, seed=5)
+        return sampler, DataLoader(Noisy(20), 2, sampler=sampler)
+
+    sampler, loader = made()
+    first = torch.cat(list(loader))
+    sampler.set_epoch(1)
+    assert loader.epoch == 1
+    before = loader.state_dict()
+    batches = list(loader)
+    seen = dict(zip(first[:, 0].tolist(), first[:, 1].tolist(), strict=True))
+    assert all(seen.get(i) != noise for i, noise, *_ in torch.cat(batches).tolist())
+    _, other = made()
+    other.load_state_dict(before)  # nothing of epoch 1 was delivered then
+    assert torch.equal(torch.cat(list(other)), torch.cat(batches))
+
+
+def test_a_subset_is_augmented_by_sample():
+    dataset: Any = Noisy(12)
+    subset = Subset(Subset(dataset, range(2, 12)), range(1, 9))
+    four, three = (torch.cat(list(DataLoader(subset, size))) for size in (4, 3))
+    assert torch.equal(four, three)

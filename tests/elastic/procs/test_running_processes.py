@@ -1,0 +1,217 @@
+"""Elastic jobs of real processes: ranks are killed, stopped and asked to end.
+
+Where a kill happens is part of the program (`programs/elastic_job.py`), so nothing here waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dure
+from dure.comm.world import new_world
+from dure.elastic import State, preempt
+from dure.store import HashStore
+from dure.store.etcd import EtcdStore
+from dure.testing import ProcessPool, run_ranks
+from tests.comm.forked_ranks import Ranks, Slot
+from tests.elastic.procs.programs.elastic_job import STEPS, make_state, train
+from tests.launch.procs.launching import Launching, wait_for_lines
+from tests.store.procs import etcd
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.needs("engine")
+
+PROGRAM = str(Path(__file__).parent / "programs" / "elastic_job.py")
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    """Return the weights of one rank that nobody disturbs."""
+
+    def alone(rank: int) -> list[float] | None:
+        with new_world():
+            options = dure.elastic.Options(store=HashStore(), rank=0, world_size=1)
+            return dure.elastic.run(train, make_state(), options)
+
+    return run_ranks(1, alone)[0] or []
+
+
+Fault = tuple[int, str, str]
+
+
+def results(
+    job: Launching, nproc: int, *faults: Fault, more: tuple[str, ...] = (), **env: str
+) -> Any:
+    """Run a job with these faults; return its exit code, and what its ranks tell, by rank."""
+    plan = [{"rank": rank, "at": at, "do": do} for rank, at, do in faults]
+    finished = job.run(
+        *("--nproc", str(nproc), "--elastic", *more, PROGRAM),
+        env={"ELASTIC_FAULTS": json.dumps(plan)} | env,
+    )
+    lines = [line.partition("RESULT ")[2] for line in finished.out.splitlines()]
+    told = {one["rank"]: one for one in map(json.loads, filter(None, lines))}
+    assert told, finished.err
+    assert "no rank has called" not in finished.err
+    return finished.code, told
+
+
+def check(told: dict[int, Any], ranks: set[int], expected: list[float]) -> None:
+    """No sample is lost or seen twice, no process is new, and the model is the undisturbed one."""
+    assert set(told) == ranks
+    for one in told.values():
+        assert one["once"] and one["steps"] == STEPS
+        assert one["same_process"]
+        assert one["weights"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+SLOW = (pytest.mark.slow,)
+FAULTS: dict[str, tuple[Any, int, list[Fault]]] = {
+    "two with rank 0, then one in a commit and another in the recovery": (
+        (),
+        6,
+        [
+            (0, "step 5", "KILL"),
+            (3, "step 5", "KILL"),
+            (1, "staged 10", "KILL"),
+            (2, "agree 2", "KILL"),
+        ],
+    ),
+    "one, and then another while the new group is made": (
+        SLOW,
+        4,
+        [(1, "step 2", "KILL"), (3, "form 1", "KILL")],
+    ),
+    "while the first group is made": (SLOW, 4, [(2, "form 0", "KILL")]),
+    "all but one": (SLOW, 4, [(r, f"step {4 + r}", "KILL") for r in range(3)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("nproc", "faults"),
+    [pytest.param(n, faults, id=name, marks=m) for name, (m, n, faults) in FAULTS.items()],
+)
+def test_the_living_go_on(job: Launching, nproc: int, faults: list[Fault], expected: list[float]):
+    code, told = results(job, nproc, *faults)
+    assert code == 0
+    check(told, set(range(nproc)) - {rank for rank, _, _ in faults}, expected)
+
+
+def _trains_over_etcd(slot: Slot, names: str, member: int) -> tuple[int, list[tuple[int, int]]]:
+    """Train while a member of etcd dies, and then rank 0."""
+    store = EtcdStore.from_url(f"etcd://{names}/elastic", timedelta(seconds=PATIENCE_S))
+
+    def train_on(state: State) -> int:
+        while state.commits < 8:
+            if slot.rank == 1 and state.commits == 2:
+                os.kill(member, signal.SIGKILL)
+            if slot.rank == 0 and state.commits == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.commit()
+        return state.commits
+
+    state = State()
+    options = dure.elastic.Options(store=store, rank=slot.rank, world_size=slot.size)
+    commits = dure.elastic.run(train_on, state, options)
+    store.close()
+    return commits or 0, [(r.lost, r.joined) for r in state.recoveries]
+
+
+@pytest.mark.needs("etcd")
+def test_over_etcd_rank_0_and_a_member_die_and_the_others_go_on(tmp_path: Path):
+    with etcd.etcd(3) as cluster:
+        member = cluster.members[0].pid
+        with Ranks(3, tmp_path, _trains_over_etcd, cluster.names, member) as ranks:
+            assert [ranks.result(rank) for rank in (1, 2)] == [(8, [(1, 0)])] * 2
+
+
+def test_down_to_one_rank_and_up_again(job: Launching, expected: list[float]):
+    more = ("--max-restarts", "1")
+    code, told = results(job, 2, (0, "step 4", "KILL"), more=more, ELASTIC_WAIT="2")
+    assert code == 0
+    check(told, {0, 1}, expected)
+    assert told[1]["recoveries"] == [[1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_program_that_does_not_recover_by_itself_is_named_so_once(job: Launching, died: bool):
+    program = job.write("""
+        import os, sys
+        sys.exit("died" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+        """)
+    words = ["died"] if died else []
+    ended = job.run("--nproc", "1", "--elastic", "--max-restarts", "1", program, *words)
+    assert ended.code == 0
+    assert ended.err.count("no rank has called dure.elastic.run") == 1
+    assert ("replacement 1 of 1" in ended.err) == died
+
+
+@pytest.mark.slow  # waits for a rank that does not answer
+def test_a_stopped_rank_is_left_out_and_comes_back(job: Launching, expected: list[float]):
+    faults: list[Fault] = [(2, "step 4", "STOP"), (0, "step 8", "WAKE")]
+    code, told = results(job, 3, *faults, ELASTIC_WAIT="3", ELASTIC_TIMEOUT_S="3")
+    assert code == 0
+    check(told, {0, 1, 2}, expected)
+
+
+SAVING = """
+    import os, pathlib, sys
+    import dure
+
+    @dure.elastic.on_preempt
+    def save():
+        dure.barrier()  # all are here, after the same step
+        pathlib.Path(f"{sys.argv[1]}-{os.environ['RANK']}").write_text(str(steps))
+
+    steps = 0
+
+    def train(state):
+        global steps
+        print(f"up {os.getpid()}", flush=True)
+        while True:
+            state.commit()
+            steps = state.commits
+
+    if sys.argv[1] == "run":
+        dure.elastic.run(train, dure.elastic.State())
+    else:
+        dure.init_process_group()
+        print(f"up {os.getpid()}", flush=True)
+        while not dure.elastic.preempted():
+            steps += 1
+"""
+
+
+def test_sigterm_lets_all_ranks_save_after_the_same_step(job: Launching):
+    program = job.write(SAVING)
+    jobs = {m: job.start("--nproc", "2", program, m) for m in ("run", "loop")}
+    for started in jobs.values():
+        wait_for_lines(started, 2)
+        started.send_signal(signal.SIGTERM)
+    for mode, started in jobs.items():
+        _, err = started.communicate(timeout=PATIENCE_S)
+        assert started.returncode == 128 + signal.SIGTERM, err
+        saved = [(job.directory / f"{mode}-{rank}").read_text() for rank in range(2)]
+        assert saved[0] == saved[1] and int(saved[0]) > 0
+
+
+def _forks(rank: int) -> tuple[int, bool]:
+    """Fork, as a loader does for a worker, which is told to end; return how that ended."""
+    preempt.watch()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, preempt.asked()
+
+
+def test_a_process_that_was_forked_ends_when_it_is_told_to():
+    with ProcessPool(1) as pool:
+        assert pool.run(_forks) == [(-signal.SIGTERM, False)]

@@ -1,0 +1,302 @@
+"""When rounds begin and end, and who takes part: by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from dure.launch.agent.events import (
+    Ended,
+    Expired,
+    Failed,
+    Joined,
+    Leave,
+    Left,
+    Lost,
+    Missing,
+    Outcome,
+    Ready,
+    Rejoin,
+    Settings,
+    Stop,
+    Wait,
+    Work,
+)
+from dure.launch.agent.machine import Machine, Phase, assign_nodes
+from dure.launch.spec import Crash
+from tests.launch.agent.job_states import (
+    apply,
+    end,
+    fail,
+    joined,
+    outcome_of,
+    plan_of,
+    ready,
+    result,
+    state_of,
+)
+
+# --- who takes part ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("here", "before", "members"),
+    [
+        ("a b c", "", "ab"),
+        ("a b c", "c", "ca"),
+        ("a b c", "cb", "cb"),
+        ("a:2 b:0 c:1", "", "bc"),
+        ("a:1 b:0", "ab", "ba"),
+        ("a:1 b:1 c:0", "", "ca"),
+        ("a:1 b:1 c:0", "cb", "cb"),  # who took part before stays
+        ("a b:1 c:0", "", "cb"),
+        ("a b:1 c:0", "a", "ac"),
+        ("a b:0", "", "ba"),
+        ("", "", ""),
+    ],
+)
+def test_who_takes_part(here: str, before: str, members: str) -> None:
+    """`here` names agents as they came, some with a fixed node rank."""
+    names = [word.partition(":")[::2] for word in here.split()]
+    willing = [joined(name, 1, int(rank) if rank else None) for name, rank in names]
+    assert "".join(each.agent for each in assign_nodes(willing, before, 2)) == members
+
+
+# --- how rounds follow each other ----------------------------------------------------------------
+
+
+def test_all_members_succeed_the_job_ends_well() -> None:
+    machine = state_of("ab")
+    machine.apply(Ended("a", 0, well=True))
+    assert machine.action("a") == Wait()
+    machine.apply(Ended("b", 0, well=True))
+    assert machine.outcome == Outcome(code=0)
+    assert machine.action("a") == machine.action("?") == Leave(Outcome(code=0))
+
+
+def test_a_failure_within_the_limit_starts_the_next_round_in_the_same_order() -> None:
+    machine = state_of("ab", nproc=2, max_restarts=1)
+    fail(machine, "b", 1)
+    end(machine)
+    again = ready(machine)
+    assert (again.number, again.members, machine.restarts) == (1, ("a", "b"), 1)
+    assert machine.setback == "rank 3 on host-b failed: exit code 3"
+    fail(machine, "a", code=7)
+    fail(machine, "b")
+    end(machine)
+    outcome = outcome_of(machine)
+    assert (outcome.code, outcome.limit) == (7, "restarts: 1 of 1 used")
+    assert outcome.failure == result(0, code=7)
+
+
+def test_reports_of_the_end_take_the_place_of_the_first_ones() -> None:
+    machine = state_of("ab")
+    for code in (3, 4):
+        fail(machine, "a", code=code)
+    machine.apply(Ended("b", 0, (result(1, code=5),)))
+    assert machine.phase is Phase.STOPPING
+    machine.apply(Ended("a", 0, well=True))  # all its workers had ended before it was told to stop
+    assert outcome_of(machine).ranks == (result(0, code=3), result(1, code=5))
+
+
+def test_a_lost_host_costs_a_restart_and_a_host_that_comes_none() -> None:
+    machine = state_of("abc", min_hosts=2, max_hosts=4, max_restarts=1)
+    machine.apply(Lost("a", "its launcher was killed"))
+    assert isinstance(machine.action("a"), Rejoin)
+    end(machine)
+    assert machine.setback == "lost host-a (its launcher was killed)"
+    assert (plan_of(machine).members, machine.restarts) == (("b", "c"), 1)
+    machine.apply(joined("d"))
+    assert machine.phase is Phase.STOPPING  # for d came, and there is room
+    end(machine)
+    assert ready(machine).members == ("b", "c", "d")
+    assert (machine.restarts, machine.setback) == (1, "hosts came or left")
+
+
+def test_a_member_that_was_lost_after_it_had_succeeded_costs_nothing() -> None:
+    machine = state_of("ab")
+    apply(machine, Ended("b", 0, well=True), Lost("b"))
+    assert machine.phase is Phase.RUNNING
+    machine.apply(Ended("a", 0, well=True))
+    assert machine.outcome == Outcome(code=0)
+
+
+def test_a_host_that_comes_when_some_have_succeeded_is_too_late() -> None:
+    machine = state_of("ab", max_hosts=3)
+    apply(machine, Ended("a", 0, well=True), joined("c"))
+    assert machine.phase is Phase.RUNNING
+
+
+def test_a_broken_connection_stops_the_round_and_the_next_waits_until_it_is_clear() -> None:
+    machine = state_of("ab", min_hosts=1, max_restarts=3)
+    apply(machine, Missing("b", 7), Missing("?", 0))
+    assert machine.phase is Phase.RUNNING
+    apply(machine, Missing("b", 0), Ended("a", 0))
+    assert machine.phase is Phase.STOPPING  # b may have ranks that run
+    assert isinstance(machine.action("b"), Stop)
+    machine.apply(Ended("b", 0))  # it is back
+    assert plan_of(machine).number == 1
+
+
+def test_the_first_that_says_where_rank_0_is_counts() -> None:
+    machine = state_of("ab")
+    before = machine.action("b")
+    assert isinstance(before, Work)
+    machine.apply(Ready("b", 0, "10.0.0.2", 2))
+    assert machine.action("b") == before
+
+
+# --- hosts that fail, again and again -------------------------------------------------------------
+
+
+def test_a_host_that_fails_first_rounds_running_is_left_out() -> None:
+    machine = state_of("ab", min_hosts=1, max_restarts=9, exclude_after=2)
+    for agent in "babb":
+        assert not machine.excluded
+        fail(machine, agent)
+        end(machine)
+    assert machine.excluded == {"host-b"}
+    assert ready(machine).members == ("a",)
+    action = machine.action("b")
+    assert isinstance(action, Leave)
+    assert action.outcome.code == 1
+
+
+@pytest.mark.parametrize("hosts", ["xy", "xyy"])
+def test_the_last_hosts_are_never_left_out(hosts: str) -> None:
+    """Another agent of the blamed host does not make enough."""
+    machine = Machine(Settings(min_hosts=2, max_hosts=len(hosts), max_restarts=9, exclude_after=1))
+    apply(machine, *(Joined(agent, host, 1) for agent, host in zip("abc", hosts, strict=False)))
+    machine.apply(Expired("last call 0"))
+    ready(machine)
+    fail(machine, "b")
+    end(machine)
+    assert not machine.excluded
+
+
+# --- hosts that leave ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_host_that_leaves_ends_a_job_of_a_fixed_number(failed: bool) -> None:
+    machine = state_of("ab", max_restarts=3)
+    if failed:  # before: then that is the outcome, and nothing is restarted
+        fail(machine, "a", code=9)
+    apply(machine, Left("b", 130, "Ctrl-C"), Left("a", 143))  # the first counts
+    assert machine.departing
+    fail(machine, "a")  # because it was told to end
+    end(machine)
+    outcome = outcome_of(machine)
+    assert (outcome.code, outcome.why) == ((9, "") if failed else (130, "Ctrl-C"))
+    assert machine.restarts == 0
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_host_that_leaves_is_waited_for_and_costs_no_restart(lost: bool) -> None:
+    machine = state_of("ab", min_hosts=1)
+    apply(machine, Left("b", 143), Ended("a", 0))
+    assert machine.phase is Phase.STOPPING  # b's workers are still there
+    machine.apply(Lost("b") if lost else Ended("b", 0))
+    assert (ready(machine).members, machine.agents, machine.departing) == (("a",), ("a",), False)
+    machine.apply(Failed("a", 0, 0, result(0)))  # of the round before
+    assert (machine.phase, machine.restarts, machine.failed) == (Phase.RUNNING, 0, False)
+
+
+def test_who_coordinates_and_leaves_ends_the_job() -> None:
+    machine = state_of("ab", min_hosts=1, max_hosts=3)
+    machine.apply(Left("a", 143, "told to", ends_job=True))
+    end(machine)
+    assert machine.outcome == Outcome(code=143, why="told to")
+
+
+def test_a_spare_that_leaves_a_fixed_number_dismisses_nobody() -> None:
+    machine = apply(state_of("ab"), joined("c"), Left("c", 143))
+    assert (machine.phase, machine.departing) == (Phase.RUNNING, False)
+
+
+def test_the_last_host_that_leaves_ends_the_job_also_while_it_waits() -> None:
+    machine = Machine(Settings(min_hosts=2, max_hosts=3))
+    apply(machine, joined("a"), joined("b"), Left("a", 143))
+    assert (machine.phase, machine.agents) == (Phase.GATHERING, ("b",))
+    machine.apply(Left("b", 130, "told"))
+    assert machine.outcome == Outcome(code=130, why="told")
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+def test_timers_of_another_gathering_mean_nothing() -> None:
+    machine = state_of("ab", max_restarts=3)
+    fail(machine, "a")
+    apply(machine, Lost("b"), Ended("a", 0))
+    assert machine.action("a") == Wait(machine._timer())
+    assert (machine._timer().name, machine._timer().after_s) == ("join 1", 600.0)
+    for name in ("join 0", "last call 0", "last call 1", "join 2"):
+        machine.apply(Expired(name))
+        assert machine.phase is Phase.GATHERING
+    machine.apply(Expired("join 1"))
+    outcome = outcome_of(machine)
+    assert (outcome.code, outcome.failure, outcome.ranks) == (3, result(0), (result(0),))
+    assert "1 of 2 (host-a)" in outcome.why
+    assert "--nnodes" in outcome.why
+
+
+def test_the_last_call_starts_the_first_round_and_takes_its_time() -> None:
+    machine = Machine(Settings(min_hosts=1, max_hosts=2, last_call_s=8.0))
+    machine.apply(joined("a"))
+    timer = machine._timer()
+    assert (timer.name, timer.after_s, machine.missing) == ("last call 0", 8.0, 0)
+    apply(machine, Expired("join 0"), Failed("a", 0, 0, result(0)))
+    assert (machine.plan, machine.failed) == (None, False)
+    for _ in range(2):  # another agent's clock is late
+        machine.apply(Expired(timer.name))
+    assert (machine.phase, plan_of(machine).number) == (Phase.RUNNING, 0)
+
+
+@pytest.mark.parametrize(
+    ("came", "endpoint", "why"),
+    [
+        ([], "", ["too few hosts came to the endpoint", "(none)"]),
+        ([joined("a")], "n:1", ["too few hosts came to n:1", "1 of 2 (host-a)", "--nnodes"]),
+        ([joined("a", 1, 0), joined("b", 1, 0)], "n:1", ["node rank that was taken"]),
+    ],
+)
+def test_too_few_came(came: list[Joined], endpoint: str, why: list[str]) -> None:
+    machine = Machine(Settings(min_hosts=2, max_hosts=2, join_timeout_s=7, endpoint=endpoint))
+    apply(machine, *came)
+    assert machine._timer().after_s == 7
+    machine.apply(Expired("join 0"))
+    assert outcome_of(machine).code == 1
+    assert [word for word in why if word not in outcome_of(machine).why] == []
+
+
+# --- what is told of it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_hosts_that_do_not_reach_each_other_are_named(raised: bool) -> None:
+    machine = state_of("ab", endpoint="n:1")
+    blames = fail(machine, "a", code=1, peer=1).worker
+    other = result(1, "host-b", code=1, peer=0)
+    if not raised:  # it was ended before it had noticed
+        other = replace(other, crash=None, ended_by_launcher=True)
+    apply(machine, Ended("a", 0, (blames,)), Ended("b", 0, (other,)))
+    assert outcome_of(machine).code == 1
+    why = outcome_of(machine).why
+    assert "do not reach each other, though both reach n:1" in why
+    assert "host-a and host-b" in why or "host-b and host-a" in why
+
+
+def test_the_state_stays_small_though_many_ranks_say_much() -> None:
+    machine = state_of("ab", nproc=500)
+    crash = Crash(type="E", message="m" * 8000, traceback="t" * 8000, peer=None)
+    ranks = tuple(replace(result(rank), crash=crash) for rank in range(1000))
+    machine.apply(Failed("a", 0, 0, ranks[0]))
+    apply(machine, Ended("a", 0, ranks[:500]), Ended("b", 0, ranks[500:]))
+    failure = outcome_of(machine).failure
+    assert failure is not None
+    assert failure.crash == crash
+    assert len(outcome_of(machine).ranks) == 1000
+    assert len(msgspec.msgpack.encode(machine)) < 1 << 19

@@ -1,0 +1,145 @@
+"""Networks that are really cut, between hosts that are network namespaces.
+
+No test says how fast something is. The order of events decides: who trained, and who was dead then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.comm.namespace_hosts import Host
+from tests.launch.faults.cuts import Cutting, cutting, wires
+
+pytestmark = [
+    pytest.mark.needs("network namespaces"),
+    pytest.mark.needs("engine"),
+]
+
+CONF = ("--rdzv-conf", "last_call_timeout=600")
+ROUNDS = ("--nproc", "1", "--max-restarts", "3", *CONF)
+ELASTIC = ("--nproc", "1", "--elastic", "--max-restarts", "3", *CONF)
+SLOW = pytest.mark.slow
+
+
+def ended_well(job: Cutting) -> None:
+    """Let the program end, on all hosts, and look what was left."""
+    job.finish()
+    codes = [launcher.end() for launcher in job.launchers]
+    assert codes == [0] * len(codes), job.report()
+    job.check_one_at_a_time()
+    job.check_nothing_left()
+
+
+def ranks_on(host: Host) -> list[str]:
+    """Return the rank processes of a host: those with a rank's variables."""
+    found: list[str] = []
+    for line in host.inside():
+        with contextlib.suppress(OSError):
+            if b"\0LOCAL_RANK=" in Path(f"/proc/{line.split()[0]}/environ").read_bytes():
+                found.append(line)
+    return found
+
+
+MODES = {"rounds": ROUNDS, "elastic": ELASTIC}
+BOTH = ["rounds", pytest.param("elastic", marks=SLOW)]
+NEITHER = [pytest.param(mode, marks=SLOW) for mode in MODES]
+
+
+@pytest.mark.parametrize("mode", BOTH)
+def test_a_hosts_ranks_are_dead_before_others_go_on_and_it_comes_back_as_a_new_member(
+    tmp_path, mode
+):
+    with cutting(2, tmp_path) as job:
+        job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
+        job.trains(2)
+        b = job.hosts[1]
+        assert ranks_on(b)
+        b.cut()
+        at = time.monotonic()
+        assert job.trains(1, at) == "a"
+        if mode == "rounds":
+            assert not ranks_on(b), job.report()
+        else:  # survivors go on at once; who is cut off ends at its deadline
+            job.wait_for(lambda: not ranks_on(b), "the ranks of b to end")
+        b.mend()
+        job.trains(2, time.monotonic())
+        assert "b" not in job.led_by(at) or mode == "elastic"
+        assert "looks for the job again" in job.launchers[1].text
+        ended_well(job)
+
+
+@pytest.mark.parametrize("mode", NEITHER)
+def test_a_cut_of_one_second_changes_nothing(tmp_path, mode):
+    with cutting(2, tmp_path) as job:
+        job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
+        job.trains(2)
+        job.hosts[1].cut()
+        time.sleep(1)
+        job.hosts[1].mend()
+        job.trains(2, time.monotonic())
+        assert len({step.group for step in job.ledger()}) == 1, job.report()
+        ended_well(job)
+
+
+@pytest.mark.parametrize("mode", NEITHER)  # in CI a launcher is killed instead (`test_agents`)
+def test_the_coordinators_host_is_lost_and_all_others_end_and_say_what_to_do(tmp_path, mode):
+    conf = ("--rdzv-conf", "last_call_timeout=600,join_timeout=5")
+    with cutting(3, tmp_path) as job:
+        job.start("--nnodes", "1:3", *MODES[mode][:-2], *conf, words=(mode,))
+        job.trains(3)
+        job.hosts[0].cut()
+        at = time.monotonic()
+        job.hosts[0].kill()  # none of its last words gets through
+        for launcher in job.launchers[1:]:
+            assert launcher.end() == 1, job.report()
+            assert "the job's coordinator was lost" in launcher.text
+            assert "Start the job again on all hosts" in launcher.text
+        assert job.led_by(at) <= {"a"}, job.report()
+        job.check_nothing_left()
+
+
+def test_hosts_that_reach_the_coordinator_but_not_each_other_end_the_job_by_name(tmp_path):
+    with cutting(3, tmp_path) as job, wires(job) as network:
+        job.start("--nnodes", "3", "--nproc", "1", words=("rounds",))
+        job.trains(3)
+        network.tell("drop", 1, 2)
+        network.tell("drop", 2, 1)
+        codes = [launcher.end() for launcher in job.launchers]
+        assert 0 not in codes, job.report()
+        for launcher in job.launchers:
+            assert "do not reach each other, though both reach" in launcher.text, job.report()
+            assert "b and c" in launcher.text or "c and b" in launcher.text
+        job.check_nothing_left()
+
+
+@pytest.mark.parametrize("mode", NEITHER)
+@pytest.mark.parametrize("what", ["loss 20", "delay 0.2"])
+def test_a_bad_network_is_slow_and_nobody_is_lost(tmp_path, mode, what):
+    with cutting(2, tmp_path) as job, wires(job) as network:
+        job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
+        job.trains(2)
+        network.tell(*what.split())
+        at = time.monotonic()
+        job.wait_for(lambda: len([s for s in job.ledger() if s.at > at]) > 10, "10 steps")
+        network.tell("clear")
+        assert len({step.group for step in job.ledger()}) == 1, job.report()
+        ended_well(job)
+
+
+@pytest.mark.parametrize("mode", NEITHER)
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
+def test_one_direction_cut_is_a_cut(tmp_path, mode, source, target):
+    with cutting(2, tmp_path) as job, wires(job) as network:
+        job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
+        job.trains(2)
+        network.tell("drop", source, target)
+        at = time.monotonic()
+        assert job.trains(1, at) == "a"
+        job.wait_for(lambda: not ranks_on(job.hosts[1]), "the ranks of b to end")
+        network.tell("clear")
+        job.trains(2, time.monotonic())
+        ended_well(job)

@@ -1,0 +1,164 @@
+"""`dure.spawn`: functions as ranks, in one process that plays a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.waiting import PATIENCE_S
+
+NOTEBOOK = """
+import json, os, signal, sys, time
+import torch
+import dure
+from dure.launch import functions
+
+FACTOR = 3
+told = {}
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+def total(x):
+    dure.init_process_group()
+    t = torch.ones(1) * x * FACTOR * (1 + dure.get_rank())
+    dure.all_reduce(t)
+    print("from", dure.get_rank())
+    return Point(t.item())
+
+def fail():
+    dure.init_process_group()
+    if dure.get_rank() == 1:
+        raise ValueError("my bug")
+    dure.barrier()
+
+def interrupt():
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
+
+def backward():
+    dure.init_process_group()
+    torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    return os.environ["RANK"]
+
+def raised(call, **options):
+    try:
+        call(**options)
+    except BaseException as error:
+        return [type(error).__name__, str(error), str(error.__cause__)]
+
+told["fresh"] = functions._why_not_fork()
+for start in ("fork", "spawn"):
+    points = dure.spawn(total, 2, (5,), start=start)
+    told[start] = [[type(point) is Point, point.x] for point in points]
+    told["failed " + start] = raised(dure.spawn, fn=fail, start=start)
+told["interrupted"] = raised(dure.spawn, fn=interrupt)
+told["lambda"] = dure.spawn(lambda: lambda: 7, 1)[0]()
+told["nothing"] = dure.spawn(lambda: os._exit(0), 1)
+told["unsendable"] = raised(dure.spawn, fn=lambda: (i for i in "ab"), nproc=1)
+torch.set_num_threads(2)
+torch.rand(900, 900) @ torch.rand(900, 900)
+told["threads"] = functions._why_not_fork()
+torch.ones(1, requires_grad=True).sum().backward()
+told["used"] = functions._why_not_fork()
+told["refused"] = raised(dure.spawn, fn=total, args=(5,), start="fork")
+told["chosen"] = dure.spawn(backward)
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run all cells of a notebook, and return what came of each."""
+    program = tmp_path_factory.mktemp("notebook") / "notebook.py"
+    program.write_text(NOTEBOOK)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(program.parent)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *printed, last = done.stdout.splitlines()
+    assert list(program.parent.iterdir()) == [program]
+    return json.loads(last) | {"printed": sorted(printed), "errors": done.stderr}
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_results_of_the_notebooks_own_functions_and_classes_come_back(
+    told: dict[str, Any], start: str
+) -> None:
+    assert told[start] == [[True, 45.0], [True, 45.0]]  # 5 * 3 * (1 + 2), of this process's class
+
+
+def test_what_ranks_print_is_printed_with_the_rank(told: dict[str, Any]) -> None:
+    assert told["printed"] == ["[0] from 0"] * 2 + ["[1] from 1"] * 2
+    assert "Traceback" not in told["errors"]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_error_of_a_rank_is_raised_here(told: dict[str, Any], start: str) -> None:
+    kind, text, cause = told[f"failed {start}"]
+    assert kind == "LaunchError"
+    assert "rank 1" in text and "ValueError: my bug" in text
+    head, traceback, frame, *_, last = cause.splitlines()
+    assert (head, traceback) == ("on rank 1:", "Traceback (most recent call last):")
+    assert frame.endswith(", in fail")
+    assert last == "ValueError: my bug"
+
+
+def test_interrupt_ends_all_ranks(told: dict[str, Any]) -> None:
+    assert told["interrupted"] == ["KeyboardInterrupt", "", "None"]
+
+
+def test_process_is_forked_only_before_autograd_was_used(told: dict[str, Any]) -> None:
+    assert told["fresh"] is None
+    assert told["used"] == "autograd was used"
+    assert told["refused"][0] == "UsageError"
+    assert "autograd was used" in told["refused"][1]
+    assert told["chosen"] == ["0", "1"]
+
+
+def test_odd_results(told: dict[str, Any]) -> None:
+    assert told["lambda"] == 7
+    assert told["nothing"] == [None]
+    assert told["unsendable"][0] == "LaunchError"
+    assert "generator" in told["unsendable"][1]
+
+
+def test_libraries_threads_forbid_a_fork(told: dict[str, Any]) -> None:
+    assert "a library has threads of its own" in told["threads"]
+
+
+KERNEL = """
+from jupyter_client.manager import start_new_kernel
+
+CELL = '''
+import dure
+def f():
+    dure.init_process_group()
+    return dure.get_rank()
+assert dure.spawn(f, 2) == [0, 1]
+'''
+kernel, client = start_new_kernel()
+try:
+    reply = client.execute_interactive(CELL)
+    assert reply["content"]["status"] == "ok", reply
+finally:
+    client.stop_channels()
+    kernel.shutdown_kernel(now=True)
+"""
+
+
+def test_cell_of_a_kernel() -> None:
+    pytest.importorskip("ipykernel")
+    subprocess.run([sys.executable, "-c", KERNEL], check=True, timeout=PATIENCE_S)

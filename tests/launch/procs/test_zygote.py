@@ -1,0 +1,188 @@
+"""The zygote itself: what it forks, what it refuses, and that it never outlives the launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dure.launch import JobSpec, Line, run_job
+from dure.launch.ranks.zygote import INTERRUPTED, Zygote, usable, zygote_for
+from tests.launch.procs.launching import Launching
+from tests.launch.procs.zygote_programs import Stage, ended, put, staged
+from tests.waiting import until
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    text = "import os, sys; print(os.environ.get('RANK'), 'decimal' in sys.modules)"
+    program = put(tmp_path / "program.py", text)
+    return JobSpec(program=program, nproc=2, zygote="always", preload=("decimal",))
+
+
+@pytest.fixture
+def stage(spec: JobSpec) -> Iterator[Stage]:
+    with staged(spec) as stage:
+        yield stage
+
+
+def test_ranks_of_later_rounds_are_forked_from_the_same_zygote(stage: Stage) -> None:
+    for round in range(3):
+        assert stage.rank(RANK=str(round)).out == b"%d True\n" % round
+    put(Path(stage.spec.program).with_name("written_later.py"), "NAME = 'later'")
+    put(Path(stage.spec.program), "import written_later; print(written_later.NAME)")
+    assert stage.rank().out == b"later\n"
+
+
+def test_others_see_the_variables_of_a_forked_rank(stage: Stage) -> None:
+    put(Path(stage.spec.program), "print(open('/proc/self/environ').read().strip('\\0'), end='')")
+    out = stage.rank(RANK="12345", LONG="y" * 2000, PATH="").out.decode()
+    shown = dict(x.split("=", 1) for x in out.split("\0"))
+    assert (shown["RANK"], shown["LONG"], shown["PATH"]) == ("12345", "y" * 2000, "")
+    assert "DURE_ROOM" not in shown
+    assert shown["DURE_LAUNCHER"] == "a-job"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_ranks_start_afresh_when_the_zygote_is_lost(
+    stage: Stage, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    stage.zygote.say = said.append
+    monkeypatch.setattr("dure.launch.ranks.zygote._FORK_S", 0.2)
+    os.kill(stage.zygote.pid, number)
+    for _ in range(2):
+        rank = stage.start()
+        assert rank.fresh is not None
+        assert ended(rank).out == b"0 False\n"
+    assert len(said) == 1
+
+
+def test_rank_is_known_though_the_zygote_dies_while_it_forks(
+    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be started twice otherwise."""
+    text = """
+        import os, signal
+        forks = []  # the first is for trial, the second makes the intermediate
+        def die():
+            if len(forks) == 2:
+                os.kill(os.getppid(), signal.SIGKILL)
+        os.register_at_fork(before=lambda: forks.append(1), after_in_child=die)
+    """
+    put(Path(spec.program).with_name("mortal.py"), text)
+    with staged(dataclasses.replace(spec, preload=("decimal", "mortal"))) as stage:
+        assert stage.rank().out == b"0 True\n"
+
+
+def test_zygote_leaves_when_the_user_has_had_enough(spec: JobSpec) -> None:
+    interrupted, write = os.pipe()
+    os.write(write, b"\2")
+    with open(interrupted), open(write), zygote_for(spec, "a-job", None) as zygote:
+        assert zygote is not None
+        assert zygote.trouble(interrupted) is not None
+        assert not os.path.exists(f"/proc/{zygote.pid}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, False),  # the program does not import torch
+        ({"preload": ("decimal",)}, True),
+        ({"preload": ("decimal",), "nproc": 1}, False),
+        ({"preload": ("decimal",), "nproc": 1, "max_restarts": 1}, True),
+        ({"preload": ("decimal",), "zygote": "never"}, False),
+        ({"preload": ("decimal",), "zygote": "always", "nproc": 1}, True),
+        ({"preload": ("decimal",), "kind": "executable", "zygote": "always"}, False),
+    ],
+)
+def test_zygote_is_started_where_the_job_gains(
+    spec: JobSpec, fields: dict[str, object], wanted: bool
+) -> None:
+    fields = {"program": spec.program, "nproc": 2} | fields
+    with zygote_for(JobSpec(**fields), "a-job", None) as zygote:  # pyright: ignore
+        assert (zygote is not None) == wanted
+
+
+@pytest.mark.parametrize(("trouble", "lines"), [("torch is missing", 1), (None, 0)])
+def test_of_a_zygote_only_trouble_is_told_and_an_interrupt_is_none(
+    monkeypatch: pytest.MonkeyPatch, trouble: str | None, lines: int
+) -> None:
+    zygote = Zygote.__new__(Zygote)
+    why = trouble or INTERRUPTED
+    monkeypatch.setattr(Zygote, "trouble", lambda self, fd: why)  # pyright: ignore
+    said: list[str] = []
+    assert usable(zygote, -1, said.append) is None
+    assert len(said) == lines
+
+
+@pytest.mark.parametrize("when", ["importing", "running"])
+def test_killed_launcher_leaves_no_zygote(job: Launching, when: str) -> None:
+    job.write("import time\ntime.sleep(600)" if when == "importing" else "", "slow.py")
+    program = job.write("""
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                print("running", flush=True)
+                time.sleep(600)
+            os._exit(0)
+        time.sleep(600)
+    """)
+    started = job.start("--nproc", "2", "--preload", "slow", program)
+    if when == "running":
+        assert started.stdout is not None
+        started.stdout.readline()
+    else:
+        until(lambda: len(job.left()) > 1)
+    started.kill()
+    job.wait_until_gone()
+
+
+TORCH = """
+import os, sys, time
+import numpy, torch
+import torch.utils.data
+import dure
+print("forked", "forking.py" in open("/proc/self/cmdline").read())
+a = torch.rand(400, 400)
+(a @ a).sum(), torch.linalg.svd(a), numpy.linalg.svd(a.numpy())
+print("threads", torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+loader = torch.utils.data.DataLoader(range(4), num_workers=2, batch_size=None)
+print("loader", list(loader))
+dure.init_process_group()
+both = [None, None]
+dure.all_gather_object(both, (torch.initial_seed(), numpy.random.random()))
+print("alike", any(a == b for a, b in zip(*both)))
+t = torch.ones(1000)
+dure.all_reduce(t)
+print("sum", bool((t == 2).all()))
+while dure.get_rank() == 1:
+    if os.path.exists(sys.argv[1]):
+        sys.exit(3)
+    time.sleep(0.01)
+os.close(os.open(sys.argv[1], os.O_CREAT)), time.sleep(600)
+"""
+
+
+def test_torch_works_in_forked_ranks_and_they_tell_where_they_are(tmp_path: Path) -> None:
+    program, lines = put(tmp_path / "program.py", TORCH), list[Line]()
+    result = run_job(
+        JobSpec(
+            program=program,
+            args=(str(tmp_path / "up"),),
+            nproc=2,
+            on_line=lines.append,
+            quiet=True,
+            env={"OMP_NUM_THREADS": "2"},
+        )
+    )
+    wanted = ["forked True", "threads 2 2", "loader [0, 1, 2, 3]", "alike False", "sum True"]
+    for rank in range(2):
+        assert [line.text.decode() for line in lines if line.rank == rank] == wanted
+    assert result.exit_code == 3
+    assert [(f.file, f.line) for f in result.ranks[0].stack] == [(program, TORCH.count("\n"))]

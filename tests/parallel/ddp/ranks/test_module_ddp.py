@@ -1,0 +1,134 @@
+"""DDP's behaviour between ranks, on thread-ranks: what it sends, verifies, refuses and survives."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dure as dist
+from dure.errors import ModuleError, PeerLost
+from dure.testing import CommRecorder, run_ranks
+from tests.parallel.ddp.ddp_models import Branches
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(1, 1, bias=False)
+
+
+def test_step_is_one_reduction_a_bucket_and_nothing_else_2_ranks() -> None:
+    def rank_main(rank: int) -> list[str]:
+        layers = [nn.Linear(64, 64) for _ in range(4)]  # 16640 bytes a layer
+        ddp = dist.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.03)
+        with CommRecorder(rank=rank) as seen:
+            for _ in range(2):
+                with ddp.no_sync():
+                    ddp(torch.ones(1, 64)).sum().backward()
+                ddp(torch.ones(1, 64)).sum().backward()
+        return seen.ops
+
+    # Once, rank 0 sends the order in which gradients became ready.
+    step = ["all_reduce"] * 2
+    assert run_ranks(2, rank_main) == [[*step, "broadcast", *step]] * 2
+
+
+def test_ignored_parameters_are_neither_broadcast_nor_reduced_2_ranks() -> None:
+    def rank_main(rank: int) -> tuple[float, ...]:
+        module: Any = Branches()
+        module.right.weight.data.fill_(rank)
+        module._ddp_params_and_buffers_to_ignore = ["right.weight"]
+        ddp = dist.DistributedDataParallel(module)
+        ddp(torch.full((1, 2), rank + 1.0), "left", "right").backward()
+        right = module.right.weight
+        return tuple(t[0, 0].item() for t in (right, right.grad, module.left.weight.grad))
+
+    assert run_ranks(2, rank_main) == [(0.0, 1.0, 1.5), (1.0, 2.0, 1.5)]
+
+
+def test_no_sync_is_undone_when_its_body_raises_1_rank() -> None:
+    def rank_main(rank: int) -> bool:
+        ddp = dist.DistributedDataParallel(linear())
+        with pytest.raises(KeyError), ddp.no_sync():
+            raise KeyError
+        return ddp.require_backward_grad_sync
+
+    assert run_ranks(1, rank_main) == [True]
+
+
+def test_copy_and_pickle_come_back_working_2_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        ddp = dist.DistributedDataParallel(linear())
+        ddp(torch.ones(1, 1)).sum().backward()
+        for other in (pickle.loads(pickle.dumps(ddp)), copy.deepcopy(ddp)):
+            assert list(other.state_dict()) == ["module.weight"]
+            assert torch.equal(other.module.weight, ddp.module.weight)
+            other.zero_grad()
+            other(torch.full((1, 1), rank + 1.0)).sum().backward()
+            assert other.module.weight.grad.item() == 1.5
+        assert ddp.module.weight.grad.item() == 1
+
+    run_ranks(2, rank_main)
+
+
+def test_copy_of_a_module_on_another_group_is_refused_2_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        ddp = dist.DistributedDataParallel(linear(), process_group=dist.new_group([0, 1]))
+        with pytest.raises(ModuleError):
+            copy.deepcopy(ddp)
+
+    run_ranks(2, rank_main)
+
+
+def test_backward_on_another_thread_uses_the_ranks_group_2_ranks() -> None:
+    def rank_main(rank: int) -> float:
+        ddp = dist.DistributedDataParallel(linear())
+        thread = threading.Thread(target=ddp(torch.full((1, 1), rank + 1.0)).sum().backward)
+        thread.start()
+        thread.join()
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, rank_main) == [1.5, 1.5]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph_is_accepted_1_rank() -> None:
+    def rank_main(rank: int) -> list[float]:
+        ddp = dist.DistributedDataParallel(linear())
+        values: list[float] = []
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.full((1, 1), 2.0)).pow(2).sum().backward(create_graph=True)
+            values.append((ddp.module.weight.grad / ddp.module.weight).item())
+        return values
+
+    assert run_ranks(1, rank_main)[0] == pytest.approx([8.0] * 3)
+
+
+def test_rank_that_leaves_is_named_by_backward_2_ranks() -> None:
+    def rank_main(rank: int) -> int | None:
+        ddp = dist.DistributedDataParallel(linear())
+        if rank == 1:
+            return None
+        with pytest.raises(PeerLost) as caught:
+            ddp(torch.ones(1, 1)).sum().backward()
+        return caught.value.peer
+
+    assert run_ranks(2, rank_main) == [1, None]
+
+
+def test_module_outlives_its_group_only_wrapped_again_2_ranks() -> None:
+    def rank_main(rank: int) -> None:
+        ddp = dist.DistributedDataParallel(linear())
+        ddp(torch.ones(1, 1)).sum().backward()
+        dist.shrink()
+        with pytest.raises(ModuleError):
+            ddp(torch.ones(1, 1))
+        ddp = dist.DistributedDataParallel(ddp.module)
+        ddp(torch.ones(1, 1)).sum().backward()
+
+    run_ranks(2, rank_main)

@@ -1,0 +1,62 @@
+"""Fully sharded training with real processes: as one rank, and when one is killed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.comm.forked_ranks import Ranks
+from tests.parallel.fsdp.procs import fsdp_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import assert_same, expected_weights
+
+
+@pytest.mark.parametrize(
+    ("backend", "n", "way", "replicas"),
+    [
+        ("shm", 2, "gathered", 1),
+        ("shm", 3, "shared", 1),
+        ("shm", 4, "shared", 2),
+        ("shm", 4, "gathered", 2),
+        ("gloo", 2, "gathered", 1),
+    ],
+)
+def test_training_equals_one_rank_with_the_same_bits_each_time(
+    process_pool, backend, n, way, replicas
+):
+    pool = process_pool(n, backend)
+    first, second = (pool.run(fsdp_ranks.trains, n, way, replicas) for _ in range(2))
+    for _, weights in first:
+        assert_same(weights, expected_weights())
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.needs("engine")
+@pytest.mark.parametrize(
+    ("way", "phase", "note"),
+    [
+        ("shared", "forward", "are whole"),
+        ("shared", "backward", "are whole"),
+        ("shared", "step", "not whole"),
+        ("gathered", "backward", ""),
+    ],
+)
+def test_survivors_of_a_death_learn_the_state_of_the_weights(tmp_path, way, phase, note):
+    with Ranks(2, tmp_path, fsdp_ranks.loses_one, way, phase) as ranks:
+        result = ranks.result(0)
+        if isinstance(result, BaseException):
+            raise result
+        kind, notes = result
+        assert ranks.result(1) is None
+    assert kind == "PeerLost"
+    assert note in " ".join(notes)
+
+
+@pytest.mark.slow  # the system may take memory back by itself, so its measure is for a drill
+@pytest.mark.parametrize("way", ["shared", "gathered"])
+def test_offloaded_memory_is_not_resident_2_ranks(process_pool, tmp_path, way):
+    results = process_pool(2, "shm").run(fsdp_ranks.gives_memory_back, way, str(tmp_path))
+    for (training, offloaded, back), is_same in results:
+        assert is_same
+        assert training > 45  # of 96 MB a rank has half, and all that is shared
+        assert offloaded < 0.2 * training
+        assert back - offloaded > 0.8 * 45

@@ -1,0 +1,133 @@
+"""Strategy *gathered*: collectives of the program's own, and neighbors that keep what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dure as dist
+from dure.device_mesh import init_device_mesh
+from dure.fsdp import fully_shard, strategy
+from dure.testing import CommRecorder, run_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import (
+    Net,
+    batch,
+    by_step,
+    compare,
+    loss_of,
+    shard,
+    sharded,
+)
+
+
+class Comm:
+    """Torch's interfaces, over Dure's collectives; counts calls.
+
+    Args:
+        op: The collective.
+        returns_work: It returns what waits for it; else it has ended when it returns.
+    """
+
+    def __init__(self, op: Any, returns_work: bool) -> None:
+        self.allocated, self.called, self.op, self.returns_work = 0, 0, op, returns_work
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self.allocated += 1
+        return torch.full(tuple(size), 77, dtype=dtype, device=device)
+
+    def __call__(
+        self, output: Any, input: Any, group: Any, op: Any = None, async_op: bool = False
+    ) -> Any:
+        self.called += 1
+        more = {} if op is None else {"op": op}
+        work = self.op(output, input, group=group, async_op=True, **more)
+        if self.returns_work:
+            return work
+        work.wait()
+        return None
+
+
+@pytest.mark.parametrize("returns_work", [True, False])
+def test_collectives_of_the_program(way: str, returns_work: bool) -> None:
+    counts: list[tuple[int, int, int]] = []
+
+    def prepare(model: Any) -> None:
+        shard(model)
+        gather = Comm(dist.all_gather_single, returns_work)
+        scatter = Comm(dist.reduce_scatter_single, returns_work)
+        model.blocks[1].set_custom_all_gather(gather)
+        model.blocks[1].set_custom_reduce_scatter(scatter)
+        model.counts = lambda: (gather.called, gather.allocated, scatter.called)
+
+    def note(model: Any) -> None:
+        if hasattr(model, "counts"):
+            counts.append(model.counts())
+
+    compare(way, 3, prepare=prepare, before_step=note)
+    # A step gathers for forward and for backward, and reduces once; each has an input, an output.
+    assert max(counts) == (6, 12, 3)
+
+
+def test_a_reduce_scatter_of_the_program_leaves_parameters_shared() -> None:
+    def body(rank: int) -> list[str]:
+        model = sharded("shared")
+        model.set_custom_reduce_scatter(Comm(dist.reduce_scatter_single, True))
+        with CommRecorder() as recorder:
+            by_step(model, 0, 2, rank)
+        return recorder.ops
+
+    for ops in run_ranks(2, body):
+        assert "all_gather_single" not in ops
+
+
+# ---------------------------------------------------------------- a smaller number of ranks
+
+
+def forward_before(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+    """The neighbors keep parameters for a backward that does not come before they change."""
+    loss_of(model, batch(number + 7))
+    return by_step(model, number, size, rank)
+
+
+def beside_replicas(model: Net) -> None:
+    shard(model, mesh=init_device_mesh("cpu", (1, 4)), reshard_after_forward=2)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        {"prepare": partial(shard, reshard_after_forward=2)},
+        {"prepare": partial(shard, reshard_after_forward=4)},
+        {
+            "prepare": partial(shard, reshard_after_forward=2),
+            "step": forward_before,
+            "expected_step": forward_before,
+        },
+        {"prepare": beside_replicas},
+    ],
+    ids=["2", "4", "forward before", "replicas"],
+)
+def test_neighbors_keep_parameters_until_backward(scenario: dict[str, Any]) -> None:
+    compare("gathered", 4, **scenario)
+
+
+def test_neighbors_gather_among_themselves() -> None:
+    """Of four ranks: forward gathers from all, backward from two."""
+
+    def body(rank: int) -> list[int]:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        with strategy("gathered"):
+            fully_shard(model[0], reshard_after_forward=2)
+            fully_shard(model)
+        with CommRecorder() as recorder:
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        return [e.world_size for e in recorder.events if e.op == "all_gather_single"]
+
+    assert run_ranks(4, body) == [[4, 4, 2]] * 4

@@ -1,0 +1,254 @@
+"""The methods of a sharded module: the effect of each on results or on communication."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.device_mesh import init_device_mesh
+from dure.errors import ModuleError, UsageError
+from dure.fsdp import FSDPModule, fully_shard, share_comm_ctx, strategy
+from dure.tensor import DTensor
+from dure.testing import CommRecorder, run_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import (
+    Net,
+    assert_same,
+    batch,
+    by_step,
+    compare,
+    expected_gradients,
+    full_gradients,
+    loss_of,
+    made,
+    mine,
+    shard,
+    sharded,
+)
+
+
+def gathers(seen: CommRecorder) -> int:
+    return Counter(seen.ops)["all_gather_single"]
+
+
+def microbatches(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+    """Three backwards; gradients are reduced, and parameters resharded, after the last."""
+    losses = []
+    for k in range(3):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(k == 2)
+            model.set_is_last_backward(k == 2)
+            model.set_reshard_after_backward(k == 2)
+        loss = loss_of(model, mine(batch(number + 10 * k), size, rank))
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def test_parameters_stay_unsharded_between_microbatches(way: str) -> None:
+    compare(way, 2, step=microbatches, expected_step=microbatches)
+
+
+def test_unsharded_parameters_are_not_gathered_again() -> None:
+    """Four groups for the first forward; three blocks, freed after it, for each backward."""
+
+    def body(rank: int) -> tuple[int, int, int]:
+        with CommRecorder() as seen:
+            microbatches(sharded("gathered"), 0, 2, rank)
+        model = sharded("gathered")
+        with CommRecorder() as freed:
+            by_step(model, 0, 2, rank)
+        model.set_reshard_after_forward(False)
+        with CommRecorder() as kept:
+            by_step(model, 0, 2, rank)
+        with pytest.raises(UsageError):
+            model.set_reshard_after_forward(2)
+        return gathers(seen), gathers(freed), gathers(kept)
+
+    assert run_ranks(2, body) == [(4 + 3 * 3, 4 + 3, 4)] * 2
+
+
+def test_replicas_are_reduced_at_the_last_microbatch(way: str) -> None:
+    def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+        losses = []
+        for k in range(2):
+            if isinstance(model, FSDPModule):
+                model.set_requires_all_reduce(k == 1)
+            loss = loss_of(model, mine(batch(number + 10 * k), size, rank))
+            loss.backward()
+            if isinstance(model, FSDPModule) and k == 0:
+                assert all(p.grad is None for p in model.parameters())
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def prepare(model: Net) -> None:
+        shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+
+    compare(way, 4, prepare=prepare, step=step, expected_step=step)
+
+
+@pytest.mark.parametrize("async_op", [True, False])
+def test_parameters_are_unsharded_by_hand(way: str, async_op: bool) -> None:
+    def body(rank: int) -> None:
+        model = sharded(way)
+        block = model.blocks[1]
+        expected: Any = made().blocks[1].up.weight  # pyright: ignore
+        handle = block.unshard(async_op=async_op)
+        assert (handle is not None) == async_op
+        if handle is not None:
+            assert isinstance(block.up.weight, DTensor)
+            handle.wait()
+            handle.wait()
+        assert not isinstance(block.up.weight, DTensor)
+        assert torch.equal(block.up.weight, expected)
+        assert isinstance(model.head.weight, DTensor)
+        block.reshard()
+        assert isinstance(block.up.weight, DTensor)
+        by_step(model, 0, 2, rank)
+
+    run_ranks(2, body)
+
+
+def scaled(factors: dict[str, float]) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of one rank, those below a prefix times its factor."""
+    expected = expected_gradients()
+    for name, gradient in expected.items():
+        for prefix, factor in factors.items():
+            if name.startswith(prefix) and gradient is not None:
+                gradient.mul_(factor)
+    return expected
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_sums_are_divided_by_the_factor_of_the_program(way: str, force: bool) -> None:
+    """By 4 in place of 2 ranks, in one module."""
+
+    def body(rank: int) -> Any:
+        model = sharded(way)
+        model.blocks[0].set_gradient_divide_factor(4.0)
+        model.set_force_sum_reduction_for_comms(force)
+        by_step(model, 0, 2, rank)
+        return full_gradients(model)
+
+    for found in run_ranks(2, body):
+        assert_same(found, scaled({"blocks.0.": 0.5}))
+
+
+def test_a_hook_gets_reduced_gradients_once_per_group(way: str) -> None:
+    def body(rank: int) -> Any:
+        model = sharded(way)
+        for module in (*model.blocks, model):
+            module.set_all_reduce_hook(lambda flat: flat.mul_(2))
+        by_step(model, 0, 2, rank)
+        return full_gradients(model)
+
+    for found in run_ranks(2, body):
+        assert_same(found, scaled({"": 2.0}))
+
+
+def test_modules_are_gathered_ahead_as_the_program_says() -> None:
+    """In forward block 0 asks for both others; in backward block 2 does."""
+
+    def body(rank: int) -> tuple[list[int], list[int]]:
+        model = sharded("gathered")
+        first, second, third = model.blocks
+        first.set_modules_to_forward_prefetch([second, third])
+        third.set_modules_to_backward_prefetch([second, first])
+        forward: list[int] = []
+        backward: list[int] = []
+        with CommRecorder() as seen:
+            handles = [
+                first.register_forward_hook(lambda *_: forward.append(gathers(seen))),
+                third.down.register_full_backward_hook(lambda *_: backward.append(gathers(seen))),
+            ]
+            by_step(model, 0, 2, rank)
+            for handle in handles:
+                handle.remove()
+        with pytest.raises(UsageError):
+            first.set_modules_to_forward_prefetch([model.head])
+        by_step(model, 1, 2, rank)
+        return forward, backward
+
+    # The root and all blocks when block 0 ends; all blocks once more in block 2's backward.
+    assert run_ranks(2, body) == [([4], [7])] * 2
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_step_that_failed_is_reset(way: str, by_hand: bool) -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    def body(rank: int) -> Any:
+        model = sharded(way)
+        by_step(model, 0, 2, rank)
+        model.zero_grad()
+        handle = model.blocks[1].register_full_backward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            by_step(model, 0, 2, rank)
+        handle.remove()
+        if by_hand:
+            with pytest.raises(ModuleError):
+                model.blocks[0].reset_iter_state()
+            model.reset_iter_state()
+        else:  # the next forward does
+            with torch.no_grad():
+                model(batch(0)[0])
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        model.zero_grad()
+        by_step(model, 0, 2, rank)
+        return full_gradients(model)
+
+    for found in run_ranks(2, body):
+        assert_same(found, expected_gradients())
+
+
+def test_ignored_parameters_stay_as_they_are(way: str) -> None:
+    def body(rank: int) -> None:
+        model, alone = made(), made()
+        kept = model.head.weight
+        sharded(way, model, ignored_params={kept})
+        by_step(model, 0, 2, rank)
+        assert model.head.weight is kept
+        assert not isinstance(kept, DTensor)
+        by_step(alone, 0, 2, rank)
+        torch.testing.assert_close(kept.grad, alone.head.weight.grad)
+        assert isinstance(model.embed.weight, DTensor)
+
+    run_ranks(2, body)
+
+
+def test_methods_that_change_nothing_are_accepted(way: str) -> None:
+    def body(rank: int) -> None:
+        models = [sharded(way) for _ in range(2)]
+        share_comm_ctx(models)
+        for model in models:
+            by_step(model, 0, 2, rank)
+        plain: Any = nn.Linear(2, 2)
+        with pytest.raises(UsageError):
+            share_comm_ctx([plain])
+        FSDPModule.set_post_optim_event(models[0], None)
+        models[0].set_allocate_memory_from_process_group_for_comm(True)
+        models[0].set_symm_mem_for_comm()
+        models[0].set_separate_reduce_scatter_group()
+        models[0].set_reduce_scatter_unused_params(True)
+        models[0].set_reduce_scatter_max_input_buffers(1)
+        with pytest.raises(UsageError):
+            models[0].set_reduce_scatter_max_input_buffers(0)
+        by_step(models[0], 1, 2, rank)
+
+    run_ranks(2, body)
+
+
+def test_the_class_of_a_sharded_module_makes_plain_modules(way: str) -> None:
+    def body(rank: int) -> None:
+        linear = nn.Linear(2, 3)
+        with strategy(way):
+            fully_shard(linear)
+        made_again = type(linear)(4, 5)
+        assert type(made_again) is nn.Linear
+        assert made_again.weight.shape == (5, 4)
+
+    run_ranks(2, body)

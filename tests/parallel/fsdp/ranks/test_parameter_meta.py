@@ -1,0 +1,106 @@
+"""Models that are made without memory, sharded, and given memory and values afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dure.fsdp import fully_shard, strategy
+from dure.tensor import DTensor, Replicate
+from dure.testing import run_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import (
+    Net,
+    assert_same,
+    by_step,
+    expected_gradients,
+    full_gradients,
+    full_weights,
+    made,
+    sharded,
+)
+
+
+def on_meta(way: str, **options: Any) -> Any:
+    with torch.device("meta"):
+        model = Net(**options).double()
+    return sharded(way, model)
+
+
+def test_modules_reset_their_parameters(way: str) -> None:
+    """Each rank draws its rows of one full tensor: bounds of the layers hold, ranks differ."""
+
+    def body(rank: int) -> Any:
+        model = on_meta(way)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(99.0)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        full = full_weights(model)
+        by_step(model, 0, 2, rank)
+        return full
+
+    first, second = run_ranks(2, body)
+    assert_same(first, second)
+    assert not any((value == 99.0).any() for value in first.values())
+    weight = first["blocks.0.up.weight"]
+    assert weight.abs().max() <= 1 / 6**0.5
+    assert not torch.equal(weight[0], weight[4])
+    assert torch.equal(first["blocks.0.norm.weight"], torch.ones(6).double())
+
+
+def test_tied_parameters_stay_tied(way: str) -> None:
+    def body(rank: int) -> None:
+        model = on_meta(way, tied=True)
+        model.to_empty(device="cpu")
+        assert model.head.weight is model.embed.weight
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.25)
+        by_step(model, 0, 2, rank)
+        assert model.head.weight is model.embed.weight
+
+    run_ranks(2, body)
+
+
+def test_values_come_from_full_tensors_or_a_state_dictionary(way: str) -> None:
+    def body(rank: int, assigned: bool) -> Any:
+        model = on_meta(way)
+        if assigned:
+            model.load_state_dict(sharded(way).state_dict(), assign=True)
+        else:
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for parameter, values in zip(model.parameters(), made().parameters(), strict=True):
+                    full = DTensor.from_local(values, parameter.device_mesh, [Replicate()])
+                    parameter.copy_(full)
+        by_step(model, 0, 2, rank)
+        return full_gradients(model)
+
+    for assigned in (False, True):
+        for found in run_ranks(2, body, assigned):
+            assert_same(found, expected_gradients())
+
+
+def test_a_frozen_layer_without_memory(way: str) -> None:
+    def body(rank: int) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[0].requires_grad_(False)
+        with strategy(way):
+            fully_shard(model)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        out = model(torch.ones(1, 3))
+        out.sum().backward()
+        assert out.tolist() == [[13.0] * 3]
+        assert model[0].weight.grad is None
+
+    run_ranks(2, body)

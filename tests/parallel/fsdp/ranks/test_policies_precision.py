@@ -1,0 +1,199 @@
+"""Fully sharded training in fewer bits: casts, and the dtype in which gradients add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import ModuleError
+from dure.fsdp import MixedPrecisionPolicy, fully_shard, strategy
+from dure.testing import run_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import whole
+
+LOW = torch.bfloat16
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    return model
+
+
+def batch_of(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.rand(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def alone(dtype: torch.dtype, rank: int, step: int) -> list[torch.Tensor]:
+    """Return what a rank's backward gives on a copy in this dtype."""
+    model = model_of().to(dtype)
+    model(batch_of(rank, step).to(dtype)).square().sum().backward()
+    return [p.grad.float() for p in model.parameters()]  # pyright: ignore
+
+
+def sharded(way: str, model: Any, **options: Any) -> Any:
+    with strategy(way):
+        fully_shard(model[0], **options)
+        return fully_shard(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("compute", "reduce", "steps", "sync_all"),
+    [
+        (LOW, torch.float32, 1, True),
+        (LOW, torch.float32, 3, True),
+        (LOW, torch.float32, 3, False),
+        (LOW, None, 1, True),
+        (None, LOW, 1, True),
+    ],
+)
+def test_gradients_are_averaged_in_the_dtype_of_the_policy(
+    way: str, compute: Any, reduce: Any, steps: int, sync_all: bool
+) -> None:
+    """Over one backward or three, reduced each time or at the last."""
+
+    def body(rank: int) -> Any:
+        model = sharded(way, model_of(), mp_policy=MixedPrecisionPolicy(compute, reduce))
+        for step in range(steps):
+            model.set_requires_gradient_sync(sync_all or step == steps - 1)
+            model(batch_of(rank, step)).square().sum().backward()
+        for parameter in model.parameters():
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+        return [whole(p.grad) for p in model.parameters()]
+
+    each = [alone(compute or torch.float32, r, step) for step in range(steps) for r in range(2)]
+    expected = [torch.stack(gradients).sum(0) / 2 for gradients in zip(*each, strict=True)]
+    for found in run_ranks(2, body):
+        exact = all(map(torch.equal, found, expected))
+        if reduce is torch.float32:
+            assert exact or steps > 1
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        else:
+            assert not exact
+            assert all(torch.equal(g, g.to(LOW).float()) for g in found)
+            torch.testing.assert_close(found, expected, rtol=0.01, atol=1e-3)
+
+
+class Seeing(nn.Module):
+    """Notes the dtypes that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.register_buffer("table", torch.ones(5))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor, *, scale: Any) -> torch.Tensor:
+        self.seen = {
+            "x": x.dtype,
+            "rows": rows.dtype,
+            "scale": scale[0].dtype,
+            "weight": self.linear.weight.dtype,
+            "buffer": self.table.dtype,  # pyright: ignore
+        }
+        return self.linear(x.to(self.linear.weight.dtype))[rows]
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_floating_point_inputs_are_cast(way: str, cast: bool) -> None:
+    """Floating-point inputs, wherever they are; no integers, no buffers."""
+
+    def body(rank: int) -> None:
+        model = Seeing()
+        policy = MixedPrecisionPolicy(LOW, torch.float32, torch.float64, cast_forward_inputs=cast)
+        with strategy(way):
+            fully_shard(model, mp_policy=policy)
+        out = model(torch.ones(3, 5), torch.tensor([0, 2]), scale=[torch.ones(1)])
+        assert out.dtype == torch.float64
+        other = LOW if cast else torch.float32
+        assert model.seen == {
+            "x": other,
+            "rows": torch.int64,
+            "scale": other,
+            "weight": LOW,
+            "buffer": torch.float32,
+        }
+
+    run_ranks(2, body)
+
+
+def test_weights_are_cast_again_after_each_step(way: str) -> None:
+    def body(rank: int) -> None:
+        model = nn.Linear(4, 4, bias=False)
+        with strategy(way):
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(LOW, torch.float32))
+        for value in (1.0, 2.0, 3.0):
+            with torch.no_grad():
+                model.weight.fill_(value)
+                assert model(torch.ones(1, 4)).tolist() == [[4 * value] * 4]
+            loss = model(torch.ones(1, 4)).sum()
+            with torch.no_grad():
+                assert model(torch.ones(1, 4)).tolist() == [[4 * value] * 4]
+            loss.backward()
+
+    run_ranks(2, body)
+
+
+def test_modules_of_different_policies(way: str) -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        seen: list[torch.dtype] = []
+        for module in model:
+            module.register_forward_pre_hook(lambda m, i: seen.append(i[0].dtype))
+        low = MixedPrecisionPolicy(LOW, torch.float32)
+        with strategy(way):
+            fully_shard(model[0], mp_policy=low)
+            fully_shard(model[1], mp_policy=MixedPrecisionPolicy(torch.float32))
+            fully_shard(model[2], mp_policy=low)
+            fully_shard(model)
+        out = model(torch.ones(2, 4))
+        assert out.dtype == LOW
+        out.sum().backward()
+        assert seen == [LOW, torch.float32, LOW]
+
+    run_ranks(2, body)
+
+
+def test_integer_dtypes_are_refused() -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        with pytest.raises(ModuleError, match="floating-point"):
+            MixedPrecisionPolicy(**{name: torch.int8})  # pyright: ignore
+
+
+@pytest.mark.parametrize("where", ["torch", "dure"])
+def test_a_scaler_skips_on_all_ranks(way: str, where: str) -> None:
+    """Infinite on rank 1 in the second step: both skip it, and halve the scale."""
+    from dure.parallel.amp import GradScaler
+
+    reference = model_of().double()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in (0, 2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (reference(batch_of(rank, step).double()).square().sum() / 2).backward()
+        optimizer.step()
+
+    def body(rank: int) -> Any:
+        model = sharded(way, model_of().double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        make: Any = torch.amp.GradScaler if where == "torch" else GradScaler
+        scaler = make("cpu", init_scale=8.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(batch_of(rank, step).double()).square().sum()
+            if rank == 1 and step == 1:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale(), [whole(p) for p in model.parameters()]
+
+    for scale, weights in run_ranks(2, body):
+        assert scale == 4.0
+        for one, other in zip(weights, reference.parameters(), strict=True):
+            torch.testing.assert_close(one, other.detach())

@@ -1,0 +1,164 @@
+"""The sharded optimizer on thread-ranks, against the unsharded one: not a bit may differ."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dure as dist
+from dure.errors import ModuleError, NotInGroupError, OptimizerError
+from dure.testing import run_ranks
+from tests.parallel.optim.zero_models import KINDS, OPTIMIZERS, Net, batch, equal, same, train_both
+
+
+@pytest.mark.parametrize(
+    ("n", "optimizer", "kind", "grouped"),
+    [
+        *((3, optimizer, "straight", True) for optimizer in OPTIMIZERS),
+        (3, "adamw", "buckets", True),
+        (3, "momentum", "shared", True),
+        (1, "adamw", "shared", False),
+        (2, "adamw", "straight", False),
+        (2, "adamw", "buckets", False),
+        (12, "adamw", "straight", False),  # more ranks than parameters
+    ],
+)
+def test_steps_and_state_are_those_of_the_unsharded_optimizer(n, optimizer, kind, grouped):
+    def body(rank):
+        _, ours, _, theirs = train_both(rank, optimizer, kind, grouped)
+        ours.consolidate_state_dict(to=n - 1)
+        if rank == n - 1:
+            return same(ours.state_dict(), theirs.state_dict())
+        with pytest.raises(OptimizerError):
+            ours.state_dict()
+        return True
+
+    assert all(run_ranks(n, body))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_frozen_parameters_and_closures(kind):
+    def body(rank):
+        def made(model, optimizer, **options):
+            model.mid.requires_grad_(False)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            return model, optimizer(trained, lr=0.01, **options)
+
+        def ours(params, **options):
+            return dist.ZeroRedundancyOptimizer(params, torch.optim.Adam, **options)
+
+        both = made(Net(), ours, **KINDS[kind]), made(Net(), torch.optim.Adam)
+        data = torch.Generator().manual_seed(2)
+        for turn in range(3):
+            if turn == 1:  # one is unfrozen and given to the optimizer, another one frozen
+                for m, o in both:
+                    m.mid.requires_grad_(True)
+                    m.up.bias.requires_grad_(False)
+                    o.add_param_group({"params": list(m.mid.parameters()), "lr": 0.02})
+            x = batch(data)
+            losses = []
+            for m, o in both:
+
+                def closure(m=m, o=o, x=x):
+                    o.zero_grad()
+                    loss = m(x).square().mean()
+                    loss.backward()
+                    return loss
+
+                losses.append(o.step(closure).item())
+            assert losses[0] == losses[1]
+            dist.barrier()
+            assert equal(both[0][0], both[1][0])
+        both[0][1].consolidate_state_dict()
+        return rank > 0 or same(both[0][1].state_dict(), both[1][1].state_dict())
+
+    assert all(run_ranks(2, body))
+
+
+def test_named_parameters_are_named_in_groups_and_errors():
+    def body(rank):
+        def optimizer(width):
+            named = nn.Linear(3, width).named_parameters()
+            return dist.ZeroRedundancyOptimizer(named, torch.optim.SGD, lr=0.1)
+
+        with pytest.raises(ModuleError) as caught:
+            optimizer(4 + rank)
+        return caught.value.parameters, optimizer(4).param_groups[0]["param_names"]
+
+    assert run_ranks(2, body) == [(("weight",), ["weight", "bias"])] * 2
+
+
+def test_ties_that_only_some_ranks_have_are_refused():
+    def body(rank):
+        a = nn.Parameter(torch.zeros(4))
+        b = nn.Parameter(a.data.view(2, 2) if rank else torch.zeros(2, 2))
+        with pytest.raises(ModuleError) as caught:
+            dist.ZeroRedundancyOptimizer([a, b], torch.optim.SGD, lr=0.1)
+        return caught.value.parameters
+
+    assert run_ranks(2, body) == [("param_groups[0].params[1]",)] * 2
+
+
+@pytest.mark.parametrize("kind", ["straight", "shared"])
+def test_views_of_one_memory_stay_so(kind):
+    def body(rank):
+        base = nn.Parameter(torch.arange(6.0))
+        others = (base.data[2:4], torch.ones(2, 3).t(), torch.empty(0, 2))
+        params = [base, *map(nn.Parameter, others)]
+        zero = dist.ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0, **KINDS[kind])
+        for p in params:
+            p.grad = torch.ones_like(p)
+        dist.barrier()
+        zero.step()
+        dist.barrier()
+        assert params[0].data_ptr() + 8 == params[1].data_ptr()
+        assert params[2].stride() == (1, 3)
+        return [p.flatten().tolist() for p in params]
+
+    # The step takes 1 from the first one's elements, and from two of them once more.
+    assert run_ranks(2, body) == [[[-1, 0, 0, 1, 3, 4], [0, 1], [0] * 6, []]] * 2
+
+
+def test_bad_parameters_are_refused_by_type():
+    def body(rank):
+        leaf = nn.Parameter(torch.zeros(3))
+        sparse = torch.eye(3).to_sparse().requires_grad_()
+        for wrong in (leaf, [leaf * 2], [sparse], ["x"], [], [{"params": [leaf * 2]}], 3):
+            with pytest.raises(OptimizerError):
+                dist.ZeroRedundancyOptimizer(wrong, torch.optim.SGD, lr=0.1)
+        both = {**KINDS["buckets"], **KINDS["shared"]}
+        with pytest.raises(OptimizerError):
+            dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1, **both)
+        with pytest.raises(OptimizerError):  # an optimizer instead of its class
+            dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD([leaf]))
+        ours = dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1)
+        with pytest.raises(OptimizerError):
+            ours.add_param_group({"params": [leaf]})
+        with pytest.raises(OptimizerError):
+            copy.deepcopy(ours)
+        with pytest.raises(NotInGroupError):
+            ours.consolidate_state_dict(to=2)
+        with pytest.raises(OptimizerError):
+            ours.load_state_dict({"state": {}, "param_groups": []})
+
+    run_ranks(2, body)
+
+
+def test_shared_parameters_refuse_optimizers_that_evaluate_between_updates():
+    def body(rank):
+        p = nn.Parameter(torch.ones(8))
+        ours = dist.ZeroRedundancyOptimizer([p], torch.optim.LBFGS, lr=0.1, **KINDS["shared"])
+
+        def closure():
+            ours.zero_grad()
+            loss = p.square().sum()
+            loss.backward()
+            return loss
+
+        with pytest.raises(OptimizerError):
+            ours.step(closure)
+
+    run_ranks(1, body)

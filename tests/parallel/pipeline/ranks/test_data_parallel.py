@@ -1,0 +1,176 @@
+"""Pipelines whose stages are replicated or sharded over another axis of a mesh, or cut by it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dure
+import dure.pipelining as pp
+from dure.errors import UsageError
+from dure.fsdp import fully_shard, strategy
+from dure.tensor import DTensor, Replicate
+from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from dure.testing import CommRecorder, run_ranks
+from tests.parallel.pipeline.ranks.pipeline_models import (
+    CPU,
+    SCHEDULES,
+    Pipeline,
+    assert_gradients,
+    batches,
+    dense,
+    gradients_alone,
+    interleaved,
+    mse,
+    one_process,
+)
+
+Weights = dict[str, torch.Tensor]
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _train(rank: int, name: str, kind: str, parts: list[nn.Module]) -> Weights:
+    """At both places of the pipeline 2 ranks: replicas, each with half a batch, or parts."""
+    mesh = dure.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "other"))
+    other = mesh["other"]
+
+    def wrap(part: Any) -> nn.Module:
+        if kind == "ddp":
+            return dure.DistributedDataParallel(part, process_group=other.get_group())
+        if kind == "tensor":
+            style = ColwiseParallel(output_layouts=Replicate())
+            return parallelize_module(part, other, {"linear": style})
+        fully_shard(part.linear, mesh=other)
+        return fully_shard(part, mesh=other)
+
+    way = "gathered" if kind == "gathered" else "shared"
+    with strategy(way):
+        group = mesh["pp"].get_group()
+        pipeline = Pipeline(name, rank // 2, 2, parts, 4, wrap=wrap, group=group)
+    for x, y in batches(2, rows=16):
+        mine = [x, y] if kind == "tensor" else [t.chunk(2)[rank % 2] for t in (x, y)]
+        pipeline.step(*mine)
+        evaluated = pipeline.eval(x)
+        assert (evaluated is not None) == pipeline.has_last
+    weights = pipeline.weights().items()
+    return {name.replace(".module.", "."): _whole(value) for name, value in weights}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("1f1b", "ddp"), ("1f1b", "gathered"), ("zero-bubble", "gathered"), ("zero-bubble", "tensor"),
+     ("zb-v", "ddp"), ("zb-v", "gathered"), ("zb-v", "tensor")],
+)  # fmt: skip
+def test_stages_parallel_on_another_axis_train_as_one_process_on_4_ranks(name: str, kind: str):
+    parts = dense(2 * SCHEDULES[name][1])
+    found = run_ranks(4, _train, name, kind, parts)
+    steps = batches(2, rows=16)
+    _, expected = one_process(parts, steps if kind == "tensor" else interleaved(steps), 4)
+    for weights in found:
+        assert_gradients(weights, expected)
+
+
+def _gathers(rank: int, parts: list[nn.Module]) -> list[str]:
+    """Return what a step calls."""
+    mesh = dure.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def wrap(part: Any) -> nn.Module:
+        fully_shard(part.linear, mesh=mesh["dp"])
+        return fully_shard(part, mesh=mesh["dp"])
+
+    with strategy("gathered"):
+        group = mesh["pp"].get_group()
+        pipeline = Pipeline("1f1b", rank // 2, 2, parts, 4, wrap=wrap, group=group)
+    data = batches(2, rows=8)
+    pipeline.step(*data[0])
+    with CommRecorder() as seen:
+        pipeline.step(*data[1])
+    return sorted(seen.ops)
+
+
+def test_sharded_stages_gather_and_reduce_once_per_step_on_4_ranks():
+    for ops in run_ranks(4, _gathers, dense(2)):
+        assert sum("gather" in op for op in ops) == 2, ops  # the linear layer, and the rest
+        assert sum("reduce_scatter" in op for op in ops) == 2, ops
+
+
+def _border(rank: int, parts: list[Any], is_told: bool) -> Weights:
+    """A layer cut by columns, and one by rows behind the border, which gets a DTensor or a part."""
+    mesh = dure.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    tp, index = mesh["tp"], rank // 2
+    style: Any = [ColwiseParallel(use_local_output=False), RowwiseParallel()][index]
+    part = parallelize_module(copy.deepcopy(parts[index]), tp, {"0": style})
+    kinds: list[type] = []
+    part.register_forward_pre_hook(lambda _, args: kinds.append(type(args[0])))
+
+    def mesh_of(names: tuple[str, ...], _: None) -> Any:
+        assert names == ("tp",)
+        return tp
+
+    stage = pp.PipelineStage(
+        part, index, 2, CPU, group=mesh["pp"].get_group(), get_mesh=mesh_of if is_told else None
+    )
+    schedule = pp.Schedule1F1B(stage, 4, loss_fn=mse)
+    x, y = batches(1)[0]
+    schedule.step(*([x] if index == 0 else []), target=y)
+    if index == 1:
+        assert set(kinds) == {DTensor if is_told else torch.Tensor}
+    named: list[tuple[str, Any]] = list(part.named_parameters())
+    return {f"{index}.{n}": _whole(p.grad) for n, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_tensors_of_a_mesh_cross_a_border_as_parts_or_dtensors_on_4_ranks(is_told: bool):
+    torch.manual_seed(3)
+    parts = [nn.Sequential(nn.Linear(6, 6).double()) for _ in range(2)]
+    found = run_ranks(4, _border, parts, is_told)
+    expected = gradients_alone(nn.Sequential(*parts), batches(1), 4)
+    for gradients in found:
+        assert len(gradients) == 2
+        assert_gradients(gradients, expected)
+
+
+def test_one_scaler_decides_for_all_stages():
+    """Only the last stage has a loss to scale; where it is inf, no stage steps."""
+
+    def run(rank: int) -> list[tuple[bool, float]]:
+        torch.manual_seed(rank)
+        stage, is_bad = nn.Linear(4, 4), [False]
+        optimizer, scaler = torch.optim.SGD(stage.parameters(), 0.1), dure.GradScaler("cpu", 8.0)
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            found = (output - target).square().mean()
+            return scaler.scale(found * float("inf") if is_bad[0] else found)
+
+        made = pp.PipelineStage(stage, rank, 2, torch.device("cpu"))
+        schedule = pp.Schedule1F1B(made, 2, loss_fn=loss)
+        x = torch.ones(4, 4)
+        found: list[tuple[bool, float]] = []
+        for is_bad[0] in (False, True, False):
+            before = stage.weight.detach().clone()
+            schedule.step(*([x] if rank == 0 else []), target=x if rank == 1 else None)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((not torch.equal(stage.weight, before), scaler.get_scale()))
+        return found
+
+    assert run_ranks(2, run) == [[(True, 8.0), (False, 4.0), (True, 4.0)]] * 2
+
+
+def test_a_scaler_that_no_rank_used_is_refused():
+    def run(rank: int) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        weight.sum().backward()
+        with pytest.raises(UsageError, match="no rank has scaled a loss"):
+            dure.GradScaler("cpu").step(torch.optim.SGD([weight], 0.1))
+
+    run_ranks(2, run)

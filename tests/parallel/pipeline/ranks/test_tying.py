@@ -1,0 +1,66 @@
+"""Parameters that several stages of a pipeline have: one gradient, one value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dure.testing import run_ranks
+from tests.parallel.pipeline.ranks.pipeline_models import (
+    SCHEDULES,
+    Pipeline,
+    Trained,
+    assert_gradients,
+    batches,
+    dense,
+    gradients_alone,
+    one_process,
+    verify_same,
+)
+
+
+class _Embedding(nn.Module):
+    """Multiplies by its weight or, as the output layer, by the transposed one."""
+
+    def __init__(self, weight: nn.Parameter, is_output: bool = False) -> None:
+        super().__init__()
+        self.table, self.is_output = weight, is_output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.table.t() if self.is_output else self.table)
+
+
+def _of_tied(rank: int, name: str, world: int, parts: list[nn.Module]) -> Trained:
+    last = len(parts) - 1
+    tied = {i: {"table": "table"} for i in (0, last)}
+    pipeline = Pipeline(name, rank, world, parts, 4, tied=tied)
+    if pipeline.has_last and not pipeline.has_first:
+        with torch.no_grad():
+            pipeline.parts[last].get_parameter("table").zero_()  # the first stage's values count
+    return pipeline.train(batches(2))
+
+
+@pytest.mark.parametrize(("name", "world"), [("1f1b", 3), ("zb-v", 2)])
+def test_tied_ends_have_one_gradient(name: str, world: int):
+    weight = nn.Parameter(torch.eye(6, dtype=torch.float64))
+    middle = dense(world * SCHEDULES[name][1] - 2)
+    parts = [_Embedding(weight), *middle, _Embedding(weight, is_output=True)]
+    found = run_ranks(world, _of_tied, name, world, parts)
+    verify_same(found, one_process(parts, batches(2), 4))
+
+
+def _accumulating(rank: int, parts: list[nn.Module]) -> dict[str, torch.Tensor]:
+    pipeline = Pipeline("1f1b", rank, 2, parts, 4, tied={0: {"t": "shift"}, 1: {"t": "shift"}})
+    for x, y in batches(2):
+        pipeline.schedule.step(*([x] if rank == 0 else []), target=y)
+    return pipeline.gradients()
+
+
+def test_gradients_add_up_over_steps_that_are_not_zeroed_on_2_ranks():
+    parts = dense(2)
+    parts[1].shift = parts[0].shift
+    first, second = run_ranks(2, _accumulating, parts)
+    expected = gradients_alone(nn.Sequential(*parts), batches(2), 4)
+    expected["1.shift"] = expected["0.shift"]
+    assert_gradients(first | second, expected)

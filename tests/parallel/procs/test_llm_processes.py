@@ -1,0 +1,41 @@
+"""The program of examples/llm over processes: stages on one host, on two, and over each backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import dure
+from dure.testing import ProcessPool
+from tests.parallel.ranks.llm_program import BASE, Losses, assert_same, trained, trained_by_threads
+
+STEPS = 2
+INTERLEAVED = {"pp": 2, "fsdp": 2, "schedule": "Interleaved1F1B"}
+DEEP = {"pp": 4, "schedule": "1F1B"}
+V_SHAPED = {"pp": 2, "tp": 2, "schedule": "ZBVZeroBubble"}
+
+
+def _trained(rank: int, meshes: list[dict[str, Any]]) -> tuple[str, list[Losses]]:
+    return dure.get_backend(), [trained(replace(BASE, **sizes), STEPS) for sizes in meshes]
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "meshes"),
+    [
+        ("shm", None, [INTERLEAVED, DEEP, V_SHAPED]),
+        ("gloo", None, [V_SHAPED]),
+        ("hybrid", "aabb", [INTERLEAVED]),
+        ("hybrid", "abab", [V_SHAPED]),
+    ],
+)
+def test_stages_in_processes_find_what_one_rank_finds(
+    backend: str, hosts: str | None, meshes: list[dict[str, Any]]
+) -> None:
+    expected = trained_by_threads(BASE, STEPS)[0]
+    with ProcessPool(4, None if hosts else backend, hosts=hosts) as pool:
+        for used, each in pool.run(_trained, meshes):
+            assert used == backend
+            for found in each:
+                assert_same(found, expected)

@@ -1,0 +1,263 @@
+"""Distributed autograd as programs use it: over calls, references and workers."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from dure import autograd
+from dure.errors import PeerLost, RpcError
+from dure.rpc import api
+from dure.rpc.autograd.backward import Contexts
+from dure.rpc.rref import RRef
+from tests.rpc.gates import Cluster, Gate, attached, wait_at_gate
+from tests.waiting import until
+
+
+def contexts(cluster: Cluster, id: int) -> Contexts:
+    found = cluster.agents[id].gradients
+    assert isinstance(found, Contexts)
+    return found
+
+
+def all_released(cluster: Cluster) -> None:
+    """Wait until no living worker knows a context."""
+    until(
+        lambda: all(contexts(cluster, id).counts == (0, 0) for id in cluster.network.transports),
+        "contexts to be released",
+    )
+
+
+# --- what runs at the workers ---------------------------------------------------------------
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a * b
+
+
+def multiply_by(rref: RRef[torch.Tensor], other: torch.Tensor) -> torch.Tensor:
+    return rref.local_value() * other
+
+
+def through(path: list[str], a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Compute sin(a*b) at the end of the path, and add a*b of each worker on the way."""
+    if not path:
+        return (a * b).sin()
+    return api.rpc_sync(path[0], through, (path[1:], a, b)) + a * b
+
+
+def leaf(*values: float) -> torch.Tensor:
+    return torch.tensor(values, requires_grad=True)
+
+
+def known() -> set[int]:
+    return autograd._current_context()._known_worker_ids()  # pyright: ignore[reportPrivateUsage]
+
+
+def gradient_of(rref: RRef[torch.Tensor], context_id: int) -> list[float]:
+    return autograd.get_gradients(context_id)[rref.local_value()].tolist()
+
+
+def wait_later(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x.register_hook(wait_at_gate)
+    return x
+
+
+def count(values: list[torch.Tensor]) -> int:
+    return len(values)
+
+
+# --- calls -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["sync", "async", "remote"])
+def test_a_call_in_a_context(cluster: Cluster, way: str) -> None:
+    a, b = leaf(2.0, 3.0), leaf(5.0, 7.0)
+    with cluster.on(0), autograd.context() as context_id:
+        if way == "sync":
+            result = api.rpc_sync("worker1", multiply, (a, b))
+        elif way == "async":
+            result = api.rpc_async("worker1", multiply, (a, b)).wait()
+        else:
+            result = api.remote("worker1", multiply, (a, b)).to_here()
+        autograd.backward(context_id, [result.sum()])
+        found = autograd.get_gradients(context_id)
+        assert {t: g.tolist() for t, g in found.items()} == {a: [5.0, 7.0], b: [2.0, 3.0]}
+        assert (a.grad, b.grad) == (None, None)
+        assert autograd._current_context()._known_worker_ids() == {1}  # pyright: ignore[reportPrivateUsage]
+    all_released(cluster)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nested_calls_with_messages_that_overtake_each_other(seed: int) -> None:
+    with attached(4, Random(seed)) as cluster:
+        a, b = leaf(2.0, 3.0), leaf(5.0, 7.0)
+        path = ["worker1", "worker2", "worker0", "worker1", "worker3"]
+        with cluster.on(0), autograd.context() as context_id:
+            autograd.backward(context_id, [through(path, a, b).sum()])
+            found = autograd.get_gradients(context_id)
+        twins = [t.detach().clone().requires_grad_() for t in (a, b)]
+        product = twins[0] * twins[1]
+        (product.sin() + 5 * product).sum().backward()
+        torch.testing.assert_close([found[a], found[b]], [t.grad for t in twins])
+        all_released(cluster)
+
+
+def test_a_reference_to_a_parameter_gets_its_gradient_at_its_owner(cluster: Cluster) -> None:
+    with cluster.on(0):
+        weight = api.remote("worker1", leaf, (5.0,))
+        with autograd.context() as context_id:
+            result = api.rpc_sync("worker1", multiply_by, (weight, leaf(3.0)))
+            autograd.backward(context_id, [result.sum()])
+            assert api.rpc_sync("worker1", gradient_of, (weight, context_id)) == [3.0]
+            copy = weight.to_here()
+            autograd.backward(context_id, [(copy * 4).sum()])
+            assert api.rpc_sync("worker1", gradient_of, (weight, context_id)) == [7.0]
+
+
+def test_calls_to_itself(cluster: Cluster) -> None:
+    a = leaf(2.0)
+    with cluster.on(0), autograd.context() as context_id:
+        result = api.rpc_sync("worker0", multiply, (a, a))
+        autograd.backward(context_id, [result.sum()])
+        assert autograd.get_gradients(context_id)[a].tolist() == [4.0]
+    all_released(cluster)
+
+
+def test_a_context_is_known_without_tensors_and_ends_everywhere(cluster: Cluster) -> None:
+    with cluster.on(0), autograd.context():
+        assert api.rpc_sync("worker2", known) == {0}
+        assert api.rpc_sync("worker3", torch.add, (torch.ones(1), 1)).tolist() == [2.0]
+        assert known() == {2, 3}
+        assert contexts(cluster, 3).counts == (1, 0)
+    all_released(cluster)
+
+
+def test_a_call_that_begins_after_its_context_was_released_does_not_make_it_anew() -> None:
+    with attached(4, slots=1) as cluster, cluster.on(0):
+        running = api.rpc_async("worker1", wait_at_gate)
+        Gate.wait_for()
+        with autograd.context():
+            queued = api.rpc_async("worker1", multiply, (leaf(2.0), leaf(3.0)))
+            number = autograd._current_context()._context_id()  # pyright: ignore[reportPrivateUsage]
+        until(lambda: number in contexts(cluster, 1)._released, "the release")  # pyright: ignore
+        Gate.open.set()
+        running.wait()
+        assert queued.wait().item() == 6.0
+        assert contexts(cluster, 1).counts == (0, 0)
+
+
+def test_outside_of_contexts_nothing_is_noted(cluster: Cluster) -> None:
+    with cluster.on(0):
+        assert api.rpc_sync("worker1", multiply, (leaf(2.0), leaf(3.0))).tolist() == [6.0]
+        with pytest.raises(RpcError, match="doesn't have a valid autograd context"):
+            autograd._current_context()  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(RpcError, match="doesn't have a valid autograd context"):
+            api.rpc_sync("worker1", known)
+    all_released(cluster)
+
+
+def test_a_loss_that_is_a_reference(cluster: Cluster) -> None:
+    a = leaf(2.0)
+    with cluster.on(0):
+        with autograd.context() as context_id:
+            loss = api.remote("worker1", multiply, (a, a))
+            loss.backward(context_id)
+            assert autograd.get_gradients(context_id)[a].tolist() == [4.0]
+        mine = RRef((a * 3).sum())
+        mine.backward()
+        assert a.grad is not None
+        assert a.grad.tolist() == [3.0]
+        with pytest.raises(RpcError, match="should contain a tensor"):
+            RRef("no tensor").backward()
+        with pytest.raises(RpcError, match="require 'dist_autograd_ctx_id'"):
+            api.remote("worker1", count, ([],)).backward()
+
+
+def change_in_place(x: torch.Tensor) -> torch.Tensor:
+    x = x.mul_(2.0)
+    return x.add_(1.0)
+
+
+def test_what_came_may_be_changed_in_place(cluster: Cluster) -> None:
+    a = leaf(1.0, 2.0)
+    with cluster.on(0), autograd.context() as context_id:
+        result = api.rpc_sync("worker1", change_in_place, (a,))
+        result.mul_(3.0)
+        autograd.backward(context_id, [result.sum()])
+        assert result.tolist() == [9.0, 15.0]
+        assert autograd.get_gradients(context_id)[a].tolist() == [6.0, 6.0]
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def test_a_death_in_the_middle_of_a_pass(cluster: Cluster) -> None:
+    def kill() -> None:
+        Gate.wait_for()
+        cluster.network.kill(2)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with cluster.on(0), autograd.context() as context_id:
+        there = api.rpc_sync("worker1", multiply, (leaf(1.0), leaf(1.0)))
+        result = api.rpc_sync("worker2", wait_later, (there,))
+        with pytest.raises(PeerLost, match="worker2"):
+            autograd.backward(context_id, [result.sum()])
+    killing.join()
+    all_released(cluster)
+
+
+def test_losses_that_are_none(cluster: Cluster) -> None:
+    with cluster.on(0), autograd.context() as context_id:
+        for roots, text in [
+            ([], "No tensors provided for gradient computation"),
+            ([torch.ones(1)], "requires_grad not set on"),
+            ([leaf(1.0, 2.0) * 1], "is not a scalar, all roots need to be scalar"),
+            ([leaf(1.0)], "does not have a valid gradient function"),
+        ]:
+            with pytest.raises(RpcError, match=text):
+                autograd.backward(context_id, roots)
+        nothing: Any = None
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            autograd.backward(context_id, nothing)
+        with pytest.raises(RpcError, match="Could not find autograd context with id: 100"):
+            autograd.backward(100, [leaf(1.0).sum()])
+
+
+def test_contexts_do_not_nest_and_have_the_numbers_of_their_process(cluster: Cluster) -> None:
+    with cluster.on(3):
+        with autograd.context() as context_id:
+            assert context_id >> 48 == 3
+            assert context_id <= autograd._get_max_id()  # pyright: ignore[reportPrivateUsage]
+            assert autograd._get_max_id() >> 48 == 3  # pyright: ignore[reportPrivateUsage]
+            with pytest.raises(RpcError, match="Already have an autograd context id"):
+                autograd.context().__enter__()
+            autograd._is_valid_context(context_id)  # pyright: ignore[reportPrivateUsage]
+            assert autograd._get_debug_info()["num_autograd_contexts"] == 1  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(
+            RpcError, match=f"Could not find autograd context with id: {context_id}"
+        ):
+            autograd._retrieve_context(context_id)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_shutdown_ends_a_backward_pass(cluster: Cluster) -> None:
+    with cluster.on(0) as agent, autograd.context() as context_id:
+        x = leaf(2.0)
+        y = api.rpc_sync("worker1", multiply, (x, x))
+        cluster.network.hold(1, 0)
+
+        def close() -> None:
+            until(lambda: contexts(cluster, 0).counts[1] == 1, "the pass")
+            agent.close()
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        with pytest.raises(RpcError, match="shut down during this backward pass"):
+            autograd.backward(context_id, [y.sum()])
+        closing.join()

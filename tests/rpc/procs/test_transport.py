@@ -1,0 +1,464 @@
+"""Messages between real processes: through shared memory, through sockets, and when some end.
+
+Agents that call each other over a transport of their own each: what `init_rpc` makes, and also with
+options of the transport that it does not have.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dure
+from dure import env, native
+from dure.errors import PeerLost, RendezvousError, RpcError
+from dure.rpc import meeting
+from dure.rpc.agent import Agent
+from dure.rpc.current import current
+from dure.rpc.meeting import Meeting, connect
+from dure.rpc.names import WorkerInfo
+from dure.rpc.transport import HostTransport
+from dure.testing import ProcessPool
+from tests.comm.forked_ranks import Ranks, Slot
+from tests.store.procs.relay import Relay
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.needs("engine")
+
+both = pytest.mark.parametrize("shared", [True, False], ids=["memory", "sockets"])
+
+_IDLE_S = 0.5
+
+SIZES = [0, 1, 4096, 4097, 65_536, (1 << 20) + 3]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/meeting"
+
+
+def joined(url: str, rank: int, size: int | None, name: str = "", **options: Any) -> Agent:
+    """Join at `url` as "w0", "w1", ... or `name`."""
+    logging.getLogger("dure.rpc").setLevel(logging.CRITICAL)  # some end as they should
+    name = name or f"w{rank}"
+    place = Meeting(
+        name=name,
+        rank=rank,
+        world_size=size,
+        init_method=url,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )
+    transport = connect(place, 4, **options)
+    me = WorkerInfo(name, transport.peers.own_id)
+    agent = Agent(me, transport, PATIENCE_S, static=size is not None)
+    agent.start()
+    return agent
+
+
+def transport_of(agent: Agent) -> HostTransport:
+    assert isinstance(agent.transport, HostTransport)
+    return agent.transport
+
+
+def pid_of(agent: Agent, peer: int) -> int:
+    found = transport_of(agent).peers.find(peer)
+    assert found is not None
+    return found.process.pid
+
+
+def end_of(agent: Agent, peer: int) -> str | None:
+    """Wait until a process is gone; return how it ended."""
+    lost = until(lambda: agent.lost(peer), f"the end of {peer}")
+    assert lost is not None
+    return lost.exit
+
+
+def closed(agent: Agent) -> None:
+    """Leave together: nobody is still called."""
+    dure.barrier()
+    agent.close()
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def numbered(nbytes: int, number: int) -> torch.Tensor:
+    """Return memory whose bytes are known by a number."""
+    return (torch.arange(nbytes, dtype=torch.int64) * 31 + number).to(torch.uint8)
+
+
+def are_equal(got: list[torch.Tensor], sent: list[torch.Tensor]) -> bool:
+    return len(got) == len(sent) and all(map(torch.equal, got, sent))
+
+
+# --- what arrives ---------------------------------------------------------------------------------
+
+
+def call_back(to: int, value: Any) -> Any:
+    return current().rpc_sync(to, same, (value,))
+
+
+def everything(rank: int, url: str, shared: bool) -> None:
+    agent = joined(url, rank, 2, shared_memory=shared)
+    for body in (b"", b"x" * 5000, b"y" * 70_000, b"z" * 3_000_000):
+        assert agent.rpc_sync(1 - rank, same, (body,)) == body
+    for number, nbytes in enumerate(SIZES):
+        sent = [numbered(nbytes, number), numbered(7, 3), numbered(0, 0), numbered(nbytes, 4)]
+        for to in (1 - rank, rank):
+            got = agent.rpc_sync(to, same, (sent,))
+            assert are_equal(got, sent)
+            assert not {t.data_ptr() for t in got if len(t)} & {t.data_ptr() for t in sent}
+    sent = [numbered(10_000, 9)]
+    got = agent.rpc_sync(1 - rank, call_back, (rank, sent))  # a call within a call
+    assert are_equal(got, sent)
+    used = native.heap_taken()
+    closed(agent)
+    assert (used > 0) == shared  # `got` is still the sender's memory, given to us
+    until(
+        lambda: not any("rpc" in thread.name for thread in threading.enumerate()), "threads to end"
+    )
+
+
+@both
+def test_messages_and_memory_arrive_whole(process_pool, url: str, shared: bool) -> None:
+    process_pool(2).run(everything, url, shared)
+
+
+_seen: set[tuple[int, int, int]] = set()
+_lock = threading.Lock()
+
+
+def note(call: tuple[int, int, int]) -> tuple[int, int, int]:
+    with _lock:
+        assert call not in _seen
+        _seen.add(call)
+    return call
+
+
+def crowd(rank: int, url: str, shared: bool) -> int:
+    agent = joined(url, rank, 3, shared_memory=shared)
+    _seen.clear()
+    dure.barrier()
+    errors: list[BaseException] = []
+
+    def call(thread: int) -> None:
+        try:
+            for first in range(0, 420, 20):
+                made = [(rank, thread, first + i) for i in range(20)]
+                to = (rank + 1 + thread % 2) % 3
+                futures = [agent.rpc_async(to, note, (each,)) for each in made]
+                assert [future.wait() for future in futures] == made
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    closed(agent)
+    return len(_seen)
+
+
+@both
+def test_ten_thousand_messages_are_neither_lost_nor_doubled(
+    process_pool, url: str, shared: bool
+) -> None:
+    assert process_pool(3).run(crowd, url, shared) == [8 * 420] * 3
+
+
+def without_rings(rank: int, url: str) -> None:
+    agent = joined(url, rank, 2)
+    taken: list[object] = []
+    if rank == 0:
+        other = transport_of(agent).peers.find(1)
+        assert other is not None
+        process = native.heap_peer(*other.heap)
+        assert process is not None
+        taken = [native.Outbox.claim(process, other.inbox) for _ in range(16)]
+        assert None not in taken
+    dure.barrier()
+    sent = [numbered(10_000, 1)]
+    assert are_equal(agent.rpc_sync(1 - rank, same, (sent,)), sent)
+    assert agent.rpc_sync(1 - rank, same, (b"x" * 20_000,)) == b"x" * 20_000
+    assert "dure-rpc-sockets" in {thread.name for thread in threading.enumerate()}
+    closed(agent)
+
+
+def test_where_no_ring_is_free_messages_go_through_sockets(process_pool, url: str) -> None:
+    process_pool(2).run(without_rings, url)
+
+
+def stopped(rank: int, url: str, shared: bool) -> None:
+    agent = joined(url, rank, 2, shared_memory=shared)
+    agent.rpc_sync(1 - rank, same, (0,))
+    dure.barrier()
+    if rank == 0:
+        other = pid_of(agent, 1)
+        os.kill(other, signal.SIGSTOP)
+        made = [b"%d " % number + b"x" * 1000 for number in range(500)]
+        futures = [agent.rpc_async(1, same, (each,)) for each in made]  # more than a ring holds
+        os.kill(other, signal.SIGCONT)
+        assert [future.wait() for future in futures] == made
+    closed(agent)
+
+
+@both
+def test_nobody_waits_for_a_receiver(process_pool, url: str, shared: bool) -> None:
+    process_pool(2).run(stopped, url, shared)
+
+
+_agents: list[Agent] = []
+"""Of a process of `Ranks`: what one call leaves to the next."""
+
+
+def take_part(
+    _: Slot, url: str, rank: int, size: int | None, shared: bool, host: str, name: str
+) -> int:
+    """Be there from now on; return the id."""
+    if host:
+        env.put("DURE_HOST_ID", host)
+    _agents.append(joined(url, rank, size, name, shared_memory=shared))
+    return _agents[0].me.id
+
+
+def join_many(slot: Slot) -> int:
+    take_part(slot, slot.url, slot.rank, slot.size, True, "", "")
+    return threading.active_count()
+
+
+def call_everybody(slot: Slot) -> int:
+    for _ in range(2):
+        futures = [_agents[0].rpc_async(to, same, (numbered(6000, to),)) for to in range(slot.size)]
+        for to, future in enumerate(futures):
+            assert torch.equal(future.wait(), numbered(6000, to))
+    return threading.active_count()
+
+
+def be_idle(_: Slot) -> float:
+    """Return how long this process computes in half a second."""
+    busy = time.process_time()
+    time.sleep(_IDLE_S)
+    return time.process_time() - busy
+
+
+def leave(_: Slot, known: bool) -> None:
+    _agents.pop().close(known)
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_many_small_workers_call_each_other_and_cost_nothing_when_idle(
+    count: int, tmp_path: Path
+) -> None:
+    with Ranks(count, tmp_path, join_many) as ranks:
+        assert max(ranks.values()) <= 7  # nothing for each that is there
+        ranks.start(call_everybody)
+        assert max(ranks.values()) <= 16  # nor for each that was called
+        ranks.start(be_idle)
+        assert max(ranks.values()) < _IDLE_S / 2  # a thread that looks all the time needs all of it
+        ranks.start(leave, True)
+        assert ranks.values() == [None] * count
+
+
+# --- who ends -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start_victim(tmp_path: Path, url: str) -> Iterator[Callable[..., Ranks]]:
+    """Return a function that starts another process, which takes part until it is killed."""
+    with ExitStack() as started:
+
+        def start(
+            rank: int, size: int | None, shared: bool = True, host: str = "", name: str = "v"
+        ) -> Ranks:
+            what = (url, rank, size, shared, host, name)
+            return started.enter_context(Ranks(1, tmp_path, take_part, *what))
+
+        yield start
+
+
+def murder(rank: int, url: str, shared: bool, pid: int) -> str | None:
+    agent = joined(url, rank, 3, shared_memory=shared)
+    answered = lost = number = 0
+    peers = set[int | None]()
+    sent = numbered(100_000, rank)
+    victim = agent.info(2)
+    while lost < 20:
+        number += 1
+        futures = [agent.rpc_async(victim, same, ((number, sent),)) for _ in range(2)]
+        if rank == 0 and number == 50:
+            os.kill(pid, signal.SIGKILL)
+        for future in futures:
+            try:
+                assert future.wait()[0] == number
+                answered += 1
+            except PeerLost as error:
+                peers.add(error.peer)
+                lost += 1
+            except RpcError:
+                assert not shared  # its connection breaks first, and it may have run
+    assert peers == {2}
+    how = end_of(agent, 2)
+    assert torch.equal(agent.rpc_sync(1 - rank, same, (sent,)), sent)
+    closed(agent)
+    assert rank != 0 or answered >= 50
+    return how
+
+
+@both
+def test_a_process_that_is_killed_is_lost_to_all_and_no_call_hangs(
+    process_pool, start_victim, url: str, shared: bool
+) -> None:
+    (pid,) = start_victim(2, 3, shared).pids
+    how = "signal 9 (SIGKILL)" if shared else None
+    assert process_pool(2).run(murder, url, shared, pid) == [how, how]
+
+
+def close_here() -> None:
+    agent = current()
+    for number in range(300):  # more than a ring holds: some through the other way
+        agent.rpc_async(0, note, ((1, number, 1000),))
+    agent.close()
+
+
+def leaving(rank: int, url: str, shared: bool) -> None:
+    _seen.clear()
+    agent = joined(url, rank, 2, shared_memory=shared)
+    broke: list[int] = []
+    plain = agent.broken
+    agent.broken = lambda id: (broke.append(id), plain(id))[1]
+    dure.barrier()
+    if rank == 0:
+        future = agent.rpc_async(1, close_here)
+        assert end_of(agent, 1) == "it left"
+        with pytest.raises(RpcError if broke else PeerLost):  # what it saw first
+            future.wait()
+        with pytest.raises(PeerLost):
+            agent.rpc_sync(1, same, (0,))
+        until(lambda: len(_seen) == 300, "what it has sent before")
+    dure.barrier()  # until here it lives on
+    agent.close()
+
+
+@both
+def test_who_leaves_and_lives_on_is_lost(process_pool, url: str, shared: bool) -> None:
+    process_pool(2).run(leaving, url, shared)
+
+
+def far_away(rank: int, url: str) -> tuple[str | None, str]:
+    agent = joined(url, rank, 3, unreachable_s=3.0)
+    sent = numbered(1 << 20, rank)
+    for to in (1 - rank, 2):
+        assert torch.equal(agent.rpc_sync(to, same, (sent,)), sent)
+    dure.barrier()
+    other = transport_of(agent).peers.find(2)
+    assert other is not None
+    if rank == 0:
+        os.kill(other.process.pid, signal.SIGKILL)
+    how = end_of(agent, 2)
+    assert agent.rpc_sync(1 - rank, same, (b"alive",)) == b"alive"
+    closed(agent)
+    return how, other.process.host
+
+
+def test_a_process_of_another_host_that_cannot_be_reached_is_lost(start_victim, url: str) -> None:
+    with ProcessPool(2, "gloo", hosts=["here", "there"]) as pool:
+        start_victim(2, 3, host="elsewhere")
+        assert pool.run(far_away, url) == [("it could not be reached", "elsewhere")] * 2
+
+
+def relayed(relays: list[Relay]) -> None:
+    """Have the others reach this process through a relay."""
+    plain = meeting.listen
+
+    class Published(meeting.Peer, frozen=True, array_like=True):
+        pass
+
+    def listen(address):
+        listener = plain(address)
+        relays.append(Relay(listener.port))
+        return listener
+
+    def peer(name, rank, process, heap, inbox, endpoint):
+        endpoint = f"tcp://127.0.0.1:{relays[0].port}"
+        return Published(name, rank, process, heap, inbox, endpoint)
+
+    meeting.listen, meeting.Peer = listen, peer  # pyright: ignore
+
+
+_held = threading.Event()
+
+
+def hold() -> None:
+    assert _held.wait(PATIENCE_S)
+
+
+def cut(rank: int, url: str) -> None:
+    relays: list[Relay] = []
+    saved = meeting.listen, meeting.Peer
+    relayed(relays)
+    try:
+        agent = joined(url, rank, 2, shared_memory=False)
+    finally:
+        meeting.listen, meeting.Peer = saved  # pyright: ignore
+    with relays[0]:
+        assert agent.rpc_sync(1 - rank, same, (b"before",)) == b"before"
+        future = agent.rpc_async(1 - rank, hold)
+        dure.barrier()
+        if rank == 0:
+            until(relays[0].cut, "a connection to be cut")
+        with pytest.raises(RpcError, match="may have run"):  # the other end has lost its way back
+            future.wait()
+        _held.set()
+        dure.barrier()
+        data = numbered(1 << 20, 1)
+        while True:  # a call that is made before the other connection is found broken ends, too
+            try:
+                assert torch.equal(agent.rpc_sync(1 - rank, same, (data,)), data)
+                break
+            except RpcError:
+                continue
+        closed(agent)
+
+
+def test_a_connection_that_breaks_is_told_at_both_ends_and_opened_again(
+    process_pool, url: str
+) -> None:
+    process_pool(2).run(cut, url)
+
+
+# --- who comes ------------------------------------------------------------------------------------
+
+
+def test_with_dynamic_membership_processes_come_go_and_come_again(url: str, start_victim) -> None:
+    agent = joined(url, 0, None, "first")
+    victim = start_victim(-1, None)
+    assert victim.values() == [1]
+    assert agent.rpc_sync("v", same, (numbered(5000, 1),))[0] == 1
+    with pytest.raises(RendezvousError):
+        joined(url, -1, None, "v")
+    os.kill(victim.pids[0], signal.SIGKILL)
+    assert end_of(agent, 1) == "signal 9 (SIGKILL)"
+    again = start_victim(-1, None)  # the same name
+    assert again.values() == [2]
+    until(lambda: (2, "v") in {(each.id, each.name) for each in agent.workers}, "it to come again")
+    assert agent.rpc_sync("v", same, (b"hello",)) == b"hello"
+    with pytest.raises(PeerLost):
+        agent.rpc_sync(1, same, (b"hello",))
+    again.start(leave, False)
+    assert end_of(agent, 2) == "it left"
+    assert [each.name for each in agent.workers] == ["first"]
+    agent.close()

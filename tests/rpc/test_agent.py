@@ -1,0 +1,227 @@
+"""What an agent does with calls: values, errors, broken connections, deaths."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from dure.errors import PeerLost, RpcError, UsageError
+from dure.rpc import api
+from dure.rpc.allow import Allowed
+from dure.rpc.envelope import Envelope
+from dure.rpc.names import WorkerInfo
+from tests.rpc.gates import Cluster, Gate, add, fail, relay, wait_at_gate, who
+from tests.waiting import until
+
+
+class OddError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"odd {one} {two}")
+
+
+def fail_oddly() -> None:
+    raise OddError(1, 2)
+
+
+def test_values_come_back_from_who_was_called() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        assert api.rpc_sync("worker1", who, (5,)) == ("worker1", 5)
+        assert api.rpc_sync(2, who, kwargs={"value": 6}) == ("worker2", 6)
+        assert api.rpc_sync(WorkerInfo("worker0", 0), who) == ("worker0", 0)
+        assert torch.equal(
+            api.rpc_sync("worker1", torch.add, (torch.ones(3), 1)), torch.full((3,), 2.0)
+        )
+        assert api.rpc_async("worker1", add, ([1], [2])).wait() == [1, 2]
+
+
+def test_an_exception_has_its_type_and_says_where_it_was_raised() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        with pytest.raises(ValueError, match="no good") as caught:
+            api.rpc_sync("worker1", fail, ("no good",))
+        assert "WorkerInfo(id=1, name=worker1)" in str(caught.value)
+        assert "in fail" in vars(caught.value)["remote_traceback"]
+        with pytest.raises(ValueError, match="no good"):
+            api.rpc_async("worker1", fail, ("no good",)).wait()
+        with pytest.raises(RpcError, match="Original exception on remote side was OddError"):
+            api.rpc_sync("worker1", fail_oddly)
+        with pytest.raises(TypeError):
+            api.rpc_sync("worker1", add, (1,))
+
+
+def test_what_cannot_be_sent_is_refused_at_the_caller() -> None:
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        wrong: list[tuple[type[Exception], tuple[Any, ...]]] = [
+            (RpcError, ("worker1", lambda: 1)),
+            (UsageError, ("worker1", 3)),
+            (UsageError, (1.5, add)),
+            (UsageError, ("worker1", add, 1)),
+            (UsageError, ("worker1", add, torch.ones(2))),
+            (UsageError, ("worker1", add, (1,), 2)),
+            (UsageError, ("worker1", add, (1, 2), None, "1")),
+            (UsageError, ("worker1", add, (1, 2), None, None)),
+            (RpcError, ("worker7", add)),
+            (RpcError, (-1, add)),
+            (RpcError, (WorkerInfo("worker7", 7), add)),
+        ]
+        for call in (api.rpc_sync, api.rpc_async, api.remote):
+            for kind, arguments in wrong:
+                with pytest.raises(kind):
+                    call(*arguments)
+        with pytest.raises(RpcError, match="cannot be sent"):  # the answer
+            api.rpc_sync("worker1", lambda_maker)
+        until(lambda: agent.activity()[1] == 0, "calls to end")
+
+
+def lambda_maker() -> Any:
+    return lambda: 1
+
+
+def test_calls_nest_and_a_waiting_one_needs_no_slot() -> None:
+    with Cluster(2, slots=1) as cluster, cluster.on(0):
+        got = api.rpc_sync("worker1", relay, (["worker0", "worker1"] * 4, 0))
+        assert got == [(f"worker{1 - n % 2}", n) for n in range(9)]
+        assert api.rpc_sync("worker0", relay, (["worker0"], 0)) == [("worker0", 0), ("worker0", 1)]
+
+
+def test_a_broken_connection_ends_calls_and_nothing_is_called_twice() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        cluster.network.hold(0, 1)
+        lost = api.rpc_async("worker1", wait_at_gate)
+        cluster.network.cut(0, 1)
+        with pytest.raises(RpcError, match="may have run"):
+            lost.wait()
+        ran = api.rpc_async("worker1", wait_at_gate)
+        Gate.wait_for()
+        cluster.network.cut(0, 1)
+        with pytest.raises(RpcError, match="may have run"):
+            ran.wait()
+        Gate.open.set()
+        assert api.rpc_sync("worker1", add, (1, 2)) == 3
+        assert not Gate.reached.acquire(blocking=False)
+
+
+def test_what_must_arrive_does_over_broken_connections_in_order() -> None:
+    with Cluster(2) as cluster:
+        one, other = cluster.agents
+        got, lock = list[bytes](), threading.Lock()
+
+        def take(sender: int, body: bytes) -> None:
+            with lock:
+                got.append(body)
+
+        other.on(7, take)
+        for n in range(30):
+            if n % 3 == 0:
+                cluster.network.hold(0, 1)
+            one.tell(1, 7, bytes([n]))
+            if n % 3 == 1:
+                cluster.network.cut(0, 1)
+        cluster.network.release(0, 1)
+        until(lambda: len(got) == 30, "all messages")
+        assert sorted(got) == [bytes([n]) for n in range(30)]
+        until(lambda: not one.directory.reach(1).link.kept, "what was sent to be acknowledged")
+
+
+def test_a_death_ends_the_calls_that_wait_for_it() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        waiting = [api.rpc_async("worker1", wait_at_gate) for _ in range(3)]
+        nested = api.rpc_async("worker2", relay, (["worker1"], 0))
+        nested.wait()
+        Gate.wait_for(3)
+        cluster.network.kill(1)
+        for future in waiting:
+            with pytest.raises(PeerLost) as caught:
+                future.wait()
+            assert caught.value.peer == 1
+            assert caught.value.exit == "signal 9 (SIGKILL)"
+            assert "worker1" in str(caught.value)
+        for call in (api.rpc_sync, api.remote):
+            with pytest.raises(PeerLost):
+                call("worker1", who)
+        with pytest.raises(PeerLost):
+            api.rpc_async(WorkerInfo("worker1", 1), who).wait()
+        assert api.rpc_sync("worker2", who) == ("worker2", 0)
+
+
+def test_a_list_of_what_may_be_called() -> None:
+    with Cluster(2, allow=Allowed([add])) as cluster, cluster.on(0):
+        assert api.rpc_sync("worker1", add, (1, torch.ones(1))).item() == 2
+        for function in (wait_at_gate, torch.add, complex):  # a pickle may name the last
+            with pytest.raises(RpcError, match="does not let others call"):
+                api.rpc_sync("worker1", function, (1,))
+
+
+def test_results_go_back_by_the_callers_device_map() -> None:
+    one, two, three = (torch.device("cuda", n) for n in (1, 2, 3))
+    with Cluster(2) as cluster:
+        here, there = cluster.agents
+        here.device_maps = {"worker1": {one: two}}
+        there.device_maps = {"worker0": {three: one}}
+        calls = list[Envelope]()
+        receive = there.receive
+        there.receive = lambda envelope, memories: (
+            calls.append(envelope),
+            receive(envelope, memories),
+        )[1]
+        assert here.rpc_sync("worker1", add, (1, 2)) == 3
+        assert calls[0].devices == {"cuda:2": "cuda:1"}
+        assert here._device_there(there.me, one) == "cuda:2"
+        assert there._device_back(calls[0], two) == "cuda:1"
+        assert there._device_back(calls[0], three) == "cuda:1"  # by its own map
+        for device in (one, torch.device("cuda", 7)):
+            with pytest.raises(ValueError, match="no device map"):
+                there._device_back(calls[0], device)
+
+
+def test_closing_ends_calls() -> None:
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        future = api.rpc_async("worker1", wait_at_gate)
+        Gate.wait_for()
+        agent.close()
+        with pytest.raises(RpcError, match="shut down"):
+            future.wait()
+        with pytest.raises(RpcError, match="shut down"):
+            api.rpc_sync("worker1", who)
+
+
+def fail_far(path: list[str]) -> None:
+    if not path:
+        raise ValueError("far")
+    api.rpc_sync(path[0], fail_far, (path[1:],))
+
+
+def test_an_exception_that_comes_a_long_way_has_each_text_once() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        with pytest.raises(ValueError, match=r"^far\n") as caught:
+            api.rpc_sync("worker1", fail_far, (["worker2", "worker1"] * 5,))
+        text = str(caught.value)
+        assert text.count("On WorkerInfo") == 11
+        assert text.count('raise ValueError("far")') == 1
+
+
+def test_what_cannot_be_sent_leaves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    text: Any = "1"
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        ref = api.RRef(1)
+        with pytest.raises(UsageError):
+            api.rpc_sync("worker1", add, (ref, 1), timeout=text)
+        assert agent.debug_info()["num_pending_users"] == "0"
+        rref = api.remote("worker1", add, (1, 2))
+        assert rref.to_here() == 3
+
+        def full(*_: object) -> None:
+            raise OSError("no room")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(agent.transport, "send", full)
+            with pytest.raises(OSError, match="no room"):
+                api.rpc_async("worker1", who, (rref,))
+            with pytest.raises(OSError, match="no room"):
+                api.remote("worker1", who, (rref,))
+        assert agent.activity()[1] == 0
+        del rref
+        assert api.rpc_sync("worker1", add, (1, 2)) == 3
+        until(lambda: not cluster.agents[1].held() and not agent.held(), "references to go")

@@ -1,0 +1,195 @@
+"""Calls that are under way: futures, timeouts, room for more."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dure.errors import RpcError
+from dure.rpc import api
+from dure.rpc import calls as module
+from tests.rpc.gates import Cluster, Gate, add, fail, relay, wait_at_gate
+from tests.waiting import PATIENCE_S, until
+
+
+class Unpacked:
+    """Waits at the gate where it is unpacked."""
+
+    def __reduce__(self) -> Any:
+        return wait_at_gate, ("unpacked",)
+
+
+def test_timeouts() -> None:
+    text = "RPC ran for more than set timeout"
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        with pytest.raises(RpcError, match=text):
+            api.rpc_sync("worker1", wait_at_gate, timeout=0.01)
+        with pytest.raises(RpcError, match=text):
+            api.rpc_async("worker1", wait_at_gate, timeout=0.01).wait()
+        future = api.rpc_async("worker1", wait_at_gate, timeout=0.01)
+        with pytest.raises(RpcError, match=text):
+            torch.futures.wait_all([future])
+        kept = api.rpc_async("worker1", wait_at_gate, (5,))
+        api._set_rpc_timeout(0.01)
+        assert api.get_rpc_timeout() == 0.01
+        unlimited = api.rpc_async("worker1", wait_at_gate, (6,), timeout=0)
+        with pytest.raises(RpcError, match=text):
+            api.rpc_sync("worker1", wait_at_gate)
+        made = api.remote("worker1", wait_at_gate)
+        with pytest.raises(RpcError, match=text):
+            made._get_future().wait()
+        with pytest.raises(RpcError, match="RRef creation"):
+            made.to_here()
+        Gate.open.set()
+        assert (kept.wait(), unlimited.wait()) == (5, 6)
+        assert api.rpc_sync("worker1", add, (1, 2), timeout=0) == 3
+        until(lambda: agent.activity()[1] == 0, "calls to end")
+
+
+def test_timeouts_may_be_longer_than_clocks_count() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        assert api.rpc_sync("worker1", add, (1, 2), timeout=1e300) == 3
+        assert api.rpc_sync("worker1", add, (1, 2), timeout=float("inf")) == 3
+        with pytest.raises(RpcError, match="set timeout"):
+            api.rpc_sync("worker1", wait_at_gate, timeout=0.001)
+
+
+def test_a_result_is_unpacked_once_though_somebody_begins_to_wait_meanwhile() -> None:
+    """Unpacked twice, its tensors would have two places in the graph of distributed autograd."""
+    with Cluster(2) as cluster, cluster.on(0):
+        future = api.rpc_async("worker1", Unpacked)
+        Gate.wait_for()  # a thread of the caller's unpacks it
+        got: list[Any] = []
+        waiting = threading.Thread(target=lambda: got.append(future.wait()))
+        waiting.start()
+        until(lambda: future.call.awaited, "the thread to wait")
+        Gate.open.set()
+        waiting.join()
+        assert got == ["unpacked"]
+        assert not Gate.reached.acquire(blocking=False)
+
+
+def test_futures_of_torch_are_completed_though_nobody_waits() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        futures = [api.rpc_async("worker1", add, (n, 1)) for n in range(50)]
+        assert torch.futures.wait_all(futures) == list(range(1, 51))
+        called = threading.Event()
+        api.rpc_async("worker1", add, (1, 1)).add_done_callback(lambda _: called.set())
+        assert called.wait(PATIENCE_S)
+        with pytest.raises(ValueError, match="bad"), api._wait_all():
+            api.rpc_async("worker1", fail, ("bad",))
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_no_callback_runs_in_a_thread_that_waits(combined: bool) -> None:
+    """It may want what that thread has, or will do next."""
+    with Cluster(2) as cluster, cluster.on(0):
+        future = api.rpc_async("worker1", wait_at_gate, (5,))
+        source: Any = torch.futures.collect_all([future]) if combined else future
+        ran_in = source.then(lambda _: threading.get_ident())
+        Gate.wait_for()
+        Gate.open.set()
+        if combined:  # the answer comes while the thread waits for another call
+            while not future.done():
+                api.rpc_sync("worker1", add, (1, 1))
+        else:
+            assert future.wait() == future.value() == 5
+        assert ran_in.wait() != threading.get_ident()
+        assert future.wait() == 5
+
+
+def interrupt(*_: object) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_future_whose_waiting_thread_is_interrupted_is_done_all_the_same() -> None:
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        future = api.rpc_async("worker1", wait_at_gate, (5,))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agent.transport, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                future.wait()
+        Gate.open.set()
+        until(future.done, "the future")
+
+        future = api.rpc_async("worker1", add, (1, 1))
+        wait = agent.transport.wait
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(agent.transport, "wait", lambda *them: wait(*them) and interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                future.wait()
+        until(future.done, "the future")
+        assert future.wait() == 2
+
+
+class Exits:
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def test_a_value_that_exits_where_it_is_unpacked_ends_the_call_alone() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        future = api.rpc_async("worker1", Exits)
+        until(future.done, "the future")
+        with pytest.raises(SystemExit, match="3"):
+            future.wait()
+        assert api.rpc_sync("worker1", add, (1, 2)) == 3
+
+
+class SlotsError(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    __slots__ = ("text",)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def fail_with_slots() -> None:
+    raise SlotsError("in a slot")
+
+
+def fail_in_syntax() -> None:
+    compile("a b", "<text>", "exec")
+
+
+@pytest.mark.parametrize("function", [fail_with_slots, fail_in_syntax])
+def test_futures_raise_what_calls_raise(function: Callable[[], None]) -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        with pytest.raises(Exception, match=r"in a slot|invalid syntax") as raised:
+            api.rpc_sync("worker1", function)
+        future = api.rpc_async("worker1", function)
+        for _ in range(2):
+            with pytest.raises(type(raised.value), match=r"in a slot|invalid syntax") as again:
+                future.wait()
+            assert str(again.value) == str(raised.value)
+
+
+def test_the_program_waits_when_too_much_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    done = list[int]()
+    with Cluster(2) as cluster:
+
+        def work() -> None:
+            with cluster.on(0):
+                for n in range(3):
+                    api.rpc_async("worker1", wait_at_gate, (b"x" * 400,))
+                    done.append(n)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        Gate.wait_for(2)
+        until(lambda: cluster.agents[0].directory.reach(1).blocked, "the program to wait")
+        assert done == [0, 1]
+        with cluster.on(1):  # answers, and calls of calls, do not wait
+            assert api.rpc_sync("worker0", relay, (["worker1"], 0))[1] == ("worker1", 1)
+        Gate.open.set()
+        thread.join()
+        assert done == [0, 1, 2]

@@ -1,0 +1,144 @@
+"""Any exception is answered; what comes back is of its type, or an `RpcError`, and runs nothing."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dure.errors import CommTimeout, LaunchError, PeerLost, RpcError
+from dure.rpc import api
+from dure.rpc.allow import Allowed
+from dure.rpc.failures import decode, encode
+from dure.rpc.names import WorkerInfo
+from tests.rpc import served
+from tests.rpc.gates import Cluster
+
+WORKER = WorkerInfo("worker1", 1)
+
+
+def travel(error: BaseException, **how: Any) -> Any:
+    try:
+        raise error
+    except BaseException as raised:
+        kept = raised
+    return decode(encode(kept, WORKER), **how)  # here, or pytest would show `kept`, and not be able
+
+
+class Lies(Exception):
+    def __getattr__(self, name: str) -> None:
+        raise KeyError(name)
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+class NoModule(Exception):
+    pass
+
+
+NoModule.__module__ = None  # pyright: ignore
+
+
+class Hidden(Exception):
+    def __getattribute__(self, name: str) -> None:
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+
+class Refuses(Exception):
+    remote_traceback = property(lambda self: "its own")
+
+
+def test_an_exception_comes_back_as_its_type_with_the_trace() -> None:
+    error = travel(ValueError("seven"))
+    assert type(error) is ValueError
+    assert "seven" in str(error)
+    assert "worker1" in str(error)
+    assert "raise error" in error.remote_traceback
+    assert "ValueError: seven" in error.remote_traceback
+
+
+@pytest.mark.parametrize("kind", [Lies, Frozen, Refuses])
+def test_exceptions_that_hinder_come_back_as_they_are(kind: type[Exception]) -> None:
+    got = travel(kind("seven"))
+    assert type(got) is kind
+    assert "seven" in got.args[0]
+    assert "raise error" in got.args[0]
+    assert got.remote_traceback
+
+
+@pytest.mark.parametrize("kind", [NoModule, Hidden])
+def test_what_cannot_be_found_or_described_is_an_rpc_error(kind: type[Exception]) -> None:
+    got = travel(kind("seven"))
+    assert type(got) is RpcError
+    assert kind.__name__ in str(got)
+
+
+def test_a_text_that_cannot_be_had_is_told() -> None:
+    assert "its text cannot be had: KeyError" in travel(NoText()).args[0]
+
+
+def test_half_a_character_is_told() -> None:
+    assert travel(ValueError("\udcff")).args[0].startswith("\\udcff")
+
+
+def test_the_fields_of_our_errors_come_along() -> None:
+    lost = travel(travel(PeerLost("gone", peer=2, exit="exit code 5", host="there", fix="Look.")))
+    assert (lost.peer, lost.exit, lost.host, lost.pid) == (2, "exit code 5", "there", None)
+    late = travel(CommTimeout("late", missing=(1, 3), whereabouts={1: "in f"}, elapsed_s=0.5))
+    assert (late.missing, late.whereabouts, late.elapsed_s) == ((1, 3), {1: "in f"}, 0.5)
+    assert travel(LaunchError("failed", report=object())).report is None
+
+
+def test_of_an_error_of_ours_that_was_raised_here_the_whole_trace_is_sent() -> None:
+    assert "dure.errors.RpcError: refused" in travel(RpcError("refused")).remote_traceback
+
+
+@pytest.fixture
+def lazy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Put a module among the others that notes what it is asked for."""
+    asked: list[str] = []
+    module: Any = ModuleType("lazy")
+    module.__getattr__ = lambda name: asked.append(name) or ValueError  # pyright: ignore
+    monkeypatch.setitem(sys.modules, "lazy", module)
+    return asked
+
+
+def test_looking_for_a_type_imports_nothing(lazy: list[str]) -> None:
+    far = type("Error", (Exception,), {"__module__": "lazy"})
+    assert type(travel(far("seven"))) is RpcError
+    assert [name for name in lazy if not name.startswith("__")] == []
+
+
+@pytest.mark.parametrize("kind", [ValueError, PeerLost, served.Wrong])
+def test_with_a_list_types_on_it_come_back(kind: type[Exception]) -> None:
+    assert type(travel(kind("seven"), find=Allowed([served]).find)) is kind
+
+
+@pytest.mark.parametrize("kind", [NoText, served.Wrong])
+def test_with_a_list_other_types_do_not(kind: type[Exception]) -> None:
+    got = travel(kind("seven"), find=Allowed([served.double]).find)
+    assert type(got) is RpcError
+    assert kind.__name__ in str(got)
+
+
+def fail() -> None:
+    raise NoText()
+
+
+def test_a_caller_with_a_list_gets_types_on_it() -> None:
+    with Cluster(2, allow=Allowed([fail])) as cluster, cluster.on(0):
+        with pytest.raises(RpcError, match="NoText"):
+            api.rpc_sync("worker1", fail)
+        with pytest.raises(RpcError, match="NoText"):
+            api.rpc_async("worker1", fail).wait()

@@ -1,0 +1,174 @@
+"""Who takes part: names, ids, who comes and who goes, as all of them see it."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import subprocess
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from dure.errors import RendezvousError
+from dure.rpc.peers import MOST_IDS, Peer, Peers
+from dure.store import HashStore
+from dure.store.identity import Identity, myself, start_of
+from tests.waiting import PATIENCE_S
+
+FAR = Identity(1, "then", "elsewhere", "another host")
+
+
+def peer(name: str, id: int = -1, process: Identity | None = None) -> Peer:
+    return Peer(name, id, process or myself(), (1, 2, 3), 64, "tcp://127.0.0.1:1")
+
+
+def ended() -> Identity:
+    """Return a process of this host that has ended."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = msgspec.structs.replace(myself(), pid=child.pid, start=start_of(child.pid) or "")
+        child.kill()
+    return process
+
+
+def meet(names: list[str]) -> list[Peers | Exception]:
+    store, found = HashStore(), dict[int, Peers | Exception]()
+
+    def join(rank: int) -> None:
+        try:
+            found[rank] = Peers.meet(store, peer(names[rank], rank), len(names))
+        except RendezvousError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(names))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(len(names))]
+
+
+def test_all_know_all() -> None:
+    for rank, peers in enumerate(meet(["a", "b-2", "c:3_"])):
+        assert isinstance(peers, Peers)
+        assert [(each.name, each.id) for each in peers.all()] == [("a", 0), ("b-2", 1), ("c:3_", 2)]
+        assert peers.me.id == peers.own_id == rank
+        assert peers.named("c:3_") == peers.find(2)
+        assert peers.named("d") is None
+        assert peers.find(3) is None
+
+
+@pytest.mark.parametrize("names", [["a", "b", "a"], ["a", "b c", "d"], ["a", "", "b"], ["x" * 128]])
+def test_a_wrong_name_is_an_error_on_all(names: list[str]) -> None:
+    assert all(isinstance(each, RendezvousError) for each in meet(names))
+
+
+def told(peers: Peers) -> queue.Queue[tuple[str, int, str]]:
+    got: queue.Queue[tuple[str, int, str]] = queue.Queue()
+
+    def joined(each: Peer) -> None:
+        got.put(("joined", each.id, each.name))
+
+    peers.watch(joined, lambda id, how: got.put(("gone", id, how)))
+    return got
+
+
+def test_those_who_come_and_go_are_told_to_all_in_one_order() -> None:
+    store = HashStore()
+    a = Peers.join(store, peer("a"))
+    seen_by_a = told(a)
+    b = Peers.join(store, peer("b"))
+    seen_by_b = told(b)
+    c = Peers.join(store, peer("c", 7))
+    told(c)
+    assert (a.own_id, b.own_id, c.own_id) == (0, 1, 7)
+    assert a.named("c") == c.me
+    a.give_up(1, "signal 9")
+    c.close()
+    first = [seen_by_a.get(timeout=PATIENCE_S) for _ in range(4)]
+    assert first[:2] == [("joined", 1, "b"), ("joined", 7, "c")]
+    assert sorted(first[2:]) == [("gone", 1, "signal 9"), ("gone", 7, "it left")]
+    until = 3 + first[2:].index(("gone", 1, "signal 9"))  # b is told of itself, and of no more
+    second = [seen_by_b.get(timeout=PATIENCE_S) for _ in range(until)]
+    assert second == [("joined", 0, "a"), ("joined", 7, "c"), *first[2:]][:until]
+    assert [each.name for each in a.all()] == ["a"]
+    assert a.find(7) == c.me
+    a.close()
+    b.close()
+
+
+def test_an_id_is_never_used_again() -> None:
+    store = HashStore()
+    first = Peers.join(store, peer("w", 3))
+    first.close()
+    again = Peers.join(store, peer("w", 3))
+    assert again.own_id == 4
+    assert Peers.join(store, peer("v")).own_id == 5
+    assert [each.id for each in again.all()] == [4]  # has not looked since
+
+
+def test_a_large_id_is_followed_by_those_that_are_free() -> None:
+    store = HashStore()
+    last = Peers.join(store, peer("last", MOST_IDS - 1))
+    assert last.own_id == MOST_IDS - 1
+    assert [Peers.join(store, peer(name)).own_id for name in "ab"] == [0, 1]
+
+
+def test_an_id_is_not_found_where_all_were_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dure.rpc.peers.MOST_IDS", 2)
+    store = HashStore()
+    Peers.join(store, peer("a"))
+    Peers.join(store, peer("b"))
+    with pytest.raises(RendezvousError, match="no id left"):
+        Peers.join(store, peer("c"))
+
+
+def test_a_name_is_free_when_its_process_has_ended_and_not_before() -> None:
+    store = HashStore()
+    with pytest.raises(RendezvousError):
+        Peers.join(store, peer("no name"))
+    Peers.join(store, peer("w", process=ended()))
+    second = Peers.join(store, peer("w"))
+    assert second.own_id == 1
+    assert [each.id for each in second.all()] == [1]
+    with pytest.raises(RendezvousError) as caught:
+        Peers.join(store, peer("w"))
+    assert "is not unique" in str(caught.value)
+
+
+def test_a_name_of_another_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    other = Peers.join(store, peer("w", process=FAR))
+    waiting = threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: waiting.set())
+    monkeypatch.setattr("dure.rpc.peers.time", clock)
+    found: list[int] = []
+    join: Callable[[], None] = lambda: found.append(Peers.join(store, peer("w")).own_id)  # noqa: E731
+    thread = threading.Thread(target=join)
+    thread.start()
+    assert waiting.wait(PATIENCE_S)
+    assert not found
+    other.close()
+    thread.join()
+    assert found == [1]
+    Peers.join(store, peer("x", process=FAR))
+    clock.monotonic = itertools.count().__next__
+    with pytest.raises(RendezvousError):
+        Peers.join(store, peer("x"))
+
+
+def test_who_joins_is_told_of_those_that_are_gone() -> None:
+    """Others may ask about them: what came from them has been read here, for nothing did."""
+    store = HashStore()
+    a = Peers.join(store, peer("a"))
+    Peers.join(store, peer("b")).close()
+    c = Peers.join(store, peer("c"))
+    seen = told(c)
+    assert [seen.get(timeout=PATIENCE_S) for _ in range(2)] == [
+        ("gone", 1, "it left"),
+        ("joined", 0, "a"),
+    ]
+    a.close()
+    c.close()

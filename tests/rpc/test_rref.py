@@ -1,0 +1,256 @@
+"""Remote references: values, who holds them, proxies, deaths, orders of messages."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from dure.errors import PeerLost, RpcError
+from dure.rpc import api
+from dure.rpc.allow import Allowed
+from dure.rpc.functions import async_execution
+from dure.rpc.rref import RRef
+from tests.rpc.gates import Cluster, Gate, add, fail, wait_at_gate
+from tests.waiting import PATIENCE_S, until
+
+
+class Counter:
+    """A value with methods."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def increase(self, by: int) -> int:
+        self.count += by
+        return self.count
+
+    @async_execution
+    def increase_by_remote(self, to: str, by: int) -> torch.futures.Future[Any]:
+        return api.rpc_async(to, add, (by, 0)).then(lambda done: self.increase(done.wait()))
+
+
+kept: list[RRef[Any]] = []
+
+
+def keep(rref: RRef[Any]) -> None:
+    kept.append(rref)
+
+
+def kept_value() -> Any:
+    return kept[0].to_here()
+
+
+def let_go() -> None:
+    kept.clear()
+
+
+def sum_of(*rrefs: RRef[Any]) -> Any:
+    return sum(rref.to_here() for rref in rrefs)
+
+
+def make_there(to: str, value: int) -> RRef[int]:
+    return api.remote(to, add, (value, 0))
+
+
+def figure(cluster: Cluster, name: str, *ids: int) -> int:
+    """Return a figure of references, summed over workers (all of them)."""
+    agents = [cluster.agents[id] for id in ids or range(len(cluster.agents))]
+    return sum(int(agent.debug_info()[name]) for agent in agents)
+
+
+def freed(cluster: Cluster) -> None:
+    """Wait until no worker refers to another's value, and none keeps its own for that."""
+    gc.collect()  # once: what tests drop is in no circle, but for errors that pytest has caught
+    until(
+        lambda: not any(agent.held() for agent in cluster.agents),
+        lambda: str([agent.held() for agent in cluster.agents]),
+    )
+    settled(cluster)
+
+
+def settled(cluster: Cluster) -> None:
+    """Wait until all holds stand."""
+    until(lambda: figure(cluster, "num_pending_users") == 0, "holds to be settled")
+
+
+def test_a_value_is_made_there_and_fetched() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        rref = api.remote("worker1", add, (torch.ones(2), 1))
+        assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
+        assert (rref.owner_name(), rref.owner().id, rref.is_owner()) == ("worker1", 1, False)
+        until(rref.confirmed_by_owner, "the owner to know")
+        with pytest.raises(RpcError, match="localValue"):
+            rref.local_value()
+        assert rref._get_future().wait() is None
+        assert rref._get_type() is torch.Tensor
+        own = api.remote("worker0", add, (1, 2))
+        assert own.is_owner()
+        assert own.to_here() == own.local_value() == 3
+        del rref, own
+        freed(cluster)
+
+
+def test_what_is_raised_in_place_of_a_value() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        for to in ("worker0", "worker1"):
+            rref = api.remote(to, fail, ("no value",))
+            with pytest.raises(ValueError, match="no value"):
+                rref.to_here()
+            with pytest.raises(ValueError, match="no value"):
+                rref.rpc_sync().anything()
+
+
+def test_it_is_waited_for_though_it_is_not_made_yet() -> None:
+    with Cluster(3, slots=1) as cluster, cluster.on(0):
+        rref = api.remote("worker1", wait_at_gate, (5,))
+        futures = [api.rpc_async(f"worker{n}", sum_of, (rref, rref)) for n in range(3)]
+        with pytest.raises(RpcError, match="more than set timeout"):
+            rref.to_here(timeout=0.01)
+        Gate.open.set()
+        assert [future.wait() for future in futures] == [10, 10, 10]
+
+
+def test_proxies_call_methods_at_the_owner() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        for rref in (api.remote("worker1", Counter, (1,)), RRef(Counter(1))):
+            assert rref.rpc_sync().increase(2) == 3
+            assert rref.rpc_async().increase(by=2).wait() == 5
+            assert rref.remote().increase(1).to_here() == 6
+            assert rref.rpc_sync().increase_by_remote("worker0", 4) == 10
+            for proxy in (rref.rpc_sync(), rref.remote()):  # nobody may ask a reference for it
+                with pytest.raises(AttributeError, match="has no attribute 'decrease'"):
+                    proxy.decrease()
+        slow = api.remote("worker1", wait_at_gate, (Counter(),))
+        with pytest.raises(RpcError, match="more than set timeout"):
+            slow.rpc_sync(timeout=0.01).increase(1)
+
+
+def test_proxies_obey_the_list_of_what_may_be_called() -> None:
+    with Cluster(2, allow=Allowed([Counter])) as cluster, cluster.on(0):
+        rref = api.remote("worker1", Counter)
+        assert rref.rpc_sync().increase(2) == 2
+        with pytest.raises(RpcError, match="does not let others call"):
+            rref.rpc_sync()._secret()
+        with pytest.raises(RpcError, match="does not let others call"):
+            RRef([1]).rpc_sync().append(2)
+
+
+def test_a_value_lives_as_long_as_somebody_refers_to_it() -> None:
+    with Cluster(3) as cluster:
+        try:
+            with cluster.on(0):
+                rref = RRef(7)
+                api.rpc_sync("worker1", keep, (rref,))
+                info = api._rref_context_get_debug_info()
+                assert info["num_owner_rrefs"] == "1"
+                del rref
+            gc.collect()
+            settled(cluster)
+            assert figure(cluster, "num_owner_rrefs") == 1
+            with cluster.on(2):
+                assert api.rpc_sync("worker1", kept_value) == 7
+                api.rpc_sync("worker1", let_go)
+            freed(cluster)
+        finally:
+            kept.clear()
+
+
+def test_references_come_back_from_calls_and_go_on_to_others() -> None:
+    with Cluster(3) as cluster, cluster.on(0):
+        rrefs = [api.rpc_sync("worker1", make_there, (f"worker{n}", n + 1)) for n in range(3)]
+        assert [rref.owner().id for rref in rrefs] == [0, 1, 2]
+        assert api.rpc_sync("worker2", sum_of, tuple(rrefs)) == 6
+        assert api.remote("worker1", sum_of, tuple(rrefs)).to_here() == 6
+        nested = api.remote("worker2", make_there, ("worker1", 4))
+        assert nested.to_here().to_here() == 4
+        del rrefs, nested
+        freed(cluster)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_may_overtake_each_other(seed: int) -> None:
+    with Cluster(3, random=Random(seed)) as cluster:
+
+        def work(id: int) -> int:
+            total = 0
+            for n in range(15):
+                rref = api.remote((id + n) % 3, add, (n, 1))
+                total += api.rpc_async((id + 1) % 3, sum_of, (rref, RRef(n))).wait()
+            return total
+
+        assert cluster.everywhere(work) == [sum(2 * n + 1 for n in range(15))] * 3
+        freed(cluster)
+
+
+def test_a_broken_connection_loses_no_reference_that_arrived_and_keeps_none_that_did_not() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        made = api.remote("worker1", add, (1, 1))
+        assert made.to_here() == 2
+        rref = RRef(3)
+        cluster.network.hold(0, 1)
+        lost = api.rpc_async("worker1", keep, (rref,))
+        never = api.remote("worker1", add, (2, 2))
+        cluster.network.cut(0, 1)
+        with pytest.raises(RpcError, match="may have run"):
+            lost.wait()
+        with pytest.raises(RpcError, match="may have run"):
+            never._get_future().wait()
+        with pytest.raises(RpcError, match="RRef creation"):
+            never.to_here()
+        assert made.to_here() == 2
+        assert not kept
+        del made, rref, lost, never
+        freed(cluster)
+
+
+def test_a_death_loses_what_was_owned_and_frees_what_was_held() -> None:
+    with Cluster(3) as cluster:
+        try:
+            with cluster.on(0):
+                there = api.remote("worker1", add, (1, 1))
+                assert there.to_here() == 2
+                api.rpc_sync("worker1", keep, (RRef(7),))
+                assert figure(cluster, "num_owner_rrefs") == 2
+                cluster.network.kill(1)
+                until(lambda: figure(cluster, "num_owner_rrefs", 0, 2) == 0, "values to be freed")
+                with pytest.raises(PeerLost):
+                    there.to_here()
+                with pytest.raises(PeerLost):
+                    api.rpc_sync("worker2", sum_of, (there,))
+                assert there.owner_name() == "worker1"
+        finally:
+            kept.clear()
+
+
+def test_a_reference_is_of_no_use_outside_of_messages_and_after_the_end() -> None:
+    with Cluster(2) as cluster, cluster.on(0) as agent:
+        rref = api.remote("worker1", add, (1, 1))
+        with pytest.raises(RpcError, match="Can not pickle rref in python pickler"):
+            pickle.dumps(rref)
+        agent.close()
+        with pytest.raises(RpcError, match=r"Cannot call to_here\(\) on it after deletion"):
+            rref.to_here()
+
+
+class Ends:
+    """A value that says when it ends."""
+
+    ended = threading.Event()
+
+    def __del__(self) -> None:
+        Ends.ended.set()
+
+
+def test_finalizers_take_no_locks() -> None:
+    Ends.ended.clear()
+    with Cluster(1) as cluster, cluster.on(0) as agent:
+        rref: list[Any] = [RRef(Ends())]
+        with agent.lock:
+            rref.clear()  # would wait for ever, did it need the lock
+        assert Ends.ended.wait(PATIENCE_S)

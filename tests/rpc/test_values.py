@@ -1,0 +1,70 @@
+"""Values that references stand for: kept errors, and what runs when a value ends."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from dure.errors import RpcError
+from dure.rpc import api
+from tests.rpc.gates import Cluster, add, who
+from tests.waiting import until
+
+
+class Kept:
+    alive: Callable[[], object]
+
+
+def keep_and_fail() -> None:
+    kept = Kept()
+    Kept.alive = weakref.ref(kept)
+    raise ValueError("kept")
+
+
+def test_an_error_kept_for_others_grows_no_traceback_and_keeps_no_frames() -> None:
+    with Cluster(1) as cluster, cluster.on(0):
+        ref = api.remote("worker0", keep_and_fail)
+
+        def traceback_of_error() -> TracebackType | None:
+            with pytest.raises(ValueError, match="kept") as raised:
+                ref.local_value()
+            return raised.value.__traceback__
+
+        lengths = {len(list(traceback.walk_tb(traceback_of_error()))) for _ in range(5)}
+        assert len(lengths) == 1
+        frames = [frame for frame, _ in traceback.walk_tb(traceback_of_error())]
+        assert "keep_and_fail" in {frame.f_code.co_name for frame in frames}
+        gc.collect()
+        assert Kept.alive() is None
+
+
+class Farewell:
+    """A value that calls when it ends."""
+
+    said: list[Any] = []
+
+    def __del__(self) -> None:
+        Farewell.said.append(api.rpc_sync("worker0", add, (1, 2)))
+
+
+def test_a_value_that_calls_at_its_end_keeps_nobody_waiting() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        rref = api.remote("worker1", Farewell)
+        assert rref._get_type() is Farewell
+        del rref
+        assert api.rpc_sync("worker1", who, (1,)) == ("worker1", 1)
+        until(lambda: Farewell.said == [3], "the farewell")
+
+
+def test_a_finalizer_that_runs_in_the_middle_of_a_step_may_not_call() -> None:
+    """Python runs those of circles wherever memory is asked for: they would wait for themselves."""
+    with Cluster(2) as cluster, cluster.on(0) as agent, agent.lock:
+        for call in (api.rpc_async, api.rpc_sync):
+            with pytest.raises(RpcError, match="finalizer"):
+                call("worker1", who)

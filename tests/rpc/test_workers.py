@@ -1,0 +1,172 @@
+"""Threads that receive and run: as many calls as there are slots, and any depth of waiting."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from dure import native
+from dure.rpc import workers as module
+from dure.rpc.envelope import Completion
+from dure.rpc.workers import Workers
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.needs("engine")
+
+
+@contextmanager
+def serving(
+    functions: dict[bytes, Callable[[Workers], None]], slots: int, *gates: threading.Event
+) -> Iterator[tuple[Workers, native.Inbox, list[str]]]:
+    """Run functions by name; `gates` are opened at the end, also of a test that fails."""
+    inbox, refused = native.Inbox(), list[str]()
+
+    def sort(message: bytes) -> Callable[..., None]:
+        function = functions[message]
+        return lambda *error: refused.append(str(error[0])) if error else function(made)
+
+    made = Workers(inbox, sort, slots)
+    made.start()
+    try:
+        yield made, inbox, refused
+    finally:
+        for gate in gates:
+            gate.set()
+        made.close()
+        made.join()
+        assert made.counts[2] == 0
+
+
+def test_no_more_run_than_there_are_slots_and_all_run() -> None:
+    go, lock, most, done = threading.Event(), threading.Lock(), [0, 0], list[int]()
+
+    def call(_: Workers) -> None:
+        with lock:
+            most[0] += 1
+            most[1] = max(most)
+        go.wait()
+        with lock:
+            most[0] -= 1
+            done.append(1)
+
+    with serving({b"call": call}, 3, go) as (workers, inbox, _):
+        for _ in range(10):
+            inbox.post(b"call")
+        until(lambda: sum(workers.counts[:2]) == 10, "all calls to come")
+        assert workers.counts[:2] == (3, 7)
+        go.set()
+        until(lambda: workers.counts[:2] == (0, 0), "all calls to end")
+        assert (len(done), most) == (10, [0, 3])
+
+
+def test_who_waits_gives_its_slot_away() -> None:
+    deep, answered = threading.Event(), list[str]()
+
+    def outer(workers: Workers) -> None:
+        assert workers.inside
+        inbox.post(b"inner")
+        assert workers.step_aside()
+        deep.wait()
+        workers.step_back()
+        answered.append("outer")
+
+    def inner(_: Workers) -> None:
+        answered.append("inner")
+        deep.set()
+
+    with serving({b"outer": outer, b"inner": inner}, 1, deep) as (workers, inbox, _):
+        inbox.post(b"outer")
+        until(lambda: len(answered) == 2)
+        assert answered == ["inner", "outer"]
+        assert not workers.inside
+
+
+def test_a_call_that_another_thread_received_runs() -> None:
+    ran = threading.Event()
+    with serving({}, slots=1) as (workers, _, _):
+        workers.submit(ran.set)
+        assert ran.wait(PATIENCE_S)
+
+
+def test_an_error_that_nobody_caught_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    ran = threading.Event()
+
+    def bad(_: Workers) -> None:
+        raise ValueError("nobody caught it")
+
+    with serving({b"bad": bad, b"good": lambda _: ran.set()}, slots=1) as (_, inbox, _):
+        inbox.post(b"bad")
+        inbox.post(b"good")
+        assert ran.wait(PATIENCE_S)
+    assert "nobody caught it" in caplog.text
+
+
+def test_too_many_threads_that_wait_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_THREADS", 4)
+    end = threading.Event()
+
+    def waiting(workers: Workers) -> None:
+        assert workers.step_aside()
+        end.wait()
+        workers.step_back()
+
+    with serving({b"waiting": waiting}, 1, end) as (_, inbox, refused):
+        for _ in range(4):
+            inbox.post(b"waiting")
+        until(lambda: len(refused) == 1)
+        assert "too many calls wait" in refused[0]
+        end.set()
+
+
+def test_calls_compute_with_as_many_threads_as_the_program_has_set() -> None:
+    mapped = Path("/proc/self/maps").read_text().split()
+    found = [word for word in mapped if "/torch/" in word and "/libgomp" in word]
+    if not found:
+        pytest.skip("needs GNU OpenMP in torch: not loaded")
+    seen = list[int]()  # torch's own answer would set what is asked for
+
+    def call(_: Workers) -> None:
+        seen.append(ctypes.CDLL(found[0]).omp_get_max_threads())
+
+    before, wanted = torch.get_num_threads(), (os.cpu_count() or 1) + 1
+    torch.set_num_threads(wanted)
+    try:
+        with serving({b"call": call}, slots=1) as (_, inbox, _):
+            inbox.post(b"call")
+            until(lambda: bool(seen))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [wanted]
+
+
+def test_what_completes_a_future_needs_no_slot() -> None:
+    """A call may wait for it in a way that gives its slot to nobody."""
+    done, went_on = threading.Event(), threading.Event()
+
+    def call(_: Workers) -> None:
+        if done.wait(PATIENCE_S):
+            went_on.set()
+
+    with serving({b"call": call}, slots=1) as (workers, inbox, _):
+        inbox.post(b"call")
+        until(lambda: workers.counts[0] == 1)
+        inbox.post(b"call")
+        until(lambda: workers.counts[1] == 1)
+        workers.submit(Completion(done.set))
+        assert went_on.wait(PATIENCE_S)
+        until(lambda: workers.counts[:2] == (0, 0))
+
+
+def test_what_completes_futures_is_done_at_the_end_all_the_same() -> None:
+    done = threading.Event()
+    with serving({}, slots=1) as (workers, _, _):
+        workers.close()
+        workers.submit(Completion(done.set))
+    assert done.is_set()

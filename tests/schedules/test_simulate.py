@@ -1,0 +1,115 @@
+"""The simulator: times as by brute force, bubbles and activations as in the literature."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dure.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    forward_only,
+    gpipe,
+    lower,
+    make_schedule,
+    one_f_one_b,
+    prove_no_deadlock,
+    simulate,
+    validate,
+)
+from tests.schedules.brute_force import comes_to_its_end, ends
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Schedule:
+    generator = draw(st.sampled_from(SCHEDULES))
+    ranks = draw(st.integers(1, 5))
+    each = generator.stages_a_rank or draw(st.integers(1, 3))
+    least = max(1, generator.microbatches_a_stage * ranks * each)
+    microbatches = draw(st.integers(least, least + 9))
+    if generator.name.startswith("interleaved"):
+        microbatches -= microbatches % max(1, microbatches // ranks)
+    return make_schedule(
+        generator.name, stages=ranks * each, microbatches=microbatches, ranks=ranks
+    )
+
+
+def check(grid: Schedule, data: st.DataObject) -> None:
+    """Compare its proof and its times, with every kind of transfers, with brute force."""
+    times = st.integers(0, 9)
+    kinds = ["F", "I", "W", "SEND_F", "RECV_B", "REDUCE_GRAD"]
+    table = {kind: [data.draw(times) for _ in range(grid.stages)] for kind in kinds}
+    send_time = data.draw(times)
+
+    def time_of(action: Action) -> float:
+        if action.kind == "B":
+            return table["I"][action.stage] + table["W"][action.stage]
+        if action.kind == "OVERLAP_F_B":
+            return sum(map(time_of, action.parts))
+        return table[action.kind][action.stage] if action.kind in table else 0
+
+    sharded = data.draw(st.sets(st.integers(0, grid.stages - 1)))
+    listed = lower(grid, sharded=sharded)
+    deferred = lower(grid, sharded=sharded, defer_receives=True)
+    peaks = validate(grid)
+    for schedule in (grid, listed, deferred):
+        assert validate(schedule) == peaks
+        prove_no_deadlock(schedule)
+        assert comes_to_its_end(schedule)
+        found = simulate(schedule, table, send_time=send_time)
+        assert found.peak_bytes == peaks
+        expected = ends(schedule, time_of, send_time)
+        assert [[span.end for span in spans] for spans in found.spans] == expected
+    for rank, actions in enumerate(listed.ranks):
+        computed = [a for a in actions if a is not None and a.kind.is_compute]
+        assert computed == grid.actions(rank)
+
+
+@settings(max_examples=20)
+@given(grid=grids(), data=st.data())
+def test_complete_free_of_deadlock_and_as_long_as_simulated(grid: Schedule, data: st.DataObject):
+    check(grid, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(grid=grids(), data=st.data())
+def test_many_are_complete_free_of_deadlock_and_as_long_as_simulated(
+    grid: Schedule, data: st.DataObject
+):
+    check(grid, data)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_bubbles_and_activations_are_those_of_the_literature(p: int, rounds: int):
+    m = rounds * p
+    filling, both = p - 1, 2
+    expected = {  # name -> bubble, most activations of half a rank's stages
+        "gpipe": (filling / (m + filling), 2 * m),
+        "1f1b": (filling / (m + filling), 2 * p),
+        "interleaved-1f1b": (filling / (both * m + filling), 2 * p + filling),
+        "looped-bfs": (filling / (both * m + filling), 2 * m),
+        "interleaved-zero-bubble": (filling / (6 * m + filling), 2 * p),
+        "zb-v": (filling / (6 * m + filling), 2 * p),
+        "dualpipe-v": (None, 2 * p + 1),
+    }
+    for name, (bubble, activations) in expected.items():
+        each = 1 if name in ("gpipe", "1f1b") else both
+        grid = make_schedule(name, stages=each * p, microbatches=m, ranks=p)
+        found = simulate(grid, activation_bytes=both / each)
+        assert max(found.peak_bytes) == activations, name
+        assert bubble is None or found.bubble == pytest.approx(bubble), name
+    assert validate(make_schedule("1f1b", stages=4, microbatches=8, ranks=4)) == (4, 3, 2, 1)
+    assert validate(forward_only((0, 1), 3)) == (1, 1)
+    assert simulate(gpipe((0, 1), 3), activation_bytes=[2, 5]).peak_bytes == (6, 15)
+
+
+def test_stages_may_lie_anywhere():
+    for make in (gpipe, one_f_one_b, forward_only):
+        schedule = make((2, 0, 1), 4)
+        assert max(validate(lower(schedule))) <= 4
+        prove_no_deadlock(schedule)
+        assert simulate(schedule).step_time == simulate(make((0, 1, 2), 4)).step_time

@@ -1,0 +1,90 @@
+"""Where a store may listen: on one address, unless the user says that it may be all of them."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+
+from dure.errors import StoreError
+from dure.launch.ranks.ports import reserve_port
+from dure.store import TCPStore
+from dure.store.address import Address, is_local, is_wildcard, resolve
+from dure.store.init_method import find_place
+from dure.store.key import mint
+from dure.store.listener import listen
+from tests.waiting import PATIENCE_S
+
+WILDCARDS = ["0.0.0.0", "*", "::", "0", "0x0", "0.0", "::0", "0:0:0:0:0:0:0:0", "::ffff:0.0.0.0"]
+TIMEOUT = timedelta(seconds=PATIENCE_S)
+
+
+@pytest.mark.parametrize("host", WILDCARDS)
+def test_a_wildcard_is_refused_however_it_is_spelled(host: str) -> None:
+    with pytest.raises(StoreError) as caught:
+        resolve(host, 1, "the purpose")
+    assert "DURE_STORE_BIND_ANY" in caught.value.fix
+    assert "the purpose" in caught.value.what
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "10.0.0.0", "name"])
+def test_other_addresses_are_no_wildcards(host: str) -> None:
+    assert not is_wildcard(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "::"])
+def test_a_store_does_not_listen_on_all_addresses(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreError):
+        TCPStore(host, 0, is_master=True, timeout=TIMEOUT, key=mint())
+    monkeypatch.setenv("DURE_STORE_BIND", host)
+    with pytest.raises(StoreError):
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=mint())
+
+
+def test_the_last_door_is_guarded_too() -> None:
+    with pytest.raises(StoreError):
+        listen(Address(family=socket.AF_INET, ip="0.0.0.0", port=0))
+
+
+def test_init_method_and_master_addr_may_not_be_wildcards(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreError):
+        find_place("tcp://0.0.0.0:29500", 0, 1).place.open(0, 1, 5)
+    for name, value in (
+        *(("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "0.0.0.0")),
+        *(("MASTER_PORT", "29500"), ("LOCAL_WORLD_SIZE", "1")),
+    ):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoreError):
+        find_place(None, -1, -1).place.open(0, 1, 5)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # more than are here: on several hosts
+    with pytest.raises(StoreError):
+        find_place(None, -1, -1).place.open(0, 2, 5)
+
+
+def test_a_wildcard_is_taken_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DURE_STORE_BIND", "0.0.0.0")
+    monkeypatch.setenv("DURE_STORE_BIND_ANY", "1")
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=mint())
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.2", store.port)) == 0
+    store.close()
+
+
+def test_the_reserved_port_of_rank_0_listens_nowhere() -> None:
+    """`launch.ports` binds all addresses, so that nobody else gets the port; nobody can connect."""
+    keeper, port = reserve_port()
+    with keeper, socket.socket() as probe:
+        assert keeper.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_names_and_ports_are_checked() -> None:
+    with pytest.raises(StoreError):
+        resolve("no-such-host.invalid", 1)
+    with pytest.raises(StoreError):
+        resolve("127.0.0.1", 65536)
+    assert is_local("127.0.0.1")
+    assert is_local("localhost")
+    assert not is_local("192.0.2.1")

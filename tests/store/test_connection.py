@@ -1,0 +1,39 @@
+"""One connection to a server: nobody is there, somebody who says nothing, one who has just gone."""
+
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import zmq
+
+from dure.errors import StoreLost, StoreTimeout
+from dure.store import JobKey
+from dure.store.connection import dial
+from dure.store.network import NetworkStore
+from dure.store.server import StoreServer
+from dure.store.wire import Request, pack
+from tests.waiting import PATIENCE_S
+
+
+def test_nobody_there_is_a_timeout_that_names_the_address(key: JobKey) -> None:
+    with socket.socket() as taken:  # bound, but not listening
+        taken.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(StoreTimeout) as caught:
+            NetworkStore(f"tcp://{place}", key, timedelta(milliseconds=100))
+        with pytest.raises(StoreTimeout):  # at once
+            NetworkStore(f"tcp://{place}", key, timedelta(hours=1), patience_s=3600.0)
+        taken.listen()  # and says nothing
+        with pytest.raises(StoreTimeout):
+            NetworkStore(f"tcp://{place}", key, timedelta(milliseconds=100))
+    assert place in caught.value.what
+
+
+def test_a_server_lost_just_before_a_request_is_noticed(server: StoreServer, key: JobKey) -> None:
+    with zmq.Context() as context:
+        connection = dial(context, server.endpoint, key, PATIENCE_S)
+        server.stop()
+        with pytest.raises(StoreLost):
+            connection.call(pack(Request("get", ("k",))), time.monotonic() + PATIENCE_S)
+        connection.close()

@@ -1,0 +1,127 @@
+"""What only the network store can do wrong: addresses, keys, strangers, lost servers."""
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout
+from dure.store import JobKey, TCPStore, network
+from dure.store.connection import Connection, dial
+from dure.store.network import NetworkStore
+from dure.store.server import StoreServer
+from tests.waiting import until
+
+from .conftest import TIMEOUT, client
+
+
+def test_only_one_side_insecure_is_refused(
+    master: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DURE_INSECURE", "1")
+    with pytest.raises(StoreRefused):
+        client(master, None)
+
+
+def test_a_client_with_a_key_does_not_talk_to_a_server_without(
+    key: JobKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DURE_INSECURE", "1")
+    open_to_all = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
+    open_to_all.set("k", "v")
+    caplog.clear()
+    with pytest.raises(StoreRefused) as caught:
+        client(open_to_all, key)
+    assert "DURE_INSECURE" in caught.value.seen
+    open_to_all.close()
+    assert [r for r in caplog.records if " refused " in r.getMessage()]
+
+
+def test_insecure_on_both_sides_works_and_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DURE_INSECURE", "1")
+    with caplog.at_level(logging.WARNING, "dure.store"):
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
+    assert caplog.records
+    other = client(store, None)
+    other.set("k", "v")
+    assert store.get("k") == b"v"
+    other.close()
+    store.close()
+
+
+def test_a_number_out_of_range_is_an_error(master: TCPStore) -> None:
+    with pytest.raises(StoreError):
+        master.add("n", 2**70)
+    assert master.add("n", 2**62) == 2**62
+    with pytest.raises(StoreError):
+        master.add("n", 2**62)
+    assert master.get("n") == str(2**62).encode()
+    assert master.add("m", 1) == 1
+
+
+def test_a_lost_server_is_noticed_at_once_and_again(server: StoreServer, key: JobKey) -> None:
+    store = NetworkStore(server.endpoint, key, TIMEOUT)
+    with ThreadPoolExecutor(1) as pool, closing(store):
+        parked = pool.submit(store.get, "never")
+        store.set("k", "")
+        server.stop()
+        with pytest.raises(StoreLost):
+            parked.result()
+        with pytest.raises(StoreLost):
+            store.get("k")
+
+
+def test_a_busy_server_is_not_a_lost_one(
+    server: StoreServer, key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second thread's connection takes longer than that thread's call would wait for a key."""
+
+    def slow(*args: Any) -> Connection:
+        if args[3] <= 0.2:
+            raise StoreTimeout("the server has not answered yet", elapsed_s=args[3])
+        return dial(*args)
+
+    store = NetworkStore(server.endpoint, key, TIMEOUT)
+    monkeypatch.setattr(network, "dial", slow)
+    with ThreadPoolExecutor(1) as pool, closing(store):
+        parked = pool.submit(store.get, "late")
+        until(lambda: not store._idle, "the use of the first connection")
+        with pytest.raises(StoreTimeout):
+            store.wait(["never"], timedelta(milliseconds=50))
+        store.set("late", "came")
+        assert parked.result() == b"came"
+
+
+def test_close_ends_the_calls_of_other_threads(master: TCPStore, key: JobKey) -> None:
+    other = client(master, key)
+    inside = threading.Event()
+
+    def parked() -> bytes:
+        other.set("there", "")
+        inside.set()
+        return other.get("never")
+
+    with ThreadPoolExecutor(1) as pool:
+        value = pool.submit(parked)
+        inside.wait()
+        other.close()
+        with pytest.raises(StoreError):
+            value.result()
+    with pytest.raises(StoreError):
+        other.get("k")
+
+
+def test_the_master_waits_for_its_workers(key: JobKey, port: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        master = pool.submit(TCPStore, "127.0.0.1", port, 2, True, TIMEOUT, key=key)
+        worker = TCPStore("127.0.0.1", port, world_size=2, timeout=TIMEOUT, key=key)
+        master.result().close()
+        worker.close()
+    with pytest.raises(StoreTimeout):
+        TCPStore("127.0.0.1", 0, 2, True, timedelta(milliseconds=50), key=key)

@@ -1,0 +1,254 @@
+"""Low-rank adapters under tensor parallel plans, against one rank."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dure.errors import UsageError
+from dure.mesh import init_device_mesh
+from dure.tensor import Replicate, Shard
+from dure.tensor.debug import CommDebugMode
+from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from dure.testing import run_ranks
+from tests.tensor.parallel.ranks.tensor_models import (
+    batches,
+    loss_of,
+    small_llama,
+    sp_plan,
+    tp_plan,
+    whole,
+)
+
+RANK = 2
+
+
+class LoRALinear(nn.Module):
+    """As written by hand: the layer, two Linears, a factor."""
+
+    def __init__(self, base: nn.Linear, dropout: float = 0.0):
+        super().__init__()
+        self.base = base
+        self.lora_A = nn.Linear(base.in_features, RANK, bias=False)
+        self.lora_B = nn.Linear(RANK, base.out_features, bias=False)
+        self.dropout, self.scaling = nn.Dropout(dropout), 0.5
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(self.dropout(x))) * self.scaling
+
+    def merge(self):
+        self.base.weight.data += self.lora_B.weight @ self.lora_A.weight * self.scaling
+        return self.base
+
+
+class NamedAdapters(nn.Module):
+    """As peft's: adapters by name in dicts, each of which may be on or off."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora_dropout = nn.ModuleDict({"a": nn.Identity(), "b": nn.Identity()})
+        self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
+        for number, name in enumerate("ab"):
+            self.lora_A[name] = nn.Linear(base.in_features, RANK + number, bias=False)
+            self.lora_B[name] = nn.Linear(RANK + number, base.out_features, bias=True)
+        self.active = ["a", "b"]
+
+    def forward(self, x, *args, **kwargs):
+        result = self.base_layer(x, *args, **kwargs)
+        for name in self.active:
+            cast = x.to(self.lora_A[name].weight.dtype)
+            adapted = self.lora_B[name](self.lora_A[name](self.lora_dropout[name](cast)))
+            result = result + adapted * 0.5
+        return result
+
+
+class OwnParameters(nn.Linear):
+    """As loralib's: a Linear that has the adapter's matrices as parameters of its own."""
+
+    def __init__(self, base):
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = nn.Parameter(torch.empty(RANK, base.in_features))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, RANK))
+
+    def forward(self, x):
+        result = F.linear(x, self.weight, self.bias)
+        result += x @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1) * 0.5
+        return result
+
+
+def adapt(model, kind):
+    """Wrap every Linear of a model's blocks; what is there stays as it is, and what is new learns.
+
+    Only the first rank's new weights are the right ones: the others' must come from there.
+    """
+    model.requires_grad_(False)
+    for layer in model.layers:
+        for block in (layer.attention, layer.feed_forward):
+            for name, child in list(block.named_children()):
+                setattr(block, name, kind(child).double())
+    return model
+
+
+def fill(model, rank):
+    generator = torch.Generator().manual_seed(5 + rank)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            values = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.data.copy_(values / 4)
+            parameter.requires_grad_()
+    return model
+
+
+def train(model):
+    """Return losses, gradients of the first step, and all weights after two."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses, grads = [], {}
+    for ids in batches(2):
+        loss = loss_of(model, ids)
+        loss.backward()
+        grads = grads or {
+            n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None
+        }
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(whole(loss).item())
+    return losses, grads, {n: whole(p) for n, p in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters_first", "plan"),
+    [
+        (LoRALinear, True, sp_plan),
+        (LoRALinear, False, tp_plan),
+        (NamedAdapters, True, tp_plan),
+        (NamedAdapters, False, sp_plan),
+        (OwnParameters, True, tp_plan),  # takes the layer's place: nothing to wrap afterwards
+        (OwnParameters, True, sp_plan),
+    ],
+)
+def test_adapters_learn_as_on_one_rank(kind, adapters_first, plan):
+    losses, grads, weights = train(fill(adapt(small_llama(), kind), 0))
+    assert all(("lora" in name) == (name in grads) for name in weights)
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = small_llama()
+        if not adapters_first:
+            parallelize_module(model, mesh, plan())
+        fill(adapt(model, kind), rank)
+        parallelize_module(model, mesh, plan())
+        got_losses, got_grads, got_weights = train(model)
+        assert got_losses == pytest.approx(losses, rel=1e-12)
+        assert got_grads.keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(got_grads[name], grad, msg=name)
+        for name, weight in weights.items():
+            torch.testing.assert_close(got_weights[name], weight, rtol=1e-8, atol=1e-8, msg=name)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("kind", [LoRALinear, OwnParameters])
+def test_adapters_lie_as_their_layer_and_add_no_communication_to_forward(kind):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        counts = []
+        for adapted in (False, True):
+            model = small_llama()
+            model = fill(adapt(model, kind), rank) if adapted else model
+            parallelize_module(model, mesh, tp_plan())
+            with CommDebugMode() as mode, torch.no_grad():
+                model(batches(1)[0][:, :-1])
+            counts.append(dict(mode.get_comm_counts()))
+        assert counts[0] == counts[1]
+        lies = {name: p.placements for name, p in model.named_parameters() if "lora" in name}
+        for name, placements in lies.items():
+            row = ".wo." in name or ".w2." in name
+            cut = Shard(1) if row else Shard(0)
+            assert placements == ((cut,) if ("lora_A" in name) == row else (Replicate(),)), name
+
+    run_ranks(2, body)
+
+
+def test_what_is_merged_is_what_one_rank_has_and_the_layer_stays_parallel():
+    """The numbers are small integers: sums of them are exact in whatever order."""
+
+    def integers(model, rank):
+        generator = torch.Generator().manual_seed(3 + rank)
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randint(-3, 4, parameter.shape, generator=generator))
+        return model
+
+    x = torch.arange(24.0).reshape(4, 6)
+    alone = [LoRALinear(nn.Linear(6, 6)) for _ in range(2)]
+    for layer in alone:
+        integers(layer, 0).merge()
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        for layer, style in zip(alone, (ColwiseParallel(), RowwiseParallel()), strict=True):
+            wrapper = LoRALinear(nn.Linear(6, 6))
+            model = nn.Sequential(wrapper)
+            integers(model, rank)
+            parallelize_module(model, mesh, {"0": style})
+            own = x.chunk(2, 1)[rank] if isinstance(style, RowwiseParallel) else x
+            before = model(own)
+            model[0] = wrapper.merge()
+            assert torch.equal(wrapper.base.weight.full_tensor(), layer.base.weight)
+            assert torch.equal(model(own), before)
+            expected = layer.base(x).detach()
+            column = isinstance(style, ColwiseParallel)
+            assert torch.equal(before, expected.chunk(2, 1)[rank] if column else expected)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_dropout_of_an_adapter_is_that_of_one_rank(style):
+    torch.manual_seed(0)
+    made = LoRALinear(nn.Linear(6, 4), dropout=0.5).double()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    torch.manual_seed(1)
+    expected = made(x).detach()
+
+    def body(rank):
+        torch.manual_seed(1)
+        mesh = init_device_mesh("cpu", (2,))
+        layer = parallelize_module(copy.deepcopy(made), mesh, style(output_layouts=Replicate()))
+        own = x.chunk(2, 1)[rank] if style is RowwiseParallel else x
+        torch.testing.assert_close(layer(own).detach(), expected)
+
+    run_ranks(2, body)
+
+
+def test_modules_that_are_not_adapters_are_refused():
+    class Attention(nn.Module):
+        def __init__(self, features):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(8, n) for n in (8, features, features, 8))
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+            nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4)),
+            nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
+            Attention(8),
+            Attention(4),
+        ):
+            with pytest.raises(UsageError, match="does not fit"):
+                parallelize_module(module, mesh, ColwiseParallel())
+        layer = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
+        with pytest.raises(UsageError, match="already"):
+            parallelize_module(layer, mesh, RowwiseParallel())
+
+    run_ranks(2, body)

@@ -1,0 +1,83 @@
+"""`parallelize_module`: styles by the paths of modules, and plans that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import MeshError, PlacementError, UsageError
+from dure.mesh import init_device_mesh
+from dure.tensor import Replicate, Shard
+from dure.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    parallelize_module,
+)
+from dure.testing import run_ranks
+from tests.tensor.parallel.ranks.tensor_models import small_llama
+
+
+def test_paths_match_by_component_and_a_path_without_a_match_warns():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (1,))
+        model = small_llama()
+        names = []
+
+        class Notes(ParallelStyle):
+            def _apply(self, module, device_mesh):
+                names.append(module)
+                return module
+
+        parallelize_module(model, mesh, {"layers.?.attention.w*": Notes(), "": Notes()})
+        assert len(names) == 2 * 4 + 1
+        assert names[-1] is model
+        for plan in (None, {}):
+            with pytest.warns(UserWarning, match="no plan"):
+                parallelize_module(model, mesh, plan)
+        with pytest.warns(UserWarning, match=r"layers\.0\.attention\.wq"):
+            parallelize_module(model, mesh, {"layers.*.attn.wq": Notes()})
+
+    run_ranks(1, body)
+
+
+def test_plans_that_do_not_fit_name_the_module():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        wrong = [
+            ({"layers.*.attention.wq": ColwiseParallel()}, PlacementError, "layers.0.attention.wq"),
+            ({"layers.*.attention.wk": ColwiseParallel()}, PlacementError, "n_kv_heads is 2"),
+            ({"norm": ColwiseParallel()}, UsageError, "norm"),
+            ({"output": "columns"}, UsageError, "output"),
+            (3, UsageError, "a plan"),
+        ]
+        for plan, kind, text in wrong:
+            with pytest.raises(kind, match=text):
+                parallelize_module(small_llama(), mesh, plan)
+        with pytest.raises(MeshError):
+            parallelize_module(small_llama(), init_device_mesh("cpu", (1, 3)), ColwiseParallel())
+        with pytest.raises(MeshError):
+            parallelize_module(small_llama(), None, ColwiseParallel())
+        tied = small_llama(tied=True)
+        with pytest.raises(PlacementError, match="share"):
+            parallelize_module(
+                tied, mesh, {"tok_embeddings": ColwiseParallel(), "output": ColwiseParallel()}
+            )
+        for style in (
+            lambda: PrepareModuleInput(input_layouts=Shard(0)),
+            lambda: PrepareModuleInput(input_kwarg_layouts={"a": Shard(0)}),
+            lambda: PrepareModuleOutput(
+                output_layouts=(Shard(0), None), desired_output_layouts=Shard(0)
+            ),
+        ):
+            with pytest.raises(PlacementError):
+                style()
+        two_inputs = PrepareModuleInput(
+            input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None)
+        )
+        with pytest.raises(PlacementError):
+            parallelize_module(nn.Identity(), mesh, two_inputs)(torch.ones(1))
+
+    run_ranks(3, body)

@@ -1,0 +1,429 @@
+"""Tensor parallelism: a small Llama under plans against one rank, and plans that do not fit."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close as close
+
+from dure.errors import ShapeError
+from dure.mesh import init_device_mesh
+from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
+from dure.tensor.debug import CommDebugMode
+from dure.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from dure.testing import run_ranks
+from tests.tensor.parallel.ranks.tensor_models import (
+    BLOCKS,
+    PLANS,
+    FeedForward,
+    assert_trained_alike,
+    batches,
+    loss_of,
+    small_llama,
+    train_on,
+    trained_alone,
+    whole,
+)
+
+HEADS = {1: (4, 2), 2: (4, 2), 3: (6, 3), 8: (8, 8)}
+"""For each number of ranks, heads and key-value heads that they divide."""
+REDUCE, GATHER, SCATTER, PLAIN = (
+    "c10d_functional.all_reduce",
+    "c10d_functional.all_gather_into_tensor",
+    "c10d_functional.reduce_scatter_tensor",
+    "c10d.allreduce_",
+)
+B = BLOCKS
+COMMUNICATED = {
+    # Forward: the embedding, and in each block the sums after attention and feed-forward; scores.
+    # Backward: the input of each attention and feed-forward, and of the output layer.
+    "tp": ({REDUCE: 1 + 2 * B, GATHER: 1}, {REDUCE: 2 * B + 1}, {}),
+    # Forward: the same sums, scattered over the sequence; the inputs of attention, of feed-forward
+    # and of the output layer, and scores, gathered. Backward: each by the other, but for scores,
+    # whose gradient is replicated. After it: the gradient of each norm's weight.
+    "sp": (
+        {SCATTER: 1 + 2 * B, GATHER: 2 * B + 2},
+        {GATHER: 1 + 2 * B, SCATTER: 2 * B + 1},
+        {REDUCE: 2 * B + 1},
+    ),
+    # Scores stay where they are: of each token all ranks learn the highest and the sum of the
+    # exponentials, and in backward the sum of the gradients. The loss is left as terms.
+    "loss": (
+        {SCATTER: 1 + 2 * B, GATHER: 2 * B + 1, PLAIN: 2},
+        {GATHER: 1 + 2 * B, SCATTER: 2 * B + 1, PLAIN: 1},
+        {REDUCE: 2 * B + 1},
+    ),
+}
+"""What a step communicates: forward and loss, backward, reading gradients."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "tied"),
+    [
+        ((1, 1), False),
+        ((1, 2), False),
+        ((1, 2), True),
+        ((1, 3), False),
+        ((2, 2), False),
+        pytest.param((1, 8), False, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_llama_trains_as_on_one_rank(shape, tied, plan):
+    heads = HEADS[shape[1]]
+    expected = trained_alone(tied, *heads)
+
+    def body(rank):
+        assert_trained_alike(train_on(rank, shape, plan, tied, *heads), expected)
+
+    run_ranks(math.prod(shape), body)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step_communicates_what_the_plan_says_and_nothing_else(plan):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        model = parallelize_module(small_llama(), mesh, PLANS[plan]())
+        forward, backward, reading = COMMUNICATED[plan]
+        for ids in batches(2):  # the second takes the cached plans
+            with CommDebugMode() as seen, loss_parallel():
+                loss = loss_of(model, ids)
+            assert seen.get_comm_counts() == forward
+            with CommDebugMode() as seen, loss_parallel():
+                loss.backward()
+            assert seen.get_comm_counts() == backward
+            for _ in range(2):
+                with CommDebugMode() as seen:
+                    for parameter in model.parameters():
+                        assert parameter.grad is not None
+                assert seen.get_comm_counts() == reading
+                reading = {}
+            forward, backward, reading = COMMUNICATED[plan]
+            model.zero_grad()
+
+    run_ranks(2, body)
+
+
+def test_styles_bring_inputs_and_outputs_to_their_layouts():
+    layer = nn.Linear(6, 4).double()  # not made by the ranks: threads share a generator
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = torch.arange(12.0).double().reshape(2, 6)
+        expected = layer(x).detach()
+        both = [copy.deepcopy(layer) for _ in range(2)]
+        column = parallelize_module(nn.Sequential(both[0]), mesh, {"0": ColwiseParallel()})
+        assert torch.allclose(column(x), expected.chunk(2, 1)[rank])
+        row = parallelize_module(both[1], mesh, RowwiseParallel(use_local_output=False))
+        y = row(x.chunk(2, 1)[rank])
+        assert y.placements == (Replicate(),)
+        assert torch.allclose(y.full_tensor(), expected)
+        seen = []
+
+        class Sees(nn.Module):
+            def forward(self, a, b, *, c):
+                seen.extend([a, b, c])
+                return a, b
+
+        prepared = parallelize_module(
+            Sees(),
+            mesh,
+            PrepareModuleInputOutput(
+                input_layouts=(Shard(0), None),
+                desired_input_layouts=(Replicate(), None),
+                input_kwarg_layouts={"c": Replicate()},
+                desired_input_kwarg_layouts={"c": Shard(0)},
+                output_layouts=(Replicate(), None),
+                desired_output_layouts=(Shard(1), None),
+            ),
+        )
+        a, b = prepared(torch.ones(1, 2), "b", c=torch.ones(4))
+        assert seen[0].shape == (2, 2)
+        assert seen[0].placements == (Replicate(),)
+        assert seen[2].to_local().shape == (2,)
+        assert (a.shape, b) == ((2, 1), "b")
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "smoothing", "weighted"),
+    [
+        ("none", 0.0, False),
+        ("none", 0.2, True),
+        ("sum", 0.0, True),
+        ("sum", 0.2, False),
+        ("mean", 0.0, True),
+        ("mean", 0.2, True),
+        ("mean", 0.2, False),
+    ],
+)
+def test_a_loss_of_sharded_classes_is_that_of_full_scores(reduction, smoothing, weighted):
+    """On a batch cut by one axis and classes by the other, evenly or not, some targets ignored."""
+    classes = 5
+    scores = torch.randn(7, classes, generator=torch.Generator().manual_seed(0)).double()
+    target = torch.tensor([0, 4, -100, 2, 3, 1, 4])
+    weight = torch.arange(1.0, classes + 1).double() if weighted else None
+    options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": -100}
+    wanted = scores.clone().requires_grad_()
+    expected = F.cross_entropy(wanted, target, weight, **options)
+    expected.sum().backward()
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 3))
+        for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(1), Shard(1)]):
+            x = distribute_tensor(scores, mesh, placements).requires_grad_()
+            t = target
+            if placements[0] == Shard(0):
+                t = distribute_tensor(target, mesh, [Shard(0), Replicate()])
+            with CommDebugMode() as counted, loss_parallel():
+                loss = F.cross_entropy(x, t, weight, **options)
+                loss.sum().backward()
+            close(whole(loss), expected.detach())
+            close(x.grad.full_tensor(), wanted.grad)
+            assert x.grad.placements == x.placements
+            assert "all_gather" not in str(counted.get_comm_counts())
+
+    run_ranks(6, body)
+
+
+def test_a_full_input_in_place_of_a_part_is_refused():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        net = parallelize_module(nn.Linear(8, 4), mesh, RowwiseParallel())
+        with pytest.raises(ShapeError, match="input_layouts=Replicate"):
+            net(torch.ones(3, 8))
+        assert net(torch.ones(3, 4)).shape == (3, 4)
+
+    run_ranks(2, body)
+
+
+def _against_whole(n, make, plan, x, loss=lambda y: y.square().sum()):
+    """Compare a module under a plan with itself: output and gradients."""
+    alone = make()
+    expected = alone(x)
+    loss(expected).backward()
+    seen = []
+
+    def body(rank):
+        model = parallelize_module(copy.deepcopy(alone), init_device_mesh("cpu", (n,)), plan())
+        model.zero_grad()
+        with CommDebugMode() as counted:
+            y = model(x)
+            got = y.full_tensor() if isinstance(y, DTensor) else y
+            close(got.detach(), expected.detach())
+            loss(got).backward()
+        for name, parameter in alone.named_parameters():
+            close(whole(model.get_parameter(name).grad), parameter.grad, msg=name)
+        if rank == 0:
+            seen.append(counted.get_comm_counts())
+
+    run_ranks(n, body)
+    return seen[0]
+
+
+class FusedAttention(nn.Module):
+    """q, k and v in one layer: interleaved, each head's beside each other, or one after another."""
+
+    def __init__(self, interleaved):
+        super().__init__()
+        self.interleaved = interleaved
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        qkv = self.qkv(x)
+        if self.interleaved:
+            q, k, v = qkv.unflatten(-1, (-1, 3, 2)).unbind(-2)
+        else:
+            q, k, v = qkv.unflatten(-1, (3, -1, 2)).unbind(-3)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_fused_qkv(n, interleaved):
+    """Interleaved heads are cut between heads. Others are not: as DTensors they are still right."""
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).double()
+    counts = _against_whole(
+        n,
+        lambda: FusedAttention(interleaved).double(),
+        lambda: {
+            "qkv": ColwiseParallel(use_local_output=interleaved),
+            "out": RowwiseParallel(),
+        },
+        x,
+    )
+    if interleaved:
+        assert counts == {REDUCE: 1}
+
+
+@pytest.mark.parametrize(("n", "hidden"), [(2, 5), (3, 7), (4, 6), (4, 3)])
+def test_hidden_features_need_not_divide(n, hidden):
+    """The ranks' parts of 3 features on 4 ranks are 1, 1, 1 and 0."""
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).double()
+    counts = _against_whole(
+        n,
+        lambda: FeedForward(4, hidden).double(),
+        lambda: {"w[13]": ColwiseParallel(), "w2": RowwiseParallel()},
+        x,
+    )
+    assert counts == {REDUCE: 1}
+
+
+def test_a_sequence_need_not_divide_where_activations_stay_dtensors():
+    made = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)).double()
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+    counts = _against_whole(
+        3,
+        lambda: made,
+        lambda: {
+            "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+            "0": SequenceParallel(),
+            "1": ColwiseParallel(use_local_output=False),
+            "3": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        },
+        x,
+    )
+    # the gather and scatter of the two linear layers, x's gradient is not asked for; the output
+    # gathered; the gradients of the norm's weight and bias, and of the row-wise bias
+    assert counts == {GATHER: 3, SCATTER: 2}
+
+
+def test_an_embedding_is_cut_by_columns_too():
+    ids = torch.tensor([[0, 3, 3], [6, 1, 0]])
+    counts = _against_whole(
+        4,
+        lambda: nn.Sequential(nn.Embedding(7, 6)).double(),
+        lambda: {"0": ColwiseParallel(output_layouts=Replicate())},
+        ids,
+    )
+    assert counts == {GATHER: 1}
+
+
+def test_a_penalty_on_the_log_of_the_sum_gathers_no_scores():
+    scores = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).double()
+    wanted = scores.clone().requires_grad_()
+    target = torch.tensor([0, 6, 3, 3])
+
+    def loss_with_penalty(x):
+        return F.cross_entropy(x, target) + 1e-2 * torch.logsumexp(x, -1).square().mean()
+
+    expected = loss_with_penalty(wanted)
+    expected.backward()
+
+    def body(rank):
+        x = distribute_tensor(scores, init_device_mesh("cpu", (3,)), [Shard(1)]).requires_grad_()
+        with CommDebugMode() as counted, loss_parallel():
+            loss = loss_with_penalty(x)
+            loss.backward()
+            value = whole(loss)
+        close(value, expected.detach())
+        close(x.grad.full_tensor(), wanted.grad)
+        # highest scores and sums twice, the sum of the gradients; the loss
+        assert counted.get_comm_counts() == {PLAIN: 5, REDUCE: 1}
+
+    run_ranks(3, body)
+
+
+class Three(nn.Module):
+    """Three layers of one input, which may be changed between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, change=False, quiet=False):
+        x = x * 1
+        with torch.no_grad() if quiet else contextlib.nullcontext():
+            q = self.q(x)
+        if change:
+            x.mul_(2)
+        return q + self.k(x) + self.v(x)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_one_input_of_three_layers_is_moved_once(plain):
+    layers = Three().double()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        style = ColwiseParallel(input_layouts=Shard(0))
+        model = parallelize_module(copy.deepcopy(layers), mesh, {"[qkv]": style})
+        mine = x.chunk(2)[rank].clone()
+        mine = (mine if plain else DTensor.from_local(mine, mesh, [Shard(0)])).requires_grad_()
+        cases = [({}, 1, 1), ({"quiet": True}, 2, 1), ({"quiet": True, "change": True}, 2, 1)]
+        for options, gathered, scattered in cases:
+            expected_x = x.clone().requires_grad_()
+            expected = layers(expected_x, **options)
+            (grad,) = torch.autograd.grad(expected.square().sum(), expected_x)
+            mine.grad = None
+            with CommDebugMode() as counted:
+                y = model(mine, **options)
+                close(y.detach(), expected.chunk(2, 1)[rank].detach())
+                (y.square().sum()).backward()
+            assert counted.get_comm_counts() == {GATHER: gathered, SCATTER: scattered}
+            got = mine.grad if plain else mine.grad.to_local()
+            close(got, grad.chunk(2)[rank])
+
+    run_ranks(2, body)
+
+
+def test_a_part_that_is_written_between_layers_is_moved_again():
+    layers = Three().double()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        style = ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
+        model = parallelize_module(copy.deepcopy(layers), mesh, {"[qkv]": style})
+        model.q.register_forward_hook(lambda *_: [given[0].to_local().zero_()].clear())
+        given = []
+        model.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]), prepend=True)
+        model.forward = lambda x: (model.q(x), model.k(x))
+        for quiet in (torch.no_grad, torch.inference_mode):
+            given.clear()
+            with quiet():
+                q, k = model(distribute_tensor(x, mesh, [Shard(0)]))
+            close(q, layers.q(x).detach())
+            close(k, layers.k(torch.zeros_like(x)).detach())
+
+    run_ranks(2, body)
+
+
+def test_what_layers_share_goes_when_the_module_has_run():
+    def body(rank):
+        mesh, seen = init_device_mesh("cpu", (2,)), []
+        for ends in (nn.Identity(), nn.Linear(5, 5)):  # the latter fails
+            model = nn.Sequential(nn.Linear(4, 4), ends)
+            parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
+            model[0].register_forward_pre_hook(
+                lambda _, inputs: seen.append(weakref.ref(inputs[0]))
+            )
+            with contextlib.suppress(RuntimeError):
+                model(torch.ones(2, 4, requires_grad=True))
+        gc.collect()
+        assert [ref() for ref in seen] == [None, None]
+
+    run_ranks(2, body)

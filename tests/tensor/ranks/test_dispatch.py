@@ -1,0 +1,213 @@
+"""A hit by the extension and by Python; which calls share a plan."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dure.errors import PlacementError
+from dure.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    dispatch,
+    dtensor,
+    init_device_mesh,
+)
+from dure.testing import run_ranks
+from tests.tensor.ranks.operators import check
+from tests.tensor.ranks.parts import made
+
+X = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+ROW = torch.randn(6, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture(params=["native", "python"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "native" and dtensor.native is None:
+        pytest.skip("needs the compiled dispatch: it was not built")
+    dtensor.use_native(request.param == "native")
+    yield request.param
+    dtensor.use_native(True)
+
+
+def twice(function: Any) -> Any:
+    """Call a function twice, so that the second call finds the first one's plans."""
+
+    def run(*given: Any) -> Any:
+        function(*given)
+        return function(*given)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, row: x + row,
+        lambda x, row: x * 2.5,
+        lambda x, row: x @ x.t(),
+        lambda x, row: F.layer_norm(x, (6,), row, row),
+        lambda x, row: F.layer_norm(x, (6,)),
+        lambda x, row: x.view(4, 2, 3),
+        lambda x, row: x.sum(1, keepdim=True),
+        lambda x, row: x.sum(dtype=torch.float32),
+        lambda x, row: x.clone().mul_(2).add_(row),
+        lambda x, row: x.split(2, dim=1),
+        lambda x, row: torch.cat([x, x], 1),
+        lambda x, row: x.max(dim=1),
+        lambda x, row: x[1:3].relu(),
+    ],
+)
+def test_both_ways_compute_alike(way: str, function: Any) -> None:
+    check(twice(function), X, ROW, meshes=[(2,)])
+
+
+def test_both_ways_make_the_same_tensor() -> None:
+    if dtensor.native is None:
+        pytest.skip("needs the compiled dispatch: it was not built")
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(4, 2).t(), [Shard(1)])
+        for make in (dtensor.wrap, dtensor._wrap):
+            y = make(x.part, x.spec)
+            assert type(y) is DTensor and y.part is x.part and y.spec is x.spec
+            assert (y.shape, y.stride(), y.dtype) == ((2, 4), (1, 2), torch.float32)
+            assert y.device == x.part.device and y.layout is torch.strided
+            assert y.copied_at is None and not y.requires_grad
+            with torch.inference_mode():
+                assert make(x.part, x.spec).spec is x.spec
+        both = [x, torch.ones(3)], [x.spec, None]
+        other = x.redistribute(placements=[Replicate()])
+        for parts in (dtensor.parts_of, dtensor._parts):
+            found = parts(*both)
+            assert found is not None and found[0] is x.part and found[1] is both[0][1]
+            assert parts([other, x], [x.spec, x.spec]) is None
+            assert parts([torch.ones(4)], [x.spec]) is None
+            assert parts([x], [None]) is None
+            with pytest.raises(ValueError):
+                parts([x], [x.spec, x.spec])
+
+    run_ranks(2, body)
+
+
+def test_an_operator_runs_on_the_parts_without_python(way: str) -> None:
+    """What is counted here is whether the way that the fixture names is the one that ran."""
+    calls = []
+
+    def body(rank: int) -> None:
+        x = made(init_device_mesh("cpu", (1,)), torch.ones(2), [Shard(0)])
+        _ = x + x
+        code = dispatch.dispatch.__code__
+
+        def seen(frame: Any, event: str, arg: Any) -> None:
+            if event == "call" and frame.f_code is code:
+                calls.append(event)
+
+        sys.setprofile(seen)
+        _ = x + x
+        sys.setprofile(None)
+
+    run_ranks(1, body)
+    assert len(calls) == (0 if way == "native" else 1)
+
+
+def test_operands_are_released_with_the_call(way: str) -> None:
+    """What an operator was given is no one's afterwards: no cycle keeps it until a collection."""
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        calls = (lambda x: x.sort(0), lambda x: torch.cat([x, x]).split(2), lambda x: x.relu_())
+        for call in calls:
+            for _ in range(2):  # without a plan, and with it
+                x = made(mesh, torch.ones(2, 3), [Shard(0)])
+                held = weakref.ref(x.part)
+                call(x)
+                del x
+                assert held() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_ranks(2, body)
+    finally:
+        gc.enable()
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_of_one_kind_of_call(way: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(12.0).reshape(4, 3)
+        for _ in range(2):
+            x = made(mesh, whole, [Shard(0)])
+            assert x.sum(0).full_tensor().tolist() == [18, 22, 26]
+            assert x.sum(1).full_tensor().tolist() == [3, 12, 21, 30]
+            assert x.sum(1, keepdim=True).shape == (4, 1)
+            assert x.sum(1, dtype=torch.float64).dtype == torch.float64
+            assert (x * 2).full_tensor()[3, 2] == 22
+            assert (x * 2.5).full_tensor()[3, 2] == 27.5
+            assert (x * True).dtype == torch.float32
+            assert (made(mesh, torch.arange(4), [Shard(0)]) * True).dtype == torch.int64
+            assert (made(mesh, torch.arange(4), [Shard(0)]) * 1.0).dtype == torch.float32
+            assert x.view(12).shape == (12,) and x.view(2, 6).shape == (2, 6)
+            assert x.transpose(0, 1).shape == (3, 4) and x.transpose(0, 0).shape == (4, 3)
+
+    run_ranks(2, body)
+
+
+def test_floats_that_a_rule_looks_at_are_told_apart(way: str) -> None:
+    # Filling with 0 leaves terms of a sum; filling with 5 does not.
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(2), [Partial()])
+        mask = made(mesh, torch.tensor([True, False]), [Replicate()])
+        for _ in range(2):
+            assert x.masked_fill(mask, 0.0).full_tensor().tolist() == [0, 1]
+            assert x.masked_fill(mask, 5.0).full_tensor().tolist() == [5, 1]
+
+    run_ranks(2, body)
+
+
+def test_a_copied_view_is_refused_where_its_like_has_a_plan(way: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.arange(6.0).reshape(2, 3), [Shard(1)])
+        view = x.view(6)  # rows are not whole on a rank: it was moved
+        same = view.clone()
+        assert (same + 1).full_tensor().tolist() == (view + 1).full_tensor().tolist()
+        with pytest.raises(PlacementError):
+            view.add_(1)
+        x.add_(1)
+        for use in (lambda: view + 1, lambda: torch._foreach_add([view], 1.0)):
+            with pytest.raises(PlacementError):
+                use()
+
+    run_ranks(2, body)
+
+
+def test_an_error_of_the_operator_is_its_own(way: str) -> None:
+    def body(rank: int) -> None:
+        x = made(init_device_mesh("cpu", (1,)), torch.ones(2), [Shard(0)])
+        i = made(init_device_mesh("cpu", (1,)), torch.ones(2, dtype=torch.int64), [Shard(0)])
+        _ = x.add_(x, alpha=1.5), i.add_(i, alpha=1)
+        with pytest.raises(RuntimeError) as caught:
+            i.add_(i, alpha=1.5)
+        assert type(caught.value) is RuntimeError
+        assert i.full_tensor().tolist() == [2, 2]
+
+    run_ranks(1, body)

@@ -1,0 +1,35 @@
+"""DTensors on meshes of 1, 2 and 3 axes over worlds of 1 to 8 thread-ranks, against plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dure.testing import run_ranks
+from tests.tensor.ranks import dtensor_worlds as worlds
+
+
+@pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
+def test_operators_random_values_and_training(sizes: tuple[int, ...]) -> None:
+    each = 3 if math.prod(sizes) <= 4 else 1
+    found = run_ranks(math.prod(sizes), worlds.computes, sizes, each)
+    worlds.check_computed(found, sizes, each)
+
+
+@pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
+def test_pairs_of_placements(sizes: tuple[int, ...]) -> None:
+    most = 200 if math.prod(sizes) <= 4 else 100
+    run_ranks(math.prod(sizes), worlds.redistributes, sizes, most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 3, 2)], ids=str)
+def test_all_placements_on_three_axes(sizes: tuple[int, ...]) -> None:
+    run_ranks(math.prod(sizes), worlds.redistributes, sizes, 10_000)
+
+
+@pytest.mark.parametrize("sizes", worlds.PAIRS, ids=str)
+def test_two_models_on_two_meshes_run_at_once(sizes: tuple[tuple[int, int], ...]) -> None:
+    expected = worlds.losses_of_two_models(*sizes)
+    assert run_ranks(4, worlds.two_models, *sizes) == [expected] * 4

@@ -1,0 +1,114 @@
+"""Random operators give the values of one rank, bit for bit, and leave its generator."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dure.errors import Desync, PlacementError
+from dure.tensor import Partial, Replicate, Shard, init_device_mesh
+from dure.testing import run_ranks
+from tests.tensor.ranks.operators import check
+from tests.tensor.ranks.parts import made
+
+R = Replicate()
+
+
+def write(x, name, *args):
+    y = x.clone()
+    getattr(y, name)(*args)
+    return y
+
+
+def init(function, **options):
+    def run(x):
+        y = x.clone()
+        function(y, **options)
+        return y
+
+    return run
+
+
+OPERATORS = {
+    "uniform_": lambda x: write(x, "uniform_", 1, 3),
+    "normal_": lambda x: write(x, "normal_"),
+    "bernoulli_": lambda x: write(x, "bernoulli_", 0.3),
+    "random_": lambda x: write(x, "random_", 5, 90),
+    "exponential_": lambda x: write(x, "exponential_"),
+    "cauchy_": lambda x: write(x, "cauchy_"),
+    "log_normal_": lambda x: write(x, "log_normal_"),
+    "geometric_": lambda x: write(x, "geometric_", 0.4),
+    "like": lambda x: (torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 9)),
+    "turned": lambda x: torch.rand_like(x.t()),
+    "bernoulli": lambda x: (x.abs() / 100).bernoulli(),
+    "normal": lambda x: torch.normal(x, x.abs()),
+    "multinomial": lambda x: x.abs().multinomial(2),
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "dropout1d": lambda x: F.dropout1d(x, 0.4),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "rrelu": lambda x: F.rrelu(x - 5, training=True),
+    "gumbel": F.gumbel_softmax,
+    "xavier": init(nn.init.xavier_uniform_),
+    "kaiming": init(nn.init.kaiming_normal_),
+    "trunc_normal": init(nn.init.trunc_normal_, std=2.0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_values_are_those_of_one_rank(name):
+    def draws(x):
+        torch.manual_seed(5)
+        return OPERATORS[name](x), OPERATORS[name](x)
+
+    # A softmax over a sharded dimension sums in another order.
+    tolerance = 1e-6 if name == "gumbel" else 0.0
+    x = torch.arange(1.0, 16).reshape(5, 3)
+    draws(x)
+    state = torch.default_generator.get_state()
+    check(draws, x, tolerance=tolerance)
+    assert torch.equal(torch.default_generator.get_state(), state)
+
+
+def test_values_stay_sharded_and_terms_are_reduced():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(5)
+        x = made(mesh, torch.ones(5, 3), [Shard(0)])
+        assert x.normal_() is x
+        assert torch.rand_like(x).placements == (Shard(0),)
+        assert x.bernoulli(0.3).placements == (Shard(0),)
+        terms = made(mesh, torch.full((5, 3), 0.5), [Partial()])
+        assert torch.rand_like(terms).placements == (R,)
+        assert terms.bernoulli().full_tensor().unique().tolist() == [0, 1]
+        with pytest.raises(PlacementError):
+            terms.normal_()
+
+    run_ranks(2, body)
+
+
+def test_a_generator_of_ones_own():
+    expected = torch.empty(5, 3).normal_(generator=torch.Generator().manual_seed(3))
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        generator = torch.Generator().manual_seed(3)
+        x = made(mesh, torch.ones(5, 3), [Shard(0)]).normal_(generator=generator)
+        assert torch.equal(x.full_tensor(), expected)
+
+    run_ranks(2, body)
+
+
+def test_generators_that_differ_are_named():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(4), [Shard(0)])
+        with pytest.raises(Desync) as caught:
+            x.normal_(generator=torch.Generator().manual_seed(rank))
+        assert sorted(caught.value.calls) == [0, 1]
+
+    run_ranks(2, body)

@@ -1,0 +1,50 @@
+"""What the results of an operator are: found once per kind of call, and anew for another kind."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dure.tensor import Replicate, Shard, init_device_mesh, results
+from dure.testing import run_ranks
+from tests.tensor.ranks.parts import made
+
+
+def test_results_are_found_once_for_all_placements_of_one_kind(monkeypatch: Any) -> None:
+    ran: list[str] = []
+    run = results._run
+    monkeypatch.setattr(results, "_run", lambda call: (ran.append(call.name), run(call))[1])
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 1))
+        counts = torch.arange(77).reshape(7, 11)
+        results.forget_results()
+        for placements in [(Replicate(), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]:
+            x = made(mesh, counts, placements)
+            assert (x + 1).shape == (7, 11)
+        assert ran == ["aten.add.Tensor"]
+        assert (x + 1.0).dtype == torch.float32  # a number of another kind
+        assert (x.to(torch.int32) + 1).dtype == torch.int32  # another dtype
+        assert (made(mesh, counts[:2], placements) + 1).shape == (2, 11)  # another shape
+        assert ran.count("aten.add.Tensor") == 4
+
+    run_ranks(1, body)
+
+
+def test_results_of_the_default_dtype():
+    # What it is may change between two calls of one kind.
+    def body(rank):
+        mesh = init_device_mesh("cpu", (1,))
+        count = made(mesh, torch.tensor([1, 2]), [Replicate()])
+        assert (count / 2).dtype == (count / 2).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (count / 2).dtype == (count / 2).to_local().dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    run_ranks(1, body)

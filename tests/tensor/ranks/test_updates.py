@@ -1,0 +1,152 @@
+"""Torch's optimizers over DTensors: the steps of full tensors, on the parts, known to autograd."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dure.errors import PlacementError
+from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
+from dure.testing import run_ranks
+from tests.tensor.ranks.parts import made
+
+WEIGHT = torch.linspace(-1, 1, 24).reshape(6, 4)
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+FORMS = [
+    (name, form)
+    for name in (*FUSED, "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")
+    for form in ("loop", "foreach", "fused")
+    if form != "fused" or name in FUSED
+]
+
+
+def placed(full: torch.Tensor, mesh: Any, *placements: Placement) -> DTensor:
+    return made(mesh, full, placements)
+
+
+def optimizer_of(name: str, form: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
+    if name == "SGD":
+        options |= {"momentum": 0.9, "weight_decay": 0.1}
+    return getattr(torch.optim, name)(parameters, lr=0.1, **options)
+
+
+def grad_of(step: int) -> torch.Tensor:
+    return torch.sin(torch.arange(24.0) + step).reshape(6, 4)
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_an_optimizer_over_several_meshes_steps_as_over_full_tensors(name: str, form: str) -> None:
+    expected = [nn.Parameter(WEIGHT * factor) for factor in (1, 2, 3, 4)]
+    optimizer = optimizer_of(name, form, expected)
+    for step in range(3):
+        for one in expected:
+            one.grad = grad_of(step)
+        optimizer.step()
+
+    def body(rank: int) -> None:
+        line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        ours: list[Any] = [
+            nn.Parameter(placed(WEIGHT, line, Shard(0))),
+            nn.Parameter(placed(WEIGHT * 2, grid, Shard(0), Shard(1))),
+            nn.Parameter(WEIGHT * 3),
+            nn.Parameter(placed(WEIGHT * 4, line, Replicate())),
+        ]
+        optimizer = optimizer_of(name, form, ours)
+        for step in range(3):
+            for own in ours:
+                own.grad = grad_of(step)
+                if isinstance(own, DTensor):  # Partial once, as of sharded inputs
+                    partial = [Partial()] * own.device_mesh.ndim
+                    where = partial if step == 1 else own.placements
+                    own.grad = placed(grad_of(step), own.device_mesh, *where)
+            optimizer.step()
+        for own, other in zip(ours, expected, strict=True):
+            seen = own.full_tensor() if isinstance(own, DTensor) else own
+            torch.testing.assert_close(seen, other)
+
+    run_ranks(4, body)
+
+
+# ---- updates on the parts ------------------------------------------------------------------------
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operators that are given DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(t, DTensor) for t in pytree.tree_leaves((args, kwargs))):
+            self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_a_step_updates_the_parts_at_once(name: str, form: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weights = [nn.Parameter(placed(WEIGHT * n, mesh, Shard(0))) for n in (1, 2, 3)]
+        optimizer = optimizer_of(name, form, weights)
+        for weight in weights:
+            weight.grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
+        optimizer.step()
+        with _Counting() as counting:
+            optimizer.step()
+        assert not counting.seen
+        for weight in weights:
+            for state in optimizer.state[weight].values():
+                if isinstance(state, torch.Tensor) and state.ndim:
+                    assert isinstance(state, DTensor) and state.placements == (Shard(0),)
+                    assert state.shape == weight.shape
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
+def test_a_step_between_forward_and_backward_is_noticed(form: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
+        flat = weight.detach().view(3, 8)  # rows of 4 made rows of 8: moved, a copy
+        optimizer = optimizer_of("AdamW", form, [weight])
+        weight.grad = placed(WEIGHT, mesh, Shard(0))
+        loss = (weight * weight).sum()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with pytest.raises(PlacementError):
+            _ = flat + 1
+        moments = optimizer.state[weight]["exp_avg"]
+        before = moments._version
+        optimizer.step()
+        assert moments._version > before
+
+    run_ranks(2, body)
+
+
+def test_what_does_not_lie_alike_goes_operator_by_operator() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        ours = [nn.Parameter(placed(WEIGHT, mesh, Shard(0))) for _ in range(2)]
+        theirs = nn.Parameter(WEIGHT.clone())
+        ours[0].grad = placed(torch.cos(WEIGHT), mesh, Shard(1))
+        ours[1].grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
+        theirs.grad = torch.cos(WEIGHT)
+        for parameters in (ours, [theirs]):
+            torch.optim.AdamW(parameters, lr=0.1, foreach=True).step()
+        for one in ours:
+            assert one.placements == (Shard(0),)
+            torch.testing.assert_close(one.full_tensor(), theirs)
+
+    run_ranks(2, body)

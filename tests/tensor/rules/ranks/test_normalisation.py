@@ -1,0 +1,72 @@
+"""Normalization: batches with running statistics, composite norms; what gathers nothing."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dure.errors import PlacementError
+from dure.tensor import Partial, Replicate, Shard, init_device_mesh
+from dure.testing import run_ranks
+from tests.tensor.ranks.operators import check, placed
+from tests.tensor.ranks.parts import made
+
+torch.manual_seed(0)
+
+
+def random(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm(training):
+    def norm(x, weight, bias):
+        mesh = getattr(x, "device_mesh", None)
+        mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        if mesh is not None:
+            mean, var = (made(mesh, t, [Replicate()] * mesh.ndim) for t in (mean, var))
+        try:
+            out = F.batch_norm(x, mean, var, weight, bias, training=training)
+        except PlacementError:  # channels are sharded, running statistics are not
+            mean, var = (t.redistribute(placements=weight.placements) for t in (mean, var))
+            out = F.batch_norm(x, mean, var, weight, bias, training=training)
+        return out, mean, var
+
+    check(norm, random(5, 3, 2), random(3), random(3))
+
+
+def test_running_statistics_are_not_moved():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(4, 2), [Shard(1)])
+        mean, var = made(mesh, torch.zeros(2), [Partial()]), made(mesh, torch.ones(2), [Shard(0)])
+        with pytest.raises(PlacementError):
+            F.batch_norm(x, mean, var, training=True)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_composite_norms_write_their_temporaries(inference):
+    # The mean over a sharded dimension is Partial; eps is added to it in place.
+    def norm(x):
+        with torch.inference_mode(inference):
+            return F.rms_norm(x, (6,))
+
+    check(norm, random(4, 6).requires_grad_(not inference), partial=["sum"])
+
+
+def test_layers_are_not_gathered():
+    x, w, rows = random(5, 4), random(4), [Shard(0)]
+    norm = lambda x, w: F.layer_norm(x, (4,), w, w)  # noqa: E731
+    assert placed(norm, (x, rows), (w, [Replicate()])) == [rows]
+
+    def gradient(x, w):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(norm(x, w).sum(), (x, w))
+
+    assert placed(gradient, (x, rows), (w, [Replicate()])) == [rows, [Partial()]]

@@ -1,0 +1,159 @@
+"""Rules of reductions against the unsharded operators."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dure.tensor import Partial, Replicate, Shard, init_device_mesh
+from dure.testing import run_ranks
+from tests.tensor.ranks.operators import check, placed
+from tests.tensor.ranks.parts import made
+
+torch.manual_seed(0)
+X = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+FEW = torch.randn(3, 1, 2, dtype=torch.float64, requires_grad=True)  # empty shards on 4 ranks
+INTEGERS = torch.randint(-9, 9, (5, 6))
+TRUTH = torch.tensor([[True, False, True], [True, True, True], [False, False, False]])
+
+
+@pytest.mark.parametrize("x", [X, FEW, torch.tensor(2.5, dtype=torch.float64, requires_grad=True)])
+@pytest.mark.parametrize("name", ["sum", "mean"])
+def test_sums_and_means(name, x):
+    def reduced(x):
+        of = getattr(x, name)
+        several = of(dim=(0, -1)) if x.ndim > 1 else x.sum()
+        return of(), of(dim=0), of(dim=-1, keepdim=True), several
+
+    check(reduced, x, partial=["sum", "avg"])
+
+
+def test_sums_that_cast():
+    check(lambda x: x.sum(), INTEGERS)
+    check(lambda x: x.sum(0), INTEGERS.to(torch.int8))
+    check(lambda x: x.sum(1, dtype=torch.float64), INTEGERS)
+    check(lambda x: x.sum(0), TRUTH)
+    check(lambda x: x.sum(0, dtype=torch.float64), X.detach().float(), partial=["sum"])
+    check(lambda x: x.nansum(0), torch.tensor([[1.0, math.nan], [math.nan, 3.0], [2.0, 2.0]]))
+    check(lambda x: (x.count_nonzero(), x.count_nonzero(0)), INTEGERS)
+
+
+@pytest.mark.parametrize("x", [X, FEW])
+def test_products(x):
+    check(
+        lambda x: (x.prod(), x.prod(0), x.prod(-1, keepdim=True)), x.detach(), partial=["product"]
+    )
+
+
+@pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS, TRUTH])
+def test_extremes(x):
+    def extremes(x):
+        return x.amax(0), x.amin(-1, keepdim=True), x.amax(), x.max(), x.min(), x.amin((0, 1))
+
+    check(extremes, x)
+    if x.is_floating_point():
+        check(lambda x: (x.amax(0), x.amax(), x.max()), x, partial=["max"])
+        check(lambda x: (x.amin(0), x.amin(), x.min()), x, partial=["min"])
+        check(lambda x: (x.amin(0), x.max()), x, partial=["sum"])
+    if x.dtype != torch.bool:
+        check(lambda x: (*x.aminmax(), *x.aminmax(dim=0)), x)
+
+
+def test_extremes_keep_what_is_not_a_number():
+    check(lambda x: (x.amax(0), x.min()), torch.tensor([[1.0, math.nan], [2.0, 0.0], [3.0, 4.0]]))
+
+
+@pytest.mark.parametrize("x", [X, FEW])
+def test_extremes_gradients(x):
+    check(lambda x: (x.amax(0), x.amin((0, 1))), x)
+
+
+@pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS])
+def test_indices_of_extremes(x):
+    def indices(x):
+        return [*x.max(0), *x.min(-1, keepdim=True), x.argmax(), x.argmin(1), x.argmax(0)]
+
+    check(indices, x)
+    check(lambda x: [*x.kthvalue(1, 0), *x.median(1), *x.mode(0)], x)
+
+
+@pytest.mark.parametrize("x", [TRUTH, INTEGERS, X.detach()])
+def test_truth(x):
+    check(lambda x: (x.any(), x.all(), x.any(0), x.all(1, keepdim=True)), x)
+    check(lambda x: (torch.any(x, (0, 1)), torch.all(x, (0,)), torch.any(x, ())), x)
+
+
+@pytest.mark.parametrize("x", [X, FEW])
+def test_variances(x):
+    def variances(x):
+        found = [x.var(0), x.std(), x.std(-1, correction=0, keepdim=True)]
+        found += [*torch.var_mean(x, 0), *torch.std_mean(x)]
+        return [*found, x.logsumexp(0), x.logsumexp((0, 1), keepdim=True)]
+
+    check(variances, x)
+
+
+@pytest.mark.parametrize("order", [2, 1, 0, math.inf])
+@pytest.mark.parametrize("x", [X, FEW])
+def test_norms(x, order):
+    def norms(x):
+        of = torch.linalg.vector_norm
+        return of(x, order), of(x, order, 0), of(x, order, (0, 1), keepdim=True)
+
+    check(norms, x, partial=["sum"])
+
+
+def test_the_least_norm_of_an_empty_part_is_not_the_least_of_all():
+    check(lambda x: torch.linalg.vector_norm(x, -math.inf), FEW.detach())
+
+
+def test_a_norm_does_not_overflow_on_the_way():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        x = made(mesh, torch.full((4,), 1.5e19), [Shard(0)])  # the sum of squares is 9e38
+        torch.testing.assert_close(x.norm().full_tensor(), torch.tensor(3e19))
+
+    run_ranks(4, body)
+
+
+def test_read_values_are_those_of_the_whole():
+    one = torch.tensor([4.5])
+    check(lambda x: x.item(), one, partial=["sum", "avg", "max"])
+    check(lambda x: bool(x.sum() > 0), X.detach())
+
+    def compared(x, y):
+        return x.equal(y), x.equal(x), x.equal(y + 1), x.allclose(y), x.allclose(y + 1)
+
+    check(compared, INTEGERS.double(), INTEGERS.double(), partial=["sum"])
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(4), [Shard(0)])
+        y = torch.ones(4)
+        y[3] = 2
+        other = made(mesh, y, [Shard(0)])  # the ranks' parts differ only on rank 1
+        assert not x.equal(other)
+        assert not x.allclose(other)
+        assert not x.equal(made(mesh, torch.ones(5), [Shard(0)]))
+
+    run_ranks(2, body)
+
+
+def test_what_is_not_gathered():
+    x, rows, columns = X.detach(), [Shard(0)], [Shard(1)]
+    total = Partial("sum")
+    assert placed(lambda x: (x.sum(), x.sum(1), x.sum(0)), (x, rows)) == [
+        [total], [Shard(0)], [total],
+    ]  # fmt: skip
+    assert placed(lambda x: (x.mean(), x.mean(0)), (x, columns)) == [[total], [Shard(0)]]
+    assert placed(lambda x: (x.amax(0), x.any(), x.all()), (x, rows)) == [
+        [Partial("max")], [Partial("max")], [Partial("min")],
+    ]  # fmt: skip
+    assert placed(lambda x: x.max(1), (x, rows)) == [[Shard(0)], [Shard(0)]]
+    assert placed(lambda x: x.norm(), (x, rows)) == [[Replicate()]]
+    assert placed(lambda x: x.norm(1), (x, rows)) == [[total]]

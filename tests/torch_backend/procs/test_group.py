@@ -1,0 +1,65 @@
+"""Groups of the plug-in: unequal calls, ranks that leave, and hosts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from dure.errors import CommTimeout, Desync
+from dure.testing import ProcessPool
+from tests.torch_backend.torch_worlds import in_pool, shared, td, world
+
+
+def unequal_calls(rank: int, folder: str) -> None:
+    with world(rank, folder):
+        tensor = torch.ones(2 + rank)
+        with pytest.raises(Desync) as raised:
+            td.all_reduce(tensor)
+        assert set(raised.value.calls) == {0, 1}
+        assert (tensor == 1).all()
+
+
+test_unequal_calls = in_pool(unequal_calls)
+
+
+def left_without_a_word(rank: int, folder: str) -> None:
+    with world(rank, folder) as group:
+        pair = td.new_group([0, 1])
+        backend = pair._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(timedelta(seconds=0.2))
+        assert backend.options._timeout == timedelta(seconds=0.2)
+        if rank == 0:
+            with pytest.raises(CommTimeout) as raised:
+                td.all_reduce(torch.ones(1), group=pair)
+            assert raised.value.missing == (1,)
+            shared(group).set("over", "yes")
+        else:
+            shared(group).wait(["over"])
+        pair.abort()
+        td.all_reduce(torch.ones(1))
+
+
+test_left_without_a_word = in_pool(left_without_a_word)
+
+
+def over_hosts(rank: int, folder: str) -> None:
+    """Two ranks that pretend to be on two hosts."""
+    with world(rank, folder) as group:
+        assert group.ours.backend_name == "hybrid"
+        for count in (3, 300_000):
+            tensor = torch.full((count,), float(rank))
+            td.all_reduce(tensor)
+            assert tensor[-1].item() == 1.0
+        sent, got = torch.full((5,), float(rank)), torch.empty(5)
+        work = td.isend(sent, 1 - rank)
+        td.recv(got, 1 - rank)
+        work.wait()
+        assert got.tolist() == [float(1 - rank)] * 5
+        td.barrier()
+
+
+def test_ranks_of_two_hosts_get_shared_memory_inside_and_gloo_between(tmp_path):
+    with ProcessPool(2, "hybrid", hosts="ab") as pool:
+        pool.run(over_hosts, str(tmp_path))

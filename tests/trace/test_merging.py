@@ -1,0 +1,110 @@
+"""Reading the files of all ranks: one clock, and files that do not belong."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dure.errors import UsageError
+from dure.trace.merging import read, read_file
+from tests.trace.made_up import record, write
+
+
+def test_ranks_of_one_host_keep_their_common_clock(tmp_path):
+    later = {"monotonic_ns": 10_000_000_000, "time_ns": 1_000_010_000_700_000}  # the clock was set
+    write(tmp_path, 0, [record(0, 2)])
+    write(tmp_path, 1, [record(1, 3)], {"clock": later})
+    flight = read(tmp_path)
+    assert flight.time_ns(0, 2_000_000) == 0
+    assert flight.time_ns(1, 3_000_000) == 1_000_000
+
+
+def test_ranks_of_two_hosts_are_aligned_by_the_time_of_day(tmp_path):
+    other = {"monotonic_ns": 70_000_000_000, "time_ns": 1_000_010_000_000_000}
+    write(tmp_path, 0, [record(0, 2)])
+    start = 60_004_000_000  # 4 ms after the other host's zero
+    write(tmp_path, 1, [record(1, 3, start_ns=start)], {"clock": other, "boot": "another"})
+    flight = read(tmp_path)
+    assert flight.time_ns(1, start) == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("torn.json", '{"format": "dure-flight", "version": 1, "rank": 1, "rec'),
+        ("list.json", "[1, 2]"),
+        ("foreign.json", '{"format": "something", "version": 1}'),
+        ("newer.json", '{"format": "dure-flight", "version": 99}'),
+        ("damaged.json", '{"format": "dure-flight", "version": 1, "rank": "one"}'),
+        ("binary.json", "\udcff\udcfe"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_left_out(tmp_path, name, content):
+    write(tmp_path, 0, [record(0, 1)])
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    flight = read(tmp_path)
+    (problem,) = flight.problems
+    assert problem.startswith(f"{name}: ")
+    assert list(flight.ranks) == [0]
+    with pytest.raises(UsageError):
+        read_file(tmp_path / name)
+
+
+def test_of_two_files_of_a_rank_the_newer_counts(tmp_path):
+    newer = {"monotonic_ns": 20_000_000_000, "time_ns": 1_000_020_000_000_000}
+    old = write(tmp_path, 0, [record(0, 1)])
+    old.rename(tmp_path / "old.json")
+    write(tmp_path, 0, [record(0, 1), record(0, 2)], {"clock": newer})
+    flight = read(tmp_path)
+    assert len(flight.ranks[0].records) == 2
+    assert [p.partition(":")[0] for p in flight.problems] == ["old.json"]
+
+
+def test_a_file_of_another_job_is_left_out(tmp_path):
+    newer = {"monotonic_ns": 20_000_000_000, "time_ns": 1_000_020_000_000_000}
+    write(tmp_path, 0, [record(0, 1)], {"clock": newer})
+    write(tmp_path, 1, [record(1, 1)], {"job": "an older one"})
+    flight = read(tmp_path)
+    assert list(flight.ranks) == [0] and flight.absent == (1, 2)
+    assert [p.partition(":")[0] for p in flight.problems] == ["rank1.json"]
+
+
+def test_a_folder_without_records_is_a_users_mistake(tmp_path):
+    with pytest.raises(UsageError):
+        read(tmp_path / "missing")
+    with pytest.raises(UsageError):
+        read(tmp_path)
+
+
+def test_where_a_rank_is_now_is_the_programs_own_frame(tmp_path):
+    file = read_file(write(tmp_path, 0, []))
+    assert file.where is not None
+    assert (file.where.file, file.where.line) == ("/home/me/train.py", 88)
+
+
+def test_what_is_no_file_is_named_and_not_read(tmp_path):
+    write(tmp_path, 0, [record(0, 1)])
+    os.mkfifo(tmp_path / "fifo.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "deep.json").write_text('{"x":' + "[" * 99_999 + "]" * 99_999 + "}")
+    with open(tmp_path / "large.json", "w") as large:
+        large.truncate((1 << 28) + 1)
+    assert read(tmp_path).problems == (
+        "deep.json: is no flight record",
+        "fifo.json: is no regular file",
+        "folder.json: is no regular file",
+        "large.json: is larger than 256 MiB",
+        "zero.json: is no regular file",
+    )
+
+
+def test_texts_move_no_cursor(tmp_path):
+    evil = "\x1b]0;owned\x07 \x9b2J \x7f back\\u001bslash"
+    write(tmp_path, 0, [record(0, 1, file=evil)], {"host": evil})
+    file = read_file(tmp_path / "rank0.json")
+    shown = "\\u001b]0;owned\\u0007 \\u009b2J \\u007f back\\u001bslash"
+    assert (file.host, file.records[0].file) == (shown, shown)
+    (tmp_path / "a\x1b[2J.json").write_text("{")
+    assert read(tmp_path).problems == ("a\\u001b[2J.json: is no JSON, or torn off",)

@@ -1,0 +1,103 @@
+"""The timeline keeps the rules of the trace-event format."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dure.trace.events import State
+from dure.trace.findings import study
+from dure.trace.merging import read
+from dure.trace.timeline import timeline
+from tests.trace.made_up import record, write
+
+ALWAYS = {"name": str, "ph": str, "pid": int, "tid": int}
+BY_PHASE = {
+    "M": {"args": dict},
+    "X": {"cat": str, "ts": float, "dur": float, "args": dict},
+    "b": {"cat": str, "ts": float, "id": str, "args": dict},
+    "e": {"cat": str, "ts": float, "id": str},
+    "s": {"cat": str, "ts": float, "id": str},
+    "f": {"cat": str, "ts": float, "id": str, "bp": str},
+}
+
+
+@pytest.fixture
+def events(tmp_path):
+    """Two ranks: calls that end, an asynchronous one, one that runs; rank 1 is always late."""
+    for rank in (0, 1):
+        late = rank * 100_000
+        write(
+            tmp_path,
+            rank,
+            [
+                record(rank, 1, start_ns=1_000_000 + late),
+                record(rank, 2, async_op=True, start_ns=2_000_000 + late),
+                record(rank, 3, start_ns=3_000_000 + late, end_ns=0, state=State.STARTED),
+                record(rank, 1, op="send", peer=1 - rank, tag=0, start_ns=4_000_000 + late),
+            ],
+        )
+    flight = read(tmp_path)
+    made = json.loads(json.dumps(timeline(flight, study(flight).groups)))
+    assert set(made) == {"traceEvents", "displayTimeUnit"} and made["displayTimeUnit"] in (
+        "ms",
+        "ns",
+    )
+    return made["traceEvents"]
+
+
+def test_every_event_has_the_fields_of_its_phase(events):
+    for event in events:
+        for name, kind in (ALWAYS | BY_PHASE[event["ph"]]).items():
+            assert isinstance(event[name], kind), (name, event)
+        assert event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0
+    assert {e["ph"] for e in events} == set(BY_PHASE)
+
+
+def test_ranks_are_processes_and_groups_are_tracks(events):
+    named = {(e["name"], e["pid"]): e["args"] for e in events if e["ph"] == "M"}
+    assert named["process_name", 1]["name"].startswith("rank 1 (")
+    assert named["process_sort_index", 1] == {"sort_index": 1}
+    assert named["thread_name", 0] == {"name": "group world"}
+
+
+def test_slices_of_a_track_do_not_overlap(events):
+    for pid in (0, 1):
+        slices = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == pid)
+        assert len(slices) == 3
+        running = slices[1]
+        assert running == pytest.approx((2000 + 100 * pid, 9_997_000 - 100 * pid)), "up to the dump"
+
+
+def test_asynchronous_operations_are_pairs_of_their_own(events):
+    pairs = {}
+    for e in events:
+        if e["ph"] in "be":
+            pairs.setdefault((e["pid"], e["cat"], e["id"]), []).append((e["ph"], e["ts"]))
+    assert len(pairs) == 2
+    assert all(
+        [p for p, _ in sorted(ends, key=lambda x: x[1])] == ["b", "e"] for ends in pairs.values()
+    )
+
+
+def test_an_arrow_leads_from_the_last_to_arrive_to_who_waited(events):
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys() and len(starts) == 1
+    for name, start in starts.items():
+        assert (start["pid"], ends[name]["pid"]) == (1, 0)
+        assert start["ts"] <= ends[name]["ts"]
+        for arrow in (start, ends[name]):
+            assert any(
+                e["ph"] == "X"
+                and (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"])
+                and e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"]
+                for e in events
+            ), "an arrow ends on a slice"
+
+
+def test_a_slice_says_what_was_called_and_where(events):
+    args = next(e for e in events if e["ph"] == "X")["args"]
+    assert args["at"] == "/home/me/train.py:31" and args["bytes"] == 400
+    assert (args["dtype"], args["reduction"], args["seq"]) == ("float32", "SUM", 1)

@@ -1,0 +1,143 @@
+"""Shards, gradients and optimizer state in files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import UsageError
+from dure.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard, strategy
+from dure.tensor import DTensor
+from dure.testing import run_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS, adamw, by_step, compare, shard, sharded
+
+pytestmark = BOTH_WAYS
+
+
+def file_of(tensor: torch.Tensor) -> str:
+    """Return the path of the file that memory is mapped from, from the kernel's table."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, _, *name = line.split(maxsplit=5)
+        begin, end = (int(x, 16) for x in span.split("-"))
+        if begin <= address < end:
+            return name[0] if name else ""
+    raise AssertionError("no such memory")
+
+
+def test_training_equals_one_rank(way: str, tmp_path: Path) -> None:
+    compare(way, 3, prepare=partial(shard, offload_policy=OffloadPolicy(path=tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def parts_in(folder: Path, tensors: Iterable[Any]) -> list[bool]:
+    """Tell of each shard that is not empty whether it is in a file of the folder."""
+    shards = [t.part for t in tensors if isinstance(t, DTensor) and t.part.numel()]
+    return [str(folder) in file_of(part) for part in shards]
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_shards_gradients_and_state_are_in_files(way: str, tmp_path: Path, name: str) -> None:
+    def body(rank: int) -> None:
+        model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for step in range(2):
+            by_step(model, step, 2, rank)
+            assert all(parts_in(tmp_path, (p.grad for p in model.parameters())))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(parts_in(tmp_path, model.parameters()))
+        found = parts_in(tmp_path, (v for s in optimizer.state.values() for v in s.values()))
+        assert found and all(found)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_state_comes_into_files_as_it_is_made(way: str, device: str, tmp_path: Path) -> None:
+    """So that memory never holds all of it."""
+    in_files: list[bool] = []
+
+    def body(rank: int) -> None:
+        model = nn.Linear(4, 4, device=device)
+        with strategy(way):
+            fully_shard(model, offload_policy=OffloadPolicy(path=tmp_path))
+        if device == "meta":
+            model.to_empty(device="cpu")
+            for parameter in model.parameters():
+                nn.init.ones_(parameter)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        init: Any = torch.optim.AdamW._init_group  # pyright: ignore
+
+        def init_and_look(*args: Any, **kwargs: Any) -> Any:
+            result = init(optimizer, *args, **kwargs)
+            tensors = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+            in_files.extend(parts_in(tmp_path, tensors))
+            return result
+
+        optimizer._init_group = init_and_look  # pyright: ignore
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    run_ranks(2, body)
+    assert in_files == [True] * 2 * 4
+
+
+def test_loaded_state_goes_to_files(way: str, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
+        optimizer = adamw(model.parameters())
+        by_step(model, 0, 2, rank)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        by_step(model, 1, 2, rank)
+        optimizer.step()
+        assert all(parts_in(tmp_path, (s["exp_avg"] for s in optimizer.state.values())))
+
+    run_ranks(2, body)
+
+
+def test_low_precision_and_values_after_meta(way: str, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        with torch.device("meta"):
+            model = nn.Linear(4, 6)
+        with strategy(way):
+            fully_shard(
+                model,
+                offload_policy=OffloadPolicy(path=tmp_path),
+                mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+            )
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        assert model(torch.ones(2, 4)).tolist() == [[2.5] * 6] * 2
+        model.reshard()
+        assert all(parts_in(tmp_path, model.parameters()))
+
+    run_ranks(2, body)
+
+
+def test_a_folder_that_cannot_be_used_is_named(way: str, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        policy = OffloadPolicy(path=tmp_path / "none")
+        with strategy(way), pytest.raises(UsageError) as error:
+            fully_shard(nn.Linear(2, 2), offload_policy=policy)
+        assert str(tmp_path / "none") in str(error.value)
+
+    run_ranks(2, body)
