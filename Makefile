@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 export PYTHON VENV
 
-PYTHON_TREES := src tests scripts $(wildcard examples benchmarks)
+PYTHON_TREES := src tests drills scripts $(wildcard examples benchmarks)
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
 NATIVE_SOURCES := CMakeLists.txt $(CPP_SOURCES)
 SPELLED := README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md Makefile pyproject.toml \

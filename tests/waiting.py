@@ -14,8 +14,8 @@ from dure.store.key import mint
 T = TypeVar("T")
 
 # The limit of every wait that only ends a hang. No test passes or fails because of its value: a
-# busy machine may need many times what a quiet one does. It is below pytest's own limit per test, so
-# that the wait fails with its own words. Also the default of `run_ranks` and `ProcessPool` in tests.
+# busy machine may need many times what a quiet one does. It is below pytest's own limit per test,
+# so the wait fails with its own words. Also the default of `run_ranks` and `ProcessPool` in tests.
 PATIENCE_S = int(os.environ.setdefault("DURE_TEST_TIMEOUT", "240"))
 
 

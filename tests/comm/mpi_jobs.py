@@ -14,8 +14,8 @@ from pathlib import Path
 from dure.comm.backends.mpi import library as mpi_library
 from tests.waiting import PATIENCE_S
 
-TESTS = Path(__file__).parents[1]
-PROGRAMS = TESTS / "procs" / "programs"
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "tests/comm/procs/programs"
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def plain_environment() -> dict[str, str]:
     named += ("DURE_BACKEND", "DURE_STORE_ADDR", "DURE_LAUNCHER")
     left = {k: v for k, v in os.environ.items() if k not in named}
     left |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    path = os.pathsep.join(filter(None, [str(TESTS), left.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), left.get("PYTHONPATH")]))
     return left | {"PYTHONPATH": path}
 
 

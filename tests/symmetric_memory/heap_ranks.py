@@ -1,4 +1,4 @@
-"""What ranks do with the symmetric heap in tests/symmetric_memory/procs/test_symmetric_memory.py."""
+"""What ranks do with the symmetric heap in `procs/test_symmetric_memory.py`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.comm import namespace_hosts as namespaces
 from tests.launch.procs.launching import Launching
 from tests.waiting import PATIENCE_S, key_file, until
 
-PROGRAM = Path(namespaces.__file__).parent / "programs" / "cut_job.py"
+PROGRAM = Path(__file__).parents[1] / "procs" / "programs" / "cut_job.py"
 SWITCH = Path(__file__).with_name("switch.py")
 PORT = 29400
 
