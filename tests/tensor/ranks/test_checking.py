@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_ranks_that_mean_different_tensors_learn_both_lines() -> None:
         for error in (caught, other, unlike, kinds):
             assert sorted(error.value.calls) == [0, 1]
             for text in error.value.calls.values():
-                assert re.search(r"test_dtensor_checking.py:\d+", text), text
+                assert re.search(rf"{Path(__file__).name}:\d+", text), text
         assert "float32[4, 3]" in str(caught.value)
         assert "float32[5, 3]" in str(caught.value)
         assert "(S(0))" in str(other.value)
@@ -108,7 +109,7 @@ def test_ranks_that_differ_learn_it_at_the_first_call_that_communicates(name: st
             x.full_tensor()
         assert sorted(caught.value.calls) == [0, 1]
         for text in caught.value.calls.values():
-            assert re.search(r"test_dtensor_checking.py:\d+", text), text
+            assert re.search(rf"{Path(__file__).name}:\d+", text), text
         return str(x.spec), caught.value.calls
 
     for _, calls in (found := run_ranks(2, body)):
