@@ -3,9 +3,9 @@
     python benchmarks/hosts_end.py [--hosts 2] [--ranks-each 2] [--rounds 5] [--ssh]
 
 Hosts are network namespaces of this machine (`tests/comm/namespace_hosts.py`), each with a
-`dure run` of its own; with `--ssh` one `dure run --hosts` starts them through an sshd in each. The program sleeps, or
-is in an endless chain of all_reduces (`busy`). One rank of the last host is killed; ends are those
-that the kernel tells (pidfd), so nothing is asked of the processes.
+`dure run` of its own; with `--ssh` one `dure run --hosts` starts them through an sshd in each. The
+program sleeps, or is in an endless chain of all_reduces (`busy`). One rank of the last host is
+killed; ends are those that the kernel reports (pidfd), so nothing is asked of the processes.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 Each sample input is run on thread-ranks, forward and backward, with its tensors replicated and
 sharded on each dimension in turn (`--ways` ways a sample, `--most` samples an operator), and
-compared with the unsharded operator (tests/tensor/ranks/operators.py). An operator is *right* if all
-its calls are; else it is what the worst of them is: *refused* by a typed error, *crashed* by another,
-or *wrong*. With `--torch`, `torch.distributed.tensor` runs the same calls, on torch's own simulated
-ranks (LocalTensorMode). Random results are compared by shape and dtype only.
+compared with the unsharded operator (tests/tensor/ranks/operators.py). An operator is *right* if
+all its calls are; else it is what the worst of them is: *refused* by a typed error, *crashed* by
+another, or *wrong*. With `--torch`, `torch.distributed.tensor` runs the same calls, on torch's own
+simulated ranks (LocalTensorMode). Random results are compared by shape and dtype only.
 """
 
 # Torch's DTensor has no types, and its simulation no public names.

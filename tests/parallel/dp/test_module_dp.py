@@ -50,10 +50,11 @@ def test_outputs_and_gradients_are_those_of_the_whole_batch(threads: int, batch:
 
 def test_batch_norm_keeps_the_statistics_of_the_first_part() -> None:
     split, first = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    x = torch.randn(8, 3)
+    x = torch.arange(24.0).reshape(8, 3) ** 2  # the parts' statistics differ by far
     result = parallel(split)(x)
-    assert torch.equal(result[:4], first(x[:4]))
-    torch.testing.assert_close(split.running_mean, first.running_mean, rtol=0, atol=0)
+    # To a rounding: the vectors that a sum is made of depend on where its input is in memory.
+    torch.testing.assert_close(result[:4], first(x[:4]))
+    torch.testing.assert_close(split.running_mean, first.running_mean)
     assert split.num_batches_tracked == 1
 
 
