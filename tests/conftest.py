@@ -28,9 +28,12 @@ from tests.launch.procs.launching import Launching, launching
 from tests.needs import why_missing
 from tests.waiting import PATIENCE_S
 
-# A job in the background of a shell ignores Ctrl-C, and so would all programs that tests start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A job in the background of a shell ignores Ctrl-C, one under nohup ignores SIGHUP, and so would all
+# programs that tests start.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        _default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(_number, _default)
 os.environ["DURE_TRACE_DIR"] = "off"  # what fails on purpose leaves no files; a test sets its own
 
 # Inputs are drawn anew on a developer's machine, where failures are kept in a database and tried

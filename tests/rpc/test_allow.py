@@ -184,16 +184,16 @@ def test_a_pickle_does_not_change_what_lives_here(forged: Forged) -> None:
 @pytest.mark.parametrize(
     "forged",
     [
-        b"crpc.served\nsettings\n)\x81.",  # NEWOBJ of a function
-        b"crpc.served\nsettings\n)}\x92.",  # NEWOBJ_EX
-        b"(crpc.served\nsettings\no.",  # OBJ
-        b"(irpc.served\nsettings\n.",  # INST
+        b"ctests.rpc.served\nsettings\n)\x81.",  # NEWOBJ of a function
+        b"ctests.rpc.served\nsettings\n)}\x92.",  # NEWOBJ_EX
+        b"(ctests.rpc.served\nsettings\no.",  # OBJ
+        b"(itests.rpc.served\nsettings\n.",  # INST
         b"\x82\x01.",  # EXT1
-        b"crpc.served\nCounter\nI1\na.",  # APPEND to a class
-        b"crpc.served\nCounter\n(I1\ne.",  # APPENDS
-        b"crpc.served\nCounter\n(I1\n\x90.",  # ADDITEMS
-        b"crpc.served\nCounter\nI1\nI2\ns.",  # SETITEM
-        b"crpc.served\nCounter\n(I1\nI2\nu.",  # SETITEMS
+        b"ctests.rpc.served\nCounter\nI1\na.",  # APPEND to a class
+        b"ctests.rpc.served\nCounter\n(I1\ne.",  # APPENDS
+        b"ctests.rpc.served\nCounter\n(I1\n\x90.",  # ADDITEMS
+        b"ctests.rpc.served\nCounter\nI1\nI2\ns.",  # SETITEM
+        b"ctests.rpc.served\nCounter\n(I1\nI2\nu.",  # SETITEMS
         b"cdure.rpc.message\n_tensor\n(I0\ntRI0\nI2\ns.",  # SETITEM of a tensor
     ],
 )
