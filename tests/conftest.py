@@ -28,8 +28,8 @@ from tests.launch.procs.launching import Launching, launching
 from tests.needs import why_missing
 from tests.waiting import PATIENCE_S
 
-# A job in the background of a shell ignores Ctrl-C, one under nohup ignores SIGHUP, and so would all
-# programs that tests start.
+# A job in the background of a shell ignores Ctrl-C, one under nohup ignores SIGHUP, and so would
+# all programs that tests start.
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         _default = signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
