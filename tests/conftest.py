@@ -161,7 +161,7 @@ def _descriptors() -> set[str]:
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             target = link.readlink().as_posix()
-            if target not in _UNTRACKED and not target.startswith("/proc/"):
+            if target not in _UNTRACKED and not target.startswith(("/proc/", "/dev/nvidia")):
                 found.add(f"{link.name} {target}")
     return found
 
