@@ -73,7 +73,7 @@ def serve() -> None:
         output, limit_s, words = json.loads(line)
         child = os.fork()
         if child == 0:
-            os.setsid()
+            os.setpgrp()  # not a session: priorities would count within it only
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             written = os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
