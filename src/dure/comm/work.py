@@ -67,14 +67,18 @@ class Work:
             self._end(None)
 
     def _end(self, error: Exception | None) -> None:
-        """Copy results back, let go of the inputs, and tell who listens; called once."""
-        finish, self._finish, self.keep = self._finish, None, None
-        if error is None and finish is not None:
+        """Copy results back, release the inputs, and notify listeners; called once, with the lock.
+
+        `_finish` is cleared after it has run: a thread that finds it cleared may return.
+        """
+        self.keep = None
+        if error is None and self._finish is not None:
             try:
-                finish()
+                self._finish()
             except Exception as e:  # results that are not in place are a failure, at every wait
                 error = e
         self._error = error
+        self._finish = None
         self._ended = True
         if self._settled is not None:
             self._settled(error)

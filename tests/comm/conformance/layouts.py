@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import dure as dist
+from dure.errors import Desync
 
 
 def _odd_views() -> list[torch.Tensor]:
@@ -162,3 +164,36 @@ def case_negated_view_is_reduced_by_what_it_shows(rank, n):
     assert shown.is_contiguous()
     dist.all_reduce(shown, dist.ReduceOp.MAX)
     assert shown.tolist() == [float(n)]
+
+
+def _one_entry(
+    indices: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return a COO tensor whose sparse dimensions are as many as `indices`."""
+    at = torch.tensor(indices).unsqueeze(1)
+    values = torch.ones(1, *shape[len(indices) :], dtype=dtype)
+    return torch.sparse_coo_tensor(at, values, shape, check_invariants=True)
+
+
+def case_sparse_tensors_of_other_layouts_are_refused(rank, n):
+    """On all ranks, before an entry is sent; the tensors are left as they were."""
+    if n == 1:
+        return
+    half = torch.float16
+    for first, last in (
+        (_one_entry([1], (10,)), _one_entry([11], (12,))),
+        (_one_entry([1], (10, 2)), _one_entry([1], (10, 3))),
+        (_one_entry([1, 2], (4, 4)), _one_entry([1], (4, 4))),
+        (_one_entry([1], (4,)), _one_entry([1], (4,), half)),
+    ):
+        mine = (last if rank == n - 1 else first).clone()
+        before = mine.to_dense()
+        for async_op in (False, True):
+            with pytest.raises(Desync) as caught:
+                dist.all_reduce(mine, async_op=async_op)
+            assert sorted(caught.value.calls) == list(range(n))
+            assert str(list(mine.shape)) in caught.value.calls[rank]
+        assert torch.equal(mine.to_dense(), before)
+        same = first.clone()
+        dist.all_reduce(same)
+        assert torch.equal(same.to_dense(), n * first.to_dense())

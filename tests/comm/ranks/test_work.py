@@ -70,6 +70,89 @@ def test_wait_with_a_limit_raises_and_can_be_repeated():
     assert run_ranks(2, body) == [2.0, 2.0]
 
 
+def _sparse(rank):
+    return dist.all_reduce(torch.ones(2).to_sparse(), async_op=True)
+
+
+_FINISHED_BY_A_COPY = {
+    "sparse": _sparse,
+    "all_reduce": lambda rank: dist.all_reduce(torch.ones(2, 3).t(), async_op=True),
+    "premultiplied": lambda rank: dist.all_reduce(
+        torch.ones(2, dtype=torch.float16), dist.ReduceOp.premul_sum(0.5), async_op=True
+    ),
+    "broadcast": lambda rank: dist.broadcast(torch.ones(2, 3).t(), src=0, async_op=True),
+    "all_gather": lambda rank: dist.all_gather(
+        [torch.empty(4)[::2] for _ in range(2)], torch.ones(2), async_op=True
+    ),
+    "all_gather_single": lambda rank: dist.all_gather_single(
+        torch.empty(8)[::2], torch.ones(2), async_op=True
+    ),
+    "reduce_scatter": lambda rank: dist.reduce_scatter_single(
+        torch.empty(4)[::2], torch.ones(4), async_op=True
+    ),
+    "all_to_all": lambda rank: dist.all_to_all_single(
+        torch.empty(8)[::2], torch.ones(4), async_op=True
+    ),
+    "message": lambda rank: (
+        dist.isend(torch.ones(2), 1) if rank == 0 else dist.irecv(torch.empty(4)[::2], 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("op", _FINISHED_BY_A_COPY)
+def test_second_waiter_does_not_return_before_the_result_is_copied_back(op):
+    """The second thread waits, or asks, while the first is copying."""
+
+    def body(rank):
+        work, copied, seen = _FINISHED_BY_A_COPY[op](rank), [], []
+        finish = work._finish
+        if finish is None:
+            assert (op, rank) in (("message", 0), ("broadcast", 0), ("premultiplied", 1))
+            work.wait()
+            return
+
+        def slowly():
+            other.start()
+            other.join(0.05)  # it can only be too early: it waits for this thread
+            finish()
+            copied.append(True)
+
+        def ask():
+            seen.append(work.is_completed() and not copied)
+            work.wait()
+            seen.append(not copied)
+
+        other = threading.Thread(target=ask)
+        work._finish = slowly
+        work.wait()
+        assert copied
+        other.join()
+        assert seen == [False, False]
+
+    run_ranks(2, body)
+
+
+def test_copy_that_is_interrupted_is_made_at_the_next_wait():
+    calls = []
+
+    class Done:
+        source = -1
+
+        def wait(self, timeout_s=None):
+            return True
+
+    def copy_back():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    work = Work(Done(), [], finish=copy_back)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work.wait()
+    assert len(calls) == 2
+
+
 def test_future_chains_and_carries_errors():
     def body(rank):
         work = dist.all_reduce(torch.tensor([2.0]), async_op=True)

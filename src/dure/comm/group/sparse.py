@@ -1,13 +1,16 @@
 """all_reduce of sparse (COO) tensors.
 
-Ranks hold different numbers of entries. They first tell each other how many (a small all_gather,
-waited for even with ``async_op=True``), then gather everyone's indices and values with uneven
-lengths; each rank adds them up by itself. Entries are added in the order of ranks, so that all
-ranks get the same bits.
+Ranks hold different numbers of entries. They first exchange a header (a small all_gather, waited
+for even with ``async_op=True``): how many entries there are, and a digest of the *layout*, that is
+the dtype, the shape and the number of sparse dimensions. Where layouts differ, every rank raises
+`Desync`: an index of one rank may lie outside the tensor of another. Otherwise the ranks gather
+all indices and values with uneven lengths; each rank adds them up by itself. Entries are added in
+the order of ranks, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +18,13 @@ import torch
 from dure.comm.group.core import started
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work, combine
-from dure.errors import DeviceError
+from dure.errors import Desync, DeviceError
 
 if TYPE_CHECKING:
     from dure.comm.group.operations import ProcessGroup
+
+_TEXT_BYTES = 512
+"""What is shown of a layout: enough for every shape of some 60 dimensions."""
 
 
 def sparse_all_reduce(
@@ -27,7 +33,11 @@ def sparse_all_reduce(
     """Sum the sparse `tensor` of all ranks, in place, on all ranks.
 
     Shapes:
-        tensor: any COO tensor, of the same shape and dtype on all ranks.
+        tensor: any COO tensor, of the same shape, dtype and number of sparse dimensions on all
+            ranks.
+
+    Raises:
+        Desync: The ranks' tensors differ in one of these; on all ranks, before an entry is sent.
 
     Cost:
         Two steps; each rank sends its entries to all others.
@@ -46,9 +56,14 @@ def sparse_all_reduce(
     )
     mine = tensor.detach().coalesce()
     n, device = group.size(), tensor.device
-    count = torch.tensor([mine._nnz()], device=device)
-    counts = torch.empty(n, dtype=torch.int64, device=device)
-    group.all_gather_single(counts, count)
+    layout = f"{mine.dtype}, shape {list(mine.shape)}, {mine.sparse_dim()} sparse dimensions"
+    digest = hashlib.blake2b(layout.encode(), digest_size=8).digest()
+    header = torch.tensor([[mine._nnz(), int.from_bytes(digest, signed=True)]], device=device)
+    headers = header.new_empty((n, 2))
+    group.all_gather_single(headers, header)
+    counts, digests = headers.unbind(1)
+    if not bool((digests == digests[0]).all()):
+        raise _layouts_differ(group, layout, device)
     rows = mine.sparse_dim()
     lengths: list[int] = counts.tolist()
     indices = [torch.empty((rows, k), dtype=torch.int64, device=device) for k in lengths]
@@ -67,3 +82,23 @@ def sparse_all_reduce(
             tensor.copy_(total.coalesce())
 
     return combine(both, [tensor], async_op, finish=add_up)
+
+
+def _layouts_differ(group: ProcessGroup, layout: str, device: torch.device) -> Desync:
+    """Make the error for layouts that differ; called by all ranks, which exchange theirs."""
+    text = layout.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    texts = mine.new_empty((group.size(), _TEXT_BYTES))
+    group.all_gather_single(texts, mine)
+    layouts = [bytes(row.tolist()).decode().rstrip() for row in texts]
+    other = next(r for r, seen in enumerate(layouts) if seen != layouts[0])
+    return Desync(
+        "the ranks' sparse tensors differ in shape, dtype or number of sparse dimensions",
+        op="all_reduce",
+        group=group.group_name,
+        rank=group.rank(),
+        world_size=group.size(),
+        calls={r: f"all_reduce({seen})" for r, seen in enumerate(layouts)},
+        seen=f"rank 0 has {layouts[0]}; rank {other} has {layouts[other]}",
+        fix="Give all ranks tensors of one shape and dtype, with as many sparse dimensions.",
+    )
