@@ -53,7 +53,7 @@ _MOST_BITS = 62
 """Ranks that a number in the store has a bit for; more are counted."""
 
 RENDEZVOUS_LIMIT = timedelta(minutes=5)
-"""How long group creation waits for members, if the group's own timeout is longer."""
+"""How long group creation waits for members, where the program gives no timeout."""
 
 
 def as_timeout(timeout: timedelta | float | None, default: timedelta) -> timedelta:
@@ -239,17 +239,20 @@ def member_keys(name: str, size: int) -> list[str]:
 def _exchange(store: Store, births: Sequence[_Birth], watcher: Watcher | None = None) -> None:
     """Let the members of all groups read each other's words, and compare them."""
     site = call_site()
-    limit = min(RENDEZVOUS_LIMIT, *(b.spec.timeout for b in births))
+    began = time.monotonic()
     store.multi_set([b.keys[b.rank] for b in births], [b.word(site) for b in births])
-    keys = [key for b in births for key in b.keys]
-    try:
-        watchers = [b.watched for b in births]
-        wait_watching(store, keys, limit, watchers if watcher is None else [*watchers, watcher])
-    except StoreTimeout:
-        for birth in births:
-            _name_missing(store, birth, limit)
-        raise
-    values = iter(store.multi_get(keys))
+    for limit in sorted({b.spec.creation_limit for b in births}):
+        due = [b for b in births if b.spec.creation_limit == limit]
+        left = limit - timedelta(seconds=time.monotonic() - began)
+        try:
+            watchers = [b.watched for b in births]
+            keys = [key for b in due for key in b.keys]
+            wait_watching(store, keys, left, watchers if watcher is None else [*watchers, watcher])
+        except StoreTimeout:
+            for birth in due:
+                _name_missing(store, birth, limit)
+            raise
+    values = iter(store.multi_get([key for b in births for key in b.keys]))
     for birth in births:
         birth.words = [msgspec.msgpack.decode(next(values), type=_Word) for _ in birth.keys]
     for birth in births:

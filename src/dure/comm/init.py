@@ -82,8 +82,9 @@ def init_process_group(
         init_method: "env://", "tcp://HOST:PORT", "file:///PATH" or "etcd://HOST:PORT/JOB". None:
             "env://"; what RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT leave open is found where
             Slurm, an MPI launcher or another cluster started the ranks (`dure env` shows what).
-        timeout: How long operations wait for their peers (30 minutes by default); joining waits
-            for the other ranks that long too, but at most 5 minutes.
+        timeout: How long operations wait for their peers, and joining for the other ranks. By
+            default operations wait 30 minutes and joining waits 5, as does every later creation of
+            a group.
         world_size: Ranks in the job; read from WORLD_SIZE where not given.
         rank: This rank's number; read from RANK where not given.
         store: A store that all ranks share, in place of `init_method`; then `rank` and
@@ -114,7 +115,7 @@ def init_process_group(
     if backend is not None:
         parse_backend(Backend(backend))
     told = not (init_method is None and store is None and rank < 0 and world_size < 0)
-    soon = min(limit, RENDEZVOUS_LIMIT)
+    soon = RENDEZVOUS_LIMIT if timeout is None else limit
     if not told and _wants_mpi(backend):
         found = _rendezvous_by_mpi(soon, group_name)
     else:
@@ -129,6 +130,7 @@ def init_process_group(
         desc="default_pg",
         pg_options=pg_options,
         device_id=device,
+        creation_timeout=soon,
     )
     try:
         with world.beginning:

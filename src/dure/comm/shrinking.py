@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from dure.comm.creation import RENDEZVOUS_LIMIT, GroupSpec, as_timeout, check_ranks, create_groups
+from dure.comm.creation import GroupSpec, as_timeout, check_ranks, create_groups
 from dure.comm.group import ProcessGroup
 from dure.comm.world import World, current_world, resolve
 from dure.errors import (
@@ -71,8 +71,8 @@ def shrink(group: ProcessGroup | None = None, timeout: timedelta | None = None) 
 
     Args:
         group: The group to shrink; the default group where None.
-        timeout: How long to wait for ranks that live but have not called; the group's own timeout,
-            and at most 5 minutes, where None.
+        timeout: How long to wait for ranks that live but have not called. Where None, as long as
+            making the group waited: its timeout, or 5 minutes where the program gave none.
 
     Returns:
         The new group. Its size may be that of the old one, if nobody has ended.
@@ -150,7 +150,7 @@ class _Shrinking:
     ) -> None:
         self.parent, self.op, self.excluded = resolve(group, op), op, frozenset(excluded)
         self.world: World = current_world()
-        self.limit = min(as_timeout(timeout, self.parent.timeout), RENDEZVOUS_LIMIT)
+        self.limit = as_timeout(timeout, self.parent.creation_timeout)
         self.pg_options: object = None
         self.abort = True
         if self.parent.closed or self.world.rendezvous is None:
@@ -265,6 +265,7 @@ class _Shrinking:
             timeout=self.parent.timeout,
             desc="default:shrunken" if is_default else f"{self.parent.group_name}:shrunk",
             pg_options=self.pg_options,
+            creation_timeout=self.limit,
         )
         me = self.parent.global_ranks[self.parent.rank()]
         try:

@@ -14,7 +14,6 @@ import torch
 
 from dure.comm.call import members_code
 from dure.comm.creation import (
-    RENDEZVOUS_LIMIT,
     GroupSpec,
     as_timeout,
     check_ranks,
@@ -79,7 +78,9 @@ def new_group(
 
     Args:
         ranks: Global ranks of the members; None for all.
-        timeout: How long its operations wait; the world's timeout where None.
+        timeout: How long its operations wait, and how long its creation waits for the other ranks.
+            Where None, the world's: what `init_process_group` was given; without that operations
+            wait 30 minutes, and creation 5.
         backend: Its backend; that of the world where None.
         pg_options: Handed to the backend untouched.
         use_local_synchronization: Only the members call, in place of all ranks of the world; one
@@ -125,13 +126,17 @@ def new_group(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What groups are to be besides their ranks; see `new_group`."""
+    """What groups are to be besides their ranks; see `new_group`.
+
+    `creation_timeout` is how long creation waits for members; `timeout` where None.
+    """
 
     timeout: timedelta | None = None
     backend: str | None = None
     pg_options: object = None
     group_desc: str | None = None
     device_id: torch.device | None = None
+    creation_timeout: timedelta | None = None
 
 
 def new_groups(
@@ -166,6 +171,10 @@ def _new_groups(
     world = current_world()
     default = world.need_default()
     limits = [as_timeout(kind.timeout, default.timeout) for kind in kinds]
+    creation = [
+        kind.creation_timeout or as_timeout(kind.timeout, default.creation_timeout)
+        for kind in kinds
+    ]
     lists = [
         check_ranks(range(default.size()) if ranks is None else ranks, default.size(), op)
         for ranks in rank_lists
@@ -180,15 +189,15 @@ def _new_groups(
             desc=kind.group_desc or "",
             pg_options=kind.pg_options,
             device_id=kind.device_id,
+            creation_timeout=soon,
         )
-        for ranks, kind, limit in zip(lists, kinds, limits, strict=True)
+        for ranks, kind, limit, soon in zip(lists, kinds, limits, creation, strict=True)
     ]
     rendezvous = world.rendezvous
     assert rendezvous is not None
-    soon = min(*limits, RENDEZVOUS_LIMIT)
     rendezvous.require_store(op)
     if not local:
-        _announce(default, lists, soon)
+        _announce(default, lists, max(creation, default=default.creation_timeout))
     mine = [spec for spec in specs if default.rank() in spec.global_ranks]
     made: list[ProcessGroup] = []
     watcher = _LocalMembers(world, default, mine[0]) if local and mine else None
@@ -216,7 +225,7 @@ def _announce(default: ProcessGroup, rank_lists: Sequence[Sequence[int]], limit:
             raise
     except CommTimeout as error:
         waited_s = time.monotonic() - began
-        if waited_s < min(limit, default.timeout).total_seconds() / 2:
+        if waited_s < limit.total_seconds() / 2:
             return  # the world's time was up before
         raise RendezvousTimeout(
             "not all ranks called to make a group",
@@ -420,12 +429,13 @@ def split_group(
     own = None
     for ranks in split_ranks:
         if parent.rank() in ranks:
-            own = new_group(
-                [parent.global_ranks[r] for r in ranks],
+            kind = Kind(
                 timeout or parent.timeout,
                 backend or parent.backend_config,
                 pg_options,
-                use_local_synchronization=True,
-                group_desc=group_desc,
+                group_desc,
+                creation_timeout=timeout or parent.creation_timeout,
             )
+            members = [parent.global_ranks[r] for r in ranks]
+            (own,) = _new_groups([members], [kind], True, True, "new_group")
     return own

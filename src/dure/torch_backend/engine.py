@@ -14,7 +14,7 @@ from datetime import timedelta
 from torch._C import _distributed_c10d as c10d
 
 from dure import env
-from dure.comm.creation import RENDEZVOUS_LIMIT, GroupSpec, create_groups
+from dure.comm.creation import GroupSpec, create_groups
 from dure.comm.group import ProcessGroup
 from dure.comm.queries import is_backend_available
 from dure.comm.recording import begin_recording
@@ -84,9 +84,8 @@ def _choose(store: Store, plan: Plan) -> str:
     keys = [f"place/{r}" for r in range(size)]
     able = "able" if is_backend_available("shm") else "unable"
     store.set(keys[plan.rank], f"{able} {myself().host_id}")
-    limit = min(plan.timeout, RENDEZVOUS_LIMIT)
     try:
-        store.wait(keys, limit)
+        store.wait(keys, plan.timeout)
     except StoreTimeout as error:
         missing = tuple(r for r in range(size) if keys[r] in error.keys)
         raise RendezvousTimeout(
@@ -94,7 +93,7 @@ def _choose(store: Store, plan: Plan) -> str:
             group=plan.name,
             rank=plan.rank,
             world_size=size,
-            elapsed_s=limit.total_seconds(),
+            elapsed_s=plan.timeout.total_seconds(),
             came=tuple(r for r in range(size) if r not in missing),
             missing=missing,
             fix="All ranks must create the same groups in the same order.",

@@ -54,6 +54,8 @@ class GroupSpec:
         global_ranks: Members, in the order of their group ranks.
         backend: Name of a backend, or "cpu:gloo,cuda:nccl".
         timeout: How long an operation waits for its peers.
+        creation_timeout: How long its creation waits for members, and that of groups that are made
+            from it without a timeout; `timeout` where None.
         desc: What the user called it.
         pg_options: Handed to the backend untouched.
         device_id: The device that this rank is bound to.
@@ -66,6 +68,12 @@ class GroupSpec:
     desc: str = ""
     pg_options: object = None
     device_id: torch.device | None = None
+    creation_timeout: timedelta | None = None
+
+    @property
+    def creation_limit(self) -> timedelta:
+        """How long its creation waits for members."""
+        return self.creation_timeout or self.timeout
 
 
 def started(work: Work | None) -> Work:
@@ -81,6 +89,8 @@ class GroupCore:
         group_name: The same on all ranks.
         global_ranks: Global rank of each group rank.
         timeout: How long an operation waits for its peers.
+        creation_timeout: How long the creation of groups that are made from it waits for members,
+            where the program gives no timeout.
         store: The group's own key space.
         group_rank_of: Group rank of each global rank.
         device_types: Kinds of device whose tensors it takes.
@@ -100,6 +110,7 @@ class GroupCore:
     ) -> None:
         self.group_name, self._rank, self.global_ranks = spec.name, rank, spec.global_ranks
         self.timeout, self.store, self.desc = spec.timeout, store, spec.desc or spec.name
+        self.creation_timeout = spec.creation_limit
         self.seq = 0
         self.num_monitored, self.num_attempts = 0, 0
         self._size = len(self.global_ranks)
@@ -284,7 +295,7 @@ class GroupCore:
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long operations wait for their peers, where the backend can change it."""
         for group in self._channels:
-            group.timeout = timeout
+            group.timeout = group.creation_timeout = timeout
             for backend in group._backends.values():
                 change = getattr(backend, "set_timeout", None)
                 if change is not None:
@@ -333,7 +344,9 @@ class GroupCore:
             backend = self._backend(call.op, *tensors)
             checks.check_call(call, self._rank, self._size)
             fuses = getattr(backend, "fuses", False)
-            return backend, *checks.plain_call(call, self._rank, self._channel, fuses)
+            return backend, *checks.plain_call(
+                call, self._rank, self._size, self._channel, fuses
+            )
         except UsageError as error:
             error.locate(self.group_name, self._rank, self._size)
             raise

@@ -329,13 +329,22 @@ class ProcessGroup(GroupCore):
 
         Args:
             members: Who is in them (`call.members_code`).
-            timeout: How long to wait for the other ranks.
+            timeout: How long to wait for the other ranks; it may be longer than operations wait.
 
         Raises:
             CommError: As any collective.
         """
-        if any(getattr(backend, "compares_calls", False) for backend in self._backends.values()):
+        if not any(getattr(b, "compares_calls", False) for b in self._backends.values()):
+            return
+        before, creation = self.timeout, self.creation_timeout
+        if timeout > before:
+            self.set_timeout(timeout)
+        try:
             started(self._issue(Call(op="new_group", nbytes=members), True)).wait(timeout)
+        finally:
+            if timeout > before:
+                self.set_timeout(before)
+                self.creation_timeout = creation
 
     # ---- memory ----------------------------------------------------------------------------------
 
