@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import dure
 from dure.errors import UsageError
 from dure.tensor import (
+    DeviceMesh,
     DTensor,
     Partial,
     Replicate,
@@ -48,7 +50,7 @@ def test_one_norm_over_several_meshes(p: float, largest: float) -> None:
         assert terms.grad is not None  # reading it reduces the terms
         with CommRecorder() as seen:
             norm = clip_grad_norm_([*ours, terms, nn.Parameter(torch.ones(1))], largest, p)
-        assert seen.ops == ["all_reduce", "all_reduce"]  # one a mesh
+        assert seen.ops == ["all_gather_single", "all_gather_single"]  # one per mesh
         expected = torch.nn.utils.clip_grad_norm_(theirs, largest, p)
         torch.testing.assert_close(norm, expected)
         for own, other in zip([*ours, terms], theirs, strict=True):
@@ -78,5 +80,105 @@ def test_a_norm_that_is_not_finite_is_told_where_that_is_asked_for() -> None:
         weight.grad = distribute_tensor(torch.tensor([1.0, math.nan]), mesh, [Shard(0)])
         with pytest.raises(UsageError):
             clip_grad_norm_(weight, 1.0, error_if_nonfinite=True)
+        with pytest.raises(UsageError):
+            clip_grad_norm_(weight, 1.0, norm_type=0.0)
 
     run_ranks(2, body)
+
+
+# ---- which ranks have a gradient -----------------------------------------------------------------
+
+
+def with_gradients(parameters: list[Any], wholes: list[torch.Tensor]) -> list[Any]:
+    for own, whole in zip(parameters, wholes, strict=True):
+        own.grad = whole.clone()
+        if isinstance(own, DTensor):
+            own.grad = distribute_tensor(whole, own.device_mesh, own.placements)
+    return parameters
+
+
+def test_the_public_names_are_one_function() -> None:
+    assert dure.clip_grad_norm_ is clip_grad_norm_
+
+
+def test_gradients_that_all_ranks_have_are_counted_once() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        for own in (nn.Parameter(torch.zeros(2)), distribute_tensor(torch.zeros(2), mesh)):
+            (weight,) = with_gradients([own.requires_grad_()], [torch.tensor([3.0, 4.0])])
+            assert dure.clip_grad_norm_([weight, weight], 1.0).item() == 5.0  # given twice
+            expected = torch.tensor([0.6, 0.8])
+            seen = weight.grad.full_tensor() if isinstance(own, DTensor) else weight.grad
+            torch.testing.assert_close(seen, expected)
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_gradients_that_each_rank_owns_are_counted_with_process_group(p: float) -> None:
+    whole = torch.tensor([3.0, -4.0, 0.0, 12.0, 1.0, -2.0])
+
+    def body(rank: int) -> None:
+        group = init_device_mesh("cpu", (3,)).get_group()
+        owned = [] if rank == 2 else [nn.Parameter(torch.zeros(3))]
+        with_gradients(owned, [whole[3 * rank :][:3]] * len(owned))
+        with CommRecorder() as seen:
+            norm = clip_grad_norm_(owned, 2.0, p, process_group=group)
+        assert seen.ops == ["all_gather_single"]
+        expected = {1.0: 22.0, 2.0: 174.0**0.5, math.inf: 12.0}[p]
+        torch.testing.assert_close(norm, torch.tensor(expected))
+        for own in owned:
+            torch.testing.assert_close(own.grad, whole[3 * rank :][:3] * (2 / expected))
+
+    run_ranks(3, body)
+
+
+def test_a_dtensor_is_counted_once_among_the_ranks_of_its_mesh() -> None:
+    def body(rank: int) -> None:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+        own = nn.Parameter(distribute_tensor(torch.zeros(2), grid["shard"], [Shard(0)]))
+        with_gradients([own], [torch.tensor([3.0, 4.0]) if rank < 2 else torch.tensor([0.0, 12.0])])
+        for group in (grid.get_group("stage"), dure.group.WORLD):
+            norm = clip_grad_norm_(own, 99.0, process_group=group)
+            torch.testing.assert_close(norm, torch.tensor(13.0))
+
+    run_ranks(4, body)
+
+
+def test_meshes_without_this_rank_need_a_group() -> None:
+    def body(rank: int) -> None:
+        line = init_device_mesh("cpu", (4,))
+        halves = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
+        wholes = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])]
+        ours = [distribute_tensor(torch.zeros(2), m, [Shard(0)]).requires_grad_() for m in halves]
+        with_gradients(ours, wholes)
+        with pytest.raises(UsageError):
+            clip_grad_norm_(ours, 1.0)
+        norm = clip_grad_norm_(ours, 1.0, process_group=line.get_group())
+        torch.testing.assert_close(norm, torch.tensor(5.0))
+
+    run_ranks(4, body)
+
+
+def test_a_norm_whose_square_overflows_is_clipped() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for kind, size in ((torch.float32, 2.0**100), (torch.float16, 2.0**15)):
+            whole = torch.full((4,), size, dtype=kind)
+            own = nn.Parameter(distribute_tensor(torch.zeros(4, dtype=kind), mesh, [Shard(0)]))
+            plain = nn.Parameter(torch.zeros(4, dtype=kind))
+            with_gradients([own, plain], [whole, whole])
+            norm = clip_grad_norm_([own, plain], 8.0, error_if_nonfinite=True)
+            torch.testing.assert_close(norm, torch.tensor(size * 8**0.5))
+            for grad in (own.grad.full_tensor(), plain.grad):
+                torch.testing.assert_close(grad, torch.full((4,), 8**0.5, dtype=kind))
+
+    run_ranks(2, body)
+
+
+def test_a_norm_of_double_precision_is_one() -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    weight.grad = torch.tensor([3e200, 4e200], dtype=torch.float64)
+    norm = clip_grad_norm_(weight, 1.0)
+    torch.testing.assert_close(norm, torch.tensor(5e200, dtype=torch.float64))
+    torch.testing.assert_close(weight.grad, torch.tensor([0.6, 0.8], dtype=torch.float64))

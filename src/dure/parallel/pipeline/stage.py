@@ -14,6 +14,7 @@ from dure.errors import UsageError
 from dure.parallel.pipeline.backward import Edges, backward, edges_of, input_backward
 from dure.parallel.pipeline.data_parallel import DataParallelStage
 from dure.parallel.pipeline.layout import GetMesh, Packed, pack, unpack
+from dure.tensor.clipping import note_stage
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -50,6 +51,8 @@ class PipelineStage:
         stage_index, num_stages, device, group, dw_builder, tied: As given.
         has_backward: Whether the running step has a backward.
         group_rank, group_size: This rank in the group, and how many there are.
+        tied_holders: For each name in `tied` the group ranks that have it, the first stage first;
+            set when a schedule makes its first step.
         loss_scale: What losses are multiplied by before backward.
 
     Raises:
@@ -85,6 +88,7 @@ class PipelineStage:
                 fix="Stages are numbered from 0, and there are at least as many as ranks.",
             )
         self.tied = dict(tied or {})
+        self.tied_holders: dict[str, list[int]] = {}
         self.has_backward = False
         self.data_parallel = DataParallelStage(submodule)
         self.loss_scale = 1.0
@@ -95,6 +99,16 @@ class PipelineStage:
         self._output_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         self._input_gradients: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self._weights: dict[int, Callable[..., object]] = {}
+        note_stage(self)
+
+    def tied_ranks(self) -> list[tuple[nn.Parameter, Sequence[int]]]:
+        """Return tied parameters, each with the global ranks that have it, the first stage first.
+
+        Known once a schedule has made its first step.
+        """
+        ranks, get = self.group.global_ranks, self.submod.get_parameter
+        holders = self.tied_holders.items()
+        return [(get(self.tied[name]), [ranks[r] for r in group]) for name, group in holders]
 
     @property
     def is_first(self) -> bool:

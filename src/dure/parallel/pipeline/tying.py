@@ -62,6 +62,8 @@ class TiedParameters:
                     "tied parameters are not alike", seen=f"{name}: {' and '.join(sorted(seen))}"
                 )
             self._holders[name] = [rank for _, rank in first]
+        for stage in stages:
+            stage.tied_holders = {name: self._holders[name] for name in stage.tied}
         self._begin_equal()
 
     def _begin_equal(self) -> None:

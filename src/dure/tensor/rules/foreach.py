@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +25,18 @@ from dure.tensor.dtensor import DTensor, parts_of, wrap
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
-__all__ = ["are_parts", "norm_of", "norms_of", "parts_like"]
+if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
+
+__all__ = [
+    "Norms",
+    "are_parts",
+    "combine",
+    "norm_of_norms",
+    "norms_by_mesh",
+    "norms_of",
+    "parts_like",
+]
 
 aten = torch.ops.aten
 Specs = list[DTensorSpec | None]
@@ -155,6 +167,73 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 # ---- norms ---------------------------------------------------------------------------------------
+#
+# The sum of p-th powers leaves the range of float32 long before the norm does: squares of 2e19
+# overflow, and those of 1e-23 vanish. So
+#
+# 1. the norm of each part is computed in float32, or in float64 if the part is float64. If the
+#    powers did not fit, it is computed again, of the part divided by its largest element;
+# 2. norms are combined in float64 and divided by the largest of them first (`norm_of_norms`),
+#    also those that the ranks of a mesh have gathered from each other (`combine`).
+
+_LEAST_SUM = 2.0**-96
+"""Sums of p-th powers in float32 that are smaller have lost digits of small elements."""
+
+
+def combine(norms: torch.Tensor, p: float, group: ProcessGroup) -> torch.Tensor:
+    """Return the p-norm over a group's ranks of each of their norms, float64 [k].
+
+    Collective: all ranks of the group, with the same k.
+    Cost: one all_gather of 8 k bytes per rank.
+    """
+    gathered = norms.new_empty(group.size(), *norms.shape)
+    group.all_gather_single(gathered, norms)
+    return norm_of_norms(gathered, p)
+
+
+def norm_of_norms(norms: torch.Tensor, p: float) -> torch.Tensor:
+    """Return the p-norm over dim 0 of norms, float64 [n, ...]; for p = 0 the sum of counts."""
+    if p == 0:
+        return norms.sum(0)
+    if math.isinf(p) or not len(norms):
+        return torch.linalg.vector_norm(norms, p, dim=0)
+    scale = _divisor(norms.amax(0) if p > 0 else norms.amin(0))
+    return torch.linalg.vector_norm(norms / scale, p, dim=0) * scale
+
+
+def _divisor(largest: torch.Tensor) -> torch.Tensor:
+    """Return numbers as divisors: 1 in place of 0, inf and NaN."""
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+
+
+def _norms_of_parts(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+    """Return the p-norm of each part, float64 [k], all on one device."""
+    if p == 0:
+        return torch.stack([torch.count_nonzero(part) for part in parts]).double()
+    if parts[0].device.type != "cpu" and not math.isinf(p):  # reading it would make the host wait
+        return torch.stack([_norm_of_part(part, p, is_scaled=True) for part in parts]).double()
+    found = torch.stack([_norm_of_part(part, p) for part in parts]).double()
+    if math.isinf(p):
+        return found
+    sums = found**p
+    lost = ~((sums >= _LEAST_SUM) & sums.isfinite() | found.isnan())
+    if lost.any():
+        for number in lost.nonzero().flatten().tolist():
+            found[number] = _norm_of_part(parts[number], p, is_scaled=True)
+    return found
+
+
+def _norm_of_part(part: torch.Tensor, p: float, is_scaled: bool = False) -> torch.Tensor:
+    """Return the p-norm [] of a part, of what is divided by its largest element if `is_scaled`."""
+    if not part.numel():
+        empty = math.inf if p < 0 else 0.0
+        return torch.full((), empty, dtype=torch.float32, device=part.device)
+    narrow = part.dtype in (torch.float16, torch.bfloat16)
+    if not is_scaled:
+        return torch.linalg.vector_norm(part, p, dtype=torch.float32 if narrow else None)
+    part = part.float() if narrow else part
+    scale = _divisor(torch.linalg.vector_norm(part, math.inf if p > 0 else -math.inf))
+    return torch.linalg.vector_norm(part / scale, p).double() * scale
 
 
 def _cut_axes(spec: DTensorSpec) -> tuple[DeviceMesh, tuple[int, ...]]:
@@ -163,41 +242,55 @@ def _cut_axes(spec: DTensorSpec) -> tuple[DeviceMesh, tuple[int, ...]]:
     return spec.mesh, axes if spec.coordinate is not None else ()
 
 
-def _norms(
-    tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype | None
-) -> list[tuple[list[int], list[torch.Tensor], DeviceMesh | None, torch.Tensor]]:
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Norms of tensors that are cut along the same axes of one mesh.
+
+    Attributes:
+        numbers: Of the tensors in the list.
+        parts: This rank's parts of them.
+        mesh: Theirs; None for plain tensors.
+        values: The norm of each, float64 [k]; the same on all ranks of the mesh.
+        is_inside: Whether this rank is in the mesh; else it has no elements, and norms are 0.
+    """
+
+    numbers: list[int]
+    parts: list[torch.Tensor]
+    mesh: DeviceMesh | None
+    values: torch.Tensor
+    is_inside: bool
+
+
+def norms_by_mesh(tensors: Sequence[torch.Tensor], p: float, in_total: bool) -> list[Norms]:
     """Return norms by the axes that cut the tensors.
 
-    Numbers of the tensors, their parts, their mesh, None for plain ones, and the norms of all.
+    Args:
+        tensors: DTensors of any meshes, and plain ones, taken to be the same on all ranks.
+        p: The p of the norm.
+        in_total: Combine the norms of tensors that are cut alike, so that `values` is [1].
+
+    Collective: all ranks of the meshes.
+    Cost: for all tensors that are cut by the same axes one all_gather along each of these axes, of
+        8 bytes for each tensor, or of 8 bytes if `in_total`.
     """
     groups: dict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)
     for number, tensor in enumerate(tensors):
         if type(tensor) is not DTensor:
-            groups[(None, ()), tensor.device].append((number, tensor))
+            groups[(None, (), True), tensor.device].append((number, tensor))
             continue
         check_copy("norm", tensor)
         spec = tensor.spec.without_terms()
         part = redistribute(tensor.part, tensor.spec, spec)
-        groups[_cut_axes(spec), part.device].append((number, part))
-    found: list[Any] = []
-    op = {math.inf: ReduceOp.MAX, -math.inf: ReduceOp.MIN}.get(p, ReduceOp.SUM)
-    as_they_are, empty = math.isinf(p) or p == 0, math.inf if p == -math.inf else 0.0
-    for ((mesh, axes), _), members in groups.items():
+        inside = spec.coordinate is not None
+        groups[(*_cut_axes(spec), inside), part.device].append((number, part))
+    found: list[Norms] = []
+    for ((mesh, axes, inside), _), members in groups.items():
         numbers, parts = map(list, zip(*members, strict=True))
-        kind = dtype or torch.promote_types(parts[0].dtype, torch.float32)
-        kind = kind.to_real() if kind.is_complex else kind
-        norms = torch.stack([
-            torch.linalg.vector_norm(part, p, dtype=dtype).to(kind)
-            if part.numel()
-            else torch.full((), empty, dtype=kind, device=part.device)
-            for part in parts
-        ])  # fmt: skip
-        if axes:
-            norms = norms if as_they_are else norms**p
-            for axis in axes:
-                mesh.get_group(axis).all_reduce(norms, op)
-            norms = norms if as_they_are else norms ** (1.0 / p)
-        found.append((numbers, parts, mesh, norms))
+        values = _norms_of_parts(parts, p)
+        values = norm_of_norms(values, p).reshape(1) if in_total else values
+        for axis in axes:
+            values = combine(values, p, mesh.get_group(axis))
+        found.append(Norms(numbers, parts, mesh, values, inside))
     return found
 
 
@@ -207,31 +300,20 @@ def norms_of(
     """Return the p-norm of each tensor: replicated DTensors, of plain tensors plain ones.
 
     Cost:
-        One all_reduce for all tensors that are cut by the same axes.
+        One all_gather along each axis that cuts tensors, for all that are cut by the same axes.
     """
     found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-    for numbers, parts, mesh, norms in _norms(tensors, p, dtype):
-        for number, part, norm in zip(numbers, parts, norms.unbind(), strict=True):
-            norm = norm.to(dtype or (part.dtype.to_real() if part.is_complex() else part.dtype))  # noqa: PLW2901
+    for norms in norms_by_mesh(tensors, p, in_total=False):
+        mesh = norms.mesh
+        for number, part, norm in zip(
+            norms.numbers, norms.parts, norms.values.unbind(), strict=True
+        ):
+            kind = dtype or part.dtype
+            norm = norm.to(kind.to_real() if kind.is_complex else kind)  # noqa: PLW2901
             if mesh is not None:
                 norm = wrap(norm, spec_of(mesh, (R,) * mesh.ndim, TensorMeta.of(norm)))  # noqa: PLW2901
             found[number] = norm
     return found
-
-
-def norm_of(tensors: Sequence[torch.Tensor], p: float) -> torch.Tensor:
-    """Return the p-norm of all elements of these tensors together, a plain tensor.
-
-    Plain tensors are taken to be the same on all ranks.
-
-    Cost:
-        One all_reduce for all tensors that are cut by the same axes, of a number for each.
-    """
-    found = [norms.double() for *_, norms in _norms(tensors, p, None)]
-    if not found:
-        return torch.zeros(())
-    norms = torch.cat([one.to(found[0].device) for one in found])
-    return norms.sum() if p == 0 else torch.linalg.vector_norm(norms, p)
 
 
 @special(aten._foreach_norm.Scalar, lists=True)

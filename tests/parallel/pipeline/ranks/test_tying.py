@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import dure as dist
 from dure.testing import run_ranks
 from tests.parallel.pipeline.ranks.pipeline_models import (
     SCHEDULES,
@@ -64,3 +65,28 @@ def test_gradients_add_up_over_steps_that_are_not_zeroed_on_2_ranks():
     expected = gradients_alone(nn.Sequential(*parts), batches(2), 4)
     expected["1.shift"] = expected["0.shift"]
     assert_gradients(first | second, expected)
+
+
+def _norms(rank: int, name: str, parts: list[nn.Module], tied: bool) -> list[float]:
+    last = len(parts) - 1
+    names = {i: {"table": "table"} for i in (0, last)} if tied else None
+    pipeline = Pipeline(name, rank, 2, parts, 4, tied=names)
+    ((x, y),) = batches(1)
+    pipeline.schedule.step(*([x] if pipeline.has_first else []), target=y)
+    twice = [p for part in pipeline.parts.values() for p in part.parameters()]
+    group = dist.group.WORLD
+    known, given = (dist.clip_grad_norm_(twice, 1e9, process_group=g) for g in (None, group))
+    return [known.item(), given.item()]
+
+
+@pytest.mark.parametrize(("name", "tied"), [("1f1b", True), ("1f1b", False), ("zb-v", True)])
+def test_a_norm_of_all_stages_counts_tied_parameters_once(name: str, tied: bool):
+    weight = nn.Parameter(torch.eye(6, dtype=torch.float64))
+    middle = dense(2 * SCHEDULES[name][1] - 2)
+    end = _Embedding(weight if tied else nn.Parameter(weight.detach() * 2), is_output=True)
+    parts = [_Embedding(weight), *middle, end]
+    found = run_ranks(2, _norms, name, parts, tied)
+    model = nn.Sequential(*parts)
+    gradients_alone(model, batches(1), 4)
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert found == [pytest.approx([expected.item()] * 2, rel=1e-9)] * 2

@@ -13,7 +13,7 @@ import torch
 
 from dure.errors import PlacementError, UsageError
 from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
-from dure.tensor.rules.foreach import norm_of, norms_of
+from dure.tensor.rules.foreach import norm_of_norms, norms_by_mesh, norms_of
 from dure.testing import run_ranks
 from tests.tensor.ranks.parts import made
 
@@ -70,11 +70,31 @@ def test_norms_of_dtensors_and_plain_ones(p: float) -> None:
             seen = norm.full_tensor() if isinstance(norm, DTensor) else norm
             torch.testing.assert_close(seen, torch.linalg.vector_norm(whole, p))
         flat = torch.cat([whole.flatten() for whole in wholes])
-        torch.testing.assert_close(norm_of(tensors, p).float(), torch.linalg.vector_norm(flat, p))
+        found = norms_by_mesh(tensors, p, in_total=True)
+        total = norm_of_norms(torch.cat([norms.values for norms in found]), p)
+        torch.testing.assert_close(total.float(), torch.linalg.vector_norm(flat, p))
         norms = torch._foreach_norm([tensors[0], tensors[3]], p)
         torch.testing.assert_close(norms[0].full_tensor(), torch.linalg.vector_norm(WEIGHT, p))
 
     run_ranks(4, body)
+
+
+def test_norms_do_not_leave_the_range_of_their_powers() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for p, root in ((2.0, 2.0), (4.0, 2.0**0.5), (16.0, 2.0**0.125)):  # of 4, and of 4 ** (1/p)
+            for size in (2.0**-99, 2.0**99):  # powers do not fit in float32; for p = 16 in float64
+                whole = torch.full((4,), size)
+                (norm,) = torch._foreach_norm([placed(whole, mesh, Shard(0))], p)
+                torch.testing.assert_close(norm.full_tensor(), torch.tensor(size * root))
+        wide = placed(torch.full((4,), 2.0**600, dtype=torch.float64), mesh, Shard(0))
+        (norm,) = torch._foreach_norm([wide], 2.0)
+        assert norm.full_tensor().item() == pytest.approx(2.0**601)
+        half = placed(torch.full((4,), 2.0**15, dtype=torch.float16), mesh, Shard(0))
+        (norm,) = torch._foreach_norm([half], 2.0, dtype=torch.float32)
+        assert norm.full_tensor().item() == pytest.approx(2.0**16)  # more than float16 has
+
+    run_ranks(2, body)
 
 
 def test_what_one_rank_finds_not_finite_all_ranks_have_found() -> None:
