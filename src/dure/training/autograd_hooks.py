@@ -12,8 +12,8 @@ hold the output's own node, so that the graph is free to go.
 
 *Inputs* (`on_inputs`). When gradients of all inputs of a module are there, its backward is over.
 
-*The end* (`at_end`, `at_end_or_failure`). Autograd calls back when the running backward has ended;
-where it raises, it drops the callback.
+*The end* (`at_end`, `at_end_or_failure`, `at_end_else`). Autograd calls back when the running
+backward has ended; where it raises, it drops the callback.
 
 Note "Is it a backward?". A gradient arrives at an output in `torch.autograd.grad` as well, which
 hands gradients out and accumulates none (a gradient penalty calls it, between forward and
@@ -39,12 +39,15 @@ from dure.training.pytrees import mapped, tensors_of
 
 __all__ = [
     "at_end",
+    "at_end_else",
     "at_end_or_failure",
     "fills_gradients",
     "in_backward",
+    "keeps_graph",
     "on_gradients",
     "on_inputs",
     "on_outputs",
+    "restore",
     "task_id",
     "will_reach",
 ]
@@ -56,6 +59,9 @@ at_end: Callable[[Callable[[], None]], None]
 at_end = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
 """Have autograd call a function at the end of the backward that is running."""
 _will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore
+keeps_graph: Callable[[], bool]
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore
+"""Return whether the running backward keeps its graph for another one (``retain_graph``)."""
 
 
 def on_gradients(
@@ -86,7 +92,19 @@ def _on_gradient(
         if me is not None:
             call(me, number)
 
+    restore(parameter)
     return parameter.register_post_accumulate_grad_hook(gradient_accumulated)
+
+
+def restore(parameter: torch.Tensor) -> None:
+    """Let autograd call the hooks that a parameter has for its accumulated gradients.
+
+    `torch.utils.swap_tensors` leaves them with the Python object, and autograd without them; hooks
+    that are registered afterwards are not called either.
+    """
+    hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore
+    if hooks:
+        parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore
 
 
 def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
@@ -94,14 +112,38 @@ def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
         handle.remove()
 
 
-def on_outputs(outputs: object, call: Callable[[Sequence[Any]], None]) -> None:
+def on_outputs(
+    outputs: object, call: Callable[[Sequence[Any]], None], inputs: object = None
+) -> int:
     """Have `call(nodes)` called when a gradient arrives at a tensor of `outputs`, any pytree.
 
     `nodes` are those of the graph under that tensor (Any: autograd's nodes have no public type).
+
+    Args:
+        outputs: Of the module.
+        call: May be called more than once in a backward.
+        inputs: Of the module. If given, the hooks survive a caller that writes into an output that
+            is a view (``y = block(x); y += 1``): such a write replaces the view's node, so the
+            tensor that it is a view of gets a hook as well, unless that is one of the inputs.
+
+    Returns:
+        The number of output tensors that a gradient can arrive at.
     """
+    given: set[int] | None = None
+    count = 0
     for tensor in tensors_of(outputs):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(_output_hook(call, _below(tensor.grad_fn)))
+        if tensor.grad_fn is None:
+            continue
+        count += 1
+        tensor.register_hook(_output_hook(call, _below(tensor.grad_fn)))
+        base = tensor._base  # pyright: ignore[reportPrivateUsage]
+        if base is None or base.grad_fn is None or inputs is None:
+            continue
+        if given is None:
+            given = {id(t if t._base is None else t._base) for t in tensors_of(inputs)}  # pyright: ignore[reportPrivateUsage]
+        if id(base) not in given:
+            base.register_hook(_output_hook(call, _below(base.grad_fn)))
+    return count
 
 
 def _output_hook(
@@ -155,6 +197,30 @@ class _AtEnd:
 
     def __del__(self) -> None:
         self._end()
+
+
+def at_end_else(ended: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Have `ended` called when the running backward ends, or `failed` when it has raised.
+
+    `failed` is called by a destructor, so it only makes a note.
+    """
+    at_end(_AtEndElse(ended, failed))
+
+
+class _AtEndElse:
+    """Calls `ended` when autograd does, or `failed` when autograd drops it without a call."""
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended, self._failed = ended, failed
+        self._was_called = False
+
+    def __call__(self) -> None:
+        self._was_called = True
+        self._ended()
+
+    def __del__(self) -> None:
+        if not self._was_called:
+            self._failed()
 
 
 def task_id() -> int:

@@ -11,6 +11,11 @@ so ``grad.detach_()`` works on it. A program that keeps a gradient (``g = p.grad
 moves the holder's to memory of its own before writing. The same happens when buffers are laid out
 anew, so that gradients which are being accumulated are carried over.
 
+A program may also give the tensor other memory: ``module.double().float()`` and ``module.to()``
+assign ``grad.data``, on the very tensor that was the grad view's. A grad view therefore compares
+the address of its tensor, and makes a new one if that has changed. A parameter that now has another
+dtype, device or shape does not fit its buffer any more (`adopt` returns False).
+
 Three kinds differ.
 
 *Parts.* Of a parameter that is a DTensor the part lies in the buffer, and ``.grad`` is a DTensor
@@ -37,6 +42,7 @@ from typing import Any
 
 import torch
 
+from dure.training import autograd_hooks
 from dure.training.flat_buffers import Kind, dense_strides
 
 __all__ = [
@@ -88,8 +94,11 @@ class GradView:
     """
 
     __slots__ = (
+        "_address",
         "_flat",
+        "_offset",
         "_saved",
+        "_shape",
         "buffer_index",
         "dtype",
         "expected",
@@ -105,13 +114,15 @@ class GradView:
     def __init__(self, number: int, named: NamedParameter, dtype: torch.dtype) -> None:
         self.number, self.name, self.parameter = number, named.name, named.parameter
         self.dtype = dtype
-        self.node = torch.autograd.graph.get_gradient_edge(named.parameter).node
+        self._shape = own_part(named.parameter).shape
+        self.node = _accumulator(named.parameter)
         self.buffer_index = DORMANT
         self.expected = self.left = 1
         self.used = False
         # Not what holds the buffer: a cycle would keep its shared memory until the garbage
         # collector comes round.
         self._flat = self.tensor = torch.empty(0)
+        self._offset = self._address = 0
         self._saved: torch.Tensor | None = None
 
     @property
@@ -122,7 +133,7 @@ class GradView:
     @property
     def numel(self) -> int:
         """Elements of the gradient in its flat buffer."""
-        return own_part(self.parameter).numel()
+        return self._shape.numel()
 
     @property
     def kind(self) -> Kind:
@@ -134,8 +145,8 @@ class GradView:
 
         What was accumulated since the last reduction (`no_sync`) comes along.
         """
-        self._flat, self.buffer_index = flat, buffer_index
-        self.tensor = _alias(flat, offset, own_part(self.parameter))
+        self._flat, self._offset, self.buffer_index = flat, offset, buffer_index
+        self._make_tensor()
         if self.used and self.parameter.grad is not None:
             self.adopt()
 
@@ -147,29 +158,70 @@ class GradView:
             self.tensor.data = self.tensor.clone()
         self.buffer_index = DORMANT
         self._flat = self.tensor = torch.empty(0)
+        self._address = self.tensor.data_ptr()
 
-    def adopt(self) -> None:
-        """Make sure that the parameter's gradient lies in the buffer."""
+    def will_be_filled(self) -> bool:
+        """Return whether the running backward adds to the gradient; call it during a backward."""
+        reach = autograd_hooks.will_reach
+        return reach(self.node) or (self.refresh() and reach(self.node))
+
+    def refresh(self) -> bool:
+        """Find the present `node`; return whether it is another one.
+
+        A parameter gets a new one when its dtype or device changes, even if it changes back. Where
+        torch swaps tensors for that (`torch.__future__`, and always for DTensors), autograd also
+        loses the parameter's hooks, which are put back.
+        """
+        if not self.parameter.requires_grad:
+            return False
+        before, self.node = self.node, _accumulator(self.parameter)
+        if self.node is before:
+            return False
+        autograd_hooks.restore(self.parameter)
+        return True
+
+    def adopt(self) -> bool:
+        """Make sure that the parameter's gradient is stored in the buffer.
+
+        Returns:
+            False if it does not fit: the parameter has another dtype, device or shape than when
+            the buffer was made.
+        """
+        if self.tensor.data_ptr() != self._address:
+            self._make_tensor()
         gradient = self._gradient()
         assert gradient is not None
         if gradient is self.tensor:
-            return
-        self._free_view()
+            return True
         # Detached: with create_graph the gradient has a history, which the buffer must not get.
         values = gradient.detach() if gradient.requires_grad else gradient
-        self.tensor.copy_(values if values.layout is torch.strided else values.to_dense())
-        self._show()
+        if values.layout is not torch.strided:
+            values = values.to_dense()
+        if values.stride() != self.tensor.stride():
+            self._make_tensor()  # `to(memory_format=...)`: optimizers want the parameter's strides
+        self._free_view()
+        if not self._show():
+            return False
+        self.tensor.copy_(values)
+        return True
 
-    def recollect(self) -> None:
-        """At the begin of a backward: see what became of a gradient that waits to be reduced.
+    def fits(self) -> bool:
+        """Return whether the parameter's gradient still has a place in the buffer; see `adopt`."""
+        return _is_alike(own_part(self.parameter), self.tensor)
 
-        Programs drop or replace gradients that they accumulated under `no_sync`. What is gone
-        counts as never used: the place still has its values, which nobody shall see again.
+    def recollect(self) -> bool:
+        """At the start of a backward: find out what became of a gradient that is to be reduced.
+
+        Programs drop or replace gradients that they accumulated under `no_sync`. A gradient that
+        is gone counts as never used: the place still has its values, which must not be shown.
+
+        Returns:
+            What `adopt` does.
         """
         if self.parameter.grad is None:
             self.used = False
-        else:
-            self.adopt()
+            return True
+        return self.adopt()
 
     def contribute_unused(self) -> None:
         """Fill the buffer for a gradient that this rank did not compute.
@@ -178,13 +230,15 @@ class GradView:
         same on all ranks; contributing it makes the average come out as if it had been added
         afterwards. It is saved, so that nothing changes where no rank uses the parameter.
         """
+        if self.tensor.data_ptr() != self._address:
+            self._make_tensor()
         gradient = self._gradient()
         if gradient is self.tensor:
             self._saved = self.tensor.clone()
             return
         self._free_view()
         with torch.no_grad():
-            if gradient is None:
+            if gradient is None or not self.fits():
                 self.tensor.zero_()
             else:
                 self.tensor.copy_(gradient)
@@ -209,20 +263,40 @@ class GradView:
         self._saved = None
 
     def _gradient(self) -> torch.Tensor | None:
-        """Return what the parameter's gradient has to lie here."""
+        """Return what of the parameter's gradient is to be stored here."""
         return self.parameter.grad
 
-    def _show(self) -> None:
-        """Make the place the parameter's gradient."""
-        self.parameter.grad = self.tensor
+    def _show(self) -> bool:
+        """Make the place the parameter's gradient; return False if it does not fit."""
+        try:
+            self.parameter.grad = self.tensor
+        except RuntimeError:  # torch compares dtype, device and shape
+            return False
+        return True
 
     def _free_view(self) -> None:
         """Before overwriting the view: give its old values to whoever still holds it."""
         if sys.getrefcount(self.tensor) <= _REFS_OF_UNHELD_VIEW:
             return
-        offset = int(self.tensor.storage_offset())
         self.tensor.data = self.tensor.clone()
-        self.tensor = _alias(self._flat, offset, own_part(self.parameter))
+        self._make_tensor()
+
+    def _make_tensor(self) -> None:
+        """Make `tensor` anew, in the strides that the parameter has now."""
+        like = own_part(self.parameter)
+        if like.shape != self._shape:  # which `adopt` finds
+            like = torch.empty(self._shape, device="meta")
+        self.tensor = _alias(self._flat, self._offset, like)
+        self._address = self.tensor.data_ptr()
+
+
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """Return what accumulates a leaf's gradient (Any: autograd's nodes have no public type)."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.dtype, tensor.device, tensor.shape) == (other.dtype, other.device, other.shape)
 
 
 def _alias(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -250,9 +324,12 @@ class PartGradView(GradView):
             gradient = gradient.detach().redistribute(placements=parameter.placements)
         return gradient._local_tensor
 
-    def _show(self) -> None:
+    def _show(self) -> bool:
+        if not self.fits():
+            return False
         parameter: Any = self.parameter
         parameter.grad = type(parameter)(self.tensor, parameter._spec)
+        return True
 
 
 class SparseGradView(GradView):
@@ -272,8 +349,13 @@ class SparseGradView(GradView):
         """Belong to no buffer."""
         self.buffer_index = DORMANT
 
-    def adopt(self) -> None:
+    def adopt(self) -> bool:
         """Leave the gradient where it is."""
+        return True
+
+    def fits(self) -> bool:
+        """Return True: entries are taken as they are."""
+        return True
 
     def contribute_unused(self) -> None:
         """Hand over a gradient that is left over, or no entries."""
@@ -320,12 +402,19 @@ class CastGradView(GradView):
 
     __slots__ = ()
 
-    def adopt(self) -> None:
-        """Cast the parameter's gradient into the buffer."""
+    def adopt(self) -> bool:
+        """Cast the parameter's gradient into the buffer, whatever its dtype."""
         gradient = self.parameter.grad
         assert gradient is not None
+        if gradient.shape != self._shape:
+            return False
         values = gradient.detach()
         self.tensor.copy_(values if values.layout is torch.strided else values.to_dense())
+        return True
+
+    def fits(self) -> bool:
+        """Return whether the gradient still has a place in the buffer."""
+        return self.parameter.shape == self._shape
 
     def contribute_unused(self) -> None:
         """Fill the buffer for a gradient that this rank did not compute."""

@@ -40,7 +40,7 @@ from dure.parallel.ddp.validation import (
 from dure.training.agreement import broadcast_tensors, describe_tensor, verify_equal
 from dure.training.autograd_hooks import on_outputs
 from dure.training.compiling import Cutting, cut_graphs
-from dure.training.grad_views import NamedParameter, own_part
+from dure.training.grad_views import GradView, NamedParameter, own_part
 from dure.training.precision import ComputeCopies, MixedPrecision
 from dure.training.pytrees import moved
 
@@ -179,6 +179,11 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         # A weak reference: a cycle would keep shared memory until the garbage collector comes.
         self._reducer = Reducer(group, trained, options, weakref.ref(self))
         return self._reducer
+
+    def replaced(self, views: Sequence[GradView]) -> Sequence[GradView]:
+        """Return those of `views` whose parameters were replaced; called by the reducer."""
+        wrapped = self._wrapped
+        return () if wrapped is None else [v for v in views if wrapped.is_replaced(v)]
 
     def step_ended(self, number: int, clock: Clock, error: Exception | None) -> None:
         """Take note of a synchronised step; called by the reducer."""

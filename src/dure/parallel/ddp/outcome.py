@@ -108,6 +108,16 @@ class ErrorKind(Enum):
         "Those ranks raise the hook's own error, with its bucket.",
     )
     """A hook raised an exception, or its result does not fit."""
+    REPLACED = (
+        "parameters were replaced after the module was wrapped",
+        "Wrap the module after all changes to it, or change the parameters' values in place.",
+    )
+    """A parameter without a gradient is not the module's any more."""
+    MOVED = (
+        "parameters have another dtype, device or shape than when the module was wrapped",
+        "Wrap the module again after the change: DistributedDataParallel(ddp.module).",
+    )
+    """A gradient does not fit the bucket that was made for it."""
     CHANGED = (
         "Your training graph has changed in this iteration, although static_graph=True",
         "Leave static_graph out, or make every step use the same parameters equally often.",
@@ -156,7 +166,7 @@ def agreed_error(
     Returns:
         The error; None on a rank whose own exception is the cause, as its program has seen it.
     """
-    lines = [f"{r.kind.name} {-1 if r.view is None else r.view.number}" for r in mine]
+    lines = dict.fromkeys(f"{r.kind.name} {-1 if r.view is None else r.view.number}" for r in mine)
     records = [
         [(ErrorKind[kind], int(number)) for kind, number in map(str.split, texts)]
         for texts in gather_texts(group, "\n".join(lines).encode())

@@ -81,6 +81,10 @@ class Replica(Protocol):
         """Say in an error what it may come from."""
         ...
 
+    def replaced(self, views: Sequence[GradView]) -> Sequence[GradView]:
+        """Return those of `views` whose parameters the module does not have any more."""
+        ...
+
     def step_ended(self, number: int, clock: Clock, error: Exception | None) -> None:
         """Take note of a synchronised step, which took what `clock` says."""
         ...
@@ -285,7 +289,11 @@ class Reducer:
     def on_output(self, below: Sequence[Any]) -> None:
         """Take in that a gradient has come to an output of the module (Any: nodes under it)."""
         with self._lock:
-            if not self._syncing and autograd_hooks.fills_gradients(self._probe.node, below):
+            node = self._probe.node
+            if not self._syncing and autograd_hooks.fills_gradients(node, below):
+                if not autograd_hooks.will_reach(node) and self._probe.refresh():
+                    for view in self.all_views:
+                        view.refresh()
                 self._begin()
 
     # ---------------------------------------------------------------- backward
@@ -302,8 +310,8 @@ class Reducer:
         replica = self._replica()
         self.reductions.divisor = None if replica is None else replica.announce_backward()
         for view in self.all_views:
-            if view.used:
-                view.recollect()
+            if view.used and not view.recollect():
+                self._errors.append(ErrorRecord(ErrorKind.MOVED, view))
         self._rebuild()
         self._syncing, self._armed, self._next = True, False, 0
         if at_end and self.allow_unused and not self.static_graph:
@@ -325,7 +333,7 @@ class Reducer:
             return
         for bucket in self.buckets:
             for view in bucket.views:
-                if not autograd_hooks.will_reach(view.node):
+                if not view.will_be_filled():
                     view.left = 0
                     bucket.idle.append(view)
                     bucket.pending -= 1
@@ -341,7 +349,9 @@ class Reducer:
             unexpected = view.buffer_index == DORMANT or (self._syncing and view.left <= 0)
             if unexpected and not self._is_welcome(view):
                 return
-            view.adopt()
+            if not view.adopt():
+                self._errors.append(ErrorRecord(ErrorKind.MOVED, view))
+                return
             view.used = True
             if not self._syncing:
                 return
@@ -388,7 +398,7 @@ class Reducer:
         with self._lock:
             self.clock.backward_end = Clock.now()
             idle = self._owing or any(bucket.idle for bucket in self.buckets)
-            unused = [view for view in self.views() if not view.used] if idle else []
+            unused = [view for view in self.views() if not self._is_used(view)] if idle else []
             self._note_errors(unused)
             searched = self.allow_unused and not self.static_graph
             self._usage.note([view.number for view in unused], searched)
@@ -411,8 +421,23 @@ class Reducer:
         counts = flags.abs().double() * (self.group.size() if self.reductions.averages else 1)
         return counts.round().to(torch.int32)
 
+    def _is_used(self, view: GradView) -> bool:
+        """Return whether a parameter has a gradient; take it in if it came without its hook."""
+        if view.used or view.left <= 0 or not view.refresh():
+            return view.used
+        came = view.parameter.grad is not None and view.buffer_index >= self._next
+        if came and view.adopt():
+            view.used, view.left = True, 0
+            self.ready_order.append(view.number)
+        return view.used
+
     def _note_errors(self, unused: Sequence[GradView]) -> None:
         """Note what is wrong with a backward that has come to its end."""
+        moved = [v for v in unused if v.parameter.grad is not None and not v.fits()]
+        self._errors += [ErrorRecord(ErrorKind.MOVED, view) for view in moved]
+        replica = self._replica()
+        gone = replica.replaced(unused) if unused and replica is not None else ()
+        self._errors += [ErrorRecord(ErrorKind.REPLACED, view) for view in gone]
         if not self.allow_unused:
             # One that was frozen after the module was wrapped is not missed.
             missed = [view for view in unused if view.parameter.requires_grad]

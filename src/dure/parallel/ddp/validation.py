@@ -25,7 +25,7 @@ from dure.errors import ModuleError
 from dure.parallel.ddp.buckets import FIRST_CAP_BYTES
 from dure.parallel.ddp.outcome import shown
 from dure.training.autograd_hooks import on_outputs
-from dure.training.grad_views import NamedParameter
+from dure.training.grad_views import GradView, NamedParameter
 
 __all__ = [
     "BucketCaps",
@@ -259,8 +259,9 @@ class WrappedParameters:
 
     *Replaced.* `torch.func.functional_call` puts other tensors in their places for one forward: its
     gradients are the caller's, and nothing is to be averaged. A program that replaces parameters
-    for good has their gradients averaged no more, which is a mistake, and is told so: at once where
-    some were replaced, in backward where all were, since then the originals would be back.
+    for good has their gradients averaged no more, which is a mistake, and raises: at once if the
+    first is among several that were replaced, else in backward, since by then the originals would
+    be back.
 
     *Unfrozen.* Nothing averages parameters that needed no gradient at wrapping and need one now, so
     that the replicas would drift apart.
@@ -296,6 +297,18 @@ class WrappedParameters:
         if len(names) < len(self._trained):
             raise _replaced(names)
         return True
+
+    def is_replaced(self, named: NamedParameter | GradView) -> bool:
+        """Return whether the module does not have a parameter any more."""
+        path, _, name = named.name.rpartition(".")
+        try:
+            found = self._module.get_submodule(path)._parameters.get(name)  # pyright: ignore
+        except AttributeError:  # the submodule is gone
+            found = None
+        # It may have another path: `torch.nn.utils.parametrize` moves it.
+        return found is not named.parameter and not any(
+            p is named.parameter for p in self._module.parameters()
+        )
 
     def refuse_for_good(self, outputs: object) -> None:
         """Have the backward of `outputs` raise `ModuleError` if the originals are not back."""
