@@ -35,8 +35,10 @@ def replicating() -> AbstractContextManager[None]:
     That is `implicit_replication`, and all of `loss_parallel`: `torch.nn.functional.cross_entropy`
     of a DTensor whose classes are sharded gathers nothing (rules/softmax.py), in this block or out
     of it, for every reduction, with weights, ignored targets and label smoothing, on meshes of any
-    number of axes. Torch's programs compute the loss and its backward in this block, where targets
-    may be plain tensors that all ranks have.
+    number of axes. The loss is replicated along the axis of the classes: `to_local` of it is the
+    loss, or its part or term of this rank's samples if the batch is sharded along another axis.
+    Of targets that are probabilities it is a term: use `full_tensor`. Torch's programs compute the
+    loss and its backward in this block, where targets may be plain tensors that all ranks have.
     """
     return _on(implicit_replication)
 

@@ -2,8 +2,9 @@
 
 The dimension of a softmax may be sharded as the others may. A vocabulary of scores is the largest
 activation of a language model: where it is sharded over the classes, nothing of it is gathered. The
-ranks exchange the highest score and the sum of exponentials of each sample, and of its target's
-score, which one rank has, a term each. A softmax's gradient is linear.
+ranks exchange the highest score and the sum of exponentials of each sample, and reduce the loss of
+each sample's target, which one rank has: all ranks of that axis have the loss, as with torch's
+`loss_parallel`. A softmax's gradient is linear.
 
 A loss that is summed or averaged over a sharded batch is terms of a sum. What an average divides by
 is counted over the whole batch: by the shape, or, where weights and ignored targets count, by a
@@ -211,10 +212,14 @@ def _weights(
     return torch.where(counts, weight[torch.where(counts, target, 0)], 0)
 
 
-def _nll_of_own(scores: DTensorSpec) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return what gives terms of nll_loss, for targets among this rank's classes, and weights."""
+def _nll_of_divided(scores: DTensorSpec) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return nll_loss for classes that are sharded, of this rank's samples, and their weights.
+
+    The rank that has a sample's target has its loss, and the other ranks 0; they add these up.
+    """
     dim = _classes(scores)
     run = scores.runs(dim)[0]
+    reduce = _over_ranks(scores, [dim])
 
     def sums(
         values: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int
@@ -228,8 +233,9 @@ def _nll_of_own(scores: DTensorSpec) -> Callable[..., tuple[torch.Tensor, torch.
             given = counted
         loss = (-given * counted).masked_fill_(missing | (target == ignored), 0)
         if reduction == NONE:
-            return loss, values.new_zeros(())
-        return loss.sum(), counted.sum()
+            return reduce(loss.contiguous(), ReduceOp.SUM), values.new_zeros(())
+        total = reduce(_wide(loss).sum(), ReduceOp.SUM)
+        return total.to(loss.dtype), counted.sum()
 
     return sums
 
@@ -238,7 +244,7 @@ def _nll_local(call: OpCall) -> Callable[..., Any] | None:
     """Divide by the weight of all targets, which the ranks add up."""
     scores, dim = call.operands[0], _classes(call.operands[0])
     divided = bool(scores.cuts(dim))
-    sums = _nll_of_own(scores) if divided else call.op
+    sums = _nll_of_divided(scores) if divided else call.op
     batch = [SUM if p.is_shard() and not p.is_shard(dim) else R for p in scores.placements]
     if call.arg("reduction") != MEAN or not (divided or SUM in batch):
         return sums if divided else None
@@ -269,7 +275,7 @@ def _nll(call: OpCall) -> list[Strategy]:
         total = R if reduction == MEAN else SUM
         found.append(Strategy((scores, targets, *weights), (loss, total)))
     classes = Shard(_classes(call.operands[0]))
-    return [*found, Strategy((classes, R, *weights), (SUM, R))]
+    return [*found, Strategy((classes, R, *weights), (R, R))]
 
 
 def _nll_backward_local(call: OpCall) -> Callable[..., Any] | None:

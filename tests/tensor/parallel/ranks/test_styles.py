@@ -66,9 +66,9 @@ COMMUNICATED = {
         {REDUCE: 2 * B + 1},
     ),
     # Scores stay where they are: of each token all ranks learn the highest and the sum of the
-    # exponentials, and in backward the sum of the gradients. The loss is left as terms.
+    # exponentials, and in backward the sum of the gradients. The loss is reduced at once.
     "loss": (
-        {SCATTER: 1 + 2 * B, GATHER: 2 * B + 1, PLAIN: 2},
+        {SCATTER: 1 + 2 * B, GATHER: 2 * B + 1, PLAIN: 3},
         {GATHER: 1 + 2 * B, SCATTER: 2 * B + 1, PLAIN: 1},
         {REDUCE: 2 * B + 1},
     ),
@@ -341,7 +341,7 @@ def test_a_penalty_on_the_log_of_the_sum_gathers_no_scores():
         close(value, expected.detach())
         close(x.grad.full_tensor(), wanted.grad)
         # highest scores and sums twice, the sum of the gradients; the loss
-        assert counted.get_comm_counts() == {PLAIN: 5, REDUCE: 1}
+        assert counted.get_comm_counts() == {PLAIN: 6}
 
     run_ranks(3, body)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dure.tensor import Partial, Replicate, Shard, init_device_mesh
+from dure.tensor.parallel import loss_parallel
 from dure.testing import run_ranks
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
@@ -59,6 +60,36 @@ def test_losses_are_not_gathered():
         return torch.autograd.grad(F.cross_entropy(x, t), x)
 
     assert placed(gradient, (x, [ROWS]), (t, [ROWS])) == [[ROWS]]
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_loss_of_sharded_classes_is_known_to_all_ranks_of_their_axis(reduction):
+    """Torch's table; a batch that is sharded as well leaves a part, or a term of the sum."""
+    scores, weight = random(4, 5, grad=False), torch.arange(1.0, 6.0).double()
+    target = torch.tensor([4, 0, -100, 2])
+    expected = F.cross_entropy(scores, target, weight, reduction=reduction)
+    of_rows = {"none": ROWS, "sum": Partial(), "mean": Partial()}[reduction]
+    cases = [  # the placements of scores, of targets, and of the loss
+        ((4,), [Shard(1)], [Replicate()], [Replicate()]),
+        ((2, 2), [ROWS, Shard(1)], [ROWS, Replicate()], [of_rows, Replicate()]),
+        ((2, 2), [Shard(1), ROWS], [Replicate(), ROWS], [Replicate(), of_rows]),
+        ((2, 2), [Shard(1), Shard(1)], [Replicate()] * 2, [Replicate()] * 2),
+    ]
+
+    def body(rank):
+        for shape, of_scores, of_targets, of_loss in cases:
+            mesh = init_device_mesh("cpu", shape)
+            x = made(mesh, scores, of_scores)
+            with loss_parallel():  # in which the weight may be plain
+                loss = F.cross_entropy(
+                    x, made(mesh, target, of_targets), weight, reduction=reduction
+                )
+            assert loss.placements == tuple(of_loss)
+            torch.testing.assert_close(loss.full_tensor(), expected)
+            if of_loss == [Replicate()] * mesh.ndim:
+                torch.testing.assert_close(loss.to_local(), expected)
+
+    run_ranks(4, body)
 
 
 def test_a_target_that_is_no_class_raises_on_every_rank():
