@@ -23,7 +23,7 @@ from dure.errors import OptimizerError, PeerLost
 from dure.tensor.dtensor import DTensor
 from dure.training.turns import Turns
 
-__all__ = ["forget_replaced", "mark_offloaded", "note_replaced", "rebind"]
+__all__ = ["forget_replaced", "mark_offloaded", "note_replaced", "present", "rebind"]
 
 _REPLACED = "_dure_replaced"
 _OFFLOADED = "_dure_offloaded"
@@ -41,6 +41,12 @@ def note_replaced(old: torch.Tensor, by: Replacement) -> None:
 def forget_replaced(old: torch.Tensor) -> None:
     """Take back `note_replaced`."""
     vars(old).pop(_REPLACED, None)
+
+
+def present(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the parameter that the model has now instead of `parameter`, if it was replaced."""
+    by: Replacement | None = vars(parameter).get(_REPLACED)
+    return parameter if by is None else by()[0]
 
 
 def mark_offloaded(parameter: torch.Tensor, offloaded: bool) -> None:

@@ -58,6 +58,11 @@ class DataParallelStage:
         """All sharded modules; looked for when a step is made first."""
         return [m for m in self._module.modules() if isinstance(m, _Sharded)]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether modules of the stage are sharded, and have others than their own parameters."""
+        return bool(self._sharded)
+
     @cached_property
     def _roots(self) -> list[_Sharded]:
         """The outermost ones."""

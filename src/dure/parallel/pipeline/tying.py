@@ -8,7 +8,7 @@ parameter share its gradient already.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from dure.errors import UsageError
 from dure.parallel.pipeline.messages import FIRST_TAG
 from dure.parallel.pipeline.stage import PipelineStage
 from dure.tensor.dtensor import DTensor
+from dure.training.optimizers import present
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -40,15 +41,15 @@ class TiedParameters:
 
     def __init__(self, stages: Sequence[PipelineStage], group: ProcessGroup) -> None:
         self._group, self._rank = group, group.rank()
+        self._stages = list(stages)
+        self._known: dict[tuple[int, str], nn.Parameter] = {}
         self._mine: dict[str, list[nn.Parameter]] = {}
+        self._find()
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
         described: dict[str, tuple[int, str]] = {}
         for stage in stages:
             for name, path in stage.tied.items():
                 parameter = stage.submod.get_parameter(path)
-                known = self._mine.setdefault(name, [])
-                if not any(parameter is other for other in known):
-                    known.append(parameter)
                 seen = f"{tuple(parameter.shape)} of {parameter.dtype}"
                 described.setdefault(name, (stage.stage_index, seen))
         told: list[dict[str, tuple[int, str]]] = [{} for _ in range(group.size())]
@@ -65,6 +66,21 @@ class TiedParameters:
         for stage in stages:
             stage.tied_holders = {name: self._holders[name] for name in stage.tied}
         self._begin_equal()
+
+    def _find(self) -> None:
+        """Find the parameters that the stages have now: programs replace, and shard, them."""
+        self._mine = {}
+        for stage in self._stages:
+            for name, path in stage.tied.items():
+                place = stage.stage_index, path
+                known = self._known.get(place)
+                found = stage.submod.get_parameter(path)
+                if known is not None and stage.data_parallel.is_sharded:
+                    found = cast(nn.Parameter, present(known))  # the module may be unsharded
+                self._known[place] = found
+                mine = self._mine.setdefault(name, [])
+                if not any(found is other for other in mine):
+                    mine.append(found)
 
     def _begin_equal(self) -> None:
         """Give all the values of the earliest stage."""
@@ -84,6 +100,7 @@ class TiedParameters:
 
     def begin(self) -> None:
         """Put gradients of earlier steps aside, so that only this step's are summed."""
+        self._find()
         self._before = {
             parameter: parameter.grad for known in self._mine.values() for parameter in known
         }

@@ -36,7 +36,9 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _train(rank: int, name: str, kind: str, parts: list[nn.Module]) -> Weights:
+def _train(
+    rank: int, name: str, kind: str, parts: list[nn.Module], is_moved: bool = False
+) -> Weights:
     """At both places of the pipeline 2 ranks: replicas, each with half a batch, or parts."""
     mesh = dure.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "other"))
     other = mesh["other"]
@@ -57,6 +59,8 @@ def _train(rank: int, name: str, kind: str, parts: list[nn.Module]) -> Weights:
     for x, y in batches(2, rows=16):
         mine = [x, y] if kind == "tensor" else [t.chunk(2)[rank % 2] for t in (x, y)]
         pipeline.step(*mine)
+        for part in pipeline.parts.values() if is_moved else ():
+            part._apply(lambda t: t.clone())
         evaluated = pipeline.eval(x)
         assert (evaluated is not None) == pipeline.has_last
     weights = pipeline.weights().items()
@@ -71,6 +75,16 @@ def _train(rank: int, name: str, kind: str, parts: list[nn.Module]) -> Weights:
 def test_stages_parallel_on_another_axis_train_as_one_process_on_4_ranks(name: str, kind: str):
     parts = dense(2 * SCHEDULES[name][1])
     found = run_ranks(4, _train, name, kind, parts)
+    steps = batches(2, rows=16)
+    _, expected = one_process(parts, steps if kind == "tensor" else interleaved(steps), 4)
+    for weights in found:
+        assert_gradients(weights, expected)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "gathered", "shared", "tensor"])
+def test_stages_that_are_moved_between_steps_train_as_one_process_on_4_ranks(kind: str):
+    parts = dense(2)
+    found = run_ranks(4, _train, "1f1b", kind, parts, True)
     steps = batches(2, rows=16)
     _, expected = one_process(parts, steps if kind == "tensor" else interleaved(steps), 4)
     for weights in found:

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import dure as dist
+from dure.fsdp import fully_shard
+from dure.mesh import init_device_mesh
+from dure.tensor import DTensor
 from dure.testing import run_ranks
 from tests.parallel.pipeline.ranks.pipeline_models import (
     SCHEDULES,
@@ -90,3 +93,36 @@ def test_a_norm_of_all_stages_counts_tied_parameters_once(name: str, tied: bool)
     gradients_alone(model, batches(1), 4)
     expected = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     assert found == [pytest.approx([expected.item()] * 2, rel=1e-9)] * 2
+
+
+@pytest.mark.parametrize("change", ["moved", "replaced", "sharded"])
+def test_tied_parameters_that_were_changed_after_a_step_have_one_gradient_2_ranks(
+    change: str,
+):
+    weight = nn.Parameter(torch.eye(6, dtype=torch.float64))
+    parts = [_Embedding(weight), _Embedding(weight, is_output=True)]
+
+    def rank_main(rank: int) -> torch.Tensor:
+        pairs = {0: {"table": "table"}, 1: {"table": "table"}}
+        pipeline = Pipeline("1f1b", rank, 2, parts, 4, tied=pairs)
+        part = pipeline.parts[rank]
+        ((x, y),) = batches(1)
+        pipeline.schedule.step(*([x] if rank == 0 else []), target=y)
+        pipeline.optimizer.zero_grad()
+        if change == "moved":
+            part.float().double()
+        elif change == "replaced":
+            part.table = nn.Parameter(part.table.detach().clone())
+        else:
+            fully_shard(
+                part, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+            )
+        ((x, y),) = batches(1)
+        pipeline.schedule.step(*([x] if rank == 0 else []), target=y)
+        found = part.table.grad
+        assert found is not None
+        return found.full_tensor() if isinstance(found, DTensor) else found
+
+    expected = gradients_alone(nn.Sequential(*parts), batches(1), 4)["0.table"]
+    for found in run_ranks(2, rank_main):
+        torch.testing.assert_close(found, expected)
