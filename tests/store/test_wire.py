@@ -24,4 +24,4 @@ def test_a_message_longer_than_any_request_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_value_that_is_too_long_is_refused() -> None:
     with pytest.raises(StoreError):
-        encode(bytes(MAX_VALUE_BYTES + 1))
+        encode(bytes(MAX_VALUE_BYTES + 1), "set")

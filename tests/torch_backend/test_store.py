@@ -47,3 +47,21 @@ def test_store_says_which_keys_are_missing(store: TorchStore):
     store.set_timeout(SOON)
     with pytest.raises(StoreTimeout):
         store.get("gone")
+
+
+def test_arguments_of_the_wrong_type_are_refused(store: TorchStore):
+    store.multi_set(["a", "b"], ["1", "2"])
+    wrong: Any = store
+    for call in (
+        lambda: wrong.set("k", 5),
+        lambda: wrong.add("n", 1.5),
+        lambda: wrong.check("ab"),  # its letters are keys
+        lambda: wrong.wait("ab", SOON),
+        lambda: wrong.multi_get("ab"),
+        lambda: wrong.multi_set(["k"], [5]),
+        lambda: wrong.get(3),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    assert not store.check(["k"])
+    assert not store.check(["n"])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from dure.errors import StoreError, StoreTimeout
+from dure.store.arguments import duration_of, integer_of, keys_of, pairs_of, text_of
 from dure.store.base import Store
 from dure.store.wire import LONGEST_TIMEOUT_S, WRITES, Op, Reply, Request, Values, encode
 
@@ -19,32 +20,32 @@ class AskingStore(Store):
     """The operations of `Store` and `Shared` as requests; a subclass has them answered."""
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", (key,), (encode(value),))
+        self._ask("set", (key,), (value,))
 
     def get(self, key: str) -> bytes:
         return self._ask("get", (key,), timeout=self._timeout).values[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(self._ask("get", tuple(keys), timeout=self._timeout).values)
+        return list(self._ask("get", keys_of(keys, "multi_get"), timeout=self._timeout).values)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = [(key, encode(value)) for key, value in zip(keys, values, strict=True)]
-        self._ask("set", tuple(key for key, _ in pairs), tuple(value for _, value in pairs))
+        pairs = pairs_of(keys, values, "multi_set")
+        self._ask("set", [key for key, _ in pairs], [value for _, value in pairs])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask("wait", tuple(keys), timeout=self._timeout if timeout is None else timeout)
+        self._ask("wait", keys, timeout=self._timeout if timeout is None else timeout)
 
     def add(self, key: str, amount: int) -> int:
         return self._ask("add", (key,), amount=amount).number
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask("append", (key,), (encode(value),))
+        self._ask("append", (key,), (value,))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._ask("compare_set", (key,), (encode(expected), encode(desired))).values[0]
+        return self._ask("compare_set", (key,), (expected, desired)).values[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", tuple(keys)).number)
+        return bool(self._ask("check", keys).number)
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", (key,)).number)
@@ -58,10 +59,10 @@ class AskingStore(Store):
     def transact(
         self, expect: Mapping[str, bytes | None], write: Mapping[str, bytes | None]
     ) -> bool:
-        return bool(self._ask("transact", expect=dict(expect), write=dict(write)).number)
+        return bool(self._ask("transact", expect=expect, write=write).number)
 
     def hold(self, key: str, value: bytes, ttl_s: float) -> None:
-        self._ask("hold", (key,), (encode(value),), lease_s=ttl_s)
+        self._ask("hold", (key,), (value,), lease_s=ttl_s)
 
     def renew(self, key: str) -> bool:
         return bool(self._ask("renew", (key,)).number)
@@ -77,28 +78,43 @@ class AskingStore(Store):
     def _ask(
         self,
         op: Op,
-        keys: tuple[str, ...] = (),
-        values: tuple[bytes, ...] = (),
+        keys: Sequence[str] = (),
+        values: Sequence[str | bytes] = (),
         *,
         amount: int = 0,
         timeout: timedelta | None = None,
         lease_s: float = 0.0,
-        expect: Values | None = None,
-        write: Values | None = None,
+        expect: Mapping[str, bytes | None] | None = None,
+        write: Mapping[str, bytes | None] | None = None,
     ) -> Reply:
-        """Put one request; `timeout` is for those that may be parked."""
-        parked_s = lease_s if timeout is None else timeout.total_seconds()
+        """Put one request, whose arguments are checked here; only some may be parked (`timeout`).
+
+        Raises:
+            TypeError: An argument is of the wrong type. Nothing was sent.
+        """
+        name = "delete_key" if op == "delete" else op
+        asked, given = keys_of(keys, name), tuple([encode(value, name) for value in values])
+        parked_s = lease_s if timeout is None else duration_of(timeout, name).total_seconds()
         parked_s = min(max(0.0, parked_s), LONGEST_TIMEOUT_S)
         patience_s = self._timeout.total_seconds() if timeout is None else parked_s
         once = secrets.token_bytes(8) if op in WRITES else b""
         start = time.monotonic()
-        request = Request(op, keys, values, amount, parked_s, once, expect or {}, write or {})
+        request = Request(
+            op,
+            asked,
+            given,
+            integer_of(amount, name),
+            parked_s,
+            once,
+            _values(expect or {}, name),
+            _values(write or {}, name),
+        )
         reply = self._answered(request, patience_s)
         if reply is not None and reply.status == "ok":
             return reply
         if reply is not None and reply.status == "error":
             raise StoreError("the store refused an operation", op=op, seen=reply.text)
-        missing = keys if reply is None else reply.names
+        missing = asked if reply is None else reply.names
         raise StoreTimeout(
             f"{self._named} did not answer"
             if reply is None
@@ -121,3 +137,10 @@ class AskingStore(Store):
         Raises:
             StoreError: It cannot be asked, or makes no sense.
         """
+
+
+def _values(given: Mapping[str, bytes | None], op: str) -> Values:
+    return {
+        text_of(key, op): None if value is None else encode(value, op)
+        for key, value in given.items()
+    }

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 
+from dure.store.arguments import duration_of, keys_of, pairs_of
+
 __all__ = ["DEFAULT_TIMEOUT", "Store"]
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -15,14 +17,17 @@ class Store(ABC):
     """Keys (str) to values (bytes), shared by the ranks of a job.
 
     Names and meaning are those of torch.distributed's stores. Values given as str are stored as
-    UTF-8. A wait that takes longer than `timeout` raises `StoreTimeout`, which names the keys.
+    UTF-8; a key given as bytes is the same key as its text in UTF-8. A wait that takes longer than
+    `timeout` raises `StoreTimeout`, which names the keys. An argument of another type raises
+    `TypeError` before anything is sent: a value that is neither str nor bytes, one string in the
+    place of a list of keys, an amount that is not an integer.
 
     Threads: every method may be called from any thread. Lifetime: keys live as long as the store's
     host (a process, a file, a server) does.
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        self._timeout = timeout
+        self._timeout = duration_of(timeout, type(self).__name__)
 
     @property
     def timeout(self) -> timedelta:
@@ -31,7 +36,7 @@ class Store(ABC):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long `get` and `wait` wait."""
-        self._timeout = timeout
+        self._timeout = duration_of(timeout, "set_timeout")
 
     @abstractmethod
     def set(self, key: str, value: str | bytes) -> None:
@@ -79,12 +84,13 @@ class Store(ABC):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of `keys`; wait for all of them."""
-        self.wait(keys)
-        return [self.get(k) for k in keys]
+        names = keys_of(keys, "multi_get")
+        self.wait(names)
+        return [self.get(name) for name in names]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Store each of `values` under the key at the same place of `keys`."""
-        for key, value in zip(keys, values, strict=True):
+        for key, value in pairs_of(keys, values, "multi_set"):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:

@@ -30,6 +30,7 @@ from pathlib import Path
 import msgspec
 
 from dure.errors import DureError, StoreError, StoreTimeout
+from dure.store.arguments import integer_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.board import Board
@@ -81,7 +82,7 @@ class FileStore(AskingStore):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(timeout)
-        self._world_size = world_size
+        self._world_size = integer_of(world_size, "FileStore", "world_size")
         self._log = _Log(Path(file_name).absolute())
         self._name, self._pid = uuid.uuid4().hex, os.getpid()
         self._closed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from dure.store.arguments import keys_of, text_of
 from dure.store.base import Store
 
 __all__ = ["PrefixStore"]
@@ -21,8 +22,10 @@ class PrefixStore(Store):
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
+        if not isinstance(store, Store):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"PrefixStore(prefix, store): store must be a Store, got {store!r}.")
         super().__init__(store.timeout)
-        self._prefix = f"{prefix}/"
+        self._prefix = text_of(prefix, "PrefixStore", "prefix") + "/"
         self._store = store
 
     @property
@@ -39,28 +42,28 @@ class PrefixStore(Store):
         self._store.set_timeout(timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(self._prefix + key, value)
+        self._store.set(self._one(key, "set"), value)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._prefix + key)
+        return self._store.get(self._one(key, "get"))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(self._full(keys), timeout)
+        self._store.wait(self._full(keys, "wait"), timeout)
 
     def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._prefix + key, amount)
+        return self._store.add(self._one(key, "add"), amount)
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._store.append(self._prefix + key, value)
+        self._store.append(self._one(key, "append"), value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._store.compare_set(self._prefix + key, expected, desired)
+        return self._store.compare_set(self._one(key, "compare_set"), expected, desired)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(self._full(keys))
+        return self._store.check(self._full(keys, "check"))
 
     def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(self._prefix + key)
+        return self._store.delete_key(self._one(key, "delete_key"))
 
     def num_keys(self) -> int:
         return len(self.list_keys())
@@ -70,10 +73,15 @@ class PrefixStore(Store):
         return [key[start:] for key in self._store.list_keys() if key.startswith(self._prefix)]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get(self._full(keys))
+        return self._store.multi_get(self._full(keys, "multi_get"))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._store.multi_set(self._full(keys), values)
+        self._store.multi_set(self._full(keys, "multi_set"), values)
 
-    def _full(self, keys: Sequence[str]) -> list[str]:
-        return [self._prefix + key for key in keys]
+    def _one(self, key: str, op: str) -> str:
+        """Return a key's name in the underlying store."""
+        return self._prefix + text_of(key, op)
+
+    def _full(self, keys: Sequence[str], op: str = "wait") -> list[str]:
+        """Return the names of several keys in the underlying store."""
+        return [self._prefix + key for key in keys_of(keys, op)]

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from dure.errors import StoreError
+from dure.store.arguments import bytes_of
 
 __all__ = [
     "FRAME_LIMIT",
@@ -114,9 +115,14 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     text: str = ""
 
 
-def encode(value: str | bytes) -> bytes:
-    """Return `value` as bytes (text as UTF-8); refuse one longer than `MAX_VALUE_BYTES`."""
-    data = value.encode() if isinstance(value, str) else bytes(value)
+def encode(value: str | bytes, op: str) -> bytes:
+    """Return the value that the method `op` was given as bytes (text as UTF-8).
+
+    Raises:
+        TypeError: It is neither text nor bytes.
+        StoreError: It is longer than `MAX_VALUE_BYTES`.
+    """
+    data = bytes_of(value, op)
     if len(data) > MAX_VALUE_BYTES:
         raise StoreError(
             "a value is too long for the store",

@@ -11,6 +11,7 @@ from datetime import timedelta
 from torch._C import _distributed_c10d as c10d
 
 from dure.errors import StoreLost, StoreTimeout
+from dure.store.arguments import duration_of, keys_of
 from dure.store.base import DEFAULT_TIMEOUT, Store
 
 __all__ = ["TorchStore"]
@@ -45,11 +46,13 @@ class TorchStore(Store):
         return self._store.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        names = keys_of(keys, "wait")
+        limit = self.timeout if timeout is None else duration_of(timeout, "wait")
         began = time.monotonic()
         try:
-            self._store.wait(list(keys), self.timeout if timeout is None else timeout)
+            self._store.wait(list(names), limit)
         except (RuntimeError, ValueError) as error:  # DistStoreError, DistNetworkError
-            raise self._explain(error, keys, time.monotonic() - began) from error
+            raise self._explain(error, names, time.monotonic() - began) from error
 
     def _explain(
         self, error: Exception, keys: Sequence[str], elapsed_s: float
@@ -76,7 +79,7 @@ class TorchStore(Store):
         return self._store.compare_set(key, expected, desired)  # pyright: ignore[reportArgumentType]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(list(keys))
+        return self._store.check(list(keys_of(keys, "check")))
 
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)

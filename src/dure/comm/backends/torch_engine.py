@@ -210,7 +210,7 @@ class _Addresses(c10d.Store):
         self.all: Future[Sequence[bytes]] = Future()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.own.set_result(encode(value))
+        self.own.set_result(encode(value, "set"))
 
     def get(self, key: str) -> bytes:
         return self.all.result()[int(key.rpartition("/")[2])]
