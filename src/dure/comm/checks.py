@@ -2,7 +2,7 @@
 
 Backends see dense contiguous tensors only. `plain_call` turns any others into such: a contiguous
 tensor passes through as it is; anything else is copied, and results are copied back once the
-operation has ended.
+operation has ended. Inputs that overlap an output in part are copied, too (see `comm.overlap`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from dure import native
+from dure.comm import overlap
 from dure.comm.call import Call
 from dure.comm.ops import CONVERSIONS, ReduceOp, check_reducible
 from dure.errors import DeviceError, DtypeError, ShapeError, UsageError
@@ -158,12 +159,15 @@ def _converts(call: Call) -> bool:
     )
 
 
-def plain_call(call: Call, rank: int, channel: int, fuses: bool) -> tuple[Call, Finish | None]:
+def plain_call(
+    call: Call, rank: int, size: int, channel: int, fuses: bool
+) -> tuple[Call, Finish | None]:
     """Return a checked call on plain memory, and what copies its results to the user's tensors.
 
     Args:
         call: On the user's tensors.
         rank: This rank.
+        size: How many ranks there are.
         channel: What carries it.
         fuses: Whether the backend takes premultiplied sums and conversions as they are. Else sums
             are of scaled copies, and those that convert are taken in float32.
@@ -180,6 +184,7 @@ def plain_call(call: Call, rank: int, channel: int, fuses: bool) -> tuple[Call, 
         inputs = outputs = (memory,)
     else:
         inputs, outputs, finish = _apart(call, factor, fuses)
+        inputs = overlap.separated(call, inputs, outputs, rank, size)
     plain = Call(
         op=call.op,
         inputs=inputs,
@@ -219,6 +224,8 @@ def _apart(
         memory.append(plain)
         if finish is not None:
             finishes.append(finish)
+    if finishes and len(outputs) > 1:
+        overlap.check_apart(outputs, (), call.op)
     if not fuses and inputs and outputs and inputs[0].dtype is not outputs[0].dtype:
         inputs = [t.detach().float() for t in inputs]
         memory = [torch.empty(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)]
@@ -255,7 +262,7 @@ def writable(tensor: torch.Tensor, *, load: bool, op: str) -> tuple[torch.Tensor
     if _is_plain(tensor):
         return tensor.detach(), None
     target = tensor.detach()
-    if any(n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)):
+    if overlap.overlaps_itself(target):
         raise ShapeError(
             "elements of the output share memory",
             op=op,
