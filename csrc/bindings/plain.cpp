@@ -42,6 +42,20 @@ bool fit(nb::handle one, nb::handle other, size_t n, PlainTensor& a, PlainTensor
            a.block.bytes == n * b.block.bytes;
 }
 
+// Whether two blocks have no byte in common.
+bool apart(const Block& a, const Block& b) {
+    return a.data + a.bytes <= b.data || b.data + b.bytes <= a.data;
+}
+
+// Whether an operation may read one block while it writes the other: they are apart, or the part of
+// the longer one that is this rank's own is the shorter one, as with MPI_IN_PLACE. Where they
+// overlap in another way, the slow path copies the input.
+bool apart_or_in_place(const Block& whole, const Block& part, int rank) {
+    return apart(whole, part) ||
+           (whole.data + static_cast<size_t>(rank) * part.bytes == part.data &&
+            whole.bytes % part.bytes == 0);
+}
+
 void cut(const Block& whole, int n, std::vector<Block>& parts) {
     const size_t length = whole.bytes / static_cast<size_t>(n);
     parts.resize(static_cast<size_t>(n));
@@ -131,7 +145,8 @@ nb::object Engine::plain_all_reduce_into(Place on, nb::handle output, nb::handle
                                          nb::handle op) {
     const Reduction reduction = reduction_of(op);
     PlainTensor out, in;
-    if (!may_begin() || !fit(output, input, 1, out, in) || !has_meaning(reduction, in.dtype)) {
+    if (!may_begin() || !fit(output, input, 1, out, in) || !has_meaning(reduction, in.dtype) ||
+        !apart(out.block, in.block)) {
         return declined();
     }
     Call& call = empty_call(Op::all_reduce, in.dtype);
@@ -154,7 +169,10 @@ nb::object Engine::plain_broadcast(Place on, nb::handle tensor, nb::handle sourc
 nb::object Engine::plain_all_gather(Place on, nb::handle output, nb::handle input) {
     PlainTensor out, in;
     const int n = group_->size();
-    if (!may_begin() || !fit(output, input, static_cast<size_t>(n), out, in)) return declined();
+    if (!may_begin() || !fit(output, input, static_cast<size_t>(n), out, in) ||
+        !apart_or_in_place(out.block, in.block, group_->rank())) {
+        return declined();
+    }
     Call& call = empty_call(Op::all_gather, in.dtype);
     call.inputs.push_back(in.block);
     cut(out.block, n, call.outputs);
@@ -167,7 +185,8 @@ nb::object Engine::plain_reduce_scatter(Place on, nb::handle output, nb::handle 
     PlainTensor out, in;
     const int n = group_->size();
     if (!may_begin() || !fit(input, output, static_cast<size_t>(n), in, out) ||
-        !has_meaning(reduction, in.dtype)) {
+        !has_meaning(reduction, in.dtype) ||
+        !apart_or_in_place(in.block, out.block, group_->rank())) {
         return declined();
     }
     Call& call = empty_call(Op::reduce_scatter, in.dtype);
@@ -180,7 +199,10 @@ nb::object Engine::plain_reduce_scatter(Place on, nb::handle output, nb::handle 
 nb::object Engine::plain_all_to_all(Place on, nb::handle output, nb::handle input) {
     PlainTensor out, in;
     const int n = group_->size();
-    if (!may_begin() || !fit(output, input, 1, out, in)) return declined();
+    if (!may_begin() || !fit(output, input, 1, out, in) ||
+        !apart_or_in_place(out.block, in.block, 0)) {
+        return declined();
+    }
     if (in.rows % n != 0 || out.rows % n != 0) return declined();
     Call& call = empty_call(Op::all_to_all, in.dtype);
     cut(in.block, n, call.inputs);
@@ -192,7 +214,9 @@ nb::object Engine::plain_all_to_all_cut(Place on, nb::handle output, nb::handle 
                                         nb::handle taken_rows, nb::handle given_rows) {
     PlainTensor out, in;
     const int n = group_->size();
-    if (!may_begin() || !fit(output, input, 1, out, in)) return declined();
+    if (!may_begin() || !fit(output, input, 1, out, in) || !apart(out.block, in.block)) {
+        return declined();
+    }
     Call& call = empty_call(Op::all_to_all, in.dtype);
     if (!cut(in, number(given_rows), n, call.inputs, call.given) ||
         !cut(out, number(taken_rows), n, call.outputs, call.taken)) {
@@ -205,7 +229,8 @@ nb::object Engine::plain_scatter_cut(Place on, nb::handle output, nb::handle inp
                                      nb::handle source, nb::handle given_rows) {
     PlainTensor out, in;
     const int n = group_->size(), root = number(source);
-    if (!may_begin() || !is_rank(root) || !fit(input, output, static_cast<size_t>(n), in, out)) {
+    if (!may_begin() || !is_rank(root) || !fit(input, output, static_cast<size_t>(n), in, out) ||
+        !apart(out.block, in.block)) {
         return declined();
     }
     Call& call = empty_call(Op::scatter, out.dtype);
