@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from enum import StrEnum
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +69,121 @@ def test_a_computed_tensor_is_a_value():
     state.commit()
     state.restore()
     assert state.loss.item() == 2 and not state.loss.requires_grad
+
+
+class ExtraState(nn.Module):
+    """Keeps what `set_extra_state` is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.sums = {"a": [torch.zeros(2)]}
+
+    def get_extra_state(self) -> Any:
+        return self.sums
+
+    def set_extra_state(self, state: Any) -> None:
+        self.sums = state
+
+    def total(self) -> torch.Tensor:
+        return self.sums["a"][0]
+
+
+class CustomLoading(nn.Module):
+    """Keeps a view of what it loads, as torchmetrics' metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = torch.zeros(2)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "sum"] = self.sum
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        self.sum = state_dict.pop(prefix + "sum").view(2)
+
+    def total(self) -> torch.Tensor:
+        return self.sum
+
+
+class OwnLoadStateDict(ExtraState):
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return {"inner.weight": self.total()}
+
+    def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
+        self.sums = {"a": [state_dict["inner.weight"]]}
+
+
+class WithHook(ExtraState):
+    """A hook keeps the tensor that is loaded into a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.keep)
+
+    @staticmethod
+    def keep(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+        module.kept = state_dict[prefix + "inner.bias"].detach()
+
+    def get_extra_state(self) -> Any:
+        return None
+
+    def total(self) -> torch.Tensor:
+        return getattr(self, "kept", self.inner.bias)
+
+
+class WeightAsExtraState(ExtraState):
+    """Its extra state is a parameter, so that both are one tensor in the snapshot."""
+
+    def get_extra_state(self) -> Any:
+        return {"a": [self.inner.bias]}
+
+
+class PlainObject:
+    def __init__(self) -> None:
+        self.sum = torch.zeros(2)
+
+    def state_dict(self) -> Any:
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.sum = state["sum"]
+
+    def total(self) -> torch.Tensor:
+        return self.sum
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [ExtraState, CustomLoading, OwnLoadStateDict, WithHook, WeightAsExtraState, PlainObject],
+)
+def test_part_that_keeps_what_it_is_given_does_not_change_the_commit(kind: Any, within: bool):
+    part = kind()
+    is_nestable = kind not in (OwnLoadStateDict, PlainObject)
+    whole = nn.Sequential(part) if within and is_nestable else part
+    if kind in (WithHook, WeightAsExtraState):
+        with torch.no_grad():
+            part.inner.bias.zero_()
+    state = State(part=whole, step=0)
+    state.commit()
+    for _ in range(3):
+        state.restore()
+        assert part.total().tolist() == [0, 0]
+        with torch.no_grad():
+            part.total().add_(1)  # of a step that will be undone
+
+
+def test_parameters_and_buffers_are_restored_without_a_further_copy(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), ExtraState())
+    state = State(model=model)
+    state.commit()
+    cloned: list[tuple[int, ...]] = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(
+        torch.Tensor, "clone", lambda t, **kw: cloned.append(tuple(t.shape)) or clone(t, **kw)
+    )
+    state.restore()
+    assert cloned == [(2,)]  # the extra state

@@ -14,7 +14,8 @@ What all ranks share is saved once. An object wrapped in `PerRank` is saved by e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
@@ -25,7 +26,7 @@ from torch import nn
 from dure.checkpoint.names import WRAPPERS
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.stateful import Stateful
-from dure.checkpoint.tree import decode
+from dure.checkpoint.tree import decode, entries_of
 from dure.errors import CheckpointMismatch, UsageError
 from dure.tensor import DTensor
 from dure.training.pytrees import mapped
@@ -165,17 +166,19 @@ def few(items: Sequence[str], between: str = ", ") -> str:
 def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch.Tensor]) -> None:
     """Put a saved state back.
 
-    A module copies it into the memory that it has, straight from the mapped file. Others may keep
-    what they are given, and get tensors of their own.
+    Parameters and buffers of modules are copied into the memory that they have, straight from the
+    mapped file. All that an object may keep is a copy: `tensor_of`'s memory stays as it is.
 
     Raises:
         CheckpointMismatch: The object refuses the state.
     """
     inner = bare(value)
-    if isinstance(inner, nn.Module | Sharded):
+    copy = cache(lambda n: tensor_of(n).clone())  # what was one tensor in two places is so again
+    if isinstance(inner, Sharded):
         state = decode(tree, tensor_of)
-    else:  # what was one tensor in two places is so again
-        state = decode(tree, cache(lambda n: tensor_of(n).clone()))
+    else:
+        direct = _read_only(inner, tree) if isinstance(inner, nn.Module) else frozenset[str]()
+        state = decode(tree, lambda n: tensor_of(n) if n in direct else copy(n))
     try:
         if isinstance(inner, dict):
             inner.clear()
@@ -190,3 +193,33 @@ def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch
         raise CheckpointMismatch(
             f"{name!r} does not take the saved state", seen=f"{type(e).__name__}: {e}"
         ) from e
+
+
+def _read_only(module: nn.Module, tree: Any) -> frozenset[str]:
+    """Return the names of those tensors of a saved state that the module only copies from.
+
+    They are its parameters and buffers, except in submodules with custom code for loading, which
+    may keep, or write, what it is given. So may `set_extra_state`.
+    """
+    plain: set[str] = set()
+    if type(module).load_state_dict is nn.Module.load_state_dict:
+        plain.update(_plainly_loaded(module, ""))
+    read: Counter[str] = Counter()
+    for key, node in entries_of(tree):
+        if isinstance(key, str) and key in plain:
+            decode(node, lambda name: read.update([name]))
+    everywhere: Counter[str] = Counter()
+    decode(tree, lambda name: everywhere.update([name]))
+    return frozenset(name for name in read if read[name] == everywhere[name])
+
+
+def _plainly_loaded(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Return the keys of the parameters and buffers that torch's own code loads."""
+    load: Any = type(module)._load_from_state_dict  # pyright: ignore[reportPrivateUsage]
+    is_custom = not load.__module__.startswith("torch.nn.modules.")
+    if is_custom or module._load_state_dict_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+        return
+    for name in (*module._parameters, *module._buffers):  # pyright: ignore[reportPrivateUsage]
+        yield prefix + name
+    for name, child in module.named_children():
+        yield from _plainly_loaded(child, f"{prefix}{name}.")

@@ -37,6 +37,7 @@ __all__ = [
     "Named",
     "decode",
     "encode",
+    "entries_of",
     "flatten",
     "merged",
     "put",
@@ -238,6 +239,11 @@ def _kind(node: Any) -> str | None:
 def _entries(mapping: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     pairs = mapping["v"] if "$" in mapping else mapping.items()
     return {repr(key): (key, value) for key, value in pairs}
+
+
+def entries_of(tree: Any) -> list[tuple[Any, Any]]:
+    """Return the keys and nodes of a tree that is a mapping; nothing of another one."""
+    return list(_entries(tree).values()) if _kind(tree) in _KINDS_OF_MAPPINGS else []
 
 
 def decode(node: Any, tensor_of: Callable[[str], Any]) -> Any:
