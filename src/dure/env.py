@@ -99,6 +99,12 @@ VARIABLES: dict[str, Variable] = {
             meaning="shared or gathered: how fully_shard makes parameters whole; else it chooses",
         ),
         Variable(name="DURE_INSECURE", meaning="1: let unauthenticated peers join (loudly)"),
+        Variable(
+            name="DURE_SILENCE",
+            meaning="seconds without a sign of life after which another host counts as lost; 30 by "
+            "default, at least 2; give every host the same",
+            example="30",
+        ),
         Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),
         Variable(
             name="DURE_HOST_ID",

@@ -223,6 +223,7 @@ def variables_of(made: Sequence[Host], ranks_each: int, key_file: Path) -> dict[
         "MASTER_PORT": str(PORT),
         "DURE_JOB_KEY_FILE": str(key_file),
         "OMP_NUM_THREADS": "1",
+        "DURE_SILENCE": "2",
     }
 
 

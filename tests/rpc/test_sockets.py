@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dure.rpc.sockets import Assembly, Sockets, frames_of
+from dure.rpc import sockets
+from dure.rpc.sockets import Assembly, Sockets, Told, frames_of
+from dure.store.address import is_refused, resolve
+from dure.store.listener import listen
 from dure.store.wire import MAX_FRAME_BYTES
+from tests.waiting import PATIENCE_S, until
 
 
 def some(nbytes: int) -> bytes:
@@ -80,6 +87,64 @@ def test_a_monitor_is_there_until_nothing_is_told_to_it() -> None:
             done.append(f"the {self.name} closes")
 
     way: Any = SimpleNamespace(socket=Noted("socket"), monitor=Noted("monitor"))
-    sockets: Any = SimpleNamespace(_rest=lambda _: None, _monitors={}, _ends_at=None)
-    Sockets._shut(sockets, way)
+    closing: Any = SimpleNamespace(_rest=lambda _: None, _monitors={}, _ends_at=None)
+    Sockets._shut(closing, way)
     assert done == ["no more of the socket", "the monitor closes", "the socket closes"]
+
+
+class Lost(Told):
+    """Notes which processes cannot be reached."""
+
+    def __init__(self) -> None:
+        self.peers: list[int] = []
+
+    def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
+        raise AssertionError("nobody sends anything")
+
+    def broken(self, peer: int) -> None:
+        raise AssertionError("no connection was open")
+
+    def unreachable(self, peer: int) -> None:
+        self.peers.append(peer)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
+    """Sockets that look for others for as long as a host may be silent."""
+    monkeypatch.setenv("DURE_SILENCE", "3600")
+    monkeypatch.setattr(sockets, "_REFUSED_S", 0.0)
+    made = Sockets(listen(resolve("127.0.0.1", 0)), None, "world")
+    yield made
+    made.close()
+
+
+def test_a_process_of_another_host_is_not_looked_for_where_nobody_listens(opened: Sockets) -> None:
+    lost = Lost()
+    opened.start(0, lost)
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+    opened.send(1, f"tcp://127.0.0.1:{port}", False, b"", ())
+    until(lambda: lost.peers == [1], "a process that is found to be gone")
+
+
+def test_a_process_of_another_host_that_is_busy_is_looked_for_as_long_as_hosts_may_be_silent(
+    opened: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def ask(endpoint: str) -> bool:
+        asked.set()
+        return is_refused(endpoint)
+
+    monkeypatch.setattr(sockets, "is_refused", ask)
+    lost = Lost()
+    opened.start(0, lost)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        opened.send(1, f"tcp://127.0.0.1:{busy.getsockname()[1]}", False, b"", ())
+        busy.accept()[0].close()  # so that another attempt is made
+        assert asked.wait(PATIENCE_S)
+        busy.accept()[0].close()
+        busy.accept()[0].close()
+        assert lost.peers == []
+    (way,) = opened._ways.values()
+    assert opened._patience_s(way) == 3600

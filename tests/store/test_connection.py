@@ -8,7 +8,8 @@ import pytest
 import zmq
 
 from dure.errors import StoreLost, StoreTimeout
-from dure.store import JobKey
+from dure.store import JobKey, connection, tracker
+from dure.store.address import is_refused
 from dure.store.connection import dial
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
@@ -37,3 +38,25 @@ def test_a_server_lost_just_before_a_request_is_noticed(server: StoreServer, key
         with pytest.raises(StoreLost):
             connection.call(pack(Request("get", ("k",))), time.monotonic() + PATIENCE_S)
         connection.close()
+
+
+def test_a_server_that_says_nothing_is_tried_again_before_it_would_hang_up(monkeypatch) -> None:
+    """A busy server ends handshakes itself at last, which must not be taken for a refusal."""
+    assert connection._ATTEMPT_S < tracker.HANDSHAKE_S
+    monkeypatch.setattr(connection, "_ATTEMPT_S", 0.02)
+    with zmq.Context() as context, socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreTimeout):
+            dial(context, endpoint, None, 0.5, 0.0)
+        silent.setblocking(False)
+        for _ in range(2):
+            silent.accept()[0].close()
+
+
+def test_a_host_refuses_connections_where_nobody_listens_any_more() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        endpoint = f"tcp://127.0.0.1:{there.getsockname()[1]}"
+        assert not is_refused(endpoint)  # though nobody accepts it
+    assert is_refused(endpoint)
+    assert not is_refused("ipc://@nothing")
+    assert not is_refused("tcp://no.such.name.invalid:1")

@@ -125,3 +125,35 @@ def test_the_master_waits_for_its_workers(key: JobKey, port: int) -> None:
         worker.close()
     with pytest.raises(StoreTimeout):
         TCPStore("127.0.0.1", 0, 2, True, timedelta(milliseconds=50), key=key)
+
+
+def test_a_silent_server_is_looked_for_as_long_as_a_host_may_be_silent(
+    server: StoreServer, key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience: list[float] = []
+
+    def noted(*args: Any) -> Connection:
+        patience.append(args[3])
+        return dial(*args)
+
+    with closing(NetworkStore(server.endpoint, key, TIMEOUT)) as store:
+        monkeypatch.setattr(network, "dial", noted)
+        monkeypatch.setenv("DURE_SILENCE", "77")
+        store._idle.pop().close()
+        store.set("k", "v")
+    assert patience == [77]
+
+
+def test_a_server_has_ended_when_nobody_listens_or_another_answers(key: JobKey, port: int) -> None:
+    first = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
+    with closing(NetworkStore(first.endpoint, key, TIMEOUT)) as store:
+        assert not store.server_has_ended()
+        assert first._server is not None
+        first._server.stop()
+        first.close()
+        assert store.server_has_ended()
+        with closing(TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)):
+            assert not store.server_has_ended()  # as far as is known
+            with pytest.raises(StoreLost):
+                store.set("k", "v")
+            assert store.server_has_ended()

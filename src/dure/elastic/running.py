@@ -65,6 +65,7 @@ from dure.store.base import Store
 from dure.store.init_method import find_place
 from dure.store.memory import HashStore
 from dure.store.prefix import PrefixStore
+from dure.store.silence import silence_s
 from dure.trace import line
 
 __all__ = ["Options", "run"]
@@ -82,9 +83,6 @@ _FUTILE = 3
 
 _JOIN_S = 300.0
 """How long the store is looked for at first."""
-
-_ANSWER = timedelta(seconds=10)
-"""How long the store may take to answer; what is waited for there has limits of its own."""
 
 _GOODBYE = timedelta(seconds=1)
 
@@ -202,7 +200,8 @@ def _find_job(options: Options) -> _Job:
     if env.flag("DURE_ELASTIC"):  # one job, whichever process was started how often
         name = env.text("TORCHELASTIC_RUN_ID") or "elastic"
     store = spot.place.open(spot.rank, spot.world_size, _JOIN_S)
-    store.set_timeout(_ANSWER)
+    # What is waited for there has limits of its own: this is for one answer.
+    store.set_timeout(timedelta(seconds=silence_s()))
     return _Job(store, False, name, spot.rank, spot.world_size)
 
 

@@ -49,7 +49,7 @@ class Meeting:
 
 
 def connect(
-    meeting: Meeting, slots: int, shared_memory: bool = True, unreachable_s: float = 10.0
+    meeting: Meeting, slots: int, shared_memory: bool = True, unreachable_s: float | None = None
 ) -> HostTransport:
     """Join, and return the transport, not started yet.
 
@@ -57,7 +57,8 @@ def connect(
         meeting: Who joins, and where.
         slots: How many calls run at a time.
         shared_memory: False: all messages go through sockets.
-        unreachable_s: How long a process of another host is looked for until it counts as gone.
+        unreachable_s: How long a process of another host is looked for until it counts as gone;
+            None: as long as a host may be silent.
 
     Raises:
         UsageError: There is no native engine here.

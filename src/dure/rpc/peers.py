@@ -28,11 +28,13 @@ from dure.errors import RendezvousError, RpcError, StoreError, StoreTimeout
 from dure.rpc.names import WorkerInfo
 from dure.store.base import Store
 from dure.store.identity import Identity, alive
+from dure.store.silence import silence_s
 
 __all__ = ["LEFT", "MOST_IDS", "Peer", "Peers"]
 
-_NAMED_S = 15.0
-"""How long a name is waited for whose last owner, on another host, is perhaps gone."""
+_NAMED_S = 5.0
+"""How much longer than a host may be silent a name is waited for whose last owner, on another host,
+is perhaps gone."""
 
 _LOOK_S = 0.1
 _CLOSE_S = 5.0
@@ -142,7 +144,7 @@ class Peers:
         """
         _check_name(me)
         peers = cls(store, me.id, (), logged=True)
-        deadline = time.monotonic() + _NAMED_S
+        deadline = time.monotonic() + silence_s() + _NAMED_S
         while True:
             peers._read()
             other = next((p for p in peers.all() if p.name == me.name), None)

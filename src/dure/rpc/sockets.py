@@ -32,9 +32,11 @@ import torch
 import zmq
 
 from dure.errors import StoreError
+from dure.store.address import is_refused
 from dure.store.key import JobKey
 from dure.store.listener import Listener
 from dure.store.router import GuardedRouter, Guarding
+from dure.store.silence import end_after_silence, silence_s
 from dure.store.tracker import read_event
 from dure.store.wire import MAX_FRAME_BYTES
 
@@ -44,9 +46,10 @@ _GUARDING = Guarding(what="rpc", waiting_requests=32, waiting_replies=1)
 _WAITING_FRAMES = 32  # of one connection, in ZeroMQ's memory
 _BURST = 64  # frames of one connection before the others' turn
 _PAUSE_S = 0.1  # between two attempts to connect
+_REFUSED_S = 10.0  # for the word of a process that ended in order, if its port refuses connections
+_ASK_S = 2.0  # between two questions whether a port does
 _CLOSE_S = 1.0  # for what waits to be sent when the process leaves
 _FINISH_S = 1.0  # for the connections of a process that has ended to be seen to break
-_HEARTBEAT_MS, _SILENCE_MS = 2_000, 5_000  # between hosts
 _MOST_SOCKETS = 16_383
 _LONGEST_POLL_S = 3600.0
 _HELLO = b"\0"
@@ -175,6 +178,8 @@ class _Outgoing:
     open: bool = False
     since: float = 0.0  # when it was found closed
     retry_at: float = 0.0
+    refused: bool = False  # nobody listens there, says its host
+    ask_at: float = 0.0
 
 
 class Sockets:
@@ -184,7 +189,8 @@ class Sockets:
         listener: Where others reach it.
         key: The job key; None talks in the clear to everybody.
         world: What all processes of the job have in common, and others have not.
-        unreachable_s: How long a process of another host is looked for.
+        unreachable_s: How long a process of another host is looked for; None: as long as a host may
+            be silent.
 
     Threads: any, but for `start`, which is called once.
 
@@ -197,9 +203,10 @@ class Sockets:
         listener: Listener,
         key: JobKey | None,
         world: str,
-        unreachable_s: float = 10.0,
+        unreachable_s: float | None = None,
     ) -> None:
-        self.endpoint, self._key, self._unreachable_s = listener.endpoint, key, unreachable_s
+        self.endpoint, self._key = listener.endpoint, key
+        self._unreachable_s = silence_s() if unreachable_s is None else unreachable_s
         self._world, self._hello = world, b""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
@@ -348,7 +355,7 @@ class Sockets:
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         for way in list(self._closed_ways):
-            if not way.near and now >= way.since + self._unreachable_s:
+            if not way.near and now >= way.since + self._patience_s(way):
                 self._closed_ways.discard(way)
                 self._told.unreachable(way.peer)
             elif way.socket is None and now >= way.retry_at:
@@ -358,6 +365,23 @@ class Sockets:
                 del self._finishing[peer]
                 then()
         self._guarded.peers.tidy(now)
+
+    def _patience_s(self, way: _Outgoing) -> float:
+        """Return how long a process of another host is looked for."""
+        return min(self._unreachable_s, _REFUSED_S) if way.refused else self._unreachable_s
+
+    def _ask_host_of(self, way: _Outgoing) -> None:
+        """Ask now and then, in a thread, whether anybody listens where a process was."""
+        now = time.monotonic()
+        if way.near or now < way.ask_at:
+            return
+        way.ask_at = now + _ASK_S
+
+        def ask() -> None:
+            refused = is_refused(way.endpoint)
+            self._leave(lambda: setattr(way, "refused", refused and not way.open))
+
+        threading.Thread(target=ask, name="dure-rpc-ask", daemon=True).start()
 
     # --- receiving ---------------------------------------------------------------------------
 
@@ -423,7 +447,7 @@ class Sockets:
             out.reconnect_ivl, out.sndhwm = -1, _WAITING_FRAMES
             out.ipv6 = "[" in way.endpoint
             if not way.near:
-                out.heartbeat_ivl, out.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+                end_after_silence(out)
             if self._key is not None:
                 self._key.arm(out, "rpc client")
                 out.curve_serverkey = self._key.pair("rpc server").public
@@ -443,7 +467,7 @@ class Sockets:
         while way.monitor is monitor and monitor.poll(0):
             event, _ = read_event(monitor)
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                way.open, way.since = True, 0.0
+                way.open, way.since, way.refused = True, 0.0, False
                 self._closed_ways.discard(way)
                 way.frames = iter((self._hello,))
                 self._pump(way)
@@ -452,6 +476,7 @@ class Sockets:
             else:
                 self._shut(way)
                 way.retry_at = time.monotonic() + _PAUSE_S
+                self._ask_host_of(way)
 
     def _break(self, way: _Outgoing) -> None:
         self._shut(way)

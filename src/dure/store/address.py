@@ -33,6 +33,7 @@ __all__ = [
     "check_not_wildcard",
     "interface_to",
     "is_local",
+    "is_refused",
     "is_wildcard",
     "look_up_briefly",
     "outward_address",
@@ -177,6 +178,24 @@ def look_up_briefly(host: str, port: int, limit_s: float = 1.0) -> Address | Non
     asking.start()
     asking.join(limit_s)
     return found[0] if found else None
+
+
+def is_refused(endpoint: str, limit_s: float = 1.0) -> bool:
+    """Tell whether a host that lives says that nobody listens at a TCP endpoint of ZeroMQ's.
+
+    So whoever listened there has ended. A host that does not answer, or a way to it that is cut, is
+    no such word; nor is a process that is busy or stopped, for its kernel accepts connections.
+    """
+    if not endpoint.startswith("tcp://"):
+        return False
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), limit_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def outward_address(store: Store) -> str:

@@ -114,6 +114,11 @@ class Board:
                 answers.append((client, self._too_late(parked.request)))
         return answers
 
+    @property
+    def has_leases(self) -> bool:
+        """Whether a key would vanish if it were not renewed."""
+        return bool(self._leases)
+
     def next_deadline(self) -> float | None:
         """Return when `expire` is next needed."""
         dues = [lease.ends for lease in self._leases.values()]

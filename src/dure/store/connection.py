@@ -2,8 +2,8 @@
 
 ZeroMQ would reconnect by itself and deliver a pending request to whoever listens then. We switch
 that off and watch the socket's monitor instead: it says whether the handshake succeeded, why it
-failed, and that a peer is gone, each within a millisecond of the kernel knowing. A peer whose whole
-machine is gone is found out by ZeroMQ's heartbeats.
+failed, and that a peer is gone, each within a millisecond of the kernel knowing. A peer whose
+machine is gone is noticed by the kernel's probes (`silence`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import zmq
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.key import JobKey
+from dure.store.silence import end_after_silence
 from dure.store.tracker import read_event
 from dure.store.wire import FRAME_LIMIT, Request, frames_of, pack, read_reply
 
 __all__ = ["Connection", "dial", "lost"]
 
-_HEARTBEAT_MS = 5_000
-_SILENCE_MS = 20_000
+_ATTEMPT_S = 5.0
+"""How long one attempt to connect may take: five round trips of a slow network, and less than the
+time after which a server whose thread is busy ends the handshake, which looks like a refusal."""
+
 _FAST_MS = 20
 """A reply normally comes within this time, so the monitor is only looked at afterwards."""
 
@@ -93,7 +96,7 @@ class Connection:
         socket.reconnect_ivl = -1
         socket.rcvtimeo = _FAST_MS
         socket.maxmsgsize = FRAME_LIMIT
-        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+        end_after_silence(socket)
         socket.ipv6 = "[" in endpoint
         if key is not None:
             key.arm(socket, "store client")
@@ -197,7 +200,7 @@ def dial(
     while (left_s := timeout_s - (time.monotonic() - start)) > 0:
         connection = Connection(context, endpoint, key)
         try:
-            outcome = connection.attempt(start + timeout_s)
+            outcome = connection.attempt(min(start + timeout_s, time.monotonic() + _ATTEMPT_S))
         except BaseException:
             connection.close()
             raise

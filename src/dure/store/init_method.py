@@ -45,11 +45,9 @@ from dure.store.key import SHARED_HOME_S, JobKey, name_of
 from dure.store.listener import Listener, listen
 from dure.store.network import NetworkStore, job_key
 from dure.store.server import StoreServer, adopt
+from dure.store.silence import silence_s
 
 __all__ = ["EtcdPlace", "FilePlace", "LocalPlace", "Place", "Spot", "TcpPlace", "find_place"]
-
-_HOSTED_S = 20.0
-"""How long ranks look for the store of a launcher, which may be on another host."""
 
 _TOLD = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
 
@@ -123,7 +121,7 @@ class TcpPlace:
         key = self.key or job_key(self.host, job, min(timeout_s, wait_s))
         timeout_s = max(0.1, timeout_s - (time.monotonic() - began))
         if self.hosted:  # The launcher serves before it starts ranks: if not now, it has gone.
-            soon = timedelta(seconds=min(timeout_s, _HOSTED_S))
+            soon = timedelta(seconds=min(timeout_s, silence_s()))
             store = NetworkStore(address.endpoint, key, soon)
             store.set_timeout(timedelta(seconds=timeout_s))
             return store

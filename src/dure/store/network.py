@@ -24,13 +24,15 @@ import zmq
 
 from dure import env
 from dure.errors import StoreError, StoreLost, StoreTimeout
-from dure.store.address import resolve
+from dure.store.address import is_refused, resolve
+from dure.store.arguments import duration_of, integer_of, text_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.connection import Connection, dial, lost
 from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
 from dure.store.server import StoreServer, adopt
+from dure.store.silence import silence_s
 from dure.store.wire import Reply, Request, pack, read_reply
 
 __all__ = ["NetworkStore", "TCPStore"]
@@ -40,9 +42,6 @@ _GRACE_S = 1.0
 
 _REDIAL_S = 2.0
 """How long a client whose server was there once looks for it again."""
-
-_SLOW_S = 3.5
-"""How long it may take to open a connection again: five round trips, of a slow network."""
 
 _log = logging.getLogger("dure.store")
 
@@ -73,11 +72,11 @@ class NetworkStore(AskingStore):
     ) -> None:
         super().__init__(timeout)
         self._endpoint, self._key, self._server = endpoint, key, server
-        self._closed = False
+        self._closed = self._replaced = False
         self.start_afresh()
         try:
             if patience_s is None:
-                self._put_back(self._first(timeout.total_seconds()))
+                self._put_back(self._first(self._timeout.total_seconds()))
             else:
                 self._put_back(self._first(patience_s, 0.0))
         except BaseException:
@@ -94,6 +93,14 @@ class NetworkStore(AskingStore):
     def key(self) -> JobKey | None:
         """The job key; None: it talks in the clear."""
         return self._key
+
+    def server_has_ended(self) -> bool:
+        """Tell whether the server is known to have ended; no says nothing.
+
+        It is known where another server has answered at its endpoint, or where the host lives and
+        nobody listens there.
+        """
+        return self._replaced or is_refused(self._endpoint)
 
     def close(self, serve_s: float = 0.0) -> None:
         """Say goodbye; a server that this store owns goes on until its last client has left.
@@ -149,14 +156,16 @@ class NetworkStore(AskingStore):
         if not self._server_name:
             return self._first(timeout_s)
         try:
-            # Not the caller's patience, which may be short: a busy server is not a lost one.
+            # Not the caller's patience, which may be short: a busy server is not a lost one, nor is
+            # one whose machine is paused. If nobody listens there, that is known at once.
             here = self._endpoint.startswith(("tcp://127.", "tcp://[::1]", "ipc://"))
             redial_s = 0.0 if here else _REDIAL_S
-            connection = dial(self._context, self._endpoint, self._key, _SLOW_S, redial_s)
+            connection = dial(self._context, self._endpoint, self._key, silence_s(), redial_s)
         except StoreTimeout:
             raise lost(self._endpoint) from None
         if connection.server_name != self._server_name:  # another one, which has not our keys
             connection.close()
+            self._replaced = True
             raise lost(self._endpoint)
         return connection
 
@@ -243,6 +252,11 @@ class TCPStore(NetworkStore):
         wait_for_workers: bool = True,
         key: JobKey | None = None,
     ) -> None:
+        host_name = text_of(host_name, "TCPStore", "host_name")
+        port = integer_of(port, "TCPStore", "port")
+        if world_size is not None:
+            world_size = integer_of(world_size, "TCPStore", "world_size")
+        timeout = duration_of(timeout, "TCPStore")
         address = resolve(host_name, port)
         server = None
         if is_master:

@@ -37,7 +37,7 @@ from dure.store.router import GuardedRouter, Guarding
 from dure.store.tracker import close_inherited
 from dure.store.wire import Reply, frames_of, join, pack, read_request
 
-__all__ = ["StoreServer", "adopt"]
+__all__ = ["ListeningClock", "StoreServer", "adopt"]
 
 _LINGER_S = 10.0
 """How long a retired server waits for its clients to leave, in the background."""
@@ -53,7 +53,38 @@ _GUARDING = Guarding(what="store", waiting_requests=32, waiting_replies=16)
 
 _LONGEST_POLL_S = 3600.0
 
+_LOOK_S = 1.0
+"""How long the poll may take while there are leases, so that the server notices its own pauses."""
+
 _log = logging.getLogger("dure.store")
+
+
+class ListeningClock:
+    """A clock that stands still while its owner is paused.
+
+    A server that was stopped, or whose interpreter was busy, or whose machine was paused, has read
+    nothing in that time. What has arrived is read next. So that time does not count for leases.
+
+    Args:
+        clock: What it follows.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._paused_s = clock, 0.0
+        self._due = float("inf")
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._clock() - self._paused_s
+
+    def turn(self, within_s: float = float("inf")) -> None:
+        """Note that the owner runs, and will call this again in `within_s` unless it is paused.
+
+        Time past what the last call said was a pause.
+        """
+        now = self._clock()
+        self._paused_s += max(0.0, now - self._due)
+        self._due = now + within_s
 
 
 class StoreServer:
@@ -76,7 +107,7 @@ class StoreServer:
     ) -> None:
         self.endpoint, self.port, self.pid = listener.endpoint, listener.port, os.getpid()
         self._listen_fd = listener.fd
-        self._board = Board(secrets.token_bytes(8), presence)
+        self._board, self._clock = Board(secrets.token_bytes(8), presence), ListeningClock()
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
         self._retired: tuple[float, float] | None = None  # when it may end, and when it must
         self._at_least_s = 0.0
@@ -153,7 +184,13 @@ class StoreServer:
             poller.register(source, zmq.POLLIN)
         try:
             while not self._ended():
-                ready = dict(poller.poll(self._patience_ms()))
+                patience_ms = self._patience_ms()
+                if patience_ms is None:
+                    self._clock.turn()
+                else:
+                    self._clock.turn(patience_ms / 1000 + _LOOK_S)
+                ready = dict(poller.poll(patience_ms))
+                self._clock.turn(_LOOK_S)
                 try:
                     self._serve(ready)
                 except Exception:  # the job's meeting point outlives whatever one request does
@@ -186,11 +223,15 @@ class StoreServer:
 
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
-        dues = (self._board.next_deadline(), self._peers.due(), self._ends_at)
-        due = min((due for due in dues if due is not None), default=None)
-        if due is None:
+        now = time.monotonic()
+        waits = [due - now for due in (self._peers.due(), self._ends_at) if due is not None]
+        if (due := self._board.next_deadline()) is not None:
+            waits.append(due - self._clock.now())
+        if self._board.has_leases:
+            waits.append(_LOOK_S)
+        if not waits:
             return None
-        return int(max(0.0, min(due - time.monotonic(), _LONGEST_POLL_S)) * 1000) + 1
+        return int(max(0.0, min(*waits, _LONGEST_POLL_S)) * 1000) + 1
 
     def _serve(self, ready: dict[object, int]) -> None:
         if self._wakened.fileno() in ready:
@@ -199,9 +240,8 @@ class StoreServer:
             self._board.leave(gone)
         if self._router in ready:
             self._answer_requests()
-        now = time.monotonic()
-        self._send(self._board.expire(now))
-        self._peers.tidy(now)
+        self._send(self._board.expire(self._clock.now()))
+        self._peers.tidy(time.monotonic())
 
     def _answer_requests(self) -> None:
         for _ in range(_BURST):
@@ -218,7 +258,7 @@ class StoreServer:
 
     def _handle(self, client: bytes, frames: list[bytes]) -> list[Answer]:
         try:
-            return self._board.handle(client, read_request(join(frames)), time.monotonic())
+            return self._board.handle(client, read_request(join(frames)), self._clock.now())
         except (msgspec.DecodeError, DureError, ValueError, OverflowError) as error:
             return [(client, Reply("error", text=str(error)))]
         except Exception as error:  # never without an answer: a member would wait for it

@@ -81,6 +81,7 @@ def test_ranks_have_a_key_that_does_not_open_the_control_server(port: int) -> No
 
 def test_a_program_that_does_not_answer_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_TAKEN_S", 0.0)
+    monkeypatch.setenv("DURE_SILENCE", "2")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with linked(job(port), mint()) as link, pytest.raises(LaunchError, match=f"port {port}"):
@@ -91,3 +92,12 @@ def test_who_does_not_coordinate_and_finds_nobody_says_so(port: int) -> None:
     spec = replace(job(port, join_timeout_s=0.3), serves=False)
     with linked(spec, mint()) as link, pytest.raises(LaunchError, match="cannot be found"):
         link.join("a")
+
+
+@pytest.mark.parametrize(("silence", "lease_s"), [("", 30), ("45", 45)])
+def test_a_lease_lasts_as_long_as_a_host_may_be_silent(
+    port: int, monkeypatch: pytest.MonkeyPatch, silence: str, lease_s: int
+) -> None:
+    monkeypatch.setenv("DURE_SILENCE", silence)
+    with linked(job(port), mint()) as link:
+        assert link.join("a").machine().settings.lease_s == lease_s

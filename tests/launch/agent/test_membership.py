@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dure
-from dure.errors import StoreTimeout, UsageError
+from dure.errors import StoreLost, StoreTimeout, UsageError
 from dure.launch.agent import membership
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event, Failed, Joined, Settings
@@ -289,3 +290,29 @@ def test_a_connection_that_is_not_opened_again_stops_the_round() -> None:
         assert one.machine()._faults.lost == {two.agent: "its connection broke"}
         while made:
             made.pop().close()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_member_does_not_wait_for_its_deadline_when_the_coordinator_has_ended(
+    ended: bool,
+) -> None:
+    asked = threading.Event()
+
+    class Lost(HashStore):
+        def renew(self, key: str) -> bool:
+            raise StoreLost("the connection broke")
+
+        def server_has_ended(self) -> bool:
+            asked.set()
+            return ended
+
+    member = Noted(Lost())
+    assert joined(member, "h", replace(TERMS, lease_s=600.0))
+    assert asked.wait(PATIENCE_S)
+    if ended:
+        until(lambda: member.gone, "the end of the membership")
+        assert member.gone == "the coordinator's launcher has ended"
+    else:  # it may be the network: the deadline decides
+        asked.clear()
+        assert asked.wait(PATIENCE_S)
+        assert not member.gone

@@ -70,7 +70,7 @@ class Cutting:
         output = self.folder / f"{len(self.launchers)}-{host.name}.txt"
         endpoint = f"{self.hosts[0].address}:{PORT}"
         variables = {"DURE_JOB_KEY_FILE": str(self.key), "CREW": str(self.folder)}
-        variables |= {"DURE_TEST_HOST": host.name, "OMP_NUM_THREADS": "1"}
+        variables |= {"DURE_TEST_HOST": host.name, "OMP_NUM_THREADS": "1", "DURE_SILENCE": "4"}
         with output.open("w") as file:
             process = self._jobs.start_on(
                 host,

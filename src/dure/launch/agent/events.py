@@ -50,7 +50,7 @@ class Settings:
     run_id: str = ""
     store: str = ""
     job_key: bytes = field(default=b"", repr=False)
-    lease_s: float = 4.0
+    lease_s: float = 30.0
     margin_s: float = 2.0
 
 

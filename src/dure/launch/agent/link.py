@@ -47,6 +47,7 @@ from dure.store.key import JobKey, control_key, mint
 from dure.store.listener import listen
 from dure.store.server import StoreServer
 from dure.store.shared import Shared
+from dure.store.silence import silence_s
 
 __all__ = ["Alone", "EndpointLink", "EtcdLink", "Link", "OnlyMember"]
 
@@ -60,15 +61,17 @@ _REJOIN_S = 60.0
 _OUTCOME_S = 5.0
 """The same, of a job that ends with a host's loss: it can only learn how."""
 
-_FAREWELL_S = 8.0
-"""How long the coordinator waits for the others to read the end of the job: longer than a lease."""
+_FAREWELL_S = 2.0
+"""How much longer than a lease and its margin the coordinator waits for the others to read the end
+of the job."""
 
 _UNKNOWN_S = 10.0
 """How long the endpoint's name may be unknown where names do not come and go with their hosts."""
 
-_TAKEN_S = 15.0
-"""How long the endpoint's port on this host may be held by who is no coordinator of this job: one
-that has ended lets go of it after its farewell, and another program never."""
+_TAKEN_S = 9.0
+"""How much longer than a lease the endpoint's port on this host may be held by who is no
+coordinator of this job: one that has ended lets go of it after its farewell, and another program
+never."""
 
 
 def _begun(spec: JobSpec) -> Machine:
@@ -84,6 +87,7 @@ def _begun(spec: JobSpec) -> Machine:
             min_ranks=spec.min_ranks,
             endpoint=spec.endpoint or "",
             run_id=spec.run_id or "",
+            lease_s=silence_s(),
         )
     )
 
@@ -188,6 +192,7 @@ class _Linked:
             goes_on = spec.max_restarts > 0 or spec.elastic or spec.keep_going
             limit_s = min(limit_s, _REJOIN_S if goes_on else _OUTCOME_S)
         self._start, self._said, self._taken = time.monotonic(), False, ""
+        taken_s = silence_s() + _TAKEN_S
         while True:
             shared = self._reach(serve=not former)
             if shared is not None:
@@ -199,7 +204,7 @@ class _Linked:
             if self._waited_s > _SAY_S and not self._said:
                 self._said = True
                 self._say(f"nobody answers at {spec.endpoint} yet; looking for {limit_s:g} s")
-            if self._waited_s >= (min(limit_s, _TAKEN_S) if self._taken else limit_s):
+            if self._waited_s >= (min(limit_s, taken_s) if self._taken else limit_s):
                 raise self._lost_for_good() if former else self._nobody()
 
     def _enter(self, member: Member, host: str, former: str) -> bool:
@@ -252,9 +257,11 @@ class _Linked:
         """Leave; somebody waits a little for the others to read the end, and then clears it."""
         member = self._member
         if member is not None:
-            waits = self._sees_others_off(member.machine(), member.agent) and not member.gone
+            state = member.machine()
+            waits = self._sees_others_off(state, member.agent) and not member.gone
             member.finish()
-            if waits and member.others_left(_FAREWELL_S):
+            lease_s = state.settings.lease_s + state.settings.margin_s
+            if waits and member.others_left(lease_s + _FAREWELL_S):
                 member.clear()
             member.close()
 

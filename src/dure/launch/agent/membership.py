@@ -8,11 +8,15 @@ transaction, which expects the state that was read and the writer's own leased k
 it reads again. An answer may be lost and the write have happened: then the event is applied again,
 and changes nothing (`events`). Who sees a member's key vanish writes `Lost`. Nobody leads.
 
-**Deadlines.** A lease is renewed every second. An agent's deadline is when its last renewal that
-was acknowledged was *sent*, plus the lease; at that time its ranks die, by its own hand or its
-reaper's. Its key vanishes when the last renewal was *received*, plus the lease and a margin. So the
-ranks of a host that was cut off are dead before the others go on. The clock is CLOCK_BOOTTIME,
-which counts while a machine sleeps.
+**Deadlines.** A lease is renewed every second, and lasts as long as a host may be silent
+(`silence`): a launcher that is busy or stopped for a while, or whose machine is paused, loses
+nothing. An agent's deadline is when its last renewal that was acknowledged was *sent*, plus the
+lease; at that time its ranks die, by its own hand or its reaper's. Its key vanishes when the last
+renewal was *received*, plus the lease and a margin. So the ranks of a host that was cut off are
+dead before the others go on. The clock is CLOCK_BOOTTIME, which counts while a machine sleeps.
+
+The keys are lost with the coordinator's launcher. A member that learns from the coordinator's
+kernel that nobody listens there any more does not wait for its deadline.
 
 Past its deadline an agent looks for the others for a while, and joins as another member.
 """
@@ -33,13 +37,14 @@ from datetime import timedelta
 import msgspec
 
 import dure
-from dure.errors import StoreError, UsageError
+from dure.errors import StoreError, StoreLost, UsageError
 from dure.launch.agent.elastic import ElasticMachine
 from dure.launch.agent.events import Event, Joined, Lost, Missing
 from dure.launch.agent.machine import Machine, Phase
 from dure.store.key import JobKey
 from dure.store.network import NetworkStore
 from dure.store.shared import EVERYTHING, Shared
+from dure.store.silence import silence_s
 
 __all__ = ["LastWill", "Member", "boottime", "open_shared", "read_state", "say_dead"]
 
@@ -47,8 +52,8 @@ PREFIX = "dure/"
 STATE = "dure/state"
 _MEMBERS = "dure/members/"
 
-_RENEWALS = 4
-"""How often a lease is renewed before it would end."""
+_RENEW_S = 1.0
+"""How often a lease is renewed; sooner where it is shorter than four times that."""
 
 _MISSING_S = 1.0
 """How long a broken connection may take to be opened again before the round is stopped."""
@@ -69,7 +74,8 @@ def open_shared(endpoint: str, secret: bytes, patience_s: float) -> Shared:
         StoreError: Nobody answers there, or whoever does has another key or password.
     """
     if not endpoint.startswith("etcd://"):
-        key, timeout = JobKey(secret), timedelta(seconds=1)
+        # An answer is waited for on the same connection: to close it would look like a death.
+        key, timeout = JobKey(secret), timedelta(seconds=silence_s() / 2)
         return NetworkStore(endpoint, key, timeout=timeout, patience_s=patience_s)
     from dure.store.etcd import EtcdStore  # lazy: few jobs use it, and it brings ssl along
     from dure.store.etcd_gateway import EtcdOptions  # lazy: as before
@@ -410,13 +416,19 @@ class Member:
                         self._leave("the others have given this host up")
                         return
                     self._extend(sent)
-                    renew_at = sent + self._lease_s / _RENEWALS
+                    renew_at = sent + min(_RENEW_S, self._lease_s / 4)
                 elif events and not self._stopped:
                     self._tell_all(events)
-            except StoreError:
+            except StoreError as error:
                 if boottime() > self._deadline:
                     self._leave("nobody was reached until its deadline")
+                elif isinstance(error, StoreLost) and self._server_has_ended():
+                    self._leave("the coordinator's launcher has ended")
                 self._rest()
+
+    def _server_has_ended(self) -> bool:
+        ask = getattr(self._shared, "server_has_ended", None)
+        return ask is not None and ask()
 
     def _look_for_missing(self) -> None:
         """Tell of agents whose connections have not been opened again; the lock is held."""

@@ -13,6 +13,7 @@ When it dies, however it dies, its ends of the agents' standard inputs close, an
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import sys
@@ -25,6 +26,7 @@ from typing import Any
 from dure.launch.clusters.commands import HostsJob, first_lines, host_command
 from dure.launch.clusters.hosts import cluster_shell
 from dure.launch.clusters.meeting import is_this_host
+from dure.store.silence import silence_s
 
 __all__ = ["run_on_hosts"]
 
@@ -34,6 +36,9 @@ _FOLLOW_S = 6.0
 
 _KILL_S = 8.0
 """From asking agents to end to cutting their connections."""
+
+_PROBES = 6
+"""How often ssh asks a host that is silent whether it is there, before it gives up."""
 
 _SSH_FAILED = 255
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -60,7 +65,9 @@ def run_on_hosts(job: HostsJob, key: bytes) -> int:
 def _ssh_words(job: HostsJob) -> list[str]:
     """Return options for ssh; the first of two that contradict each other counts."""
     words = [*job.ssh_options, "-T", "-oConnectTimeout=10"]
-    return [*words, "-oServerAliveInterval=5", "-oServerAliveCountMax=3"]
+    interval_s = max(1, silence_s() // _PROBES)
+    count = math.ceil(silence_s() / interval_s)
+    return [*words, f"-oServerAliveInterval={interval_s}", f"-oServerAliveCountMax={count}"]
 
 
 class _SshLauncher:

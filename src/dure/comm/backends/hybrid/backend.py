@@ -20,7 +20,7 @@ import torch
 from dure.comm.backends.base import BackendOptions, Footprint
 from dure.comm.backends.header import Header
 from dure.comm.backends.hybrid.collectives import Collectives
-from dure.comm.backends.hybrid.control import SILENCE_S, Channel, Watch
+from dure.comm.backends.hybrid.control import SHOW_S, Channel, Watch
 from dure.comm.backends.hybrid.header import HeaderExchange
 from dure.comm.backends.hybrid.messages import Messages
 from dure.comm.backends.hybrid.subcomms import LOCAL_SLACK, SubComms
@@ -85,7 +85,7 @@ class HybridBackend:
 
         It may live: then it knows of that at once, and has had the time to show itself.
         """
-        return self._lost_for_s(rank) > SILENCE_S
+        return self._lost_for_s(rank) > SHOW_S
 
     def _channel_to(self, rank: int) -> Channel | None:
         return None if self._watch is None else self._watch.channel_to(rank)

@@ -5,12 +5,13 @@ with CURVE keys that are made for the group and exchanged through its store; who
 listener's key cannot connect. The leader of the lower host listens. As soon as the one leader that
 it is for has come, its port is closed to everybody else.
 
-**The watch.** A thread of each leader sends a *heartbeat* down each channel every second, and looks
-whether a rank of its host died or broke the group.
+**The watch.** A thread of each leader waits for news from the channels, and looks whether a rank of
+its host died or broke the group.
 
-* A channel that breaks: the other leader's process, or its whole host, ended. The kernel says so at
-  once, where it still can.
-* A channel that is silent for three seconds: the host is gone, or the link is cut.
+* A channel that is closed: the other leader's process ended, and its kernel closed the connection;
+  or its host is gone, or the link is cut, and the kernel here closed it, because nothing was
+  answered for `silence_s` (store/silence.py). No thread of a process sends heartbeats: a leader
+  whose interpreter is busy, or that is stopped, lives, and ranks that wait for it run out of time.
 * A rank of this host died, or broke the group: the abort record goes down all channels.
 * A leader that leaves says how many collectives it has ended: who is in one more than that, or
   begins it, waits in vain.
@@ -18,8 +19,8 @@ whether a rank of its host died or broke the group.
 A leader that died said nothing of what it had ended. Its last messages may have come all the same:
 so an operation that has begun has half a second to end.
 
-Heartbeats also carry how many collectives the leader has begun, and how many its host has; so who
-runs out of time knows which ranks did not come.
+Every message carries how many collectives the leader has begun, and how many its host has. A rank
+that runs out of time asks for them, and so knows which ranks did not come.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ from dure.comm.backends.hybrid.subcomms import SubComms
 from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address, resolve
 from dure.store.listener import listen
+from dure.store.silence import end_after_silence, silence_s
 from dure.store.tracker import read_event
 
-__all__ = ["SILENCE_S", "Channel", "ControlMessage", "Watch", "open_channel"]
+__all__ = ["SHOW_S", "Channel", "ControlMessage", "Watch", "open_channel"]
 
-_HEARTBEAT_S = 1.0
-SILENCE_S = 3.0
+SHOW_S = 3.0
+"""How long ranks of a host that has lost its leader may take to show themselves in the store."""
+
 _LINGER_MS = 100
 _LONGEST_MESSAGE = 1 << 18
-_HANDSHAKE_MS = 10_000
 _LOOK_MS = 50
 _ANSWER_S = 0.5
 _PAUSE_S = 0.02
@@ -88,9 +90,10 @@ class Channel:
     Attributes:
         host: The other host.
         socket: The connection.
-        monitor: Tells when it breaks.
+        monitor: Tells when it opens and when it breaks.
         listener: The listening socket's descriptor, which ZeroMQ closes; -1 where there is none.
-        heard: When something was heard last (`time.monotonic`); 0 before the first time.
+        is_open: Whether its handshake has succeeded.
+        heard: Whether anything was heard.
         begun: How many collectives the other leader has begun.
         opened: How many of them all ranks of its host have begun.
         left: How many it had ended when it left; -1 while it is there.
@@ -101,7 +104,8 @@ class Channel:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     listener: int = -1
-    heard: float = 0.0
+    is_open: bool = False
+    heard: bool = False
     begun: int = 0
     opened: int = 0
     left: int = -1
@@ -113,7 +117,7 @@ class Channel:
         return 0.0 if self.lost is None else max(time.monotonic() - self.lost, 1e-9)
 
     def say(self, message: ControlMessage) -> None:
-        """Send a message, if anybody is there: else silence or the monitor will tell."""
+        """Send a message, if anybody is there: else the monitor will tell."""
         with contextlib.suppress(zmq.Again):
             self.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
@@ -155,8 +159,10 @@ def open_channel(
     try:
         public, socket.curve_secretkey = zmq.curve_keypair()
         socket.curve_publickey = public
-        socket.maxmsgsize, socket.handshake_ivl = _LONGEST_MESSAGE, _HANDSHAKE_MS
-        socket.monitor(f"inproc://channel-{host}", zmq.Event.DISCONNECTED)
+        socket.maxmsgsize, socket.handshake_ivl = _LONGEST_MESSAGE, 1000 * silence_s()
+        end_after_silence(socket)
+        events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+        socket.monitor(f"inproc://channel-{host}", events)
         channel.monitor.connect(f"inproc://channel-{host}")
         key = f"control/{min(host, here)}/{max(host, here)}"
         if here < host:
@@ -237,8 +243,6 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch."""
-        for channel in self._channels:
-            channel.heard = time.monotonic()
         self._comms.state.listeners.append(self._nudge)
         self._comms.absent = self._absent
         self._thread = threading.Thread(target=self._serve, name="dure-watch", daemon=True)
@@ -263,7 +267,6 @@ class Watch:
         for channel in self._channels:
             poller.register(channel.socket, zmq.POLLIN)
             poller.register(channel.monitor, zmq.POLLIN)
-        next_heartbeat = 0.0
         while self._leaving < 0:
             ready = dict(poller.poll(_LOOK_MS))
             if self._wakened in ready:
@@ -272,20 +275,14 @@ class Watch:
                 if channel.socket in ready:
                     self._hear(channel)
                 if channel.monitor in ready:
-                    self._broke(channel)
-            now = time.monotonic()
-            if now >= next_heartbeat:
-                next_heartbeat = now + _HEARTBEAT_S
-                self._tell(ControlMessage())
-            self._examine(now)
+                    self._note(channel)
+            self._examine()
         self._tell(ControlMessage(left=self._leaving))
 
-    def _examine(self, now: float) -> None:
-        """Look for silence, for ranks that died or left, and for what to tell."""
+    def _examine(self) -> None:
+        """Look for ranks that died or left, and for what to tell."""
         comms = self._comms
         for channel in self._channels:
-            if channel.lost is None and now - channel.heard > SILENCE_S:
-                self._lose(channel, f"nothing was heard from it for {SILENCE_S:g} s", 0)
             if 0 <= channel.left < self._headers.begun:
                 rank = comms.hosts.ranks[channel.host][0]
                 fix = "Make a new group of the ranks that are left."
@@ -315,7 +312,7 @@ class Watch:
     def _hear(self, channel: Channel) -> None:
         """Read all that came down a channel."""
         for message in channel.messages():
-            channel.heard = time.monotonic()
+            channel.heard = True
             channel.begun, channel.opened = message.begun, message.opened
             if message.asked:
                 self._tell(ControlMessage())
@@ -328,22 +325,26 @@ class Watch:
             if message.left >= 0:
                 channel.left, channel.lost = message.left, time.monotonic()
 
-    def _broke(self, channel: Channel) -> None:
-        """A channel broke: see whether the other leader had said goodbye."""
+    def _note(self, channel: Channel) -> None:
+        """A channel was opened, or broke: see whether the other leader had said goodbye."""
+        event = 0
         with contextlib.suppress(zmq.Again):
-            read_event(channel.monitor, zmq.NOBLOCK)
+            event, _ = read_event(channel.monitor, zmq.NOBLOCK)
+        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            channel.is_open = True
         self._hear(channel)
-        if channel.lost is None:
-            self._lose(channel, "the connection to it broke", self._headers.begun)
+        if event == zmq.Event.DISCONNECTED and channel.is_open and channel.lost is None:
+            self._lose(channel)
 
-    def _lose(self, channel: Channel, how: str, after: int) -> None:
+    def _lose(self, channel: Channel) -> None:
         channel.lost = time.monotonic()
         hosts = self._comms.hosts
         self._comms.state.lose(
             hosts.ranks[channel.host][0],
             f"{hosts.describe(channel.host)} is lost",
-            after,
-            seen=f"{how}, as rank {hosts.rank} noticed",
+            self._headers.begun,
+            seen="the connection to it was closed, because its process ended or its host did not "
+            f"answer for {silence_s()} s, as rank {hosts.rank} noticed",
             fix="See the output of its ranks, and whether the network is whole; "
             "then make a new group of the ranks that are left.",
             patience_s=_END_S,

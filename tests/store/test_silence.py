@@ -1,0 +1,67 @@
+"""How long a host may be silent: one setting, which the kernel's probes keep exactly."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import zmq
+
+from dure.errors import UsageError
+from dure.store.silence import end_after_silence, silence_s
+
+
+def test_a_host_may_be_silent_for_30_seconds_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("DURE_SILENCE", raising=False)
+    assert silence_s() == 30
+    monkeypatch.setenv("DURE_SILENCE", "7")
+    assert silence_s() == 7
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-30"])
+def test_a_silence_that_any_busy_machine_exceeds_is_refused(monkeypatch, text):
+    monkeypatch.setenv("DURE_SILENCE", text)
+    with pytest.raises(UsageError, match="DURE_SILENCE"):
+        silence_s()
+
+
+@pytest.mark.parametrize(
+    ("silence", "first", "probes"),
+    [("2", 1, 1), ("3", 1, 2), ("12", 2, 5), ("30", 5, 5), ("60", 10, 5)],
+)
+def test_probes_of_the_kernel_take_as_long_as_the_silence(monkeypatch, silence, first, probes):
+    """The first probe comes after as long as lies between two, so all take (1 + probes) * first."""
+    monkeypatch.setenv("DURE_SILENCE", silence)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as opened:
+        end_after_silence(opened)
+        assert opened.tcp_keepalive == 1
+        assert (opened.tcp_keepalive_idle, opened.tcp_keepalive_intvl) == (first, first)
+        assert opened.tcp_keepalive_cnt == probes
+        assert opened.tcp_maxrt == 1000 * int(silence)
+    assert first * (1 + probes) == int(silence)
+
+
+def test_zeromq_hands_the_setting_to_the_kernel(monkeypatch):
+    monkeypatch.setenv("DURE_SILENCE", "12")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as opened:
+        end_after_silence(opened)
+        with opened.get_monitor_socket() as monitor, socket.create_server(("127.0.0.1", 0)) as to:
+            opened.connect(f"tcp://127.0.0.1:{to.getsockname()[1]}")
+            with to.accept()[0]:
+                number = -1
+                while number < 0:
+                    frame = monitor.recv_multipart()[0]
+                    event, value = int.from_bytes(frame[:2], "little"), frame[2:6]
+                    if event == zmq.Event.CONNECTED:
+                        number = int.from_bytes(value, "little")
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    got = [
+                        connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+                        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+                        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+                        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+                    ]
+            opened.disable_monitor()
+    assert got == [1, 2, 2, 5, 12_000]
