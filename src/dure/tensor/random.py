@@ -4,9 +4,10 @@ Each rank draws the whole tensor, with the generator that one rank would use, an
 values are those of one rank bit for bit, and all generators are left as one rank leaves its own.
 That takes the time and, for a moment, the memory of the whole tensor on each rank.
 
-Where only the shape decides what is drawn (`normal_`, dropout's mask), nothing is sent; where
+Where only the shape decides what is drawn (`normal_`, dropout's mask), no values are sent; where
 values do (probabilities), they are gathered. Ranks that draw from generators in different states
-would hold parts of different tensors: states are compared at a mesh's first draw after each seed.
+would hold parts of different tensors, and replicas would differ: before each draw the ranks of the
+mesh compare a checksum of the states, as a rank may have drawn something by itself in between.
 
 Threads: ranks that are threads of one process share torch's generator. The mesh's first rank reads
 its state, and each draws from that, one after another.
@@ -14,16 +15,16 @@ its state, and each draws from that, one after another.
 
 from __future__ import annotations
 
-import hashlib
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
 from dure.comm.objects import all_gather_object
-from dure.comm.world import World, current_world, is_thread_rank
+from dure.comm.ops import ReduceOp
+from dure.comm.world import is_thread_rank
 from dure.errors import Desync, PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor.call import Op, schema_of
@@ -39,9 +40,6 @@ T = TypeVar("T")
 aten = torch.ops.aten
 R = Replicate()
 _turn = threading.Lock()
-_compared: WeakKeyDictionary[World, set[tuple[int, int]]] = WeakKeyDictionary()
-"""Meshes, by number, with the seeds for which their ranks' generators were compared."""
-_MOST_COMPARED = 1 << 12
 
 
 def drawn(mesh: DeviceMesh, draw: Callable[[], T], generator: torch.Generator | None = None) -> T:
@@ -53,10 +51,10 @@ def drawn(mesh: DeviceMesh, draw: Callable[[], T], generator: torch.Generator | 
         generator: What it draws from; torch's own where None.
 
     Raises:
-        Desync: Ranks' generators are in different states.
+        Desync: On all ranks: their generators are in different states.
 
     Collective:
-        All ranks of the mesh, at the first draw after a seed.
+        All ranks of the mesh.
     """
     if mesh.get_coordinate() is None:
         return draw()
@@ -87,31 +85,37 @@ def _meet(mesh: DeviceMesh) -> None:
 
 
 def _compare(mesh: DeviceMesh, generator: torch.Generator) -> None:
-    key = (mesh.number, generator.initial_seed())
-    compared = _compared.setdefault(current_world(), set())
-    if key in compared:
+    """Raise on all ranks of a mesh unless their generators are in the same state.
+
+    Collective: all ranks of the mesh.
+    Cost: one all_reduce of 16 bytes for each axis.
+    """
+    mine = zlib.crc32(generator.get_state().numpy().tobytes())
+    groups = [g for g in map(mesh.get_group, range(mesh.ndim)) if g.size() > 1]
+    if not groups:
         return
-    state = generator.get_state().numpy().tobytes()
-    mine = hashlib.blake2b(state, digest_size=8).hexdigest()
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        said: list[str | None] = [None] * group.size()
-        all_gather_object(said, mine, group)
-        if any(one != mine for one in said):
-            ranks = dict(zip(group.global_ranks, map(str, said), strict=True))
-            raise Desync(
-                "the ranks' random generators are in different states",
-                op="random operator",
-                group=group.group_name,
-                rank=mesh.get_rank(),
-                calls=ranks,
-                seen="; ".join(f"rank {rank}: state {one}" for rank, one in ranks.items()),
-                fix="Call torch.manual_seed with one seed on all ranks of the mesh, and draw alike "
-                "on them before.",
-            )
-    if len(compared) >= _MOST_COMPARED:
-        compared.clear()
-    compared.add(key)
+    types = groups[0].device_types
+    most = torch.tensor([mine, -mine], device="cpu" if "cpu" in types else min(types))
+    for group in groups:
+        group.all_reduce(most, ReduceOp.MAX)
+    largest, minus_smallest = most.tolist()
+    if largest == -minus_smallest:
+        return
+    states: dict[int, str] = {mesh.get_rank(): f"{mine:08x}"}
+    for group in groups:
+        found: list[dict[int, str]] = [{} for _ in range(group.size())]
+        all_gather_object(found, states, group)
+        states = {rank: state for each in found for rank, state in each.items()}
+    raise Desync(
+        "the ranks' random generators are in different states",
+        op="random operator",
+        group=groups[0].group_name,
+        rank=mesh.get_rank(),
+        calls={rank: f"state {state}" for rank, state in states.items()},
+        seen="; ".join(f"rank {rank}: state {state}" for rank, state in sorted(states.items())),
+        fix="Call torch.manual_seed with one seed on all ranks of the mesh. Draw what only some "
+        "ranks need from a torch.Generator of its own, or within torch.random.fork_rng().",
+    )
 
 
 _BY_SHAPE: tuple[Op, ...] = (

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dure.errors import Desync
-from dure.mesh import DeviceMesh
-from dure.tensor import DTensor, Shard
+from dure.mesh import DeviceMesh, init_device_mesh
+from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
 from dure.testing import ProcessPool
 from tests.tensor.ranks import dtensor_worlds as worlds
 
@@ -54,3 +54,25 @@ def test_ranks_that_mean_different_tensors_learn_it(pool: ProcessPool) -> None:
         for other in range(1, 4):
             assert "of float32[8, 6] (S(0)) to (R)" in calls[other]
             assert "test_dtensor_processes.py" in calls[other]
+
+
+def drops_out_after_a_private_draw(rank: int, n: int) -> tuple[bool, list[float]]:
+    """Return whether a replicated dropout raised, and the next one's values after a seed."""
+    mesh = init_device_mesh("cpu", (n,))
+    x = distribute_tensor(torch.ones(64), mesh, [Replicate()], src_data_rank=None)
+    torch.manual_seed(1)
+    torch.nn.functional.dropout(x, 0.5)
+    if rank == 1:
+        torch.rand(1)
+    try:
+        torch.nn.functional.dropout(x, 0.5)
+        has_raised = False
+    except Desync:
+        has_raised = True
+    torch.manual_seed(2)
+    return has_raised, torch.nn.functional.dropout(x, 0.5).to_local().tolist()  # pyright: ignore
+
+
+def test_replicated_dropout_after_a_private_draw_raises_on_all_ranks(pool: ProcessPool) -> None:
+    found = pool.run(drops_out_after_a_private_draw, 4)
+    assert found == [found[0]] * 4 and found[0][0]

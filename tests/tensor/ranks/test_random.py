@@ -112,3 +112,27 @@ def test_generators_that_differ_are_named():
         assert sorted(caught.value.calls) == [0, 1]
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 4)], ids=str)
+def test_a_number_that_one_rank_has_drawn_alone_is_noticed_on_all_ranks(sizes):
+    def body(rank):
+        mesh = init_device_mesh("cpu", sizes)
+        generator = torch.Generator().manual_seed(3)
+        x = made(mesh, torch.ones(4), [R] * mesh.ndim)
+        first = x.clone().bernoulli_(0.5, generator=generator).to_local()
+        if rank == 3:
+            torch.rand(1, generator=generator)
+        with pytest.raises(Desync) as caught:
+            x.bernoulli_(0.5, generator=generator)
+        states = caught.value.calls
+        assert sorted(states) == [0, 1, 2, 3]
+        assert states[0] == states[1] == states[2] != states[3]
+        assert x.to_local().tolist() == [1, 1, 1, 1]  # not written
+        generator.manual_seed(4)
+        again = x.bernoulli_(0.5, generator=generator).to_local()
+        return first, again
+
+    found = run_ranks(4, body)
+    for first, again in found:
+        assert torch.equal(first, found[0][0]) and torch.equal(again, found[0][1])
