@@ -90,7 +90,9 @@ def pack(value: Any) -> Packed:
     """Take a pytree apart (Any: of whatever structure).
 
     Of a DTensor this rank's part is taken, differentiably: the gradient that comes back is that of
-    the part, and whole where the part was a term.
+    the part. Pending reductions (Partial) are carried out first, since their parts are no values.
+
+    Collective: all ranks of the mesh of a DTensor that is Partial.
     """
     leaves, tree = tree_flatten(value)
     described: list[TensorLayout | _Other] = []
@@ -101,10 +103,11 @@ def pack(value: Any) -> Packed:
             continue
         spread, part = None, leaf
         if isinstance(leaf, DTensor):
-            names, placements = leaf.device_mesh.mesh_dim_names, leaf.placements
-            spread = Spread(names, tuple(placements), tuple(leaf.shape), tuple(leaf.stride()))
-            whole = [Replicate() if isinstance(p, Partial) else p for p in placements]
-            part = leaf.to_local(grad_placements=whole)
+            placements = [Replicate() if isinstance(p, Partial) else p for p in leaf.placements]
+            reduced = leaf.redistribute(placements=placements)
+            names, shape = leaf.device_mesh.mesh_dim_names, tuple(leaf.shape)
+            spread = Spread(names, tuple(placements), shape, tuple(reduced.stride()))
+            part = reduced.to_local(grad_placements=placements)
         described.append(TensorLayout(tuple(part.shape), part.dtype, part.requires_grad, spread))
         tensors.append(part)
     return Packed(Layout(tree, tuple(described)), tensors)

@@ -136,9 +136,14 @@ class TiedParameters:
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return _local(parameter.grad)
+    """Return this rank's part of a gradient, in its parameter's placements (a collective)."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter)
+    elif isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        gradient = gradient.detach().redistribute(placements=parameter.placements)
+    parameter.grad = gradient
+    return _local(gradient)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import dure
 import dure.pipelining as pp
 from dure.errors import UsageError
 from dure.fsdp import fully_shard, strategy
-from dure.tensor import DTensor, Replicate
+from dure.tensor import DTensor, Partial, Replicate
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.pipeline.ranks.pipeline_models import (
@@ -149,6 +149,63 @@ def test_tensors_of_a_mesh_cross_a_border_as_parts_or_dtensors_on_4_ranks(is_tol
     for gradients in found:
         assert len(gradients) == 2
         assert_gradients(gradients, expected)
+
+
+class _Terms(nn.Module):
+    """Returns a sum of which each rank of the mesh holds one term, and the batch itself."""
+
+    def __init__(self, mesh: Any, op: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6, dtype=torch.float64))
+        self.mesh, self.op = mesh, op
+
+    def forward(self, x: torch.Tensor) -> Any:
+        term = (x @ self.weight) * (self.mesh.get_local_rank() + 1)
+        return {"sum": DTensor.from_local(term, self.mesh, [Partial(self.op)])}
+
+
+class _TakesSum(nn.Module):
+    def forward(self, found: dict[str, Any]) -> torch.Tensor:
+        value = found["sum"]
+        is_told = isinstance(value, DTensor)
+        return value.to_local(grad_placements=[Replicate()]) if is_told else value
+
+
+@pytest.mark.parametrize(("op", "factor"), [("sum", 3.0), ("avg", 1.5)])
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_pending_reduction_is_carried_out_before_a_border_on_4_ranks(
+    name: str, is_told: bool, op: str, factor: float
+):
+    def run(rank: int) -> torch.Tensor | None:
+        mesh = dure.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        index, kind, each = rank // 2, *SCHEDULES[name]
+        parts: list[nn.Module] = [_Terms(mesh["tp"], op), _TakesSum(), nn.Identity(), nn.Identity()]
+        mine = [0, 3] if each == 2 and index == 0 else [1, 2] if each == 2 else [index]
+        stages = [
+            pp.PipelineStage(
+                parts[i],
+                i,
+                2 * each,
+                CPU,
+                group=mesh["pp"].get_group(),
+                get_mesh=(lambda *_: mesh["tp"]) if is_told else None,
+            )
+            for i in mine
+        ]
+        schedule = kind(stages if each == 2 else stages[0], 4, loss_fn=lambda y, _: y.sum())
+        x = torch.arange(48.0, dtype=torch.float64).view(8, 6)
+        last = 2 * each - 1 in mine
+        output = schedule.step(*([x] if index == 0 else []), target=x if last else None)
+        if output is not None:
+            assert torch.equal(output, x * factor)
+        return parts[0].get_parameter("weight").grad
+
+    expected = torch.arange(48.0, dtype=torch.float64).view(8, 6).sum(0)[:, None].expand(6, 6)
+    for rank, found in enumerate(run_ranks(4, run)):
+        if rank < 2:  # of two terms each has its own gradient
+            by = (rank + 1) * (0.5 if op == "avg" else 1.0)
+            torch.testing.assert_close(found, expected * by / 4)
 
 
 def test_one_scaler_decides_for_all_stages():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import dure as dist
+import dure.pipelining as pp
 from dure.fsdp import fully_shard
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor
+from dure.tensor import DTensor, Replicate
+from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import run_ranks
 from tests.parallel.pipeline.ranks.pipeline_models import (
+    CPU,
     SCHEDULES,
     Pipeline,
     Trained,
@@ -126,3 +131,33 @@ def test_tied_parameters_that_were_changed_after_a_step_have_one_gradient_2_rank
     expected = gradients_alone(nn.Sequential(*parts), batches(1), 4)["0.table"]
     for found in run_ranks(2, rank_main):
         torch.testing.assert_close(found, expected)
+
+
+def test_tied_ends_that_are_cut_over_the_vocabulary_have_one_gradient_4_ranks():
+    """The embedding's gradient comes replicated, the output layer's in parts."""
+    weight = torch.arange(48.0, dtype=torch.float64).view(8, 6) / 48
+    tokens = torch.tensor([[0, 3], [1, 7], [5, 5], [6, 2]])
+
+    def rank_main(rank: int) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        index = rank // 2
+        if index == 0:
+            part: nn.Module = nn.Embedding(8, 6, _weight=weight.clone())
+            style: Any = RowwiseParallel(input_layouts=Replicate())
+        else:
+            part = nn.Linear(6, 8, bias=False, dtype=torch.float64)
+            style = ColwiseParallel(output_layouts=Replicate())
+        part = parallelize_module(part, mesh["tp"], style)
+        stage = pp.PipelineStage(
+            part, index, 2, CPU, group=mesh["pp"].get_group(), tied={"table": "weight"}
+        )
+        schedule = pp.ScheduleGPipe(stage, 2, loss_fn=lambda y, _: y.square().sum())
+        schedule.step(*([tokens] if index == 0 else []), target=tokens if index else None)
+        found = part.weight.grad
+        assert isinstance(found, DTensor)
+        return found.full_tensor()
+
+    alone = nn.Parameter(weight.clone())
+    ((alone[tokens] @ alone.t()).square().sum() / 2).backward()
+    for found in run_ranks(4, rank_main):
+        torch.testing.assert_close(found, alone.grad)
