@@ -8,7 +8,7 @@ parameter share its gradient already.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -137,7 +137,7 @@ class TiedParameters:
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of a gradient, in its parameter's placements (a collective)."""
-    gradient = parameter.grad
+    gradient: Any = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter)
     elif isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
