@@ -42,18 +42,26 @@ from typing import Any
 
 import torch
 
+from dure.tensor.dtensor import DTensor
+from dure.tensor.redistribute import redistribute
+from dure.tensor.spec import TensorMeta, spec_of
 from dure.training import autograd_hooks
 from dure.training.flat_buffers import Kind, dense_strides
 
 __all__ = [
     "DORMANT",
     "CastGradView",
+    "CastPartGradView",
     "GradView",
     "NamedParameter",
     "PartGradView",
     "SparseGradView",
     "own_part",
+    "part_in",
+    "unreduced_gradient",
 ]
+
+_grad: Any = torch.Tensor.grad  # pyright: ignore
 
 # What sys.getrefcount says of an object that only a grad view's attribute refers to.
 _REFS_OF_UNHELD_VIEW = 2
@@ -75,6 +83,29 @@ class NamedParameter:
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what of a parameter lies in this rank's memory: of a DTensor its part."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def unreduced_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return ``.grad`` as autograd has left it: reading that of a DTensor reduces it first."""
+    return _grad.__get__(parameter)
+
+
+def part_in(gradient: DTensor, like: DTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return this rank's part of a gradient in the placements of `like`, its parameter.
+
+    Args:
+        gradient: In any placements: pending reductions are carried out.
+        like: The parameter.
+        dtype: In which they are, and the result is; None for the gradient's own.
+
+    Collective:
+        All ranks of the mesh.
+    """
+    part, spec = gradient.part.detach(), gradient.spec
+    if dtype is not None and part.dtype != dtype:
+        part = part.to(dtype)
+        spec = spec_of(spec.mesh, spec.placements, TensorMeta(spec.shape, spec.meta.stride, dtype))
+    return redistribute(part, spec, spec.with_placements(like.spec.placements))
 
 
 class GradView:
@@ -337,9 +368,18 @@ class SparseGradView(GradView):
 
     A gradient that is dense all the same, as where the weight is also used by another layer, is
     reduced as entries too and shown as a dense one.
+
+    Args:
+        reduce_dtype: In which entries are reduced; None for that of the gradient.
     """
 
-    __slots__ = ()
+    __slots__ = ("_reduce_dtype",)
+
+    def __init__(
+        self, number: int, named: NamedParameter, reduce_dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(number, named, named.parameter.dtype)
+        self._reduce_dtype = reduce_dtype
 
     def place(self, flat: torch.Tensor, buffer_index: int, offset: int) -> None:
         """Belong to a buffer: there is nothing to lie in."""
@@ -379,19 +419,20 @@ class SparseGradView(GradView):
         if used_somewhere:
             gradient = self.parameter.grad
             dense = gradient is not None and gradient.layout is torch.strided
-            self.parameter.grad = self.tensor.to_dense() if dense else self.tensor
+            result = self.tensor.to(self.parameter.dtype)
+            self.parameter.grad = result.to_dense() if dense else result
         self.tensor = self._empty()
 
-    @staticmethod
-    def _entries(gradient: torch.Tensor) -> torch.Tensor:
+    def _entries(self, gradient: torch.Tensor) -> torch.Tensor:
         values = gradient.detach()
-        return (values.to_sparse(1) if values.layout is torch.strided else values).clone()
+        entries = values.to_sparse(1) if values.layout is torch.strided else values
+        return entries.to(self._reduce_dtype or entries.dtype, copy=True)
 
     def _empty(self) -> torch.Tensor:
         p = self.parameter
         return torch.sparse_coo_tensor(
             torch.empty((1, 0), dtype=torch.int64, device=p.device),
-            torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device),
+            torch.empty((0, *p.shape[1:]), dtype=self._reduce_dtype or p.dtype, device=p.device),
             tuple(p.shape),
             check_invariants=False,
         )
@@ -404,17 +445,21 @@ class CastGradView(GradView):
 
     def adopt(self) -> bool:
         """Cast the parameter's gradient into the buffer, whatever its dtype."""
-        gradient = self.parameter.grad
-        assert gradient is not None
-        if gradient.shape != self._shape:
+        values = self._values()
+        if values.shape != self._shape:
             return False
-        values = gradient.detach()
         self.tensor.copy_(values if values.layout is torch.strided else values.to_dense())
         return True
 
+    def _values(self) -> torch.Tensor:
+        """Return this rank's gradient, or part of it."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        return gradient.detach()
+
     def fits(self) -> bool:
         """Return whether the gradient still has a place in the buffer."""
-        return self.parameter.shape == self._shape
+        return own_part(self.parameter).shape == self._shape
 
     def contribute_unused(self) -> None:
         """Fill the buffer for a gradient that this rank did not compute."""
@@ -437,3 +482,24 @@ class CastGradView(GradView):
                 self.parameter.grad = self.tensor.to(self.parameter.dtype)
             else:
                 gradient.detach().copy_(self.tensor)
+
+
+class CastPartGradView(CastGradView):
+    """The place of this rank's part of a DTensor's gradient, in a flat buffer of another dtype.
+
+    Reductions over the parameter's own mesh are in that dtype, too.
+    """
+
+    __slots__ = ()
+
+    def _values(self) -> torch.Tensor:
+        parameter: Any = self.parameter
+        gradient: Any = unreduced_gradient(parameter)
+        return part_in(gradient, parameter, self.dtype)
+
+    def settle(self, used_somewhere: bool) -> None:
+        """After the reduction: cast the result back, or leave the gradient as it was."""
+        if used_somewhere:
+            parameter: Any = self.parameter
+            part = self.tensor.to(parameter.dtype)
+            parameter.grad = type(parameter)(part, parameter._spec)

@@ -44,6 +44,7 @@ from dure.parallel.ddp.outcome import UsedParameters
 from dure.training.flat_buffers import FlatBuffers, padded
 from dure.training.grad_views import (
     CastGradView,
+    CastPartGradView,
     GradView,
     NamedParameter,
     PartGradView,
@@ -237,13 +238,14 @@ class BucketAssignment:
 
     def _make_view(self, number: int, named: NamedParameter) -> GradView:
         own, wanted = named.parameter.dtype, self._options.reduce_dtype
+        if wanted == own or not own.is_floating_point:
+            wanted = None
         if named.sparse:
-            return SparseGradView(number, named, own)
-        if own_part(named.parameter) is not named.parameter:
-            return PartGradView(number, named, own)
-        if wanted is None or not own.is_floating_point or wanted == own:
-            return GradView(number, named, own)
-        return CastGradView(number, named, wanted)
+            return SparseGradView(number, named, wanted)
+        is_part = own_part(named.parameter) is not named.parameter
+        if wanted is None:
+            return (PartGradView if is_part else GradView)(number, named, own)
+        return (CastPartGradView if is_part else CastGradView)(number, named, wanted)
 
     def _plan(self, order: Sequence[int]) -> list[list[GradView]]:
         """Divide gradients into buckets; `order` has the numbers of those that take part."""

@@ -140,7 +140,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient: Any = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter)
-    elif isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+    elif isinstance(parameter, DTensor):
         gradient = gradient.detach().redistribute(placements=parameter.placements)
     parameter.grad = gradient
     return _local(gradient)

@@ -1,0 +1,83 @@
+"""DDP reduces in `reduce_dtype` whatever parameters are: DTensors, and those with sparse gradients.
+
+1 + SMALL is 1 in bfloat16, and exact in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dure as dist
+from dure.mesh import init_device_mesh
+from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
+from dure.testing import run_ranks
+
+SMALL = 2.0**-10
+
+
+class Scale(nn.Module):
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["at once", "after no_sync"])
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "expected"),
+    [
+        (torch.bfloat16, torch.float32, 1 + SMALL),
+        (None, torch.bfloat16, 1.0),
+        (None, None, 1 + SMALL),
+    ],
+)
+def test_terms_over_tensor_parallel_ranks_4_ranks(
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    expected: float,
+    is_kept: bool,
+) -> None:
+    def rank_main(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        precision = dist.MixedPrecision(param_dtype, reduce_dtype)
+        ddp = dist.DistributedDataParallel(
+            Scale(mesh["tp"]), mesh=mesh["dp"], mixed_precision=precision
+        )
+        term = torch.full((1, 2), SMALL if mesh.get_local_rank("tp") else 1.0)
+        x = DTensor.from_local(term, mesh["tp"], [Shard(0)])
+
+        def backward() -> None:
+            ddp(x).to_local(grad_placements=[Shard(0)]).sum().backward()
+
+        if is_kept:
+            with ddp.no_sync():
+                backward()
+        backward()
+        grad: Any = ddp.module.weight.grad
+        assert grad.dtype == torch.float32 and grad.placements == (Replicate(),)
+        return grad.to_local().tolist()
+
+    times = 2 if is_kept else 1
+    assert run_ranks(4, rank_main) == [[expected * times] * 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "expected"), [(None, 1 + SMALL), (torch.bfloat16, 1.0)], ids=str
+)
+def test_sparse_entries_2_ranks(reduce_dtype: torch.dtype | None, expected: float) -> None:
+    def rank_main(rank: int) -> list[float]:
+        precision = dist.MixedPrecision(reduce_dtype=reduce_dtype)
+        model = nn.Embedding(4, 2, sparse=True)
+        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+        (ddp(torch.tensor([1])) * (1 + SMALL)).sum().backward()
+        assert model.weight.grad.layout == torch.sparse_coo
+        assert model.weight.grad.dtype == torch.float32
+        return model.weight.grad.to_dense()[1].tolist()
+
+    assert run_ranks(2, rank_main) == [[expected] * 2] * 2
