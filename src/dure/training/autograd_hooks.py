@@ -4,6 +4,12 @@
 live as long as the parameters, and therefore hold their owner weakly: wrapping a module once more,
 or throwing a wrapper away, leaves nothing of the old one behind.
 
+Note "Hooks of the program". A hook that a program registers for a parameter's accumulated gradient
+(`register_post_accumulate_grad_hook`) is to see the reduced gradient, once, and not this rank's
+own. So of a parameter's hooks autograd sees those of this module alone; the program's are kept
+apart (`_Hooks`), whether they came before or after, and the owner runs them when the gradient has
+been reduced (`run_hooks_of`).
+
 *Outputs* (`on_outputs`). A gradient that arrives at an output of a module says that a backward
 through it is running, also one that reaches no parameter on this rank (all its inputs were masked
 out) while the other ranks wait for it. These hooks live as long as the graph, and hold what they
@@ -30,6 +36,7 @@ To tell the last two apart, the graph is followed from an output down to any lea
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -42,17 +49,20 @@ __all__ = [
     "at_end_else",
     "at_end_or_failure",
     "fills_gradients",
+    "has_hooks",
     "in_backward",
     "keeps_graph",
     "on_gradients",
     "on_inputs",
     "on_outputs",
     "restore",
+    "run_hooks_of",
     "task_id",
     "will_reach",
 ]
 
 T = TypeVar("T")
+Hook = Callable[[torch.Tensor], None]
 
 # Looked up once: finding it takes longer than calling it.
 at_end: Callable[[Callable[[], None]], None]
@@ -78,22 +88,101 @@ def on_gradients(
         What takes the hooks away when it is called.
     """
     me = weakref.ref(owner)
-    handles = [_on_gradient(me, call, number, p) for number, p in enumerate(parameters)]
-    end = weakref.finalize(owner, _remove_all, handles)
+    ends = [_on_gradient(me, call, number, p) for number, p in enumerate(parameters)]
+    end = weakref.finalize(owner, _call_all, ends)
     end.atexit = False
     return end
 
 
 def _on_gradient(
     owner: weakref.ref[T], call: Callable[[T, int], None], number: int, parameter: torch.Tensor
-) -> torch.utils.hooks.RemovableHandle:
+) -> Callable[[], None]:
     def gradient_accumulated(_: torch.Tensor) -> None:
         me = owner()
         if me is not None:
             call(me, number)
 
-    restore(parameter)
-    return parameter.register_post_accumulate_grad_hook(gradient_accumulated)
+    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore
+    if not isinstance(hooks, _Hooks):
+        hooks = _Hooks(OrderedDict[int, Hook]() if hooks is None else hooks)
+    key = hooks.add_own(gradient_accumulated)
+    _set_hooks(parameter, hooks)
+
+    def remove() -> None:
+        hooks.remove_own(key)
+        if not hooks.has_own:
+            _set_hooks(parameter, hooks.of_program)
+
+    return remove
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def _set_hooks(parameter: torch.Tensor, hooks: dict[int, Hook]) -> None:
+    parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore
+
+
+def has_hooks(parameter: torch.Tensor, alone: bool = False) -> bool:
+    """Return whether the program has hooks that wait for a parameter's gradient.
+
+    Args:
+        parameter: The parameter.
+        alone: And whether no second owner could run them.
+    """
+    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore
+    return isinstance(hooks, _Hooks) and bool(hooks.of_program) and not (alone and len(hooks) > 1)
+
+
+def run_hooks_of(parameter: torch.Tensor) -> None:
+    """Run the program's hooks of a parameter's accumulated gradient."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore
+    with torch.no_grad():
+        for hook in list(hooks.of_program.values()):
+            hook(parameter)
+
+
+class _Hooks(OrderedDict[int, Hook]):
+    """The hooks of a parameter; see the note "Hooks of the program".
+
+    As a dictionary in C, which autograd reads, it has this module's hooks. In Python, where torch's
+    `RemovableHandle` adds and removes hooks, it is the program's.
+
+    Attributes:
+        of_program: The program's hooks: the dictionary that the parameter had before.
+    """
+
+    def __init__(self, of_program: OrderedDict[int, Hook]) -> None:
+        super().__init__()
+        self.of_program = of_program
+        # Handles refer to dictionaries weakly, and are to work when `of_program` is back in place.
+        of_program.kept_apart = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        self.of_program[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self.of_program[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.of_program
+
+    @property
+    def has_own(self) -> bool:
+        """Whether this module has hooks."""
+        return len(self) > 0
+
+    def add_own(self, hook: Hook) -> int:
+        """Add a hook of this module's; return its key."""
+        key = id(hook)
+        super().__setitem__(key, hook)
+        return key
+
+    def remove_own(self, key: int) -> None:
+        """Remove it."""
+        super().__delitem__(key)
 
 
 def restore(parameter: torch.Tensor) -> None:
@@ -105,11 +194,6 @@ def restore(parameter: torch.Tensor) -> None:
     hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore
     if hooks:
         parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore
-
-
-def _remove_all(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def on_outputs(

@@ -37,6 +37,11 @@ Note "Static graph". The first backward starts nothing before its end, and count
 gradient is added to: reentrant checkpoints add several times. The later ones rely on it. Parameters
 that no rank used are left out of the buckets from then on.
 
+Note "Hooks of the program". A parameter's own hooks (`register_post_accumulate_grad_hook`), such as
+an optimizer step within backward, run when all gradients are reduced, on all ranks for the same
+parameters: those that some rank has used. After a forward under `no_sync` they wait for the
+reduction. Only where no forward of the wrapper came before a gradient do they run at once.
+
 The group is kept here and not looked up: autograd may call from threads that have no world.
 """
 
@@ -215,11 +220,13 @@ class Reducer:
         self.reductions = Reductions(group)
         self._lock = threading.RLock()
         self._armed = False  # the last forward was synchronised and has had no backward yet
+        self._keeping = False  # the last forward was under `no_sync`
         self._syncing = False  # between begin and finish
         self._next = 0  # the next bucket to start
         self._owing = 0  # gradients that the present backward still owes
         self._counting = self.static_graph
         self._errors: list[ErrorRecord] = []
+        self._with_hooks: list[GradView] = []  # reduced, and the program has hooks of theirs
         self._probe = self.all_views[-1]  # likely to be in any graph
         self._usage = UsageHistory()
         self._task, self._nested = -1, False  # backwards within a backward have other numbers
@@ -272,7 +279,7 @@ class Reducer:
             if self._syncing and not autograd_hooks.in_backward():
                 self._abandon()
             self._usage.warn_once()
-            self._armed = sync
+            self._armed, self._keeping = sync, not sync
             if sync:
                 self.clock.forward = Clock.now()
 
@@ -354,6 +361,8 @@ class Reducer:
                 return
             view.used = True
             if not self._syncing:
+                if not self._keeping and autograd_hooks.has_hooks(view.parameter, alone=True):
+                    autograd_hooks.run_hooks_of(view.parameter)
                 return
             view.left -= 1
             if view.left == 0:
@@ -410,6 +419,13 @@ class Reducer:
                 trace_step(self.clock, self.group, self.buckets)
             if error is not None:
                 raise error
+            self._run_hooks()
+
+    def _run_hooks(self) -> None:
+        """Run the program's hooks of the gradients that were reduced."""
+        reduced, self._with_hooks = self._with_hooks, []
+        for view in reduced:
+            autograd_hooks.run_hooks_of(view.parameter)
 
     def _ddp_graph_static(self) -> bool:
         """Tell whether static_graph=True could have been passed (torch's name)."""
@@ -472,6 +488,7 @@ class Reducer:
 
     def _settle(self, errors: Sequence[ErrorRecord]) -> Exception | None:
         """Show the results, learn from the first backward; return the error that is due."""
+        self._with_hooks = []
         plain = self.reductions.averages and self._used_parameters.all_used()
         used = None if plain else self._used_parameters.used()
         for view in self.views():
@@ -480,6 +497,8 @@ class Reducer:
             if used_somewhere and not view.used and not view.parameter.requires_grad:
                 self._errors.append(ErrorRecord(ErrorKind.FROZEN, view))  # told in the next step
             view.used = False
+            if used_somewhere and autograd_hooks.has_hooks(view.parameter):
+                self._with_hooks.append(view)
         self.num_reduced += 1
         if self._used_parameters.error():
             mine = self.reductions.take_hook_error()
@@ -525,6 +544,7 @@ class Reducer:
                 self._reset()
             if error is not None:
                 raise error
+            self._run_hooks()
 
     def _abandon(self) -> None:
         """Make up for a backward that ended with an exception: the other ranks wait for this one.

@@ -381,9 +381,7 @@ def test_unused_parameters_do_not_hold_up_other_buckets_2_ranks() -> None:
         started: list[int] = []
         with CommRecorder() as seen:
             out = ddp(torch.ones(1, 2))
-            ddp.module.below.weight.register_post_accumulate_grad_hook(
-                lambda _: started.append(len(seen.ops))
-            )
+            ddp.module.below.weight.register_hook(lambda _: started.append(len(seen.ops)))
             out.sum().backward()
         return started, seen.ops
 
