@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from dure.comm.group import ProcessGroup
@@ -248,7 +249,8 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, output, lse, *numbers = ctx.saved_tensors
         (grad,), group = grads, ctx.group
         wide = _wide(q.dtype)

@@ -37,6 +37,7 @@ from dure.tensor.placement_types import (
 from dure.tensor.redistribute import Move, redistribute, way_of
 from dure.tensor.registry import by_value
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
+from dure.tensor.terms import averaged_over, gradient_of_term, needs_terms, selected_by
 from dure.trace.ring import call_site
 
 try:
@@ -142,8 +143,11 @@ class DTensor(torch.Tensor):
                 the first rank of each axis.
             shape, stride: Of the whole; both are needed where parts are uneven. Else the parts
                 are taken to be of one shape.
-            grad_placements: What the gradient is brought to before it is handed to `local_tensor`;
-                where None, these placements, with terms replicated.
+            grad_placements: The placements that the gradient of the tensor is redistributed to;
+                if None, `placements`, with Replicate in place of Partial. `local_tensor` gets its
+                part of that. With Partial("avg") it gets 1 / n of it; with "max" and "min" zeros,
+                except where it has the value and no rank before has the same; with "product" it
+                is multiplied by the other ranks' terms.
 
         Raises:
             PlacementError: Placements do not fit the tensor or the mesh.
@@ -151,7 +155,8 @@ class DTensor(torch.Tensor):
             Desync: With `run_check`: parts do not fit together.
 
         Collective:
-            None without `run_check`.
+            None without `run_check`; the backward, if the gradient has to be redistributed, and
+            for Partial("max"), "min" and "product".
 
         Cost:
             A few microseconds.
@@ -168,6 +173,7 @@ class DTensor(torch.Tensor):
         grads = None
         if grad_placements is not None:
             grads = as_placements(grad_placements, mesh, local_tensor.ndim, "DTensor.from_local")
+            _check_grads_of_terms(spec, grads)
         if shape is not None and local_tensor.shape != spec.local_shape and spec.coordinate:
             raise ShapeError(
                 "the part has another shape than the whole leaves for this rank",
@@ -184,13 +190,18 @@ class DTensor(torch.Tensor):
         """Return this rank's part, which shares memory with the DTensor.
 
         Args:
-            grad_placements: What the gradient of the part is: where None, that of these placements,
-                a Partial's being whole on each rank. A replicated tensor that ranks use
-                differently gets a gradient of terms: ``[Partial()]``.
+            grad_placements: The placements of the gradient that the part gets in backward: if
+                None, those of the tensor, with Replicate in place of Partial. A replicated tensor
+                that ranks use differently gets a gradient of terms: ``[Partial()]``.
+
+        Raises:
+            PlacementError: In backward, of Partial("max"), "min" and "product": the gradient of
+                a term does not determine that of the value.
 
         Warns:
-            UserWarning: Once for each line that calls, when the first gradient comes: ranks have
-                copies or terms of the tensor, and it was not said how its gradient lies.
+            UserWarning: Once for each line that calls, at the first backward: ranks have copies or
+                terms of the tensor, and `grad_placements` is None. A tensor without dimensions
+                that operators returned, such as a loss, is exempt.
 
         Cost:
             None; a moved tensor is waited for.
@@ -199,7 +210,7 @@ class DTensor(torch.Tensor):
         grads = None
         if grad_placements is not None:
             grads = as_placements(grad_placements, self.spec.mesh, self.ndim, "to_local")
-        part = part_of(self, grads, asked=grad_placements is not None)
+        part = part_of(self, grads, None if grads is not None else ("to_local", self.spec))
         if getattr(self, "_is_param", False):
             part = part.view_as(part)
             part._is_param = True  # pyright: ignore
@@ -207,7 +218,15 @@ class DTensor(torch.Tensor):
 
     @untraced_below
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the whole tensor, on every rank: a plain one, of this tensor's shape.
+        """Return the full tensor, on every rank: a plain one, of this tensor's shape.
+
+        Args:
+            grad_placements: The placements of the gradient that the full tensor gets in backward:
+                if None, Replicate, so every rank's must be the same. If ranks use the full
+                tensor differently, each has a term of the gradient: ``[Partial()]``.
+
+        Warns:
+            UserWarning: As `to_local`, if `grad_placements` is None.
 
         Collective:
             All ranks of the mesh.
@@ -219,7 +238,8 @@ class DTensor(torch.Tensor):
         grads = None
         if grad_placements is not None:
             grads = as_placements(grad_placements, self.spec.mesh, self.ndim, "full_tensor")
-        return part_of(self.redistribute(placements=whole), grads)
+        unsaid = None if grads is not None else ("full_tensor", self.spec)
+        return part_of(self.redistribute(placements=whole), grads, unsaid)
 
     @untraced_below
     def redistribute(
@@ -324,9 +344,9 @@ class DTensor(torch.Tensor):
                 here if there.is_partial() and not here.is_partial() else there
                 for here, there in zip(self.spec.placements, spec.placements, strict=True)
             )
-            target = spec.with_placements(placements)
-            if copied or target is not spec:
-                grad = wrap(redistribute(grad.part, spec, target), target)
+            if copied or placements != spec.placements:
+                with torch.set_grad_enabled(grad.requires_grad):  # of backward(create_graph=True)
+                    grad = _moved(grad, placements)
                 _grad.__set__(self, grad)
         return grad
 
@@ -469,9 +489,16 @@ if native is not None:
 
 @untraced_below
 def from_part(
-    local: torch.Tensor, spec: DTensorSpec, grads: tuple[Placement, ...] | None = None
+    local: torch.Tensor, spec: DTensorSpec, grads: tuple[Placement | None, ...] | None = None
 ) -> DTensor:
-    """Wrap a part for autograd, as `DTensor.from_local` does, whose checks were made."""
+    """Wrap a part for autograd, as `DTensor.from_local` does, whose checks were made.
+
+    Args:
+        local: The part.
+        spec: Of the tensor.
+        grads: What the gradient is redistributed to; None stands for Replicate, unless the gradient
+            is Partial: then it stays so.
+    """
     if not (local.requires_grad and torch.is_grad_enabled()):
         return wrap(local.detach(), spec)
     return _FromLocal.apply(local, spec, grads)  # pyright: ignore
@@ -494,19 +521,25 @@ def to_target(
 
 
 def part_of(
-    tensor: DTensor, grads: tuple[Placement, ...] | None = None, asked: bool = True
+    tensor: DTensor,
+    grads: tuple[Placement, ...] | None = None,
+    unsaid: tuple[str, DTensorSpec] | None = None,
 ) -> torch.Tensor:
     """Return a rank's part to autograd.
 
     Args:
         tensor: The tensor.
-        grads: How the gradient of the part lies; None: as the tensor, terms' being whole.
-        asked: Whether somebody knows that it does; else the program is told where it may not.
+        grads: The placements of the part's gradient; None: those of the tensor, with Replicate in
+            place of Partial.
+        unsaid: The method that the program called without `grad_placements`, and the spec of the
+            tensor that it was called on: for a warning if the gradient is ambiguous.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return wait_tensor(tensor.part)
-    is_open = not asked and tensor.ndim and _open_axes(tensor.spec)
-    return _ToLocal.apply(tensor, grads, call_site() if is_open else None)  # pyright: ignore
+    told = None
+    if unsaid is not None and (tensor.ndim or tensor.is_leaf) and _open_axes(tensor.spec):
+        told = (*unsaid, call_site())
+    return _ToLocal.apply(tensor, grads, told)  # pyright: ignore
 
 
 def _open_axes(spec: DTensorSpec) -> list[int]:
@@ -516,22 +549,22 @@ def _open_axes(spec: DTensorSpec) -> list[int]:
 
 
 _told: set[str] = set()
-"""Lines of the program that were told what `to_local` assumes."""
+"""Lines of the program that were warned about what `to_local` or `full_tensor` assumes."""
 
 
-def _tell_what_was_assumed(spec: DTensorSpec, site: str) -> None:
-    """Warn, once for each line, that a gradient may be terms and is taken as whole."""
+def _warn_of_assumption(op: str, spec: DTensorSpec, site: str, axes: Sequence[int]) -> None:
+    """Warn, once for each line, that a gradient may be terms and is taken as the same on all."""
     if site in _told:
         return
     _told.add(site)
     names = spec.mesh.mesh_dim_names
-    axes = " and ".join(names[axis] if names else f"axis {axis}" for axis in _open_axes(spec))
+    along = " and ".join(names[axis] if names else f"axis {axis}" for axis in axes)
     file, _, line = site.rpartition(":")
     warnings.warn_explicit(
-        f"to_local() of {spec}: its gradient was taken to be the same on all ranks of {axes}. "
-        "Where ranks use the part for different things, each has a term of the gradient, and the "
+        f"{op}() of {spec}: its gradient was taken to be the same on all ranks of {along}. "
+        "If ranks use the result for different things, each has a term of the gradient, and the "
         "sum is lost: pass grad_placements, with Partial() for these axes; with Replicate() "
-        "where it is the same. (Said once for this line.)",
+        "if it is the same. (Shown once for this line.)",
         UserWarning,
         file,
         int(line),
@@ -558,24 +591,56 @@ def safe_globals() -> list[Any]:
     ]  # fmt: skip
 
 
+def _check_grads_of_terms(spec: DTensorSpec, grads: Sequence[Placement]) -> None:
+    """Raise if a gradient that depends on the terms would be handed on before it is reduced."""
+    if needs_terms(spec) and any(
+        here.is_partial() and not there.is_replicate()
+        for here, there in zip(spec.placements, grads, strict=True)
+    ):
+        raise PlacementError(
+            "the gradient of a maximum, minimum or product is needed in full on each rank",
+            op="DTensor.from_local",
+            seen=f"{spec}, grad_placements {list(grads)}",
+            fix="Pass Replicate() for the axes that are Partial, or leave grad_placements out.",
+        )
+
+
 def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> TensorMeta:
-    """Return the whole tensor's shape and strides, if all parts are like this one."""
-    shape = list(local.shape)
+    """Return the full tensor's shape and strides, if all parts are like this one.
+
+    Dimensions keep the order that they have in the part's memory, and the gaps.
+    """
+    shape, own, given = list(local.shape), local.shape, local.stride()
     for size, placement in zip(mesh.shape, placements, strict=True):
         if isinstance(placement, Shard):
             shape[placement.dim] *= size
-    stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
+    stride, factor, end = [0] * len(shape), 1, 1
+    for dim in sorted(range(len(shape)), key=lambda d: (given[d], -d)):
+        stride[dim] = given[dim] * factor if own[dim] > 1 else end  # of one element it says nothing
+        if stride[dim] and own[dim]:
+            factor *= shape[dim] // own[dim]
+            end = stride[dim] * shape[dim]
     return TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
 
 
 def _moved(grad: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Return a gradient with other placements."""
+    """Return a gradient with other placements; it has a history in a backward that keeps one."""
     spec = grad.spec
     target = spec.with_placements(placements)
-    return grad if spec is target else wrap(redistribute(grad.part, spec, target), target)
+    if target is spec and grad.copied_at is None:
+        return grad
+    if grad.requires_grad and torch.is_grad_enabled():
+        return _Redistribute.apply(grad, target, False, None, None)  # pyright: ignore
+    return wrap(redistribute(grad.part, spec, target), target.compact())
+
+
+def _laid(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return a part that has the strides that its spec says, without gaps; a copy if needed."""
+    order = spec.order
+    if order is None:
+        return part.contiguous()
+    back = [order.index(dim) for dim in range(len(order))]
+    return part.permute(order).contiguous().permute(back)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -586,15 +651,27 @@ class _FromLocal(torch.autograd.Function):
         ctx: Any,
         local: torch.Tensor,
         spec: DTensorSpec,
-        grads: tuple[Placement, ...] | None,
+        grads: tuple[Placement | None, ...] | None,
     ) -> DTensor:
-        ctx.placements = spec.without_terms().placements if grads is None else grads
+        ctx.spec = spec
+        ctx.grads = spec.without_terms().placements if grads is None else grads
+        if spec.partial and needs_terms(spec):
+            ctx.save_for_backward(wait_tensor(local))
         return wrap(local.view_as(local), spec)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        (grad,) = grad_outputs
-        return wait_tensor(_moved(grad, ctx.placements).part), None, None
+        (grad,), spec = grad_outputs, ctx.spec
+        placements: list[Placement] = [
+            wanted or (lies if lies.is_partial() else Replicate())
+            for wanted, lies in zip(ctx.grads, grad.spec.placements, strict=True)
+        ]
+        # A rank uses its copy of a Partial tensor's gradient for its own term alone: what comes
+        # back for the copies, in a second backward, are terms.
+        back = _of_second_backward(spec.placements, placements, Partial())
+        part = part_of(_moved(grad, placements), back)
+        term = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        return gradient_of_term(part, term, spec), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -602,25 +679,70 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: DTensor, grads: tuple[Placement, ...] | None, site: str | None
+        ctx: Any,
+        tensor: DTensor,
+        grads: tuple[Placement, ...] | None,
+        told: tuple[str, DTensorSpec, str] | None,
     ) -> torch.Tensor:
-        spec = tensor.spec
-        ctx.source, ctx.site = spec, site
-        ctx.spec = spec.without_terms() if grads is None else spec.with_placements(grads)
+        ctx.spec, ctx.grads, ctx.told = tensor.spec, grads, told
         local = wait_tensor(tensor.part)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        (grad,) = grad_outputs
-        if ctx.site is not None:
-            _tell_what_was_assumed(ctx.source, ctx.site)
-        if 0 in grad.stride():  # of a sum: autograd will add to it, and sees the spec's strides
-            grad = grad.contiguous()
-        spec = ctx.spec
+        (grad,), source = grad_outputs, ctx.spec
+        if ctx.told is not None:
+            op, before, site = ctx.told
+            _warn_of_assumption(op, before, site, _open_axes(source))
+        reduced = source.without_terms()
+        spec = (reduced if ctx.grads is None else source.with_placements(ctx.grads)).compact()
         if grad.dtype != spec.meta.dtype:
             spec = spec.with_dtype(grad.dtype)
-        return wrap(grad, spec), None, None
+        grad = _laid(grad, spec)
+        if source.partial:
+            grad = _gradient_of_value(grad, source, spec)
+        if not (grad.requires_grad and torch.is_grad_enabled()):
+            return wrap(grad, spec), None, None
+        # A term's gradient was wrapped as the value's: what comes back for it may stay a term.
+        back = _of_second_backward(source.placements, spec.placements, None)
+        return from_part(grad, spec, back), None, None
+
+
+def _of_second_backward(
+    forward: Sequence[Placement], backward: Sequence[Placement], of_terms: Any
+) -> tuple[Any, ...]:
+    """Return the placements of what comes back for a gradient, in a second backward.
+
+    Args:
+        forward: The tensor's placements.
+        backward: Its gradient's.
+        of_terms: Stands for an axis that has terms of the tensor, and copies of the gradient.
+    """
+    return tuple(
+        Replicate() if there.is_partial()
+        else of_terms if here.is_partial() and there.is_replicate()
+        else there
+        for here, there in zip(forward, backward, strict=True)
+    )  # fmt: skip
+
+
+def _gradient_of_value(grad: torch.Tensor, source: DTensorSpec, spec: DTensorSpec) -> torch.Tensor:
+    """Return the gradient of a value, given that of this rank's term of it.
+
+    Raises:
+        PlacementError: The value is a maximum, minimum or product.
+    """
+    op = selected_by(source)
+    if op is not None:
+        raise PlacementError(
+            f"the gradient of one rank's term does not determine that of a {op}",
+            op="to_local",
+            seen=f"a gradient for the part of {source}",
+            fix="Reduce it first: redistribute(placements=[Replicate()]).to_local(), or "
+            "full_tensor().",
+        )
+    n = averaged_over(source)
+    return grad if n == 1 else grad * n
 
 
 def _redistributed(
@@ -633,10 +755,10 @@ def _redistributed(
         spec, target = spec.with_dtype(dtype), target.with_dtype(dtype)
     moved = redistribute(local, spec, target, async_op)
     if moved is local:
-        moved = local if async_op else local.view_as(local)
-    elif way_of(spec, target).steps[-1].move is Move.SLICE and _one_memory(moved, local):
+        return wrap(local if async_op else local.view_as(local), target)
+    if way_of(spec, target).steps[-1].move is Move.SLICE and _one_memory(moved, local):
         moved = moved.clone()  # a slice shares memory with the whole, which may be written
-    return wrap(moved, target)
+    return wrap(moved, target.compact())
 
 
 def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

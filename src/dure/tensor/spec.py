@@ -27,7 +27,7 @@ from dure.tensor.placement_types import (
     chunk,
 )
 
-__all__ = ["DTensorSpec", "TensorMeta", "as_placements", "cuts_of", "spec_of"]
+__all__ = ["DTensorSpec", "TensorMeta", "as_placements", "cuts_of", "resolved", "spec_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,9 @@ def _slice_runs(runs: list[tuple[int, int]], begin: int, length: int) -> list[tu
 class DTensorSpec:
     """What is known of a DTensor without its values. Made by `spec_of`, never changed."""
 
-    __slots__ = ("_local_shape", "coordinate", "mesh", "meta", "order", "partial", "placements")
+    __slots__ = (
+        "_compact", "_local_shape", "coordinate", "mesh", "meta", "order", "partial", "placements",
+    )  # fmt: skip
 
     def __init__(
         self, mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta
@@ -130,6 +132,7 @@ class DTensorSpec:
         self.partial = any(placement.is_partial() for placement in placements)
         self.order = _memory_order(meta)
         self._local_shape: torch.Size | None = None
+        self._compact: DTensorSpec | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -191,6 +194,21 @@ class DTensorSpec:
         """Return the spec of the same tensor with another dtype."""
         meta = TensorMeta(self.meta.shape, self.meta.stride, dtype)
         return spec_of(self.mesh, self.placements, meta)
+
+    def compact(self) -> DTensorSpec:
+        """Return the spec of the same tensor with strides that leave no gaps, in the same order.
+
+        That is what a part has after it was moved or copied.
+        """
+        if self._compact is None:
+            shape, order = self.shape, self.order or range(self.ndim)
+            stride, step = [0] * self.ndim, 1
+            for dim in reversed(order):
+                stride[dim] = step
+                step *= max(shape[dim], 1)
+            meta = TensorMeta(shape, tuple(stride), self.meta.dtype)
+            self._compact = spec_of(self.mesh, self.placements, meta)
+        return self._compact
 
     def without_terms(self) -> DTensorSpec:
         """Return the spec after terms are reduced, which is that of the gradient, too."""
@@ -287,10 +305,15 @@ def as_placements(
         raise PlacementError(
             "these reductions do not commute, so their order would matter", op=op, seen=f"{found}"
         )
-    return tuple(_resolved(placement, ndim, op) for placement in found)
+    return tuple(resolved(placement, ndim, op) for placement in found)
 
 
-def _resolved(placement: Placement, ndim: int, op: str) -> Placement:
+def resolved(placement: Placement, ndim: int, op: str) -> Placement:
+    """Return a placement of a tensor of `ndim` dimensions with its dimension counted from 0.
+
+    Raises:
+        PlacementError: The tensor does not have that dimension.
+    """
     if not isinstance(placement, Shard):
         assert isinstance(placement, (Replicate, Partial))
         return placement

@@ -289,3 +289,20 @@ def test_unsupported_calls_are_refused():
                     F.scaled_dot_product_attention(q, k, v, **wrong)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_attention_around_the_ring_refuses_second_derivatives(n, kernel, monkeypatch):
+    if not kernel:  # as on another device than the CPU
+        monkeypatch.setattr("dure.tensor.context_parallel._uses_kernel", lambda q: False)
+
+    def body(rank):
+        group = init_device_mesh("cpu", (n,)).get_group()
+        q, k, v = (torch.ones(1, 1, 2, 4).requires_grad_() for _ in range(3))
+        output = ring_attention(q * q, k, v, group=group)
+        (slope,) = torch.autograd.grad((output**2).sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()
+
+    run_ranks(n, body)

@@ -148,36 +148,46 @@ def test_what_is_read_is_the_value_of_the_whole() -> None:
 # ---- gradients of parts --------------------------------------------------------------------------
 
 
-def test_a_gradient_that_may_be_terms_is_told_at_the_line_of_to_local(monkeypatch: Any) -> None:
+def test_a_gradient_that_may_be_terms_is_warned_about_at_the_line_that_leaves_it_open(
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setattr(dtensor, "_told", set())  # lines of earlier runs of this test
 
-    def body(rank: int) -> list[str]:
+    def body(rank: int) -> None:
         mesh = line("tp")
-        whole, terms = (
-            DTensor.from_local(torch.ones(3), mesh, w).requires_grad_() for w in (WHOLE, TERMS)
+        whole, terms, scale = (
+            DTensor.from_local(torch.ones(shape), mesh, w).requires_grad_()
+            for shape, w in ((3, WHOLE), (3, TERMS), ((), WHOLE))
         )
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            if rank == 0:  # filters are those of the process, and so is who was told
-                assert whole.to_local().numel() == 3  # who reads learns nothing
-                for _ in range(2):
-                    whole.to_local().sum().backward()
-                terms.to_local().sum().backward()
-                whole.to_local(grad_placements=WHOLE).sum().backward()
-                whole.full_tensor().sum().backward()
-                whole.sum().to_local().backward()
-                cut = distribute_tensor(X, mesh, ROWS, src_data_rank=None).requires_grad_()
-                cut.to_local().sum().backward()
-            return [f"{one.filename}:{one.lineno}: {one.message}" for one in seen]
+        cut = DTensor.from_local(torch.ones(2, 3), mesh, ROWS).requires_grad_()
+        assert whole.to_local().numel() == 3  # reading warns of nothing
+        for _ in range(2):
+            whole.to_local().sum().backward()  # warned: (R)
+        terms.to_local().sum().backward()  # warned: (P(sum))
+        (scale.to_local() * X).sum().backward()  # warned: (R)
+        whole.full_tensor().sum().backward()  # warned: (R)
+        whole.to_local(grad_placements=WHOLE).sum().backward()
+        whole.full_tensor(grad_placements=WHOLE).sum().backward()
+        whole.sum().to_local().backward()
+        whole.sum().full_tensor().backward()
+        cut.to_local().sum().backward()
+        assert cut.full_tensor().numel() == 12
+        cut.full_tensor().sum().backward()  # warned: (S(0))
+        cut.redistribute(placements=WHOLE).to_local().sum().backward()  # warned: (R)
+        cut.full_tensor(grad_placements=TERMS).sum().backward()
 
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
     lines, first = inspect.getsourcelines(body)
-    told = run_ranks(2, body)[0]
-    assert len(told) == 2
-    for text, where, code in zip(told, ("(R)", "(P(sum))"), ("whole", "terms"), strict=True):
-        number = int(text.split(":")[1])
-        assert lines[number - first].strip() == f"{code}.to_local().sum().backward()"
-        assert "test_dtensor.py" in text
-        assert f"float32[3] {where}" in text
+    told = {one.lineno: one for one in seen}
+    assert sorted(told) == [n + first for n, code in enumerate(lines) if "# warned: " in code]
+    for number, one in told.items():
+        code, _, where = lines[number - first].partition("# warned: ")
+        text = str(one.message)
+        assert one.filename == __file__
+        assert f"{where.strip()}: its gradient" in text
+        assert text.startswith("full_tensor()" if "full_tensor" in code else "to_local()")
         assert "same on all ranks of tp" in text
         assert "Partial() for these axes" in text
 

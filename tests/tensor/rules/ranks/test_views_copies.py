@@ -176,8 +176,10 @@ def test_a_view_of_memory():
             cut.as_strided((3,), (3,), 1).add_(1)
         turned = x.t().redistribute(placements=[Shard(0)])
         assert torch.equal(turned.as_strided((3,), (3,), 1).full_tensor(), expected + 1)
-        gaps = DTensor.from_local(whole.repeat(1, 2)[:, ::2], mesh)
-        for unknown in (cut.t(), cut[1:], gaps):
+        spread = whole.repeat(1, 2)[:, ::2]
+        seen = DTensor.from_local(spread, mesh).as_strided((3,), (3,), 1)
+        assert torch.equal(seen.full_tensor(), spread.as_strided((3,), (3,), 1))
+        for unknown in (cut.t(), cut[1:]):
             with pytest.raises(PlacementError):
                 unknown.as_strided((3,), (3,), 1)
 

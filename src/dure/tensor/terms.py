@@ -1,0 +1,113 @@
+"""Gradients of terms: what a rank's term of a reduction contributes to the value.
+
+The gradient of a tensor that is `Partial` along some axes is that of its value v, the same on all
+ranks of these axes. A rank's term t_r gets of it, with n ranks:
+
+    sum        v = t_0 + ... + t_(n-1)          grad
+    avg        v = (t_0 + ... + t_(n-1)) / n    grad / n
+    max, min   v = one of the terms             grad on the rank that has it, else 0; of ranks with
+                                                equal terms the first has it
+    product    v = t_0 * ... * t_(n-1)          grad times the product of the other ranks' terms
+
+Ranks are those of all axes with the same reduction together, in the order of their coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from dure.comm import differentiable as maps
+from dure.comm.ops import ReduceOp
+from dure.tensor.placement_types import Partial
+from dure.tensor.redistribute import all_reduce_of
+from dure.tensor.spec import DTensorSpec
+
+__all__ = ["averaged_over", "gradient_of_term", "needs_terms", "selected_by"]
+
+_BY_VALUE = ("max", "min", "product")
+"""Reductions whose gradients depend on the terms."""
+
+
+def _axes_of(spec: DTensorSpec, *reductions: str) -> list[int]:
+    placed = enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
+    return [a for a, (n, p) in placed if n > 1 and any(map(p.is_partial, reductions))]
+
+
+@lru_cache(maxsize=1 << 12)
+def averaged_over(spec: DTensorSpec) -> int:
+    """Return how many ranks' terms a value is the average of."""
+    return math.prod(spec.mesh.shape[axis] for axis in _axes_of(spec, "avg"))
+
+
+@lru_cache(maxsize=1 << 12)
+def selected_by(spec: DTensorSpec) -> str | None:
+    """Return the reduction whose terms do not all count alike: max, min or product; else None."""
+    axes = _axes_of(spec, *_BY_VALUE) if spec.partial else []
+    placement = spec.placements[axes[0]] if axes else None
+    return placement.reduce_op if isinstance(placement, Partial) else None
+
+
+def needs_terms(spec: DTensorSpec) -> bool:
+    """Tell whether `gradient_of_term` looks at the term."""
+    return selected_by(spec) is not None
+
+
+def gradient_of_term(
+    grad: torch.Tensor, term: torch.Tensor | None, spec: DTensorSpec
+) -> torch.Tensor:
+    """Return the gradient of this rank's term, given that of the value; autograd goes through it.
+
+    Args:
+        grad: Of the value.
+        term: This rank's, if `needs_terms`.
+        spec: Of the tensor of terms.
+
+    Collective:
+        If `needs_terms`: all ranks of the mesh.
+
+    Cost:
+        For max and min two all_reduces for each axis, for a product an all_gather.
+    """
+    if not spec.partial:
+        return grad
+    op = selected_by(spec)
+    if op is None:
+        n = averaged_over(spec)
+        return grad if n == 1 else grad / n
+    assert term is not None
+    axes = _axes_of(spec, op)
+    if op == "product":
+        return grad * _product_of_others(term, spec, axes)
+    return torch.where(_has_value(term.detach(), spec, axes, op), grad, 0)
+
+
+def _number_among(spec: DTensorSpec, axes: Sequence[int]) -> int:
+    """Return this rank's number among those of some axes; the last axis runs fastest."""
+    assert spec.coordinate is not None
+    number = 0
+    for axis in axes:
+        number = number * spec.mesh.shape[axis] + spec.coordinate[axis]
+    return number
+
+
+def _has_value(term: torch.Tensor, spec: DTensorSpec, axes: Sequence[int], op: str) -> torch.Tensor:
+    """Return where this rank is the first that has the maximum or minimum; a NaN is either."""
+    value = term.clone(memory_format=torch.contiguous_format)
+    all_reduce_of(spec, axes, value, ReduceOp.MAX if op == "max" else ReduceOp.MIN)
+    number = _number_among(spec, axes)
+    has = (term == value) | (term.isnan() & value.isnan())
+    first = torch.where(has, number, torch.iinfo(torch.int32).max).to(torch.int32).contiguous()
+    all_reduce_of(spec, axes, first, ReduceOp.MIN)
+    return first == number
+
+
+def _product_of_others(term: torch.Tensor, spec: DTensorSpec, axes: Sequence[int]) -> torch.Tensor:
+    gathered = term.contiguous().unsqueeze(0)
+    for axis in reversed(axes):
+        (gathered,) = maps.apply(maps.AllGather(spec.mesh.get_group(axis), 0), gathered, wait=True)
+    number = _number_among(spec, axes)
+    return torch.cat([gathered[:number], gathered[number + 1 :]]).prod(0)

@@ -1,0 +1,162 @@
+"""Gradients of gradients, through every way into DTensors, between placements, and out.
+
+Most take the sum of cubes, whose gradient is ``3 x^2``; the sum of that one's squares has the
+gradient ``36 x^3``.
+"""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dure.tensor.experimental import local_map
+from dure.testing import run_ranks
+
+ROWS, WHOLE, TERMS = [Shard(0)], [Replicate()], [Partial()]
+X = torch.tensor([1.0, 2.0, 3.0, 4.0])
+CUBED = [36.0, 288.0, 972.0, 2304.0]
+"""36 x^3 of X."""
+
+
+def penalized(x: Any, cubes: Callable[[Any], Any], squares: Callable[[Any], Any]) -> Any:
+    """Return the gradient of the squares of the gradient of the cubes."""
+    (slope,) = torch.autograd.grad(cubes(x), x, create_graph=True)
+    (found,) = torch.autograd.grad(squares(slope), x)
+    return found
+
+
+def full(x: Any) -> torch.Tensor:
+    return x.full_tensor(grad_placements=WHOLE)
+
+
+# Each: how a DTensor is left, or moved, before it is raised to a power and summed.
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "full_tensor": full,
+    "to_local": lambda x: x.to_local(grad_placements=ROWS),
+    "redistribute": lambda x: x.redistribute(placements=WHOLE),
+    "moved and left": lambda x: x.redistribute(placements=WHOLE).to_local(grad_placements=WHOLE),
+    "moved twice": lambda x: x.redistribute(placements=WHOLE).redistribute(placements=ROWS),
+    "cast": lambda x: x.redistribute(placements=WHOLE, forward_dtype=torch.float64),
+    "local_map": local_map(lambda x: x * 1, ROWS, (ROWS,), in_grad_placements=(ROWS,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [*((way, 4) for way in WAYS), *((way, 3) for way in WAYS if way != "local_map")],
+)
+def test_of_a_sharded_tensor(way: str, size: int) -> None:
+    """Three elements over two ranks are uneven parts, which local_map does not return."""
+
+    def body(rank: int) -> None:
+        x = distribute_tensor(X[:size], init_device_mesh("cpu", (2,)), ROWS).requires_grad_()
+        got = penalized(x, lambda x: (WAYS[way](x) ** 3).sum(), lambda g: (WAYS[way](g) ** 2).sum())
+        assert got.full_tensor().tolist() == CUBED[:size]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [lambda x: x.to_local(grad_placements=TERMS), lambda x: x.full_tensor(grad_placements=TERMS)],
+)
+@pytest.mark.parametrize("placements", [WHOLE, ROWS])
+def test_of_copies_that_ranks_use_differently(leave: Any, placements: Any) -> None:
+    """The cubes count once on rank 0 and twice on rank 1: 9 x^2, and of its squares 324 x^3."""
+
+    def body(rank: int) -> None:
+        x = distribute_tensor(X, init_device_mesh("cpu", (2,)), placements).requires_grad_()
+        use = leave if placements == WHOLE else lambda x: x.full_tensor(grad_placements=TERMS)
+        got = penalized(
+            x, lambda x: (use(x) ** 3).sum() * (rank + 1), lambda g: (full(g) ** 2).sum()
+        )
+        assert got.full_tensor().tolist() == [324.0, 2592.0, 8748.0, 20736.0]
+
+    run_ranks(2, body)
+
+
+# Each: what the two ranks give, the placement, and what each gets where every rank adds the
+# squares of the gradient that it got.
+GIVEN: dict[str, tuple[Any, Any, Any]] = {
+    "parts": ([[1.0, 2.0], [3.0, 4.0]], ROWS, [CUBED[:2], CUBED[2:]]),
+    "copies": ([[1.0, 2.0]] * 2, WHOLE, [CUBED[:2]] * 2),
+    # v = [3, 3]; both get 3 v^2, so the squares are 18 v^4 in all.
+    "terms of a sum": ([[1.0, 2.0], [2.0, 1.0]], TERMS, [[1944.0] * 2] * 2),
+    # v = [2, 2]; both get 3 v^2 / 2: 9/2 v^4, of whose gradient 18 v^3 each has half.
+    "terms of an average": ([[1.0, 3.0], [3.0, 1.0]], [Partial("avg")], [[72.0] * 2] * 2),
+    "terms of a maximum": ([[1.0, 3.0], [2.0, 1.0]], [Partial("max")], [[0, 972.0], [288.0, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_of_parts_that_are_given(name: str) -> None:
+    parts, placements, expected = GIVEN[name]
+
+    def body(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,))
+        return penalized(
+            torch.tensor(parts[rank], requires_grad=True),
+            lambda part: (full(DTensor.from_local(part, mesh, placements)) ** 3).sum(),
+            lambda slope: (slope**2).sum(),
+        ).tolist()
+
+    assert run_ranks(2, body) == expected
+
+
+def test_of_terms_of_a_product() -> None:
+    """The value's square has the gradients 2 a b^2 and 2 a^2 b; their sum 2 b^2 + 4 a b, ..."""
+    a, b = [1.0, 3.0], [2.0, 1.0]
+
+    def body(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,))
+        return penalized(
+            torch.tensor([a, b][rank], requires_grad=True),
+            lambda part: (full(DTensor.from_local(part, mesh, [Partial("product")])) ** 2).sum(),
+            lambda slope: slope.sum(),
+        ).tolist()
+
+    assert run_ranks(2, body) == [[16, 14], [10, 30]]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "avg"])
+def test_of_terms_that_are_taken_out_again(reduction: str) -> None:
+    def body(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def again(part: torch.Tensor) -> torch.Tensor:
+            terms = DTensor.from_local(part, mesh, [Partial(reduction)])
+            return terms.to_local(grad_placements=WHOLE)
+
+        part = X[:2] if rank == 0 else X[2:]
+        return penalized(
+            part.clone().requires_grad_(),
+            lambda part: (again(part) ** 3).sum(),
+            lambda slope: (slope**2).sum(),
+        ).tolist()
+
+    assert run_ranks(2, body) == [CUBED[:2], CUBED[2:]]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_with_a_history_keeps_it_when_it_is_reduced() -> None:
+    """The squares of w times 1, 2, 3 and 4 have the gradient 60 w; its squares 7200 w."""
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        w = distribute_tensor(torch.tensor([1.0, 2.0]), mesh, WHOLE).requires_grad_()
+        rows = distribute_tensor(X.reshape(4, 1).expand(4, 2).clone(), mesh, ROWS)
+        ((w * rows) ** 2).sum().backward(create_graph=True)
+        grad: Any = w.grad
+        assert grad.placements == (Replicate(),)
+        (found,) = torch.autograd.grad((full(grad) ** 2).sum(), w)
+        w.grad = None
+        assert found.full_tensor().tolist() == [7200.0, 14400.0]
+
+    run_ranks(2, body)

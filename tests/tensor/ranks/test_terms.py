@@ -1,0 +1,146 @@
+"""Gradients of parts that are terms of a sum, an average, an extreme or a product."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dure.errors import PlacementError
+from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from dure.testing import CommRecorder, run_ranks
+
+WHOLE = [Replicate()]
+TERMS = [[1.0, 5.0, 2.0], [3.0, 5.0, -1.0]]
+"""What each of two ranks has; the second elements are equal."""
+WEIGHTS = torch.tensor([1.0, 2.0, 4.0])
+# Gradients of the sum of WEIGHTS * value, for each rank.
+EXPECTED = {
+    "sum": [[1, 2, 4], [1, 2, 4]],
+    "avg": [[0.5, 1, 2], [0.5, 1, 2]],
+    "max": [[0, 2, 4], [1, 0, 0]],
+    "min": [[1, 2, 0], [0, 0, 4]],
+    "product": [[3, 10, -4], [1, 10, 8]],
+}
+
+
+def _terms(values: Any) -> torch.Tensor:
+    return torch.tensor(values, requires_grad=True)
+
+
+@pytest.mark.parametrize("reduction", EXPECTED)
+def test_a_term_gets_what_it_contributes_to_the_value(reduction: str) -> None:
+    def body(rank: int) -> list[Any]:
+        mesh, found = init_device_mesh("cpu", (2,)), []
+        for options in ({}, {"grad_placements": WHOLE}):
+            part = _terms(TERMS[rank])
+            whole = DTensor.from_local(part, mesh, [Partial(reduction)], **options)
+            (whole.full_tensor(grad_placements=WHOLE) * WEIGHTS).sum().backward()
+            found.append(part.grad.tolist())
+        part = _terms(TERMS[rank])
+        cut = DTensor.from_local(part, mesh, [Partial(reduction)]).redistribute(
+            placements=[Shard(0)]
+        )
+        weights = WEIGHTS[:2] if rank == 0 else WEIGHTS[2:]
+        (cut.to_local() * weights).sum().backward()
+        return [*found, part.grad.tolist()]
+
+    assert run_ranks(2, body) == [[expected] * 3 for expected in EXPECTED[reduction]]
+
+
+def test_an_operator_on_terms_leaves_the_gradient_to_the_rank_that_has_the_maximum() -> None:
+    def body(rank: int) -> list[float]:
+        part = _terms(TERMS[rank])
+        whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial("max")])
+        (whole.reshape(3, 1) ** 2).sum().backward()
+        return part.grad.tolist()
+
+    assert run_ranks(2, body) == [[0, 10, 4], [6, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("max", [0, 3, 0, 0]),
+        ("min", [3, 0, 0, 0]),
+        ("avg", [0.75] * 4),
+        ("product", [294, 42, 42, 147]),
+    ],
+)
+def test_terms_along_two_axes_are_those_of_all_their_ranks(reduction: str, expected: Any) -> None:
+    def body(rank: int) -> float:
+        part = _terms([1.0, 7.0, 7.0, 2.0][rank])
+        terms = [Partial(reduction)] * 2
+        whole = DTensor.from_local(part, init_device_mesh("cpu", (2, 2)), terms)
+        (whole * 3).redistribute(placements=WHOLE * 2).backward()
+        return part.grad.item()
+
+    assert run_ranks(4, body) == expected
+
+
+def test_terms_along_one_axis_of_parts_along_another() -> None:
+    def body(rank: int) -> list[float]:
+        # Rows of the mesh have the terms, its columns an element each.
+        part = _terms([[4.0], [1.0], [2.0], [3.0]][rank])
+        mesh = init_device_mesh("cpu", (2, 2))
+        whole = DTensor.from_local(part, mesh, [Partial("max"), Shard(0)])
+        (whole.full_tensor(grad_placements=WHOLE * 2) * torch.tensor([5.0, 6.0])).sum().backward()
+        return part.grad.tolist()
+
+    assert run_ranks(4, body) == [[5], [0], [0], [6]]
+
+
+def test_a_maximum_that_is_no_number_has_its_gradient_where_it_is() -> None:
+    def body(rank: int) -> list[float]:
+        part = _terms([[1.0, math.nan], [math.nan, math.nan]][rank])
+        whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial("max")])
+        whole.full_tensor(grad_placements=WHOLE).sum().backward()
+        return part.grad.tolist()
+
+    assert run_ranks(2, body) == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "avg"])
+def test_a_term_that_is_taken_out_again_has_its_own_gradient(reduction: str) -> None:
+    def body(rank: int) -> list[float]:
+        part = _terms([1.0, 2.0])
+        whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial(reduction)])
+        (whole.to_local(grad_placements=WHOLE) * (rank + 1)).sum().backward()
+        return part.grad.tolist()
+
+    assert run_ranks(2, body) == [[1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("reduction", ["max", "min", "product"])
+def test_what_a_term_of_an_extreme_does_not_determine_is_refused(reduction: str) -> None:
+    def body(rank: int) -> None:
+        mesh, part = init_device_mesh("cpu", (2,)), _terms([1.0, 2.0])
+        with pytest.raises(PlacementError):
+            DTensor.from_local(part, mesh, [Partial(reduction)], grad_placements=[Partial()])
+        whole = DTensor.from_local(part, mesh, [Partial(reduction)])
+        taken = whole.to_local(grad_placements=WHOLE)
+        assert taken.tolist() == [1, 2]
+        with CommRecorder() as seen, pytest.raises(PlacementError) as caught:
+            taken.sum().backward()
+        assert reduction in str(caught.value)
+        assert part.grad is None
+        assert seen.ops == []
+
+    run_ranks(2, body)
+
+
+def test_one_rank_has_the_only_term() -> None:
+    def body(rank: int) -> None:
+        for reduction in EXPECTED:
+            part = _terms([1.0, 2.0])
+            whole = DTensor.from_local(part, init_device_mesh("cpu", (1,)), [Partial(reduction)])
+            (whole.to_local() * 3).sum().backward()
+            assert part.grad.tolist() == [3, 3]
+
+    run_ranks(1, body)
