@@ -65,7 +65,7 @@ def shrink(group: ProcessGroup | None = None, timeout: timedelta | None = None) 
     """Make a new group of the ranks that are left, after a failure or in place of one.
 
     Ranks are left unless their process has ended or they have left the group; ranks of a host that
-    is lost are waited for no longer than three seconds after that. The old group is
+    is lost are waited for no longer than three seconds after it was lost. The old group is
     destroyed; where it was the default group, all other groups are too, the new one becomes the
     default group, and global ranks are numbered anew, in the old order.
 
