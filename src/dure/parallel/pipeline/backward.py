@@ -5,6 +5,8 @@ inputs can be reached is on the *spine*; from it branch off subgraphs that reach
 first half walks the spine alone, and keeps the gradients that arrive at each node with branches.
 The second half starts at those nodes and walks the branches. A node with a branch (the product of a
 linear layer) is visited twice, and computes each of its gradients once; nothing is computed twice.
+Hooks of the node and of its output run in both halves, but what arrives in the second half is what
+they made of it in the first: a hook that doubles a gradient does so once.
 
     output - linear - relu - linear - input          spine
                 |              |
@@ -37,16 +39,26 @@ class WeightBackward:
     Attributes:
         parts: Where it walks from, the gradients that arrived there, and to which weights (None: to
             all).
+        visited: Nodes of the first half, and all that arrived there, after hooks.
     """
 
     def __init__(self) -> None:
         self.parts: list[tuple[list[GradientEdge], Gradients, list[torch.Tensor] | None]] = []
+        self.visited: dict[Any, tuple[torch.Tensor | None, ...]] = {}
 
     def __call__(self) -> None:
         """Add to the gradients of the weights."""
         while self.parts:
             edges, gradients, weights = self.parts.pop(0)
-            torch.autograd.backward(edges, gradients, inputs=weights)
+            node = edges[0].node
+            arrived = self.visited.pop(node, None)
+            # The last of the node's hooks: it puts aside what the others do a second time.
+            hook = None if arrived is None else node.register_prehook(partial(_replace, arrived))
+            try:
+                torch.autograd.backward(edges, gradients, inputs=weights)
+            finally:
+                if hook is not None:
+                    hook.remove()
 
 
 def edges_of(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
@@ -102,6 +114,7 @@ def input_backward(
         edges = [GradientEdge(node, i) for i, g in enumerate(arrived) if g is not None]
         given = [g for g in arrived if g is not None]
         rest.parts.append((edges, given, graph.branches[node]))
+        rest.visited[node] = arrived
     for edge, gradient in graph.weight_roots:
         rest.parts.append(([edge], [gradient], graph.weights_below(edge)))
     return _take_gradients(inputs), rest
@@ -122,6 +135,12 @@ def _keep(
     arrived: tuple[torch.Tensor | None, ...],
 ) -> None:
     kept[node] = arrived
+
+
+def _replace(
+    arrived: tuple[torch.Tensor | None, ...], _: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    return arrived
 
 
 def _roots(outputs: Edges, gradients: Gradients) -> list[tuple[GradientEdge, torch.Tensor]]:
