@@ -146,6 +146,7 @@ class _Stepper:
         """Reduce a bucket, and update those that are due."""
         if bucket.index() == 0:
             self._pending, self._updated = [], set()
+            self._refuse_hooks_before_steps()
         due = len(self._pending) if interleaved else 0
         reduced = self._hook(state, bucket)
         self._pending.append((bucket, reduced))
@@ -157,6 +158,16 @@ class _Stepper:
             explain(error)
             raise
         return reduced
+
+    def _refuse_hooks_before_steps(self) -> None:
+        """Raise if the program has hooks that are to run before updates: `step` comes after."""
+        if self._zero._optimizer_step_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+            raise OptimizerError(
+                "a hook that runs before a step would run after it: updates happen in backward",
+                seen="register_step_pre_hook on an optimizer with overlap_with_ddp=True",
+                fix="Register it on zero.optim, where it runs before each bucket's update, or do "
+                "not overlap.",
+            )
 
     def _update(self, count: int) -> None:
         """Update the parameters of the first `count` pending buckets."""

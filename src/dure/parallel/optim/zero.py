@@ -19,7 +19,8 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -319,7 +320,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         _copy_options(self.param_groups, self.optim.param_groups)
         target_host = next(host for host in self.process_group.hosts if to in host)
         sends = self._shared is None or self.rank in target_host
-        mine = by_number(super().state_dict()) if sends else {}
+        mine = by_number(self._state_dict_without_hooks()) if sends else {}
         self._consolidated = gather_state(self.process_group, mine, to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,6 +328,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         It is as old as the last `consolidate_state_dict`. What an optimizer keeps beside its
         parameters' state, under keys of its own, is this rank's.
+
+        Hooks of state dictionaries get the whole state.
 
         Raises:
             OptimizerError: The state has not been brought to this rank.
@@ -341,7 +344,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 fix=f"Call consolidate_state_dict(to={self.rank}) on all ranks first, or "
                 "state_dict() only on the rank that it was brought to.",
             )
-        return merged(super().state_dict(), self._consolidated)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = merged(self._state_dict_without_hooks(), self._consolidated)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def _state_dict_without_hooks(self) -> dict[str, Any]:
+        """Return this rank's part of the state, as it is (Any: as torch)."""
+        with _without(self._optimizer_state_dict_pre_hooks, self._optimizer_state_dict_post_hooks):
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of a whole state: of any world size, or of no sharding at all.
@@ -353,8 +367,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             OptimizerError: Its groups are not this optimizer's.
         """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         try:
-            super().load_state_dict(own_part(state_dict, self._partition.keeps))
+            with _without(self._optimizer_load_state_dict_pre_hooks):
+                super().load_state_dict(own_part(state_dict, self._partition.keeps))
         except ValueError as error:
             raise _from_torch(error) from error
         self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
@@ -396,6 +415,19 @@ class _StepAlong(JoinHook):
     def main_hook(self) -> None:
         """Make the step that others announced."""
         self._optimizer.step()
+
+
+@contextmanager
+def _without(*all_hooks: dict[int, Any]) -> Iterator[None]:
+    """Empty dictionaries of hooks for a while (Any: hooks); their handles keep working."""
+    kept = [dict(hooks) for hooks in all_hooks]
+    for hooks in all_hooks:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(all_hooks, kept, strict=True):
+            hooks.update(before)
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -116,6 +116,29 @@ def test_misuse_of_overlap_is_refused():
     assert run_ranks(2, body) == [True, True]
 
 
+@pytest.mark.parametrize("how", ["end", "interleaved"])
+def test_hooks_before_a_step_that_is_over_are_refused(how):
+    def body(rank):
+        ddp, zero = _overlapped(nn.Linear(2, 2), how)
+        before = ddp.module.weight.detach().clone()
+        handle = zero.register_step_pre_hook(lambda *_: None)
+        with pytest.raises(HookError) as caught:
+            ddp(torch.ones(1, 2)).sum().backward()
+        assert isinstance(caught.value.__cause__, OptimizerError)
+        assert torch.equal(ddp.module.weight, before)
+        handle.remove()
+        seen = []
+        zero.optim.register_step_pre_hook(lambda *_: seen.append("before"))
+        zero.register_step_post_hook(lambda *_: seen.append("after"))
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2)).sum().backward()
+        zero.step()
+        assert not torch.equal(ddp.module.weight, before)
+        return seen
+
+    assert run_ranks(2, body) == [["before", "after"]] * 2
+
+
 def test_a_parameter_that_is_relocated_from_shared_memory_is_an_error_on_all_ranks():
     def body(rank):
         model = nn.Linear(3, 3)

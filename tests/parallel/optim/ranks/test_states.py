@@ -121,3 +121,52 @@ def test_state_is_found_by_the_names_of_its_groups_2_ranks():
         return [entry["momentum_buffer"].tolist() for entry in found]
 
     assert run_ranks(2, body)[0] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_hooks_of_the_state_get_it_whole_and_run_once():
+    def body(rank):
+        model, ours = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)]), []
+        for layer in model:
+            nn.init.ones_(layer.weight)
+        optimizer = dist.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9
+        )
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.register_state_dict_pre_hook(lambda _: ours.append("before"))
+
+        def doubled(_, state):
+            ours.append(sorted(state["state"]))
+            for entry in state["state"].values():
+                entry["momentum_buffer"] = entry["momentum_buffer"] * 2
+            return {"packed": state}
+
+        def halved(_, packed):
+            state = packed["packed"]
+            ours.append(sorted(state["state"]))
+            for entry in state["state"].values():
+                entry["momentum_buffer"] = entry["momentum_buffer"] / 2
+            return state
+
+        optimizer.register_state_dict_post_hook(doubled)
+        optimizer.register_load_state_dict_pre_hook(halved)
+        optimizer.register_load_state_dict_post_hook(lambda _: ours.append("after"))
+        grads = [p.grad.clone() for p in model.parameters()]
+        for to in range(2):
+            optimizer.consolidate_state_dict(to)
+        assert ours == []
+        states = [None]
+        if rank == 1:
+            states = [optimizer.state_dict()]
+            assert ours == ["before", [0, 1, 2]]
+            buffers = [states[0]["packed"]["state"][i]["momentum_buffer"] for i in range(3)]
+            assert all(torch.equal(b, g * 2) for b, g in zip(buffers, grads, strict=True))
+        dist.broadcast_object_list(states, 1)
+        ours.clear()
+        optimizer.load_state_dict(states[0])
+        assert ours == [[0, 1, 2], "after"]
+        kept = optimizer.local_state_dict()["packed"]["state"]
+        assert all(torch.equal(e["momentum_buffer"], grads[i] * 2) for i, e in kept.items())
+        return sorted(kept)
+
+    assert sorted(n for found in run_ranks(2, body) for n in found) == [0, 1, 2]

@@ -162,3 +162,30 @@ def test_shared_parameters_refuse_optimizers_that_evaluate_between_updates():
             ours.step(closure)
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_steps_run_once_around_the_update_of_all_ranks(kind):
+    def body(rank):
+        model, seen = nn.Linear(2, 2), []
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        optimizer = dist.ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, lr=0.5, **KINDS[kind]
+        )
+
+        def before(one, args, kwargs):
+            assert one is optimizer and (args[1:], kwargs) == ((), {})
+            for parameter in model.parameters():
+                parameter.grad.mul_(2)
+
+        def after(one, args, kwargs):
+            seen.append([p.flatten().tolist() for p in model.parameters()])
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return seen
+
+    assert run_ranks(2, body) == [[[[0.0] * 4, [0.0] * 2]]] * 2
