@@ -12,6 +12,9 @@ What holds for all of them:
   `PeerLost` (it died); ranks that call different things all raise `Desync`.
 * *Raises*: `UsageError` and its kinds (`ShapeError`, `DtypeError`, `DeviceError`,
   `NotInGroupError`) for what this rank alone can know to be wrong, before anything is sent.
+* *Memory*: inputs are read before outputs are written. An input may overlap an output; it is copied
+  first, unless it is the memory that MPI_IN_PLACE would name. Outputs that overlap each other are a
+  `ShapeError`, and so are tensors of two operations in one coalescing manager if one writes them.
 * *Shapes*: tensors may be strided; outputs may be too. `n` is the number of ranks, `S` the bytes
   of the tensor named in Cost. Costs are those of the shm backend, for one rank.
 * *Numerics*: reductions run in the order of ranks, so results are bitwise equal on all ranks and
@@ -26,8 +29,10 @@ from datetime import timedelta
 
 import torch
 
+from dure.comm.capture import out_of_graphs
 from dure.comm.group import ProcessGroup
 from dure.comm.ops import ReduceOp
+from dure.comm.overlap import check_calls_apart
 from dure.comm.work import Work, combine
 from dure.comm.world import resolve
 from dure.errors import ShapeError, UsageError
@@ -168,10 +173,9 @@ def all_gather_coalesced(
             seen=f"{[len(row) for row in output_tensor_lists]} for {pg.size()} ranks and "
             f"{len(input_tensor_list)} inputs",
         )
-    works = [
-        pg.all_gather([row[i] for row in output_tensor_lists], t, async_op=True)
-        for i, t in enumerate(input_tensor_list)
-    ]
+    calls = list(zip(zip(*output_tensor_lists, strict=True), input_tensor_list, strict=True))
+    check_calls_apart([(row, (t,)) for row, t in calls], "all_gather_coalesced")
+    works = [pg.all_gather(row, t, async_op=True) for row, t in calls]
     outputs = [t for row in output_tensor_lists for t in row]
     return combine([w for w in works if w is not None], outputs, async_op)
 
@@ -314,6 +318,11 @@ def barrier(
         1 step, no data.
     """
     return resolve(group, "barrier").barrier(async_op, timeout)
+
+
+out_of_graphs(all_reduce, all_reduce_coalesced, reduce, broadcast, barrier)
+out_of_graphs(all_gather, all_gather_single, all_gather_coalesced, gather, scatter)
+out_of_graphs(reduce_scatter, reduce_scatter_single, all_to_all, all_to_all_single)
 
 
 class Coalesced:

@@ -3,8 +3,8 @@
 A collective reads all of its inputs before it writes an output, and writes each element once. How
 that is kept, whatever memory the program passes:
 
-* An input that overlaps an output in part is copied before the call (`checks.plain_call`). The two
-  may be the same memory where MPI has MPI_IN_PLACE (`in_place`): then nothing is copied.
+* An input that overlaps an output is copied before the call (`checks.plain_call`), unless the two
+  are the same memory as with MPI_IN_PLACE (`in_place`).
 * Outputs that share an element have no right result. They are refused before anything is sent.
 
 Two tensors overlap if an element of both has the same address. Ranges of addresses decide that for
@@ -100,6 +100,42 @@ def check_apart(writes: Tensors, reads: Tensors, op: str) -> None:
     raise shared_memory(" and ".join(texts), op)
 
 
+class Block:
+    """The calls of one coalescing manager, which run with no wait between them.
+
+    No tensor that one of them writes may overlap one of another call.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[int, int, bool, torch.Tensor]] = []
+
+    def add(self, writes: Tensors, reads: Tensors, op: str) -> None:
+        """Add a call, or raise `ShapeError` if it overlaps one before it."""
+        new = [(*_span(t), True, t) for t in writes] + [(*_span(t), False, t) for t in reads]
+        for start, end, written, tensor in new:
+            for begin, stop, also_written, other in self._seen:
+                if not (start < stop and begin < end and (written or also_written)):
+                    continue
+                if overlap(tensor, other):
+                    raise shared_memory("a tensor of this call and one of a call before it", op)
+        self._seen += new
+
+
+def check_calls_apart(calls: Sequence[tuple[Tensors, Tensors]], op: str) -> None:
+    """Raise if the outputs of one call overlap a tensor of another.
+
+    Args:
+        calls: The outputs and the inputs of each.
+        op: Its name, for the error.
+    """
+    writes = [t for outputs, _ in calls for t in outputs]
+    check_apart(writes, (), op)
+    if ranges_overlap(writes, [t for _, inputs in calls for t in inputs]):
+        block = Block()
+        for outputs, inputs in calls:
+            block.add(outputs, inputs, op)
+
+
 def shared_memory(which: str, op: str) -> ShapeError:
     """Make the error for tensors that overlap."""
     return ShapeError(
@@ -120,7 +156,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     for stride, n in dims:
         nested = nested and stride >= reach
         reach += stride * (n - 1)
-    return not nested and int(_marks((tensor,)).sum()) < tensor.numel()
+    return not nested and int(_marks((tensor,)).sum()) < tensor.nbytes
 
 
 def _boxes_apart(tensors: Tensors) -> bool:
@@ -185,7 +221,7 @@ def in_place(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int
         return False
     kind, give, take = call.kind, _span(inputs[0]), _span(outputs[0])
     if kind == "all_to_all":
-        return [_span(t) for t in inputs] == [_span(t) for t in outputs]
+        return call.single and give == take  # backends differ in what they do with lists
     if kind in ("all_gather", "gather"):
         if not call.single:
             take = _span(outputs[rank])

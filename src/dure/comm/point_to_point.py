@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dure.comm.capture import out_of_graphs
 from dure.comm.group import ProcessGroup, started
+from dure.comm.overlap import check_apart
 from dure.comm.work import Work
 from dure.comm.world import resolve
 from dure.errors import UsageError
@@ -102,6 +104,9 @@ def irecv(
     return pg.irecv(tensor, pg.source(src, group_src, "irecv"), tag)
 
 
+out_of_graphs(send, recv, isend, irecv)
+
+
 class P2POp:
     """One member of a batch: `isend` or `irecv`, with what to call it with."""
 
@@ -137,6 +142,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
     Raises:
         UsageError: The list is empty, holds something else, or spans two groups.
+        ShapeError: A tensor to receive into overlaps another one of the list.
     """
     if not p2p_op_list or not all(isinstance(p, P2POp) for p in p2p_op_list):
         raise UsageError(
@@ -151,6 +157,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
             op="batch_isend_irecv",
             seen=f"{len(groups)} groups",
         )
+    receives = [p.tensor for p in p2p_op_list if p.op is irecv]
+    sends = [p.tensor for p in p2p_op_list if p.op is isend]
+    check_apart(receives, sends, "batch_isend_irecv")
     return [
         isend(p.tensor, group=p.group, tag=p.tag, group_dst=p.group_peer)
         if p.op is isend

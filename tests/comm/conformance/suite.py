@@ -6,11 +6,11 @@ from types import ModuleType
 
 import dure as dist
 
-from . import failing, layouts, memory, messages, misuse, moving, reducing
+from . import failing, layouts, memory, messages, misuse, moving, overlapping, reducing
 
 SUBJECTS = {
     m.__name__.rpartition(".")[2]: m
-    for m in (moving, reducing, layouts, messages, misuse, memory, failing)
+    for m in (moving, reducing, layouts, overlapping, messages, misuse, memory, failing)
 }
 
 

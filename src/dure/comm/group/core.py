@@ -32,7 +32,7 @@ from typing import Any, Self, cast
 import torch
 
 from dure import trace
-from dure.comm import checks
+from dure.comm import checks, overlap
 from dure.comm.backends.base import Backend, Footprint, PlainBackend, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
@@ -118,6 +118,7 @@ class GroupCore:
         self.device_types = frozenset(backends)
         self._use(backends)
         self._coalesced: list[Work] | None = None
+        self._block: overlap.Block | None = None
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {}
         self._second = second
@@ -196,7 +197,7 @@ class GroupCore:
         view.group_name = channel_name(self.group_name, index)
         view.store = PrefixStore(f"channel/{index}", self.store)
         view.num_monitored, view.num_attempts = 0, 0
-        view._coalesced = None
+        view._coalesced = view._block = None
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
             view._use(self._second(view.group_name))
         elif view._engine is not None:
@@ -343,10 +344,10 @@ class GroupCore:
             tensors = inputs if inputs is outputs else (*inputs, *outputs)
             backend = self._backend(call.op, *tensors)
             checks.check_call(call, self._rank, self._size)
+            if self._block is not None:
+                self._block.add(outputs, () if inputs is outputs else inputs, call.op)
             fuses = getattr(backend, "fuses", False)
-            return backend, *checks.plain_call(
-                call, self._rank, self._size, self._channel, fuses
-            )
+            return backend, *checks.plain_call(call, self._rank, self._size, self._channel, fuses)
         except UsageError as error:
             error.locate(self.group_name, self._rank, self._size)
             raise
@@ -407,6 +408,7 @@ class GroupCore:
     @coalesced.setter
     def coalesced(self, works: list[Work] | None) -> None:
         self._coalesced = works
+        self._block = None if works is None else overlap.Block()
         self._plain = self._engine if works is None else None
 
     def refuse_coalescing(self, op: str, what: str, seen: str) -> None:

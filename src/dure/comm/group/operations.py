@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from dure.comm import checks
+from dure.comm import checks, overlap
 from dure.comm.call import Call
 from dure.comm.group.core import GroupCore, started
 from dure.comm.group.sparse import sparse_all_reduce
@@ -107,6 +107,7 @@ class ProcessGroup(GroupCore):
         for t in tensors:
             self._backend("all_reduce", t)
             check_reducible(t.dtype, reduction, "all_reduce")
+        overlap.check_apart(tensors, (), "all_reduce_coalesced")
         works = [self.all_reduce(t, reduction, async_op=True) for t in tensors]
         return combine([w for w in works if w is not None], list(tensors), async_op)
 
