@@ -10,7 +10,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import parts_along, pieces_of, way_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 
-__all__ = ["distribute_module", "distribute_tensor"]
+__all__ = ["distribute_module", "distribute_tensor", "share_hooks"]
 
 _distributed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -207,9 +207,14 @@ def distribute_module(
             )
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, submodule in module.named_modules():
+        before = dict(submodule.named_parameters(recurse=False, remove_duplicate=False))
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
         _replicate(submodule, mesh, made)
+        for path, parameter in before.items():
+            now = getattr(submodule, path, None)
+            if isinstance(now, DTensor):
+                share_hooks(parameter, now)
     if input_fn is not None:
         enter = _with_module(input_fn, "input_fn")
         module.register_forward_pre_hook(lambda mod, inputs: enter(mod, inputs, mesh))
@@ -218,6 +223,20 @@ def distribute_module(
         module.register_forward_hook(lambda mod, _, outputs: leave(mod, outputs, mesh))
     _distributed.add(module)
     return module
+
+
+def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Let a parameter have the hooks of the one that it replaces, and handles remove them.
+
+    Hooks of its gradient, and of its accumulated gradient.
+    """
+    source, target = cast(Any, old), cast(Any, new)
+    if old is new:
+        return
+    if source._backward_hooks and not target._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks and not target._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -33,7 +33,7 @@ from torch import nn
 
 from dure.errors import PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh
-from dure.tensor.distribute import distribute_tensor
+from dure.tensor.distribute import distribute_tensor, share_hooks
 from dure.tensor.dtensor import DTensor, from_part, part_of, to_target
 from dure.tensor.parallel.adapters import Around, layer_within, placement_like
 from dure.tensor.placement_types import Placement, Replicate, Shard
@@ -200,6 +200,7 @@ def distribute(
     if known is None:
         made = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src)
         tied = nn.Parameter(made, parameter.requires_grad)
+        share_hooks(parameter, tied)
         parameter._dure_tied = (placement, tied)  # pyright: ignore[reportAttributeAccessIssue]
     elif known[0] != placement:
         raise PlacementError(
