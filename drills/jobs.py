@@ -86,7 +86,7 @@ class Job:
             PROGRAMS,
             plan.kind,
             self.folder,
-            env={"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+            env={"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "DURE_SILENCE": "4"},
             output=self.folder / "agents" / f"{number}.log",
         )
         self.agents.append(Agent(process, number))
