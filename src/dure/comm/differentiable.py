@@ -17,6 +17,9 @@ moved nor summed (MIN, MAX, PRODUCT, bits) is computed, and refused in backward.
 
 A map holds its group: backward may run on a thread whose current world is another. All ranks must
 run the same backward: inputs require gradients either on all ranks or on none.
+
+While a graph is captured (capture.py) `apply` calls operators of torch in the place of a map
+(operators.py); `captured` says which.
 """
 
 # ruff: noqa: D102 (the methods are told once, in Map; each class says which map it is)
@@ -30,6 +33,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from dure.comm.capture import capturing, in_transform, is_jit_tracing
 from dure.comm.group import ProcessGroup
 from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp, as_reduce_op
@@ -48,6 +52,9 @@ Measured: docs/decisions/0004-symmetric-heap.md.
 """
 
 
+_ops: Any = torch.ops.dure
+
+
 @dataclass(frozen=True, slots=True)
 class Map:
     """A collective as a map from this rank's inputs to this rank's outputs."""
@@ -58,6 +65,10 @@ class Map:
         """Return the outputs, and with `async_op` the work that writes them."""
         raise NotImplementedError
 
+    def captured(self, inputs: Tensors) -> Tensors:
+        """Return the outputs as results of operators, which are nodes of a graph."""
+        raise NotImplementedError
+
     def transposed(self) -> Map:
         """The map that takes gradients of the outputs to gradients of the inputs."""
         raise NotImplementedError
@@ -65,6 +76,10 @@ class Map:
     def gradients(self, grads: Tensors) -> Tensors:
         """Return the gradients of the inputs; run by all ranks of the group."""
         return apply(self.transposed(), *grads, wait=True)
+
+    def tangents(self, tangents: Tensors) -> Tensors:
+        """Return the derivatives of the outputs in the direction of `tangents`."""
+        return apply(self, *tangents, wait=True)
 
     def allocate(
         self, like: torch.Tensor, shape: Sequence[int] | None = None, *, zero: bool = False
@@ -94,11 +109,20 @@ class Reduction(Map):
     name: ClassVar[str]
     op: ReduceOp
 
+    @property
+    def op_name(self) -> str:
+        """The reduction as operators take it."""
+        return self.op.name.lower()
+
     def gradients(self, grads: Tensors) -> Tensors:
         self._check_linear()
         moved = apply(self.transposed(), *grads, wait=True)
         averages = self.op == ReduceOp.AVG
         return tuple(grad / self.group.size() for grad in moved) if averages else moved
+
+    def tangents(self, tangents: Tensors) -> Tensors:
+        self._check_linear()
+        return Map.tangents(self, tangents)
 
     def _check_linear(self) -> None:
         if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
@@ -127,8 +151,37 @@ class _Apply(torch.autograd.Function):
         return None, None, *ctx.map.gradients(grads)
 
 
+class _Transformed(torch.autograd.Function):
+    """Runs a map under transforms of torch.func, and for derivatives in forward mode.
+
+    A function of its own, since one with `setup_context` costs microseconds more.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(what: Map, *inputs: torch.Tensor) -> Tensors:
+        return what.captured(inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.map = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.map.gradients(grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensors:
+        return ctx.map.tangents(tangents[1:])
+
+
 def apply(what: Map, *inputs: torch.Tensor, wait: bool = False) -> Tensors:
     """Run a map; its outputs are waited for at their first use, or here with `wait`."""
+    if torch.compiler.is_dynamo_compiling():
+        return what.captured(inputs)
+    if capturing(inputs):
+        return _Transformed.apply(what, *inputs) if in_transform() else what.captured(inputs)
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         works: list[Work] | None = None if wait else []
         outputs: Any = _Apply.apply(what, works, *inputs)
@@ -159,6 +212,9 @@ class AllReduce(Reduction):
         output = self.allocate(inputs[0])
         return (output,), self.group.all_reduce_into(output, inputs[0], self.op, async_op)
 
+    def captured(self, inputs: Tensors) -> Tensors:
+        return (_ops.all_reduce(inputs[0], self.op_name, self.group.group_name),)
+
     def gradients(self, grads: Tensors) -> Tensors:
         self._check_linear()
         return apply(self, *grads, wait=True)  # of an average: the average
@@ -173,6 +229,9 @@ class Broadcast(Map):
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         output = self.copy(inputs[0]) if self.group.rank() == self.src else self.allocate(inputs[0])
         return (output,), self.group.broadcast(output, self.src, async_op)
+
+    def captured(self, inputs: Tensors) -> Tensors:
+        return (_ops.broadcast(inputs[0], self.src, self.group.group_name),)
 
     def transposed(self) -> Map:
         return Reduce(self.group, ReduceOp.SUM, self.src)
@@ -192,6 +251,9 @@ class Reduce(Reduction):
         work = self.group.reduce(inputs[0], self.dst, self.op, async_op)
         return (self.allocate(inputs[0], zero=True),), work
 
+    def captured(self, inputs: Tensors) -> Tensors:
+        return (_ops.reduce(inputs[0], self.op_name, self.dst, self.group.group_name),)
+
     def transposed(self) -> Map:
         return Broadcast(self.group, self.dst)
 
@@ -207,6 +269,10 @@ class Gather(Map):
         outputs = tuple(self.allocate(inputs[0], zero=not here) for _ in range(self.group.size()))
         work = self.group.gather(inputs[0], outputs if here else None, self.dst, async_op)
         return outputs, work
+
+    def captured(self, inputs: Tensors) -> Tensors:
+        n, name = self.group.size(), self.group.group_name
+        return _ops.gather(inputs[0], self.dst, n, name).unbind(0)
 
     def transposed(self) -> Map:
         return Scatter(self.group, self.dst)
@@ -230,58 +296,84 @@ class Scatter(Map):
         given = inputs if self.group.rank() == self.src else None
         return (output,), self.group.scatter(output, given, self.src, async_op)
 
+    def captured(self, inputs: Tensors) -> Tensors:
+        return (_ops.scatter(torch.stack(inputs), self.src, self.group.group_name),)
+
     def transposed(self) -> Map:
         return Gather(self.group, self.src)
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Map):
-    """y = x of all ranks, joined along `dim`. All x have one shape, of at least one dim."""
+    """y = x of all ranks, joined along `dim`. All x have one shape, of at least one dim.
+
+    If `sizes` are given they are the lengths of the x along `dim`, which may then differ.
+    """
 
     dim: int
+    sizes: tuple[int, ...] = ()
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         (tensor,), n = inputs, self.group.size()
         shape = list(tensor.shape)
-        shape[self.dim] *= n
+        even = len(set(self.sizes)) < 2
+        shape[self.dim] = shape[self.dim] * n if even else sum(self.sizes)
         output = self.allocate(tensor, shape)
-        if self.dim == 0:
+        if self.dim == 0 and even:
             return (output,), self.group.all_gather_single(output, tensor, async_op)
-        parts = output.chunk(n, self.dim)
+        parts = output.split(self.sizes or (tensor.shape[self.dim],) * n, self.dim)
         return (output,), self.group.all_gather(parts, tensor, async_op)
 
+    def captured(self, inputs: Tensors) -> Tensors:
+        n, name = self.group.size(), self.group.group_name
+        return (_ops.all_gather(inputs[0], self.dim, n, self.sizes, name),)
+
     def transposed(self) -> Map:
-        return ReduceScatter(self.group, ReduceOp.SUM, self.dim)
+        return ReduceScatter(self.group, ReduceOp.SUM, self.dim, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Reduction):
-    """y = part r along `dim` of all ranks' x, reduced."""
+    """y = part r along `dim` of all ranks' x, reduced.
+
+    If `sizes` are given they are the lengths of the parts, which else are equal.
+    """
 
     name = "reduce_scatter"
     dim: int
+    sizes: tuple[int, ...] = ()
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
-        (tensor,), n = inputs, self.group.size()
-        if tensor.shape[self.dim] % n:
-            raise ShapeError(
-                "the tensor does not divide by the number of ranks",
-                op="reduce_scatter",
-                group=self.group.group_name,
-                seen=f"shape {tuple(tensor.shape)}, dim {self.dim}, for {n} ranks",
-            )
+        (tensor,) = inputs
+        sizes = self.sizes_for(tensor)
         shape = list(tensor.shape)
-        shape[self.dim] //= n
+        shape[self.dim] = sizes[self.group.rank()]
         output = self.allocate(tensor, shape)
-        if self.dim == 0:
+        if self.dim == 0 and len(set(sizes)) < 2:
             work = self.group.reduce_scatter_single(output, tensor, self.op, async_op)
         else:
-            parts = tensor.split(shape[self.dim], self.dim) if shape[self.dim] else [tensor] * n
+            parts = tensor.split(sizes, self.dim)
             work = self.group.reduce_scatter(output, parts, self.op, async_op)
         return (output,), work
 
+    def sizes_for(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return how long each rank's part is."""
+        size, n = tensor.shape[self.dim], self.group.size()
+        if self.sizes or size % n == 0:
+            return self.sizes or (size // n,) * n
+        raise ShapeError(
+            "the tensor does not divide by the number of ranks",
+            op="reduce_scatter",
+            group=self.group.group_name,
+            seen=f"shape {tuple(tensor.shape)}, dim {self.dim}, for {n} ranks",
+        )
+
+    def captured(self, inputs: Tensors) -> Tensors:
+        (tensor,), n, name = inputs, self.group.size(), self.group.group_name
+        return (_ops.reduce_scatter(tensor, self.op_name, self.dim, n, self.sizes, name),)
+
     def transposed(self) -> Map:
-        return AllGather(self.group, self.dim)
+        return AllGather(self.group, self.dim, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +397,13 @@ class AllToAll(Map):
         work = self.group.all_to_all_single(output, tensor, self.takes, self.gives, async_op)
         return (output,), work
 
+    def captured(self, inputs: Tensors) -> Tensors:
+        takes, gives = self.takes, self.gives
+        if is_jit_tracing():  # where a length is a tensor
+            takes, gives = tuple(map(int, takes)), tuple(map(int, gives))
+        output = _ops.all_to_all(inputs[0], takes, gives, self.group.group_name)
+        return (output if self.into is None else _written(self.into, output),)
+
     def transposed(self) -> Map:
         return AllToAll(self.group, self.gives, self.takes)
 
@@ -318,6 +417,11 @@ class AllGatherList(Map):
     def start(self, inputs: Tensors, async_op: bool) -> Started:
         outputs = tuple(self.allocate(inputs[0], shape) for shape in self.shapes)
         return outputs, self.group.all_gather(outputs, inputs[0], async_op)
+
+    def captured(self, inputs: Tensors) -> Tensors:
+        sizes = tuple(shape.numel() for shape in self.shapes)
+        joined = AllGather(self.group, 0, sizes).captured((inputs[0].reshape(-1),))[0]
+        return _views(joined, self.shapes)
 
     def transposed(self) -> Map:
         return ReduceScatterList(self.group, ReduceOp.SUM, self.shapes)
@@ -335,6 +439,12 @@ class ReduceScatterList(Reduction):
         mine = self.shapes[self.group.rank()]
         output = self.allocate(inputs[0], mine) if self.into is None else self.into.detach()
         return (output,), self.group.reduce_scatter(output, inputs, self.op, async_op)
+
+    def captured(self, inputs: Tensors) -> Tensors:
+        sizes = tuple(shape.numel() for shape in self.shapes)
+        (output,) = ReduceScatter(self.group, self.op, 0, sizes).captured((_flat(inputs),))
+        mine = self.shapes[self.group.rank()]
+        return (output.view(mine) if self.into is None else _written(self.into, output),)
 
     def transposed(self) -> Map:
         return AllGatherList(self.group, self.shapes)
@@ -359,5 +469,32 @@ class AllToAllList(Map):
             outputs = tuple(t.detach() for t in self.into)
         return outputs, self.group.all_to_all(outputs, inputs, async_op)
 
+    def captured(self, inputs: Tensors) -> Tensors:
+        takes = tuple(shape.numel() for shape in self.takes)
+        gives = tuple(shape.numel() for shape in self.gives)
+        output = _ops.all_to_all(_flat(inputs), takes, gives, self.group.group_name)
+        outputs = _views(output, self.takes)
+        if self.into is None:
+            return outputs
+        return tuple(_written(t, o) for t, o in zip(self.into, outputs, strict=True))
+
     def transposed(self) -> Map:
         return AllToAllList(self.group, self.gives, self.takes)
+
+
+def _flat(tensors: Tensors) -> torch.Tensor:
+    """Return the elements of several tensors as one, [sum of their numels]."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _views(flat: torch.Tensor, shapes: Shapes) -> Tensors:
+    """Return the parts of `flat` as tensors of these shapes."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def _written(into: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Copy a result to memory of the caller; return the result, which has its history."""
+    output = output.view(into.shape)
+    into.detach().copy_(output)
+    return output

@@ -15,8 +15,10 @@ same group, on whatever thread it runs.
 *Gradients* are those of the sum of all ranks' losses (differentiable.py), of any order. Every rank
 must run the same backward: either all ranks' inputs require gradients or none's.
 
-*torch.compile* runs these functions as they are, between two graphs; what they return to compiled
-code has been waited for.
+*Graphs.* While a graph is captured (make_fx, torch.export, torch.jit.trace, torch.compile also with
+``fullgraph=True``), on tensors without values (`FakeTensorMode`) and under torch.func.vmap, each
+function calls operators of torch (operators.py), which are nodes of the graph. Their results are
+there at once, in compiled code too. A graph finds its group by name when it runs.
 
 Collective, Raises, Cost and Numerics are those of the namesakes in collectives.py. Errors of the
 communication are raised where a result is used.
@@ -24,17 +26,18 @@ communication are raised where a result is used.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from dure.comm import differentiable as maps
 from dure.comm.checks import as_splits
 from dure.comm.group import ProcessGroup
+from dure.comm.operators import group_named
 from dure.comm.pending import AsyncCollectiveTensor, wait_tensor
-from dure.comm.untraced import called_by_compiled, untraced, untraced_here
+from dure.comm.untraced import constant
 from dure.comm.world import current_world, resolve
 from dure.errors import ShapeError, UsageError
 
@@ -50,7 +53,6 @@ __all__ = [
     "all_to_all_single",
     "all_to_all_single_autograd",
     "broadcast",
-    "functional",
     "group_of",
     "permute_tensor",
     "reduce_scatter_single",
@@ -59,9 +61,6 @@ __all__ = [
     "reduce_scatter_tensor_autograd",
     "wait_tensor",
 ]
-
-P = ParamSpec("P")
-T = TypeVar("T", bound=torch.Tensor | tuple[torch.Tensor, ...])
 
 
 @runtime_checkable
@@ -92,6 +91,8 @@ def group_of(group: Group, op: str) -> ProcessGroup:
         UsageError: No group of this rank has these ranks, or this name; or it is none of the forms.
         NotInGroupError: This rank is not a member.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _group_to_compile(group, op)
     if group is None or isinstance(group, ProcessGroup):
         return resolve(group, op)
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], HasGroup):
@@ -121,20 +122,51 @@ def _found(op: str, wanted: str, fits: Callable[[ProcessGroup], bool]) -> Proces
     )
 
 
-def functional(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep the compiler out of a collective, and hand it no result that is not there yet."""
-    run_untraced = untraced(function)
+@dataclass(frozen=True, slots=True)
+class CapturedGroup:
+    """What stands for a group while `torch.compile` reads a program: nothing but constants."""
 
-    @untraced_here
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        result = run_untraced(*args, **kwargs)
-        if called_by_compiled():
-            for tensor in result if isinstance(result, tuple) else (result,):
-                wait_tensor(tensor)  # pyright: ignore[reportArgumentType]
-        return result
+    group_name: str
+    num_ranks: int
+    own_rank: int
 
-    return run
+    def size(self) -> int:
+        """Return how many ranks the group has."""
+        return self.num_ranks
+
+    def rank(self) -> int:
+        """Return this rank's number within the group."""
+        return self.own_rank
+
+    def peer(self, global_rank: int | None, group_rank: int | None, op: str, what: str) -> int:
+        """Return as `ProcessGroup.peer` does."""
+        return _peer(self.group_name, global_rank, group_rank, op, what)
+
+
+def _group_to_compile(group: Group, op: str) -> Any:
+    """Return a `CapturedGroup`; read by the compiler, which takes what `constant` functions say."""
+    if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
+        mesh: Any = group[0]
+        return CapturedGroup(*_constants_on_axis(mesh, group[1], op))
+    return CapturedGroup(*_constants_of(group, op))
+
+
+@constant
+def _constants_of(group: Group, op: str) -> tuple[str, int, int]:
+    found = group_of(group, op)
+    return found.group_name, found.size(), found.rank()
+
+
+@constant
+def _constants_on_axis(mesh: HasGroup, axis: Any, op: str) -> tuple[str, int, int]:
+    return _constants_of((mesh, axis), op)
+
+
+@constant
+def _peer(
+    group_name: str, global_rank: int | None, group_rank: int | None, op: str, what: str
+) -> int:
+    return group_named(group_name, op).peer(global_rank, group_rank, op, what)
 
 
 def _dim(tensor: torch.Tensor, dim: int, op: str) -> int:
@@ -146,7 +178,6 @@ def _dim(tensor: torch.Tensor, dim: int, op: str) -> int:
     return dim % tensor.dim()
 
 
-@functional
 def all_reduce(
     tensor: torch.Tensor, reduceOp: object, group: Group = None, tag: str = ""
 ) -> torch.Tensor:
@@ -164,7 +195,6 @@ def all_reduce(
     return maps.apply(maps.AllReduce(pg, op), tensor)[0]
 
 
-@functional
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, tag: str = "") -> torch.Tensor:
     """Return the `tensor` of group rank `src`; its gradient is the sum of all ranks', on `src`.
 
@@ -175,7 +205,6 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None, tag: str = ""
     return maps.apply(maps.Broadcast(pg, pg.peer(None, src, "broadcast", "src")), tensor)[0]
 
 
-@functional
 def all_gather_tensor(
     tensor: torch.Tensor, gather_dim: int, group: Group = None, tag: str = ""
 ) -> torch.Tensor:
@@ -190,7 +219,6 @@ def all_gather_tensor(
     return maps.apply(maps.AllGather(pg, dim), tensor)[0]
 
 
-@functional
 def reduce_scatter_tensor(
     tensor: torch.Tensor, reduceOp: object, scatter_dim: int, group: Group = None, tag: str = ""
 ) -> torch.Tensor:
@@ -208,7 +236,6 @@ def reduce_scatter_tensor(
     return maps.apply(maps.ReduceScatter(pg, op, dim), tensor)[0]
 
 
-@functional
 def all_to_all_single(
     tensor: torch.Tensor,
     output_split_sizes: Sequence[int] | None,
@@ -234,7 +261,6 @@ def all_to_all_single(
     return maps.apply(maps.AllToAll(pg, takes, gives), tensor)[0]
 
 
-@functional
 def permute_tensor(
     tensor: torch.Tensor, src_dst: Sequence[int], group: Group = None, tag: str = ""
 ) -> torch.Tensor:

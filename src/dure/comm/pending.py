@@ -17,12 +17,18 @@ that is under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from dure.comm.untraced import untraced, untraced_here
+from dure.comm.untraced import untraced_here
 from dure.comm.work import Work
+
+_NOT_WAITED_FOR = (
+    "a tensor is the result of a functional collective that is still under way: give it to "
+    "dure.comm.functional.wait_tensor before it goes into compiled code"
+)
 
 
 class AsyncCollectiveTensor(torch.Tensor):
@@ -40,7 +46,7 @@ class AsyncCollectiveTensor(torch.Tensor):
         return wait_tensor(self)
 
     @classmethod
-    @untraced_here
+    @partial(untraced_here, reason=_NOT_WAITED_FOR)
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -100,7 +106,6 @@ def pending(tensor: torch.Tensor, work: Work) -> torch.Tensor:
     return tensor
 
 
-@untraced
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for a functional collective's result; return the same tensor, with its values.
 

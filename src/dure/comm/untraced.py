@@ -24,18 +24,27 @@ _SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameActi
 _SKIP_BELOW = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 
 
-def untraced_here(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep the compiler out of `function`, but not of what it calls."""
+def untraced_here(function: Callable[P, T], reason: str | None = None) -> Callable[P, T]:
+    """Keep the compiler out of `function`, but not of what it calls; `reason` as below."""
     _frames.set_code_exec_strategy(function.__code__, _SKIP)
-    function._torchdynamo_disable = True  # pyright: ignore
+    _mark(function, reason)
     return function
 
 
-def untraced_below(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep the compiler out of `function` and of what it calls, at no cost for each call."""
+def untraced_below(function: Callable[P, T], reason: str | None = None) -> Callable[P, T]:
+    """Keep the compiler out of `function` and of what it calls, at no cost for each call.
+
+    The compiler reports the `reason` for its stop, with ``fullgraph=True`` in its error.
+    """
     _frames.set_code_exec_strategy(function.__code__, _SKIP_BELOW)
-    function._torchdynamo_disable = True  # pyright: ignore
+    _mark(function, reason)
     return function
+
+
+def _mark(function: Any, reason: str | None) -> None:
+    function._torchdynamo_disable = True
+    if reason is not None:
+        function._torchdynamo_disable_msg = reason
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
@@ -54,7 +63,11 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-@untraced_here
-def called_by_compiled() -> bool:
-    """Tell whether an `untraced_here` function was called by one that `torch.compile` runs."""
-    return COMPILER in sys.modules and _frames.get_eval_frame_callback() not in (None, False)
+def constant(function: Callable[P, T]) -> Callable[P, T]:
+    """Let the compiler call `function` while it reads a program, and keep what it returns.
+
+    What is returned must be made of strings and numbers. Arguments that are objects become
+    conditions of the compiled code.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore
+    return function

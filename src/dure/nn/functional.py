@@ -18,7 +18,7 @@ import torch
 
 from dure.comm import differentiable as maps
 from dure.comm.checks import as_splits, check_list
-from dure.comm.functional import Group, functional, group_of
+from dure.comm.functional import Group, group_of
 from dure.comm.ops import ReduceOp
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
 Tensors = tuple[torch.Tensor, ...]
 
 
-@functional
 def all_reduce(
     tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
@@ -50,7 +49,6 @@ def all_reduce(
     return maps.apply(maps.AllReduce(pg, reduction), tensor)[0]
 
 
-@functional
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
     """Return the `tensor` of `src`; its gradient is the sum of all ranks', zero elsewhere.
 
@@ -61,7 +59,6 @@ def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tens
     return maps.apply(maps.Broadcast(pg, pg.peer(src, None, "broadcast", "src")), tensor)[0]
 
 
-@functional
 def reduce(
     tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
@@ -75,7 +72,6 @@ def reduce(
     return maps.apply(maps.Reduce(pg, reduction, pg.peer(dst, None, "reduce", "dst")), tensor)[0]
 
 
-@functional
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
     """Return the tensors of all ranks on `dst`, and zeros elsewhere.
 
@@ -86,7 +82,6 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> Tensors:
     return maps.apply(maps.Gather(pg, pg.peer(dst, None, "gather", "dst")), tensor)
 
 
-@functional
 def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) -> torch.Tensor:
     """Return ``tensors[r]`` of `src` on rank r; elsewhere `tensors` only say what shape comes.
 
@@ -98,7 +93,6 @@ def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) 
     return maps.apply(maps.Scatter(pg, pg.peer(src, None, "scatter", "src")), *given)[0]
 
 
-@functional
 def all_gather(tensor: torch.Tensor, group: Group = None) -> Tensors:
     """Return the tensors of all ranks.
 
@@ -109,7 +103,6 @@ def all_gather(tensor: torch.Tensor, group: Group = None) -> Tensors:
     return maps.apply(maps.AllGatherList(pg, (tensor.shape,) * pg.size()), tensor)
 
 
-@functional
 def reduce_scatter(
     output: torch.Tensor,
     input_list: Sequence[torch.Tensor],
@@ -130,7 +123,6 @@ def reduce_scatter(
     return maps.apply(what, *(t for t, _ in scaled), wait=True)[0]
 
 
-@functional
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_list: Sequence[torch.Tensor],
@@ -148,7 +140,6 @@ def all_to_all(
     return maps.apply(maps.AllToAllList(pg, takes, gives, tuple(outputs)), *inputs, wait=True)
 
 
-@functional
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,

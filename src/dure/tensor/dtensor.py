@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 
+from dure.comm.capture import capturing, refuse_in_jit_trace
 from dure.comm.pending import wait_tensor
 from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, PlacementError, ShapeError, UsageError
@@ -169,7 +170,11 @@ class DTensor(torch.Tensor):
             meta = _whole(local_tensor, mesh, given)
         else:
             meta = TensorMeta(torch.Size(shape), tuple(stride), local_tensor.dtype)
-        spec = spec_of(mesh, given, meta)
+        try:
+            spec = spec_of(mesh, given, meta)
+        except TypeError:
+            _check_sizes(local_tensor)
+            raise
         grads = None
         if grad_placements is not None:
             grads = as_placements(grad_placements, mesh, local_tensor.ndim, "DTensor.from_local")
@@ -500,6 +505,7 @@ def from_part(
             is Partial: then it stays so.
     """
     if not (local.requires_grad and torch.is_grad_enabled()):
+        refuse_in_jit_trace("DTensor.from_local")
         return wrap(local.detach(), spec)
     return _FromLocal.apply(local, spec, grads)  # pyright: ignore
 
@@ -534,6 +540,7 @@ def part_of(
         unsaid: The method that the program called without `grad_placements`, and the spec of the
             tensor that it was called on: for a warning if the gradient is ambiguous.
     """
+    refuse_in_jit_trace("a DTensor")
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return wait_tensor(tensor.part)
     told = None
@@ -605,6 +612,17 @@ def _check_grads_of_terms(spec: DTensorSpec, grads: Sequence[Placement]) -> None
         )
 
 
+def _check_sizes(local: torch.Tensor) -> None:
+    """Raise if sizes are symbols, as in graphs with dynamic shapes."""
+    if any(isinstance(size, torch.SymInt) for size in local.shape):
+        raise UsageError(
+            "the sizes of a DTensor must be numbers",
+            op="DTensor.from_local",
+            seen=f"symbols, {tuple(local.shape)}",
+            fix="Capture the graph with fixed shapes.",
+        )
+
+
 def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> TensorMeta:
     """Return the full tensor's shape and strides, if all parts are like this one.
 
@@ -657,6 +675,8 @@ class _FromLocal(torch.autograd.Function):
         ctx.grads = spec.without_terms().placements if grads is None else grads
         if spec.partial and needs_terms(spec):
             ctx.save_for_backward(wait_tensor(local))
+        if capturing((local,)):  # a graph of the forward alone has other gradients than DTensors
+            return wrap(local.detach(), spec)
         return wrap(local.view_as(local), spec)
 
     @staticmethod

@@ -35,7 +35,9 @@ import torch
 
 from dure.comm import differentiable as maps
 from dure.comm.call import NOTHING, Subject, about, subject_of
+from dure.comm.capture import capturing
 from dure.comm.group import ProcessGroup
+from dure.comm.operators import call_operators
 from dure.comm.ops import ReduceOp
 from dure.comm.pending import pending
 from dure.errors import InternalError, PlacementError
@@ -356,7 +358,11 @@ def all_reduce_of(
     about(way_of(spec, spec).subject)
     try:
         for axis in axes:
-            spec.mesh.get_group(axis).all_reduce(tensor, op)
+            group = spec.mesh.get_group(axis)
+            if capturing((tensor,)):
+                tensor.copy_(call_operators(maps.AllReduce(group, op), tensor)[0])
+            else:
+                group.all_reduce(tensor, op)
     finally:
         about(NOTHING)
 
@@ -387,6 +393,8 @@ def _move(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
 
 
 def _started(what: maps.Map, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+    if capturing((local,)):
+        return call_operators(what, local.detach())[0]
     (output,), work = what.start((local,), async_op)
     return output if work is None else pending(output, work)
 
@@ -448,20 +456,21 @@ def _all_gather(
 ) -> torch.Tensor:
     dim, cut = _last_cut(step.before, step.axis)
     n, size = group.size(), step.after.local_shape[dim]
-    what = maps.AllGather(group, dim)
     local = local.contiguous()
     if cut.runs == 1 and size % n == 0 and size:
+        return _started(maps.AllGather(group, dim), local, async_op)
+    runs = parts_along(size, cut, n)
+    sizes = tuple(sum(length for length, _ in r) for r in runs)
+    what = maps.AllGather(group, dim, sizes)
+    if cut.runs == 1:
         return _started(what, local, async_op)
     shape = list(local.shape)
     shape[dim] = size
-    runs = parts_along(size, cut, n)
-    if cut.runs == 1:
-        output = what.allocate(local, shape)
-        work = group.all_gather(_split(output, dim, n), local, async_op)
-        return output if work is None else pending(output, work)
-    shapes = [[*shape[:dim], sum(length for length, _ in r), *shape[dim + 1 :]] for r in runs]
-    gathered = [what.allocate(local, part) for part in shapes]
-    group.all_gather(gathered, local)
+    if capturing((local,)):
+        gathered = call_operators(what, local.detach())[0].split(sizes, dim)
+    else:
+        gathered = [what.allocate(local, (*shape[:dim], k, *shape[dim + 1 :])) for k in sizes]
+        group.all_gather(gathered, local)
     output = what.allocate(local, shape)
     for part, places in zip(gathered, runs, strict=True):
         begin = 0
@@ -475,14 +484,10 @@ def _reduce_scatter(
     step: Step, local: torch.Tensor, group: ProcessGroup, async_op: bool
 ) -> torch.Tensor:
     dim, _ = _last_cut(step.after, step.axis)
-    local = local.contiguous()
-    what = maps.ReduceScatter(group, _op(step), dim)
-    if local.shape[dim] % group.size() == 0 and local.numel():
-        return _started(what, local, async_op)
-    parts = _split(local, dim, group.size())
-    output = what.allocate(local, parts[group.rank()].shape)
-    work = group.reduce_scatter(output, parts, _op(step), async_op)
-    return output if work is None else pending(output, work)
+    local, n = local.contiguous(), group.size()
+    size = local.shape[dim]
+    sizes = tuple(chunk(size, n, index)[0] for index in range(n)) if size % n else ()
+    return _started(maps.ReduceScatter(group, _op(step), dim, sizes), local, async_op)
 
 
 def _all_to_all(
@@ -492,6 +497,12 @@ def _all_to_all(
     now, _ = _last_cut(step.after, step.axis)
     n, here, there = group.size(), local.shape, step.after.local_shape
     local = local.contiguous()
+    if capturing((local,)):
+        parts = tuple(_split(local.detach(), now, n))
+        lengths = (chunk(there[was], n, index)[0] for index in range(n))
+        takes = tuple(torch.Size((*there[:was], k, *there[was + 1 :])) for k in lengths)
+        gives = tuple(part.shape for part in parts)
+        return torch.cat(call_operators(maps.AllToAllList(group, takes, gives), *parts), was)
     output = maps.Map(group).allocate(local, there)
     if here[now] == n * there[now] and there[was] == n * here[was]:
         work = group.all_to_all_along(output, local, was, now, async_op)

@@ -36,6 +36,7 @@ from dure.comm import checks, overlap
 from dure.comm.backends.base import Backend, Footprint, PlainBackend, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
+from dure.comm.capture import refuse_if_captured
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
@@ -339,6 +340,7 @@ class GroupCore:
             Its backend, the call on plain memory, and what copies the results back.
         """
         try:
+            refuse_if_captured(call.op, (*call.inputs, *call.outputs))
             checks.check_lists(call, self._rank, self._size)
             inputs, outputs = call.inputs, call.outputs
             tensors = inputs if inputs is outputs else (*inputs, *outputs)

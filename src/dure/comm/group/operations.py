@@ -9,6 +9,9 @@ calls. None, which the binding does not take, takes it too. The lines of the fas
 in every operation, and written out because a helper would cost as much as the rest; for the same
 reason these methods hold no closures, whose cells cost at every call.
 
+Nor does it know whether a graph is being captured; torch's flag sends such calls on the slow path,
+too, which refuses them (capture.py).
+
 *The slow path* says what this rank alone can know to be wrong, turns odd tensors into plain memory,
 and makes the `Call` that the backend runs (group/core.py).
 
@@ -30,6 +33,7 @@ import torch
 
 from dure.comm import checks, overlap
 from dure.comm.call import Call
+from dure.comm.capture import modes, out_of_graphs
 from dure.comm.group.core import GroupCore, started
 from dure.comm.group.sparse import sparse_all_reduce
 from dure.comm.monitored import monitored_barrier
@@ -58,7 +62,9 @@ class ProcessGroup(GroupCore):
         self, tensor: torch.Tensor, op: object = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce `tensor` of all ranks, in place, on all ranks."""
-        if self._plain is not None and not (hooks or tensor is None or op is None):
+        if self._plain is not None and not (
+            hooks or modes._is_in_torch_dispatch_mode or tensor is None or op is None
+        ):
             if async_op:
                 done = self._plain.start_all_reduce(tensor, op)
             else:
@@ -86,7 +92,13 @@ class ProcessGroup(GroupCore):
 
         To the other ranks it is an `all_reduce`.
         """
-        if self._plain is not None and not (hooks or output is None or input is None or op is None):
+        if self._plain is not None and not (
+            hooks
+            or modes._is_in_torch_dispatch_mode
+            or output is None
+            or input is None
+            or op is None
+        ):
             if async_op:
                 done = self._plain.start_all_reduce_into(output, input, op)
             else:
@@ -143,7 +155,13 @@ class ProcessGroup(GroupCore):
         SUM, AVG and premultiplied sums may reduce from bfloat16 or float16 into float32, and back:
         the sum is taken in float32, and rounded once if the output is of 16 bits.
         """
-        if self._plain is not None and not (hooks or output is None or input is None or op is None):
+        if self._plain is not None and not (
+            hooks
+            or modes._is_in_torch_dispatch_mode
+            or output is None
+            or input is None
+            or op is None
+        ):
             if async_op:
                 done = self._plain.start_reduce_scatter(output, input, op)
             else:
@@ -161,7 +179,9 @@ class ProcessGroup(GroupCore):
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
         """Copy `tensor` of group rank `src` to all."""
-        if self._plain is not None and not (hooks or tensor is None):
+        if self._plain is not None and not (
+            hooks or modes._is_in_torch_dispatch_mode or tensor is None
+        ):
             if async_op:
                 done = self._plain.start_broadcast(tensor, src)
             else:
@@ -184,7 +204,9 @@ class ProcessGroup(GroupCore):
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     ) -> Work | None:
         """Copy rank i's `input` [k] to `output` [n*k] at i*k on all ranks."""
-        if self._plain is not None and not (hooks or output is None or input is None):
+        if self._plain is not None and not (
+            hooks or modes._is_in_torch_dispatch_mode or output is None or input is None
+        ):
             if async_op:
                 done = self._plain.start_all_gather(output, input)
             else:
@@ -225,7 +247,9 @@ class ProcessGroup(GroupCore):
         It is cut into equal parts along `dim`. The other ranks' `input` has its shape, and is not
         read.
         """
-        if self._plain is not None and not (hooks or output is None or input is None):
+        if self._plain is not None and not (
+            hooks or modes._is_in_torch_dispatch_mode or output is None or input is None
+        ):
             rows = math.prod(input.shape[:dim])
             done = self._plain.plain_scatter_cut(output, input, src, rows)
             if done is True:
@@ -261,7 +285,11 @@ class ProcessGroup(GroupCore):
         ) and (
             input_split_sizes is None or (type(input_split_sizes) is list and not input_split_sizes)
         )
-        if even and self._plain is not None and not (hooks or output is None or input is None):
+        if (
+            even
+            and self._plain is not None
+            and not (hooks or modes._is_in_torch_dispatch_mode or output is None or input is None)
+        ):
             if async_op:
                 done = self._plain.start_all_to_all(output, input)
             else:
@@ -294,7 +322,9 @@ class ProcessGroup(GroupCore):
         Both are cut into equal parts, each along its own dimension, which the number of ranks
         divides.
         """
-        if self._plain is not None and not (hooks or output is None or input is None):
+        if self._plain is not None and not (
+            hooks or modes._is_in_torch_dispatch_mode or output is None or input is None
+        ):
             takes, gives = math.prod(output.shape[:output_dim]), math.prod(input.shape[:input_dim])
             if async_op:
                 done = self._plain.start_all_to_all_cut(output, input, takes, gives)
@@ -312,7 +342,11 @@ class ProcessGroup(GroupCore):
         self, async_op: bool = False, timeout: timedelta | float | None = None
     ) -> Work | None:
         """Return when all ranks have called; `timeout` is a limit below the group's own."""
-        if self._plain is not None and not hooks and timeout is None:
+        if (
+            self._plain is not None
+            and timeout is None
+            and not (hooks or modes._is_in_torch_dispatch_mode)
+        ):
             done = self._plain.start_barrier() if async_op else self._plain.plain_barrier()
             if done is True:
                 self.seq += 1
@@ -368,7 +402,9 @@ class ProcessGroup(GroupCore):
         self, tensor: torch.Tensor, dst: int, tag: int = 0, async_op: bool = False
     ) -> Work | None:
         """Send `tensor` to group rank `dst`."""
-        if self._plain is not None and not (async_op or hooks or tensor is None):
+        if self._plain is not None and not (
+            async_op or hooks or modes._is_in_torch_dispatch_mode or tensor is None
+        ):
             done = self._plain.plain_send(tensor, dst, tag)
             if done is True:
                 self.seq += 1
@@ -380,7 +416,11 @@ class ProcessGroup(GroupCore):
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> int:
         """Receive into `tensor` from group rank `src`, or anyone; return the sender's rank."""
-        if self._plain is not None and src is not None and not (hooks or tensor is None):
+        if (
+            self._plain is not None
+            and src is not None
+            and not (hooks or modes._is_in_torch_dispatch_mode or tensor is None)
+        ):
             done = self._plain.plain_receive(tensor, src, tag)
             if done is True:
                 self.seq += 1
@@ -427,6 +467,26 @@ class ProcessGroup(GroupCore):
     ) -> None:
         """Wait for all ranks, and name who does not come."""
         monitored_barrier(self, timeout, wait_all_ranks)
+
+
+out_of_graphs(
+    ProcessGroup.all_reduce,
+    ProcessGroup.all_reduce_coalesced,
+    ProcessGroup.reduce,
+    ProcessGroup.reduce_scatter,
+    ProcessGroup.reduce_scatter_single,
+    ProcessGroup.broadcast,
+    ProcessGroup.all_gather,
+    ProcessGroup.all_gather_single,
+    ProcessGroup.gather,
+    ProcessGroup.scatter,
+    ProcessGroup.all_to_all,
+    ProcessGroup.all_to_all_single,
+    ProcessGroup.barrier,
+    ProcessGroup.send,
+    ProcessGroup.recv,
+    ProcessGroup.irecv,
+)
 
 
 def _reduction(opts: Any) -> object:

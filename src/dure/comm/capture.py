@@ -1,0 +1,154 @@
+"""Whether a graph is being captured, and what collectives do then.
+
+Torch captures graphs in several ways: `make_fx`, `torch.export` and AOTAutograd push modes on the
+stack of dispatch modes, `FakeTensorMode` does so too, `torch.jit.trace` has a state of its own,
+`vmap` and the other transforms of `torch.func` wrap tensors, and `torch.compile` reads the Python
+code. None of them sees a collective that works on the memory of tensors. So
+
+* functional collectives run as operators of torch (operators.py) as long as `capturing` is true:
+  they are nodes of the graph, and have results without values where inputs have no values;
+* operations of a group that write into tensors are refused by name (`refuse`).
+
+What costs time is looked at only after `modes._is_in_torch_dispatch_mode`, a flag of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from dure.comm.untraced import untraced_below
+from dure.errors import UsageError
+
+__all__ = [
+    "capturing",
+    "in_transform",
+    "is_jit_tracing",
+    "modes",
+    "out_of_graphs",
+    "refuse_if_captured",
+    "refuse_in_jit_trace",
+]
+
+modes: Any = torch.utils._python_dispatch  # pyright: ignore
+"""Torch's module, whose flag `_is_in_torch_dispatch_mode` says that a thread is in a mode."""
+
+is_jit_tracing = torch.jit.is_tracing  # pyright: ignore
+"""Tell whether this thread is inside `torch.jit.trace`; the compiler knows the answer."""
+_is_tracing: Any = torch._C._is_tracing  # pyright: ignore
+_num_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore
+_mode_of: Any = torch._C._get_dispatch_mode  # pyright: ignore
+_Key: Any = torch._C._TorchDispatchModeKey  # pyright: ignore
+_CAPTURES = (_Key.PROXY, _Key.FAKE, _Key.FUNCTIONAL)
+_level: Any = torch._C._functorch.maybe_current_level  # pyright: ignore
+_innermost: Any = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+_FUNCTIONALIZE: Any = torch._C._functorch.TransformType.Functionalize  # pyright: ignore
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_FUNCTIONAL = {
+    "all_reduce": "dure.comm.functional.all_reduce",
+    "all_reduce_coalesced": "dure.comm.functional.all_reduce",
+    "reduce": "dure.nn.functional.reduce",
+    "broadcast": "dure.comm.functional.broadcast",
+    "all_gather": "dure.nn.functional.all_gather",
+    "all_gather_single": "dure.comm.functional.all_gather_tensor",
+    "all_gather_coalesced": "dure.nn.functional.all_gather",
+    "gather": "dure.nn.functional.gather",
+    "scatter": "dure.nn.functional.scatter",
+    "reduce_scatter": "dure.nn.functional.reduce_scatter",
+    "reduce_scatter_single": "dure.comm.functional.reduce_scatter_tensor",
+    "all_to_all": "dure.nn.functional.all_to_all",
+    "all_to_all_single": "dure.comm.functional.all_to_all_single",
+    "send": "dure.comm.functional.permute_tensor",
+    "recv": "dure.comm.functional.permute_tensor",
+    "isend": "dure.comm.functional.permute_tensor",
+    "irecv": "dure.comm.functional.permute_tensor",
+}
+"""For each operation that writes into tensors the functional collective to use in graphs."""
+
+
+def capturing(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a collective on `tensors` must be an operator, not work on their memory."""
+    if _num_modes() or _is_tracing() or forward_ad._current_level >= 0:  # pyright: ignore
+        return True
+    return any(map(_has_no_memory, tensors))
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func, or forward-mode differentiation, is under way.
+
+    Not `functionalize`, which takes operators as they are.
+    """
+    if _level() is not None:
+        return _innermost().key() != _FUNCTIONALIZE
+    return forward_ad._current_level >= 0  # pyright: ignore
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is fake, functional, or wrapped by a transform of torch.func."""
+    cls = type(tensor)
+    if cls not in _PLAIN and getattr(cls, "_mode_key", None) is not None:
+        return True
+    return _level() is not None and _is_wrapped(tensor)
+
+
+def out_of_graphs(*functions: Callable[..., Any]) -> None:
+    """Let `torch.compile` run operations as they are, and say what to use in a graph.
+
+    With ``fullgraph=True`` the compiler's error says so.
+    """
+    for function in functions:
+        op = function.__name__
+        wanted = _FUNCTIONAL.get(op)
+        reason = f"dure.{op} works on the memory of tensors, which a graph does not show."
+        untraced_below(function, f"{reason} Use {wanted} in compiled code." if wanted else reason)
+
+
+def refuse_if_captured(op: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise if a graph is being captured, which would lack an operation that writes into tensors.
+
+    Operations without tensors run under `FakeTensorMode` as they do elsewhere.
+
+    Raises:
+        UsageError: With the name of the functional collective to use.
+    """
+    if _is_tracing():
+        _refuse(op, "torch.jit.trace")
+    if modes._is_in_torch_dispatch_mode:
+        for key in _CAPTURES if tensors else _CAPTURES[:1]:
+            if (mode := _mode_of(key)) is not None:
+                _refuse(op, type(mode).__name__)
+    for tensor in tensors:
+        if _has_no_memory(tensor):
+            _refuse(op, f"torch.func, or with a {type(tensor).__name__} that has no memory")
+
+
+def refuse_in_jit_trace(op: str) -> None:
+    """Raise inside `torch.jit.trace`, for tensors made of tensors: it does not see their parts.
+
+    Raises:
+        UsageError: Naming what was called.
+    """
+    if _is_tracing():
+        raise UsageError(
+            f"{op} cannot be captured by torch.jit.trace",
+            op=op,
+            seen="it does not see what operators on DTensors do with their parts",
+            fix="Use torch.export or make_fx.",
+        )
+
+
+def _refuse(op: str, seen: str) -> NoReturn:
+    wanted = _FUNCTIONAL.get(op)
+    raise UsageError(
+        f"{op} cannot be captured in a graph, nor run on tensors without values",
+        op=op,
+        seen=f"it was called under {seen}",
+        fix=f"Use {wanted}, which is an operator of the graph."
+        if wanted
+        else "Call it outside of the function that is captured.",
+    )

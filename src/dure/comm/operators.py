@@ -1,0 +1,252 @@
+"""Functional collectives as operators of torch: ``torch.ops.dure.all_reduce`` and seven more.
+
+A graph holds a call of an operator as a node: its arguments are tensors, numbers and names. So an
+operator names its group, as torch.distributed's own do, and finds it when it runs; `CapturedGroup`
+stands for the group while `torch.compile` reads a program.
+
+Each operator is a map (differentiable.py) that is waited for at once: no pass over a graph knows
+that the input of a collective that is under way must be left alone. The operator's *kernel* runs
+the map; its *fake* implementation says only what shape the result has; its *gradient* is that of
+the map, an operator again if a graph is being captured then; under *vmap* the batch is one more
+dim, the last. Operators take and return single tensors: maps of several get them stacked, or
+joined.
+
+Where the shape of a result depends on the size of the group, the operator has that as `num_ranks`:
+a graph that is run with a group of another size raises `UsageError`. `sizes` are the lengths of the
+ranks' parts along `dim`; none if they are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+
+from dure.comm import differentiable as maps
+from dure.comm.group import ProcessGroup
+from dure.comm.ops import as_reduce_op
+from dure.comm.world import current_world
+from dure.errors import UsageError
+
+_library = torch.library.Library("dure", "FRAGMENT")
+Arguments = tuple[Any, ...]
+
+
+def group_named(name: str, op: str) -> ProcessGroup:
+    """Return the group, or channel of one, that an operator names.
+
+    Raises:
+        UsageError: This rank has no such group now.
+    """
+    world = current_world()
+    world.need_default()
+    group = world.groups.get(name)
+    if group is not None:
+        return group
+    parent = world.groups.get(name.removesuffix("[1]"))
+    if parent is not None:
+        return parent.channel(1)
+    raise UsageError(
+        f"this rank has no group named {name!r}",
+        op=op,
+        seen="its groups are " + ", ".join(map(repr, world.groups.values())),
+        fix="A graph finds its groups by name. Capture the function again with groups that exist.",
+    )
+
+
+def _sized(name: str, op: str, num_ranks: int) -> ProcessGroup:
+    group = group_named(name, op)
+    if group.size() != num_ranks:
+        raise UsageError(
+            "the graph was captured with a group of another size",
+            op=op,
+            group=name,
+            rank=group.rank(),
+            world_size=group.size(),
+            seen=f"captured with {num_ranks} ranks, run with {group.size()}",
+            fix="Capture the function again.",
+        )
+    return group
+
+
+def call_operators(what: maps.Map, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of a map as results of operators: where `capturing(inputs)` is true."""
+    return what.captured(inputs)
+
+
+def _operator(
+    name: str,
+    parameters: str,
+    map_of: Callable[..., maps.Map],
+    shape_of: Callable[..., Sequence[Any]],
+    run: Callable[[maps.Map, torch.Tensor], torch.Tensor],
+    gradient: Callable[[maps.Map, torch.Tensor], torch.Tensor],
+) -> None:
+    """Define an operator.
+
+    Args:
+        name: In the namespace "dure".
+        parameters: Behind the tensor, in the language of schemas.
+        map_of: Returns the map for the values of `parameters`.
+        shape_of: Returns the shape of the result for a tensor and these values.
+        run: Returns the map's result.
+        gradient: Returns the gradient of the input for that of the result.
+    """
+    schema = f"{name}(Tensor input, {parameters}) -> Tensor"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def kernel(tensor: torch.Tensor, *values: Any) -> torch.Tensor:
+        return run(map_of(*values), tensor)
+
+    def fake(tensor: torch.Tensor, *values: Any) -> torch.Tensor:
+        map_of(*values)  # the group is there, and has the size that was meant
+        return tensor.new_empty(shape_of(tensor, *values))
+
+    def setup(ctx: Any, inputs: Arguments, output: torch.Tensor) -> None:
+        ctx.values = inputs[1:]
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Arguments:
+        return (gradient(map_of(*ctx.values), grad), *[None] * len(ctx.values))
+
+    def batched(_: object, in_dims: Arguments, tensor: torch.Tensor, *values: Any) -> Any:
+        return operator(tensor.movedim(in_dims[0], -1), *values), -1
+
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dure::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"dure::{name}", backward, setup_context=setup, lib=_library)
+    torch.library.register_vmap(f"dure::{name}", batched, lib=_library)
+    operator = getattr(torch.ops.dure, name).default
+    has_side_effect(operator)
+
+
+def _run_one(what: maps.Map, tensor: torch.Tensor) -> torch.Tensor:
+    return what.start((tensor,), False)[0][0]
+
+
+def _gradient_of_one(what: maps.Map, grad: torch.Tensor) -> torch.Tensor:
+    return what.gradients((grad,))[0]
+
+
+def _same(tensor: torch.Tensor, *values: Any) -> Sequence[Any]:
+    return tensor.shape
+
+
+def _all_reduce(reduce_op: str, group_name: str) -> maps.Map:
+    return maps.AllReduce(group_named(group_name, "all_reduce"), as_reduce_op(reduce_op))
+
+
+def _broadcast(src: int, group_name: str) -> maps.Map:
+    group = group_named(group_name, "broadcast")
+    return maps.Broadcast(group, group.peer(None, src, "broadcast", "src"))
+
+
+def _reduce(reduce_op: str, dst: int, group_name: str) -> maps.Map:
+    group = group_named(group_name, "reduce")
+    return maps.Reduce(group, as_reduce_op(reduce_op), group.peer(None, dst, "reduce", "dst"))
+
+
+def _gather(dst: int, num_ranks: int, group_name: str) -> maps.Map:
+    group = _sized(group_name, "gather", num_ranks)
+    return maps.Gather(group, group.peer(None, dst, "gather", "dst"))
+
+
+def _scatter(src: int, group_name: str) -> maps.Map:
+    group = group_named(group_name, "scatter")
+    return maps.Scatter(group, group.peer(None, src, "scatter", "src"))
+
+
+def _all_gather(dim: int, num_ranks: int, sizes: Sequence[int], group_name: str) -> maps.AllGather:
+    return maps.AllGather(_sized(group_name, "all_gather", num_ranks), dim, tuple(sizes))
+
+
+def _reduce_scatter(
+    reduce_op: str, dim: int, num_ranks: int, sizes: Sequence[int], group_name: str
+) -> maps.ReduceScatter:
+    group = _sized(group_name, "reduce_scatter", num_ranks)
+    return maps.ReduceScatter(group, as_reduce_op(reduce_op), dim, tuple(sizes))
+
+
+def _all_to_all(takes: Sequence[int], gives: Sequence[int], group_name: str) -> maps.Map:
+    if takes:
+        group = _sized(group_name, "all_to_all", len(takes))
+    else:
+        group = group_named(group_name, "all_to_all")
+    return maps.AllToAll(group, tuple(takes), tuple(gives))
+
+
+def _resized(tensor: torch.Tensor, dim: int, size: Any) -> Sequence[Any]:
+    return (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+
+
+def _gathered(tensor: torch.Tensor, dim: int, n: int, sizes: Sequence[Any], name: str) -> Any:
+    return _resized(tensor, dim, sum(sizes) if sizes else tensor.shape[dim] * n)
+
+
+def _own_part(tensor: torch.Tensor, op: str, dim: int, *rest: Any) -> Sequence[Any]:
+    what = _reduce_scatter(op, dim, *rest)
+    return _resized(tensor, dim, what.sizes_for(tensor)[what.group.rank()])
+
+
+def _define() -> None:
+    _operator(
+        "all_reduce",
+        "str reduce_op, str group_name",
+        _all_reduce,
+        _same,
+        _run_one,
+        _gradient_of_one,
+    )
+    _operator("broadcast", "int src, str group_name", _broadcast, _same, _run_one, _gradient_of_one)
+    _operator(
+        "reduce",
+        "str reduce_op, int dst, str group_name",
+        _reduce,
+        _same,
+        _run_one,
+        _gradient_of_one,
+    )
+    _operator(
+        "gather",
+        "int dst, int num_ranks, str group_name",
+        _gather,
+        lambda x, dst, n, name: (n, *x.shape),
+        lambda what, x: torch.stack(what.start((x,), False)[0]),
+        lambda what, grad: what.gradients(grad.unbind(0))[0],
+    )
+    _operator(
+        "scatter",
+        "int src, str group_name",
+        _scatter,
+        lambda x, src, name: x.shape[1:],
+        lambda what, x: what.start(x.unbind(0), False)[0][0],
+        lambda what, grad: torch.stack(what.gradients((grad,))),
+    )
+    _operator(
+        "all_gather",
+        "int dim, int num_ranks, SymInt[] sizes, str group_name",
+        _all_gather,
+        _gathered,
+        _run_one,
+        _gradient_of_one,
+    )
+    _operator(
+        "reduce_scatter",
+        "str reduce_op, int dim, int num_ranks, SymInt[] sizes, str group_name",
+        _reduce_scatter,
+        _own_part,
+        _run_one,
+        _gradient_of_one,
+    )
+    _operator(
+        "all_to_all",
+        "SymInt[] output_split_sizes, SymInt[] input_split_sizes, str group_name",
+        _all_to_all,
+        lambda x, takes, gives, name: _resized(x, 0, sum(takes) if takes else x.shape[0]),
+        _run_one,
+        _gradient_of_one,
+    )
+
+
+_define()
