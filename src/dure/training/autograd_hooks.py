@@ -8,7 +8,7 @@ Note "Hooks of the program". A hook that a program registers for a parameter's a
 (`register_post_accumulate_grad_hook`) is to see the reduced gradient, once, and not this rank's
 own. So of a parameter's hooks autograd sees those of this module alone; the program's are kept
 apart (`_Hooks`), whether they came before or after, and the owner runs them when the gradient has
-been reduced (`run_hooks_of`).
+been reduced (`hooks_of_program`).
 
 *Outputs* (`on_outputs`). A gradient that arrives at an output of a module says that a backward
 through it is running, also one that reaches no parameter on this rank (all its inputs were masked
@@ -49,14 +49,14 @@ __all__ = [
     "at_end_else",
     "at_end_or_failure",
     "fills_gradients",
-    "has_hooks",
+    "hooks_of_program",
     "in_backward",
+    "is_shared",
     "keeps_graph",
     "on_gradients",
     "on_inputs",
     "on_outputs",
     "restore",
-    "run_hooks_of",
     "task_id",
     "will_reach",
 ]
@@ -125,23 +125,18 @@ def _set_hooks(parameter: torch.Tensor, hooks: dict[int, Hook]) -> None:
     parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore
 
 
-def has_hooks(parameter: torch.Tensor, alone: bool = False) -> bool:
-    """Return whether the program has hooks that wait for a parameter's gradient.
+def hooks_of_program(parameter: torch.Tensor) -> OrderedDict[int, Hook]:
+    """Return the hooks that a program has for a parameter's accumulated gradient, now and later.
 
-    Args:
-        parameter: The parameter.
-        alone: And whether no second owner could run them.
+    Of a parameter that was given to `on_gradients`.
     """
     hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore
-    return isinstance(hooks, _Hooks) and bool(hooks.of_program) and not (alone and len(hooks) > 1)
+    return hooks.of_program
 
 
-def run_hooks_of(parameter: torch.Tensor) -> None:
-    """Run the program's hooks of a parameter's accumulated gradient."""
-    hooks: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore
-    with torch.no_grad():
-        for hook in list(hooks.of_program.values()):
-            hook(parameter)
+def is_shared(parameter: torch.Tensor) -> bool:
+    """Return whether `on_gradients` has two owners for a parameter."""
+    return len(parameter._post_accumulate_grad_hooks) > 1  # pyright: ignore
 
 
 class _Hooks(OrderedDict[int, Hook]):

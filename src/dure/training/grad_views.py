@@ -127,6 +127,7 @@ class GradView:
     __slots__ = (
         "_address",
         "_flat",
+        "_has_format",
         "_offset",
         "_saved",
         "_shape",
@@ -146,6 +147,7 @@ class GradView:
         self.number, self.name, self.parameter = number, named.name, named.parameter
         self.dtype = dtype
         self._shape = own_part(named.parameter).shape
+        self._has_format = len(self._shape) in (4, 5)  # which `to(memory_format=...)` changes
         self.node = _accumulator(named.parameter)
         self.buffer_index = DORMANT
         self.expected = self.left = 1
@@ -228,8 +230,8 @@ class GradView:
         values = gradient.detach() if gradient.requires_grad else gradient
         if values.layout is not torch.strided:
             values = values.to_dense()
-        if values.stride() != self.tensor.stride():
-            self._make_tensor()  # `to(memory_format=...)`: optimizers want the parameter's strides
+        if self._has_format and values.stride() != self.tensor.stride():
+            self._make_tensor()  # optimizers want the parameter's strides
         self._free_view()
         if not self._show():
             return False

@@ -233,6 +233,9 @@ class Reducer:
         self.remove_hooks = autograd_hooks.on_gradients(
             self, Reducer.on_gradient, [view.parameter for view in self.all_views]
         )
+        self._program_hooks = [
+            autograd_hooks.hooks_of_program(view.parameter) for view in self.all_views
+        ]
 
     def views(self) -> Iterator[GradView]:
         """Go through the gradients in all buckets."""
@@ -361,8 +364,9 @@ class Reducer:
                 return
             view.used = True
             if not self._syncing:
-                if not self._keeping and autograd_hooks.has_hooks(view.parameter, alone=True):
-                    autograd_hooks.run_hooks_of(view.parameter)
+                hooked = not self._keeping and self._program_hooks[number]
+                if hooked and not autograd_hooks.is_shared(view.parameter):
+                    self._run_hooks_of(view)
                 return
             view.left -= 1
             if view.left == 0:
@@ -425,7 +429,12 @@ class Reducer:
         """Run the program's hooks of the gradients that were reduced."""
         reduced, self._with_hooks = self._with_hooks, []
         for view in reduced:
-            autograd_hooks.run_hooks_of(view.parameter)
+            self._run_hooks_of(view)
+
+    def _run_hooks_of(self, view: GradView) -> None:
+        with torch.no_grad():
+            for hook in list(self._program_hooks[view.number].values()):
+                hook(view.parameter)
 
     def _ddp_graph_static(self) -> bool:
         """Tell whether static_graph=True could have been passed (torch's name)."""
@@ -497,7 +506,7 @@ class Reducer:
             if used_somewhere and not view.used and not view.parameter.requires_grad:
                 self._errors.append(ErrorRecord(ErrorKind.FROZEN, view))  # told in the next step
             view.used = False
-            if used_somewhere and autograd_hooks.has_hooks(view.parameter):
+            if used_somewhere and self._program_hooks[view.number]:
                 self._with_hooks.append(view)
         self.num_reduced += 1
         if self._used_parameters.error():
