@@ -40,6 +40,7 @@ os.environ["DURE_TRACE_DIR"] = "off"  # what fails on purpose leaves no files; a
 # again first. In CI they are the same in every run. A slow machine is never a failure.
 hypothesis.settings.register_profile(
     "dure",
+    max_examples=50,
     deadline=None,
     derandomize="CI" in os.environ,
     print_blob=True,
