@@ -187,7 +187,7 @@ def names_in_documents_exist() -> FAULTS:
 
 
 def translations_show_the_same_code() -> FAULTS:
-    """Blocks of code are the same in a page and its translation, but for comments."""
+    """Blocks of code are the same in a page and its translation, except for comments."""
     pages = [(path.parents[1] / path.name, path) for path in sorted(ROOT.glob("docs/ko/*.md"))]
     for pair in [(ROOT / "README.md", ROOT / "README.ko.md"), *pages]:
         english, korean = (
