@@ -102,7 +102,9 @@ class TiedParameters:
         """Put gradients of earlier steps aside, so that only this step's are summed."""
         self._find()
         self._before = {
-            parameter: parameter.grad for known in self._mine.values() for parameter in known
+            parameter: None if parameter.grad is None else _gradient(parameter)
+            for known in self._mine.values()
+            for parameter in known
         }
         for parameter in self._before:
             parameter.grad = None
@@ -117,13 +119,13 @@ class TiedParameters:
                 self._sum(self._mine[name], holders)
         for parameter, before in self._before.items():
             if before is not None and parameter.grad is not None:
-                _local(parameter.grad).add_(_local(before))
+                _local(_gradient(parameter)).add_(_local(before))
             elif before is not None:
                 parameter.grad = before
         self._before = {}
 
     def _sum(self, parameters: list[nn.Parameter], holders: list[int]) -> None:
-        mine = _total([_gradient(p) for p in parameters])
+        mine = _total([_local(_gradient(p)) for p in parameters])
         others = [rank for rank in holders if rank != self._rank]
         got = {rank: torch.empty_like(mine) for rank in others}
         works = [self._group.irecv(got[rank], rank, _TAG) for rank in others]
@@ -132,18 +134,18 @@ class TiedParameters:
             work.wait()
         total = _total([mine if rank == self._rank else got[rank] for rank in holders])
         for parameter in parameters:
-            _gradient(parameter).copy_(total)
+            _local(_gradient(parameter)).copy_(total)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a gradient, in its parameter's placements (a collective)."""
+    """Return a gradient, in its parameter's placements (a collective)."""
     gradient: Any = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter)
     elif isinstance(parameter, DTensor):
         gradient = gradient.detach().redistribute(placements=parameter.placements)
     parameter.grad = gradient
-    return _local(gradient)
+    return gradient
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
