@@ -145,7 +145,7 @@ class DiLoCo(Outer):
             fix="Add them to the local optimizer before wrapping it.",
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def _complete_state(self) -> dict[str, Any]:
         """Return the local state, and under ``diloco`` anchors, outer states and the count."""
         rounds = [{"anchor": f.anchor, "outer": f.outer.state_dict()} for f in self._fragments]
         return {
@@ -153,8 +153,8 @@ class DiLoCo(Outer):
             "diloco": {"num_steps": self.num_steps, "fragments": rounds},
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`, in the middle of a round too; the model is loaded by itself.
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`, in the middle of a round too; the model is loaded by itself.
 
         Raises:
             UsageError: The state is not one of DiLoCo with as many fragments.

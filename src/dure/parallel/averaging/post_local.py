@@ -62,6 +62,38 @@ class Outer(torch.optim.Optimizer):
         """Add parameters to the local optimizer."""
         self.optim.add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the complete state; hooks of `register_state_dict_...` run around that."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = self._complete_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`; hooks of `register_load_state_dict_...` run around that.
+
+        Raises:
+            UsageError: The state is not one of such an optimizer.
+        """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _complete_state(self) -> dict[str, Any]:
+        """Return the local optimizer's state, and what is this class's own."""
+        raise NotImplementedError
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what `_complete_state` returned."""
+        raise NotImplementedError
+
 
 class PostLocalSGDOptimizer(Outer):
     """Steps locally, and averages the models when its averager says so.
@@ -87,12 +119,12 @@ class PostLocalSGDOptimizer(Outer):
         self.averager.average_parameters(self.param_groups)
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
+    def _complete_state(self) -> dict[str, Any]:
         """Return the local optimizer's state, and the averager's step as ``step``."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`; a state without ``step`` starts the averager anew, and warns."""
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`; without ``step`` the averager starts again, with a warning."""
         self.optim.load_state_dict(state_dict)
         self.param_groups = self.optim.param_groups
         if "step" not in state_dict:
