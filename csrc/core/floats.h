@@ -29,6 +29,18 @@ inline uint32_t as_bits(float x) {
     return bits;
 }
 
+// The float32 that the magnitude `rest` of a small format is: its exponent, of bias `Bias`, is
+// raised by an addition of integers. A subnormal number becomes 1.rest times the smallest normal
+// one, of which that is taken away again. No operand and no result is subnormal as float32: a
+// processor that takes such numbers as zero (torch.set_flush_denormal) keeps these.
+template <int M, int Bias>
+inline uint32_t rebased(uint32_t rest) {
+    constexpr uint32_t kSmallest = uint32_t{128 - Bias} << 23;  // 2^(1 - Bias)
+    uint32_t normal = (rest << (23 - M)) + (uint32_t{127 - Bias} << 23);
+    uint32_t subnormal = as_bits(as_float((rest << (23 - M)) + kSmallest) - as_float(kSmallest));
+    return rest >> M ? normal : subnormal;
+}
+
 struct BFloat16 {
     uint16_t bits;
     using Accumulator = float;
@@ -79,9 +91,7 @@ struct Float16 {
 #else
     static float load(Float16 x) {
         uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, rest = x.bits & 0x7fffu;
-        // Exponents are rebased by a multiplication, which also normalises subnormal numbers.
-        float magnitude = as_float(rest << 13) * as_float(0x77800000u);  // 2^112
-        uint32_t bits = rest >= 0x7c00u ? 0x7f800000u | (rest << 13) : as_bits(magnitude);
+        uint32_t bits = rest >= 0x7c00u ? 0x7f800000u | (rest << 13) : rebased<10, 15>(rest);
         return as_float(sign | bits);
     }
     static Float16 store(float x) {
@@ -127,9 +137,7 @@ struct Float8 {
                 return as_float(sign | (infinite ? 0x7f800000u : 0x7fc00000u));
             }
         }
-        // 2^(127 - Bias), as an exponent field of its own.
-        float magnitude = as_float(rest << (23 - M)) * as_float(uint32_t{254 - Bias} << 23);
-        return as_float(sign | as_bits(magnitude));
+        return as_float(sign | rebased<M, Bias>(rest));
     }
 
     static Float8 store(float x) {

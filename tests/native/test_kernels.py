@@ -87,6 +87,34 @@ def test_sixteen_bit_floats_agree_with_torch_for_all_values(dtype, isas):
                 assert_same_bits(reduced([every, b], op), expected, op not in MIN_MAX)
 
 
+@pytest.fixture
+def flushing():
+    """Take subnormal float32 numbers for zero in this thread, as `set_flush_denormal` does."""
+    assert torch.set_flush_denormal(True), "x86-64 and arm64 have it"
+    yield torch.set_flush_denormal
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", [*EIGHT, torch.float16], ids=str)
+def test_subnormal_numbers_of_small_formats_are_kept_where_those_of_float32_are_flushed(
+    dtype, isas, flushing
+):
+    """As float32 they are normal numbers, and so are their sums, means and products."""
+    flushing(False)
+    if dtype.itemsize == 1:
+        a, b = all_pairs(dtype)
+    else:
+        a = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+        b = a.view(torch.uint16)[torch.arange(65536) ^ 0x7C00 ^ 5].view(dtype)
+    expected = {op: by_torch(op, a, b) for op in OPS}
+    for _ in isas:
+        for op in OPS:
+            flushing(True)
+            got = reduced([a, b], op)
+            flushing(False)
+            assert_same_bits(got, expected[op], op not in MIN_MAX)
+
+
 FOLDS = {
     "SUM": torch.add,
     "AVG": torch.add,
