@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from dure.rpc import sockets
 from dure.rpc.sockets import Assembly, Sockets, Told, frames_of
 from dure.store.address import is_refused, resolve
 from dure.store.listener import listen
+from dure.store.silence import ListeningClock
 from dure.store.wire import MAX_FRAME_BYTES
 from tests.waiting import PATIENCE_S, until
 
@@ -148,3 +150,16 @@ def test_a_process_of_another_host_that_is_busy_is_looked_for_as_long_as_hosts_m
         assert lost.peers == []
     (way,) = opened._ways.values()
     assert opened._patience_s(way) == 3600
+
+
+def test_processes_are_looked_for_again_after_a_pause_of_this_one(opened: Sockets) -> None:
+    late, lost = [0.0], Lost()
+    opened._clock = ListeningClock(lambda: time.monotonic() + late[0])
+    opened.start(0, lost)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        opened.send(1, f"tcp://127.0.0.1:{busy.getsockname()[1]}", False, b"", ())
+        busy.accept()[0].close()
+        late[0] = 2 * 3600.0  # so long this process is paused, more than another may be silent
+        for _ in range(3):
+            busy.accept()[0].close()
+        assert lost.peers == []

@@ -12,7 +12,8 @@ import zmq
 from dure.errors import StoreError, StoreTimeout
 from dure.store import JobKey, TCPStore
 from dure.store.network import NetworkStore
-from dure.store.server import ListeningClock, StoreServer
+from dure.store.server import StoreServer
+from dure.store.silence import ListeningClock
 from dure.store.wire import Reply
 from tests.waiting import until
 
@@ -71,21 +72,6 @@ def test_a_reply_is_not_given_up_before_zeromq_has_looked_what_was_read() -> Non
     server = SimpleNamespace(_router=(router := Busy()))
     StoreServer._send(cast(StoreServer, server), [(b"client", Reply("ok"))])
     assert len(router.sent) == 1
-
-
-def test_a_servers_clock_stands_still_while_the_server_is_paused() -> None:
-    real = [100.0]
-    clock = ListeningClock(lambda: real[0])
-    clock.turn(2.0)
-    real[0] += 2.0  # as was said
-    clock.turn(1.0)
-    assert clock.now() == 102.0
-    real[0] += 11.0  # ten seconds more than was said
-    clock.turn()
-    assert clock.now() == 103.0
-    real[0] += 50.0  # nothing was said
-    clock.turn(1.0)
-    assert clock.now() == 153.0
 
 
 def test_leases_do_not_end_while_the_server_is_paused(server: StoreServer, key: JobKey) -> None:

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from dure.errors import UsageError
-from dure.store.silence import end_after_silence, silence_s
+from dure.store.silence import ListeningClock, end_after_silence, silence_s
 
 
 def test_a_host_may_be_silent_for_30_seconds_unless_the_user_says_otherwise(monkeypatch):
@@ -65,3 +65,18 @@ def test_zeromq_hands_the_setting_to_the_kernel(monkeypatch):
                     ]
             opened.disable_monitor()
     assert got == [1, 2, 2, 5, 12_000]
+
+
+def test_a_listening_clock_stands_still_while_its_thread_is_paused():
+    real = [100.0]
+    clock = ListeningClock(lambda: real[0])
+    clock.turn(2.0)
+    real[0] += 2.0  # as was said
+    clock.turn(1.0)
+    assert clock.now() == 102.0
+    real[0] += 11.0  # ten seconds more than was said
+    clock.turn()
+    assert clock.now() == 103.0
+    real[0] += 50.0  # nothing was said
+    clock.turn(1.0)
+    assert clock.now() == 153.0

@@ -36,7 +36,7 @@ from dure.store.address import is_refused
 from dure.store.key import JobKey
 from dure.store.listener import Listener
 from dure.store.router import GuardedRouter, Guarding
-from dure.store.silence import end_after_silence, silence_s
+from dure.store.silence import ListeningClock, end_after_silence, silence_s
 from dure.store.tracker import read_event
 from dure.store.wire import MAX_FRAME_BYTES
 
@@ -47,6 +47,7 @@ _WAITING_FRAMES = 32  # of one connection, in ZeroMQ's memory
 _BURST = 64  # frames of one connection before the others' turn
 _PAUSE_S = 0.1  # between two attempts to connect
 _REFUSED_S = 10.0  # for the word of a process that ended in order, if its port refuses connections
+_BUSY_S = 1.0  # that this thread may be busy; longer is a pause of this process
 _ASK_S = 2.0  # between two questions whether a port does
 _CLOSE_S = 1.0  # for what waits to be sent when the process leaves
 _FINISH_S = 1.0  # for the connections of a process that has ended to be seen to break
@@ -176,7 +177,7 @@ class _Outgoing:
     socket: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     open: bool = False
-    since: float = 0.0  # when it was found closed
+    since: float = 0.0  # when it was found closed, by the sockets' clock
     retry_at: float = 0.0
     refused: bool = False  # nobody listens there, says its host
     ask_at: float = 0.0
@@ -228,6 +229,7 @@ class Sockets:
         self._watched: dict[Any, Callable[[], None]] = {}  # by descriptor
         self._poller = zmq.Poller()
         self._ends_at: float | None = None
+        self._clock = ListeningClock()  # for how long others are looked for
         self._thread = threading.Thread(target=self._run, name="dure-rpc-sockets", daemon=True)
 
     def start(self, own_id: int, told: Told) -> None:
@@ -285,7 +287,10 @@ class Sockets:
             self._poller.register(source, zmq.POLLIN)
         try:
             while not self._is_over():
-                ready = dict(self._poller.poll(self._patience_ms()))
+                patience_ms = self._patience_ms()
+                self._clock.turn(patience_ms / 1000 + _BUSY_S)
+                ready = dict(self._poller.poll(patience_ms))
+                self._clock.turn(_BUSY_S)
                 try:
                     self._serve(ready)
                 except Exception:
@@ -330,7 +335,7 @@ class Sockets:
             elif left.open:
                 self._pump(left)
             elif left.socket is None and self._ways.get(left.peer) is left:
-                left.since = left.since or time.monotonic()
+                left.since = left.since or self._clock.now()
                 self._closed_ways.add(left)
         for descriptor in ready.keys() & self._watched.keys():
             self._poller.unregister(descriptor)
@@ -355,7 +360,7 @@ class Sockets:
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         for way in list(self._closed_ways):
-            if not way.near and now >= way.since + self._patience_s(way):
+            if not way.near and self._clock.now() >= way.since + self._patience_s(way):
                 self._closed_ways.discard(way)
                 self._told.unreachable(way.peer)
             elif way.socket is None and now >= way.retry_at:
@@ -483,7 +488,7 @@ class Sockets:
         way.queue.clear()
         self._told.broken(way.peer)
         if not way.near and self._ways.get(way.peer) is way:
-            way.since = way.retry_at = time.monotonic()
+            way.since, way.retry_at = self._clock.now(), time.monotonic()
             self._closed_ways.add(way)
 
     def _shut(self, way: _Outgoing) -> None:

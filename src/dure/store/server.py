@@ -34,10 +34,11 @@ from dure.store.key import JobKey
 from dure.store.lifetime import at_process_end
 from dure.store.listener import Listener, stop_listening
 from dure.store.router import GuardedRouter, Guarding
+from dure.store.silence import ListeningClock
 from dure.store.tracker import close_inherited
 from dure.store.wire import Reply, frames_of, join, pack, read_request
 
-__all__ = ["ListeningClock", "StoreServer", "adopt"]
+__all__ = ["StoreServer", "adopt"]
 
 _LINGER_S = 10.0
 """How long a retired server waits for its clients to leave, in the background."""
@@ -57,34 +58,6 @@ _LOOK_S = 1.0
 """How long the poll may take while there are leases, so that the server notices its own pauses."""
 
 _log = logging.getLogger("dure.store")
-
-
-class ListeningClock:
-    """A clock that stands still while its owner is paused.
-
-    A server that was stopped, or whose interpreter was busy, or whose machine was paused, has read
-    nothing in that time. What has arrived is read next. So that time does not count for leases.
-
-    Args:
-        clock: What it follows.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._paused_s = clock, 0.0
-        self._due = float("inf")
-
-    def now(self) -> float:
-        """Return the time."""
-        return self._clock() - self._paused_s
-
-    def turn(self, within_s: float = float("inf")) -> None:
-        """Note that the owner runs, and will call this again in `within_s` unless it is paused.
-
-        Time past what the last call said was a pause.
-        """
-        now = self._clock()
-        self._paused_s += max(0.0, now - self._due)
-        self._due = now + within_s
 
 
 class StoreServer:

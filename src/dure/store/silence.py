@@ -13,6 +13,8 @@ expected at an address.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -20,7 +22,7 @@ import zmq
 from dure import env
 from dure.errors import UsageError
 
-__all__ = ["end_after_silence", "silence_s"]
+__all__ = ["ListeningClock", "end_after_silence", "silence_s"]
 
 _DEFAULT_S, _LEAST_S = 30, 2
 _PROBES = 6
@@ -55,3 +57,31 @@ def end_after_silence(socket: zmq.Socket[Any]) -> None:
     socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = interval
     socket.tcp_keepalive_cnt = max(1, math.ceil(seconds / interval) - 1)
     socket.tcp_maxrt = 1000 * seconds
+
+
+class ListeningClock:
+    """A clock that stands still while its owner is paused.
+
+    A thread that was stopped, or whose interpreter was busy, or whose machine was paused, has read
+    nothing in that time. What has arrived is read next. So that time is no silence of others.
+
+    Args:
+        clock: What it follows.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._paused_s = clock, 0.0
+        self._due = float("inf")
+
+    def now(self) -> float:
+        """Return the time."""
+        return self._clock() - self._paused_s
+
+    def turn(self, within_s: float = float("inf")) -> None:
+        """Note that the owner runs, and will call this again in `within_s` unless it is paused.
+
+        Time past what the last call said was a pause.
+        """
+        now = self._clock()
+        self._paused_s += max(0.0, now - self._due)
+        self._due = now + within_s

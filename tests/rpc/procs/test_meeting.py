@@ -87,7 +87,7 @@ def test_workers_meet_in_a_store_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.needs("network namespaces")
-def test_a_host_that_is_cut_off_is_lost_after_ten_seconds(tmp_path: Path) -> None:
+def test_a_host_that_is_cut_off_is_lost_after_its_silence(tmp_path: Path) -> None:
     """The call under way may have run; from then on the worker is gone. Others are called."""
     with hosts(3, "rpc") as made:
         ranks = start_job(made, 1, [OVER_HOSTS, tmp_path], tmp_path / "key")
@@ -99,7 +99,7 @@ def test_a_host_that_is_cut_off_is_lost_after_ten_seconds(tmp_path: Path) -> Non
     assert seen["first"].startswith("RpcError: the connection to worker 'worker1' broke")
     assert "may have run" in seen["first"]
     assert seen["later"].startswith("PeerLost: worker 'worker1' (id 1) is gone")
-    assert seen["seconds"] > 10
+    assert seen["seconds"] > 2  # for so long it is looked for when the connection is broken
     assert seen["others"] == 42
 
 
