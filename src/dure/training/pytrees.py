@@ -9,7 +9,10 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["cast_floats", "mapped", "moved", "tensors_of"]
+__all__ = ["cast_floats", "has_unknown_parts", "mapped", "moved", "tensors_of"]
+
+_PLAIN = (torch.Tensor, type(None), int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Types of leaves that hold no tensor but themselves."""
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -26,6 +29,22 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
         parts = [getattr(value, field.name) for field in fields(value)]
     for part in parts:
         yield from tensors_of(part)
+
+
+def has_unknown_parts(value: object) -> bool:
+    """Return whether `value` has parts that may hold tensors which `tensors_of` does not see."""
+    if isinstance(value, _PLAIN):
+        return False
+    parts: Iterable[object]
+    if isinstance(value, Mapping):
+        parts = cast("Mapping[object, object]", value).values()
+    elif isinstance(value, list | tuple | set):
+        parts = cast("Iterable[object]", value)
+    elif is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    else:
+        return True
+    return any(map(has_unknown_parts, parts))
 
 
 def moved(value: Any, device: torch.device) -> Any:

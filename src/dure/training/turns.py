@@ -9,6 +9,8 @@ calls do: a rank that died is a `PeerLost`, one that does not come a `CommTimeou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +45,7 @@ class Turns:
             [r for r in range(group.size()) if r != group.rank()],
         )
         self._wrote = node_shared_zeros(group, 8 * group.size()).view(torch.int64)
-        self._reading = self._awaiting = False
+        self._reading = self._awaiting = self._writes_in_step = False
 
     @classmethod
     def of(cls, group: ProcessGroup) -> Turns:
@@ -52,11 +54,6 @@ class Turns:
         if turns is None:
             turns = group.belongings[cls] = cls(group)
         return turns
-
-    @property
-    def epoch(self) -> int:
-        """A number that changes when any rank has written."""
-        return int(self._wrote.sum())
 
     def enter(self) -> None:
         """Wait until all ranks are here, and have written what they wrote."""
@@ -81,9 +78,23 @@ class Turns:
         if together:
             self._await_readers()
 
+    @contextmanager
+    def writing_in_step(self) -> Iterator[None]:
+        """Have `begin_write` wait for nobody in a block, and the rank read on after it.
+
+        For writes of what no rank reads any more in this step.
+        """
+        self._writes_in_step = True
+        try:
+            yield
+        finally:
+            self._writes_in_step = False
+            self.end_write()
+
     def begin_write(self) -> None:
         """Wait until nobody reads; note that this rank writes."""
-        self.leave(together=True)
+        if not self._writes_in_step:
+            self.leave(together=True)
         if int(self._wrote[self._rank]) % 2 == 0:
             self._wrote[self._rank] += 1
 

@@ -101,6 +101,18 @@ class Gathered(Strategy):
         self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
         return bool(flag.item())
 
+    def enter(self) -> Sequence[FSDPParameter]:
+        """Have autograd refuse what it has saved of wholes that are kept, and are others now."""
+        return self._written() if self._is_whole or self._kept is not None else ()
+
+    def _written(self) -> Sequence[FSDPParameter]:
+        """Return which shards were written since the wholes were made; let autograd know."""
+        each = zip(self._parameters, self._versions, strict=False)
+        written = [p for p, version in each if p.version != version]
+        for parameter in written:
+            parameter.has_changed()
+        return written
+
     def unshard(self) -> ProcessGroup | None:
         """Begin the all_gather."""
         if self._is_whole or self._begun is not None:
@@ -108,11 +120,8 @@ class Gathered(Strategy):
         if self._kept is not None:
             assert self._near is not None
             return self._begin(self._near, self._kept)
-        versions = [p.version for p in self._parameters]
-        if self._wholes and versions != self._versions:
-            for parameter in self._parameters:
-                parameter.has_changed()
-        self._versions = versions
+        self._written()
+        self._versions = [p.version for p in self._parameters]
         return self._begin(self._axes.shard_group, self._shards())
 
     def _begin(self, group: ProcessGroup, flat: torch.Tensor) -> ProcessGroup:

@@ -7,15 +7,16 @@ waited for when the whole backward has.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from dure.errors import CommError, ModuleError
 from dure.parallel.fsdp.choosing import strategy_for
-from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.parallel.fsdp.parameter import FSDPParameter, run_hooks
 from dure.parallel.fsdp.reducing import CustomCollective, Reduction
 from dure.parallel.fsdp.strategy import Strategy
 from dure.training.memory import give_back_freed
@@ -23,7 +24,33 @@ from dure.training.memory import give_back_freed
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["ParameterGroup"]
+__all__ = ["Delivery", "ParameterGroup", "deliver"]
+
+
+class Delivery(NamedTuple):
+    """A reduced gradient for a shard that has hooks.
+
+    Attributes:
+        strategy: Of the shard's group.
+        parameter: Whose shard.
+        gradient: `FSDPParameter.as_gradient`.
+    """
+
+    strategy: Strategy
+    parameter: FSDPParameter
+    gradient: torch.Tensor
+
+
+def deliver(deliveries: Sequence[Delivery]) -> None:
+    """Add gradients to those of the shards, all in one backward, and run the shards' hooks."""
+    if not deliveries:
+        return
+    parameters = [d.parameter for d in deliveries]
+    with ExitStack() as stack:
+        for strategy in {d.strategy for d in deliveries}:
+            own = [d.parameter for d in deliveries if d.strategy is strategy]
+            stack.enter_context(strategy.hooks_may_write(own))
+        run_hooks(parameters, [d.gradient for d in deliveries])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,6 +76,7 @@ class ParameterGroup:
     strategy: Strategy = field(init=False)
     sync: bool = True
     unsharded: bool = False
+    _is_kept: bool = field(default=False, init=False)
     _dtypes: list[torch.dtype] = field(default_factory=list[torch.dtype], init=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +94,12 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.whole = None
 
-    def adopt(self) -> None:
-        """Take over what the program put in the place of shards since the last step."""
+    def adopt(self) -> bool:
+        """Take over what the program put in the place of shards since the last step.
+
+        Returns:
+            Whether wholes that were kept were freed, as shards were written since.
+        """
         adopted = [p.adopt() for p in self.parameters]
         dtypes = {p.dtype for p in self.parameters}
         if len(dtypes) > 1:
@@ -82,9 +114,11 @@ class ParameterGroup:
             if self._dtypes != [p.sharded.dtype for p in self.parameters]:
                 self.remake()
             self.strategy.attach()
-        if self.strategy.is_stale():
+        is_stale = self.strategy.is_stale()
+        if is_stale:
             self.reshard()
             self.strategy.reshard()
+        return is_stale
 
     def unshard(self) -> ProcessGroup | None:
         """Begin to make the parameters whole; see `Strategy.unshard`."""
@@ -95,15 +129,23 @@ class ParameterGroup:
         if not self.unsharded:
             for parameter, tensor in zip(self.parameters, self.strategy.wait(), strict=True):
                 parameter.show_whole(tensor)
-            self.unsharded = True
+            self.unsharded, self._is_kept = True, False
 
-    def reshard(self, for_backward: bool = False) -> None:
-        """Let modules have the shards, and free the wholes; see `Strategy.reshard`."""
+    def reshard(self, for_backward: bool = False, keeps: bool = False) -> None:
+        """Let modules have the shards, and free the wholes; see `Strategy.reshard`.
+
+        Args:
+            for_backward: They are read again in this step's backward.
+            keeps: Keep the memory of the wholes, which a graph reads.
+        """
         if self.unsharded:
             for parameter in self.parameters:
                 parameter.show_sharded()
+        elif not self._is_kept:
+            return
+        self._is_kept, self.unsharded = keeps and self.strategy.frees, False
+        if not self._is_kept:
             self.strategy.reshard(for_backward)
-            self.unsharded = False
             self._trim()
 
     def _trim(self) -> None:
@@ -120,8 +162,11 @@ class ParameterGroup:
             for parameter in self.parameters:
                 parameter.accumulate(dtype)
             return
-        self.finish_reduction()
+        assert not self.reduction.is_begun
         gradients = [p.take_gradient(dtype) if p.is_trained else None for p in self.parameters]
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                self.strategy.has_taken_gradient(parameter)
         self.reduction.begin(gradients)
 
     @property
@@ -130,13 +175,27 @@ class ParameterGroup:
         trained = (p for p in self.parameters if p.is_trained)
         return sum(p.whole_shape.numel() * p.dtype.itemsize for p in trained)
 
-    def finish_reduction(self) -> None:
-        """Wait for the reduction that was begun, if any, and give the shards their gradients."""
-        if self.reduction.is_begun:
-            for parameter, part in zip(self.parameters, self.reduction.finish(), strict=True):
-                if part is not None:
-                    parameter.give_gradient(part)
-            self._trim()
+    def finish_reduction(self) -> Sequence[Delivery]:
+        """Wait for the reduction that was begun, if any, and give the shards their gradients.
+
+        Returns:
+            The gradients that hooks of the program wait for until the end of backward.
+        """
+        if not self.reduction.is_begun:
+            return ()
+        now: list[Delivery] = []
+        later: list[Delivery] = []
+        for parameter, part in zip(self.parameters, self.reduction.finish(), strict=True):
+            if part is None:
+                continue
+            if parameter.has_hooks:
+                delivery = Delivery(self.strategy, parameter, parameter.as_gradient(part))
+                (later if parameter.waits_for_end else now).append(delivery)
+            else:
+                parameter.give_gradient(part)
+        deliver(now)
+        self._trim()
+        return later
 
     def forget(self) -> None:
         """Drop what a step that failed has left; wait for what others still read."""

@@ -6,8 +6,7 @@ puts their rows where its host has the wholes; its neighbours do so with theirs:
     host 0   rank 0, rank 1          rank 0 gathers with rank 2, rank 1 with rank 3: a host
     host 1   rank 2, rank 3          receives what it lacks, once
 
-Wholes stay from then on, so backward gathers nothing. With the rows travels a number that changes
-when the host's ranks have written: what autograd has saved before is refused then.
+Wholes stay from then on, so backward gathers nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = ["SharedByHost", "why_not_by_host"]
-
-_STAMP_BYTES = 8
 
 
 def why_not_by_host(axes: DataAxes) -> str | None:
@@ -58,7 +55,6 @@ class SharedByHost(Shared):
         hosts = len(axes.shard_group.hosts)
         near, self._far = axes.near_and_far(axes.size // hosts)
         self._is_gathered = False
-        self._stamps: list[int] = []
         super().__init__(parameters, axes, near)
         self._rooms = [padded_numel(p, axes.size) * p.dtype.itemsize for p in self._parameters]
         mine = self._far.rank()
@@ -77,13 +73,10 @@ class SharedByHost(Shared):
         """Begin to gather the rows of other hosts, once a step."""
         if self._is_gathered or self._begun is not None:
             return None
-        nbytes = sum(self._rooms) + _STAMP_BYTES
-        gathered = heap_empty(self._far.size(), nbytes, dtype=torch.uint8)
+        gathered = heap_empty(self._far.size(), sum(self._rooms), dtype=torch.uint8)
         flat = gathered[self._far.rank()]
-        pieces = flat.split([*self._rooms, _STAMP_BYTES])
-        for shard, there in zip(self._read.shards, pieces, strict=False):
+        for shard, there in zip(self._read.shards, flat.split(self._rooms), strict=True):
             there[: shard.nbytes].copy_(shard.detach().view(-1).view(torch.uint8))
-        flat[-_STAMP_BYTES:].copy_(torch.tensor([self._turns.epoch]).view(torch.uint8))
         work = self._far.all_gather_single(gathered.view(-1), flat, async_op=True)
         self._begun = gathered, self._far.size(), work
         return self._far
@@ -104,7 +97,3 @@ class SharedByHost(Shared):
             for row, room in zip(rows, self._rooms, strict=True):
                 row.view(-1).view(torch.uint8).copy_(gathered[host, begin : begin + row.nbytes])
                 begin += room
-        stamps = gathered[:, -_STAMP_BYTES:].contiguous().view(torch.int64).flatten().tolist()
-        if stamps != self._stamps:
-            self._stamps = stamps
-            self._have_changed()

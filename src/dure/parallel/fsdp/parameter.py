@@ -4,12 +4,16 @@
                     in forward and backward: the whole, an nn.Parameter of its own, plain, or a
                     DTensor of the tensor-parallel mesh.
 
-Autograd fills the whole's ``.grad``. The group reduces it, and what is this rank's becomes the
-shard's ``.grad``.
+Autograd fills the whole's ``.grad``, and reports that it did: so it is known which parameters took
+part in a backward, however the backward reached them. The group reduces the gradient, and what is
+this rank's becomes the shard's ``.grad``. The program's hooks on the shard (`register_hook`,
+`register_post_accumulate_grad_hook`, `register_multi_grad_hook`) run then: see `run_hooks`.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +25,11 @@ from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.tensor.dtensor import DTensor, wrap
 from dure.tensor.placement_types import chunk
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
-from dure.training.grad_views import own_part
+from dure.training.grad_views import own_part, part_in, unreduced_gradient
 from dure.training.mapped_files import Files
 from dure.training.optimizers import forget_replaced, note_replaced
 
-__all__ = ["FSDPParameter"]
+__all__ = ["FSDPParameter", "run_hooks"]
 
 
 class FSDPParameter:
@@ -45,6 +49,7 @@ class FSDPParameter:
         sharded: The nn.Parameter of this rank's shard, a DTensor.
         whole: The nn.Parameter that modules compute with; None before it was first needed.
         dtype: Of the whole.
+        on_gradient: Called when a backward has filled the whole's ``.grad``.
     """
 
     def __init__(
@@ -69,6 +74,8 @@ class FSDPParameter:
         forget_replaced(parameter)  # a tied one may be taken a second time
         for key, value in vars(parameter).items():
             setattr(sharded, key, value)
+        _share_hooks(parameter, sharded)
+        self.on_gradient: Callable[[FSDPParameter], None] | None = None
         self._take(sharded)
         self.accumulated: torch.Tensor | None = None
 
@@ -148,8 +155,33 @@ class FSDPParameter:
                 meta = TensorMeta(self._inner.shape, self._inner.meta.stride, self.dtype)
                 made = wrap(tensor, spec_of(self._inner.mesh, self._inner.placements, meta))
             self.whole = nn.Parameter(made, self.sharded.requires_grad)
+            self._is_watched = False
         self.whole.requires_grad_(self.sharded.requires_grad)
+        if not self._is_watched and self.whole.requires_grad:
+            self._watch(self.whole)
+            self._is_watched = True
         self._show(self.whole)
+
+    def _watch(self, whole: nn.Parameter) -> None:
+        """Have `on_gradient` called when a backward has filled the ``.grad`` of `whole`."""
+        me = weakref.ref(self)
+
+        def gradient_accumulated(filled: torch.Tensor) -> None:
+            parameter = me()
+            if parameter is None or parameter.on_gradient is None:
+                return
+            if filled is not parameter.whole:
+                filled.grad = None
+                raise ModuleError(
+                    "a sharded parameter was replaced between forward and backward",
+                    op="FSDP backward",
+                    parameters=(parameter.name,),
+                    seen=f"its gradient arrived at what forward used, {list(filled.shape)}",
+                    fix="Convert or replace parameters between steps.",
+                )
+            parameter.on_gradient(parameter)
+
+        whole.register_post_accumulate_grad_hook(gradient_accumulated)
 
     def _show(self, parameter: nn.Parameter) -> None:
         for module, name in self.places:
@@ -160,6 +192,12 @@ class FSDPParameter:
 
     # ---------------------------------------------------------------- gradients
 
+    @property
+    def gradient_has_history(self) -> bool:
+        """Whether the whole's gradient can be differentiated."""
+        gradient = None if self.whole is None else unreduced_gradient(self.whole)
+        return gradient is not None and gradient.requires_grad
+
     def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Return the whole's gradient, with what was accumulated before, and forget both."""
         self.accumulate(dtype)
@@ -167,31 +205,77 @@ class FSDPParameter:
         return gradient
 
     def accumulate(self, dtype: torch.dtype | None) -> None:
-        """Move the whole's gradient aside, and add up in `dtype`; a later backward reduces it."""
-        if self.whole is None or self.whole.grad is None:
+        """Move the whole's gradient aside, and add up in `dtype`; a later backward reduces it.
+
+        What is pending over other axes, as of a norm's weight under sequence parallelism, is
+        reduced here, in `dtype` too.
+        """
+        gradient = None if self.whole is None else unreduced_gradient(self.whole)
+        if self.whole is None or gradient is None:
             return
-        gradient: Any = self.whole.grad
-        self.whole.grad = None
         if isinstance(gradient, DTensor):
-            assert self._inner is not None
-            if gradient.spec.placements != self._inner.placements:
-                gradient = gradient.redistribute(placements=self._inner.placements)
-            gradient = gradient.part
+            assert isinstance(self.whole, DTensor)
+            gradient = part_in(gradient, self.whole, dtype)
+        self.whole.grad = None
         if self.accumulated is not None:
             gradient = gradient.to(dtype or gradient.dtype)
             gradient = self.accumulated.to(gradient.dtype).add_(gradient)
         self.accumulated = gradient
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the program has hooks on the shard that run when it gets its gradient."""
+        return self.waits_for_end or bool(self.sharded._post_accumulate_grad_hooks)  # pyright: ignore
+
+    @property
+    def waits_for_end(self) -> bool:
+        """Whether one of them may wait for gradients of others: `register_multi_grad_hook`."""
+        return bool(self.sharded._backward_hooks)  # pyright: ignore
+
+    def as_gradient(self, part: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the reduced gradient as what `run_hooks` adds to ``.grad``."""
+        return wrap(part.to(self.sharded.dtype), self.spec)
+
     def give_gradient(self, part: torch.Tensor) -> None:
         """Add this rank's part of the reduced gradient to the shard's."""
         part = part.to(self.sharded.dtype)
         if self.sharded.grad is None:
-            if self.files is not None:
-                room = self._gradient_room
-                if room is None or room.dtype != part.dtype:
-                    room = self._gradient_room = self.files.zeros(part.shape, part.dtype)
-                part = room.copy_(part)
-            self.sharded.grad = wrap(part, self.spec)
+            self.sharded.grad = wrap(self._in_file(part), self.spec)
         else:
             grad: Any = self.sharded.grad
             grad.part.add_(part)
+
+    def _in_file(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a gradient in its file, if it is to be kept in one."""
+        if self.files is None:
+            return part
+        room = self._gradient_room
+        if room is None or room.dtype != part.dtype:
+            room = self._gradient_room = self.files.zeros(part.shape, part.dtype)
+        return part if part is room else room.copy_(part)
+
+    def keep_gradient_in_file(self) -> None:
+        """Move the gradient that autograd has stored into its file, if it is to be kept there."""
+        grad: Any = self.sharded.grad
+        if self.files is not None and grad is not None:
+            grad.part = self._in_file(grad.part)
+
+
+def run_hooks(parameters: Sequence[FSDPParameter], gradients: Sequence[torch.Tensor]) -> None:
+    """Add gradients to those of the shards as a backward of autograd, which runs all their hooks.
+
+    Args:
+        parameters: Which ones.
+        gradients: `FSDPParameter.as_gradient` of each.
+    """
+    torch.autograd.backward([p.sharded for p in parameters], gradients)
+    for parameter in parameters:
+        parameter.keep_gradient_in_file()
+
+
+def _share_hooks(old: Any, new: Any) -> None:
+    """Let `new` have the hooks that `old` has, in the same dictionaries: handles remove them."""
+    if old._backward_hooks is not None:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks is not None:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks

@@ -23,6 +23,7 @@ from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
+from dure.tensor.strides import stored_like
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -146,8 +147,10 @@ class Reduction:
         ]
 
     def _unpadded(self, piece: torch.Tensor, parameter: FSDPParameter) -> torch.Tensor:
-        part = parameter.part.shape[parameter.dim]
-        return piece.view(padded_shape(parameter, self.axes.size)).narrow(parameter.dim, 0, part)
+        part = parameter.part
+        padded = piece.view(padded_shape(parameter, self.axes.size))
+        own = padded.narrow(parameter.dim, 0, part.shape[parameter.dim])
+        return stored_like(own, part)  # with gaps, if columns were padded
 
     def _empty(self, rows: int, columns: int) -> torch.Tensor:
         first = self.parameters[0]

@@ -11,16 +11,28 @@ rows at each step into a second block, and the wholes lie there.
 Ranks take turns (`Turns`). One *enters* when a root's forward begins, and waits for all: so what
 was written before is seen by all. It *leaves* when backward has ended, or a forward without
 gradients, and waits until all have left: so between steps whatever writes a shard, disturbs nobody.
-After a forward with gradients that no backward followed, the optimizer and `load_state_dict` wait
-likewise. These waits end as the group's calls do: a rank that died is a `PeerLost`, which says
-whether the weights are whole; one that does not come a `CommTimeout`.
+After a forward with gradients that no backward followed, or a backward that keeps its graph, the
+optimizer and `load_state_dict` wait likewise. These waits end as the group's calls do: a rank that
+died is a `PeerLost`, which says whether the weights are whole; one that does not come a
+`CommTimeout`.
 
 Wholes are not to be written: a module that does so in forward is refused, and told of *gathered*.
+
+Note "Is a saved value stale?". A whole and this rank's shard are tensors over one memory, but each
+has a version counter of its own. Whether a shard was written is asked whenever the rank enters, by
+comparing the shard's version with that of the last time; if it was, the whole's version is
+increased, and autograd refuses what it has saved of it, as for any tensor that was written in
+place. Ranks run the same program, so where one of them writes, it is refused there.
+
+Hooks of the program may write a shard within backward (an optimizer step per parameter): its
+gradient is reduced by then, so all ranks have computed theirs. What is not over then is refused
+like other writes (`has_taken_gradient`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +41,8 @@ from dure.errors import ModuleError, PeerLost
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.strategy import Strategy
-from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import chunk
+from dure.training import autograd_hooks
 from dure.training.memory import node_shared_zeros, piece_of, side_by_side
 from dure.training.turns import Turns
 
@@ -68,6 +80,7 @@ class Shared(Strategy):
 
     name = "shared"
     why = "CPU parameters, ranks on one host"
+    frees = False
 
     def __init__(
         self,
@@ -83,8 +96,7 @@ class Shared(Strategy):
         self._read = self._full if read == kept else _Block(parameters, read, axes, group)
         self._wholes = self._read.wholes
         self._versions: list[int] = []
-        self._shard_versions: list[int] = []
-        self._epoch = -1
+        self._seen: dict[FSDPParameter, int | None] = dict.fromkeys(parameters)
         self.attach()
 
     def attach(self) -> None:
@@ -98,6 +110,7 @@ class Shared(Strategy):
             if part.data_ptr() != place.data_ptr() and place.numel():
                 self._turns.begin_write()
                 place.copy_(part.detach())
+                self._seen[parameter] = None
             sharded.part = place
 
     def publish(self) -> None:
@@ -107,23 +120,41 @@ class Shared(Strategy):
         for low, full in zip(self.recomputed(), self._full.shards, strict=False):
             low.copy_(full)
 
-    def enter(self) -> None:
-        """Begin a step; see `Turns`."""
+    def enter(self) -> Sequence[FSDPParameter]:
+        """Begin a step; see `Turns`, and the note "Is a saved value stale?"."""
         self._turns.enter()
-        epoch = self._turns.epoch
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._have_changed()
-        self._shard_versions = [p.version for p in self._parameters]
+        return [p for p in self._parameters if self._is_stale(p)]
 
-    def _have_changed(self) -> None:
-        """Let autograd refuse what it has saved of the wholes."""
+    def _is_stale(self, parameter: FSDPParameter) -> bool:
+        """Return whether a shard was written since it was last asked; let autograd know."""
+        version = parameter.version
+        if version == self._seen[parameter]:
+            return False
+        self._seen[parameter] = version
+        self._have_changed([parameter])
+        return True
+
+    def _have_changed(self, parameters: Sequence[FSDPParameter]) -> None:
+        """Let autograd refuse what it has saved of the wholes of `parameters`."""
         for parameter, whole in zip(self._parameters, self._wholes, strict=True):
-            torch.autograd.graph.increment_version(whole)
-            if isinstance(parameter.whole, DTensor):
-                parameter.has_changed()
+            if parameter in parameters:
+                torch.autograd.graph.increment_version(whole)
+                parameter.has_changed()  # has the same counter, unless it is a DTensor
         if self._versions:  # kept whole since an earlier forward
             self._versions = [whole._version for whole in self._wholes]
+
+    def has_taken_gradient(self, parameter: FSDPParameter) -> None:
+        """Have autograd refuse to read the whole from now on, if hooks may write the shard."""
+        if parameter.has_hooks and not autograd_hooks.keeps_graph():
+            self._have_changed([parameter])
+
+    @contextmanager
+    def hooks_may_write(self, parameters: Sequence[FSDPParameter]) -> Iterator[None]:
+        """Have an optimizer write at once, without waiting for the end of the ranks' backwards."""
+        with self._turns.writing_in_step():
+            yield
+        for parameter in parameters:
+            self._is_stale(parameter)
 
     def check_unwritten(self) -> None:
         """See that this rank has not written its shards while the others may read them.
@@ -131,8 +162,8 @@ class Shared(Strategy):
         Raises:
             ModuleError: It has written one, which is named.
         """
-        for parameter, version in zip(self._parameters, self._shard_versions, strict=True):
-            if parameter.version != version:
+        for parameter, version in self._seen.items():
+            if version is not None and parameter.version != version:
                 raise _written(parameter)
 
     def leave(self, together: bool) -> None:

@@ -5,9 +5,30 @@
     end of backward: finish reductions, leave
 
 Each `fully_shard` call has an `FSDPState`. States of modules within one another form a *tree*,
-known from its first forward on, whose outermost module is the root. In forward a module's
-parameters are gathered when it is called; in backward when the first gradient of its outputs
-arrives; gradients are reduced when those of its inputs are there, or at the end.
+known from its first forward on, whose outermost module is the root.
+
+What happens to a module's state, and what it is noticed by:
+
+    event                                    noticed by a hook on    then
+    ---------------------------------------  ----------------------  ------------------------------
+    forward begins                           the module              unshard
+    forward ends                             the module              reshard, unless kept (below)
+    a gradient of its outputs arrives        output tensors          in backward; unshard
+    forward is run again (a checkpoint)      the module              in backward; unshard
+    a gradient of a parameter is there       the unsharded           in backward
+                                             parameter
+    gradients of all its inputs are there    input tensors           reduce, reshard
+    backward ends                            autograd                reduce if in backward, reshard
+
+Hooks on outputs and inputs only say when it is early to gather and to reduce. *Whether* a module
+takes part in a backward is known from its parameters' own gradients: a loss may be made of a tensor
+that a module has kept, or returned in an object of any class. So what is *in backward* at the end
+is reduced then, and no gradient is left over.
+
+The wholes are kept after forward where a backward could not be seen in time (*gathered*, and the
+outputs have parts of unknown classes, or no tensor that a gradient arrives at). What is kept from
+forward to backward is kept by one with ``retain_graph=True``, too. One with ``create_graph=True``
+keeps all wholes, as the graph that it has made reads them, until a backward without.
 
 All ranks must gather and reduce in one order. It is that of the first step (`Order`). A rank that
 does not call a module, as its batch has nothing for it, takes part in the module's gathers and
@@ -20,6 +41,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -29,11 +51,12 @@ from torch import nn
 from dure.comm.call import NOTHING, about, subject_of
 from dure.comm.untraced import untraced
 from dure.errors import Desync, ModuleError, PeerLost, UsageError
-from dure.parallel.fsdp.group import ParameterGroup
+from dure.parallel.fsdp.group import Delivery, ParameterGroup, deliver
+from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.training import autograd_hooks
 from dure.training.module_times import ModuleClock, now
-from dure.training.pytrees import cast_floats, tensors_of
+from dure.training.pytrees import cast_floats, has_unknown_parts, tensors_of
 from dure.training.uninitialized import check_initialized
 
 __all__ = ["FSDPState", "Order", "Tree", "state_of", "states_in", "states_within"]
@@ -83,8 +106,44 @@ class Order:
         return rest
 
 
+@dataclass(slots=True, eq=False)
+class Backward:
+    """One backward through modules of a tree.
+
+    Attributes:
+        gathers, reductions: The orders that it keeps to.
+        keeps_graph: Another backward may go through its graph (``retain_graph``).
+        makes_graph: It makes a graph of what it computes (``create_graph``).
+        stale: Parameters that were written after forward, which this backward may have read
+            before it was noticed.
+        deliveries: Gradients that hooks of the program wait for until the end.
+        has_failed: It has raised: autograd reports no end.
+    """
+
+    gathers: Order
+    reductions: Order
+    keeps_graph: bool = False
+    makes_graph: bool = False
+    stale: set[FSDPParameter] = field(default_factory=set[FSDPParameter])
+    deliveries: list[Delivery] = field(default_factory=list[Delivery])
+    has_failed: bool = False
+
+    def fail(self) -> None:
+        """Note that it has raised."""
+        self.has_failed = True
+
+
 class Tree:
-    """The states of modules within one another, and where a step of them is."""
+    """The states of modules within one another, and where a step of them is.
+
+    Attributes:
+        root: The outermost one.
+        states: All.
+        clock: What a step waits for.
+        entry: Whose forward runs, the outermost.
+        keeps_unsharded: Wholes are kept: autograd has made a graph (``create_graph=True``) that
+            reads them.
+    """
 
     def __init__(self, root: FSDPState) -> None:
         self.root, self.states = root, states_within(root.modules)
@@ -93,10 +152,12 @@ class Tree:
         self._name_parameters(root)
         self.clock = ModuleClock()
         self.entry: FSDPState | None = None
+        self.keeps_unsharded = False
+        self._last_entry = root
         self._forwards: dict[FSDPState, Order] = {}
         self._backwards: dict[FSDPState, tuple[Order, Order]] = {}
         self._forward: Order | None = None
-        self._backward: tuple[Order, Order] | None = None
+        self._backward: Backward | None = None
         self._reducing: deque[tuple[str, ParameterGroup]] = deque()
         self._kept: set[FSDPState] = set()
 
@@ -150,12 +211,12 @@ class Tree:
     def begin_forward(self, state: FSDPState) -> None:
         """A module's forward begins; the outermost one's begins a step."""
         if self.entry is None:
-            if self._backward is not None:  # which raised, so autograd has told of no end
+            if self._backward is not None:  # which raised, so autograd has reported no end
                 self.forget()
             if state.announce is not None:
                 state.announce(state)
             self._forward = self._enter(self._forwards.setdefault(state, Order()))
-            self.entry = state
+            self.entry = self._last_entry = state
         assert self._forward is not None
         self._join(self._forward.skipped(state))
         self._gather(state, state.forward_prefetch or self._forward.coming())
@@ -185,21 +246,25 @@ class Tree:
         """Begin a step: what was written before is seen by all."""
         self._leave(together=False)  # what an earlier forward reads is no longer awaited
         self._check_usable()
-        for group in self.groups:
-            group.adopt()
-            group.strategy.publish()
+        for state in self.states:
+            for group in state.groups:
+                if group.adopt():
+                    self.keeps_unsharded = state.waits_for_backward = False
+                group.strategy.publish()
         self.clock.begin_forward()
         self._take_turn()
         self._kept = set()
         order.begin()
         return order
 
-    def _take_turn(self) -> None:
-        """Wait until all ranks read what they share."""
+    def _take_turn(self) -> list[FSDPParameter]:
+        """Wait until all ranks read what they share; return what was written since."""
         begin = now()
+        written: list[FSDPParameter] = []
         for group in self.groups:
-            group.strategy.enter()
+            written += group.strategy.enter()
         self.clock.turn(begin)
+        return written
 
     def end_forward(self, state: FSDPState, raised: bool) -> None:
         """A module's forward has ended."""
@@ -231,23 +296,55 @@ class Tree:
         Its orders are those of backwards of `entry`, whose forward the backward goes back through:
         on another rank, or in another step, it may begin at another module within.
         """
-        if self._backward is None:
-            self._enter_backward(self._backwards.setdefault(entry, (Order(), Order())))
-            autograd_hooks.at_end(self._end_backward)
-        assert self._backward is not None
-        gathers, _ = self._backward
+        backward = self._running_backward()
+        if backward is None:
+            backward, _ = self._follow_autograd(entry)
         if state.is_sharded and state.unshard_in_backward:
-            self._join(gathers.skipped(state))
-            self._gather(state, state.backward_prefetch or gathers.coming())
+            self._join(backward.gathers.skipped(state))
+            self._gather(state, state.backward_prefetch or backward.gathers.coming())
         state.in_backward = True
 
-    def _enter_backward(self, orders: tuple[Order, Order]) -> None:
-        self._backward = orders
+    def gradient_accumulated(self, state: FSDPState, parameter: FSDPParameter) -> None:
+        """A parameter's gradient is there; mostly its module's backward is known to run.
+
+        Raises:
+            ModuleError: The gradient was computed from a value that was written after forward; or
+                it has a history, which would be lost.
+        """
+        backward = self._running_backward()
+        if backward is None:
+            backward, written = self._follow_autograd(self._last_entry)
+            backward.stale = set(written)
+        for each in backward.stale:
+            if each is parameter or not each.is_trained:
+                raise _stale(each)
+        if torch.is_grad_enabled() and parameter.gradient_has_history:
+            raise _history(parameter)
+        state.in_backward = True
+
+    def _running_backward(self) -> Backward | None:
+        """Return the backward that has begun; what another has left that raised is dropped."""
+        if self._backward is not None and self._backward.has_failed:
+            self.forget()
+        return self._backward
+
+    def _follow_autograd(self, entry: FSDPState) -> tuple[Backward, list[FSDPParameter]]:
+        """Begin with autograd's running backward; return what was written before it, too."""
+        orders = self._backwards.setdefault(entry, (Order(), Order()))
+        backward, written = self._enter_backward(orders)
+        backward.keeps_graph = autograd_hooks.keeps_graph()
+        backward.makes_graph = backward.keeps_graph and torch.is_grad_enabled()
+        self.keeps_unsharded |= backward.makes_graph
+        autograd_hooks.at_end_else(self._end_backward, backward.fail)
+        return backward, written
+
+    def _enter_backward(self, orders: tuple[Order, Order]) -> tuple[Backward, list[FSDPParameter]]:
+        self._backward = Backward(*orders)
         self._kept = {state for state in self.states if not state.is_sharded}
         for order in orders:
             order.begin()
         self.clock.begin_backward()
-        self._take_turn()
+        return self._backward, self._take_turn()
 
     def join_step(self) -> None:
         """Take part in a forward of the root and, with gradients on, in its backward."""
@@ -264,8 +361,7 @@ class Tree:
             self._join(self._enter(forward).end())
             if training and backward is not None:
                 with torch.no_grad():
-                    self._enter_backward(backward)
-                    self._finish(*backward)
+                    self._finish(self._enter_backward(backward)[0])
             else:
                 self._leave(together=True)
 
@@ -277,11 +373,10 @@ class Tree:
             group.sync = True
         try:
             with self.telling(), torch.no_grad():
-                orders = (Order(), Order())
-                self._enter_backward(orders)
+                backward, _ = self._enter_backward((Order(), Order()))
                 for state in self.states:
                     state.in_backward = True
-                self._finish(*orders)
+                self._finish(backward)
         finally:
             for group, sync in zip(groups, syncs, strict=True):
                 group.sync = sync
@@ -297,17 +392,20 @@ class Tree:
     def reduce(self, state: FSDPState) -> None:
         """A module's backward has ended."""
         assert self._backward is not None
-        _, reductions = self._backward
-        for each in (*reductions.skipped(state), state):
-            self._begin_reduction(each)
+        with torch.no_grad():
+            for each in (*self._backward.reductions.skipped(state), state):
+                self._begin_reduction(each)
 
     def _begin_reduction(self, state: FSDPState) -> None:
         """Begin to reduce a module's gradients; end what was begun long before it.
 
         So that flat copies of gradients do not pile up until backward ends.
         """
+        while any(group.reduction.is_begun for group in state.groups):  # earlier in this backward
+            self._finish_reduction()
         begin = now()
         state.end_backward()
+        self._reshard_after_backward(state, keeps=state.hides_backward)
         reducing = [(state.name, g) for g in state.groups if g.reduction.is_begun]
         num_bytes = sum(g.trained_bytes for _, g in reducing)
         if num_bytes:
@@ -320,38 +418,60 @@ class Tree:
     def _finish_reduction(self) -> None:
         name, group = self._reducing.popleft()
         begin = now()
-        group.finish_reduction()
+        deliveries = group.finish_reduction()
+        if self._backward is not None:
+            self._backward.deliveries += deliveries
         self.clock.reduced(name, begin)
+
+    def _reshard_after_backward(self, state: FSDPState, keeps: bool) -> None:
+        """Let a module have its shards; free the wholes, unless `keeps`, or something reads on."""
+        if state.running or not state.reshard_after_backward:
+            return  # a forward called autograd, and is not at its end; or the program said so
+        backward = self._backward
+        if backward is not None:
+            keeps |= backward.keeps_graph and state.waits_for_backward
+        state.reshard(keeps=keeps or self.keeps_unsharded)
 
     def _end_backward(self) -> None:
         """Autograd has ended: reduce what is left, and wait for all."""
-        if self._backward is not None:
+        backward = self._backward
+        if backward is not None:
             try:
-                with self.telling():
-                    self._finish(*self._backward)
+                with self.telling(), torch.no_grad():
+                    self._finish(backward)
             except ModuleError:
                 self.forget()
                 raise
+            except BaseException:  # of a rank that died, or of a hook
+                backward.fail()
+                raise
 
-    def _finish(self, gathers: Order, reductions: Order) -> None:
+    def _finish(self, backward: Backward) -> None:
         for state in reversed(self.states):
             if state.in_backward:
                 self.reduce(state)
-        self._join(gathers.end())
-        for state in reductions.end():
+        self._join(backward.gathers.end())
+        for state in backward.reductions.end():
             self._begin_reduction(state)
         self.clock.last_wait()
         while self._reducing:
             self._finish_reduction()
+        deliver(backward.deliveries)
+        self.keeps_unsharded = backward.makes_graph or (
+            self.keeps_unsharded and backward.keeps_graph
+        )
         for state in self.states:
+            self._reshard_after_backward(state, keeps=False)
+            state.waits_for_backward &= backward.keeps_graph
             for group in state.groups:
-                if state.reshard_after_backward:
-                    group.reshard()
                 group.strategy.check_unwritten()
         self._backward = None
-        begin = now()
-        self._leave(together=True)
-        self.clock.turn(begin)
+        if self.entry is None:  # else a forward has called autograd, and reads on
+            begin = now()
+            self._leave(together=True)
+            if backward.keeps_graph:
+                self._take_turn()
+            self.clock.turn(begin)
         group = next(self.groups, None)
         if group is not None:
             self.clock.end_backward(group.reduction.axes.shard_group)
@@ -359,10 +479,11 @@ class Tree:
     def forget(self) -> None:
         """End a step that failed: reshard all, and drop its gradients."""
         self.entry, self._forward, self._backward = None, None, None
+        self.keeps_unsharded = False
         self._reducing.clear()
         self.clock.forget()
         for state in self.states:
-            state.in_backward = False
+            state.in_backward = state.waits_for_backward = False
             state.running = 0
             state.to_run.clear()
         for group in self.groups:
@@ -389,6 +510,8 @@ class FSDPState:
         is_offloaded: Shards have no values; see `offload`.
         to_run: Modules of the call that forward has not reached, where it has reached one.
         running: How many forwards of its modules run, within one another.
+        hides_backward: It has had outputs whose backward would not be seen in time.
+        waits_for_backward: Its wholes are kept since a forward, for its backward.
     """
 
     def __init__(
@@ -404,7 +527,7 @@ class FSDPState:
         self.unshard_in_backward = True
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
-        self.in_backward = False
+        self.in_backward = self.hides_backward = self.waits_for_backward = False
         self.is_checked = True
         self.is_offloaded = False
         self.announce: Callable[[FSDPState], None] | None = None
@@ -413,10 +536,13 @@ class FSDPState:
         self.running = 0
         self.tree: Tree | None = None
         self._raising: BaseException | None = None
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter.on_gradient = self._gradient_accumulated
         for module in self.modules:
             module._dure_fsdp = self  # pyright: ignore
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward, always_call=True)
+            module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_loading)
 
@@ -446,19 +572,26 @@ class FSDPState:
             if self.tree is not None:
                 self.tree.clock.gathered(self.name, begin)
 
-    def reshard(self) -> None:
-        """Let the modules have the shards."""
+    def reshard(self, keeps: bool = False) -> None:
+        """Let the modules have the shards; free the wholes, unless `keeps`."""
         for group in self.groups:
-            group.reshard()
+            group.reshard(keeps=keeps)
 
     def reshard_after(self) -> None:
         """Let the modules have the shards when a forward has ended, if they are to have them."""
         training, frees = torch.is_grad_enabled(), self.reshard_after_forward
         if frees is None:
             frees = self.tree is None or self.tree.root is not self
+        if training and (self.hides_backward or not frees):
+            self.waits_for_backward = True
         if frees or not training:
             for group in self.groups:
-                group.reshard(for_backward=training)
+                group.reshard(for_backward=training, keeps=self._is_read_later)
+
+    @property
+    def _is_read_later(self) -> bool:
+        """Whether a backward will read the wholes which may not be seen before it does."""
+        return self.waits_for_backward or (self.tree is not None and self.tree.keeps_unsharded)
 
     def join_gather(self) -> None:
         """Take part in a gather whose result this rank does not need."""
@@ -468,12 +601,10 @@ class FSDPState:
             self.reshard_after()
 
     def end_backward(self) -> None:
-        """Reduce the gradients, and free the wholes."""
+        """Reduce the gradients."""
         with self._comparing("reduced"):
             for group in self.groups:
                 group.end_backward()
-        if self.reshard_after_backward:
-            self.reshard()
         self.in_backward = False
 
     @contextmanager
@@ -520,8 +651,10 @@ class FSDPState:
         return args, kwargs
 
     @untraced
-    def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> Any:
-        """Free the wholes; ask to be told when a gradient of the outputs arrives."""
+    def _after_forward(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Free the wholes; ask to be told when a gradient of the outputs arrives (Any: any)."""
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         if autograd_hooks.in_backward():
@@ -532,8 +665,7 @@ class FSDPState:
         self.to_run.discard(module)
         self.running = max(0, self.running - 1)
         if torch.is_grad_enabled():
-            entry = tree.entry or self
-            autograd_hooks.on_outputs(output, lambda _: self._before_backward(entry))
+            self._watch_outputs(output, (args, kwargs), tree.entry or self)
         if raised or not (self.to_run or self.running):
             try:
                 self.reshard_after()
@@ -543,6 +675,19 @@ class FSDPState:
                 tree.forget()
                 raise
         return output
+
+    def _watch_outputs(self, output: Any, inputs: Any, entry: FSDPState) -> None:
+        """Ask to be told when a gradient of the outputs arrives; note if it may arrive unseen."""
+        count = autograd_hooks.on_outputs(
+            output, lambda _: self._before_backward(entry), inputs=inputs
+        )
+        frees = any(group.strategy.frees for group in self.groups)
+        if frees and (count == 0 or has_unknown_parts(output)) and self._may_have_graph(inputs):
+            self.hides_backward = True
+
+    def _may_have_graph(self, inputs: Any) -> bool:
+        trained = any(p.is_trained for group in self.groups for p in group.parameters)
+        return trained or any(t.requires_grad for t in tensors_of(inputs))
 
     def run(
         self,
@@ -556,14 +701,19 @@ class FSDPState:
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            self._after_forward(module, args, None)
+            self._after_forward(module, args, kwargs, None)
             raise
-        return self._after_forward(module, args, output)
+        return self._after_forward(module, args, kwargs, output)
 
     def _before_backward(self, entry: FSDPState) -> None:
         assert self.tree is not None
         with self.tree.telling(self):
             self.tree.begin_backward(self, entry)
+
+    def _gradient_accumulated(self, parameter: FSDPParameter) -> None:
+        tree = self.tree or Tree(self)
+        with tree.telling(self):
+            tree.gradient_accumulated(self, parameter)
 
     def _after_backward(self) -> None:
         assert self.tree is not None
@@ -574,13 +724,34 @@ class FSDPState:
     def _before_state_dict(self, *_: Any) -> None:
         """Let the state dictionary have shards."""
         self.check_resident()
-        self.reshard()
+        self.reshard(keeps=self._is_read_later)
 
     def _before_loading(self, *_: Any) -> None:
         """Let values be written into shards."""
         self._before_state_dict()
         for group in self.groups:
             group.strategy.before_write()
+
+
+def _stale(parameter: FSDPParameter) -> ModuleError:
+    return ModuleError(
+        "a sharded parameter was written between forward and backward",
+        op="FSDP backward",
+        parameters=(parameter.name,),
+        seen=f"{parameter.name}: its gradient would be that of another value than forward used",
+        fix="Write parameters after backward; or run forward again.",
+    )
+
+
+def _history(parameter: FSDPParameter) -> ModuleError:
+    return ModuleError(
+        "gradients of sharded parameters cannot be differentiated",
+        op="FSDP backward",
+        parameters=(parameter.name,),
+        seen="backward(create_graph=True)",
+        fix="For a gradient penalty, use torch.autograd.grad(outputs, inputs, create_graph=True) "
+        "and then backward() of the penalty.",
+    )
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -7,7 +7,8 @@ own (gathered.py). `fully_shard` chooses (choosing.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +34,14 @@ class Strategy:
     Attributes:
         name: "shared" or "gathered".
         why: Why it was chosen.
+        frees: `reshard` frees the wholes, so that backward needs `unshard`.
 
     Collective: `unshard`, on all ranks of the group in the same order; `enter`.
     """
 
     name: str
     why: str = "asked for"
+    frees: bool = True
 
     def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
         self._parameters, self._axes = list(parameters), axes
@@ -93,8 +96,14 @@ class Strategy:
 
     # ---------------------------------------------------------------- where others read the shards
 
-    def enter(self) -> None:
-        """Begin to read, unless begun: a root's forward, or a backward. Wait until all have."""
+    def enter(self) -> Sequence[FSDPParameter]:
+        """Begin to read, unless begun: a root's forward, or a backward. Wait until all have.
+
+        Returns:
+            The parameters whose shards this rank has written since it last entered. Autograd
+            refuses what it has saved of them from now on.
+        """
+        return ()
 
     def leave(self, together: bool) -> None:
         """End it: this rank reads no more; with `together`, wait until no rank does."""
@@ -104,6 +113,18 @@ class Strategy:
 
     def check_unwritten(self) -> None:
         """Raise if shards were written since `enter`, where others read them."""
+
+    def has_taken_gradient(self, parameter: FSDPParameter) -> None:
+        """Note that a backward has computed this rank's gradient, and does not read the whole."""
+
+    @contextmanager
+    def hooks_may_write(self, parameters: Sequence[FSDPParameter]) -> Iterator[None]:
+        """Let hooks that run in the block, within a backward, write shards: an optimizer's step.
+
+        Args:
+            parameters: Whose gradients all ranks have computed.
+        """
+        yield
 
     def tell(self, error: PeerLost) -> None:
         """Add to an error what a rank's death has left of the parameters."""
