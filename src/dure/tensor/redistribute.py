@@ -394,7 +394,7 @@ def _move(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
 
 def _started(what: maps.Map, local: torch.Tensor, async_op: bool) -> torch.Tensor:
     if capturing((local,)):
-        return call_operators(what, local.detach())[0]
+        return call_operators(what, local)[0]
     (output,), work = what.start((local,), async_op)
     return output if work is None else pending(output, work)
 
@@ -467,7 +467,7 @@ def _all_gather(
     shape = list(local.shape)
     shape[dim] = size
     if capturing((local,)):
-        gathered = call_operators(what, local.detach())[0].split(sizes, dim)
+        gathered = call_operators(what, local)[0].split(sizes, dim)
     else:
         gathered = [what.allocate(local, (*shape[:dim], k, *shape[dim + 1 :])) for k in sizes]
         group.all_gather(gathered, local)
@@ -498,7 +498,7 @@ def _all_to_all(
     n, here, there = group.size(), local.shape, step.after.local_shape
     local = local.contiguous()
     if capturing((local,)):
-        parts = tuple(_split(local.detach(), now, n))
+        parts = tuple(_split(local, now, n))
         lengths = (chunk(there[was], n, index)[0] for index in range(n))
         takes = tuple(torch.Size((*there[:was], k, *there[was + 1 :])) for k in lengths)
         gives = tuple(part.shape for part in parts)

@@ -54,8 +54,8 @@ def _captured(rank: int, mode: str) -> list[object]:
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * 10**rank
     found: list[object] = []
     for program in _programs(rank).values():
-        graph = make_fx(program, tracing_mode=mode)(torch.ones(2, 2))
-        found.append(graph(x).tolist())
+        graph = make_fx(program, tracing_mode=mode)(torch.ones(2, 2, requires_grad=True))
+        found.append(graph(x).detach().tolist())
         assert not graph(x.clone().requires_grad_()).requires_grad
     return found
 
