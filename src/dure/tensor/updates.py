@@ -12,6 +12,7 @@ autograd follows go the way of any operator (rules/foreach.py).
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 from dure.comm.untraced import untraced_below
 from dure.tensor.dtensor import DTensor, to_target, wrap
 from dure.tensor.rules.foreach import Specs, are_parts, parts_like
-from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
+from dure.tensor.spec import DTensorSpec
+from dure.tensor.strides import stored_like, with_equal_strides, write_back
 
 __all__ = ["on_parts"]
 
@@ -38,18 +40,24 @@ def on_parts(update: Callable[..., Any]) -> Callable[..., Any]:
         update: Takes lists first: parameters, gradients, and of each kind of state. It writes all
             but the gradients, and puts new tensors in place of None.
     """
+    names = [*inspect.signature(update).parameters]
 
     @functools.wraps(update)
     def run(*args: Any, **options: Any) -> Any:
         if not args or DTensor not in {*map(type, args[0])} or torch.is_grad_enabled():
             return update(*args, **options)
-        return _updated(update, args, options)
+        return _updated(update, args, options, {**dict(zip(names, args, strict=False)), **options})
 
     return run
 
 
 @untraced_below
-def _updated(update: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _updated(
+    update: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    named: dict[str, Any],
+) -> Any:
     count = sum(type(arg) is list for arg in args)
     lists, rest = args[:count], args[count:]
     specs: Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
@@ -61,13 +69,17 @@ def _updated(update: Callable[..., Any], args: tuple[Any, ...], options: dict[st
             parts[1] = parts_like([*map(_beside, lists[1], specs)], specs)
     if parts is None or None in parts:
         return update(*args, **options)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if named.get("fused"):
+        parts, copies = with_equal_strides(parts)
     result = update(*parts, *rest, **options)
-    unscaled = lists[1] if options.get("grad_scale") is not None else []
+    write_back(copies)
+    unscaled = lists[1] if named.get("grad_scale") is not None else []
     written = [t for given in (lists[0], unscaled, *lists[2:]) for t in given]
     torch.autograd.graph.increment_version([t for t in written if type(t) is DTensor])
     for given, now in zip(lists, parts, strict=True):
         if type(None) in {*map(type, given)}:
-            given[:] = _with_new(given, now or [], specs)
+            given[:] = _with_new(given, now or [], parts[0] or [], specs)
     return result
 
 
@@ -78,13 +90,15 @@ def _beside(grad: Any, spec: DTensorSpec | None) -> Any:
     return to_target(grad, grad.spec.with_placements(spec.placements))
 
 
-def _with_new(given: Sequence[Any], now: Sequence[Any], specs: Specs) -> list[Any]:
-    """Return an optimizer's list with the state that the update made, lying as its parameter."""
+def _with_new(
+    given: Sequence[Any], now: Sequence[Any], parameters: Sequence[Any], specs: Specs
+) -> list[Any]:
+    """Return an optimizer's list with the state that the update made, laid out as its parameter."""
     made: list[Any] = []
-    for before, after, spec in zip(given, now, specs, strict=True):
+    for before, after, parameter, spec in zip(given, now, parameters, specs, strict=True):
         if before is None and after is not None and spec is not None:
-            meta = TensorMeta(spec.meta.shape, spec.meta.stride, after.dtype)
-            made.append(wrap(after, spec_of(spec.mesh, spec.placements, meta)))
+            own = spec.compact().with_dtype(after.dtype)
+            made.append(wrap(stored_like(after, parameter), own))
         else:
             made.append(after if before is None else before)
     return made

@@ -150,3 +150,68 @@ def test_what_does_not_lie_alike_goes_operator_by_operator() -> None:
             torch.testing.assert_close(one.full_tensor(), theirs)
 
     run_ranks(2, body)
+
+
+# ---- parts in other orders -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_step_reads_gradients_and_parameters_in_any_order(name: str) -> None:
+    """Torch's fused kernels look at no strides; columns and gaps are those of a part."""
+    orders = {
+        "rows": lambda full: full.clone(),
+        "columns": lambda full: full.t().contiguous().t(),
+        "gaps": lambda full: torch.stack([full, full], -1).flatten(1)[:, ::2],
+    }
+    pairs = [(weight, grad) for weight in orders.values() for grad in orders.values()]
+    expected = [nn.Parameter(WEIGHT * factor) for factor in range(1, len(pairs) + 1)]
+    theirs = optimizer_of(name, "loop", expected)
+    for step in range(2):
+        for one in expected:
+            one.grad = grad_of(step)
+        theirs.step()
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        ours = [
+            nn.Parameter(DTensor.from_local(weight(WEIGHT * n), mesh, [Shard(0)]))
+            for n, (weight, _) in enumerate(pairs, 1)
+        ]
+        optimizer = optimizer_of(name, "fused", ours)
+        for step in range(2):
+            for own, (_, grad) in zip(ours, pairs, strict=True):
+                part = grad(grad_of(step))
+                own.grad = made(mesh, torch.cat([part, part]), [Shard(0)])
+                own.grad.to_local().set_(part)
+            optimizer.step()
+        for own, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(own.to_local().detach(), other.detach())
+
+    run_ranks(2, body)
+
+
+def test_a_fused_kernel_on_dtensors_reads_a_gradient_in_columns() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)])
+        grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
+        torch._fused_sgd_(
+            [weight], [grad], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
+        torch.testing.assert_close(weight.to_local(), WEIGHT / 2)
+
+    run_ranks(2, body)
+
+
+def test_momentum_is_laid_out_as_its_parameter() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)]))
+        weight.grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False)
+        optimizer.step()
+        buffer = optimizer.state[weight]["momentum_buffer"]
+        assert buffer.stride() == buffer.to_local().stride() == (4, 1)
+
+    run_ranks(2, body)

@@ -24,6 +24,7 @@ from dure.tensor.dispatch import check_copy, special
 from dure.tensor.dtensor import DTensor, parts_of, wrap
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
+from dure.tensor.strides import with_equal_strides, write_back
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -111,7 +112,15 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             seen=f"the first list has {', '.join(map(str, specs))}",
             fix="Redistribute them as the first list's.",
         )
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if op in _FUSED:
+        holders: list[Any] = [filled if isinstance(where, int) else named for where in lists]
+        given = [holder[where] for holder, where in zip(holders, lists, strict=True)]
+        stored, copies = with_equal_strides(given)
+        for holder, where, parts in zip(holders, lists, stored, strict=True):
+            holder[where] = parts
     results = op(*filled, **named) if alike else op._op_dk(_EACH, *args, **kwargs)  # pyright: ignore
+    write_back(copies)
     mutated, names = schema_of(op).mutated, schema_of(op).names
     for where, tensors in lists.items():
         if (names[where] if isinstance(where, int) else where) in mutated:
