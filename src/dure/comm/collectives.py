@@ -15,6 +15,9 @@ What holds for all of them:
 * *Memory*: inputs are read before outputs are written. An input may overlap an output; it is copied
   first, unless it is the memory that MPI_IN_PLACE would name. Outputs that overlap each other are a
   `ShapeError`, and so are tensors of two operations in one coalescing manager if one writes them.
+* *Autograd*: a result in a tensor of 4 KiB or more is an in-place change to autograd: a backward
+  pass that needs the value that it had raises, as after `Tensor.add_`. The version of a smaller one
+  is left as it is, because counting would cost a tenth of the call.
 * *Shapes*: tensors may be strided; outputs may be too. `n` is the number of ranks, `S` the bytes
   of the tensor named in Cost. Costs are those of the shm backend, for one rank.
 * *Numerics*: reductions run in the order of ranks, so results are bitwise equal on all ranks and
@@ -23,7 +26,7 @@ What holds for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -38,6 +41,21 @@ from dure.comm.world import resolve
 from dure.errors import ShapeError, UsageError
 
 Tensors = Sequence[torch.Tensor]
+
+COUNTED_BYTES = 4096
+"""Tensors from here on have their version counted when an operation writes them."""
+_count: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
+
+
+def count_writes(tensors: Tensors) -> None:
+    """Increment the versions of the large ones of `tensors`, which an operation writes.
+
+    Only for tensors of the program. What Dure keeps for itself (buckets, unsharded parameters) goes
+    through the methods of a group, which count nothing.
+    """
+    large = [t for t in tensors if t.nbytes >= COUNTED_BYTES]
+    if large:
+        _count(large)
 
 
 def all_reduce(
@@ -58,7 +76,10 @@ def all_reduce(
     Cost:
         2 steps; S bytes written to shared memory, S read, in slices of S/n reduced by one rank.
     """
-    return resolve(group, "all_reduce").all_reduce(tensor, op, async_op)
+    work = resolve(group, "all_reduce").all_reduce(tensor, op, async_op)
+    if tensor.layout is torch.strided and tensor.nbytes >= COUNTED_BYTES:
+        _count((tensor,))
+    return work
 
 
 def all_reduce_coalesced(
@@ -72,7 +93,9 @@ def all_reduce_coalesced(
     Shapes:
         tensors: any number, the same on all ranks.
     """
-    return resolve(group, "all_reduce_coalesced").all_reduce_coalesced(tensors, op, async_op)
+    work = resolve(group, "all_reduce_coalesced").all_reduce_coalesced(tensors, op, async_op)
+    count_writes(tensors)
+    return work
 
 
 def reduce(
@@ -92,7 +115,11 @@ def reduce(
         2 steps; S bytes written by each rank.
     """
     pg = resolve(group, "reduce")
-    return pg.reduce(tensor, pg.peer(dst, group_dst, "reduce", "dst"), op, async_op)
+    root = pg.peer(dst, group_dst, "reduce", "dst")
+    work = pg.reduce(tensor, root, op, async_op)
+    if root == pg.rank():
+        count_writes((tensor,))
+    return work
 
 
 def broadcast(
@@ -111,7 +138,11 @@ def broadcast(
         1 step; S bytes written by the root, S read by every other rank.
     """
     pg = resolve(group, "broadcast")
-    return pg.broadcast(tensor, pg.peer(src, group_src, "broadcast", "src"), async_op)
+    root = pg.peer(src, group_src, "broadcast", "src")
+    work = pg.broadcast(tensor, root, async_op)
+    if tensor.nbytes >= COUNTED_BYTES and root != pg.rank():
+        _count((tensor,))
+    return work
 
 
 def all_gather(
@@ -129,7 +160,9 @@ def all_gather(
     Cost:
         1 step; each rank writes its own S bytes and reads those of the others.
     """
-    return resolve(group, "all_gather").all_gather(tensor_list, tensor, async_op)
+    work = resolve(group, "all_gather").all_gather(tensor_list, tensor, async_op)
+    count_writes(tensor_list)
+    return work
 
 
 def all_gather_single(
@@ -148,7 +181,10 @@ def all_gather_single(
         As `all_gather`.
     """
     pg = resolve(group, "all_gather_single")
-    return pg.all_gather_single(output_tensor, input_tensor, async_op)
+    work = pg.all_gather_single(output_tensor, input_tensor, async_op)
+    if output_tensor.nbytes >= COUNTED_BYTES:
+        _count((output_tensor,))
+    return work
 
 
 def all_gather_coalesced(
@@ -177,6 +213,7 @@ def all_gather_coalesced(
     check_calls_apart([(row, (t,)) for row, t in calls], "all_gather_coalesced")
     works = [pg.all_gather(row, t, async_op=True) for row, t in calls]
     outputs = [t for row in output_tensor_lists for t in row]
+    count_writes(outputs)
     return combine([w for w in works if w is not None], outputs, async_op)
 
 
@@ -198,7 +235,9 @@ def gather(
         1 step; each rank but the root writes its S bytes.
     """
     pg = resolve(group, "gather")
-    return pg.gather(tensor, gather_list, pg.root(dst, group_dst, "gather", "dst"), async_op)
+    work = pg.gather(tensor, gather_list, pg.root(dst, group_dst, "gather", "dst"), async_op)
+    count_writes(gather_list or ())
+    return work
 
 
 def scatter(
@@ -219,7 +258,9 @@ def scatter(
         1 step; the root writes the parts of all others.
     """
     pg = resolve(group, "scatter")
-    return pg.scatter(tensor, scatter_list, pg.root(src, group_src, "scatter", "src"), async_op)
+    work = pg.scatter(tensor, scatter_list, pg.root(src, group_src, "scatter", "src"), async_op)
+    count_writes((tensor,))
+    return work
 
 
 def reduce_scatter(
@@ -238,7 +279,9 @@ def reduce_scatter(
     Cost:
         1 step; each rank writes (n-1)/n of its input and reduces its own part.
     """
-    return resolve(group, "reduce_scatter").reduce_scatter(output, input_list, op, async_op)
+    work = resolve(group, "reduce_scatter").reduce_scatter(output, input_list, op, async_op)
+    count_writes((output,))
+    return work
 
 
 def reduce_scatter_single(
@@ -258,7 +301,10 @@ def reduce_scatter_single(
         As `reduce_scatter`.
     """
     pg = resolve(group, "reduce_scatter_single")
-    return pg.reduce_scatter_single(output, input, op, async_op)
+    work = pg.reduce_scatter_single(output, input, op, async_op)
+    if output.nbytes >= COUNTED_BYTES:
+        _count((output,))
+    return work
 
 
 def all_to_all(
@@ -275,7 +321,10 @@ def all_to_all(
     Cost:
         1 step; each rank writes (n-1)/n of its input.
     """
-    return resolve(group, "all_to_all").all_to_all(output_tensor_list, input_tensor_list, async_op)
+    pg = resolve(group, "all_to_all")
+    work = pg.all_to_all(output_tensor_list, input_tensor_list, async_op)
+    count_writes(output_tensor_list)
+    return work
 
 
 def all_to_all_single(
@@ -299,7 +348,10 @@ def all_to_all_single(
         As `all_to_all`.
     """
     pg = resolve(group, "all_to_all_single")
-    return pg.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
+    work = pg.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
+    if output.nbytes >= COUNTED_BYTES:
+        _count((output,))
+    return work
 
 
 def barrier(

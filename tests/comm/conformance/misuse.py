@@ -89,7 +89,8 @@ def case_roots_lists(rank, n):
         dist.scatter(X, given, src=0)
     with pytest.raises(UsageError):
         dist.gather(X, torch.ones(n), dst=0)
-    dist.gather(torch.ones(1), [torch.ones(1)] * n if rank == 0 else (), dst=0)
+    slots = [torch.ones(1) for _ in range(n)] if rank == 0 else ()
+    dist.gather(torch.ones(1), slots, dst=0)
 
 
 def case_nested_coalescing(rank, n):

@@ -1,0 +1,94 @@
+"""In-place collectives and autograd: a saved tensor that is overwritten is noticed in backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dure as dist
+from dure.testing import run_ranks
+
+K = 1024  # of float32: 4 KiB
+
+
+def _parts(n):
+    return [torch.zeros(K) for _ in range(n)]
+
+
+def _into_first(x, call):
+    """Call with a list of outputs that begins with `x`."""
+    return call([x, torch.zeros(K)])
+
+
+_WRITES = {
+    "all_reduce": lambda x, r: dist.all_reduce(x),
+    "all_reduce_async": lambda x, r: dist.all_reduce(x, async_op=True),
+    "all_reduce_coalesced": lambda x, r: dist.all_reduce_coalesced([torch.zeros(3), x]),
+    "broadcast": lambda x, r: (dist.broadcast(x, 0), dist.broadcast(x, 1)),
+    "reduce": lambda x, r: (dist.reduce(x, 0), dist.reduce(x, 1)),
+    "all_gather": lambda x, r: _into_first(x, lambda o: dist.all_gather(o, torch.zeros(K))),
+    "all_gather_single": lambda x, r: dist.all_gather_single(x, torch.zeros(K // 2)),
+    "all_gather_coalesced": lambda x, r: dist.all_gather_coalesced(
+        [[x], [torch.zeros(K)]], [torch.zeros(K)]
+    ),
+    "gather": lambda x, r: _into_first(
+        x, lambda o: [dist.gather(torch.zeros(K), o if r == d else None, dst=d) for d in (0, 1)]
+    ),
+    "scatter": lambda x, r: dist.scatter(x, _parts(2) if r == 0 else None, src=0),
+    "reduce_scatter": lambda x, r: dist.reduce_scatter(x, _parts(2)),
+    "reduce_scatter_single": lambda x, r: dist.reduce_scatter_single(x, torch.zeros(2 * K)),
+    "all_to_all": lambda x, r: _into_first(x, lambda o: dist.all_to_all(o, _parts(2))),
+    "all_to_all_single": lambda x, r: dist.all_to_all_single(x, torch.zeros(K)),
+    "recv": lambda x, r: (dist.isend(torch.zeros(K), 1 - r), dist.recv(x, 1 - r))[0],
+    "irecv": lambda x, r: (dist.isend(torch.zeros(K), 1 - r).wait(), dist.irecv(x, 1 - r))[1],
+    "batch_isend_irecv": lambda x, r: [
+        w.wait()
+        for w in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, torch.zeros(K), 1 - r), dist.P2POp(dist.irecv, x, 1 - r)]
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("op", _WRITES)
+def test_backward_of_a_saved_tensor_that_was_overwritten_raises(op):
+    def body(rank):
+        x, w = torch.ones(K), torch.ones(K, requires_grad=True)
+        loss = (x * w).sum()
+        made = _WRITES[op](x, rank)
+        if hasattr(made, "wait"):
+            made.wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        dist.barrier()
+
+    run_ranks(2, body)
+
+
+def test_tensors_that_are_only_read_are_left_alone():
+    def body(rank):
+        x, w = torch.ones(K), torch.ones(K, requires_grad=True)
+        loss = (x * w).sum()
+        dist.all_gather_single(torch.zeros(2 * K), x)
+        dist.reduce_scatter_single(torch.zeros(K // 2), x)
+        if rank == 0:
+            dist.broadcast(x, 0)
+            dist.reduce(x, 1)
+        else:
+            dist.broadcast(torch.zeros(K), 0)
+            dist.reduce(torch.zeros(K), 1)
+        loss.backward()
+        assert torch.equal(w.grad, torch.ones(K))
+
+    run_ranks(2, body)
+
+
+def test_methods_of_a_group_count_nothing():
+    """What Dure writes for itself (buckets, unsharded parameters) goes through them."""
+
+    def body(rank):
+        x = torch.ones(K)
+        dist.group.WORLD.all_reduce(x)
+        return x._version
+
+    assert run_ranks(2, body, backend="shm") == [0, 0]
