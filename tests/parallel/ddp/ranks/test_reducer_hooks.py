@@ -108,6 +108,27 @@ def test_hooks_run_on_ranks_that_have_not_used_a_parameter_2_ranks() -> None:
     assert run_ranks(2, rank_main) == [[(0, 0.5), (1, 1.0)]] * 2
 
 
+def test_ranks_without_inputs_step_within_backward_as_the_others_do_2_ranks() -> None:
+    def rank_main(rank: int) -> tuple[list[float], float]:
+        model, seen = linear(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step(weight: torch.Tensor) -> None:
+            seen.append(weight.grad.item())  # type: ignore[union-attr]
+            optimizer.step()
+            weight.grad = None
+
+        model.weight.register_post_accumulate_grad_hook(step)
+        ddp = dist.DistributedDataParallel(model)
+        with ddp.join():
+            for _ in range(rank + 1):
+                backward(ddp, rank)
+        return seen, model.weight.item()
+
+    # In the second step rank 0 adds nothing to rank 1's gradient of 2.
+    assert run_ranks(2, rank_main) == [([1.5, 1.0], -0.25)] * 2
+
+
 def test_hooks_run_at_once_where_the_wrapper_was_not_called_2_ranks() -> None:
     def rank_main(rank: int) -> list[float]:
         ddp, seen = seen_by_hooks(rank, dist.DistributedDataParallel)

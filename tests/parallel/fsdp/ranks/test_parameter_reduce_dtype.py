@@ -1,0 +1,70 @@
+"""Gradients that are pending over tensor-parallel ranks are reduced in `reduce_dtype`, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.fsdp import MixedPrecisionPolicy, fully_shard, strategy
+from dure.mesh import init_device_mesh
+from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
+from dure.tensor.parallel import SequenceParallel, parallelize_module
+from dure.testing import run_ranks
+
+SMALL = 2.0**-10
+"""1 + SMALL is 1 in bfloat16, and exact in float32."""
+
+
+class Scale(nn.Module):
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("way", ["shared", "gathered"])
+@pytest.mark.parametrize("num_backwards", [1, 3])
+@pytest.mark.parametrize(
+    ("reduce_dtype", "each"),
+    [(torch.float32, 1 + SMALL), (None, 1.0)],
+    ids=["float32", "in param_dtype"],
+)
+def test_terms_are_added_in_reduce_dtype_with_and_without_accumulation_4_ranks(
+    way: str, num_backwards: int, reduce_dtype: torch.dtype | None, each: float
+) -> None:
+    def rank_main(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+        with strategy(way):
+            model: Any = fully_shard(Scale(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
+        term = torch.full((1, 2), SMALL if mesh.get_local_rank("tp") else 1.0)
+        x = DTensor.from_local(term, mesh["tp"], [Shard(0)])
+        for number in range(num_backwards):
+            model.set_requires_gradient_sync(number == num_backwards - 1)
+            model(x).to_local(grad_placements=[Shard(0)]).sum().backward()
+        assert model.weight.grad.dtype == torch.float32
+        return model.weight.grad.full_tensor().tolist()
+
+    assert run_ranks(4, rank_main) == [[each * num_backwards] * 2] * 4
+
+
+@pytest.mark.parametrize("way", ["shared", "gathered"])
+def test_norm_under_sequence_parallelism_is_reduced_in_float32_4_ranks(way: str) -> None:
+    def rank_main(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        norm: Any = parallelize_module(nn.LayerNorm(4), mesh["tp"], SequenceParallel())
+        with strategy(way):
+            fully_shard(norm, mesh=mesh["dp"], mp_policy=policy)
+        out = norm(torch.ones(1, 1, 4))
+        local = out.to_local() if isinstance(out, DTensor) else out
+        by = SMALL if mesh.get_local_rank("tp") else 1.0
+        local.backward(torch.full_like(local, by))
+        return norm.bias.grad.full_tensor().tolist()
+
+    assert run_ranks(4, rank_main) == [[1 + SMALL] * 4] * 4
