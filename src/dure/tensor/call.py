@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dure.errors import ShapeError
 from dure.tensor.placement_types import REDUCTIONS, Partial, Placement, Replicate
 from dure.tensor.spec import DTensorSpec, TensorMeta
 
@@ -27,8 +28,10 @@ __all__ = [
     "R",
     "Strategy",
     "alike",
+    "check_out",
     "direct",
     "fill",
+    "outs_of",
     "schema_of",
     "with_one",
 ]
@@ -187,6 +190,33 @@ class OpCall:
         first = self.results[0]
         assert first is not None
         return first
+
+
+def outs_of(call: OpCall) -> list[int]:
+    """Return the numbers of the operands that are given as ``out=``, by whatever name.
+
+    Those in a list are left out: torch does not give these the shape of the result either.
+    """
+    mutated = schema_of(call.op).mutated
+    return [
+        n for n, (where, inside) in enumerate(call.places) if where in mutated and inside is None
+    ]
+
+
+def check_out(call: OpCall, number: int, made: torch.Size) -> None:
+    """Refuse an ``out=`` of another shape than the result's: a DTensor is not resized.
+
+    Raises:
+        ShapeError: It has another shape.
+    """
+    spec = call.operands[number]
+    if spec.shape != made:
+        raise ShapeError(
+            "out= has another shape than the result, and a DTensor is not resized",
+            op=call.name,
+            seen=f"{spec}, expected the shape {list(made)}",
+            fix="Leave out= away, or make it of the result's shape.",
+        )
 
 
 def fill(

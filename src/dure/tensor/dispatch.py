@@ -32,7 +32,17 @@ import torch
 from dure.comm.untraced import untraced_below
 from dure.errors import CommError, MeshError, PlacementError, UsageError
 from dure.tensor import state
-from dure.tensor.call import Op, OpCall, Place, Strategy, direct, fill, schema_of
+from dure.tensor.call import (
+    Op,
+    OpCall,
+    Place,
+    Strategy,
+    check_out,
+    direct,
+    fill,
+    outs_of,
+    schema_of,
+)
 from dure.tensor.expand import choose, written
 from dure.tensor.holders import has_its_part_alone, is_shared, unseen_among
 from dure.tensor.placement_types import Replicate
@@ -639,8 +649,15 @@ def _replicated(
         redistribute(_at((args, kwargs), place).part, spec, spec.with_placements(whole))
         for place, spec in zip(call.places, call.operands, strict=True)
     ]
+    given, outs = list(values), outs_of(call)
+    for number in outs:
+        values[number] = values[number].new_empty(0)
     filled, named = fill(args, kwargs, call.places, values)
     result = op(*filled, **named)
+    for number in outs:
+        check_out(call, number, values[number].shape)
+    for number in outs:
+        given[number].copy_(values[number])
     outputs = [
         None if t is None else spec_of(mesh, whole, TensorMeta.of(t)) for t in leaves(result)
     ]

@@ -22,7 +22,7 @@ from dure.tensor.context_parallel import (
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.registry import rule
-from dure.tensor.spec import DTensorSpec, as_placements
+from dure.tensor.spec import DTensorSpec, as_placements, resolved
 from dure.tensor.state import replicating as implicit_replication
 
 __all__ = [
@@ -205,8 +205,11 @@ def register_sharding(op: Op | list[Op]) -> Callable[..., Any]:
     Args:
         op: The operator, or several.
 
+    Dimensions may count from the end: ``Shard(-1)``.
+
     Raises:
         UsageError: When the operator is called: a strategy with other numbers of placements.
+        PlacementError: When the operator is called: a dimension that the tensor does not have.
     """
     ops = op if isinstance(op, list) else [op]
 
@@ -236,8 +239,28 @@ def _strategy(call: OpCall, outputs: list[Any], inputs: list[Any]) -> Strategy:
     given: list[Placement] = []
     for slot, placement in zip(slots, inputs, strict=False):
         if isinstance(slot, DTensorSpec):
-            given.append(Replicate() if placement is None else placement)
-    return Strategy(tuple(given), tuple(one or Replicate() for one in outputs))
+            given.append(_of_user(placement, slot.ndim, call))
+    made = [_of_user(one, _ndim(call, number), call) for number, one in enumerate(outputs)]
+    return Strategy(tuple(given), tuple(made))
+
+
+def _ndim(call: OpCall, number: int) -> int:
+    """Return how many dimensions a result has; 0 of what is no tensor."""
+    meta = call.outputs[number] if number < len(call.outputs) else None
+    return 0 if meta is None else len(meta.shape)
+
+
+def _of_user(placement: Any, ndim: int, call: OpCall) -> Placement:
+    """Return a placement of a strategy with its dimension counted from 0; None is replicated."""
+    if placement is None:
+        return Replicate()
+    if not isinstance(placement, Placement):
+        raise PlacementError(
+            "a strategy has placements of dure.tensor, or None",
+            op=call.name,
+            seen=f"{placement!r}, a {type(placement).__module__}.{type(placement).__name__}",
+        )
+    return resolved(placement, ndim, call.name)
 
 
 def _entries(arg: Any) -> list[Any]:

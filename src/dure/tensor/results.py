@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dure.tensor.call import OpCall, fill
+from dure.tensor.call import OpCall, check_out, fill, outs_of
 from dure.tensor.spec import DTensorSpec, TensorMeta
 
 __all__ = ["forget_results", "leaves", "results_of"]
@@ -59,8 +59,13 @@ def _without_placements(key: Any) -> Any:
 
 
 def _run(call: OpCall) -> Results:
-    metas = [spec.meta.empty() for spec in call.operands]
+    metas, outs = [spec.meta.empty() for spec in call.operands], outs_of(call)
+    for number in outs:
+        metas[number] = metas[number].new_empty(0)  # it takes the shape of the result
     args, kwargs = fill(call.args, call.kwargs, call.places, metas)
     if "device" in kwargs:
         kwargs["device"] = "meta"
-    return tuple(None if t is None else TensorMeta.of(t) for t in leaves(call.op(*args, **kwargs)))
+    found = leaves(call.op(*args, **kwargs))
+    for number in outs:
+        check_out(call, number, metas[number].shape)
+    return tuple(None if t is None else TensorMeta.of(t) for t in found)

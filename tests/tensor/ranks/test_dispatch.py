@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dure.errors import PlacementError
+from dure.errors import PlacementError, ShapeError
 from dure.tensor import (
     DTensor,
     Partial,
     Replicate,
     Shard,
     dispatch,
+    distribute_tensor,
     dtensor,
     init_device_mesh,
 )
@@ -211,3 +212,51 @@ def test_an_error_of_the_operator_is_its_own(way: str) -> None:
         assert i.full_tensor().tolist() == [2, 2]
 
     run_ranks(1, body)
+
+
+# Each: an operator that writes `out`, of a tensor of [4, 6]; by a rule, by several results, by
+# others that it is decomposed into, or by none of these.
+WRITES: dict[str, Any] = {
+    "a rule": lambda x, out: torch.add(x, x, out=out),
+    "a dimension less": lambda x, out: torch.sum(x, 0, out=out),
+    "two results": lambda x, out: torch.max(x, 0, out=(out, out.long())),
+    "no operand": lambda x, out: torch.arange(3, out=out),
+    "a decomposition": lambda x, out: torch.kron(x, x, out=out),
+    "no rule": lambda x, out: torch.cummax(x, 0, out=(out, out.long())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* has no sharding rule", "ignore:An output with one or more")
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("shape", [(0,), (5,), (2, 7)])
+def test_out_of_another_shape_is_refused_and_stays_as_it_is(name: str, shape: Any) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Replicate(), Shard(0)):
+            x = distribute_tensor(torch.ones(4, 6), mesh, [placement])
+            out = distribute_tensor(torch.full(shape, 7.0), mesh, [Replicate()])
+            for _ in range(2):  # no plan is kept of a call that is refused
+                with pytest.raises((ShapeError, PlacementError)):
+                    WRITES[name](x, out)
+            assert out.shape == out.to_local().shape == shape
+            assert (out.to_local() == 7).all()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:.* has no sharding rule")
+def test_out_of_the_same_shape_is_written() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        out = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+        assert torch.add(x, x, out=out) is out
+        assert out.full_tensor().tolist() == [0, 2, 4, 6]
+        values, numbers = (DTensor.from_local(torch.zeros(4).to(t), mesh) for t in (x.dtype, int))
+        torch.cummax(x, 0, out=(values, numbers))
+        assert values.to_local().tolist() == numbers.to_local().tolist() == [0, 1, 2, 3]
+        halves = [DTensor.from_local(torch.zeros(2), mesh) for _ in range(2)]
+        torch.split_copy(x, 2, out=halves)
+        assert halves[1].to_local().tolist() == [2, 3]
+
+    run_ranks(2, body)

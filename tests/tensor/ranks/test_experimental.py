@@ -152,3 +152,42 @@ def test_a_rule_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     run_ranks(2, body)
+
+
+def test_a_rule_may_count_dimensions_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))  # what is registered here goes
+
+    @torch.library.custom_op("duretest::last_halves", mutates_args=())
+    def last_halves(x: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
+        return [x + row, row.clone()]
+
+    @last_halves.register_fake
+    def _(x: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(x), torch.empty_like(row)]
+
+    op = torch.ops.duretest.last_halves.default
+    rules = {
+        "last": [([Shard(-1), Shard(-1)], [Shard(-1), Shard(-1)])],
+        "too far": [([Shard(-1), Shard(-1)], [Shard(-3), Shard(-1)])],
+        "beyond the result": [([Shard(-1), Shard(1)], [Shard(-1), Shard(-1)])],
+        "a text": [(["S(0)", Shard(-1)], [Shard(-1), Shard(-1)])],
+    }
+
+    def body(rank: int, name: str) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, row = distribute_tensor(LEFT, mesh, COLUMNS), distribute_tensor(LEFT[0], mesh, ROWS)
+        if name != "last":
+            with pytest.raises(PlacementError):
+                op(x, row)
+            return
+        with CommRecorder() as seen:
+            total, copy = op(x, row)
+        assert seen.ops == []
+        assert (total.placements, copy.placements) == ((Shard(1),), (Shard(0),))
+        assert total.to_local().shape == (3, 2)
+        assert torch.equal(total.full_tensor(), LEFT + LEFT[0])
+        assert torch.equal(copy.full_tensor(), LEFT[0])
+
+    for name, found in rules.items():
+        register_sharding(op)(lambda x, row, found=found: found)
+        run_ranks(2, body, name)
