@@ -75,10 +75,11 @@ def run_job(spec: JobSpec) -> JobResult:
             spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
         if spec.trace_dir is not None:
             spec.trace_dir.mkdir(parents=True, exist_ok=True)
-        name = uuid.uuid4().hex
+        name, notes = uuid.uuid4().hex, list[str]()
         with (
             caught_signals(spec.signals) as signals,  # from now on they wait in a pipe
-            zygote_for(spec, name, threads_for(spec)) as zygote,  # early: it has much to import
+            # Early: it has much to import, while nothing can be said yet.
+            zygote_for(spec, name, threads_for(spec), notes.append) as zygote,
             _secret_memory("dure-job-key") as key_fd,
             _password_memory(spec) as password_fd,
             contextlib.closing(Reaper(name, zygote.pid if zygote else None)) as reaper,
@@ -87,6 +88,8 @@ def run_job(spec: JobSpec) -> JobResult:
             contextlib.closing(Terminal(spec)) as terminal,
             _link(spec, signals, terminal.say, reaper) as link,
         ):
+            for note in notes:
+                terminal.say(note)
             place = Workplace(
                 spec=spec,
                 address=JobAddress(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch import JobSpec
-from dure.launch.ranks.imports import names_to_import
+from dure.launch.ranks.imports import names_to_import, variable_set_first
 
 
 def found(directory: Path, text: str, **files: str) -> tuple[str, ...]:
@@ -107,3 +107,76 @@ def test_own_module_called_torch_is_left_to_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "torch.py").unlink()
     (tmp_path / "torch").mkdir()  # data: a folder without __init__.py gives way to a package
     assert found(tmp_path, "import torch") == ("torch",)
+
+
+@pytest.mark.parametrize(
+    ("text", "variable"),
+    [
+        (
+            ("os.environ['OMP_NUM_THREADS'] = '2'\nimport torch"),
+            "OMP_NUM_THREADS",
+        ),
+        (
+            ("import os, numpy\nif True:\n    os.environ.setdefault('MKL_DEBUG_CPU_TYPE', '5')"),
+            "MKL_DEBUG_CPU_TYPE",
+        ),
+        (
+            (
+                "from os import environ\n"
+                "environ.update({'TORCH_LOGS': '+dynamo'})\n"
+                "from torch import nn"
+            ),
+            "TORCH_LOGS",
+        ),
+        (
+            ("os.environ.update(PYTORCH_JIT='0')\nfrom model import Net"),
+            "PYTORCH_JIT",
+        ),
+        (
+            ("os.environ |= {'ATEN_CPU_CAPABILITY': 'default'}\nimport torch.nn"),
+            "ATEN_CPU_CAPABILITY",
+        ),
+        (
+            ("os.putenv('KMP_AFFINITY', 'none')\nimport torch"),
+            "KMP_AFFINITY",
+        ),
+        (
+            ("del os.environ[b'TORCH_LOGS']\nimport torch"),
+            "TORCH_LOGS",
+        ),
+        (
+            ("for name in names:\n    os.environ[name] = '1'\nimport torch"),
+            "the environment",
+        ),
+        (
+            ("def main():\n    os.environ['PYTORCH_JIT'] = '0'\n    import torch\nmain()"),
+            "PYTORCH_JIT",
+        ),
+        (
+            ("import torch\nos.environ['OMP_NUM_THREADS'] = '2'"),
+            "",
+        ),
+        (
+            ("os.environ['MASTER_ADDR'] = 'here'\nimport torch"),
+            "",
+        ),
+        (
+            ("print(os.environ['OMP_NUM_THREADS'])\nimport torch"),
+            "",
+        ),
+        (
+            ("import torch"),
+            "",
+        ),
+        (
+            ("no Python"),
+            "",
+        ),
+    ],
+)
+def test_a_variable_for_torch_set_before_its_import_is_found(
+    tmp_path: Path, text: str, variable: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    assert variable_set_first(JobSpec(program=str(program))) == variable

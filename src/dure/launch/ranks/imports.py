@@ -23,11 +23,17 @@ import dure
 from dure.launch.ranks.child import first_path
 from dure.launch.spec import JobSpec
 
-__all__ = ["names_to_import"]
+__all__ = ["names_to_import", "variable_set_first"]
 
 _SEARCH_S = 0.1
 _LARGEST_BYTES = 1 << 20
 _LIGHT = ("dure.launch", "dure.cli", "dure.errors", "dure.env", "dure.store")
+_READ_BY_TORCH = (
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "NUMEXPR_"),
+    *("PYTORCH_", "TORCH", "ATEN_", "C10_", "LD_", "MALLOC_"),
+)
+"""What the names begin with of variables that torch, or a library of its, reads at its import."""
+
 _CORE = {"init_process_group", "destroy_process_group", "all_reduce"}
 
 
@@ -41,14 +47,7 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
     own = PathFinder.find_spec("torch", [first])
     if own is not None and own.has_location:  # a module of the program's own, for each rank
         return ()
-    if spec.kind == "script":
-        inner = os.path.join(spec.program, "__main__.py")
-        file, package = (inner if os.path.isdir(spec.program) else spec.program), ""
-    else:
-        found, package = _find(spec.program, first), spec.program.rpartition(".")[0]
-        if found is not None and found.submodule_search_locations is not None:
-            found, package = _find(f"{spec.program}.__main__", first), spec.program
-        file = "" if found is None else found.origin or ""
+    file, package = _file_of(spec, first)
     names, attributes = _read(file, package)
     if not _need_torch(names, first):
         return ()
@@ -58,6 +57,97 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
         return ("torch", *torch)
     used = sorted(f"dure:{name}" for name in attributes.intersection(dure.__all__) | _CORE)
     return ("torch", *torch, *used, *of_dure)
+
+
+def variable_set_first(spec: JobSpec) -> str:
+    """Return a variable that the program sets before it imports torch, which reads it; "" if none.
+
+    In a process that has imported torch already, it would have no effect. Only the program's own
+    file is read, in the order of its lines; a name that is computed counts.
+    """
+    tree = _parsed(_file_of(spec, first_path(spec.kind, spec.program))[0])
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.Call)]
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        else:
+            imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.partition(".")[0] == "torch" for name in imported):
+            return ""
+        for name in _variables_set(node):
+            if name is None:
+                return "the environment"
+            if name.startswith(_READ_BY_TORCH):
+                return name
+    return ""
+
+
+def _variables_set(node: ast.stmt | ast.Call) -> list[str | None]:
+    """Return the variables that a statement or call sets or removes; None: a computed name."""
+    if isinstance(node, ast.Call):
+        function = node.func
+        if not isinstance(function, ast.Attribute):
+            return []
+        if function.attr == "update" and _is_environ(function.value):
+            of_keywords = [each.arg for each in node.keywords]
+            return of_keywords + [name for each in node.args for name in _keys_of(each)]
+        one = function.attr in {"setdefault", "pop"} and _is_environ(function.value)
+        if one or function.attr in {"putenv", "unsetenv"}:
+            return [_constant(each) for each in node.args[:1]]
+        return []
+    if isinstance(node, ast.AugAssign) and _is_environ(node.target):
+        return _keys_of(node.value)
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = list(node.targets)
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    flat = [t for each in targets for t in (each.elts if isinstance(each, ast.Tuple) else [each])]
+    return [
+        _constant(each.slice)
+        for each in flat
+        if isinstance(each, ast.Subscript) and _is_environ(each.value)
+    ]
+
+
+def _is_environ(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name in {"environ", "environb"}
+
+
+def _keys_of(node: ast.expr) -> list[str | None]:
+    if isinstance(node, ast.Dict):
+        return [None if key is None else _constant(key) for key in node.keys]
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict" and not node.args:
+        return [each.arg for each in node.keywords]
+    return [None]
+
+
+def _constant(node: ast.expr) -> str | None:
+    value = node.value if isinstance(node, ast.Constant) else None
+    if isinstance(value, bytes):
+        value = os.fsdecode(value)
+    return value if isinstance(value, str) else None
+
+
+def _file_of(spec: JobSpec, first: str) -> tuple[str, str]:
+    """Return the program's file, "" if it is not found, and the package that it is in."""
+    if spec.kind == "script":
+        inner = os.path.join(spec.program, "__main__.py")
+        return (inner if os.path.isdir(spec.program) else spec.program), ""
+    found, package = _find(spec.program, first), spec.program.rpartition(".")[0]
+    if found is not None and found.submodule_search_locations is not None:
+        found, package = _find(f"{spec.program}.__main__", first), spec.program
+    return ("" if found is None else found.origin or ""), package
+
+
+def _parsed(file: str) -> ast.Module:
+    """Return a file's syntax tree, an empty one if it is no Python of this version."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+        if os.path.getsize(file) <= _LARGEST_BYTES:
+            with open(file, "rb") as source:
+                return ast.parse(source.read(), file)
+    return ast.Module([], [])
 
 
 def _need_torch(names: set[str], first: str) -> bool:
@@ -90,12 +180,7 @@ def _read(file: str, package: str) -> tuple[set[str], set[str]]:
     Relative imports start from `package`. Nothing is found in what is no Python of this version.
     """
     names, attributes = set[str](), set[str]()
-    tree = ast.Module([], [])
-    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
-        if os.path.getsize(file) <= _LARGEST_BYTES:
-            with open(file, "rb") as source:
-                tree = ast.parse(source.read(), file)
-    for node in ast.walk(tree):
+    for node in ast.walk(_parsed(file)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -25,7 +25,7 @@ from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks.child import first_path
 from dure.launch.ranks.environment import malloc_variables
 from dure.launch.ranks.forking import receive, send
-from dure.launch.ranks.imports import names_to_import
+from dure.launch.ranks.imports import names_to_import, variable_set_first
 from dure.launch.ranks.limits import check_memory
 from dure.launch.spec import JobSpec
 
@@ -204,11 +204,14 @@ class Zygote:
 
 
 @contextlib.contextmanager
-def zygote_for(spec: JobSpec, job: str, threads: int | None) -> Iterator[Zygote | None]:
+def zygote_for(
+    spec: JobSpec, job: str, threads: int | None, say: Callable[[str], None] = print
+) -> Iterator[Zygote | None]:
     """Start a zygote, if the job gains by one, and end it at last.
 
     `job` is its name in the environment of its processes, `threads` OMP_NUM_THREADS of every rank,
-    or None to leave it as it is.
+    or None to leave it as it is. A program that sets variables for torch before it imports it is
+    started afresh, which `say` reports.
 
     Raises:
         UsageError: This host has no memory for so many ranks.
@@ -222,6 +225,10 @@ def zygote_for(spec: JobSpec, job: str, threads: int | None) -> Iterator[Zygote 
         needed = ("torch",)
     wanted = python and spec.zygote != "never" and spec.numa is None and spec.call is None
     forked = bool(needed) and wanted and (several or spec.zygote == "always")
+    variable = variable_set_first(spec) if forked and spec.zygote != "always" else ""
+    if variable:
+        say(f"{_FRESH}: the program sets {variable} before it imports torch")
+        forked = False
     check_memory(spec, torch="torch" in needed, forked=forked or spec.call is not None)
     if not forked:
         yield None
