@@ -142,6 +142,7 @@ def test_a_process_of_another_host_that_is_busy_is_looked_for_as_long_as_hosts_m
     lost = Lost()
     opened.start(0, lost)
     with socket.create_server(("127.0.0.1", 0)) as busy:
+        busy.settimeout(PATIENCE_S)
         opened.send(1, f"tcp://127.0.0.1:{busy.getsockname()[1]}", False, b"", ())
         busy.accept()[0].close()  # so that another attempt is made
         assert asked.wait(PATIENCE_S)
@@ -157,6 +158,7 @@ def test_processes_are_looked_for_again_after_a_pause_of_this_one(opened: Socket
     opened._clock = ListeningClock(lambda: time.monotonic() + late[0])
     opened.start(0, lost)
     with socket.create_server(("127.0.0.1", 0)) as busy:
+        busy.settimeout(PATIENCE_S)
         opened.send(1, f"tcp://127.0.0.1:{busy.getsockname()[1]}", False, b"", ())
         busy.accept()[0].close()
         late[0] = 2 * 3600.0  # so long this process is paused, more than another may be silent
