@@ -21,7 +21,7 @@ from dure.fsdp import fully_shard, strategy
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import full_gradients, making
 
-WIDTH, ROWS, STEPS, SIZE, PROGRAMS = 4, 3, 3, 2, 30
+WIDTH, ROWS, STEPS, SIZE, PROGRAMS = 4, 3, 3, 2, 12
 
 
 class Box:
@@ -262,7 +262,7 @@ def run(program: Program, rank: int, way: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 60, PROGRAMS))
+@pytest.mark.parametrize("first", range(0, 12, PROGRAMS))
 def test_gradients_of_random_programs_are_those_of_one_process(way: str, first: int) -> None:
     programs = {seed: Program.drawn(seed) for seed in range(first, first + PROGRAMS)}
 
