@@ -100,6 +100,11 @@ def distribute_tensor(
             local = _received(local, spec, None if local.is_meta else src_data_rank)
         finally:
             about(NOTHING)
+    if not (tensor.is_contiguous() or (src_data_rank is None and spec.is_replicated())):
+        # Parts that were received or cut are row-major, whatever the tensor was.
+        local = local.contiguous()
+        stride = torch.empty(tensor.shape, device="meta").stride()
+        spec = spec_of(mesh, given, TensorMeta(tensor.shape, stride, tensor.dtype))
     made = wrap(local, spec)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)  # pyright: ignore[reportReturnType]

@@ -214,3 +214,64 @@ def test_a_gradient_of_terms_is_summed_where_that_is_said() -> None:
         assert grad.to_local().tolist() == [3, 3, 3]
 
     run_ranks(2, body)
+
+
+def test_a_gradient_of_a_part_has_the_strides_that_its_spec_says() -> None:
+    """As experts write them: a transposed part, whose gradient comes transposed."""
+
+    def body(rank: int) -> None:
+        for weight, placements in (
+            (torch.arange(24.0).reshape(4, 6), ROWS),
+            (torch.arange(24.0).reshape(6, 4), ROWS),
+            (torch.arange(24.0).reshape(6, 4).t(), COLUMNS),
+            (torch.arange(24.0).reshape(4, 6), WHOLE),
+        ):
+            x = distribute_tensor(weight, line(), placements)
+            x = (x.t() if len(weight) == 6 else x).detach().requires_grad_()
+            seen: list[Any] = []
+            y = x * 1
+            y.register_hook(seen.append)
+            part = y.to_local(grad_placements=y.placements)
+            (part.t().contiguous() ** 2).sum().backward()
+            for grad in (*seen, x.grad):
+                assert (
+                    grad.part.stride()
+                    == torch.empty_strided(grad.part.shape, x.part.stride()).stride()
+                )
+                assert grad.stride() == x.stride()
+            assert torch.equal(x.grad.part, 2 * x.part)
+
+    run_ranks(2, body)
+
+
+def test_a_gradient_in_another_order_is_copied_into_that_of_its_tensor() -> None:
+    """By autograd, which makes room for it as the tensor's strides say."""
+
+    def body(rank: int) -> None:
+        x = rows().t().detach().requires_grad_()
+        assert (x.stride(), x.part.stride()) == ((1, 3), (1, 3))
+        factor = distribute_tensor(X.t().contiguous(), x.device_mesh, COLUMNS)
+        (x * factor).sum().backward()
+        assert (x.grad.stride(), x.grad.part.stride()) == ((1, 3), (1, 3))
+        assert torch.equal(x.grad.full_tensor(), X.t())
+
+    run_ranks(2, body)
+
+
+def test_from_local_says_the_strides_of_its_part() -> None:
+    def body(rank: int) -> None:
+        def strides(part: torch.Tensor, placements: Any) -> tuple[int, ...]:
+            return from_local(part, placements).stride()
+
+        spread = torch.ones(4, 6)[:, ::2]
+        assert strides(spread, WHOLE) == spread.stride() == (6, 2)
+        assert strides(spread, ROWS) == (6, 2)
+        assert strides(spread, COLUMNS) == (12, 2)
+        assert strides(spread.t(), COLUMNS) == (2, 6)
+        assert strides(torch.ones(3).expand(4, 3), WHOLE) == (0, 1)
+        assert strides(torch.ones(1, 1, 4), ROWS) == (4, 4, 1)
+        assert strides(torch.ones(4, 1).t(), ROWS) == (4, 1)  # of one row, strides say nothing
+        moved = from_local(spread, ROWS).redistribute(placements=WHOLE)
+        assert moved.stride() == moved.to_local().stride() == (3, 1)
+
+    run_ranks(2, body)

@@ -25,7 +25,13 @@ def _sized_local(call: OpCall) -> Callable[..., Any]:
     shape = call.result.local_shape
     if shape == call.result.shape:
         return call.op
-    return lambda model, size, stride, **kwargs: aten.new_empty(model, shape, **kwargs)
+    order = call.result.order
+    if order is None:
+        return lambda model, size, stride, **kwargs: aten.new_empty(model, shape, **kwargs)
+    ordered, back = [shape[dim] for dim in order], [order.index(dim) for dim in range(len(order))]
+    return lambda model, size, stride, **kwargs: aten.new_empty(model, ordered, **kwargs).permute(
+        back
+    )
 
 
 @rule(aten.empty_like.default, aten.ones_like.default, aten.full_like.default)

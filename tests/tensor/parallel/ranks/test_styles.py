@@ -427,3 +427,29 @@ def test_what_layers_share_goes_when_the_module_has_run():
         assert [ref() for ref in seen] == [None, None]
 
     run_ranks(2, body)
+
+
+def test_second_derivatives_are_those_of_the_unsharded_module():
+    """A gradient penalty through a column-wise and a row-wise layer, with plain tensors between."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+
+    def penalize(model):
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+        slope.square().sum().backward()
+
+    penalize(alone)
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        model = copy.deepcopy(alone)
+        model.zero_grad()
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        penalize(parallelize_module(model, mesh, plan))
+        for name, parameter in alone.named_parameters():
+            if parameter.grad is not None:  # the last bias has a constant as gradient
+                close(whole(model.get_parameter(name).grad), parameter.grad, msg=name)
+
+    run_ranks(2, body)
