@@ -62,12 +62,13 @@ def _updated(
     lists, rest = args[:count], args[count:]
     specs: Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
     beside = DTensor in {*map(type, rest), *map(type, options.values())}
-    parts = None
+    found: list[list[Any] | None] = []
     if are_parts(specs) and not beside:
-        parts = [parts_like(given, specs) for given in lists]
-        if parts[1] is None:
-            parts[1] = parts_like([*map(_beside, lists[1], specs)], specs)
-    if parts is None or None in parts:
+        found = [parts_like(given, specs) for given in lists]
+        if found[1] is None:
+            found[1] = parts_like([*map(_beside, lists[1], specs)], specs)
+    parts = [each for each in found if each is not None]
+    if len(parts) < count:
         return update(*args, **options)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     if named.get("fused"):
@@ -79,7 +80,7 @@ def _updated(
     torch.autograd.graph.increment_version([t for t in written if type(t) is DTensor])
     for given, now in zip(lists, parts, strict=True):
         if type(None) in {*map(type, given)}:
-            given[:] = _with_new(given, now or [], parts[0] or [], specs)
+            given[:] = _with_new(given, now, parts[0], specs)
     return result
 
 

@@ -182,7 +182,7 @@ def test_a_fused_step_reads_gradients_and_parameters_in_any_order(name: str) -> 
             for own, (_, grad) in zip(ours, pairs, strict=True):
                 part = grad(grad_of(step))
                 own.grad = made(mesh, torch.cat([part, part]), [Shard(0)])
-                own.grad.to_local().set_(part)
+                own.grad.part = part
             optimizer.step()
         for own, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(own.to_local().detach(), other.detach())
@@ -195,7 +195,7 @@ def test_a_fused_kernel_on_dtensors_reads_a_gradient_in_columns() -> None:
         mesh = init_device_mesh("cpu", (2,))
         weight = DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)])
         grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
-        torch._fused_sgd_(
+        torch._fused_sgd_(  # pyright: ignore[reportPrivateUsage]
             [weight], [grad], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0,
             nesterov=False, maximize=False, is_first_step=False,
         )  # fmt: skip

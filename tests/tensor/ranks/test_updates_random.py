@@ -143,7 +143,7 @@ def test_random_training_gives_the_weights_of_full_tensors(job: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(jobs())
 def test_much_random_training_gives_the_weights_of_full_tensors(job: Any) -> None:
     check(job)
