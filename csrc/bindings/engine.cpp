@@ -87,6 +87,17 @@ uint64_t Engine::note(const Message& message, Block block, DType dtype, const Si
                            message.tag, block.bytes, site});
 }
 
+Outcome Engine::second_thread(const Inside& first, const Call& call) const {
+    const auto name = [](const std::string* thread) {
+        return thread ? *thread : std::string("MainThread");
+    };
+    Outcome out = outcome_of(Status::usage, call.op);
+    out.detail = "two threads called collectives of one channel at the same time: " +
+                 name(first.thread) + " is inside a call at " + first.site->text + ", and " +
+                 name(call.thread) + " called at " + call.site->text;
+    return out;
+}
+
 nb::object Engine::failed(Status status, Op op) { return nb::cast(group_->outcome_of(status, op)); }
 
 void Engine::raise(const Outcome& outcome) {
@@ -118,6 +129,8 @@ nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
     if (lacks_memory(call)) return nb::cast(without_memory(call.op));
     const Site* const site = call.site = call_site();
     call.thread = thread_name();
+    Inside& inside = inside_[channel];
+    if (!async && is_other(inside)) return nb::cast(second_thread(inside, call));
     Channel& on = group_->channel(channel);
     Channel::Turn turn(on);
     const uint64_t entry = note(channel, turn, call, async);
@@ -127,6 +140,7 @@ nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
         request->record(flight_, entry);
         return started(request, site, keep);
     }
+    const Stay stay(inside, call);
     const Status s = call_without_gil(group_.get(), [&] {
         const Status ended = on.run(call, std::move(turn));
         flight_->end(entry, ended);

@@ -96,6 +96,36 @@ class Engine {
 
     bool is_rank(int peer) const { return peer >= 0 && peer < group_->size(); }
 
+    // Note "One thread at a time". The order of a channel's calls is the program's. Two threads that
+    // are inside synchronous calls at the same time have no order, and may meet another thread's
+    // call on another rank. So a synchronous call notes where it is, and the second one is refused.
+    // A thread that only starts an operation, or waits for one, is not inside a call. Needs the
+    // GIL.
+    struct Inside {
+        const Site* site = nullptr;
+        const std::string* thread = nullptr;
+        unsigned long id = 0;
+    };
+    class Stay {
+      public:
+        Stay(Inside& place, const Call& call) : place_(place), first_(place.site == nullptr) {
+            if (first_) place = {call.site, call.thread, PyThread_get_thread_ident()};
+        }
+        ~Stay() {
+            if (first_) place_ = {};
+        }
+        Stay(const Stay&) = delete;
+        Stay& operator=(const Stay&) = delete;
+
+      private:
+        Inside& place_;
+        const bool first_;
+    };
+    bool is_other(const Inside& place) const {
+        return place.site != nullptr && place.id != PyThread_get_thread_ident();
+    }
+    Outcome second_thread(const Inside& first, const Call& call) const;
+
     uint64_t note(int channel, const Channel::Turn& turn, const Call& call, bool async);
     uint64_t note(const Message& message, Block block, DType dtype, const Site* site, bool async);
     nanobind::object plain(Place on, const Call& call, size_t bytes, nanobind::handle one,
@@ -112,6 +142,7 @@ class Engine {
     std::unique_ptr<Group> group_;
     std::unique_ptr<Mailbox> mailbox_;
     nanobind::object error_;
+    Inside inside_[kChannels];
     std::vector<std::shared_ptr<PendingCall>> pending_;
     size_t sweep_at_ = 16;
 };

@@ -110,6 +110,8 @@ nb::object declined() { return nb::borrow(Py_False); }
 
 nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle one,
                          nb::handle other) {
+    Inside& inside = inside_[where.channel];
+    if (!where.async && is_other(inside)) return declined();  // `run` makes the error
     Channel& on = group_->channel(where.channel);
     Channel::Turn turn(on);
     const uint64_t entry = note(where.channel, turn, call, where.async);
@@ -119,6 +121,7 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
         request->record(flight_, entry);
         return started(request, call.site, one, other);
     }
+    const Stay stay(inside, call);
     const auto body = [&] {
         const Status s = on.run(call, std::move(turn));
         flight_->end(entry, s);

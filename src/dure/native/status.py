@@ -88,6 +88,18 @@ def error_name(status: int) -> str:
     return _ERROR_NAMES.get(Status(status), "UsageError")
 
 
+ONE_THREAD_FIX = (
+    "Give each thread a group of its own (dure.new_group), or let one thread wait for the other."
+)
+
+
+def _usage_fix(detail: str) -> str:
+    """Return what to try for a call that the engine refused."""
+    if detail.startswith("two threads"):
+        return ONE_THREAD_FIX
+    return "Give it memory first; its storage was resized to 0." if detail else ""
+
+
 def error_of(
     outcome: Outcome, *, group: str, rank: int, size: int, pid: int, timeout_s: float
 ) -> DureError:
@@ -141,7 +153,7 @@ def error_of(
         case Status.USAGE:
             return UsageError(
                 outcome.detail or "the engine cannot do this operation on this dtype",
-                fix="Give it memory first; its storage was resized to 0." if outcome.detail else "",
+                fix=_usage_fix(outcome.detail),
                 **fields,
             )
         case Status.FORKED:

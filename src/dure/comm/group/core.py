@@ -40,6 +40,7 @@ from dure.comm.capture import refuse_if_captured
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
+from dure.native.status import ONE_THREAD_FIX
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 from dure.trace import flight
@@ -120,6 +121,7 @@ class GroupCore:
         self._use(backends)
         self._coalesced: list[Work] | None = None
         self._block: overlap.Block | None = None
+        self._inside: dict[int, tuple[int, str, str]] = {}  # at 0: the thread inside a call
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {}
         self._second = second
@@ -199,6 +201,7 @@ class GroupCore:
         view.store = PrefixStore(f"channel/{index}", self.store)
         view.num_monitored, view.num_attempts = 0, 0
         view._coalesced = view._block = None
+        view._inside = {}
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
             view._use(self._second(view.group_name))
         elif view._engine is not None:
@@ -384,7 +387,15 @@ class GroupCore:
             noted = self._ring.begin(call.op, call.data, _peer(call), _detail(call), deferred)
         ended = partial(self._ended, event, noted)
         try:
-            request = _run(backend, call, deferred)
+            if deferred or call.op in MESSAGES or _records(backend):
+                request = _run(backend, call, deferred)
+            else:
+                entered = self._enter(call.op)
+                try:
+                    request = _run(backend, call, deferred)
+                finally:
+                    if entered:
+                        self._inside.pop(0, None)
             if not deferred and finish is not None:
                 finish()
         except BaseException as error:
@@ -393,6 +404,30 @@ class GroupCore:
         if not deferred:
             ended(None)
         return request, ended
+
+    def _enter(self, op: str) -> bool:
+        """Refuse a synchronous collective while another thread is inside one of this channel.
+
+        Such calls have no order, and may meet another thread's call on another rank. A thread that
+        only starts an operation, or waits for one, is not inside a call. The engine of `shm` does
+        the same by itself (csrc/bindings/engine.h, "One thread at a time").
+
+        Returns:
+            Whether the thread was outside before, and must leave.
+        """
+        me = (threading.get_ident(), threading.current_thread().name, call_site())
+        first = self._inside.setdefault(0, me)
+        if first[0] != me[0]:
+            raise UsageError(
+                "two threads called collectives of one channel at the same time: "
+                f"{first[1]} is inside a call at {first[2]}, and {me[1]} called at {me[2]}",
+                op=op,
+                group=self.group_name,
+                rank=self._rank,
+                world_size=self._size,
+                fix=ONE_THREAD_FIX,
+            )
+        return first is me
 
     @property
     def copies(self) -> object | None:
