@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dure.errors import RendezvousError
+from dure.errors import RendezvousError, UsageError
 
 __all__ = [
     "VARIABLES",
     "Variable",
     "beginning_with",
+    "check_flags",
     "child_environment",
     "describe",
     "everything",
@@ -25,6 +26,8 @@ __all__ = [
     "raw",
     "require",
     "text",
+    "unknown",
+    "unknown_note",
 ]
 
 
@@ -197,6 +200,11 @@ VARIABLES: dict[str, Variable] = {
 }
 
 
+_ON = frozenset({"1", "true", "yes", "on"})
+_FLAGS = ("DURE_ELASTIC", "DURE_INSECURE", "DURE_STORE_BIND_ANY", "DURE_VERIFY")
+_OFF = frozenset({"0", "false", "no", "off"})
+
+
 def text(name: str, default: str | None = None) -> str | None:
     """Return the variable `name`, or `default` where it is unset or empty."""
     if name not in VARIABLES:
@@ -212,8 +220,49 @@ def raw(name: str) -> str | None:
 
 
 def flag(name: str) -> bool:
-    """Tell whether the variable `name` says yes (1, true, yes, on)."""
-    return (text(name) or "").lower() in {"1", "true", "yes", "on"}
+    """Return whether the variable `name` is on (1, true, yes, on); unset, empty, 0 and so on: off.
+
+    Raises:
+        UsageError: It is neither on nor off.
+    """
+    value = (text(name) or "0").strip().lower()
+    if value not in _ON | _OFF:
+        raise UsageError(
+            f"the environment variable {name} must be 1 or 0",
+            seen=f"{value!r}; it means {VARIABLES[name].meaning}",
+            fix=f"Set {name}=1, or unset it.",
+        )
+    return value in _ON
+
+
+def check_flags() -> None:
+    """Raise `UsageError` if a variable that is on or off is neither, whoever reads it later."""
+    for name in _FLAGS:
+        flag(name)
+
+
+def unknown(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """List the variables that begin with DURE_ and that Dure does not know, each with the nearest.
+
+    Args:
+        environ: The variables; None: those of this process.
+    """
+    ours = [name for name in VARIABLES if name.startswith("DURE_")]
+    names = sorted(os.environ if environ is None else environ)
+    strange = [name for name in names if name.startswith("DURE_") and name not in VARIABLES]
+    if not strange:
+        return []
+    from difflib import get_close_matches  # lazy: hardly ever needed
+
+    return [(name, get_close_matches(name, ours, 1, 0.0)[0]) for name in strange]
+
+
+def unknown_note(environ: Mapping[str, str] | None = None) -> str:
+    """Return one line about the variables that `unknown` lists, "" if there are none."""
+    found = [f"{name} (did you mean {nearest}?)" for name, nearest in unknown(environ)]
+    if not found:
+        return ""
+    return f"unknown environment variables, which are ignored: {', '.join(found)}"
 
 
 def integer(name: str, default: int | None = None) -> int | None:

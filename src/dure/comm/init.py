@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ from dure.placement import System, detect
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_at
+
+_log = logging.getLogger("dure.comm")
 
 
 class Backend(str):
@@ -114,6 +117,7 @@ def init_process_group(
     limit = as_timeout(timeout, default_pg_timeout)
     if backend is not None:
         parse_backend(Backend(backend))
+    _check_variables(rank)
     told = not (init_method is None and store is None and rank < 0 and world_size < 0)
     soon = RENDEZVOUS_LIMIT if timeout is None else limit
     if not told and _wants_mpi(backend):
@@ -141,6 +145,18 @@ def init_process_group(
     except BaseException:
         leave(world, abort=True)
         raise
+
+
+def _check_variables(rank: int) -> None:
+    """Refuse flags that are neither on nor off; on rank 0 warn about unknown names.
+
+    `dure run` has reported these once for all ranks.
+    """
+    env.check_flags()
+    if env.text("DURE_LAUNCHER") is None and rank <= 0 and env.text("RANK", "0") == "0":
+        note = env.unknown_note()
+        if note:
+            _log.warning("%s", note)
 
 
 def _wants_mpi(backend: str | None) -> bool:

@@ -112,6 +112,7 @@ CASES: list[tuple[Callable[..., Iterable[Finding]], dict[str, Any], Level]] = [
     (checks.environment, {"variables": {"WORLD_SIZE": "2", "DURE_LAUNCHER": "j"}}, OK),
     (checks.environment, {"variables": {"OMP_NUM_THREADS": "9"}}, WARNING),
     (checks.environment, {"insecure": True}, WARNING),
+    (checks.environment, {"unknown": "DURE_BACKED"}, WARNING),
     (checks.gpus, {"cards": [], "torch": {}}, OK),
     (checks.gpus, {"torch": TORCH | {"cuda": None, "gpus": []}}, WARNING),
     (checks.gpus, {"torch": TORCH | {"gpus": []}}, PROBLEM),

@@ -445,7 +445,9 @@ def key_file(
         yield fine("job key", f"{path}, mode {stat.S_IMODE(file.st_mode):04o}")
 
 
-def environment(variables: Mapping[str, str], usable: int, *, insecure: bool) -> Findings:
+def environment(
+    variables: Mapping[str, str], usable: int, *, insecure: bool, unknown: str = ""
+) -> Findings:
     """Say what would surprise a job started from here; `usable` hardware threads are there."""
     given = [name for name in RANK_VARIABLES if name in variables]
     partly = 0 < len(given) < len(RANK_VARIABLES) and "DURE_LAUNCHER" not in variables
@@ -457,6 +459,8 @@ def environment(variables: Mapping[str, str], usable: int, *, insecure: bool) ->
             "DURE_INSECURE is set: whoever reaches the store's port can join a job",
             "Unset it; `dure run` mints a key for each job by itself.",
         )
+    if unknown:
+        yield warning("environment", unknown, "Correct the name, or unset it: dure env --all.")
     if partly:
         yield warning(
             "environment",
@@ -469,7 +473,7 @@ def environment(variables: Mapping[str, str], usable: int, *, insecure: bool) ->
             f"OMP_NUM_THREADS={threads}, with {usable} usable hardware threads",
             "unset OMP_NUM_THREADS; `dure run` chooses it from cores and ranks.",
         )
-    if not many and not partly:
+    if not many and not partly and not unknown:
         yield fine("environment", "nothing in the way")
 
 

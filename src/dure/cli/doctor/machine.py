@@ -201,7 +201,9 @@ def _keys() -> Findings:
 
 def _environment() -> Findings:
     variables = _set_variables((*checks.RANK_VARIABLES, "DURE_LAUNCHER", "OMP_NUM_THREADS"))
-    return checks.environment(variables, usable_cores(), insecure=env.flag("DURE_INSECURE"))
+    return checks.environment(
+        variables, usable_cores(), insecure=env.flag("DURE_INSECURE"), unknown=env.unknown_note()
+    )
 
 
 def _set_variables(names: Iterable[str]) -> dict[str, str]:

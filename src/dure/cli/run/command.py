@@ -38,8 +38,9 @@ def run(words: list[str]) -> int:
     if given.wants_help:
         print(Path(__file__).with_name("help.txt").read_text(), end="")
         return 0
+    env.check_flags()
     variables, notes = from_variables(env.beginning_with("PET_"))
-    for note in (*notes, misplaced(given)):
+    for note in (*notes, misplaced(given), env.unknown_note()):
         if note:
             _say(note)
     request = make_request(given, variables, _found({**variables, **given.values}))
