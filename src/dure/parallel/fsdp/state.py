@@ -128,6 +128,11 @@ class Backward:
     deliveries: list[Delivery] = field(default_factory=list[Delivery])
     has_failed: bool = False
 
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether each gradient of a parameter is to be looked at."""
+        return self.has_failed or self.makes_graph or bool(self.stale)
+
     def fail(self) -> None:
         """Note that it has raised."""
         self.has_failed = True
@@ -175,6 +180,11 @@ class Tree:
     def in_backward(self) -> bool:
         """Whether one has begun and not ended."""
         return self._backward is not None
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether each gradient of a parameter is to be looked at; see `gradient_accumulated`."""
+        return self._backward is None or self._backward.checks_gradients
 
     @property
     def groups(self) -> Iterator[ParameterGroup]:
@@ -712,6 +722,8 @@ class FSDPState:
 
     def _gradient_accumulated(self, parameter: FSDPParameter) -> None:
         tree = self.tree or Tree(self)
+        if self.in_backward and not tree.checks_gradients:
+            return  # as for most gradients
         with tree.telling(self):
             tree.gradient_accumulated(self, parameter)
 
