@@ -44,6 +44,8 @@ Tensors = Sequence[torch.Tensor]
 
 COUNTED_BYTES = 4096
 """Tensors from here on have their version counted when an operation writes them."""
+FEW = COUNTED_BYTES // 16
+"""Fewer elements than this are below that, whatever their dtype; asking costs 30 ns."""
 _count: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
 
 
@@ -53,7 +55,7 @@ def count_writes(tensors: Tensors) -> None:
     Only for tensors of the program. What Dure keeps for itself (buckets, unsharded parameters) goes
     through the methods of a group, which count nothing.
     """
-    large = [t for t in tensors if t.nbytes >= COUNTED_BYTES]
+    large = [t for t in tensors if t.numel() * t.itemsize >= COUNTED_BYTES]
     if large:
         _count(large)
 
@@ -77,8 +79,8 @@ def all_reduce(
         2 steps; S bytes written to shared memory, S read, in slices of S/n reduced by one rank.
     """
     work = resolve(group, "all_reduce").all_reduce(tensor, op, async_op)
-    if tensor.layout is torch.strided and tensor.nbytes >= COUNTED_BYTES:
-        _count((tensor,))
+    if tensor.numel() >= FEW:
+        count_writes((tensor,))
     return work
 
 
@@ -140,8 +142,8 @@ def broadcast(
     pg = resolve(group, "broadcast")
     root = pg.peer(src, group_src, "broadcast", "src")
     work = pg.broadcast(tensor, root, async_op)
-    if tensor.nbytes >= COUNTED_BYTES and root != pg.rank():
-        _count((tensor,))
+    if tensor.numel() >= FEW and root != pg.rank():
+        count_writes((tensor,))
     return work
 
 
@@ -182,8 +184,8 @@ def all_gather_single(
     """
     pg = resolve(group, "all_gather_single")
     work = pg.all_gather_single(output_tensor, input_tensor, async_op)
-    if output_tensor.nbytes >= COUNTED_BYTES:
-        _count((output_tensor,))
+    if output_tensor.numel() >= FEW:
+        count_writes((output_tensor,))
     return work
 
 
@@ -302,8 +304,8 @@ def reduce_scatter_single(
     """
     pg = resolve(group, "reduce_scatter_single")
     work = pg.reduce_scatter_single(output, input, op, async_op)
-    if output.nbytes >= COUNTED_BYTES:
-        _count((output,))
+    if output.numel() >= FEW:
+        count_writes((output,))
     return work
 
 
@@ -349,8 +351,8 @@ def all_to_all_single(
     """
     pg = resolve(group, "all_to_all_single")
     work = pg.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
-    if output.nbytes >= COUNTED_BYTES:
-        _count((output,))
+    if output.numel() >= FEW:
+        count_writes((output,))
     return work
 
 
