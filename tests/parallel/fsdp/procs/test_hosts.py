@@ -50,8 +50,8 @@ def _gathers(rank: int) -> list[tuple[int, int]]:
 
 
 def test_a_host_gathers_what_it_lacks_once_per_step(pool):
-    """Two of eight rows per rank, and a number of 8 bytes; nothing in backward."""
-    assert pool.run(_gathers) == [[(2, 2 * 8 * 4 + 8)] * 2] * 4
+    """Two of eight rows per rank; nothing in backward."""
+    assert pool.run(_gathers) == [[(2, 2 * 8 * 4)] * 2] * 4
 
 
 def _writes_seen(rank: int) -> list[float]:
