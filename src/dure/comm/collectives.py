@@ -44,8 +44,6 @@ Tensors = Sequence[torch.Tensor]
 
 COUNTED_BYTES = 4096
 """Tensors from here on have their version counted when an operation writes them."""
-FEW = COUNTED_BYTES // 16
-"""Fewer elements than this are below that, whatever their dtype; asking costs 30 ns."""
 _count: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
 
 
@@ -79,8 +77,11 @@ def all_reduce(
         2 steps; S bytes written to shared memory, S read, in slices of S/n reduced by one rank.
     """
     work = resolve(group, "all_reduce").all_reduce(tensor, op, async_op)
-    if tensor.numel() >= FEW:
-        count_writes((tensor,))
+    try:
+        if tensor.nbytes >= COUNTED_BYTES:
+            count_writes((tensor,))
+    except RuntimeError:  # a sparse tensor has no nbytes; it was written by `copy_`, which counts
+        pass
     return work
 
 
@@ -142,7 +143,7 @@ def broadcast(
     pg = resolve(group, "broadcast")
     root = pg.peer(src, group_src, "broadcast", "src")
     work = pg.broadcast(tensor, root, async_op)
-    if tensor.numel() >= FEW and root != pg.rank():
+    if tensor.nbytes >= COUNTED_BYTES and root != pg.rank():
         count_writes((tensor,))
     return work
 
@@ -184,7 +185,7 @@ def all_gather_single(
     """
     pg = resolve(group, "all_gather_single")
     work = pg.all_gather_single(output_tensor, input_tensor, async_op)
-    if output_tensor.numel() >= FEW:
+    if output_tensor.nbytes >= COUNTED_BYTES:
         count_writes((output_tensor,))
     return work
 
@@ -304,7 +305,7 @@ def reduce_scatter_single(
     """
     pg = resolve(group, "reduce_scatter_single")
     work = pg.reduce_scatter_single(output, input, op, async_op)
-    if output.numel() >= FEW:
+    if output.nbytes >= COUNTED_BYTES:
         count_writes((output,))
     return work
 
@@ -351,7 +352,7 @@ def all_to_all_single(
     """
     pg = resolve(group, "all_to_all_single")
     work = pg.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
-    if output.numel() >= FEW:
+    if output.nbytes >= COUNTED_BYTES:
         count_writes((output,))
     return work
 

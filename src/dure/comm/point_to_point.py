@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dure.comm.capture import out_of_graphs
-from dure.comm.collectives import FEW, count_writes
+from dure.comm.collectives import COUNTED_BYTES, count_writes
 from dure.comm.group import ProcessGroup, started
 from dure.comm.overlap import check_apart
 from dure.comm.work import Work
@@ -88,7 +88,7 @@ def recv(
     if source is None:
         source = pg.source(src, group_src, "recv")
     sender = pg.recv(tensor, source, tag)
-    if tensor.numel() >= FEW:
+    if tensor.nbytes >= COUNTED_BYTES:
         count_writes((tensor,))
     return pg.global_ranks[sender]
 
