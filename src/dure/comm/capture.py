@@ -75,7 +75,10 @@ def capturing(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a collective on `tensors` must be an operator, not work on their memory."""
     if _num_modes() or _is_tracing() or forward_ad._current_level >= 0:  # pyright: ignore
         return True
-    return any(map(_has_no_memory, tensors))
+    for tensor in tensors:  # `any` would cost as much as the rest
+        if type(tensor) not in _PLAIN and _has_no_memory(tensor):
+            return True
+    return _level() is not None and any(map(_is_wrapped, tensors))
 
 
 def in_transform() -> bool:
