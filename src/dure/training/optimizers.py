@@ -116,7 +116,10 @@ def _turns_of(optimizer: torch.optim.Optimizer) -> set[Turns]:
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     rebind(optimizer)
-    for turns in _turns_of(optimizer):
+    turns_of_all = _turns_of(optimizer)
+    for turns in turns_of_all:
+        turns.leave(together=False)  # of all of them first: ranks wait for them in any order
+    for turns in turns_of_all:
         try:
             turns.begin_write()
         except PeerLost as error:
