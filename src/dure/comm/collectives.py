@@ -79,7 +79,7 @@ def all_reduce(
     work = resolve(group, "all_reduce").all_reduce(tensor, op, async_op)
     try:
         if tensor.nbytes >= COUNTED_BYTES:
-            count_writes((tensor,))
+            _count((tensor,))
     except RuntimeError:  # a sparse tensor has no nbytes; it was written by `copy_`, which counts
         pass
     return work
@@ -144,7 +144,7 @@ def broadcast(
     root = pg.peer(src, group_src, "broadcast", "src")
     work = pg.broadcast(tensor, root, async_op)
     if tensor.nbytes >= COUNTED_BYTES and root != pg.rank():
-        count_writes((tensor,))
+        _count((tensor,))
     return work
 
 
@@ -186,7 +186,7 @@ def all_gather_single(
     pg = resolve(group, "all_gather_single")
     work = pg.all_gather_single(output_tensor, input_tensor, async_op)
     if output_tensor.nbytes >= COUNTED_BYTES:
-        count_writes((output_tensor,))
+        _count((output_tensor,))
     return work
 
 
@@ -306,7 +306,7 @@ def reduce_scatter_single(
     pg = resolve(group, "reduce_scatter_single")
     work = pg.reduce_scatter_single(output, input, op, async_op)
     if output.nbytes >= COUNTED_BYTES:
-        count_writes((output,))
+        _count((output,))
     return work
 
 
@@ -353,7 +353,7 @@ def all_to_all_single(
     pg = resolve(group, "all_to_all_single")
     work = pg.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
     if output.nbytes >= COUNTED_BYTES:
-        count_writes((output,))
+        _count((output,))
     return work
 
 
