@@ -22,6 +22,7 @@ from torch import nn
 from dure.errors import ModuleError
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
+from dure.tensor.distribute import share_hooks
 from dure.tensor.dtensor import DTensor, wrap
 from dure.tensor.placement_types import chunk
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
@@ -74,7 +75,7 @@ class FSDPParameter:
         forget_replaced(parameter)  # a tied one may be taken a second time
         for key, value in vars(parameter).items():
             setattr(sharded, key, value)
-        _share_hooks(parameter, sharded)
+        share_hooks(parameter, sharded)
         self.on_gradient: Callable[[FSDPParameter], None] | None = None
         self._take(sharded)
         self.accumulated: torch.Tensor | None = None
@@ -271,11 +272,3 @@ def run_hooks(parameters: Sequence[FSDPParameter], gradients: Sequence[torch.Ten
     torch.autograd.backward([p.sharded for p in parameters], gradients)
     for parameter in parameters:
         parameter.keep_gradient_in_file()
-
-
-def _share_hooks(old: Any, new: Any) -> None:
-    """Let `new` have the hooks that `old` has, in the same dictionaries: handles remove them."""
-    if old._backward_hooks is not None:
-        new._backward_hooks = old._backward_hooks
-    if old._post_accumulate_grad_hooks is not None:
-        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
