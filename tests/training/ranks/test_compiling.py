@@ -27,6 +27,7 @@ def counting(graphs: list[Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("compiled", ["module", "wrapper"])
 def test_compiled_module_is_cut_and_makes_the_same_steps_1_rank(compiled: str) -> None:
     torch._dynamo.reset()  # pyright: ignore
+    torch._dynamo.utils.counters.clear()  # pyright: ignore
     graphs: list[Any] = []
     # More than a MiB a layer: the compiler cuts below the second.
     module = nn.Sequential(nn.Linear(520, 520), nn.Tanh(), nn.Linear(520, 520))
