@@ -22,7 +22,7 @@ def test_flag_is_on_or_off(monkeypatch: pytest.MonkeyPatch, value: str, on: bool
     assert env.flag("DURE_VERIFY") is on
 
 
-@pytest.mark.parametrize("value", ["maybe", "2", "ture"])
+@pytest.mark.parametrize("value", ["maybe", "2", "yess"])
 def test_flag_that_is_no_boolean_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("DURE_VERIFY", value)
     with pytest.raises(UsageError) as caught:

@@ -92,9 +92,10 @@ Outcome Engine::second_thread(const Inside& first, const Call& call) const {
         return thread ? *thread : std::string("MainThread");
     };
     Outcome out = outcome_of(Status::usage, call.op);
-    out.detail = "two threads called collectives of one channel at the same time: " +
-                 name(first.thread) + " is inside a call at " + first.site->text + ", and " +
-                 name(call.thread) + " called at " + call.site->text;
+    out.detail =
+        "two threads called collectives of one channel at the same time: " + name(first.thread) +
+        " is inside a call at " + first.site->text + ", and " + name(call.thread) + " called at " +
+        call.site->text;
     return out;
 }
 

@@ -96,11 +96,11 @@ class Engine {
 
     bool is_rank(int peer) const { return peer >= 0 && peer < group_->size(); }
 
-    // Note "One thread at a time". The order of a channel's calls is the program's. Two threads that
-    // are inside synchronous calls at the same time have no order, and may meet another thread's
-    // call on another rank. So a synchronous call notes where it is, and the second one is refused.
-    // A thread that only starts an operation, or waits for one, is not inside a call. Needs the
-    // GIL.
+    // Note "One thread at a time". The order of a channel's calls is the program's. Two threads
+    // that are inside synchronous calls at the same time have no order, and may meet another
+    // thread's call on another rank. So a synchronous call notes where it is, and the second one is
+    // refused. A thread that only starts an operation, or waits for one, is not inside a call.
+    // Needs the GIL.
     struct Inside {
         const Site* site = nullptr;
         const std::string* thread = nullptr;

@@ -1,5 +1,8 @@
 """Arguments of the wrong type: refused by every kind of store, and nothing has changed."""
 
+# Arguments are of the wrong type on purpose.
+# pyright: reportArgumentType=false
+
 from datetime import timedelta
 from pathlib import Path
 

@@ -133,7 +133,7 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 def _gradients(rank: int, how: str) -> list[Any]:
     torch._dynamo.reset()
     if how == "aot_function":
-        graph = aot_function(_squares, fw_compiler=lambda g, _: g, bw_compiler=lambda g, _: g)
+        graph = aot_function(_squares, fw_compiler=lambda g, _: g, bw_compiler=lambda g, _: g)  # pyright: ignore
     else:
         graph = CAPTURES[how](_squares)
     x = _x(rank).requires_grad_()

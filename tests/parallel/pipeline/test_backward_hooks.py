@@ -1,5 +1,8 @@
 """A backward in two halves and the hooks of the program: gradients are those of one backward."""
 
+# A gradient may be None to pyright.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import copy

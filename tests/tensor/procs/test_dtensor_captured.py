@@ -54,7 +54,7 @@ def _captured(rank: int, mode: str) -> list[object]:
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * 10**rank
     found: list[object] = []
     for program in _programs(rank).values():
-        graph = make_fx(program, tracing_mode=mode)(torch.ones(2, 2, requires_grad=True))
+        graph = make_fx(program, tracing_mode=mode)(torch.ones(2, 2, requires_grad=True))  # pyright: ignore
         found.append(graph(x).detach().tolist())
         assert not graph(x.clone().requires_grad_()).requires_grad
     return found
@@ -67,7 +67,7 @@ def test_graph_of_dtensors_communicates(process_pool, mode):
 
 def _gradient(rank: int) -> list[list[float]]:
     program = _programs(rank)["gather"]
-    graph = aot_function(program, fw_compiler=lambda g, _: g, bw_compiler=lambda g, _: g)
+    graph = aot_function(program, fw_compiler=lambda g, _: g, bw_compiler=lambda g, _: g)  # pyright: ignore
     x = torch.ones(2, 2, requires_grad=True)
     weights = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     (graph(x) * weights).sum().backward()

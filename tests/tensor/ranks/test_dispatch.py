@@ -252,11 +252,11 @@ def test_out_of_the_same_shape_is_written() -> None:
         out = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
         assert torch.add(x, x, out=out) is out
         assert out.full_tensor().tolist() == [0, 2, 4, 6]
-        values, numbers = (DTensor.from_local(torch.zeros(4).to(t), mesh) for t in (x.dtype, int))
+        values, numbers = (DTensor.from_local(torch.zeros(4).to(t), mesh) for t in (x.dtype, int))  # pyright: ignore
         torch.cummax(x, 0, out=(values, numbers))
         assert values.to_local().tolist() == numbers.to_local().tolist() == [0, 1, 2, 3]
         halves = [DTensor.from_local(torch.zeros(2), mesh) for _ in range(2)]
-        torch.split_copy(x, 2, out=halves)
+        torch.split_copy(x, 2, out=halves)  # pyright: ignore
         assert halves[1].to_local().tolist() == [2, 3]
 
     run_ranks(2, body)

@@ -1,5 +1,8 @@
 """Backwards that do not begin at a module's output, that are repeated, that fail."""
 
+# A gradient may be None to pyright.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any

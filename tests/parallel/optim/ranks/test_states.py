@@ -127,7 +127,7 @@ def test_hooks_of_the_state_get_it_whole_and_run_once():
     def body(rank):
         model, ours = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)]), []
         for layer in model:
-            nn.init.ones_(layer.weight)
+            nn.init.ones_(layer.weight)  # pyright: ignore
         optimizer = dist.ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9
         )

@@ -111,7 +111,7 @@ def test_hooks_run_as_in_one_process_whenever_they_were_registered_2_ranks(is_be
 def test_distributed_module_keeps_the_hooks_of_its_parameters_2_ranks(cut: bool):
     def partition(name: str, module: nn.Module, mesh: Any) -> None:
         if name == "up":
-            made = distribute_tensor(module.weight, mesh, [Shard(0)])
+            made = distribute_tensor(module.weight, mesh, [Shard(0)])  # pyright: ignore
             module.register_parameter("weight", nn.Parameter(made))
 
     def rank_main(rank: int) -> tuple[Seen, list[str]]:
