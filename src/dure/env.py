@@ -236,7 +236,7 @@ def flag(name: str) -> bool:
 
 
 def check_flags() -> None:
-    """Raise `UsageError` if a variable that is on or off is neither, whoever reads it later."""
+    """Raise `UsageError` if a variable that must be on or off is neither."""
     for name in _FLAGS:
         flag(name)
 

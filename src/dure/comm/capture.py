@@ -37,7 +37,7 @@ modes: Any = torch.utils._python_dispatch  # pyright: ignore
 """Torch's module, whose flag `_is_in_torch_dispatch_mode` says that a thread is in a mode."""
 
 is_jit_tracing = torch.jit.is_tracing  # pyright: ignore
-"""Tell whether this thread is inside `torch.jit.trace`; the compiler knows the answer."""
+"""Return whether this thread is inside `torch.jit.trace`; the compiler knows the answer."""
 _is_tracing: Any = torch._C._is_tracing  # pyright: ignore
 _num_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _mode_of: Any = torch._C._get_dispatch_mode  # pyright: ignore

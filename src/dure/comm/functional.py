@@ -124,7 +124,7 @@ def _found(op: str, wanted: str, fits: Callable[[ProcessGroup], bool]) -> Proces
 
 @dataclass(frozen=True, slots=True)
 class CapturedGroup:
-    """What stands for a group while `torch.compile` reads a program: nothing but constants."""
+    """Describe a group to `torch.compile`, which reads the program: by constants only."""
 
     group_name: str
     num_ranks: int

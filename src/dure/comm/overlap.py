@@ -1,7 +1,7 @@
 """Tensors of one call that share memory.
 
-A collective reads all of its inputs before it writes an output, and writes each element once. How
-that is kept, whatever memory the program passes:
+A collective reads all of its inputs before it writes an output, and writes each element once. For
+any memory that the program passes:
 
 * An input that overlaps an output is copied before the call (`checks.plain_call`), unless the two
   are the same memory as with MPI_IN_PLACE (`in_place`).
@@ -43,7 +43,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def ranges_overlap(writes: Tensors, reads: Tensors = ()) -> bool:
-    """Tell whether the range of addresses of a written tensor overlaps that of another."""
+    """Return whether the range of addresses of a written tensor overlaps that of another."""
     spans = [(*_span(t), True) for t in writes]
     spans += [(*_span(t), False) for t in reads]
     spans.sort()
@@ -61,7 +61,7 @@ def ranges_overlap(writes: Tensors, reads: Tensors = ()) -> bool:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors have an element, or a part of one, in common."""
+    """Return whether two tensors have an element, or a part of one, in common."""
     (a, a_end), (b, b_end) = _span(one), _span(other)
     if a_end <= b or b_end <= a:
         return False
@@ -146,7 +146,7 @@ def shared_memory(which: str, op: str) -> ShapeError:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Tell whether two elements of a strided tensor have one address."""
+    """Return whether two elements of a strided tensor have one address."""
     dims = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
     if tensor.numel() == 0 or not dims:
         return False
@@ -160,7 +160,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _boxes_apart(tensors: Tensors) -> bool:
-    """Tell whether all are boxes of one larger tensor, and apart along one of its dims.
+    """Return whether all are boxes of one larger tensor, and apart along one of its dims.
 
     False where they are not boxes, or where more than one dim is needed to tell them apart.
     """
@@ -180,7 +180,7 @@ def _boxes_apart(tensors: Tensors) -> bool:
         return False
     offsets = [(start - base) // itemsize for start in starts]
     apart, above = len(tensors) == 1, 0
-    for place, stride in enumerate(strides):  # the last dim is what lies between the elements
+    for place, stride in enumerate(strides):  # the last dim: the gaps between elements
         lengths = [s[dims[place]] for s in shapes] if place < len(dims) else [1] * len(shapes)
         digits = sorted(
             [(o // stride, o // stride + n) for o, n in zip(offsets, lengths, strict=True)]
@@ -208,7 +208,7 @@ def _marks(tensors: Tensors) -> torch.Tensor:
 
 
 def in_place(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int) -> bool:
-    """Tell whether the inputs and outputs of a call are the same memory, as MPI_IN_PLACE has it.
+    """Return whether the inputs and outputs of a call are the same memory, as MPI_IN_PLACE has it.
 
     Args:
         call: Says what the operation is.
@@ -235,17 +235,6 @@ def in_place(call: Call, inputs: Tensors, outputs: Tensors, rank: int, size: int
     return give == take
 
 
-def all_apart(tensors: Tensors) -> bool:
-    """Tell whether contiguous tensors have disjoint ranges of addresses."""
-    ranges = sorted([(t.data_ptr(), t.nbytes) for t in tensors])
-    end = 0
-    for start, length in ranges:
-        if start < end:
-            return False
-        end = start + length
-    return True
-
-
 def separated(
     call: Call, inputs: list[torch.Tensor], outputs: Tensors, rank: int, size: int
 ) -> list[torch.Tensor]:
@@ -261,7 +250,7 @@ def separated(
     Raises:
         ShapeError: Two outputs overlap.
     """
-    if not inputs or not outputs or all_apart((*inputs, *outputs)):
+    if not inputs or not outputs or not ranges_overlap(outputs, inputs):
         return inputs
     check_apart(outputs, (), call.op)
     shared = [i for i, t in enumerate(inputs) if ranges_overlap(outputs, (t,))]

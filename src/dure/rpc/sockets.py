@@ -46,7 +46,7 @@ _GUARDING = Guarding(what="rpc", waiting_requests=32, waiting_replies=1)
 _WAITING_FRAMES = 32  # of one connection, in ZeroMQ's memory
 _BURST = 64  # frames of one connection before the others' turn
 _PAUSE_S = 0.1  # between two attempts to connect
-_REFUSED_S = 10.0  # for the word of a process that ended in order, if its port refuses connections
+_REFUSED_S = 10.0  # how long a process is looked for whose port refuses connections
 _BUSY_S = 1.0  # that this thread may be busy; longer is a pause of this process
 _ASK_S = 2.0  # between two questions whether a port does
 _CLOSE_S = 1.0  # for what waits to be sent when the process leaves
@@ -179,7 +179,7 @@ class _Outgoing:
     open: bool = False
     since: float = 0.0  # when it was found closed, by the sockets' clock
     retry_at: float = 0.0
-    refused: bool = False  # nobody listens there, says its host
+    refused: bool = False  # its host refuses connections there
     ask_at: float = 0.0
 
 
@@ -376,7 +376,7 @@ class Sockets:
         return min(self._unreachable_s, _REFUSED_S) if way.refused else self._unreachable_s
 
     def _ask_host_of(self, way: _Outgoing) -> None:
-        """Ask now and then, in a thread, whether anybody listens where a process was."""
+        """Check every `_ASK_S`, in a thread, whether the port of a process refuses connections."""
         now = time.monotonic()
         if way.near or now < way.ask_at:
             return

@@ -181,10 +181,10 @@ def look_up_briefly(host: str, port: int, limit_s: float = 1.0) -> Address | Non
 
 
 def is_refused(endpoint: str, limit_s: float = 1.0) -> bool:
-    """Tell whether a host that lives says that nobody listens at a TCP endpoint of ZeroMQ's.
+    """Return whether a host refuses connections at a TCP endpoint of ZeroMQ's.
 
-    So whoever listened there has ended. A host that does not answer, or a way to it that is cut, is
-    no such word; nor is a process that is busy or stopped, for its kernel accepts connections.
+    If it does, the process that listened there has ended. False if the host does not answer, if the
+    network is cut, or if the process is busy or stopped: then its kernel accepts connections.
     """
     if not endpoint.startswith("tcp://"):
         return False

@@ -240,7 +240,7 @@ class GradView:
 
     def fits(self) -> bool:
         """Return whether the parameter's gradient still has a place in the buffer; see `adopt`."""
-        return _is_alike(own_part(self.parameter), self.tensor)
+        return _has_same_layout(own_part(self.parameter), self.tensor)
 
     def recollect(self) -> bool:
         """At the start of a backward: find out what became of a gradient that is to be reduced.
@@ -315,7 +315,7 @@ class GradView:
         self._make_tensor()
 
     def _make_tensor(self) -> None:
-        """Make `tensor` anew, in the strides that the parameter has now."""
+        """Make `tensor` again, in the strides that the parameter has now."""
         like = own_part(self.parameter)
         if like.shape != self._shape:  # which `adopt` finds
             like = torch.empty(self._shape, device="meta")
@@ -328,7 +328,7 @@ def _accumulator(parameter: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
-def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _has_same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return (tensor.dtype, tensor.device, tensor.shape) == (other.dtype, other.device, other.shape)
 
 

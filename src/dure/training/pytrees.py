@@ -20,14 +20,7 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    parts: Iterable[object] = ()
-    if isinstance(value, Mapping):
-        parts = cast("Mapping[object, object]", value).values()
-    elif isinstance(value, list | tuple | set):
-        parts = cast("Iterable[object]", value)
-    elif is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    for part in parts:
+    for part in _parts_of(value) or ():
         yield from tensors_of(part)
 
 
@@ -35,16 +28,19 @@ def has_unknown_parts(value: object) -> bool:
     """Return whether `value` has parts that may hold tensors which `tensors_of` does not see."""
     if isinstance(value, _PLAIN):
         return False
-    parts: Iterable[object]
+    parts = _parts_of(value)
+    return parts is None or any(map(has_unknown_parts, parts))
+
+
+def _parts_of(value: object) -> Iterable[object] | None:
+    """Return the parts of a sequence, mapping or dataclass; None for anything else."""
     if isinstance(value, Mapping):
-        parts = cast("Mapping[object, object]", value).values()
-    elif isinstance(value, list | tuple | set):
-        parts = cast("Iterable[object]", value)
-    elif is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    else:
-        return True
-    return any(map(has_unknown_parts, parts))
+        return cast("Mapping[object, object]", value).values()
+    if isinstance(value, list | tuple | set):
+        return cast("Iterable[object]", value)
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return None
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -80,7 +80,7 @@ class Turns:
 
     @contextmanager
     def writing_in_step(self) -> Iterator[None]:
-        """Have `begin_write` wait for nobody in a block, and the rank read on after it.
+        """Have `begin_write` wait for no rank in a block, and the rank read on after it.
 
         For writes of what no rank reads any more in this step.
         """

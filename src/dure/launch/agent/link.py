@@ -69,9 +69,9 @@ _UNKNOWN_S = 10.0
 """How long the endpoint's name may be unknown where names do not come and go with their hosts."""
 
 _TAKEN_S = 9.0
-"""How much longer than a lease the endpoint's port on this host may be held by who is no
-coordinator of this job: one that has ended lets go of it after its farewell, and another program
-never."""
+"""How much longer than a lease the endpoint's port on this host may be held by another
+process than this job's coordinator: one that has ended frees it after its farewell, and another
+program never."""
 
 
 def _begun(spec: JobSpec) -> Machine:

@@ -15,8 +15,8 @@ lease; at that time its ranks die, by its own hand or its reaper's. Its key vani
 renewal was *received*, plus the lease and a margin. So the ranks of a host that was cut off are
 dead before the others go on. The clock is CLOCK_BOOTTIME, which counts while a machine sleeps.
 
-The keys are lost with the coordinator's launcher. A member that learns from the coordinator's
-kernel that nobody listens there any more does not wait for its deadline.
+The keys are lost with the coordinator's launcher. If the coordinator's host refuses connections at
+its port, the launcher has ended, and a member does not wait for its deadline.
 
 Past its deadline an agent looks for the others for a while, and joins as another member.
 """

@@ -641,7 +641,7 @@ class FSDPState:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather; cast inputs; ask to be told when their gradients are there (Any: any inputs)."""
+        """Gather; cast inputs; watch for their gradients (Any: any inputs)."""
         tree = self.tree or Tree(self)
         if autograd_hooks.in_backward():
             with tree.telling(self):
@@ -664,7 +664,7 @@ class FSDPState:
     def _after_forward(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Free the wholes; ask to be told when a gradient of the outputs arrives (Any: any)."""
+        """Free unsharded parameters; watch for gradients of the outputs (Any: any)."""
         if self.policy.output_dtype is not None:
             output = cast_floats(output, self.policy.output_dtype)
         if autograd_hooks.in_backward():
@@ -687,7 +687,7 @@ class FSDPState:
         return output
 
     def _watch_outputs(self, output: Any, inputs: Any, entry: FSDPState) -> None:
-        """Ask to be told when a gradient of the outputs arrives; note if it may arrive unseen."""
+        """Watch for gradients of the outputs; note if one may arrive unseen."""
         count = autograd_hooks.on_outputs(
             output, lambda _: self._before_backward(entry), inputs=inputs
         )

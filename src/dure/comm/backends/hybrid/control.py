@@ -117,7 +117,7 @@ class Channel:
         return 0.0 if self.lost is None else max(time.monotonic() - self.lost, 1e-9)
 
     def say(self, message: ControlMessage) -> None:
-        """Send a message, if anybody is there: else the monitor will tell."""
+        """Send a message, if the channel is open; if it is not, the monitor reports that."""
         with contextlib.suppress(zmq.Again):
             self.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
@@ -280,7 +280,7 @@ class Watch:
         self._tell(ControlMessage(left=self._leaving))
 
     def _examine(self) -> None:
-        """Look for ranks that died or left, and for what to tell."""
+        """Look for ranks that died or left, and for news to send."""
         comms = self._comms
         for channel in self._channels:
             if 0 <= channel.left < self._headers.begun:
