@@ -1,5 +1,6 @@
 """Environment variables: flags, and names that nobody knows."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,16 @@ def test_known_names_are_no_reason_for_a_note() -> None:
 def test_every_variable_of_ours_is_documented() -> None:
     page = PAGE.read_text()
     assert [n for n in env.VARIABLES if n.startswith("DURE_") and f"`{n}`" not in page] == []
+
+
+def test_every_flag_that_the_sources_read_is_checked_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sources = (Path(__file__).parent.parent / "src/dure").rglob("*.py")
+    read = {n for s in sources for n in re.findall(r'flag\("(DURE_\w+)"\)', s.read_text())}
+    assert len(read) >= 4
+    for name in read:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "maybe")
+            with pytest.raises(UsageError, match=name):
+                env.check_flags()
