@@ -7,6 +7,7 @@ what it means; `describe()` is what `dure env` and the error about a missing var
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ __all__ = [
     "put",
     "raw",
     "require",
+    "set_too_late_note",
     "text",
     "unknown",
     "unknown_note",
@@ -200,6 +202,12 @@ VARIABLES: dict[str, Variable] = {
 }
 
 
+_READ_AT_IMPORT = (
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_"),
+    *("ATEN_CPU_CAPABILITY", "PYTORCH_JIT", "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL"),
+)
+"""What the names begin with of variables that torch and its libraries read once, when loaded."""
+
 _ON = frozenset({"1", "true", "yes", "on"})
 _FLAGS = ("DURE_ELASTIC", "DURE_INSECURE", "DURE_STORE_BIND_ANY", "DURE_VERIFY")
 _OFF = frozenset({"0", "false", "no", "off"})
@@ -263,6 +271,31 @@ def unknown_note(environ: Mapping[str, str] | None = None) -> str:
     if not found:
         return ""
     return f"unknown environment variables, which are ignored: {', '.join(found)}"
+
+
+def set_too_late_note() -> str:
+    """Return one line about variables that a forked rank set after torch had read them, or "".
+
+    A rank that `dure run` forks has torch in memory before its program begins. Of the variables
+    that torch and its libraries read at their import, those are named that differ from what the
+    rank was started with. Source: docs/launch.md, "What differs".
+    """
+    forked = sys.modules.get("__dure_forked__")  # made by launch/ranks/forking.py
+    if forked is None or forked.pid != os.getpid():
+        return ""
+    before: dict[str, str] = forked.environment
+    late = sorted(
+        name
+        for name in {*before, *os.environ}
+        if name.startswith(_READ_AT_IMPORT) and before.get(name) != os.environ.get(name)
+    )
+    if not late:
+        return ""
+    return (
+        f"{', '.join(late)} changed in the program after torch was imported, which may have no "
+        "effect: ranks are forked from a process that has imported torch. Set variables before "
+        "`dure run`, or start every rank afresh with `dure run --no-zygote`."
+    )
 
 
 def integer(name: str, default: int | None = None) -> int | None:

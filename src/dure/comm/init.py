@@ -148,11 +148,14 @@ def init_process_group(
 
 
 def _check_variables(rank: int) -> None:
-    """Refuse flags that are neither on nor off; on rank 0 warn about unknown names.
+    """Refuse flags that are neither on nor off; on rank 0 warn about unknown and late variables.
 
-    `dure run` has reported these once for all ranks.
+    `dure run` has reported unknown ones once for all ranks.
     """
     env.check_flags()
+    late = env.set_too_late_note() if env.text("RANK") == "0" else ""
+    if late:
+        _log.warning("%s", late)
     if env.text("DURE_LAUNCHER") is None and rank <= 0 and env.text("RANK", "0") == "0":
         note = env.unknown_note()
         if note:

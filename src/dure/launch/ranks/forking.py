@@ -93,6 +93,7 @@ def main() -> None:
         os._exit(0)
     link.close()
     report = settle(order, fds, before)
+    _remember_environment()
     while os.getppid() == order["intermediate"]:  # then the launcher is the parent
         time.sleep(0.0002)
     bootstrap.die_with(order["launcher"])
@@ -287,6 +288,13 @@ def _set_environment(wanted: dict[str, str], before: dict[str, str]) -> None:
     block = b"".join(b"%s=%s\0" % variable for variable in os.environb.items())
     if start and len(block) <= end - start:
         ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+
+
+def _remember_environment() -> None:
+    """Let `dure.env` find out what the program sets though torch has read it already."""
+    module = ModuleType("__dure_forked__")
+    module.__dict__.update(environment=dict(os.environ), pid=os.getpid())
+    sys.modules["__dure_forked__"] = module
 
 
 def _take_descriptors(numbers: list[int], fds: list[int]) -> int:
