@@ -25,8 +25,10 @@ import fcntl
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 __all__ = ["Folder", "Place", "flush", "make", "replace_file"]
 
@@ -50,6 +52,7 @@ class Folder:
         self.path = path
         self._lock: int | None = None
         self._begun: Path | None = None
+        _folders.add(self)
 
     def places(self) -> list[Place]:
         """List the committed checkpoints, oldest first.
@@ -102,6 +105,16 @@ class Folder:
             shutil.rmtree(self._begun, ignore_errors=True)
             self._begun = None
         if self._lock is not None:
+            with suppress(OSError):  # a file system without locks
+                # Closing alone would leave it to the copies that forked children have.
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = None
+
+    def forget(self) -> None:
+        """Close this process's copy of the lock, and leave the lock and what was begun alone."""
+        self._begun = None
+        if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
@@ -127,6 +140,18 @@ class Folder:
         for path in self.path.iterdir():
             if path.name.startswith((_SAVING, _REMOVING)):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+_folders: WeakSet[Folder] = WeakSet()
+
+
+def _forget_all() -> None:
+    """In a forked child: the locks are the parent's, and end with it although the child lives."""
+    for folder in _folders:
+        folder.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def make(folder: Path) -> None:

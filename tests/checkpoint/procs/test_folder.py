@@ -1,0 +1,98 @@
+"""The lock on a folder, and children that are forked while it is held."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+import pytest
+
+from dure.checkpoint.folder import Folder
+from dure.testing.pool import start_server
+from tests.waiting import PATIENCE_S
+
+
+def _hold_and_fork(path, pipe, release):
+    """Fork a child while the lock is held, and send its number; then be killed."""
+    held = Folder(path)
+    begun = held.begin(1)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    if release:
+        held.release()
+    pipe.send((child, str(begun)))
+    pipe.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["released", "killed"])
+def test_a_lock_ends_although_a_child_forked_meanwhile_lives(tmp_path, how):
+    context = start_server()
+    here, there = context.Pipe()
+    holder = context.Process(target=_hold_and_fork, args=(tmp_path, there, how == "released"))
+    holder.start()
+    assert here.poll(PATIENCE_S)
+    child, _ = here.recv()
+    try:
+        mine = Folder(tmp_path)
+        if how == "killed":
+            with pytest.raises(OSError, match="another job"):
+                mine.hold()
+            here.send("end")
+            holder.join(PATIENCE_S)
+        mine.hold()
+        mine.release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+        holder.join()
+
+
+def test_a_copy_of_the_descriptor_does_not_keep_a_lock_that_was_released(tmp_path):
+    held = Folder(tmp_path)
+    held.hold()
+    opened = [fd for fd in os.listdir("/proc/self/fd") if _leads_to(fd) == str(tmp_path)]
+    copies = [os.dup(int(fd)) for fd in opened]  # as a child has that C code forked
+    assert copies
+    held.release()
+    try:
+        held.hold()
+        held.release()
+    finally:
+        for fd in copies:
+            os.close(fd)
+
+
+def _leads_to(descriptor):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # of the listing itself
+        return None
+
+
+def _release_in_a_child(path, pipe):
+    held = Folder(path)
+    begun = held.begin(1)
+    child = os.fork()
+    if child == 0:
+        held.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    try:
+        Folder(path).hold()
+    except OSError as e:
+        pipe.send((begun.is_dir(), e.errno))
+    else:
+        pipe.send((begun.is_dir(), None))
+
+
+def test_a_forked_child_neither_releases_the_lock_nor_removes_what_is_being_saved(tmp_path):
+    context = start_server()
+    here, there = context.Pipe()
+    holder = context.Process(target=_release_in_a_child, args=(tmp_path, there))
+    holder.start()
+    assert here.poll(PATIENCE_S)
+    assert here.recv() == (True, errno.EBUSY)
+    holder.join()
