@@ -87,6 +87,64 @@ def test_loader_with_another_sampler_skips_to_where_it_was(make):
     assert same(begun + taken(second, 2, 99), whole)
 
 
+class Lengths(BatchSampler):
+    """A batch sampler of a user's own."""
+
+
+class Passed:
+    """One that draws from another batch sampler."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+    def __len__(self):
+        return len(self.batch_sampler)
+
+
+FOREIGN = {
+    "sampler": lambda n, length, seed: {
+        "sampler": TorchSampler(Noisy(length), n, 0, seed=seed),
+        "batch_size": 2,
+    },
+    "batch sampler": lambda n, length, seed: {
+        "batch_sampler": Lengths(DistributedSampler(range(length), n, 0, seed=seed), 2, False)
+    },
+    "batches of batches": lambda n, length, seed: {
+        "batch_sampler": Passed(
+            BatchSampler(TorchSampler(Noisy(length), n, 0, seed=seed), 2, False)
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize(
+    ("other", "named"), [((4, 24, 1), "num_replicas"), ((2, 25, 1), "length"), ((2, 24, 5), "seed")]
+)
+def test_a_skipped_order_is_not_resumed_as_another_order(kind, other, named):
+    first = DataLoader(Noisy(24), **FOREIGN[kind](2, 24, 1))
+    taken(first, 1, 2)
+    second = DataLoader(Noisy(other[1]), **FOREIGN[kind](*other))
+    before = second.state_dict()
+    with pytest.raises(UsageError) as caught:
+        second.load_state_dict(first.state_dict())
+    assert named in caught.value.seen
+    assert second.state_dict() == before
+
+
+def test_a_sampler_that_names_no_ranks_is_of_as_many_as_there_are(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    state = DataLoader(Noisy(9), sampler=SequentialSampler(range(9))).state_dict()
+    DataLoader(Noisy(9), sampler=SequentialSampler(range(9))).load_state_dict(state)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError) as caught:
+        DataLoader(Noisy(9), sampler=SequentialSampler(range(9))).load_state_dict(state)
+    assert caught.value.seen == "num_replicas was 2, here 3"
+
+
 class Stream(IterableDataset):
     """A dataset without indices."""
 
@@ -99,6 +157,10 @@ class Stream(IterableDataset):
     [
         lambda: DataLoader(Stream()),
         lambda: DataLoader(Noisy(3), sampler=RandomSampler(range(3))),
+        lambda: DataLoader(
+            Noisy(3),
+            batch_sampler=Lengths(BatchSampler(RandomSampler(range(3)), 2, False), 1, False),
+        ),
         lambda: DataLoader(Noisy(3), shuffle=True, sampler=SequentialSampler(range(3))),
         lambda: DataLoader(
             Noisy(3), 2, batch_sampler=BatchSampler(SequentialSampler(range(3)), 2, False)
@@ -152,3 +214,63 @@ def test_a_subset_is_augmented_by_sample():
     subset = Subset(Subset(dataset, range(2, 12)), range(1, 9))
     four, three = (torch.cat(list(DataLoader(subset, size))) for size in (4, 3))
     assert torch.equal(four, three)
+
+
+PLACES = {
+    "sampler": lambda: DistributedSampler(range(24), 2, 0),
+    "loader": lambda: loader_of(Noisy(24)),
+    "loader of another sampler": lambda: DataLoader(Noisy(24), **FOREIGN["sampler"](2, 24, 1)),
+}
+
+
+def walked(place, at, act):
+    """Return what a pass gives, at whose `at`-th item something is done."""
+    seen = []
+    for number, item in enumerate(place):
+        seen.append(torch.as_tensor(item))
+        if number == at:
+            act()
+    return seen
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_pass_does_not_go_on_after_a_load_within_it(kind):
+    undisturbed = walked(PLACES[kind](), 0, int)
+    place: Any = PLACES[kind]()
+    for _ in zip(range(2), place, strict=False):
+        pass
+    saved = place.state_dict()
+    for at in range(2):
+        with pytest.raises(UsageError) as caught:
+            walked(place, at, lambda: place.load_state_dict(saved))
+        assert caught.value.seen.startswith("load_state_dict")
+        assert place.state_dict() == saved
+    rest = iter(place)
+    assert torch.equal(torch.as_tensor(next(rest)), undisturbed[2])
+    again: Any = PLACES[kind]()
+    again.load_state_dict(place.state_dict())
+    assert same([*map(torch.as_tensor, again)], undisturbed[3:])
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_load_at_the_last_item_of_a_pass_is_not_taken_for_its_end(kind, epoch):
+    place: Any = PLACES[kind]()
+    place.set_epoch(epoch)
+    saved = place.state_dict()
+    place.set_epoch(1)
+    with pytest.raises(UsageError):
+        walked(place, len(place) - 1, lambda: place.load_state_dict(saved))
+    assert place.state_dict() == saved
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_pass_does_not_go_on_in_another_epoch(kind):
+    place: Any = PLACES[kind]()
+    count = len(place)
+    seen = walked(place, count - 1, lambda: place.set_epoch(1))  # its last: nothing is left
+    assert len(seen) == count
+    with pytest.raises(UsageError) as caught:
+        walked(place, 1, lambda: place.set_epoch(2))
+    assert caught.value.seen.startswith("set_epoch")
+    assert len(walked(place, 0, int)) == count

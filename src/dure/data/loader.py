@@ -30,7 +30,7 @@ import torch
 from torch.utils import data as torch_data
 
 from dure import env
-from dure.data.sampler import DistributedSampler
+from dure.data.sampler import LOADED, SET, DistributedSampler, moved
 from dure.errors import UsageError
 
 __all__ = ["DataLoader"]
@@ -51,7 +51,7 @@ class DataLoader(Generic[T]):
         dataset: With a length and an index. Its ``__getitems__`` is used if it has one.
         batch_size: Samples a rank and step; None: no batches, as torch.
         shuffle: As torch; a new order each epoch.
-        sampler: What gives the indices, in place of `shuffle`. One of torch's
+        sampler: What gives the indices, in place of `shuffle`. One that is not Dure's
             is resumed by skipping, so its order must depend on nothing but ``set_epoch``.
         batch_sampler: What gives lists of indices, in place of all of the above.
         drop_last: Leave out the samples that do not fill a batch on every rank.
@@ -99,8 +99,8 @@ class DataLoader(Generic[T]):
         self._source: Any = sampler if batch_sampler is None else batch_sampler
         self.batch_sampler, self.drop_last = batch_sampler, drop_last
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
-        _refuse_orders_that_cannot_be_repeated(self.sampler)
-        self._position = _Position(self.sampler, self._source, self.batch_size or 1)
+        _refuse_orders_that_cannot_be_repeated(self._source)
+        self._position = _Position(self.sampler, self._source, self.batch_size or 1, dataset)
         plan = _Plan(self._position, self.seed)
         self._loader = torch_data.DataLoader(
             cast(Any, _Seeded(dataset)),
@@ -116,11 +116,20 @@ class DataLoader(Generic[T]):
         return self._position.num_batches()
 
     def __iter__(self) -> Iterator[T]:
-        """Begin a pass: from the loaded position the first time, else from the epoch's start."""
+        """Begin a pass: from the loaded position the first time, else from the epoch's start.
+
+        Raises:
+            UsageError: At the next batch, if the position was loaded, or the epoch changed, during
+                the pass: its batches would not be counted any more.
+        """
         walk = self._position.begin()
         for batch in self._loader:
+            if walk.replaced:
+                raise moved(walk.replaced)
             walk.delivered += 1
             yield cast(T, batch)
+        if walk.replaced == LOADED:
+            raise moved(walk.replaced)
         walk.ended = True
 
     def __getattr__(self, name: str) -> Any:
@@ -152,10 +161,11 @@ class DataLoader(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; ranks, batch size and workers may be other ones.
 
-        With a sampler other than `DistributedSampler` only the workers may.
+        With a sampler other than `DistributedSampler` only the workers may. A pass that is running
+        is over: begin a new one.
 
         Raises:
-            UsageError: The state is of another order, or lacks a field.
+            UsageError: The state is of another order, or lacks a field. Nothing is changed.
         """
         self._position.load(state)
 
@@ -168,6 +178,8 @@ class _Walk:
     delivered: int = 0
     begun: bool = False
     ended: bool = False
+    replaced: str = ""
+    """Why the position is another since, if that happened during the pass."""
 
 
 class _Steerable(Protocol):
@@ -182,10 +194,11 @@ class _Position:
     programs written for torch's loader call its ``set_epoch``, not the loader's.
     """
 
-    def __init__(self, sampler: Any, source: Any, batch_size: int) -> None:
+    def __init__(self, sampler: Any, source: Any, batch_size: int, dataset: Sized) -> None:
         self._epoch = 0
         self.walk = _Walk()
         self._sampler, self._source, self._batch_size = sampler, source, batch_size
+        self._dataset = dataset
         self._exact = sampler if isinstance(sampler, DistributedSampler) else None
         if self._exact is not None and source is not sampler:
             plain = type(source) is torch_data.BatchSampler
@@ -200,7 +213,12 @@ class _Position:
         """Go to the sampler's epoch, if it was set there."""
         epoch = getattr(self._sampler, "epoch", self._epoch)
         if epoch != self._epoch and hasattr(self._sampler, "set_epoch"):
-            self._epoch, self.walk = epoch, _Walk()
+            self._move(epoch, _Walk(), SET)
+
+    def _move(self, epoch: int, walk: _Walk, why: str) -> None:
+        """Go to another place; a pass that is running is told."""
+        self.walk.replaced = why
+        self._epoch, self.walk = epoch, walk
 
     def begin(self) -> _Walk:
         self._follow()
@@ -229,7 +247,7 @@ class _Position:
         if hasattr(self._sampler, "set_epoch"):
             cast(_Steerable, self._sampler).set_epoch(epoch)
         if epoch != self._epoch:
-            self._epoch, self.walk = epoch, _Walk()
+            self._move(epoch, _Walk(), SET)
 
     def state(self) -> dict[str, Any]:
         self._follow()
@@ -242,26 +260,52 @@ class _Position:
             "epoch": self._epoch,
             "batches": walk.skipped + walk.delivered,
             "batch_size": self._batch_size,
+            "order": self._order(),
         }
 
+    def _order(self) -> dict[str, Any]:
+        """Return what a skipped order depends on besides the epoch, as far as it can be seen."""
+        found: dict[str, Any] = {"kinds": [], "length": len(self._dataset)}
+        for sampler in _chain(self._source):
+            found["kinds"].append(type(sampler).__qualname__)
+            for name in ("num_replicas", "seed", "shuffle", "drop_last"):
+                value = getattr(sampler, name, None)
+                if isinstance(value, bool | int):
+                    found.setdefault(name, value)
+        if "num_replicas" not in found:
+            found["num_replicas"] = _world_size()
+        return found
+
     def load(self, state: Mapping[str, Any]) -> None:
-        wanted = ("sampler",) if self._exact is not None else ("epoch", "batches", "batch_size")
-        absent = [k for k in wanted if k not in state]
-        if absent or state.get("batch_size", self._batch_size) != self._batch_size:
+        if self._exact is not None:
+            own: dict[str, Any] = {"sampler": None}
+        else:
+            own = {"epoch": None, "batches": None, "batch_size": self._batch_size}
+            own["order"] = self._order()
+        seen = [f"there is no {key!r} in the state" for key in own if key not in state]
+        if self._exact is None and not seen:
+            there = {**state["order"], "batch_size": state["batch_size"]}
+            here = {**own["order"], "batch_size": self._batch_size}
+            seen = [
+                f"{key} was {there.get(key)!r}, here {here.get(key)!r}"
+                for key in dict.fromkeys((*here, *there))
+                if there.get(key) != here.get(key)
+            ]
+        if seen:
             raise UsageError(
-                "a loader can resume only with the kind of sampler it was saved with",
-                seen=f"no {absent} in the state"
-                if absent
-                else f"batches of {state['batch_size']}, here of {self._batch_size}",
-                fix="Resume with the sampler (and, if it is not Dure's, the batch size) of the "
-                "saved job.",
+                "a loader can resume only in the order it was saved in",
+                seen="; ".join(seen),
+                fix="Resume with the sampler, dataset, batch size and number of ranks of the saved "
+                "job. With dure.DistributedSampler and torch's BatchSampler the last two may "
+                "change.",
             )
         if self._exact is not None:
             self._exact.load_state_dict(state["sampler"])
-            self._epoch, self.walk = self._exact.epoch, _Walk()
+            self._move(self._exact.epoch, _Walk(), LOADED)
             return
+        running = self.walk
         self.set_epoch(int(state["epoch"]))
-        self.walk = _Walk(skipped=int(state["batches"]))
+        self.walk, running.replaced = _Walk(skipped=int(state["batches"])), LOADED
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,18 +401,37 @@ def _replicas() -> tuple[int | None, int | None]:
     # lazy: data can be split and resumed without the communication layer
     from dure.comm.queries import is_initialized
 
-    alone = not is_initialized() and env.integer("WORLD_SIZE", 1) == 1
+    alone = not is_initialized() and _world_size() == 1
     alone = alone and not env.flag("DURE_ELASTIC")  # there, others may come
     return (1, 0) if alone else (None, None)
 
 
-def _refuse_orders_that_cannot_be_repeated(sampler: Any) -> None:
+def _world_size() -> int:
+    """Return the number of ranks of the job, also before there is a group."""
+    # lazy: data can be split and resumed without the communication layer
+    from dure.comm.queries import get_world_size, is_initialized
+
+    return get_world_size() if is_initialized() else env.integer("WORLD_SIZE", 1) or 1
+
+
+def _chain(source: Any) -> Iterator[Any]:
+    """Yield a sampler, and those that it draws from."""
+    seen: list[Any] = []
+    while source is not None and all(source is not one for one in seen):
+        yield source
+        seen.append(source)
+        inner = getattr(source, "batch_sampler", None)
+        source = getattr(source, "sampler", None) if inner is None else inner
+
+
+def _refuse_orders_that_cannot_be_repeated(source: Any) -> None:
     random_kinds = (torch_data.RandomSampler, torch_data.WeightedRandomSampler)
-    if isinstance(sampler, (*random_kinds, torch_data.SubsetRandomSampler)):
-        raise _unfit(
-            f"a {type(sampler).__name__}, which draws another order each time",
-            "Use shuffle=True, or a sampler whose order depends on set_epoch alone.",
-        )
+    for sampler in _chain(source):
+        if isinstance(sampler, (*random_kinds, torch_data.SubsetRandomSampler)):
+            raise _unfit(
+                f"a {type(sampler).__name__}, which draws another order each time",
+                "Use shuffle=True, or a sampler whose order depends on set_epoch alone.",
+            )
 
 
 def _unfit(seen: str, fix: str) -> UsageError:

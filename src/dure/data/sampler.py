@@ -32,13 +32,17 @@ from torch.utils.data import Sampler
 from dure import env
 from dure.errors import UsageError
 
-__all__ = ["DistributedSampler"]
+__all__ = ["LOADED", "SET", "DistributedSampler", "moved"]
 
 
 DATA_AXES = frozenset(
     {"data", "dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "hsdp", "replicate", "shard"}
 )
 """Names of mesh axes along which ranks see different samples."""
+
+
+LOADED, SET = "load_state_dict", "set_epoch"
+"""What changes the position during a pass."""
 
 
 class HasAxes(Protocol):
@@ -72,6 +76,8 @@ class _Pass:
     """Samples this rank has taken since `start`."""
     begun: bool = False
     ended: bool = False
+    replaced: str = ""
+    """Why the sampler is at another place since, if that happened during the pass."""
 
 
 class DistributedSampler(Sampler[int]):
@@ -169,8 +175,12 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order; a new epoch begins at its start, the same one goes on."""
         if epoch != self.epoch:
-            self.epoch = epoch
-            self._pass = _Pass(start=0)
+            self._move(epoch, 0, SET)
+
+    def _move(self, epoch: int, start: int, why: str) -> None:
+        """Go to another place; a pass that is running is told."""
+        self._pass.replaced = why
+        self.epoch, self._pass = epoch, _Pass(start)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int | bool]:
         """Return where the job is, to be saved with a checkpoint; the same on all ranks.
@@ -200,11 +210,12 @@ class DistributedSampler(Sampler[int]):
         """Go on where `state_dict` was taken; the number of ranks may be another.
 
         The next pass gives what is left of the epoch, and `set_epoch` with the same epoch keeps
-        that; later passes are whole.
+        that; later passes are whole. A pass that is running raises `UsageError` when the next index
+        is asked for: begin a new one.
 
         Raises:
             UsageError: The state is of another order (dataset length, seed or shuffle differ), or
-                lacks a field.
+                lacks a field. Nothing is changed.
         """
         own = {"seed": self.seed, "shuffle": self.shuffle, "length": len(self.dataset)}
         absent = [k for k in ("epoch", "consumed", *own) if k not in state]
@@ -217,8 +228,8 @@ class DistributedSampler(Sampler[int]):
                 seen="; ".join([*(f"no {k!r} in the state" for k in absent), *other]),
                 fix="Resume with the dataset, seed and shuffle of the saved job.",
             )
-        self.epoch = int(state["epoch"])
-        self._pass = _Pass(start=min(_whole(int(state["consumed"])), len(self.dataset)))
+        start = min(_whole(int(state["consumed"])), len(self.dataset))
+        self._move(int(state["epoch"]), start, LOADED)
 
     @property
     def start(self) -> int:
@@ -259,9 +270,22 @@ class DistributedSampler(Sampler[int]):
         for index in itertools.islice(
             padded, first, first + share * self.num_replicas, self.num_replicas
         ):
+            if walk.replaced:
+                raise moved(walk.replaced)
             walk.taken += 1
             yield index
+        if walk.replaced == LOADED:
+            raise moved(walk.replaced)
         walk.ended = True
+
+
+def moved(why: str) -> UsageError:
+    """Return the error of a pass that goes on after the position was changed."""
+    return UsageError(
+        "the position was changed while a pass was running, whose samples would not be counted",
+        seen=f"{why}() was called within the loop over it",
+        fix="Leave the loop (break) after the call, and begin a new one.",
+    )
 
 
 def _whole(consumed: int) -> int:
