@@ -4,19 +4,28 @@ Optimizers make their state at the first step. To load a checkpoint into the ten
 there must be one. It is made by a step of a twin of the optimizer that has one parameter, all
 zeros, with a gradient of zeros: the optimizer, its parameters and its hooks are not touched. What
 counts steps is then put back, so that going on with it is the same as beginning without.
+
+A run that goes back to an older checkpoint has other state than the checkpoint: parameters have
+been stepped since, or had not been stepped then. `state_to_fill` returns the state of a parameter
+with the entries that the checkpoint has, no more and no fewer; those that are there are reused.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from dure.errors import UsageError
+from dure.checkpoint.slice_files import Kind
+from dure.checkpoint.tree import Named
+from dure.errors import CheckpointMismatch, UsageError
+from dure.tensor import DTensor
 
-__all__ = ["fresh_state"]
+__all__ = ["fresh_state", "state_to_fill"]
 
 _BEFORE_STEPS = {"step": 0, "mu_product": 1}
 
@@ -60,3 +69,75 @@ def fresh_state(
         elif key in state:
             state[key] = value
     return state
+
+
+def state_to_fill(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    saved: Any,
+    kinds: Mapping[str, Kind],
+) -> Any:
+    """Return a parameter's state with the structure and values of `saved`, and tensors to fill.
+
+    Tensors are those that the optimizer has, or else those that its first step would make. Of
+    others, those of the parameter's shape are divided as it is.
+
+    Args:
+        optimizer: It is not changed.
+        group: The parameter's group.
+        parameter: The parameter.
+        saved: Its state in a checkpoint, with a `Named` for each tensor.
+        kinds: What each of these tensors is.
+
+    Raises:
+        CheckpointMismatch: The checkpoint has a tensor of which it is not known how it is divided.
+    """
+
+    @cache
+    def fresh() -> dict[str, Any]:
+        try:
+            return fresh_state(optimizer, group, parameter)
+        except UsageError:
+            return {}
+
+    def made(kind: Kind) -> torch.Tensor:
+        if not isinstance(parameter, DTensor) or not kind.shape:
+            return torch.empty(kind.shape, dtype=kind.torch_dtype, device=parameter.device)
+        if kind.shape != parameter.shape:
+            raise CheckpointMismatch(
+                f"the state of a {type(optimizer).__qualname__} is not known before it has stepped",
+                seen=f"{kind} in the checkpoint, of a parameter of shape {list(parameter.shape)}",
+                fix="Step it once, with gradients of zeros and lr=0.",
+            )
+        return torch.empty_like(parameter.detach(), dtype=kind.torch_dtype)
+
+    def fill(saved: Any, *found: Callable[[], Any]) -> Any:
+        if isinstance(saved, Named):
+            kind = kinds[saved]
+            for get in found:
+                tensor = get()
+                if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == kind.shape:
+                    return tensor
+            return made(kind)
+        if isinstance(saved, Mapping):
+            items = cast(Mapping[Any, Any], saved).items()
+        elif isinstance(saved, list | tuple):
+            items = enumerate(cast(list[Any], saved))
+        else:
+            return saved
+        inner = {
+            key: fill(value, *(lambda get=get, key=key: _at(get(), key) for get in found))
+            for key, value in items
+        }
+        return inner if isinstance(saved, Mapping) else type(saved)(inner.values())
+
+    return fill(saved, lambda: optimizer.state.get(parameter), fresh)
+
+
+def _at(value: Any, key: Any) -> Any:
+    """Return what a mapping or sequence has at a key; None: nothing."""
+    try:
+        return value[key]
+    except (LookupError, TypeError):
+        return None

@@ -13,17 +13,17 @@ import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, catalog_of
-from dure.checkpoint.fresh_state import fresh_state
+from dure.checkpoint.fresh_state import state_to_fill
 from dure.checkpoint.objects import bare, few, is_stateful, own_state
 from dure.checkpoint.slice_files import Slice, SliceFile
 from dure.checkpoint.slices import Box, Piece, pieces_of
-from dure.checkpoint.tree import Leaf, Named, flatten, put
+from dure.checkpoint.tree import Leaf, Named, decode, entries_of, flatten, put
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DTensor
 
@@ -67,8 +67,8 @@ def load_from(
     loadings: list[_Loading] = []
 
     def compare() -> int:
-        loading = _Loading(path, state_dict, reading(path))
-        loading.compare(partial)
+        loading = _Loading(path, state_dict, reading(path), partial)
+        loading.compare()
         loadings.append(loading)
         return zlib.crc32(repr(sorted(loading.catalog.layouts)).encode())
 
@@ -90,24 +90,43 @@ def load_from(
 class _Loading:
     """One rank's load."""
 
-    def __init__(self, path: Path, state_dict: MutableMapping[str, Any], catalog: Catalog) -> None:
+    def __init__(
+        self, path: Path, state_dict: MutableMapping[str, Any], catalog: Catalog, partial: bool
+    ) -> None:
         self._path, self._given = path, state_dict
-        self.catalog = catalog
+        self.catalog, self._partial = catalog, partial
         self._state = {key: self._own_state(key, value) for key, value in state_dict.items()}
         self._leaves = flatten(self._state)
         self._num_read = 0
 
     def _own_state(self, key: str, value: Any) -> Any:
-        """Return a state to fill; an optimizer that has not stepped gets that of its first step."""
+        """Return a state to fill. That of an optimizer has the entries that the file has of it.
+
+        Parameters may have been stepped since it was saved, or not been stepped before it.
+        """
         state = own_state(value)
-        if isinstance(value, torch.optim.Optimizer) and not value.state:
-            leaves = self.catalog.leaves.values()
-            saved = {leaf.path[2] for leaf in leaves if leaf.path[:2] == (key, "state")}
-            for group, packed in zip(value.param_groups, state["param_groups"], strict=True):
-                for number, parameter in zip(packed["params"], group["params"], strict=True):
-                    if number in saved:
-                        state["state"][number] = fresh_state(value, group, parameter)
+        if not isinstance(value, torch.optim.Optimizer):
+            return state
+        saved = self._saved_state(key)
+        made = state["state"] if self._partial else {}
+        for group, packed in zip(value.param_groups, state["param_groups"], strict=True):
+            for number, parameter in zip(packed["params"], group["params"], strict=True):
+                if number in saved:
+                    made[number] = state_to_fill(
+                        value, group, parameter, saved[number], self.catalog.kinds
+                    )
+        state["state"] = made
         return state
+
+    def _saved_state(self, key: str) -> Mapping[Any, Any]:
+        """Return the state of an optimizer's parameters in the file, a `Named` for each tensor."""
+        for name, node in entries_of(self.catalog.tree):
+            if name == key:
+                for part, inner in entries_of(node):
+                    if part == "state":
+                        found = decode(inner, Named)
+                        return cast(Mapping[Any, Any], found) if isinstance(found, dict) else {}
+        return {}
 
     @property
     def loaded(self) -> Loaded:
@@ -116,14 +135,14 @@ class _Loading:
         missing = sorted(self._leaves.keys() - names)
         return Loaded(missing, sorted(names - self._leaves.keys()), self._num_read)
 
-    def compare(self, partial: bool) -> None:
+    def compare(self) -> None:
         """Compare the state with the manifest, before anything is changed.
 
         Raises:
             CheckpointMismatch: They differ.
         """
         loaded = self.loaded
-        if loaded.missing_keys and not partial:
+        if loaded.missing_keys and not self._partial:
             raise self._mismatch(
                 f"Missing key in checkpoint state_dict: {few(loaded.missing_keys)}."
             )
