@@ -41,56 +41,6 @@ def test_program_without_a_launcher_is_a_world_of_one_that_keeps_the_contract():
     check_all_ran(mpi_jobs.run(sys.executable, str(program), *SUBJECTS))
 
 
-def test_program_meets_without_any_variable_2_ranks(tmp_path):
-    """With a backend named or not; MPI's own way of the fewest threads; and a second time."""
-    program = write(
-        tmp_path,
-        """
-        import dure as dist
-        import torch
-
-        for backend in ("mpi", None, "gloo", "mpi"):
-            with dist.process_group(backend):
-                t = torch.ones(2, dtype=torch.bfloat16)
-                work = dist.all_reduce(t, async_op=True)
-                work.wait()
-                n = int(t[0].item())
-                print(f"{dist.get_rank()} of {n}: {dist.get_backend()}\\n", end="")
-        """,
-    )
-    ended = mpi_jobs.mpirun(2, program, MPI4PY_RC_THREAD_LEVEL="funneled")
-    assert ended.code == 0, ended.err
-    named = ["gloo", "mpi", "mpi", "shm"]
-    assert sorted(ended.out.split("\n")[:-1]) == [f"{r} of 2: {b}" for r in (0, 1) for b in named]
-
-
-def test_a_rank_that_starts_mpi_late_still_reaches_the_store_in_rank_0(tmp_path):
-    """Rank 0 waits for it within MPI, and serves the store meanwhile."""
-    program = write(
-        tmp_path,
-        """
-        import time
-        import dure as dist
-        from dure.comm.backends.mpi import backend
-
-        start = backend.create_mpi
-
-        def late(options):
-            if options.rank == 1:
-                time.sleep(0.5)  # rank 0 is in MPI_Init
-                options.store.set("late", "yes")
-            return start(options)
-
-        backend.create_mpi = late
-        with dist.process_group():
-            print(f"{dist.get_backend()}\\n", end="")
-        """,
-    )
-    ended = mpi_jobs.mpirun(2, program, DURE_BACKEND="mpi")
-    assert ended.code == 0, ended.err
-    assert ended.out.split() == ["mpi", "mpi"]
-
-
 def test_ranks_that_mpi_did_not_start_are_told_so(tmp_path):
     program = write(
         tmp_path,
@@ -109,52 +59,88 @@ def test_ranks_that_mpi_did_not_start_are_told_so(tmp_path):
     assert ended.out.count("True") == 2, ended.out
 
 
-def test_rank_that_does_not_come_is_named_2_ranks(tmp_path):
-    program = write(
-        tmp_path,
-        """
-        import datetime
-        import dure as dist
-        from mpi4py import MPI
+# What can happen to a job, one after another in one job: what each rank says begins with a word of
+# the test that reads it.
+JOB = """
+import datetime
+import time
+import dure as dist
+import torch
+from dure.comm.backends.mpi import backend
 
-        MPI.COMM_WORLD.Barrier()  # interpreters start at different times
-        if MPI.COMM_WORLD.Get_rank() == 1:
-            MPI.COMM_WORLD.recv(source=0)
-        else:
-            try:
-                dist.init_process_group("mpi", timeout=datetime.timedelta(seconds=1))
-            except dist.RendezvousTimeout as error:
-                print(f"missing {error.missing}\\n", end="")
-            MPI.COMM_WORLD.send(None, dest=1)
-        """,
-    )
-    ended = mpi_jobs.mpirun(2, program)
-    assert ended.code == 0, ended.err
-    assert ended.out == "missing (1,)\n"
+def say(*words):
+    print(" ".join(map(str, words)) + "\\n", end="")
+
+start = backend.create_mpi
+
+def late(options):
+    if options.rank == 1:
+        time.sleep(0.5)  # rank 0 is in MPI_Init
+        options.store.set("late", "yes")
+    return start(options)
+
+backend.create_mpi = late
+with dist.process_group("mpi"):
+    say("late", dist.get_backend())
+backend.create_mpi = start
+
+for name in ("mpi", None, "gloo", "mpi"):
+    with dist.process_group(name):
+        t = torch.ones(2, dtype=torch.bfloat16)
+        dist.all_reduce(t, async_op=True).wait()
+        say("group", dist.get_rank(), int(t[0].item()), dist.get_backend())
+
+from mpi4py import MPI
+
+if MPI.COMM_WORLD.Get_rank() == 1:
+    MPI.COMM_WORLD.recv(source=0)
+else:
+    try:
+        dist.init_process_group("mpi", timeout=datetime.timedelta(seconds=1))
+    except dist.RendezvousTimeout as error:
+        say("missing", *error.missing)
+    MPI.COMM_WORLD.send(None, dest=1)
+
+dist.init_process_group("mpi")
+dist.barrier()
+if dist.get_rank() == 1:
+    raise RuntimeError("on purpose")
+dist.all_reduce(torch.ones(1))  # raises PeerLost
+"""
 
 
-def test_rank_that_raises_ends_the_job_2_ranks(tmp_path):
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> mpi_jobs.Ended:
+    """`JOB` on two ranks, with MPI's own way of the fewest threads and no variable of ours."""
+    program = write(tmp_path_factory.mktemp("mpi"), JOB)
+    return mpi_jobs.mpirun(2, program, MPI4PY_RC_THREAD_LEVEL="funneled")
+
+
+def said(job: mpi_jobs.Ended, word: str) -> list[str]:
+    """Return the rest of all lines that begin with a word, sorted."""
+    pairs = (line.partition(" ") for line in job.out.splitlines())
+    return sorted(rest for first, _, rest in pairs if first == word)
+
+
+def test_a_rank_that_starts_mpi_late_still_reaches_the_store_in_rank_0(job):
+    """Rank 0 waits for it within MPI, and serves the store meanwhile."""
+    assert said(job, "late") == ["mpi", "mpi"], job.err
+
+
+def test_program_meets_without_any_variable_2_ranks(job):
+    """With a backend named or not, and a second time."""
+    named = ["gloo", "mpi", "mpi", "shm"]
+    assert said(job, "group") == [f"{r} 2 {b}" for r in (0, 1) for b in named], job.err
+
+
+def test_rank_that_does_not_come_is_named_2_ranks(job):
+    assert said(job, "missing") == ["1"], job.err
+
+
+def test_rank_that_raises_ends_the_job_2_ranks(job):
     """It leaves the group on its way out, so the other raises, and both end."""
-    program = write(
-        tmp_path,
-        """
-        import dure as dist
-        import torch
-
-        dist.init_process_group("mpi")
-        dist.barrier()
-        if dist.get_rank() == 1:
-            raise RuntimeError("on purpose")
-        try:
-            dist.all_reduce(torch.ones(1))
-        except dist.PeerLost as error:
-            print("lost", error.peer, flush=True)
-            raise
-        """,
-    )
-    ended = mpi_jobs.mpirun(2, program)
-    assert ended.code != 0
-    assert "on purpose" in ended.err
+    assert job.code != 0
+    assert "on purpose" in job.err
 
 
 @pytest.mark.slow
