@@ -4,8 +4,11 @@
 renames the folder (the commit, see `folder`); all learn that it is done. If any of it fails on any
 rank, every rank raises, and older checkpoints are untouched.
 
-    sharded=False   rank 0 has what ranks share; one with state of its own, or a part, adds a file
-    sharded=True    all have it, so it is dealt out by size, and every rank writes its portion
+    sharded=False   rank 0 writes what ranks share; one with more, or with a part, adds a file
+    sharded=True    what ranks share is dealt out by size, and every rank writes its portion
+
+Objects must be the same on all ranks that pass them (`replicas`), except `PerRank` ones. They are
+compared before anything is written.
 
 *Load.* From the newest checkpoint to the oldest: the ranks share out the slices and check each
 byte once (`resuming`). The first whole one is taken; each that was refused is logged with its
@@ -17,16 +20,17 @@ from __future__ import annotations
 
 import logging
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.folder import Folder, Place
-from dure.checkpoint.objects import PerRank, is_divided, is_sharded, state_of
+from dure.checkpoint.objects import PerRank, is_sharded, state_of
 from dure.checkpoint.randomness import random_state
+from dure.checkpoint.replicas import Rule, rule_of
 from dure.checkpoint.resuming import RANDOM, RUN, Resuming
-from dure.checkpoint.saving import Saving
+from dure.checkpoint.saving import Saving, Taken, take
 from dure.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -58,8 +62,10 @@ class Checkpointer:
 
     Objects are passed by name, the same names to `save` and `load`: modules (wrapped or not),
     optimizers, schedulers, a `GradScaler`, a sampler or `dure.data.DataLoader`, a dict or list,
-    anything with ``state_dict`` and ``load_state_dict``. The random generators of all ranks
-    are always included.
+    anything with ``state_dict`` and ``load_state_dict``. What all ranks pass must be equal on all
+    of them, except buffers of modules, of which rank 0's are saved. What differs is passed as
+    `PerRank`, or under a name of its own, by the ranks that have it. The random generators of all
+    ranks are always included.
 
     Args:
         folder: Where the checkpoints are; made if absent. All ranks must see the same folder. One
@@ -105,6 +111,8 @@ class Checkpointer:
             UsageError: A value in an object cannot be saved; its path is named. Or `step` is no
                 whole number from 0 on.
             CheckpointNotWritten: A rank could not write; no rank has saved, older ones are intact.
+            CheckpointMismatch: Ranks have different objects under one name: names, shapes, dtypes,
+                values, or parameters. No rank has saved.
 
         Cost: each byte is read and written once; memory: one tensor that is not on the CPU.
         """
@@ -112,10 +120,8 @@ class Checkpointer:
         reserved = objects.keys() & {RANDOM, RUN, "$"}
         if reserved:
             raise UsageError("an object has a name that is taken", seen=min(reserved))
-        state: dict[str, Any] = {}
 
         def begin() -> Path | None:
-            state.update(self._state(number, objects))
             return self._folder.begin(number) if ranks.rank == 0 else None
 
         def commit() -> Path | None:
@@ -126,7 +132,7 @@ class Checkpointer:
             return path
 
         try:
-            saving = Saving(ranks, state, begin)
+            saving = Saving(ranks, lambda: self._taken(number, objects), begin)
             saving.write(saving.begun, 1)
             return ranks.all_or_none("the checkpoint was not saved", commit)[0] or saving.begun
         except CheckpointException as e:
@@ -137,16 +143,24 @@ class Checkpointer:
         finally:
             self._folder.release()
 
-    def _state(self, step: int, objects: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank has to save."""
+    def _taken(self, step: int, objects: dict[str, Any]) -> Taken:
+        """Return what this rank has to save. Ranks must have the same, but for `PerRank`."""
         shared: dict[str, Any] = {}
+        rules = {RUN: Rule(values=True)}
         own: dict[str, Any] = {RANDOM: random_state()}
         for name, value in objects.items():
             if isinstance(value, PerRank):
                 own[name] = state_of(name, value)
-            elif self.sharded or self._ranks.rank == 0 or is_sharded(value) or is_divided(value):
+            else:
                 shared[name] = state_of(name, value)
-        return shared | {RUN: {"step": step, "ranks": {str(self._ranks.rank): own}}}
+                rules[name] = replace(
+                    rule_of(name, value),
+                    keys=not is_sharded(value),
+                    values=True,
+                    lowest=not self.sharded,
+                )
+        run = {"step": step, "ranks": {str(self._ranks.rank): own}}
+        return take(shared | {RUN: run}, self._ranks.size, rules)
 
     def _not_written(self, rank: int, error: OSError) -> CheckpointNotWritten:
         return CheckpointNotWritten(

@@ -23,6 +23,7 @@ from dure.checkpoint.planner import (
     box_of,
     value_of_bytes,
 )
+from dure.checkpoint.replicas import marks_by_name, require_alike
 from dure.checkpoint.restoring import give_back
 from dure.checkpoint.saving import Taken
 from dure.checkpoint.slice_files import Slice, kind_of
@@ -50,22 +51,24 @@ def _planned(
     """Return what each rank writes, before it is finished; and what the checkpoint holds."""
     leads = ranks.rank == coordinator
 
-    def local() -> SavePlan:
+    def local() -> tuple[SavePlan, dict[str, int]]:
         state = {key: own_state(value) for key, value in state_dict.items()}
+        marks = marks_by_name(state_dict, state, ranks.size)
         about = None if writer is None else writer.storage_meta()
         planner.set_up_planner(state_dict=state, storage_meta=about, is_coordinator=leads)
         if writer is None:
-            return planner.create_local_plan()
+            return planner.create_local_plan(), marks
         writer.set_up_storage_writer(leads)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        return writer.prepare_local_plan(planner.create_local_plan()), marks
 
     def divide() -> tuple[list[SavePlan], Metadata] | None:
+        require_alike([marks for _, marks in told])
         if not leads:
             return None
-        divided, metadata = planner.create_global_plan(plans)
+        divided, metadata = planner.create_global_plan([plan for plan, _ in told])
         return (divided if writer is None else writer.prepare_global_plan(divided)), metadata
 
-    plans = ranks.all_or_none(_NOT_SAVED, local)
+    told = ranks.all_or_none(_NOT_SAVED, local)
     divided = ranks.all_or_none(_NOT_SAVED, divide)[coordinator]
     assert divided is not None
     return divided
@@ -140,8 +143,8 @@ def taken_of(
             kind = kind_of(torch.empty(data.size, dtype=dtype, device="meta"))
             if kind is None:
                 raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {dtype}")
-            before = made.offer.get(name, (kind, ()))[1]
-            made.offer[name] = kind, (*before, box) if box.num_elements else before
+            before = made.offer.get(name, (kind, (), 0))[1]
+            made.offer[name] = kind, (*before, box) if box.num_elements else before, 0
             items[Slice(name, box)] = item
         tensors: dict[str, torch.Tensor] = {}
         tree = encode(nested(leaves, metadata.planner_data), "", tensors)

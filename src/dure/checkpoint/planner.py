@@ -321,8 +321,10 @@ class DefaultSavePlanner(_Flat, SavePlanner):
         """Leave each item to one rank.
 
         Raises:
-            CheckpointMismatch: Slices overlap, or are not the whole of a tensor.
+            CheckpointMismatch: Slices overlap, or are not the whole of a tensor. Or ranks have a
+                tensor of another shape or dtype under one name, or a value.
         """
+        _require_one_kind(all_plans)
         holders: dict[MetadataIndex, list[int]] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
@@ -361,6 +363,21 @@ class DefaultSavePlanner(_Flat, SavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return a tensor as it is, and the bytes of a value."""
         return bytes_of_value(object) if write_item.type == WriteItemType.BYTE_IO else object
+
+
+def _require_one_kind(plans: list[SavePlan]) -> None:
+    kinds: dict[str, tuple[int, object]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data, name = item.tensor_data, item.index.fqn
+            kind = "a value" if data is None else (data.properties.dtype, tuple(data.size))
+            lowest, its = kinds.setdefault(name, (rank, kind))
+            if kind != its:
+                raise CheckpointMismatch(
+                    "ranks plan different things under one name, of which one would be lost",
+                    seen=f"{name} is {kind} on rank {rank}, {its} on rank {lowest}",
+                    fix="Give what each rank has for itself a name of its own.",
+                )
 
 
 def _noted(item: WriteItem, found: dict[str, Any]) -> WriteItem:

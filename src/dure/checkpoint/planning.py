@@ -6,25 +6,33 @@ those that have it. The division says where every slice lies in every file, so w
 to tell after writing is the slices' checksums.
 
 From save to save the offers are the same. Then a rank sends a digest instead: each rank keeps the
-divisions of the last few sets of digests, and those of a group saw the same ones.
+divisions of the last few sets of digests, and those of a group saw the same ones. What a rank sends
+each time are marks of tensors that several ranks may have (`replicas`); where they differ, ranks
+differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
+from dure.checkpoint.replicas import ALIKE, LOWEST, MARKED, different
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.comm.group import ProcessGroup
 from dure.errors import CheckpointMismatch
 
-__all__ = ["Division", "Known", "Offer", "deal", "digest_of", "divide", "known_to"]
+__all__ = ["Division", "Known", "Offer", "deal", "digest_of", "divide", "known_to", "marked_of"]
 
-Offer = dict[str, tuple[Kind, tuple[Box, ...]]]
-"""What a rank has, by name."""
+Offer = dict[str, tuple[Kind, tuple[Box, ...], int]]
+"""What a rank has, by name: the kind, the boxes, and how it is handled (`replicas.handling`)."""
 
 _NUM_KEPT = 8
 
@@ -34,6 +42,63 @@ def digest_of(offer: Offer) -> bytes:
     return hashlib.blake2b(repr(sorted(offer.items())).encode(), digest_size=16).digest()
 
 
+def marked_of(offer: Offer) -> list[Slice]:
+    """Return the slices of which a rank sends marks, in the order of the marks."""
+    names = sorted(name for name, (_, _, how) in offer.items() if how & MARKED)
+    return [Slice(name, box) for name in names for box in offer[name][1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Slices with marks that several ranks have: the numbers of two marks to be compared each."""
+
+    slices: list[Slice]
+    ranks: list[tuple[int, int]]
+    first: np.ndarray[Any, Any]
+    second: np.ndarray[Any, Any]
+    alike: frozenset[str]
+    """Names of tensors that must be equal."""
+
+    @classmethod
+    def of(cls, offers: list[Offer]) -> Twins:
+        """Find them in what ranks offer."""
+        marked = [marked_of(offer) for offer in offers]
+        begins = accumulate(map(len, marked), initial=0)
+        first: dict[Slice, tuple[int, int]] = {}
+        slices: list[Slice] = []
+        ranks: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
+        for rank, (parts, begin) in enumerate(zip(marked, begins, strict=False)):
+            for at, part in enumerate(parts, begin):
+                lowest, its = first.setdefault(part, (rank, at))
+                if lowest != rank:
+                    slices.append(part)
+                    ranks.append((lowest, rank))
+                    pairs.append((its, at))
+        numbers = np.array(pairs, np.int64).reshape(-1, 2)
+        alike = {n for offer in offers for n, (_, _, how) in offer.items() if how & ALIKE}
+        return cls(slices, ranks, numbers[:, 0], numbers[:, 1], frozenset(alike))
+
+    def differing(self, marks: list[bytes]) -> frozenset[Slice]:
+        """Compare the marks of all ranks; return slices that differ where they may.
+
+        Raises:
+            CheckpointMismatch: Slices differ that must be equal.
+        """
+        if not self.slices:
+            return frozenset()
+        every = np.frombuffer(b"".join(marks), np.uint32)
+        found = np.flatnonzero(every[self.first] != every[self.second]).tolist()
+        wrong: dict[str, str] = {}
+        for number in found:
+            name, (lower, higher) = self.slices[number].name, self.ranks[number]
+            if name in self.alike:
+                wrong.setdefault(name, f"{name} of rank {higher} is not that of rank {lower}")
+        if wrong:
+            raise different(list(wrong.values()))
+        return frozenset(self.slices[number] for number in found)
+
+
 @dataclass(frozen=True, slots=True)
 class Division:
     """What each rank writes."""
@@ -41,6 +106,7 @@ class Division:
     kinds: dict[str, Kind]
     layouts: list[Layout]
     """Of each rank's file."""
+    twins: Twins
 
 
 class Known:
@@ -51,14 +117,30 @@ class Known:
 
     def __init__(self) -> None:
         self._offers: OrderedDict[tuple[int, bytes], Offer] = OrderedDict()
-        self._divisions: OrderedDict[tuple[bytes, ...], Division] = OrderedDict()
+        self._divisions: OrderedDict[tuple[Any, ...], Division] = OrderedDict()
+        self.reported: set[str] = set()
+        """Names at which ranks differ, of which the log says so."""
 
     def has(self, rank: int, digest: bytes) -> bool:
-        """Tell whether the others know this offer of a rank by its digest."""
+        """Return whether the others know this offer of a rank by its digest."""
         return (rank, digest) in self._offers
 
-    def division(self, told: list[tuple[bytes, Offer | None]]) -> Division:
-        """Divide what ranks told: digests, and offers where they are new. Errors as `divide`."""
+    def division(
+        self,
+        told: list[tuple[bytes, Offer | None]],
+        marks: list[bytes],
+        unused: frozenset[str] = frozenset(),
+    ) -> tuple[Division, frozenset[Slice]]:
+        """Divide what ranks told; also return the slices that ranks have with different values.
+
+        Args:
+            told: Digests, and offers where they are new.
+            marks: Of each rank, of `marked_of` its offer.
+            unused: Names that are not saved.
+
+        Raises:
+            CheckpointMismatch: As `divide` and `Twins.differing`.
+        """
         offers: list[Offer] = []
         for rank, (digest, offer) in enumerate(told):
             found = self._offers[rank, digest] if offer is None else offer
@@ -67,9 +149,23 @@ class Known:
             offers.append(found)
         while len(self._offers) > _NUM_KEPT * len(told):
             self._offers.popitem(last=False)
-        key = tuple(digest for digest, _ in told)
+        digests = tuple(digest for digest, _ in told)
+        division = self._kept(digests, offers, frozenset(), unused)
+        differing = division.twins.differing(marks)
+        if differing:
+            division = self._kept(digests, offers, differing, unused)
+        return division, differing
+
+    def _kept(
+        self,
+        digests: tuple[bytes, ...],
+        offers: list[Offer],
+        differing: frozenset[Slice],
+        unused: frozenset[str],
+    ) -> Division:
+        key = digests, differing, unused
         if key not in self._divisions:
-            self._divisions[key] = divide(offers)
+            self._divisions[key] = divide(offers, differing, unused)
         self._divisions.move_to_end(key)
         while len(self._divisions) > _NUM_KEPT:
             self._divisions.popitem(last=False)
@@ -84,40 +180,62 @@ def known_to(group: ProcessGroup | None) -> Known:
     return Known() if group is None else _known.setdefault(group, Known())
 
 
-def divide(offers: list[Offer]) -> Division:
+def divide(
+    offers: list[Offer],
+    differing: frozenset[Slice] = frozenset(),
+    unused: frozenset[str] = frozenset(),
+) -> Division:
     """Decide which rank writes what.
+
+    Args:
+        offers: What each rank has.
+        differing: Slices that the lowest rank is to write, as others have other values.
+        unused: Names to leave out.
 
     Raises:
         CheckpointMismatch: Ranks have different tensors under one name, or not all of one.
     """
     kinds: dict[str, Kind] = {}
     holders: dict[Slice, list[int]] = {}
+    wrong: dict[str, str] = {}
+    lowest = set(differing)
     for rank, offer in enumerate(offers):
-        for name, (kind, boxes) in offer.items():
+        for name, (kind, boxes, how) in offer.items():
+            if name in unused:
+                continue
             if kinds.setdefault(name, kind) != kind:
-                raise CheckpointMismatch(
-                    "ranks have different tensors under one name",
-                    seen=f"{name!r} is {kind} on rank {rank}, {kinds[name]} on one before",
-                    fix="Give a tensor that each rank has its own of a name with the rank in it.",
-                )
+                wrong.setdefault(name, f"{name} is {kind} on rank {rank}, {kinds[name]} before")
             for box in boxes:
-                holders.setdefault(Slice(name, box), []).append(rank)
+                part = Slice(name, box)
+                holders.setdefault(part, []).append(rank)
+                if how & LOWEST:
+                    lowest.add(part)
+    if wrong:
+        raise different(list(wrong.values()))
     _check_cover(kinds, holders)
-    return Division(kinds, [Layout.of(parts, kinds) for parts in deal(holders, kinds, len(offers))])
+    dealt = deal(holders, kinds, len(offers), lowest)
+    layouts = [Layout.of(parts, kinds) for parts in dealt]
+    return Division(kinds, layouts, Twins.of(offers))
 
 
 def deal(
-    holders: dict[Slice, list[int]], kinds: dict[str, Kind], num_ranks: int
+    holders: dict[Slice, list[int]],
+    kinds: dict[str, Kind],
+    num_ranks: int,
+    lowest: Collection[Slice] = (),
 ) -> list[list[Slice]]:
     """Deal slices out to ranks that have them, so that all get about as many bytes.
 
     What one rank alone has comes first, then the largest; each goes to the rank with the least.
+    Those in `lowest` go to the lowest rank that has them.
     """
     sizes = {part: kinds[part.name].num_bytes(part.box) for part in holders}
     loads = [0] * num_ranks
     dealt: list[list[Slice]] = [[] for _ in loads]
-    for part in sorted(holders, key=lambda p: (len(holders[p]) > 1, -sizes[p], p)):
-        rank = min(holders[part], key=lambda r: (loads[r], r))
+    fixed = {part for part, ranks in holders.items() if len(ranks) == 1 or part in lowest}
+    for part in sorted(holders, key=lambda p: (p not in fixed, -sizes[p], p)):
+        ranks = holders[part]
+        rank = min(ranks) if part in fixed else min(ranks, key=lambda r: (loads[r], r))
         loads[rank] += sizes[part]
         dealt[rank].append(part)
     return dealt

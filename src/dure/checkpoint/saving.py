@@ -10,10 +10,11 @@ What fails on any rank fails on all, before anything of the folder's checkpoint 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,26 @@ from dure.checkpoint.catalog import (
 )
 from dure.checkpoint.files import can_be_named
 from dure.checkpoint.folder import Folder, make
-from dure.checkpoint.objects import own_state
-from dure.checkpoint.planning import Division, Offer, digest_of, known_to
+from dure.checkpoint.objects import few, own_state
+from dure.checkpoint.planning import Division, Known, Offer, digest_of, known_to, marked_of
+from dure.checkpoint.replicas import Difference, Rule, handling, marks_of, require_common, rule_of
 from dure.checkpoint.slice_files import Kind, Layout, Slice, kind_of, write_slices
 from dure.checkpoint.slices import Box, pieces_of
-from dure.checkpoint.tree import Named, encode, flatten, merged
+from dure.checkpoint.tree import (
+    Keys,
+    Named,
+    encode_state,
+    flatten,
+    merged,
+    names_in,
+    without_marks,
+)
 from dure.errors import CheckpointError, CheckpointMismatch, UsageError
 
 __all__ = ["Saving", "Taken", "begin", "save_into", "take"]
 
 _NOT_SAVED = "the checkpoint was not saved"
+_log = logging.getLogger("dure.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,8 @@ class Taken:
     offer: Offer
     memory: dict[Slice, torch.Tensor]
     tree: Any
+    rules: dict[str, Rule] = field(default_factory=dict[str, Rule])
+    """What other ranks must have in common with this one, by key of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +72,48 @@ class _Told:
 
     digest: bytes
     offer: Offer | None
+    marks: bytes
+    rules: dict[str, Rule]
     tree: Any
     begun: Any
     """What `before` returned."""
 
 
-def take(state_dict: Mapping[str, Any]) -> Taken:
+def take(
+    state_dict: Mapping[str, Any], num_ranks: int = 1, rules: dict[str, Rule] | None = None
+) -> Taken:
     """Take a state apart into slices and a tree. No communication.
+
+    Args:
+        state_dict: The state, or objects that have one.
+        num_ranks: The number of ranks that save.
+        rules: What ranks must have in common, by key; None: as `rule_of` the objects.
 
     Raises:
         UsageError: Something in it cannot be saved; its name is told.
     """
+    if rules is None:
+        rules = {str(key): rule_of(key, value) for key, value in state_dict.items()}
     state = {key: own_state(value) for key, value in state_dict.items()}
     for name in flatten(state):
         if not can_be_named(name):
             raise UsageError("nothing can be saved under this name", seen=f"{name!a}")
     tensors: dict[str, torch.Tensor] = {}
-    taken = Taken({}, {}, encode(state, "", tensors))
+    tree, key_of = encode_state(state, tensors)
+    taken = Taken({}, {}, tree, rules)
     for name, tensor in tensors.items():
         pieces, kind = pieces_of(name, tensor), kind_of(tensor)
         if kind is None:
             raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {tensor.dtype}")
-        taken.offer[name] = kind, tuple(piece.box for piece in pieces)
+        how = handling(name, tensor, rules.get(str(key_of[name]), Rule()), num_ranks)
+        taken.offer[name] = kind, tuple(piece.box for piece in pieces), how
         for piece in pieces:
             taken.memory[Slice(name, piece.box)] = piece.memory.resolve_conj().resolve_neg()
     return taken
+
+
+def _noted(found: list[Difference], rank: int, keys: Keys, first: Any, second: Any) -> None:
+    found.append(Difference(rank, keys, first, second))
 
 
 class Saving:
@@ -91,7 +121,7 @@ class Saving:
 
     Args:
         ranks: Those that save.
-        state_dict: What they save; or what `take` made of it.
+        state_dict: What they save; or what `take` made of it, or a function that returns that.
         before: Called first, with all else that may fail: where it raises on one rank, all fail.
 
     Raises:
@@ -103,7 +133,7 @@ class Saving:
     def __init__(
         self,
         ranks: Ranks,
-        state_dict: Mapping[str, Any] | Taken,
+        state_dict: Mapping[str, Any] | Taken | Callable[[], Taken],
         before: Callable[[], Any] = lambda: None,
     ) -> None:
         self._ranks, known = ranks, known_to(ranks.group)
@@ -111,21 +141,57 @@ class Saving:
 
         def tell() -> _Told:
             begun = before()
-            mine.append(state_dict if isinstance(state_dict, Taken) else take(state_dict))
-            digest = digest_of(mine[0].offer)
-            offer = None if known.has(ranks.rank, digest) else mine[0].offer
-            return _Told(digest, offer, mine[0].tree, begun)
+            if isinstance(state_dict, Taken):
+                mine.append(state_dict)
+            elif isinstance(state_dict, Mapping):
+                mine.append(take(state_dict, ranks.size))
+            else:
+                mine.append(state_dict())
+            told, digest = mine[0], digest_of(mine[0].offer)
+            offer = None if known.has(ranks.rank, digest) else told.offer
+            marks = marks_of([told.memory[part] for part in marked_of(told.offer)])
+            return _Told(digest, offer, marks, told.rules, told.tree, begun)
 
         self._told = ranks.all_or_none(_NOT_SAVED, tell)
         self._memory = mine[0].memory
         self._division: Division | CheckpointMismatch | UsageError
         try:  # what is wrong is so on all ranks
-            self._division = known.division([(t.digest, t.offer) for t in self._told])
-            self._tree = reduce(merged, (one.tree for one in self._told))
-            if any(one.tree != self._tree for one in self._told):
-                leaves_of(self._tree)  # has no two of one name
+            self._division = self._agree(known)
         except (CheckpointMismatch, UsageError) as e:
             self._division = e
+
+    def _agree(self, known: Known) -> Division:
+        """Compare what ranks told, merge their trees, and divide what they have.
+
+        Raises:
+            CheckpointMismatch: They do not fit together.
+            UsageError: Two entries have the same name.
+        """
+        told, differences = self._told, list[Difference]()
+        trees = [told[0].tree]
+        self._tree = told[0].tree
+        for rank, one in enumerate(told):
+            if one.tree not in trees:
+                trees.append(one.tree)
+                self._tree = merged(self._tree, one.tree, partial(_noted, differences, rank))
+        values = require_common(differences, [one.rules for one in told])
+        unused = frozenset[str]()
+        if len(trees) > 1:
+            self._tree = without_marks(self._tree)
+            leaves_of(self._tree)  # has no two of one name
+            every = {name for tree in trees for name in names_in(tree)}
+            unused = frozenset(every.difference(names_in(self._tree)))
+        offers = [(one.digest, one.offer) for one in told]
+        division, slices = known.division(offers, [one.marks for one in told], unused)
+        if self._ranks.rank == 0:
+            names = dict.fromkeys([v.name for v in values] + sorted(p.name for p in slices))
+            new = [name for name in names if name not in known.reported]
+            known.reported.update(new)
+            if new:
+                _log.warning(
+                    "ranks have different values of %s; the lowest rank's are saved", few(new)
+                )
+        return division
 
     def _divided(self) -> Division:
         if isinstance(self._division, Division):

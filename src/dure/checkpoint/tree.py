@@ -10,7 +10,9 @@ stand for themselves; everything else is an object with a kind and a value:
 
 Two leaves that are one tensor (tied weights) get one name, so its bytes are stored once. A type
 that is not in the tables below is refused by the path at which it was found. Ranks that have parts
-of a state merge their trees.
+of a state merge their trees: a dict has the keys of all ranks. A list or tuple that is entered (see
+below) is merged item by item if it has the same length on all ranks. Otherwise it is a value, and
+of values that differ the first rank's is kept.
 
 A state is also one level of names, as torch names it (`flatten`). Dicts are always entered; lists
 and tuples where there is a tensor, a dict or a list of such in them. All else is a value.
@@ -21,8 +23,9 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -32,20 +35,32 @@ from dure.errors import CheckpointMismatch, UsageError
 from dure.tensor import DTensor
 
 __all__ = [
+    "ABSENT",
     "Index",
+    "Keys",
     "Leaf",
     "Named",
     "decode",
     "encode",
+    "encode_state",
     "entries_of",
     "flatten",
     "merged",
+    "names_in",
     "put",
     "require_dense",
     "tensor_node",
+    "without_marks",
 ]
 
 Path = tuple[Any, ...]
+Keys = tuple[str, ...]
+"""Keys of a tree, as text."""
+
+ABSENT: Any = object()
+"""Stands for what one of two trees lacks."""
+_NO_ELEMENTS = "empty"
+"""The field of a tensor's node that says: this rank has no elements of it, though others have."""
 
 
 class Index(int):
@@ -73,6 +88,23 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         UsageError: There is something that cannot be saved; the message names its path.
     """
     return _Encoder(tensors).encode(value, path)
+
+
+def encode_state(
+    state: Mapping[Any, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[Any, dict[str, Any]]:
+    """Encode a dict as `encode` does; also return the key of the dict that each tensor is below."""
+    encoder, key_of = _Encoder(tensors), dict[str, Any]()
+
+    def encoded(key: Any, value: Any) -> Any:
+        node = encoder.encode(value, str(key))
+        key_of.update(dict.fromkeys(islice(tensors, len(key_of), None), key))
+        return node
+
+    if all(isinstance(key, str) and key != "$" for key in state):
+        return {key: encoded(key, value) for key, value in state.items()}, key_of
+    pairs = [[encoder.encode(key, "(key)"), encoded(key, v)] for key, v in state.items()]
+    return _tagged("map", pairs), key_of
 
 
 class _Encoder:
@@ -136,18 +168,25 @@ class _Encoder:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         require_dense(path, tensor)
         same: object = object()  # no other is the same tensor
-        if not isinstance(tensor, DTensor):
-            tensor = tensor.detach()
-            if tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
-                place = tensor.data_ptr(), tensor.device
-                same = (*place, tensor.shape, tensor.stride(), tensor.dtype)
+        held, cut = tensor, None
+        if isinstance(tensor, DTensor):
+            spec = tensor.spec
+            held, cut = tensor.part, (spec.shape, spec.placements, id(spec.mesh))
+        else:
+            held = tensor = tensor.detach()
+        if held.numel() and not (held.is_conj() or held.is_neg()):
+            place = held.data_ptr(), held.device, cut
+            same = (*place, held.shape, held.stride(), held.dtype)
         name = self._name_of.get(same)
         if name is None:
             name = path
             while name in self._tensors:  # "a.b" the key, and "b" within "a"
                 name += "'"
             self._name_of[same], self._tensors[name] = name, tensor
-        return tensor_node(name)
+        node = tensor_node(name)
+        if tensor.numel() and not held.numel():
+            node[_NO_ELEMENTS] = True
+        return node
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
@@ -200,35 +239,111 @@ def _ordered(value: object) -> list[object]:
     return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
 
 
-def merged(first: Any, second: Any, path: str = "") -> Any:
-    """Return the tree of a state that two ranks have parts of; where they differ, as the first has.
+def merged(
+    first: Any, second: Any, note: Callable[[Keys, Any, Any], None] | None = None, keys: Keys = ()
+) -> Any:
+    """Return the tree of a state that two ranks have parts of.
+
+    Args:
+        first: The tree of the first rank. Where values differ, its value is kept.
+        second: That of the other rank.
+        note: Called with the keys, and both nodes, at which they differ; `ABSENT` for a node that
+            only one of them has.
+        keys: The keys that lead to both.
 
     Raises:
-        CheckpointMismatch: There is a tensor in the one, and something else in the other.
+        CheckpointMismatch: There is a tensor, or a dict or list with tensors, in the one, and
+            something else in the other.
     """
     if first == second:
         return first
-    if isinstance(first, list) and isinstance(second, list):
-        a, b = cast(list[Any], first), cast(list[Any], second)
-        common = [merged(*two, _within(path, i)) for i, two in enumerate(zip(a, b, strict=False))]
-        return common + a[len(b) :] + b[len(a) :]
     kinds = _kind(first), _kind(second)
-    if (kinds[0] == "tensor") != (kinds[1] == "tensor"):
-        raise CheckpointMismatch(
-            "a name is a tensor on some ranks, and a value on others", seen=f"{path!r}"
-        )
-    if not all(kind in _KINDS_OF_MAPPINGS for kind in kinds):
-        return first
-    pair = cast(list[dict[str, Any]], [first, second])
+    if kinds == ("tensor", "tensor"):
+        # A rank without elements of a DTensor cannot know whether it is tied to another.
+        known = second if first.get(_NO_ELEMENTS) else first
+        if known is first and not second.get(_NO_ELEMENTS) and note:
+            note(keys, first, second)
+        return known
+    one, other = _items(first), _items(second)
+    if kinds[0] == kinds[1] and one is not None and other is not None:
+        if len(one) == len(other) and any(map(_is_entered, (*one, *other))):
+            pairs = enumerate(zip(one, other, strict=True))
+            both = [merged(a, b, note, (*keys, str(i))) for i, (a, b) in pairs]
+            return both if kinds[0] is None else {**first, "v": both}
+    elif not all(kind in _KINDS_OF_MAPPINGS for kind in kinds):
+        if any(next(names_in(node), None) is not None for node in (first, second)):
+            raise CheckpointMismatch(
+                "a name is a tensor on some ranks, and a value on others", seen=f"{_dotted(keys)!r}"
+            )
+    else:
+        return _merged_mappings([first, second], note, keys)
+    if note:
+        note(keys, first, second)
+    return first
+
+
+def _merged_mappings(
+    pair: list[dict[str, Any]], note: Callable[[Keys, Any, Any], None] | None, keys: Keys
+) -> Any:
     entries, others = map(_entries, pair)
     for key, (told, value) in others.items():
-        own = entries.get(key)
-        both = value if own is None else merged(own[1], value, _within(path, told))
+        own, inner = entries.get(key), (*keys, str(told))
+        if own is None and note:
+            note(inner, ABSENT, value)
+        both = value if own is None else merged(own[1], value, note, inner)
         entries[key] = told, both
+    for key, (told, value) in entries.items():
+        if key not in others and note:
+            note((*keys, str(told)), value, ABSENT)
     tagged = [node for node in pair if "$" in node]
     if not tagged:
         return dict(entries.values())
     return {**tagged[-1], **tagged[0], "v": [list(entry) for entry in entries.values()]}
+
+
+def _dotted(keys: Keys) -> str:
+    return ".".join(keys)
+
+
+def _items(node: Any) -> list[Any] | None:
+    """Return the items of a list or tuple; None: it is neither."""
+    if isinstance(node, list):
+        return cast(list[Any], node)
+    return node["v"] if _kind(node) == "tuple" else None
+
+
+def _is_entered(node: Any) -> bool:
+    """Tell whether `flatten` enters a list for the sake of this item."""
+    items = _items(node)
+    if items is not None:
+        return any(map(_is_entered, items))
+    return _kind(node) in ("tensor", *_KINDS_OF_MAPPINGS)
+
+
+def names_in(node: Any) -> Iterator[str]:
+    """Return the names of the tensors in a tree; those of tied weights more than once."""
+    if isinstance(node, list):
+        for item in cast(list[Any], node):
+            yield from names_in(item)
+    elif isinstance(node, dict):
+        fields = cast(dict[str, Any], node)
+        if fields.get("$") == "tensor":
+            yield fields["v"]
+        else:
+            for inner in fields.values():
+                yield from names_in(inner)
+
+
+def without_marks(node: Any) -> Any:
+    """Return a tree without what `encode` notes for `merged` alone."""
+    if isinstance(node, list):
+        return [without_marks(item) for item in cast(list[Any], node)]
+    if not isinstance(node, dict):
+        return node
+    fields = cast(dict[str, Any], node)
+    if fields.get("$") == "tensor":
+        return tensor_node(fields["v"])
+    return {key: without_marks(inner) for key, inner in fields.items()}
 
 
 def _kind(node: Any) -> str | None:

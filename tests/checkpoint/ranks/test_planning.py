@@ -40,14 +40,14 @@ def test_what_ranks_share_is_written_once_and_spread(tmp_path):
 def test_plans_are_made_once_for_states_that_are_alike(tmp_path, monkeypatch):
     made = []
     divide = planning.divide
-    monkeypatch.setattr(planning, "divide", lambda offers: made.append(1) or divide(offers))
+    monkeypatch.setattr(planning, "divide", lambda *given: made.append(1) or divide(*given))
 
     known = []
     division = planning.Known.division
 
-    def told(self, offers):
+    def told(self, offers, *others):
         known.append(sum(offer is None for _, offer in offers))
-        return division(self, offers)
+        return division(self, offers, *others)
 
     monkeypatch.setattr(planning.Known, "division", told)
 

@@ -1,0 +1,256 @@
+"""What ranks that have the same name must have in common, and how that is compared.
+
+A checkpoint stores once what several ranks have under one name. If they have different things there
+(pipeline stages that are all called ``model``, a head per rank), all but one would be lost. So
+ranks are compared in the exchange that a save makes anyway:
+
+- names, shapes and dtypes, with what each rank offers (`planning`);
+- values that are not tensors, with the trees (`tree.merged`);
+- tensors by *marks*: the checksum of up to 32 elements, evenly spaced. Two copies of one tensor
+  have equal marks; different weights, or moments of different weights, do not.
+
+A `Rule` says for each entry of a state what must be equal. Where nothing must, the lowest rank's is
+saved. No mark is made of a DTensor whose mesh has all ranks: its copies are equal by contract. On
+several meshes of fewer ranks (stages that are sharded) one name may be of different tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import nn
+
+from dure.checkpoint.names import Names
+from dure.checkpoint.objects import bare, few
+from dure.checkpoint.slices import pieces_of
+from dure.checkpoint.tree import ABSENT, Keys, flatten
+from dure.errors import CheckpointMismatch, UsageError
+from dure.tensor import DTensor
+
+__all__ = [
+    "ALIKE",
+    "LOWEST",
+    "MARKED",
+    "Difference",
+    "Rule",
+    "different",
+    "handling",
+    "marks_by_name",
+    "marks_of",
+    "require_alike",
+    "require_common",
+    "rule_of",
+]
+
+MARKED, ALIKE, LOWEST = 1, 2, 4
+"""How a tensor is handled: a mark of it is sent; ranks that have it must have the same; the lowest
+rank that has it writes it, instead of the one with the least to write."""
+
+_NUM_SAMPLED = 32
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FIX = (
+    "Give what each rank has for itself a name of its own, as f'model{stage}', or wrap it in "
+    "PerRank (Checkpointer). For the optimizer of a pipeline's stage, save "
+    "get_optimizer_state_dict(stage, optimizer), which has the names of its parameters."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What ranks must have in common of one entry of a state."""
+
+    keys: bool = False
+    """The same names below it."""
+    values: bool = False
+    """The same values, and equal tensors."""
+    free: frozenset[str] = frozenset()
+    """Names below it that are exempt."""
+    lowest: bool = False
+    """Its plain tensors are written by the lowest rank that has them."""
+
+    def exempts(self, name: str) -> bool:
+        """Tell whether ranks may differ at a name, or above it."""
+        return bool(self.free) and any(name[:end] in self.free for end in (len(name), *_dots(name)))
+
+
+def _dots(name: str) -> Iterable[int]:
+    return (at for at, char in enumerate(name) if char == ".")
+
+
+def rule_of(key: Any, value: Any) -> Rule:
+    """Return the rule of an object that is saved under `key`.
+
+    Parameters of a module and the state of an optimizer must be equal. Buffers of a module, and
+    extra state, may differ, as DistributedDataParallel lets them. Nothing is known about values in
+    a dict.
+    """
+    inner = bare(value)
+    if isinstance(inner, torch.optim.Optimizer):
+        return Rule(values=True)
+    if not isinstance(inner, nn.Module):
+        return Rule()
+    names = Names(inner)
+    parameters = {name for places in names.of_parameter.values() for name in places}
+    others = (k for k in inner.state_dict() if names.of_key(k) not in parameters)
+    return Rule(values=True, free=frozenset(f"{key}.{k}" for k in others))
+
+
+def handling(name: str, tensor: torch.Tensor, rule: Rule, num_ranks: int) -> int:
+    """Return how a tensor is handled: MARKED, ALIKE and LOWEST, added."""
+    free = rule.exempts(name)
+    if isinstance(tensor, DTensor):
+        everywhere = tensor.device_mesh.size() >= num_ranks
+        return 0 if everywhere else MARKED if free else MARKED | ALIKE
+    if num_ranks == 1:
+        return 0
+    if free:
+        return LOWEST
+    return MARKED | (ALIKE if rule.values else 0) | (LOWEST if rule.lowest else 0)
+
+
+def marks_of(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return the mark of each tensor, 4 bytes each.
+
+    Cost: 32 elements of each are read; for those that are not on the CPU, one copy per dtype.
+    """
+    marks = np.zeros(len(tensors), np.uint32)
+    sampled: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        some = _sample(tensor)
+        sampled.setdefault((some.dtype, some.device), []).append((number, some))
+    for (dtype, _), found in sampled.items():
+        every = torch.cat([some for _, some in found]).cpu()
+        data = memoryview(cast(Any, every.view(torch.uint8).numpy()))
+        at = 0
+        for number, some in found:
+            end = at + some.numel() * dtype.itemsize
+            marks[number] = crc32(data[at:end])
+            at = end
+    return marks.tobytes()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return elements of a tensor, as integers of the same bits, in one dimension."""
+    bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = bits.view(_INTEGERS[bits.dtype.itemsize])
+    if bits.numel() <= _NUM_SAMPLED:
+        return bits.reshape(-1)
+    return torch.take(bits, _places(bits.numel(), bits.device))
+
+
+@lru_cache(maxsize=256)
+def _places(count: int, device: torch.device) -> torch.Tensor:
+    every = torch.arange(_NUM_SAMPLED, dtype=torch.int64) * (count - 1) // (_NUM_SAMPLED - 1)
+    return every.to(device)
+
+
+def marks_by_name(
+    state_dict: Mapping[Any, Any], state: Mapping[Any, Any], num_ranks: int
+) -> dict[str, int]:
+    """Return marks of what must be equal on all ranks, where a planner decides what is saved.
+
+    Args:
+        state_dict: Objects by key.
+        state: Their states.
+        num_ranks: The number of ranks that save.
+    """
+    if num_ranks == 1:
+        return {}
+    rules = {str(key): rule_of(key, value) for key, value in state_dict.items()}
+    found: dict[str, int] = {}
+    pieces: dict[str, torch.Tensor] = {}
+    for name, leaf in flatten(state).items():
+        rule = rules[str(leaf.path[0])]
+        if not isinstance(leaf.value, torch.Tensor):
+            if rule.values and not rule.exempts(name):
+                found[name] = crc32(repr(leaf.value).encode())
+        elif handling(name, leaf.value, rule, num_ranks) & ALIKE:
+            with suppress(UsageError):  # what it cannot be cut into is for the planner to know
+                pieces |= {f"{name}{p.box}": p.memory for p in pieces_of(name, leaf.value)}
+    marks = np.frombuffer(marks_of(list(pieces.values())), np.uint32).tolist()
+    return found | dict(zip(pieces, marks, strict=True))
+
+
+def require_alike(marks: Sequence[Mapping[str, int]]) -> None:
+    """Compare what `marks_by_name` returned on each rank.
+
+    Raises:
+        CheckpointMismatch: Ranks differ.
+    """
+    first: dict[str, tuple[int, int]] = {}
+    wrong: list[str] = []
+    for rank, those in enumerate(marks):
+        for name, mark in those.items():
+            lowest, its = first.setdefault(name, (rank, mark))
+            if mark != its:
+                wrong.append(f"{name} of rank {rank} is not that of rank {lowest}")
+    if wrong:
+        raise different(wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two ranks differ."""
+
+    rank: int
+    """The higher one."""
+    keys: Keys
+    first: Any
+    """The node of a lower rank."""
+    second: Any
+
+    @property
+    def name(self) -> str:
+        """The name of the entry."""
+        return ".".join(self.keys)
+
+    def __str__(self) -> str:
+        """Say what each has."""
+        if self.first is ABSENT:
+            return f"{self.name} is on rank {self.rank} and not on those before"
+        if self.second is ABSENT:
+            return f"{self.name} is not on rank {self.rank}"
+        return f"{self.name} is {self.second!r:.40} on rank {self.rank}, {self.first!r:.40} before"
+
+
+def require_common(
+    differences: Iterable[Difference], rules: Sequence[Mapping[str, Rule]]
+) -> list[Difference]:
+    """Refuse trees that differ where they must not; return the values that differ where they may.
+
+    Args:
+        differences: Between the trees of ranks.
+        rules: What each rank requires, by the first key.
+
+    Raises:
+        CheckpointMismatch: Names or values differ.
+    """
+    wrong: list[Difference] = []
+    allowed: list[Difference] = []
+    for found in differences:
+        those = [rule[found.keys[0]] for rule in rules if found.keys[0] in rule]
+        names = ABSENT in (found.first, found.second)
+        if names and (len(found.keys) == 1 or not any(rule.keys for rule in those)):
+            continue
+        free = any(rule.exempts(found.name) for rule in those)
+        must = any(rule.keys if names else rule.values and not free for rule in those)
+        (wrong if must else allowed).append(found)
+    if wrong:
+        raise different([str(found) for found in wrong])
+    return allowed
+
+
+def different(seen: Sequence[str]) -> CheckpointMismatch:
+    """Return the error that says where ranks differ."""
+    return CheckpointMismatch(
+        "ranks have different things under one name, of which one would be lost",
+        seen=few(list(seen), "; "),
+        fix=_FIX,
+    )

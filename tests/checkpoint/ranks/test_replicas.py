@@ -1,0 +1,286 @@
+"""What ranks have under one name is the same, or the save refuses it: nothing is mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.checkpoint import (
+    Checkpointer,
+    CheckpointException,
+    DefaultSavePlanner,
+    HuggingFaceStorageWriter,
+    PerRank,
+    async_save,
+    load,
+    save,
+)
+from dure.checkpoint.replicas import marks_of
+from dure.checkpoint.state_dict import get_optimizer_state_dict
+from dure.errors import CheckpointMismatch
+from dure.fsdp import fully_shard
+from dure.tensor import Shard, distribute_tensor, init_device_mesh
+from dure.testing import run_ranks
+from tests.checkpoint.saved_states import counted
+
+SHARDED = pytest.mark.parametrize("sharded", [False, True])
+
+
+def _filled(module: nn.Module, value: float) -> nn.Module:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(value)
+    return module
+
+
+def _stepped(module: nn.Module, lr: float = 0.5) -> torch.optim.Optimizer:
+    """Return an optimizer whose moments are those of this module's values."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=lr)
+    for p in module.parameters():
+        p.grad = p.detach() + 1
+    optimizer.step()
+    return optimizer
+
+
+def _two(rank: int) -> torch.Tensor:
+    return torch.full((40,), float(rank))
+
+
+# What a rank passes to Checkpointer.save, and the name that the error gives.
+DIFFERENT = {
+    "other names": (lambda r: nn.ModuleDict({f"l{r}": _filled(nn.Linear(2, 2), 1)}), "x.l1.weight"),
+    "other shapes": (lambda r: _filled(nn.Linear(2, 2 + r), 1), "x.weight"),
+    "other dtypes": (
+        lambda r: _filled(nn.Linear(2, 2), 1).to([torch.float32, torch.float64][r]),
+        "x.weight",
+    ),
+    "other parameters": (lambda r: _filled(nn.Linear(2, 2, bias=False), r), "x.weight"),
+    "one parameter that differs": (
+        lambda r: nn.ParameterList([torch.ones(99), torch.full((99,), float(r))]),
+        "x.1",
+    ),
+    "other moments": (lambda r: _stepped(_filled(nn.Linear(2, 2), r)), "x.state.0.exp_avg"),
+    "other options": (lambda r: _stepped(_filled(nn.Linear(2, 2), 1), lr=r + 1), "x.param_groups"),
+    "more parameters": (
+        lambda r: _stepped(_filled(nn.Linear(2, 2, bias=r == 1), 1)),
+        "x.state.1",
+    ),
+    "a number": (lambda r: {"best": float(r)}, "x.best"),
+    "another key": (lambda r: {f"best{r}": 1.0}, "x.best1"),
+    "a tuple": (lambda r: {"window": (1, r)}, "x.window"),
+    "none": (lambda r: {"best": None if r else 1.0}, "x.best"),
+    "a tensor in a dict": (lambda r: {"sum": _two(r)}, "x.sum"),
+    "a longer list of tensors": (lambda r: [torch.ones(2)] * (r + 1), "x"),
+    "bytes": (lambda r: {"position": bytes([r])}, "x.position"),
+}
+
+
+@SHARDED
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_objects_that_differ_between_ranks_are_refused_by_name(tmp_path, what, sharded):
+    made, name = DIFFERENT[what]
+
+    def body(rank):
+        checkpointer = Checkpointer(tmp_path, sharded=sharded)
+        checkpointer.save(1, x={"before": 1})
+        with pytest.raises(CheckpointMismatch) as caught:
+            checkpointer.save(2, x=made(rank))
+        return caught.value.seen, "PerRank" in caught.value.fix
+
+    for seen, has_advice in run_ranks(2, body):
+        assert seen.startswith(name) and has_advice
+    assert [p.name for p in tmp_path.glob("*-step-*")] == ["000001-step-1"]
+
+
+@SHARDED
+def test_an_object_of_each_rank_comes_back_to_it_under_a_name_of_its_own(tmp_path, sharded):
+    def body(rank):
+        stage = _filled(nn.Linear(2, 3 + rank), rank + 1)
+        optimizer = _stepped(stage)
+        named = {f"stage{rank}": stage, f"optimizer{rank}": optimizer, "head": PerRank([rank])}
+        Checkpointer(tmp_path, sharded=sharded).save(5, **named, shared={"step": 5})
+        again = _filled(nn.Linear(2, 3 + rank), 9)
+        moments, head, shared = torch.optim.Adam(again.parameters()), [9], {"step": 0}
+        named = {f"stage{rank}": again, f"optimizer{rank}": moments, "head": PerRank(head)}
+        assert Checkpointer(tmp_path).load(**named, shared=shared) == 5
+        kept = [
+            torch.equal(a, b) for a, b in zip(again.parameters(), stage.parameters(), strict=True)
+        ]
+        both = zip(moments.state.values(), optimizer.state.values(), strict=True)
+        return (
+            all(kept),
+            all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in both),
+            head,
+            shared,
+        )
+
+    assert run_ranks(2, body) == [(True, True, [rank], {"step": 5}) for rank in range(2)]
+
+
+@SHARDED
+def test_buffers_that_differ_are_those_of_rank_0(tmp_path, sharded):
+    def body(rank):
+        model = _filled(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(4)), 1)
+        for norm in model:
+            norm.running_mean.fill_(rank + 1)
+        Checkpointer(tmp_path / "run", sharded=sharded).save(1, model=model)
+        save({"model": model}, checkpoint_id=tmp_path / "saved")
+        found = []
+        for norm in model:
+            norm.running_mean.zero_()
+        Checkpointer(tmp_path / "run").load(model=model)
+        found += [norm.running_mean.tolist() for norm in model]
+        load({"model": model}, checkpoint_id=tmp_path / "saved")
+        return found + [norm.running_mean.tolist() for norm in model]
+
+    assert run_ranks(2, body) == [[[1] * 3, [1] * 4] * 2] * 2
+
+
+def _optimizer_of_stage(rank: int) -> torch.optim.Optimizer:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = nn.Linear(4, 4)
+    fully_shard(stage, mesh=mesh["dp"])
+    _filled(stage, float(mesh.get_local_rank("pp")))
+    return _stepped(stage)
+
+
+class _Planner(DefaultSavePlanner):
+    pass
+
+
+SAVES: dict[str, Any] = {
+    "save": lambda state, folder: save(state, checkpoint_id=folder),
+    "async_save": lambda state, folder: async_save(state, checkpoint_id=folder),
+    "planner": lambda state, folder: save(state, checkpoint_id=folder, planner=_Planner()),
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_sharded_optimizers_of_stages_are_not_mixed(tmp_path, way):
+    def body(rank):
+        with pytest.raises(CheckpointException) as caught:
+            SAVES[way]({"optimizer": _optimizer_of_stage(rank)}, tmp_path)
+        error = caught.value.failures[rank][0]
+        return (
+            type(error),
+            error.seen.startswith("optimizer.state.0.exp_avg"),
+            "get_optimizer_state_dict" in error.fix,
+        )
+
+    assert run_ranks(4, body) == [(CheckpointMismatch, True, True)] * 4
+    assert not list(tmp_path.glob("manifest.json"))
+
+
+def test_sharded_optimizer_of_a_stage_is_refused_by_a_checkpointer(tmp_path):
+    def body(rank):
+        optimizer = _optimizer_of_stage(rank)
+        with pytest.raises(CheckpointMismatch) as caught:
+            Checkpointer(tmp_path).save(1, optimizer=optimizer)
+        stage = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")).get_local_rank("pp")
+        Checkpointer(tmp_path).save(1, **{f"optimizer{stage}": optimizer})
+        wanted = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
+        optimizer.state.clear()
+        Checkpointer(tmp_path).load(**{f"optimizer{stage}": optimizer})
+        found = [s["exp_avg"].to_local() for s in optimizer.state.values()]
+        return caught.value.seen.split()[0], list(map(torch.equal, found, wanted))
+
+    assert run_ranks(4, body) == [("optimizer.state.0.exp_avg", [True, True])] * 4
+
+
+def test_equal_tensors_of_two_meshes_are_saved(tmp_path):
+    """As of a model that is cut by one axis, with replicas along the other."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        weight = distribute_tensor(counted(4, 2), mesh["tp"], [Shard(0)])
+        save({"w": weight}, checkpoint_id=tmp_path)
+        whole = {"w": torch.zeros(4, 2)}
+        load(whole, checkpoint_id=tmp_path)
+        return whole["w"].flatten().tolist()
+
+    assert run_ranks(4, body) == [list(range(8))] * 4
+
+
+def test_what_differs_in_a_dict_is_that_of_the_lowest_rank_and_logged(tmp_path, caplog):
+    def body(rank):
+        for step in range(2):
+            values = {"loss": rank, "seen": [step] * (3 - rank), "pair": ({"at": rank}, step)}
+            tensors = {f"t{i}": torch.full((40,), float(rank)) for i in range(3)}
+            save({**values, "tensors": tensors}, checkpoint_id=tmp_path)
+        state = {**values, "tensors": {name: torch.ones(40) * 9 for name in tensors}}
+        load(state, checkpoint_id=tmp_path)
+        kept = sum(t.sum().item() for t in state.pop("tensors").values())
+        return kept, state
+
+    kept = 0, {"loss": 0, "seen": [1, 1, 1], "pair": ({"at": 0}, 1)}
+    assert run_ranks(2, body) == [kept] * 2
+    (told,) = [r.message for r in caplog.records if r.name == "dure.checkpoint"]  # once, of two
+    assert "loss, seen, pair.0.at, and 3 more" in told
+
+
+def test_lists_of_different_length_are_those_of_one_rank(tmp_path):
+    def body(rank):
+        state = {"n": [10 * rank + i for i in range(2 + rank)], "t": [_two(rank)] * (2 + rank)}
+        save(state, checkpoint_id=tmp_path)
+        back = {"n": [], "t": [torch.ones(40), torch.ones(40)]}
+        loaded = load(back, checkpoint_id=tmp_path)
+        return back["n"], [t.sum().item() for t in back["t"]], loaded[:2]
+
+    assert run_ranks(2, body) == [([0, 1], [0, 0], ([], []))] * 2
+
+
+def test_tensors_in_a_planner_with_other_dtypes_are_refused(tmp_path):
+    def body(rank):
+        state = {"w": torch.ones(2, dtype=[torch.float32, torch.float64][rank])}
+        with pytest.raises(CheckpointException) as caught:
+            save(state, checkpoint_id=tmp_path, planner=_Planner())
+        return {type(error) for error, _ in caught.value.failures.values()}
+
+    assert run_ranks(2, body) == [{CheckpointMismatch}] * 2
+
+
+def test_weights_of_modules_that_differ_are_refused_in_a_folder_of_weights(tmp_path):
+    def body(rank):
+        state = {"head": _filled(nn.Linear(2, 2, bias=False), rank)}
+        with pytest.raises(CheckpointException) as caught:
+            save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
+        return caught.value.failures[rank][0].seen
+
+    assert all(seen.startswith("head.weight of rank 1") for seen in run_ranks(2, body))
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_state_by_names_of_parameters_fits_stages_that_have_equal_shapes(tmp_path):
+    def body(rank):
+        stage = nn.ModuleDict({f"layer{rank}": _filled(nn.Linear(2, 2), rank)})
+        optimizer = _stepped(stage)
+        state = {"optimizer": get_optimizer_state_dict(stage, optimizer)}
+        state["optimizer"]["param_groups"] = []
+        save(state, checkpoint_id=tmp_path)
+        wanted = [s["exp_avg"].clone() for s in optimizer.state.values()]
+        for s in optimizer.state.values():
+            s["exp_avg"].zero_()
+        load(state, checkpoint_id=tmp_path)
+        found = [s["exp_avg"] for s in optimizer.state.values()]
+        return list(map(torch.equal, found, wanted))
+
+    assert run_ranks(2, body) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex128]
+)
+def test_marks_are_of_bits_and_do_not_depend_on_strides(dtype):
+    values = torch.arange(96).remainder(2).reshape(8, 12)
+    tensor = values.to(torch.float32).to(dtype)
+    turned = values.t().contiguous().to(torch.float32).to(dtype).t()
+    other = (1 - values).to(torch.float32).to(dtype)
+    first, second, third, number = (
+        marks_of([t]) for t in (tensor, turned, other, tensor.flatten()[0])
+    )
+    assert first == second != third and len(number) == 4
+    assert marks_of([tensor, other]) == first + third
+    assert marks_of([torch.tensor(0.0)]) != marks_of([torch.tensor(-0.0)])
