@@ -20,7 +20,10 @@ sys.path.insert(
 import train  # pyright: ignore[reportMissingImports]
 
 Losses = list[tuple[float, float]]  # with the norm of the gradients, of each step
-BASE: Any = train.Flags(dtype="float64", microbatches=2, batch=16)
+# A layer for each stage of the longest pipeline: a step costs as much as it has layers.
+train.SHAPES["short"] = replace(train.SHAPES["debug"], layers=4)
+BASE: Any = train.Flags(shape="short", dtype="float64", microbatches=2, batch=16)
+DEEP = replace(BASE, shape="debug")  # 8 layers
 
 
 def trained(flags: Any, steps: int) -> Losses:

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 
 from dure.testing import run_ranks
-from tests.parallel.ranks.llm_program import BASE, Losses, assert_same, train, trained_by_threads
+from tests.parallel.ranks.llm_program import (
+    BASE,
+    DEEP,
+    Losses,
+    assert_same,
+    train,
+    trained_by_threads,
+)
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
@@ -29,13 +36,13 @@ def expected() -> Losses:
 @pytest.fixture(scope="module")
 def all_expected() -> Losses:
     """Return what one rank finds in more steps, in which it learns."""
-    found = trained_by_threads(BASE, 10)[0]
+    found = trained_by_threads(DEEP, 10)[0]
     assert found[0][0] > 5.4 > 4.0 > found[-1][0]
     return found
 
 
-def check(sizes: tuple[int, ...], schedule: str, expected: Losses) -> None:
-    flags = replace(BASE, **dict(zip(train.AXES, sizes, strict=True)), schedule=schedule)
+def check(base: Any, sizes: tuple[int, ...], schedule: str, expected: Losses) -> None:
+    flags = replace(base, **dict(zip(train.AXES, sizes, strict=True)), schedule=schedule)
     for found in trained_by_threads(flags, len(expected)):
         assert_same(found, expected)
 
@@ -60,7 +67,7 @@ def check(sizes: tuple[int, ...], schedule: str, expected: Losses) -> None:
 def test_a_mesh_finds_what_one_rank_finds(
     sizes: tuple[int, ...], schedule: str, expected: Losses
 ) -> None:
-    check(sizes, schedule, expected)
+    check(BASE, sizes, schedule, expected)
 
 
 @pytest.mark.parametrize(
@@ -113,4 +120,4 @@ def name(case: tuple[tuple[int, ...], str]) -> str:
 def test_every_mesh_finds_what_one_rank_finds(
     sizes: tuple[int, ...], schedule: str, all_expected: Losses
 ) -> None:
-    check(sizes, schedule, all_expected)
+    check(DEEP, sizes, schedule, all_expected)
