@@ -7,7 +7,7 @@ The protocol is torch's: `state_dict` and `load_state_dict`. Four kinds need mor
 - a module is compared with the file before anything is loaded: names, shapes and dtypes;
 - an optimizer whose state is sharded has `local_state_dict`, each rank's part of the whole, and all
   ranks save theirs, as they do of DTensors;
-- a dict or a list is its own state, and is filled in place.
+- a dict or a list is its own state, and is filled in place, with the tensors in it (`filling`).
 
 What all ranks share is saved once. An object wrapped in `PerRank` is saved by every rank.
 """
@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
+from dure.checkpoint.filling import fill, unlike
 from dure.checkpoint.names import WRAPPERS
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.stateful import Stateful
@@ -123,7 +124,9 @@ def own_state(value: Any) -> Any:
 
 
 def check_fits(name: str, value: Any, saved: Any) -> None:
-    """Compare a module, or an optimizer's groups, with the state that was saved under `name`.
+    """Compare an object with the state that was saved under `name`, as far as can be seen.
+
+    These are the tensors of a module, a dict or a list, and the groups of an optimizer.
 
     Args:
         name: The object's.
@@ -149,6 +152,8 @@ def check_fits(name: str, value: Any, saved: Any) -> None:
     lines = [f"{key} is {found[key]} in the file, {wanted[key]} here" for key in both]
     lines += [f"{key} is not in the file" for key in wanted if key not in found]
     lines += [f"{key} is in the file only" for key in found if key not in wanted]
+    if isinstance(inner, dict | list):
+        lines = unlike(inner, saved)
     if lines:
         raise CheckpointMismatch(
             f"{name!r} in the checkpoint is of another object",
@@ -166,27 +171,25 @@ def few(items: Sequence[str], between: str = ", ") -> str:
 def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch.Tensor]) -> None:
     """Put a saved state back.
 
-    Parameters and buffers of modules are copied into the memory that they have, straight from the
-    mapped file. All that an object may keep is a copy: `tensor_of`'s memory stays as it is.
+    Parameters and buffers of modules, and tensors in dicts and lists, are copied into the memory
+    that they have, straight from the mapped file. All that an object may keep is a copy:
+    `tensor_of`'s memory stays as it is.
 
     Raises:
         CheckpointMismatch: The object refuses the state.
     """
     inner = bare(value)
     copy = cache(lambda n: tensor_of(n).clone())  # what was one tensor in two places is so again
-    if isinstance(inner, Sharded):
-        state = decode(tree, tensor_of)
-    else:
-        direct = _read_only(inner, tree) if isinstance(inner, nn.Module) else frozenset[str]()
-        state = decode(tree, lambda n: tensor_of(n) if n in direct else copy(n))
     try:
-        if isinstance(inner, dict):
-            inner.clear()
-            inner.update(state)
-        elif isinstance(inner, list):
-            inner[:] = state
+        if isinstance(inner, dict | list):
+            fill(inner, tree, tensor_of)
+            return
+        if isinstance(inner, Sharded):
+            state = decode(tree, tensor_of)
         else:
-            cast(Stateful, inner).load_state_dict(state)
+            direct = _read_only(inner, tree) if isinstance(inner, nn.Module) else frozenset[str]()
+            state = decode(tree, lambda n: tensor_of(n) if n in direct else copy(n))
+        cast(Stateful, inner).load_state_dict(state)
         if isinstance(inner, Sharded):  # it has kept its part of what is mapped
             inner.state.update({k: mapped(v, torch.clone) for k, v in inner.state.items()})
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:

@@ -1,0 +1,151 @@
+"""Loading a dict or a list in place: its own containers and tensors get the values that were saved.
+
+A dict may be that of a module's parameters, a list that of averaged weights. Others hold these
+tensors too, so they are filled where they are, as are dicts and lists within. Everything else is
+put in the place of what was there: values, tensors where there was none, and tensors where there
+was one without elements. Keys and items that were not saved are removed. Only of what a module's
+`state_dict()` returned, names must be those in the file, as for the module.
+
+One tensor or container in two places that were saved as two is filled from the first, and the
+second place gets one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from dure.checkpoint.slice_files import Kind, kind_of
+from dure.checkpoint.slices import pieces_of, whole_box
+from dure.checkpoint.tree import Named, decode
+from dure.tensor import DTensor
+
+__all__ = ["fill", "unlike"]
+
+
+def unlike(found: Any, saved: Any) -> list[str]:
+    """Say what keeps a dict or list from being filled with what was saved; empty: nothing.
+
+    Args:
+        found: The dict or list.
+        saved: What was saved, with a `Kind` for each tensor.
+
+    Raises:
+        UsageError: A tensor in it holds no values, or is not dense.
+    """
+    kinds = [dict if isinstance(value, dict) else type(value) for value in (found, saved)]
+    if kinds[0] is not kinds[1] and not isinstance(found, kinds[1]):
+        return [f"it is a {kinds[1].__name__} in the file, a {kinds[0].__name__} here"]
+    return list(_differences(found, saved, ""))
+
+
+def _differences(found: Any, saved: Any, path: str) -> Iterator[str]:
+    if isinstance(found, torch.Tensor):
+        if _has_memory(found):
+            pieces_of(path, found)  # refuses tensors without values
+            here = kind_of(found) or found.dtype
+            if isinstance(saved, Kind) and saved != here:
+                yield f"{path} is {saved} in the file, {here} here"
+        return
+    keys: Iterable[Any] = ()
+    if isinstance(found, dict):
+        keys = cast(dict[Any, Any], found)
+    elif isinstance(found, list | tuple):
+        keys = range(len(cast(Sequence[Any], found)))
+    for key in keys:
+        inner = f"{path}.{key}" if path else str(key)
+        yield from _differences(_at(found, key), _at(saved, key), inner)
+        needed = hasattr(found, "_metadata") and isinstance(_at(found, key), torch.Tensor)
+        if needed and not isinstance(_at(saved, key), Kind):
+            yield f"{inner} is not in the file"
+    if hasattr(found, "_metadata") and isinstance(saved, dict):
+        for key, kind in cast(dict[Any, Any], saved).items():
+            if isinstance(kind, Kind) and key not in found:
+                yield f"{path}.{key} is in the file only" if path else f"{key} is in the file only"
+
+
+def fill(found: Any, tree: Any, tensor_of: Callable[[str], torch.Tensor]) -> None:
+    """Put a saved state into the dict or list `found`.
+
+    Args:
+        found: A dict or list for which `unlike` returned nothing.
+        tree: The state as it was encoded.
+        tensor_of: Returns the tensor of a name. Its memory stays as it is.
+    """
+    _Filling(tensor_of).filled(found, decode(tree, Named))
+
+
+class _Filling:
+    def __init__(self, tensor_of: Callable[[str], torch.Tensor]) -> None:
+        self._tensor_of = tensor_of
+        self._copies: dict[str, torch.Tensor] = {}
+        self._from: dict[Hashable, str] = {}
+        self._entered: dict[int, Any] = {}
+        """By id; the containers themselves are kept, so that no other gets the same id."""
+
+    def filled(self, found: Any, saved: Any) -> Any:
+        """Return what belongs in the place of `found`: that, filled, or another."""
+        if isinstance(saved, Named):
+            return self._tensor(found, saved)
+        if isinstance(saved, dict):
+            entries = cast(dict[Any, Any], saved)
+            into = cast(dict[Any, Any], found if self._enters(found, dict) else saved)
+            made = {key: self.filled(_at(found, key), inner) for key, inner in entries.items()}
+            into.clear()
+            into.update(made)
+            return into
+        if isinstance(saved, list | tuple) and type(saved) is not torch.Size:
+            inners = enumerate(cast(Sequence[Any], saved))
+            items = [self.filled(_at(found, number), inner) for number, inner in inners]
+            if isinstance(saved, tuple):
+                return tuple(items)
+            into = cast(list[Any], found if self._enters(found, list) else saved)
+            into[:] = items
+            return into
+        return saved
+
+    def _enters(self, found: Any, kind: type) -> bool:
+        """Tell whether a container is there, of that kind, in which nothing was put yet."""
+        if not isinstance(found, kind) or id(found) in self._entered:
+            return False
+        self._entered[id(found)] = found
+        return True
+
+    def _tensor(self, found: Any, name: str) -> torch.Tensor:
+        saved = self._tensor_of(name)
+        fits = isinstance(found, torch.Tensor) and _has_memory(found)
+        if not fits or self._from.setdefault(_memory(found), name) != name:
+            if name not in self._copies:  # what was one tensor in two places is so again
+                self._copies[name] = saved.clone()
+            return self._copies[name]
+        whole = whole_box(saved.shape)
+        with torch.no_grad(), torch.inference_mode(found.is_inference()):
+            for piece in pieces_of(name, found):
+                piece.memory.copy_(saved[piece.box.within(whole)])
+        return found
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has elements, each in a place of its own."""
+    if tensor.layout != torch.strided:
+        return True
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and all(n == 1 or stride for n, stride in places)
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    """Return where the elements of a tensor are."""
+    held = tensor.part if isinstance(tensor, DTensor) else tensor
+    return held.data_ptr(), held.device, held.shape, held.stride() if held.numel() else id(tensor)
+
+
+def _at(value: Any, key: Any) -> Any:
+    """Return what a container has at a key; None: nothing."""
+    if isinstance(value, dict):
+        return cast(dict[Any, Any], value).get(key)
+    if isinstance(value, list | tuple) and isinstance(key, int):
+        items = cast(Sequence[Any], value)
+        return items[key] if key < len(items) else None
+    return None
