@@ -1,17 +1,19 @@
-"""Saving while training goes on: `async_save` copies, and a thread writes.
+"""Saving while training continues: `async_save` copies, and a thread writes.
 
 The call exchanges what ranks have, and each copies the slices that it will write. The rest is what
 `save` does, in a thread and over a group of its own, so that its exchanges do not meet those of the
-training. One save at a time: the next waits for it. What fails is raised by the future; a failure
-that nobody saw there fails the next save, on all ranks, before it takes a snapshot.
+training. One save at a time: the next waits for it.
+
+The future raises what fails. An error that the program has not seen there fails the next save of
+the group, on all ranks, before it takes a snapshot; if there is no next save, see
+`dure.comm.background`.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,25 +25,24 @@ from dure.checkpoint.planned import taken_of
 from dure.checkpoint.planner import SavePlanner
 from dure.checkpoint.saving import Saving, begin
 from dure.checkpoint.staging import AsyncStager, DefaultStager
+from dure.comm.background import BackgroundTask, wait_for_tasks
 from dure.comm.group import ProcessGroup
 from dure.comm.subgroups import new_group
 from dure.comm.world import World, current_world
 from dure.errors import CheckpointError
 
-__all__ = ["AsyncSaveResponse", "Background", "background_of"]
+__all__ = ["AsyncSaveResponse", "Background", "background_of", "wait_for_saves"]
 
 
-class AsyncSaveResponse(Future[Metadata]):
-    """A save that goes on: a future of what the checkpoint holds, done when it is on the disk.
+class AsyncSaveResponse(BackgroundTask[Metadata]):
+    """A save in the background: a future of what the checkpoint holds, done when it is on the disk.
 
     It has the two futures of torch's class of this name, too. As the snapshot is taken before it is
-    returned, the first is done.
+    returned, the first is done. A save cannot be canceled.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
-        """Whether somebody has asked for its exception."""
         self.staging_completion: Future[None] = Future()
         self.staging_completion.set_result(None)
 
@@ -50,31 +51,19 @@ class AsyncSaveResponse(Future[Metadata]):
         """The save."""
         return self
 
-    def result(self, timeout: float | None = None) -> Metadata:
-        """Return what the checkpoint holds, when it is on the disk; or raise."""
-        try:
-            return super().result(timeout)
-        finally:
-            self.seen = self.done()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return why the save failed; None: it did not."""
-        error = super().exception(timeout)
-        self.seen = True
-        return error
-
 
 class Background:
     """The saves of one group, one after another.
 
     Args:
         ranks: Those that save, in a group that nothing else uses.
+        users: The group that the program passed; None: this process alone.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, users: ProcessGroup | None) -> None:
         self._ranks = ranks
+        self._groups = [group for group in (users, ranks.group) if group is not None]
         self._stager = DefaultStager()
-        self._thread: threading.Thread | None = None
         self._last: AsyncSaveResponse | None = None
 
     def save(
@@ -89,47 +78,55 @@ class Background:
 
         Raises:
             CheckpointException: The state cannot be saved, or the save before failed on some rank
-                and nobody saw it there.
+                and the program did not see it there.
 
         Collective: all of the ranks. Two exchanges, and three in the thread.
         """
-        if self._thread is not None:
-            self._thread.join()
         last, self._last = self._last, None
+        if last is not None:
+            last.join()
+        wait_for_saves(path)
 
         def before() -> None:
-            error = None if last is None or last.seen else last.exception()
+            error = None if last is None else last.unseen_error()
             if error is not None:
                 raise CheckpointError("the save before failed", seen=f"{error}") from error
 
         state = state_dict if planner is None else taken_of(state_dict, planner, self._ranks)
         saving = Saving(self._ranks, state, before)
         saving.hold((stager or self._stager).hold)
-        outcome = self._last = AsyncSaveResponse()
 
-        def run() -> None:
+        def run() -> Metadata:
             folder = Folder(path)
             try:
                 number = self._ranks.all_or_none(
                     "the checkpoint was not saved",
                     lambda: begin(folder, replace) if self._ranks.rank == 0 else 0,
                 )[0]
-                made = metadata_of(saving.write(path, number))
-            except BaseException as e:  # the future's to raise
-                outcome.set_exception(e)
-            else:
-                outcome.set_result(made)
+                return metadata_of(saving.write(path, number))
+            except BaseException as e:
+                e.add_note(f"while {path} was saved in the background")
+                raise
             finally:
                 folder.release()
 
-        context = copy_context()  # a rank that is a thread is known by it
-        self._thread = threading.Thread(target=context.run, args=(run,), name="dure-save")
-        self._thread.start()
+        outcome = AsyncSaveResponse()
+        outcome.start(run, "dure-save", self._groups, _subject(path))
+        self._last = outcome
         return outcome
 
 
-_of_group: WeakKeyDictionary[ProcessGroup, Background] = WeakKeyDictionary()
+def wait_for_saves(path: Path) -> None:
+    """Wait for this rank's saves in the background into a folder: one at a time may save there."""
+    wait_for_tasks(_subject(path))
+
+
+def _subject(path: Path) -> tuple[str, str]:
+    return "save", os.path.realpath(path)
+
+
 _alone: WeakKeyDictionary[World, Background] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_alone.clear)
 
 
 def background_of(ranks: Ranks) -> Background:
@@ -137,13 +134,17 @@ def background_of(ranks: Ranks) -> Background:
 
     Collective: all of `ranks`, the first time.
     """
-    if ranks.group is None:
-        return _alone.setdefault(current_world(), Background(ranks))
-    if ranks.group not in _of_group:
-        members = ranks.group.global_ranks
+    group = ranks.group
+    if group is None:
+        return _alone.setdefault(current_world(), Background(ranks, None))
+    if Background not in group.belongings:
         own = new_group(
-            members, use_local_synchronization=True, group_desc="checkpoint", sort_ranks=False
+            group.global_ranks,
+            use_local_synchronization=True,
+            group_desc="checkpoint",
+            sort_ranks=False,
         )
         assert isinstance(own, ProcessGroup)
-        _of_group[ranks.group] = Background(Ranks(own, "async_save"))
-    return _of_group[ranks.group]
+        group.companions.append(own)
+        group.belongings[Background] = Background(Ranks(own, "async_save"), group)
+    return group.belongings[Background]

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.background import AsyncSaveResponse, background_of
+from dure.checkpoint.background import AsyncSaveResponse, background_of, wait_for_saves
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.file_storages import (
     FileSystemReader,
@@ -116,6 +116,7 @@ def _save(
         planner = planner or DefaultSavePlanner()
         return save_planned(state_dict, writer, planner, ranks, coordinator)
     path = folder_of(_where(checkpoint_id, writer), "save")
+    wait_for_saves(path)
     state = state_dict if own is None else taken_of(state_dict, own, ranks, coordinator)
     if isinstance(writer, HuggingFaceStorageWriter):
         save_weights(path, state, ranks, writer.fqn_to_index_mapping, writer.max_bytes)

@@ -17,6 +17,7 @@ from dure import env
 from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.mpi.place import find_mpi_place
 from dure.comm.backends.registry import parse_backend
+from dure.comm.background import abandon_tasks, finish_at_exit, finish_tasks, raise_first
 from dure.comm.creation import (
     RENDEZVOUS_LIMIT,
     GroupSpec,
@@ -217,13 +218,16 @@ def _default_backend(found: Rendezvous) -> str:
 def destroy_process_group(group: Any = None) -> None:
     """Leave a group, or the whole job.
 
-    Pending operations end with `Aborted`. Peers that still wait for this rank see `PeerLost`.
+    Waits for saves in the background (`dure.checkpoint.async_save`) that use the groups. Pending
+    operations end with `Aborted`. Peers that still wait for this rank see `PeerLost`.
 
     Args:
         group: The group to leave; None (or the default group) for all groups and the job.
 
     Raises:
         UsageError: The group is not one of this rank's, or was destroyed before.
+        Exception: A save in the background failed, and the program has not asked its future. The
+            groups are left.
     """
     if group is GroupMember.NON_GROUP_MEMBER:
         return
@@ -235,19 +239,34 @@ def destroy_process_group(group: Any = None) -> None:
             op="destroy_process_group",
             group=pg.group_name,
         )
-    if pg is not world.default:
-        del world.groups[pg.group_name]
-        try:
-            pg.close()
-        finally:
-            if world.rendezvous is not None:
-                forget_keys(pg, world.rendezvous)
+    if pg is world.default:
+        leave(world)
         return
-    leave(world)
+    errors = finish_tasks(world, pg)
+    try:
+        for companion in pg.companions:
+            _close(world, companion)
+    finally:
+        _close(world, pg)
+    raise_first(errors)
+
+
+def _close(world: World, pg: ProcessGroup) -> None:
+    if world.groups.pop(pg.group_name, None) is None:
+        return  # another thread has
+    try:
+        pg.close()
+    finally:
+        if world.rendezvous is not None:
+            forget_keys(pg, world.rendezvous)
 
 
 def leave(world: World, abort: bool = False) -> None:
-    """Close all groups of a world, the default one last, then say goodbye to the store."""
+    """Close all groups of a world, the default one last, then say goodbye to the store.
+
+    Tasks in the background are waited for; with `abort` they are not, and fail.
+    """
+    errors = [] if abort else finish_tasks(world)
     _to_leave.discard(world)
     groups, rendezvous, default = list(world.groups.values()), world.rendezvous, world.default
     world.clear()
@@ -261,6 +280,9 @@ def leave(world: World, abort: bool = False) -> None:
         rendezvous.close()
     end_recording()
     waiters.close()
+    if abort:
+        abandon_tasks(world)
+    raise_first(errors)
     if first is not None and not abort:
         raise first
 
@@ -271,6 +293,7 @@ _to_leave: set[World] = set()
 
 def _leave_at_exit() -> None:
     """Leave the jobs that the program forgot to leave, so that peers see it at once."""
+    finish_at_exit()
     for world in list(_to_leave):
         if world.default is not None:
             leave(world, abort=True)
@@ -291,16 +314,21 @@ def process_group(*args: Any, **kwargs: Any) -> Iterator[ProcessGroup]:
     """Join a job for the length of a `with` block; arguments as `init_process_group`.
 
     Yields:
-        The default group. It is destroyed at the end of the block; when the block raises, pending
-        operations are aborted, so that leaving never hides the error.
+        The default group. It is destroyed at the end of the block; when the block raises, saves in
+        the background are waited for, and pending operations are aborted, so that leaving never
+        hides the error.
     """
     init_process_group(*args, **kwargs)
     world = current_world()
     try:
         yield world.need_default()
-    except BaseException:
+    except BaseException as e:
         if world.default is not None:
-            leave(world, abort=True)
+            try:
+                for error in finish_tasks(world):
+                    e.add_note(f"also in the background: {type(error).__name__}: {error}")
+            finally:
+                leave(world, abort=True)
         raise
     if world.default is not None:
         leave(world)

@@ -13,6 +13,7 @@ import torch
 
 import dure
 from dure.checkpoint import (
+    Checkpointer,
     CheckpointException,
     FileSystemReader,
     FileSystemWriter,
@@ -22,6 +23,7 @@ from dure.checkpoint import (
     save,
     slice_files,
 )
+from dure.comm.world import current_world
 from dure.errors import UsageError
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
@@ -83,8 +85,6 @@ def test_a_save_that_is_not_done_leaves_the_checkpoint_before(tmp_path, gate):
     future = async_save({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
     assert gate.reached.wait(PATIENCE_S)
     assert loaded(tmp_path, 3) == [0, 1, 2]
-    with pytest.raises(CheckpointException, match="another job is saving"):
-        save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
     gate.set()
     future.result(PATIENCE_S)
     assert loaded(tmp_path, 3) == [0, 0, 0]
@@ -114,6 +114,69 @@ def test_one_save_at_a_time_and_the_next_waits(tmp_path, gate):
     following.join()
     assert seen == [True]
     assert loaded(tmp_path / "1", 3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["save", "other group", "checkpointer"])
+def test_a_save_waits_for_this_jobs_own_save_into_the_same_folder(tmp_path, gate, how):
+    (tmp_path / "link").symlink_to(tmp_path / "last")
+
+    def body(rank):
+        group = dure.new_group([0, 1])
+        first = async_save({"w": counted(3)}, checkpoint_id=tmp_path / "last")
+        _open_when_joined(gate)
+        if how == "save":
+            save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "link")
+        elif how == "checkpointer":
+            Checkpointer(tmp_path / "link").save(1, state={"w": torch.zeros(3)})
+        else:
+            where = {"checkpoint_id": tmp_path / "link", "process_group": group}
+            async_save({"w": torch.zeros(3)}, **where).result(PATIENCE_S)
+        assert first.result(PATIENCE_S)
+
+    run_ranks(2, body)
+    assert loaded(tmp_path / "last", 3) == ([0, 1, 2] if how == "checkpointer" else [0, 0, 0])
+
+
+def _open_when_joined(gate):
+    """Open `gate` once the calling thread waits for another one."""
+    me = threading.current_thread()
+
+    def watch():
+        until(lambda: _joins(me), "a wait for the save")
+        gate.set()
+
+    threading.Thread(target=watch).start()
+
+
+@pytest.mark.parametrize("which", ["world", "group"])
+def test_destroying_a_group_waits_for_its_saves(tmp_path, gate, which):
+    def body(rank):
+        group = dure.new_group([0, 1]) if which == "group" else None
+        async_save({"w": counted(3)}, checkpoint_id=tmp_path, process_group=group)
+        _open_when_joined(gate)
+        dure.destroy_process_group(group)
+        if which == "group":  # and leaves no group of the saves behind
+            assert len(current_world().groups) == 1
+
+    run_ranks(2, body)
+    assert loaded(tmp_path, 3) == [0, 1, 2]
+
+
+def test_destroying_a_group_raises_the_failure_that_a_rank_has_not_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", _full)
+
+    def body(rank):
+        future = async_save({"w": counted(3)}, checkpoint_id=tmp_path)
+        if rank == 0:
+            assert future.exception(PATIENCE_S)
+            dure.destroy_process_group()
+            return
+        with pytest.raises(CheckpointException, match="No space left") as caught:
+            dure.destroy_process_group()
+        assert str(tmp_path) in caught.value.__notes__[0]
+        assert not dure.is_initialized()
+
+    run_ranks(2, body)
 
 
 def _joins(thread):

@@ -100,6 +100,7 @@ class GroupCore:
         num_monitored: How many monitored barriers this rank has begun.
         num_attempts: How many attempts to shrink the group this rank has begun.
         belongings: What others keep with the group, by its type; it goes when the group is closed.
+        companions: Groups that others have made for this one; they are destroyed with it.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class GroupCore:
         self._inside: dict[int, tuple[int, str, str]] = {}  # at 0: the thread inside a call
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {}
+        self.companions: list[Self] = []
         self._second = second
         self._channel, self._channels = 0, [self]
         self._channel_lock = threading.Lock()
