@@ -100,7 +100,7 @@ class BackgroundTask(Future[T]):
             self.set_result(result)
 
     def join(self) -> None:
-        """Wait for the end of the thread; within it, in a callback of the future, return at once."""
+        """Wait for the end of the thread. In a callback of the future, which it calls, return."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
