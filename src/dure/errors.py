@@ -399,7 +399,11 @@ class CheckpointError(DureError, RuntimeError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """There are checkpoints, but none is whole; `refused` maps each path to the reason."""
+    """A checkpoint is not as it was written, or all are so; `refused` maps paths to reasons.
+
+    A checkpoint that the system failed to read (too many open files, an I/O error) is not damaged:
+    that is a plain `CheckpointError`.
+    """
 
     def __init__(
         self, what: str, *, refused: dict[str, str] | None = None, **fields: object

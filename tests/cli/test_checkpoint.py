@@ -73,6 +73,30 @@ def test_diff_tells_names_values_kinds_and_elements(tmp_path, capsys):
     assert called(capsys, "diff", first, cut_otherwise) == (0, "the same\n")
 
 
+def test_diff_of_equal_bits_cut_otherwise_is_nothing(tmp_path, capsys):
+    whole = torch.tensor([float("nan"), 0.0, float("inf"), 1.0])
+
+    def body(rank, ranks, values, folder):
+        mesh = init_device_mesh("cpu", (ranks,))
+        save({"w": distribute_tensor(values, mesh, [Shard(0)])}, checkpoint_id=folder)
+
+    run_ranks(1, body, 1, whole, tmp_path / "1")
+    run_ranks(2, body, 2, whole, tmp_path / "2")
+    run_ranks(2, body, 2, torch.tensor([float("nan"), -0.0, float("inf"), 2.0]), tmp_path / "3")
+    first, second, other = (str(tmp_path / name) for name in "123")
+    assert called(capsys, "diff", first, second) == (0, "the same\n")
+    assert called(capsys, "diff", first, other) == (1, "w differs in 2 of 4 elements\n")
+
+
+def test_diff_tells_values_of_other_types_apart(tmp_path, capsys):
+    first = saved(tmp_path / "1", 1, a=1, b=1, c=[float("nan")], d=0.0)
+    other = saved(tmp_path / "2", 1, a=1.0, b=True, c=[float("nan")], d=-0.0)
+    assert called(capsys, "diff", first, other) == (
+        1,
+        "a is 1, and 1.0\nb is 1, and True\nd is 0.0, and -0.0\n",
+    )
+
+
 def test_consolidate_makes_weights(tmp_path, capsys):
     folder = saved(tmp_path / "1", step=3)
     code, _ = called(capsys, "consolidate", folder, str(tmp_path / "to"), "--prefix", "model.")

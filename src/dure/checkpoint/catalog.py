@@ -24,12 +24,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dure.checkpoint.files import read_file
+from dure.checkpoint.files import NotAFile, read_file, readable
 from dure.checkpoint.folder import replace_file
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
-from dure.errors import CheckpointError
+from dure.errors import CheckpointDamaged
 
 __all__ = [
     "NAME",
@@ -157,14 +157,18 @@ def catalog_of(folder: Path) -> Catalog:
     """Read the manifest of a folder and check that it is consistent. No other file is read.
 
     Raises:
-        CheckpointError: It is absent, no file, damaged, of another format, or lies; which is told.
+        CheckpointDamaged: It is absent, not a file, damaged, of another format, or inconsistent.
+        CheckpointError: It cannot be opened or read.
     """
     try:
-        return _read(folder)
+        with readable(folder / NAME):
+            return _read(folder)
     except Unreadable as e:
-        seen = f"{e}; in {folder}"
-        raise CheckpointError(
-            "the checkpoint cannot be used", path=str(folder), seen=seen
+        raise CheckpointDamaged(
+            "the checkpoint cannot be used",
+            path=str(folder),
+            refused={str(folder): f"{e}"},
+            seen=f"{e}; in {folder}",
         ) from None
 
 
@@ -173,7 +177,7 @@ def _read(folder: Path) -> Catalog:
         digest, _, body = read_file(folder / NAME).partition(b"\n")
     except FileNotFoundError:
         raise Unreadable(f"there is no {NAME}: it was never finished") from None
-    except OSError as e:
+    except NotAFile as e:
         raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
     if digest != _digest(body):
         raise Unreadable(f"{NAME} is damaged, or not of Dure: its checksum is wrong")

@@ -5,30 +5,40 @@ shape and place), and the tensors' bytes one after another. Any reader of safete
 As the manifest knows every tensor, it also knows the only header and the only length that the file
 can have: so each byte is checked.
 
-A name in a folder may be a pipe, whose opening waits for a writer for ever; or a link, whose target
+A name in a folder may be a pipe, whose opening waits for a writer forever; or a link, whose target
 may be anything. Both are refused, as are folders and devices.
+
+An error while a file is read is one of two things. If the bytes are not those that were written, or
+the file is absent, the checkpoint is damaged (`CheckpointDamaged`), and an older one may be used
+instead. If the system could not open or read the file (too many open files, a stale handle, an I/O
+error), nothing is known about its bytes: that is a `CheckpointError`, which stops the program.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from dure.comm.reduction import as_bytes
+from dure.errors import CheckpointDamaged, CheckpointError
 
 __all__ = [
     "DTYPES",
     "PIECE_BYTES",
     "NotAFile",
     "can_be_named",
+    "damaged",
     "open_file",
     "pieces",
     "read_file",
+    "readable",
     "write_all",
 ]
 
@@ -89,10 +99,18 @@ def open_file(path: Path) -> int:
     kind = path.lstat().st_mode
     if not stat.S_ISREG(kind):
         raise NotAFile(0, f"is no file but {_named(kind)}", str(path))
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # replaced since it was looked at
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as e:
+        if e.errno == errno.ELOOP:  # replaced since it was looked at
+            raise NotAFile(0, "is no file but a link", str(path)) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotAFile(0, "is no file", str(path))
+    except BaseException:
         os.close(descriptor)
-        raise NotAFile(0, "is no file", str(path))
+        raise
     return descriptor
 
 
@@ -110,3 +128,36 @@ def read_file(path: Path) -> bytes:
     """Return the bytes of a plain file; errors as `open_file`."""
     with os.fdopen(open_file(path), "rb") as file:
         return file.read()
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Give errors of the system, while the file `path` of a checkpoint is read, their meaning.
+
+    Raises:
+        CheckpointDamaged: The file is absent, or it is not a plain file.
+        CheckpointError: It cannot be opened or read; its bytes may be right.
+    """
+    try:
+        yield
+    except FileNotFoundError as e:
+        raise damaged(path.parent, f"{path.name}: {e.strerror}") from e
+    except NotAFile as e:
+        raise damaged(path.parent, f"{path.name} {e.strerror}") from e
+    except OSError as e:
+        raise CheckpointError(
+            "a file of the checkpoint cannot be read",
+            path=str(path.parent),
+            seen=f"{path.name}: {e.strerror or e}; in {path.parent}",
+            fix="The checkpoint may be intact. Remove the cause, and load it again.",
+        ) from e
+
+
+def damaged(folder: Path, seen: str) -> CheckpointDamaged:
+    """Return the error for a checkpoint whose bytes are not those that were written."""
+    return CheckpointDamaged(
+        "the checkpoint is damaged",
+        path=str(folder),
+        refused={str(folder): seen},
+        seen=f"{seen}; in {folder}",
+    )

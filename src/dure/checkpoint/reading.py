@@ -1,115 +1,116 @@
 """Reading whole checkpoints: are all bytes as they were written, what is in one, how do two differ.
 
-Files are mapped, so that what is read takes no memory. Those that load a run share the checking
-out: each slice is read and compared with its checksum by one of them.
+Slices are checked piece by piece, and tensors are mapped, so reading takes no memory. The ranks
+that load a run share the work: each slice is read and compared with its checksum by one of them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dure.checkpoint.catalog import Catalog, catalog_of
-from dure.checkpoint.files import pieces
+from dure.checkpoint.files import damaged
 from dure.checkpoint.planning import deal
 from dure.checkpoint.slice_files import Slice, SliceFile
 from dure.checkpoint.slices import Box, whole_box
 from dure.checkpoint.tree import encode
-from dure.comm.checksum import crc32c
-from dure.errors import CheckpointError
+from dure.comm.reduction import as_bytes
+from dure.errors import CheckpointDamaged
 
-__all__ = ["Mapped", "damaged", "differences", "faults", "share_of"]
+__all__ = ["Mapped", "differences", "faults", "share_of"]
+
+_PIECE_ELEMENTS = 1 << 20
 
 
 class Mapped:
-    """The tensors of a checkpoint, mapped from its files, which may be closed and removed.
+    """The tensors of a checkpoint, mapped from its files, of which none stays open.
 
     Args:
         folder: The checkpoint.
         catalog: Its manifest.
-        files: Of these files only; None: of all.
 
     Raises:
-        CheckpointError: A file is not what the manifest says. What is in it is not looked at.
+        CheckpointDamaged: A file is not what the manifest says. Tensors are not checked.
+        CheckpointError: A file cannot be opened or read.
     """
 
-    def __init__(self, folder: Path, catalog: Catalog, files: Iterable[str] | None = None) -> None:
+    def __init__(self, folder: Path, catalog: Catalog) -> None:
         self._folder, self._catalog = folder, catalog
-        self._slices: dict[Slice, torch.Tensor] = {}
-        for name in catalog.layouts if files is None else files:
-            file = SliceFile(folder / name, catalog.layouts[name])
-            try:
-                for part in file.layout.begins:
-                    dtype = catalog.kinds[part.name].torch_dtype
-                    self._slices[part] = file.mapped(part, dtype)
-            finally:
-                file.close()
-
-    def fault(self, part: Slice) -> str | None:
-        """Read a slice and say if it is not as it was written; None: it is, or nobody knows."""
-        stored, crc = self._catalog.slices[part.name][part.box], 0
-        if stored.crc32c is None:
-            return None
-        for piece in pieces(self._slices[part]):
-            crc = crc32c(piece, crc)
-        if crc == stored.crc32c:
-            return None
-        return f"{part.name}{part.box} in {stored.file} is changed: its checksum is wrong"
+        self._files = {
+            name: SliceFile(folder / name, layout, stays_open=False)
+            for name, layout in catalog.layouts.items()
+        }
 
     def check(self, parts: Iterable[Slice]) -> None:
         """Read slices, and compare them with their checksums.
 
         Raises:
-            CheckpointError: One is not as it was written.
+            CheckpointDamaged: One is not as it was written.
+            CheckpointError: A file cannot be opened or read.
         """
-        for part in parts:
-            fault = self.fault(part)
-            if fault:
-                raise damaged(self._folder, fault)
+        for name, group in groupby(sorted(parts, key=self._stored_in), key=self._stored_in):
+            with SliceFile(self._folder / name, self._catalog.layouts[name]) as file:
+                for part in group:
+                    fault = _fault(self._catalog, file, part)
+                    if fault:
+                        raise damaged(self._folder, fault)
+
+    def _stored_in(self, part: Slice) -> str:
+        return self._catalog.slices[part.name][part.box].file
+
+    def _slice(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+        return self._files[self._stored_in(part)].lying(part, dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor, mapped if it is one slice; its bytes are not checked."""
         kind, boxes = self._catalog.kinds[name], self._catalog.slices[name]
-        whole = whole_box(kind.shape)
+        whole, dtype = whole_box(kind.shape), kind.torch_dtype
         if whole in boxes:
-            return self._slices[Slice(name, whole)]
-        made = torch.empty(kind.shape, dtype=kind.torch_dtype)
+            return self._slice(Slice(name, whole), dtype)
+        made = torch.empty(kind.shape, dtype=dtype)
         for box in boxes:
-            made[box.within(whole)] = self._slices[Slice(name, box)]
+            made[box.within(whole)] = self._slice(Slice(name, box), dtype)
         return made
 
     def checked(self, name: str) -> torch.Tensor:
         """Return a whole tensor as `tensor`, whose bytes are those that were written.
 
         Raises:
-            CheckpointError: They are not.
+            CheckpointDamaged: They are not.
         """
         self.check(Slice(name, box) for box in self._catalog.slices[name])
         return self.tensor(name)
 
 
-def damaged(folder: Path, seen: str) -> CheckpointError:
-    """Return the error that tells what is wrong with a checkpoint."""
-    return CheckpointError(
-        "the checkpoint is damaged", path=str(folder), seen=f"{seen}; in {folder}"
-    )
+def _fault(catalog: Catalog, file: SliceFile, part: Slice) -> str | None:
+    """Read a slice and say if it is not as it was written; None: it is, or nothing is known."""
+    wanted = catalog.slices[part.name][part.box].crc32c
+    if wanted is None:
+        return None
+    return file.fault(part, wanted, catalog.kinds[part.name].num_bytes(part.box))
 
 
 def faults(folder: Path, catalog: Catalog) -> list[str]:
     """Open every file, read every byte, and return what is not as it was written.
+
+    Raises:
+        CheckpointError: A file cannot be opened or read.
 
     Cost: one pass over the bytes; no memory.
     """
     found: list[str] = []
     for name, layout in catalog.layouts.items():
         try:
-            mapped = Mapped(folder, catalog, [name])
-        except CheckpointError as e:
+            with SliceFile(folder / name, layout) as file:
+                found += [f for part in layout.begins if (f := _fault(catalog, file, part))]
+        except CheckpointDamaged as e:
             found.append(e.seen)
-            continue
-        found += [fault for part in layout.begins if (fault := mapped.fault(part))]
     return found
 
 
@@ -124,10 +125,11 @@ def differences(first: Path, second: Path) -> list[str]:
     """Return how the second checkpoint differs from the first: names, kinds, values, elements.
 
     Tensors that are cut alike and have the same checksums are taken to be the same; of others the
-    elements are compared.
+    bits of the elements are compared. So a NaN equals one of the same bits, and 0.0 is not -0.0.
 
     Raises:
-        CheckpointError: One cannot be used, or is damaged.
+        CheckpointDamaged: One is damaged.
+        CheckpointError: One cannot be opened or read.
 
     Cost: memory of the largest tensor, for each of the two that has it in slices.
     """
@@ -141,10 +143,10 @@ def differences(first: Path, second: Path) -> list[str]:
         if one != other:
             found.append(f"{name} is {one or 'a value'}, and {other or 'a value'}")
         elif one is None:
-            if encode(mine, "", {}) != encode(its, "", {}):
+            if _text(mine) != _text(its):
                 found.append(f"{name} is {mine!r:.60}, and {its!r:.60}")
         elif _sums(a, mine) != _sums(b, its):
-            count = int((tensors[0].checked(mine) != tensors[1].checked(its)).sum())
+            count = _num_different(tensors[0].checked(mine), tensors[1].checked(its))
             if count:
                 found.append(
                     f"{name} differs in {count} of {torch.Size(one.shape).numel()} elements"
@@ -154,3 +156,18 @@ def differences(first: Path, second: Path) -> list[str]:
 
 def _sums(catalog: Catalog, name: str) -> dict[Box, int | None]:
     return {box: stored.crc32c for box, stored in catalog.slices[name].items()}
+
+
+def _text(value: Any) -> str:
+    """Return a value as text, which tells apart what == does not: 1, 1.0 and True; and NaNs."""
+    return json.dumps(encode(value, "", {}), sort_keys=True)
+
+
+def _num_different(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Return how many elements have other bits."""
+    size, count = first.element_size(), 0
+    both = as_bytes(first), as_bytes(second)
+    for mine, its in zip(*(one.split(_PIECE_ELEMENTS * size) for one in both), strict=True):
+        if not mine.equal(its):
+            count += int((mine.view(-1, size) != its.view(-1, size)).any(1).sum())
+    return count

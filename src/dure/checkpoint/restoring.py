@@ -30,6 +30,7 @@ from dure.tensor import DTensor
 __all__ = ["Loaded", "Read", "give_back", "load_from", "read_slices", "was_written"]
 
 _NOT_LOADED = "the checkpoint was not loaded"
+_MOST_OPEN = 64
 
 
 class Loaded(NamedTuple):
@@ -70,7 +71,8 @@ def load_from(
         loading = _Loading(path, state_dict, reading(path), partial)
         loading.compare()
         loadings.append(loading)
-        return zlib.crc32(repr(sorted(loading.catalog.layouts)).encode())
+        sums = [s.crc32c for boxes in loading.catalog.slices.values() for s in boxes.values()]
+        return zlib.crc32(repr((sorted(loading.catalog.layouts), sums)).encode())
 
     def read() -> None:
         if len(set(seen)) > 1:
@@ -224,8 +226,13 @@ class _Loading:
 def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: int) -> None:
     """Read elements from the files below `path`, in the order in which they lie there.
 
+    All files are opened and compared with the manifest first. Those that stay open are read even if
+    a save replaces the checkpoint in the meantime. Of a checkpoint of more files than may be open
+    the others are opened again for each slice.
+
     Raises:
-        CheckpointError: A file is not what the manifest says.
+        CheckpointDamaged: A file is not what the manifest says.
+        CheckpointError: A file cannot be opened or read.
     """
     layouts, files = catalog.layouts, dict[str, SliceFile]()
     reads = sorted(reads, key=lambda r: (r.stored.file, layouts[r.stored.file].begins[r.part]))
@@ -239,7 +246,7 @@ def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: in
 
     try:
         for name in dict.fromkeys(read.stored.file for read in reads):
-            files[name] = SliceFile(path / name, layouts[name])
+            files[name] = SliceFile(path / name, layouts[name], len(files) < _MOST_OPEN)
         with ThreadPoolExecutor() as pool:
             others = [pool.submit(work) for _ in range(num_threads - 1)]
             work()

@@ -15,10 +15,11 @@ from typing import Any
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.files import damaged
 from dure.checkpoint.folder import Place
 from dure.checkpoint.objects import PerRank, bare, check_fits, is_divided, load_into
 from dure.checkpoint.randomness import restore_random_state, seed_new_rank
-from dure.checkpoint.reading import Mapped, damaged, share_of
+from dure.checkpoint.reading import Mapped, share_of
 from dure.checkpoint.restoring import load_from
 from dure.checkpoint.tree import decode
 from dure.errors import CheckpointException, CheckpointMismatch
@@ -37,7 +38,8 @@ class Resuming:
         ranks: Who reads it. Each checks its share of the bytes.
 
     Raises:
-        CheckpointError: It is not whole; `seen` says what is wrong.
+        CheckpointDamaged: It is not whole; `seen` says what is wrong.
+        CheckpointError: It cannot be read.
     """
 
     def __init__(self, place: Place, ranks: Ranks) -> None:

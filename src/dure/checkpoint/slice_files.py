@@ -7,26 +7,41 @@ whole tensor has the tensor's name there, another has its indices behind it: ``w
 Reading copies straight to where the elements belong. A slice, or consecutive elements of it, whose
 memory is contiguous is copied there in one pass with its sum; else the file is mapped and copied
 from row by row, and only pages that hold wanted elements are touched.
+
+A map is private, and reserves no memory: a file may be larger than memory. Where the system refuses
+even that (a limit on the address space, no overcommitting), the slice is read into memory instead.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from dure.checkpoint.files import DTYPES, PIECE_BYTES, open_file, pieces, write_all
+from dure.checkpoint.files import (
+    DTYPES,
+    PIECE_BYTES,
+    damaged,
+    open_file,
+    pieces,
+    readable,
+    write_all,
+)
 from dure.checkpoint.slices import Box, whole_box
 from dure.comm.checksum import copy_from_file, crc32c
 from dure.comm.reduction import as_bytes
-from dure.errors import CheckpointError
+from dure.errors import CheckpointDamaged
 
-__all__ = ["Kind", "Layout", "Slice", "SliceFile", "kind_of", "write_slices"]
+__all__ = ["FileMap", "Kind", "Layout", "Slice", "SliceFile", "kind_of", "write_slices"]
 
 _COMPLEX = {"C64": (torch.complex64, "F32"), "C128": (torch.complex128, "F64")}
 """Kinds that the file format lacks: stored as pairs of numbers of another kind."""
@@ -128,46 +143,107 @@ def write_slices(path: Path, layout: Layout, memory: dict[Slice, torch.Tensor]) 
     return sums
 
 
+class FileMap:
+    """A file's bytes as memory, valid when the file is closed; writes do not reach the file.
+
+    Args:
+        descriptor: The file, open for reading.
+        num_bytes: Its length.
+
+    Raises:
+        OSError: The system refuses.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        # Python's mmap would keep the file open, and torch's reserves memory for the whole file.
+        prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
+        address = _LIBC.mmap(None, num_bytes, prot, flags, descriptor, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._bytes = (ctypes.c_ubyte * num_bytes).from_address(address)
+        weakref.finalize(self._bytes, _LIBC.munmap, address, num_bytes).atexit = False
+
+    def tensor(self, at: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Return the slice that begins at byte `at`. It keeps the map."""
+        count = box.num_elements
+        if not count:
+            return torch.empty(box.sizes, dtype=dtype)
+        return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=at).view(box.sizes)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED, _MAP_NORESERVE = ctypes.c_void_p(-1).value, 0x4000
+
+
 class SliceFile:
-    """A file that is open for reading, by several threads at once.
+    """A file for reading, by several threads at once.
 
     Args:
         path: The file.
         layout: What must be in it.
+        stays_open: Whether it is open until `close`, or only while something is read.
 
     Raises:
-        CheckpointError: It is no file, has another length, or another header.
+        CheckpointDamaged: It is absent, not a file, has another length, or another header.
+        CheckpointError: It cannot be opened or read.
     """
 
-    def __init__(self, path: Path, layout: Layout) -> None:
+    def __init__(self, path: Path, layout: Layout, stays_open: bool = True) -> None:
         self.path, self.layout = path, layout
-        self._map: Any = None  # torch.UntypedStorage
-        try:
-            self._descriptor = open_file(path)
-        except OSError as e:
-            raise self._error(f"{path.name} {e.strerror}") from e
-        try:
-            self._check()
-        except BaseException:
-            self.close()
-            raise
+        self._descriptor: int | None = None
+        self._map: FileMap | None = None
+        with readable(path):
+            descriptor = open_file(path)
+            try:
+                self._check(descriptor)
+                if stays_open:
+                    self._descriptor = descriptor
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
 
-    def _check(self) -> None:
-        size, wanted = os.fstat(self._descriptor).st_size, self.layout.num_bytes
+    def _check(self, descriptor: int) -> None:
+        size, wanted = os.fstat(descriptor).st_size, self.layout.num_bytes
         if size != wanted:
             kind = "truncated" if size < wanted else "longer than it was"
-            raise self._error(f"{self.path.name} is {kind}: {size} bytes, {wanted} were written")
-        if os.pread(self._descriptor, len(self.layout.header), 0) != self.layout.header:
-            raise self._error(f"{self.path.name} has another header than its manifest says")
+            raise self._damaged(f"{self.path.name} is {kind}: {size} bytes, {wanted} were written")
+        if os.pread(descriptor, len(self.layout.header), 0) != self.layout.header:
+            raise self._damaged(f"{self.path.name} has another header than its manifest says")
 
-    def _error(self, seen: str) -> CheckpointError:
-        return CheckpointError(
-            "the checkpoint is damaged", path=str(self.path), seen=f"{seen}; in {self.path.parent}"
-        )
+    def _damaged(self, seen: str) -> CheckpointDamaged:
+        return damaged(self.path.parent, seen)
+
+    def __enter__(self) -> SliceFile:
+        """Return the file."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
 
     def close(self) -> None:
         """Close the file; what is mapped stays until it is used no more."""
-        os.close(self._descriptor)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @contextmanager
+    def _open(self) -> Iterator[int]:
+        """Yield a descriptor; errors of the system get their meaning here."""
+        with readable(self.path):
+            if self._descriptor is not None:
+                yield self._descriptor
+                return
+            descriptor = open_file(self.path)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
 
     def read(
         self, part: Slice, wanted: int | None, dtype: torch.dtype, box: Box, to: torch.Tensor
@@ -182,50 +258,88 @@ class SliceFile:
             to: Where they go, [*box.sizes]; any dtype, strides and device.
 
         Raises:
-            CheckpointError: The file cannot be read, or its bytes are not those that were written.
+            CheckpointDamaged: The bytes are not those that were written.
+            CheckpointError: The file cannot be read.
         """
         at, run = self.layout.begins[part], box.run_in(part.box)
         straight = to.is_contiguous() and to.is_cpu and to.dtype == dtype
         straight = straight and not (to.is_conj() or to.is_neg())
         summed = box == part.box and wanted is not None
-        if run is not None and straight:
-            data = memoryview(cast(Any, as_bytes(to).numpy()))
-            crc = self._pread(data, at + run[0] * dtype.itemsize, summed)
-        else:
-            lying = self._mapped(at, part.box, dtype)
-            data = memoryview(cast(Any, as_bytes(lying).numpy()))
-            crc = crc32c(data) if summed else None
-            to.copy_(lying[box.within(part.box)])
+        with self._open() as descriptor:
+            if run is not None and straight:
+                data = memoryview(cast(Any, as_bytes(to).numpy()))
+                crc = self._pread(descriptor, data, at + run[0] * dtype.itemsize, summed)
+            else:
+                lying = self._lying(descriptor, part, dtype)
+                data = memoryview(cast(Any, as_bytes(lying).numpy()))
+                crc = crc32c(data) if summed else None
+                to.copy_(lying[box.within(part.box)])
         if crc not in (None, wanted):
-            raise self._error(
-                f"{part.name}{part.box} in {self.path.name} is changed: its checksum is wrong"
-            )
+            raise self._damaged(self._changed(part))
 
-    def _pread(self, data: memoryview, at: int, summed: bool) -> int | None:
+    def _changed(self, part: Slice) -> str:
+        return f"{part.name}{part.box} in {self.path.name} is changed: its checksum is wrong"
+
+    def fault(self, part: Slice, wanted: int, num_bytes: int) -> str | None:
+        """Read a slice, and say if it is not as it was written; None: it is.
+
+        Args:
+            part: The slice.
+            wanted: CRC-32C of its bytes.
+            num_bytes: How many these are.
+
+        Raises:
+            CheckpointDamaged: The file became shorter.
+            CheckpointError: The file cannot be read.
+
+        Cost: one pass over the bytes; memory: one piece.
+        """
+        piece, crc, begin = memoryview(bytearray(min(num_bytes, PIECE_BYTES))), 0, 0
+        at = self.layout.begins[part]
+        with self._open() as descriptor:
+            while begin < num_bytes:
+                data = piece[: num_bytes - begin]
+                count = self._preadv(descriptor, data, at + begin)
+                crc, begin = crc32c(data[:count], crc), begin + count
+        return None if crc == wanted else self._changed(part)
+
+    def _pread(self, descriptor: int, data: memoryview, at: int, summed: bool) -> int | None:
         """Read bytes to `data`; return their sum if it is asked for."""
         crc = 0
         if len(data) >= PIECE_BYTES:
-            count, crc = copy_from_file(self._descriptor, at, data, summed)
+            count, crc = copy_from_file(descriptor, at, data, summed)
             data, at = data[count:], at + count
         while data:
-            count = os.preadv(self._descriptor, [data[:PIECE_BYTES]], at)
-            if not count:
-                raise self._error(f"{self.path.name} became shorter")
+            count = self._preadv(descriptor, data[:PIECE_BYTES], at)
             crc = crc32c(data[:count], crc) if summed else 0
             data, at = data[count:], at + count
         return crc if summed else None
 
-    def mapped(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return a whole slice, mapped: valid when the file is closed; writes do not reach it."""
-        return self._mapped(self.layout.begins[part], part.box, dtype)
+    def _preadv(self, descriptor: int, data: memoryview, at: int) -> int:
+        count = os.preadv(descriptor, [data], at)
+        if not count:
+            raise self._damaged(f"{self.path.name} became shorter")
+        return count
 
-    def _mapped(self, at: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        if not box.num_elements:
-            return torch.empty(box.sizes, dtype=dtype)
-        if self._map is None:
-            # Python's mmap would keep the file open for as long as a tensor lies in it.
-            name = f"/proc/self/fd/{self._descriptor}"
-            self._map = torch.UntypedStorage.from_file(name, False, self.layout.num_bytes)
-        whole = torch.empty(0, dtype=torch.uint8).set_(self._map)  # pyright: ignore
-        flat = torch.frombuffer(whole.numpy(), dtype=dtype, count=box.num_elements, offset=at)
-        return flat.view(box.sizes)
+    def _lying(self, descriptor: int, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return a whole slice, mapped if the system allows it."""
+        at = self.layout.begins[part]
+        try:
+            if self._map is None:
+                self._map = FileMap(descriptor, self.layout.num_bytes)
+            return self._map.tensor(at, part.box, dtype)
+        except OSError:
+            read = torch.empty(part.box.sizes, dtype=dtype)
+            self._pread(descriptor, memoryview(cast(Any, as_bytes(read).numpy())), at, False)
+            return read
+
+    def lying(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return a whole slice, mapped if the system allows it: valid when the file is closed.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        if self._map is not None:
+            return self._map.tensor(self.layout.begins[part], part.box, dtype)
+        with self._open() as descriptor:
+            return self._lying(descriptor, part, dtype)

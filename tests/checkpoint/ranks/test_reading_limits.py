@@ -1,0 +1,228 @@
+"""Reading under limits of the system: errors that say nothing about bytes; few files, no memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from dure.checkpoint import Checkpointer, consolidate, load, save
+from dure.checkpoint.catalog import Catalog, Stored, catalog_of, publish
+from dure.checkpoint.format_utils import dcp_to_torch_save
+from dure.checkpoint.reading import Mapped, faults
+from dure.checkpoint.slice_files import Kind, Layout, Slice, write_slices
+from dure.checkpoint.slices import Box
+from dure.checkpoint.tree import tensor_node
+from dure.comm.checksum import crc32c
+from dure.errors import CheckpointDamaged, CheckpointError, CheckpointException
+from dure.testing import run_ranks
+from tests.checkpoint.small_runs import equal, small
+
+NOT_DAMAGE = [errno.EMFILE, errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOMEM]
+
+
+def _fail_once(monkeypatch, call: str, wanted: str, number: int) -> None:
+    """Let the first `os.open` of the file `wanted`, or the first read of it, fail."""
+    real, left = getattr(os, call), [1]
+
+    def failing(what, *args, **options):
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+        if path.endswith(wanted) and left:
+            left.pop()
+            raise OSError(number, os.strerror(number), path)
+        return real(what, *args, **options)
+
+    monkeypatch.setattr(os, call, failing)
+
+
+@pytest.mark.parametrize("number", NOT_DAMAGE)
+@pytest.mark.parametrize("file", ["manifest.json", "part-000001-00000.safetensors"])
+def test_error_of_the_system_is_raised_and_no_older_checkpoint_taken(
+    tmp_path, monkeypatch, number, file
+):
+    checkpoints = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, model=small(step))
+    model = small(5)
+    _fail_once(monkeypatch, "open", f"000002-step-2/{file}", number)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        checkpoints.load(model=model)
+    assert not isinstance(caught.value, CheckpointDamaged)
+    assert equal(model.state_dict(), small(5).state_dict()) and not checkpoints.refused
+    assert checkpoints.load(model=model) == 2
+
+
+@pytest.mark.parametrize("call", ["preadv", "pread", "fstat", "stat"])
+def test_error_while_a_file_is_read_is_raised(tmp_path, monkeypatch, call):
+    checkpoints = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, model=small(step))
+    _fail_once(monkeypatch, call, "000002-step-2/part-000001-00000.safetensors", errno.EIO)
+    with pytest.raises(CheckpointError, match="000002-step-2") as caught:
+        checkpoints.load(model=small())
+    assert not isinstance(caught.value, CheckpointDamaged)
+    assert checkpoints.load(model=small()) == 2
+
+
+def test_no_memory_for_a_checkpoint_is_not_damage(tmp_path, monkeypatch):
+    checkpoints = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, model=small(step))
+    with monkeypatch.context() as patch:
+        patch.setattr("dure.checkpoint.catalog.json.loads", _without_memory)
+        with pytest.raises(CheckpointError, match="MemoryError") as caught:
+            checkpoints.load(model=small())
+    assert not isinstance(caught.value, CheckpointDamaged)
+
+
+def _without_memory(text: bytes) -> None:
+    raise MemoryError
+
+
+def test_error_of_one_rank_is_raised_on_all(tmp_path, monkeypatch):
+    def saving(rank):
+        checkpoints = Checkpointer(tmp_path)
+        for step in (1, 2):
+            checkpoints.save(step, values=[step])
+
+    def loading(rank):
+        checkpoints = Checkpointer(tmp_path)
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            checkpoints.load(values=[])
+        return checkpoints.load(values=[])
+
+    run_ranks(2, saving)
+    _fail_once(monkeypatch, "open", "000002-step-2/manifest.json", errno.EMFILE)
+    assert run_ranks(2, loading) == [2, 2]
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_load_says_whether_the_bytes_are_wrong_or_could_not_be_read(tmp_path, monkeypatch, call):
+    save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
+    _fail_once(monkeypatch, call, ".safetensors", errno.EIO)
+    with pytest.raises(CheckpointException) as caught:
+        load({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
+    error, _ = caught.value.failures[0]
+    assert isinstance(error, CheckpointError) and not isinstance(error, CheckpointDamaged)
+    file = tmp_path / "part-000001-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointException) as caught:
+        load({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
+    assert isinstance(caught.value.failures[0][0], CheckpointDamaged)
+
+
+def test_verify_does_not_report_as_damaged_what_cannot_be_read(tmp_path, monkeypatch):
+    save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
+    _fail_once(monkeypatch, "preadv", ".safetensors", errno.EIO)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        faults(tmp_path, catalog_of(tmp_path))
+    assert faults(tmp_path, catalog_of(tmp_path)) == []
+
+
+def _of_many_ranks(folder: Path, count: int) -> None:
+    """Write a checkpoint of w = [0, 1, ...], one element per rank."""
+    kinds = {"w": Kind("F32", (count,))}
+    slices: dict[str, dict[Box, Stored]] = {"w": {}}
+    layouts = {}
+    folder.mkdir()
+    for rank in range(count):
+        part, name = Slice("w", Box((rank,), (1,))), f"part-000001-{rank:05d}.safetensors"
+        layouts[name] = Layout.of([part], kinds)
+        (crc,) = write_slices(folder / name, layouts[name], {part: torch.tensor([float(rank)])})
+        slices["w"][part.box] = Stored(name, crc)
+    publish(folder, Catalog({"w": tensor_node("w")}, kinds, slices, layouts))
+
+
+@contextmanager
+def _limited(kind: int, soft: int) -> Iterator[None]:
+    old, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (old, hard))
+
+
+def test_more_files_than_may_be_open_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # 150 of them
+    _of_many_ranks(tmp_path / "of 150", 150)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    most = sorted(set(range(1000)) - used)[100]  # descriptors have numbers below this
+    loaded = {"w": torch.zeros(150, dtype=torch.float64)}
+    with _limited(resource.RLIMIT_NOFILE, most):
+        load(loaded, checkpoint_id=tmp_path / "of 150")
+        consolidate(tmp_path / "of 150", tmp_path / "weights")
+        dcp_to_torch_save(tmp_path / "of 150", tmp_path / "one.pt")
+        assert faults(tmp_path / "of 150", catalog_of(tmp_path / "of 150")) == []
+    assert loaded["w"].tolist() == list(range(150))
+    assert torch.load(tmp_path / "one.pt")["w"].tolist() == list(range(150))
+
+
+LARGE = 1 << 28  # bytes; a hole in the file, which takes neither disk nor memory
+
+
+def _with_a_large_tensor(folder: Path) -> None:
+    """Write a checkpoint of a small tensor, [0, 1, 2, 3], and of a large one, of zeros."""
+    kinds = {"large": Kind("U8", (LARGE,)), "small": Kind("F32", (4,))}
+    parts = {"large": Slice("large", Box((0,), (LARGE,))), "small": Slice("small", Box((0,), (4,)))}
+    name = "part-000001-00000.safetensors"
+    layout = Layout.of(parts.values(), kinds)
+    with (folder / name).open("wb") as file:
+        file.truncate(layout.num_bytes)
+        file.write(layout.header)
+        file.seek(layout.begins[parts["small"]])
+        file.write(torch.arange(4.0).numpy().tobytes())
+    crc = crc32c(memoryview(torch.arange(4.0).numpy().tobytes()))
+    slices = {
+        "large": {parts["large"].box: Stored(name, _CRC_OF_ZEROS)},
+        "small": {parts["small"].box: Stored(name, crc)},
+    }
+    tree = {name: tensor_node(name) for name in kinds}
+    publish(folder, Catalog(tree, kinds, slices, {name: layout}))
+
+
+@contextmanager
+def _little_memory() -> Iterator[None]:
+    """Let this process have half as much more memory as the large tensor needs."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with _limited(resource.RLIMIT_AS, used + LARGE // 2):
+        yield
+
+
+def test_small_tensor_of_a_file_larger_than_memory_is_converted(tmp_path):
+    _with_a_large_tensor(tmp_path)
+    state = {"small": torch.zeros(4, dtype=torch.float64)}
+    every_second = torch.zeros(4, 2)
+    with _little_memory():
+        load(state, checkpoint_id=tmp_path, no_dist=True)
+        load({"small": every_second[:, 1]}, checkpoint_id=tmp_path, no_dist=True)
+    assert state["small"].tolist() == [0, 1, 2, 3]
+    assert every_second.tolist() == [[0, 0], [0, 1], [0, 2], [0, 3]]
+
+
+def test_file_larger_than_memory_is_verified(tmp_path):
+    _with_a_large_tensor(tmp_path)
+    with _little_memory():
+        assert faults(tmp_path, catalog_of(tmp_path)) == []
+    with (tmp_path / "part-000001-00000.safetensors").open("r+b") as file:
+        file.seek(LARGE // 2)
+        file.write(b"x")
+    with _little_memory():
+        (fault,) = faults(tmp_path, catalog_of(tmp_path))
+    assert fault.startswith(f"large[0:{LARGE}] in part-000001-00000.safetensors is changed")
+
+
+def test_tensors_of_a_file_larger_than_memory_are_given_out(tmp_path):
+    _with_a_large_tensor(tmp_path)
+    with _little_memory():
+        tensors = Mapped(tmp_path, catalog_of(tmp_path))
+        assert tensors.checked("small").tolist() == [0, 1, 2, 3]
+
+
+_CRC_OF_ZEROS = 0x02F63B78
