@@ -84,6 +84,52 @@ def test_a_tensor_is_not_merged_with_a_value():
             merged(tensor, {"a": {"b": other}})
 
 
+T = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1, 2], [3, 4, 5], [1, 2]),
+        ([1, 2, 3], [4], [1, 2, 3]),
+        ([], [1], []),
+        ((1, 2), (3,), (1, 2)),
+        ([[1], 2], [[1, 2]], [[1], 2]),
+        ([{"a": 1}], [{"b": 2}], [{"a": 1, "b": 2}]),
+        (({"a": 1}, 1), ({"b": 2}, 2), ({"a": 1, "b": 2}, 1)),
+        ([{"a": 1}], [{"b": 2}, {"c": 3}], [{"a": 1}]),
+        ([[{}], 1], [[{"b": 2}], 2], [[{"b": 2}], 1]),
+        ([T], [T, T], ["x.0"]),
+        ((T, 1), (T, 2, 3), ("x.0", 1)),
+        (None, 3, None),
+        (None, {"a": 1}, None),
+        ({1, 2}, {3}, {1, 2}),
+    ],
+)
+def test_of_what_differs_the_first_is_kept_complete(first, second, expected):
+    noted = []
+    trees = [encode({"x": value}, "", {}) for value in (first, second)]
+    found = merged(*trees, lambda *what: noted.append(what))
+    assert decode(found, str) == {"x": expected}
+    assert noted and all(keys[0] == "x" for keys, _, _ in noted)
+
+
+@pytest.mark.parametrize("value", [None, 1, [1], {"a": 1}, ()])
+@pytest.mark.parametrize("tensors", [{"a": T}, [T], (T,), [{"a": (T,)}]])
+def test_what_has_tensors_is_not_merged_with_a_value(value, tensors):
+    if type(value) is type(tensors) is not dict:  # a list of another length
+        return
+    trees = [encode({"x": it}, "", {}) for it in (value, tensors)]
+    if type(value) is dict:
+        if type(tensors) is not dict:
+            with pytest.raises(CheckpointMismatch, match="x"):
+                merged(*trees)
+        return
+    for pair in (trees, trees[::-1]):
+        with pytest.raises(CheckpointMismatch, match="x"):
+            merged(*pair)
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -0.0])
 def test_unusual_numbers_come_back(value):
     assert repr(there_and_back([value])) == repr([value])
