@@ -42,6 +42,11 @@ UNSTEADY_DAYS = 7
 BATCH_S = 30.0  # about what a batch takes, alone
 BATCH_LIMIT_S = 2400.0  # only ends what pytest's own limit per test could not
 UNKNOWN_S = 3.0  # what a file that is not in `TIMES` is taken to need
+# What most batches load: once in each lane, and not in each batch and each rank that it forks.
+MODULES = [
+    *("dure.testing.pool", "dure.comm.init", "dure.comm.collectives", "dure.tensor"),
+    *("dure.parallel.fsdp", "dure.checkpoint", "hypothesis.strategies", "networkx"),
+]
 PYTEST = [sys.executable, "-m", "pytest"]
 TESTS_FAILED = 1  # pytest's exit status; any other than 0 means that something else went wrong
 NO_TESTS = 5
@@ -135,8 +140,9 @@ class Lane:
     ) -> None:
         self._number, self._queue, self._results = number, queue, results
         self._words, self._folder = words, folder
+        output = folder / f"{number}.out"
         self._pytest = ForkedPytest(
-            Path(sys.executable), ROOT, dict(os.environ), folder / f"{number}.out", BATCH_LIMIT_S
+            Path(sys.executable), ROOT, dict(os.environ), output, BATCH_LIMIT_S, MODULES
         )
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
