@@ -59,6 +59,7 @@ class Engine {
     struct Place {
         int channel;
         bool async;
+        bool counts = false;  // the version of the tensor that is written
     };
     nanobind::object plain_all_reduce(Place on, nanobind::handle tensor, nanobind::handle op);
     nanobind::object plain_all_reduce_into(Place on, nanobind::handle output,
@@ -75,7 +76,7 @@ class Engine {
     nanobind::object plain_barrier(Place on);
     nanobind::object plain_send(nanobind::handle tensor, nanobind::handle to, nanobind::handle tag);
     nanobind::object plain_receive(nanobind::handle tensor, nanobind::handle from,
-                                   nanobind::handle tag);
+                                   nanobind::handle tag, nanobind::handle counts);
 
   private:
     struct Message {
@@ -89,7 +90,7 @@ class Engine {
     }
     // Nor may a plain call begin inside a call on another group, whose memory it would use (see
     // `empty_call` in plain.cpp).
-    bool may_begin() const { return !forked() && !PythonCall::any(); }
+    bool may_begin() const { return !forked() && !PythonCall::any() && !is_captured(); }
     // A child of the process that made the group must not act for its rank.
     bool forked() const { return forks() != made_after_; }
     static std::atomic<uint32_t>& forks();
@@ -132,7 +133,7 @@ class Engine {
                            nanobind::handle other);
     nanobind::object started(const std::shared_ptr<Request>& request, const Site* site,
                              nanobind::handle one, nanobind::handle other = nanobind::none());
-    nanobind::object plain_message(const Message& message, nanobind::handle tensor);
+    nanobind::object plain_message(const Message& message, nanobind::handle tensor, bool counts);
     nanobind::object failed(Status status, Op op);
 
     std::mutex closing_;

@@ -76,25 +76,31 @@ template <bool kAsync>
 void bind_plain(nb::class_<ChannelView>& c, const std::string& prefix) {
     using Handle = nb::handle;
     using View = ChannelView;
-    c.def((prefix + "all_reduce").c_str(), [](View& v, Handle tensor, Handle op) {
-        return v.engine.plain_all_reduce({v.index, kAsync}, tensor, op);
+    const auto on = [](View& v, Handle counts) {
+        return Engine::Place{v.index, kAsync, counts.ptr() == Py_True};
+    };
+    c.def((prefix + "all_reduce").c_str(), [on](View& v, Handle tensor, Handle op, Handle counts) {
+        return v.engine.plain_all_reduce(on(v, counts), tensor, op);
     });
     c.def((prefix + "all_reduce_into").c_str(),
           [](View& v, Handle output, Handle input, Handle op) {
               return v.engine.plain_all_reduce_into({v.index, kAsync}, output, input, op);
           });
-    c.def((prefix + "broadcast").c_str(), [](View& v, Handle tensor, Handle root) {
-        return v.engine.plain_broadcast({v.index, kAsync}, tensor, root);
+    c.def((prefix + "broadcast").c_str(), [on](View& v, Handle tensor, Handle root, Handle counts) {
+        return v.engine.plain_broadcast(on(v, counts), tensor, root);
     });
-    c.def((prefix + "all_gather").c_str(), [](View& v, Handle output, Handle input) {
-        return v.engine.plain_all_gather({v.index, kAsync}, output, input);
-    });
-    c.def((prefix + "reduce_scatter").c_str(), [](View& v, Handle output, Handle input, Handle op) {
-        return v.engine.plain_reduce_scatter({v.index, kAsync}, output, input, op);
-    });
-    c.def((prefix + "all_to_all").c_str(), [](View& v, Handle output, Handle input) {
-        return v.engine.plain_all_to_all({v.index, kAsync}, output, input);
-    });
+    c.def((prefix + "all_gather").c_str(),
+          [on](View& v, Handle output, Handle input, Handle counts) {
+              return v.engine.plain_all_gather(on(v, counts), output, input);
+          });
+    c.def((prefix + "reduce_scatter").c_str(),
+          [on](View& v, Handle output, Handle input, Handle op, Handle counts) {
+              return v.engine.plain_reduce_scatter(on(v, counts), output, input, op);
+          });
+    c.def((prefix + "all_to_all").c_str(),
+          [on](View& v, Handle output, Handle input, Handle counts) {
+              return v.engine.plain_all_to_all(on(v, counts), output, input);
+          });
     c.def((prefix + "all_to_all_cut").c_str(),
           [](View& v, Handle output, Handle input, Handle taken_rows, Handle given_rows) {
               return v.engine.plain_all_to_all_cut({v.index, kAsync}, output, input, taken_rows,
@@ -123,9 +129,8 @@ void bind_channel(nb::module_& m) {
         .def("plain_send", [](ChannelView& v, nb::handle tensor, nb::handle to,
                               nb::handle tag) { return v.engine.plain_send(tensor, to, tag); })
         .def("plain_receive",
-             [](ChannelView& v, nb::handle tensor, nb::handle from, nb::handle tag) {
-                 return v.engine.plain_receive(tensor, from, tag);
-             });
+             [](ChannelView& v, nb::handle tensor, nb::handle from, nb::handle tag,
+                nb::handle counts) { return v.engine.plain_receive(tensor, from, tag, counts); });
     bind_plain<false>(c, "plain_");
     bind_plain<true>(c, "start_");
 }

@@ -3,7 +3,8 @@
 // What the slow path, through Python, checks step by step (comm/group) is checked here in one
 // place, and whatever is not as simple as it could be is declined, so that the slow path deals with
 // it and words its errors: tensors that are not plain, sizes that do not fit together, reductions
-// without a meaning for the dtype, a call from a forked child or a signal handler.
+// without a meaning for the dtype, a call from a forked child or a signal handler, or while a graph
+// is captured.
 //
 // Small operations keep the GIL until they would have to wait (interrupt.h).
 #include "engine.h"
@@ -119,6 +120,7 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
     if (where.async) {
         auto request = on.start(call, std::move(turn), brief);
         request->record(flight_, entry);
+        if (where.counts) count_write(one);
         return started(request, call.site, one, other);
     }
     const Stay stay(inside, call);
@@ -129,7 +131,9 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
     };
     const Status s =
         brief ? call_briefly(group_.get(), body) : call_without_gil(group_.get(), body);
-    return s == Status::ok ? nb::borrow(Py_True) : failed(s, call.op);
+    if (s != Status::ok) return failed(s, call.op);
+    if (where.counts) count_write(one);
+    return nb::borrow(Py_True);
 }
 
 nb::object Engine::plain_all_reduce(Place on, nb::handle tensor, nb::handle op) {
@@ -166,6 +170,7 @@ nb::object Engine::plain_broadcast(Place on, nb::handle tensor, nb::handle sourc
     Call& call = empty_call(Op::broadcast, t.dtype);
     call.root = root;
     call.outputs.push_back(t.block);
+    if (root == group_->rank()) on.counts = false;
     return plain(on, call, t.block.bytes, tensor, nb::none());
 }
 
@@ -251,9 +256,9 @@ nb::object Engine::plain_barrier(Place on) {
     return plain(on, call, 0, nb::none(), nb::none());
 }
 
-nb::object Engine::plain_message(const Message& message, nb::handle tensor) {
+nb::object Engine::plain_message(const Message& message, nb::handle tensor, bool counts) {
     PlainTensor t;
-    if (forked() || PythonCall::inside(mailbox_.get()) || !is_rank(message.peer) ||
+    if (forked() || is_captured() || PythonCall::inside(mailbox_.get()) || !is_rank(message.peer) ||
         message.peer == group_->rank() || message.tag < 0 || message.tag >= kNumTags ||
         !read_plain(tensor, t)) {
         return declined();
@@ -270,15 +275,18 @@ nb::object Engine::plain_message(const Message& message, nb::handle tensor) {
         return true;
     };
     t.block.bytes <= kBriefBytes ? call_briefly(box, body) : call_without_gil(box, body);
-    return out.status == Status::ok ? nb::borrow(Py_True) : nb::cast(out);
+    if (out.status != Status::ok) return nb::cast(out);
+    if (counts) count_write(tensor);
+    return nb::borrow(Py_True);
 }
 
 nb::object Engine::plain_send(nb::handle tensor, nb::handle to, nb::handle tag) {
-    return plain_message({Op::send, number(to), number(tag)}, tensor);
+    return plain_message({Op::send, number(to), number(tag)}, tensor, false);
 }
 
-nb::object Engine::plain_receive(nb::handle tensor, nb::handle from, nb::handle tag) {
-    return plain_message({Op::recv, number(from), number(tag)}, tensor);
+nb::object Engine::plain_receive(nb::handle tensor, nb::handle from, nb::handle tag,
+                                 nb::handle counts) {
+    return plain_message({Op::recv, number(from), number(tag)}, tensor, counts.ptr() == Py_True);
 }
 
 }  // namespace dure

@@ -1,5 +1,7 @@
 #include "tensor.h"
 
+#include <dlfcn.h>
+
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -24,6 +26,14 @@ struct Torch {
     PyObject* is_neg = nullptr;
     const dlpack::ExchangeApi* api = nullptr;
     std::array<PyObject*, kReductions> reductions{};  // ReduceOp objects, by code
+
+    // The note "Torch's own functions"; each is nullptr where it was not found.
+    const void* const* (*tracing_state)() = nullptr;  // a shared pointer, null outside of a trace
+    int64_t (*num_modes)() = nullptr;
+    void (*bump_version)(const void* tensor) = nullptr;
+    size_t tensor_at = 0;  // where a Python tensor has its pointer, in bytes
+    // The same in Python.
+    PyObject *is_tracing = nullptr, *count_modes = nullptr, *increment_version = nullptr;
 };
 
 Torch& torch() {
@@ -66,6 +76,57 @@ size_t contiguous_bytes(const dlpack::Tensor& t) {
         items *= t.shape[i];
     }
     return static_cast<size_t>(items) * t.dtype.bits / 8;
+}
+
+template <typename F>
+void find(const char* library, const char* name, F& function) {
+    void* loaded = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+    if (!loaded) return;
+    function = reinterpret_cast<F>(dlsym(loaded, name));
+    dlclose(loaded);  // torch stays
+}
+
+int64_t version_of(nb::handle tensor) { return nb::cast<int64_t>(tensor.attr("_version")); }
+
+// Find `bump_version` and the pointer in a Python tensor, and see with `sample` that they work.
+void find_version_counter(Torch& known, nb::handle sample) {
+    find("libtorch_cpu.so", "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
+         known.bump_version);
+    if (!known.bump_version) return;
+    const auto wanted = nb::cast<uintptr_t>(sample.attr("_cdata"));
+    const auto* object = reinterpret_cast<const char*>(sample.ptr());
+    const auto end = static_cast<size_t>(Py_TYPE(sample.ptr())->tp_basicsize);
+    for (size_t at = sizeof(PyObject); at + sizeof(uintptr_t) <= end; at += sizeof(uintptr_t)) {
+        uintptr_t word = 0;
+        std::memcpy(&word, object + at, sizeof word);
+        if (word == wanted) {
+            known.tensor_at = at;
+            break;
+        }
+    }
+    const int64_t before = version_of(sample);
+    if (known.tensor_at) known.bump_version(object + known.tensor_at);
+    if (version_of(sample) != before + 1) known.bump_version = nullptr;
+}
+
+void find_torch_functions(Torch& known, nb::handle c, nb::handle sample) {
+    find("libtorch_cpu.so", "_ZN5torch3jit6tracer15getTracingStateEv", known.tracing_state);
+    find("libc10.so", "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv", known.num_modes);
+    known.is_tracing = nb::object(c.attr("_is_tracing")).release().ptr();
+    known.count_modes = nb::object(c.attr("_len_torch_dispatch_stack")).release().ptr();
+    known.increment_version = nb::object(c.attr("_increment_version")).release().ptr();
+    find_version_counter(known, sample);
+}
+
+// What a Python function without arguments returns; an error counts as true. False before torch is
+// known.
+bool ask(PyObject* function) {
+    if (!function) return false;
+    PyObject* answer = PyObject_CallNoArgs(function);
+    const int truth = answer ? PyObject_IsTrue(answer) : 1;
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return truth != 0;
 }
 
 bool ask_whether_negated(PyObject* tensor) {
@@ -221,8 +282,31 @@ Reduction reduction_of(nb::handle op) {
     return Reduction::none;
 }
 
+bool is_captured() {
+    const Torch& known = torch();
+    if (known.tracing_state ? *known.tracing_state() != nullptr : ask(known.is_tracing))
+        return true;
+    return known.num_modes ? known.num_modes() != 0 : ask(known.count_modes);
+}
+
+void count_write(nb::handle tensor) {
+    const Torch& known = torch();
+    if (known.bump_version) {
+        try {
+            known.bump_version(reinterpret_cast<const char*>(tensor.ptr()) + known.tensor_at);
+        } catch (const std::exception&) {  // an inference tensor has no version
+        }
+        return;
+    }
+    PyObject* one = PyTuple_Pack(1, tensor.ptr());
+    Py_XDECREF(one ? PyObject_CallOneArg(known.increment_version, one) : nullptr);
+    Py_XDECREF(one);
+    PyErr_Clear();
+}
+
 void bind_tensor(nb::module_& m) {
-    m.def("know_torch", [](nb::type_object tensor, nb::type_object parameter, nb::list reductions) {
+    m.def("know_torch", [](nb::type_object tensor, nb::type_object parameter, nb::list reductions,
+                           nb::handle c, nb::handle sample) {
         Torch& known = torch();
         known.tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());
         known.parameter = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
@@ -230,6 +314,7 @@ void bind_tensor(nb::module_& m) {
         for (size_t i = 0; i < nb::len(reductions) && i < known.reductions.size(); i++) {
             known.reductions[i] = nb::object(reductions[i]).release().ptr();
         }
+        find_torch_functions(known, c, sample);
         nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
         if (capsule.is_none()) return false;
         auto* api = static_cast<const dlpack::ExchangeApi*>(

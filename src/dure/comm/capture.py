@@ -9,7 +9,8 @@ code. None of them sees a collective that works on the memory of tensors. So
   they are nodes of the graph, and have results without values where inputs have no values;
 * operations of a group that write into tensors are refused by name (`refuse`).
 
-What costs time is looked at only after `modes._is_in_torch_dispatch_mode`, a flag of the process.
+The engine's fast path asks torch for the first two, and declines (csrc/bindings/tensor.h). What
+costs time is looked at only after `_modes._is_in_torch_dispatch_mode`, a flag of the process.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ __all__ = [
     "capturing",
     "in_transform",
     "is_jit_tracing",
-    "modes",
     "out_of_graphs",
     "refuse_if_captured",
     "refuse_in_jit_trace",
 ]
 
-modes: Any = torch.utils._python_dispatch  # pyright: ignore
+_modes: Any = torch.utils._python_dispatch  # pyright: ignore
 """Torch's module, whose flag `_is_in_torch_dispatch_mode` says that a thread is in a mode."""
 
 is_jit_tracing = torch.jit.is_tracing  # pyright: ignore
@@ -121,7 +121,7 @@ def refuse_if_captured(op: str, tensors: Sequence[torch.Tensor]) -> None:
     """
     if _is_tracing():
         _refuse(op, "torch.jit.trace")
-    if modes._is_in_torch_dispatch_mode:
+    if _modes._is_in_torch_dispatch_mode:
         for key in _CAPTURES if tensors else _CAPTURES[:1]:
             if (mode := _mode_of(key)) is not None:
                 _refuse(op, type(mode).__name__)

@@ -44,5 +44,11 @@ _LIBRARY = [str(_PACKAGE), str(Path(torch.__file__).parent)]
 _PROGRAMS = [str(_PACKAGE / part) for part in ("testing", "cli")]
 """Programs of their own that use Dure."""
 
-know_torch(torch.Tensor, torch.nn.Parameter, [getattr(ReduceOp, n) for n in REDUCTIONS])
+know_torch(
+    torch.Tensor,
+    torch.nn.Parameter,
+    [getattr(ReduceOp, n) for n in REDUCTIONS],
+    torch._C,  # pyright: ignore[reportPrivateUsage]
+    torch.empty(0),
+)
 set_library_folders(_LIBRARY, _PROGRAMS)

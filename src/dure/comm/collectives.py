@@ -15,9 +15,8 @@ What holds for all of them:
 * *Memory*: inputs are read before outputs are written. An input may overlap an output; it is copied
   first, unless it is the memory that MPI_IN_PLACE would name. Outputs that overlap each other are a
   `ShapeError`, and so are tensors of two operations in one coalescing manager if one writes them.
-* *Autograd*: a result in a tensor of 4 KiB or more is an in-place change to autograd: a backward
-  pass that needs the value that it had raises, as after `Tensor.add_`. The version of a smaller one
-  is left as it is, because counting would cost a tenth of the call.
+* *Autograd*: to autograd a result is an in-place change of its tensor: a backward pass that needs
+  the value that it had raises, as after `Tensor.add_`.
 * *Shapes*: tensors may be strided; outputs may be too. `n` is the number of ranks, `S` the bytes
   of the tensor named in Cost. Costs are those of the shm backend, for one rank.
 * *Numerics*: reductions run in the order of ranks, so results are bitwise equal on all ranks and
@@ -26,7 +25,7 @@ What holds for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -41,21 +40,6 @@ from dure.comm.world import resolve
 from dure.errors import ShapeError, UsageError
 
 Tensors = Sequence[torch.Tensor]
-
-COUNTED_BYTES = 4096
-"""Tensors from here on have their version counted when an operation writes them."""
-_count: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
-
-
-def count_writes(tensors: Tensors) -> None:
-    """Increment the versions of the large ones of `tensors`, which an operation writes.
-
-    Only for tensors of the program. What Dure keeps for itself (buckets, unsharded parameters) goes
-    through the methods of a group, which count nothing.
-    """
-    large = [t for t in tensors if t.numel() * t.itemsize >= COUNTED_BYTES]
-    if large:
-        _count(large)
 
 
 def all_reduce(
@@ -76,13 +60,7 @@ def all_reduce(
     Cost:
         2 steps; S bytes written to shared memory, S read, in slices of S/n reduced by one rank.
     """
-    work = resolve(group, "all_reduce").all_reduce(tensor, op, async_op)
-    try:
-        if tensor.nbytes >= COUNTED_BYTES:
-            _count((tensor,))
-    except RuntimeError:  # a sparse tensor has no nbytes; it was written by `copy_`, which counts
-        pass
-    return work
+    return resolve(group, "all_reduce").all_reduce(tensor, op, async_op, True)
 
 
 def all_reduce_coalesced(
@@ -96,9 +74,8 @@ def all_reduce_coalesced(
     Shapes:
         tensors: any number, the same on all ranks.
     """
-    work = resolve(group, "all_reduce_coalesced").all_reduce_coalesced(tensors, op, async_op)
-    count_writes(tensors)
-    return work
+    pg = resolve(group, "all_reduce_coalesced")
+    return pg.all_reduce_coalesced(tensors, op, async_op, True)
 
 
 def reduce(
@@ -118,11 +95,7 @@ def reduce(
         2 steps; S bytes written by each rank.
     """
     pg = resolve(group, "reduce")
-    root = pg.peer(dst, group_dst, "reduce", "dst")
-    work = pg.reduce(tensor, root, op, async_op)
-    if root == pg.rank():
-        count_writes((tensor,))
-    return work
+    return pg.reduce(tensor, pg.peer(dst, group_dst, "reduce", "dst"), op, async_op, True)
 
 
 def broadcast(
@@ -141,11 +114,7 @@ def broadcast(
         1 step; S bytes written by the root, S read by every other rank.
     """
     pg = resolve(group, "broadcast")
-    root = pg.peer(src, group_src, "broadcast", "src")
-    work = pg.broadcast(tensor, root, async_op)
-    if tensor.nbytes >= COUNTED_BYTES and root != pg.rank():
-        _count((tensor,))
-    return work
+    return pg.broadcast(tensor, pg.peer(src, group_src, "broadcast", "src"), async_op, True)
 
 
 def all_gather(
@@ -163,9 +132,7 @@ def all_gather(
     Cost:
         1 step; each rank writes its own S bytes and reads those of the others.
     """
-    work = resolve(group, "all_gather").all_gather(tensor_list, tensor, async_op)
-    count_writes(tensor_list)
-    return work
+    return resolve(group, "all_gather").all_gather(tensor_list, tensor, async_op, True)
 
 
 def all_gather_single(
@@ -184,10 +151,7 @@ def all_gather_single(
         As `all_gather`.
     """
     pg = resolve(group, "all_gather_single")
-    work = pg.all_gather_single(output_tensor, input_tensor, async_op)
-    if output_tensor.nbytes >= COUNTED_BYTES:
-        _count((output_tensor,))
-    return work
+    return pg.all_gather_single(output_tensor, input_tensor, async_op, True)
 
 
 def all_gather_coalesced(
@@ -214,9 +178,8 @@ def all_gather_coalesced(
         )
     calls = list(zip(zip(*output_tensor_lists, strict=True), input_tensor_list, strict=True))
     check_calls_apart([(row, (t,)) for row, t in calls], "all_gather_coalesced")
-    works = [pg.all_gather(row, t, async_op=True) for row, t in calls]
+    works = [pg.all_gather(row, t, True, True) for row, t in calls]
     outputs = [t for row in output_tensor_lists for t in row]
-    count_writes(outputs)
     return combine([w for w in works if w is not None], outputs, async_op)
 
 
@@ -238,9 +201,8 @@ def gather(
         1 step; each rank but the root writes its S bytes.
     """
     pg = resolve(group, "gather")
-    work = pg.gather(tensor, gather_list, pg.root(dst, group_dst, "gather", "dst"), async_op)
-    count_writes(gather_list or ())
-    return work
+    root = pg.root(dst, group_dst, "gather", "dst")
+    return pg.gather(tensor, gather_list, root, async_op, True)
 
 
 def scatter(
@@ -261,9 +223,8 @@ def scatter(
         1 step; the root writes the parts of all others.
     """
     pg = resolve(group, "scatter")
-    work = pg.scatter(tensor, scatter_list, pg.root(src, group_src, "scatter", "src"), async_op)
-    count_writes((tensor,))
-    return work
+    root = pg.root(src, group_src, "scatter", "src")
+    return pg.scatter(tensor, scatter_list, root, async_op, True)
 
 
 def reduce_scatter(
@@ -282,9 +243,7 @@ def reduce_scatter(
     Cost:
         1 step; each rank writes (n-1)/n of its input and reduces its own part.
     """
-    work = resolve(group, "reduce_scatter").reduce_scatter(output, input_list, op, async_op)
-    count_writes((output,))
-    return work
+    return resolve(group, "reduce_scatter").reduce_scatter(output, input_list, op, async_op, True)
 
 
 def reduce_scatter_single(
@@ -304,10 +263,7 @@ def reduce_scatter_single(
         As `reduce_scatter`.
     """
     pg = resolve(group, "reduce_scatter_single")
-    work = pg.reduce_scatter_single(output, input, op, async_op)
-    if output.nbytes >= COUNTED_BYTES:
-        _count((output,))
-    return work
+    return pg.reduce_scatter_single(output, input, op, async_op, True)
 
 
 def all_to_all(
@@ -325,9 +281,7 @@ def all_to_all(
         1 step; each rank writes (n-1)/n of its input.
     """
     pg = resolve(group, "all_to_all")
-    work = pg.all_to_all(output_tensor_list, input_tensor_list, async_op)
-    count_writes(output_tensor_list)
-    return work
+    return pg.all_to_all(output_tensor_list, input_tensor_list, async_op, True)
 
 
 def all_to_all_single(
@@ -351,10 +305,9 @@ def all_to_all_single(
         As `all_to_all`.
     """
     pg = resolve(group, "all_to_all_single")
-    work = pg.all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
-    if output.nbytes >= COUNTED_BYTES:
-        _count((output,))
-    return work
+    return pg.all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, async_op, True
+    )
 
 
 def barrier(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dure.comm.capture import out_of_graphs
-from dure.comm.collectives import COUNTED_BYTES, count_writes
 from dure.comm.group import ProcessGroup, started
 from dure.comm.overlap import check_apart
 from dure.comm.work import Work
@@ -87,10 +86,7 @@ def recv(
     source = pg.group_rank_of.get(src) if group_src is None and type(src) is int else None
     if source is None:
         source = pg.source(src, group_src, "recv")
-    sender = pg.recv(tensor, source, tag)
-    if tensor.nbytes >= COUNTED_BYTES:
-        count_writes((tensor,))
-    return pg.global_ranks[sender]
+    return pg.global_ranks[pg.recv(tensor, source, tag, True)]
 
 
 def irecv(
@@ -105,9 +101,7 @@ def irecv(
     `Work.source_rank()` tells who sent it. As `recv` otherwise.
     """
     pg = resolve(group, "irecv")
-    work = pg.irecv(tensor, pg.source(src, group_src, "irecv"), tag)
-    count_writes((tensor,))
-    return work
+    return pg.irecv(tensor, pg.source(src, group_src, "irecv"), tag, True)
 
 
 out_of_graphs(send, recv, isend, irecv)

@@ -130,9 +130,11 @@ pack_tensor = _missing_function("pack_tensor")
 unpack_tensor = _missing_function("unpack_tensor")
 
 
-def know_torch(tensor: type, parameter: type, reductions: list[object]) -> bool:
+def know_torch(
+    tensor: type, parameter: type, reductions: list[object], c: object, sample: object
+) -> bool:
     """Tell that tensors cannot be read natively."""
-    del tensor, parameter, reductions
+    del tensor, parameter, reductions, c, sample
     return False
 
 

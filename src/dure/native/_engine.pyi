@@ -90,19 +90,21 @@ class Channel:
 
         `keep` lives until it has ended. The plain calls are about what the thread has said.
         """
-    def plain_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome:
+    def plain_all_reduce(self, tensor: object, op: object, counts: bool, /) -> bool | Outcome:
         """Reduce a plain tensor; False where it is not plain and nothing was done."""
     def plain_all_reduce_into(
         self, output: object, tensor: object, op: object, /
     ) -> bool | Outcome:
         """Reduce plain tensors into another one of the same length."""
-    def plain_broadcast(self, tensor: object, root: int, /) -> bool | Outcome:
+    def plain_broadcast(self, tensor: object, root: int, counts: bool, /) -> bool | Outcome:
         """Broadcast a plain tensor."""
-    def plain_all_gather(self, output: object, tensor: object, /) -> bool | Outcome:
+    def plain_all_gather(self, output: object, tensor: object, counts: bool, /) -> bool | Outcome:
         """Gather plain tensors into one that is n times as long."""
-    def plain_reduce_scatter(self, output: object, tensor: object, op: object, /) -> bool | Outcome:
+    def plain_reduce_scatter(
+        self, output: object, tensor: object, op: object, counts: bool, /
+    ) -> bool | Outcome:
         """Reduce part i of a plain tensor into rank i's."""
-    def plain_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome:
+    def plain_all_to_all(self, output: object, tensor: object, counts: bool, /) -> bool | Outcome:
         """Exchange equal parts of plain tensors."""
     def plain_all_to_all_cut(
         self, output: object, tensor: object, taken_rows: int, given_rows: int, /
@@ -114,21 +116,29 @@ class Channel:
         """Scatter the root's plain tensor [rows, n, *], cut along its second dimension."""
     def plain_barrier(self) -> bool | Outcome:
         """Wait for all ranks."""
-    def start_all_reduce(self, tensor: object, op: object, /) -> bool | Outcome | Request:
+    def start_all_reduce(
+        self, tensor: object, op: object, counts: bool, /
+    ) -> bool | Outcome | Request:
         """Start `plain_all_reduce`."""
     def start_all_reduce_into(
         self, output: object, tensor: object, op: object, /
     ) -> bool | Outcome | Request:
         """Start `plain_all_reduce_into`."""
-    def start_broadcast(self, tensor: object, root: int, /) -> bool | Outcome | Request:
+    def start_broadcast(
+        self, tensor: object, root: int, counts: bool, /
+    ) -> bool | Outcome | Request:
         """Start `plain_broadcast`."""
-    def start_all_gather(self, output: object, tensor: object, /) -> bool | Outcome | Request:
+    def start_all_gather(
+        self, output: object, tensor: object, counts: bool, /
+    ) -> bool | Outcome | Request:
         """Start `plain_all_gather`."""
     def start_reduce_scatter(
-        self, output: object, tensor: object, op: object, /
+        self, output: object, tensor: object, op: object, counts: bool, /
     ) -> bool | Outcome | Request:
         """Start `plain_reduce_scatter`."""
-    def start_all_to_all(self, output: object, tensor: object, /) -> bool | Outcome | Request:
+    def start_all_to_all(
+        self, output: object, tensor: object, counts: bool, /
+    ) -> bool | Outcome | Request:
         """Start `plain_all_to_all`."""
     def start_all_to_all_cut(
         self, output: object, tensor: object, taken_rows: int, given_rows: int, /
@@ -142,7 +152,9 @@ class Channel:
         """Start `plain_barrier`."""
     def plain_send(self, tensor: object, to: int, tag: int, /) -> bool | Outcome:
         """Send a plain tensor."""
-    def plain_receive(self, tensor: object, source: int, tag: int, /) -> bool | Outcome:
+    def plain_receive(
+        self, tensor: object, source: int, tag: int, counts: bool, /
+    ) -> bool | Outcome:
         """Receive into a plain tensor."""
 
 class Process:
@@ -336,9 +348,13 @@ def change_word(
     Returns 0 when done, 1 after `seconds` (for ever, if negative), 2 if `peer` has died.
     """
 
-def know_torch(tensor: type, parameter: type, reductions: list[object], /) -> bool:
+def know_torch(
+    tensor: type, parameter: type, reductions: list[object], c: object, sample: Tensor, /
+) -> bool:
     """Learn torch's types and our reductions, for the `plain_` calls.
 
+    `c` is torch._C, whose functions are called where torch's C++ functions are not found; `sample`
+    is an empty tensor.
     False where torch lacks DLPack's exchange table: they then decline everything.
     """
 

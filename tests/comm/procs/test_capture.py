@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,9 @@ def _refused(rank: int, name: str) -> None:
         run()
     with pytest.raises(UsageError) as captured:
         make_fx(lambda x: (run(), x + 1)[1])(torch.ones(2))
-    for error in (fake.value, captured.value):
+    with pytest.raises(UsageError) as traced:
+        torch.jit.trace(lambda x: (run(), x + 1)[1], torch.ones(2), check_trace=False)
+    for error in (fake.value, captured.value, traced.value):
         assert error.op == name
         assert "functional" in str(error)
 
@@ -61,8 +64,9 @@ def _in_transforms_and_modes(rank: int) -> list[float]:
 
     with pytest.raises(UsageError):
         torch.vmap(reduced)(torch.ones(2, 2))
-    with pytest.raises(UsageError):
-        make_fx(lambda x: (dist.barrier(), x)[1])(torch.ones(2))
+    for capture in (make_fx, partial(torch.jit.trace, example_inputs=torch.ones(2))):
+        with pytest.raises(UsageError):
+            capture(lambda x: (dist.barrier(), x)[1])(torch.ones(2))
     with FlopCounterMode(display=False):  # a mode that captures nothing
         return [reduced(torch.ones(1)).item(), F.all_reduce(torch.ones(1), "sum").item()]
 

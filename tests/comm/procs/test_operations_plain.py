@@ -56,7 +56,11 @@ NOT_PLAIN = {
 
 def _declined(rank: int) -> list[str]:
     del rank
-    return [k for k, make in NOT_PLAIN.items() if _plain().plain_broadcast(make(), 0) is not False]
+    return [
+        k
+        for k, make in NOT_PLAIN.items()
+        if _plain().plain_broadcast(make(), 0, False) is not False
+    ]
 
 
 def _one_where_another_was(rank: int) -> None:
@@ -69,11 +73,11 @@ def _one_where_another_was(rank: int) -> None:
         tensor = pair.imag
         address = id(tensor)
         for _ in range(3):
-            assert plain.plain_broadcast(tensor, 0) is True
+            assert plain.plain_broadcast(tensor, 0, False) is True
         del tensor
         tensor = conjugate.imag
         in_its_place += id(tensor) == address
-        assert plain.plain_broadcast(tensor, 0) is False
+        assert plain.plain_broadcast(tensor, 0, False) is False
         del tensor
     assert in_its_place > 0
 
@@ -81,13 +85,13 @@ def _one_where_another_was(rank: int) -> None:
 def _wrong_calls(rank: int) -> None:
     plain, ones = _plain(), torch.ones
     for done in (
-        plain.plain_all_reduce(ones(2), "sum"),
-        plain.plain_all_reduce(ones(2, dtype=torch.int64), dist.ReduceOp.AVG),
-        plain.plain_all_reduce(ones(2, dtype=torch.bool), dist.ReduceOp.SUM),
-        plain.plain_all_gather(ones(3), ones(2)),
-        plain.plain_all_gather(ones(4), ones(2, dtype=torch.float64)),
-        plain.plain_reduce_scatter(ones(2), ones(3), dist.ReduceOp.SUM),
-        plain.plain_all_to_all(ones(3, 4), ones(3, 4)),
+        plain.plain_all_reduce(ones(2), "sum", False),
+        plain.plain_all_reduce(ones(2, dtype=torch.int64), dist.ReduceOp.AVG, False),
+        plain.plain_all_reduce(ones(2, dtype=torch.bool), dist.ReduceOp.SUM, False),
+        plain.plain_all_gather(ones(3), ones(2), False),
+        plain.plain_all_gather(ones(4), ones(2, dtype=torch.float64), False),
+        plain.plain_reduce_scatter(ones(2), ones(3), dist.ReduceOp.SUM, False),
+        plain.plain_all_to_all(ones(3, 4), ones(3, 4), False),
         plain.plain_all_reduce_into(ones(3), ones(2), dist.ReduceOp.SUM),
         plain.plain_all_reduce_into(ones(4, 2).t(), ones(8), dist.ReduceOp.SUM),
         plain.plain_all_to_all_cut(ones(8, 24), ones(8, 24), 8, 5),
@@ -95,11 +99,11 @@ def _wrong_calls(rank: int) -> None:
         plain.plain_all_to_all_cut(ones(8, 8), ones(8, 8), 1, 8),  # runs too short
         plain.plain_scatter_cut(ones(8, 24), ones(8, 24), 0, 1),
         plain.plain_scatter_cut(ones(8, 12), ones(8, 24), 2, 1),
-        plain.plain_broadcast(ones(2), 2),
-        plain.plain_broadcast(ones(2), -1),
+        plain.plain_broadcast(ones(2), 2, False),
+        plain.plain_broadcast(ones(2), -1, False),
         plain.plain_send(ones(2), rank, 0),
         plain.plain_send(ones(2), 1 - rank, -1),
-        plain.plain_receive(ones(2), 7, 0),
+        plain.plain_receive(ones(2), 7, 0, False),
     ):
         assert done is False
     for wrong in (

@@ -13,7 +13,7 @@ from dure.testing import run_ranks
 
 pytestmark = pytest.mark.needs("engine")  # other backends write with torch, which counts
 
-K = 1024  # of float32: 4 KiB
+K = 4
 
 
 def _parts(n):

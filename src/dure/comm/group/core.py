@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -76,6 +76,10 @@ class GroupSpec:
     def creation_limit(self) -> timedelta:
         """How long its creation waits for members."""
         return self.creation_timeout or self.timeout
+
+
+count_writes: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
+"""Increment the versions of tensors that an operation writes."""
 
 
 def started(work: Work | None) -> Work:
@@ -359,12 +363,17 @@ class GroupCore:
             error.locate(self.group_name, self._rank, self._size)
             raise
 
-    def _issue(self, call: Call, async_op: bool = False) -> Work | None:
-        """Run a call on the user's tensors: hand out a `Work` if it is wanted."""
+    def _issue(self, call: Call, async_op: bool = False, counts: bool = False) -> Work | None:
+        """Run a call on the user's tensors: hand out a `Work` if it is wanted.
+
+        `counts`: whether to count the versions of what it writes on this rank.
+        """
         backend, plain, finish = self._prepare(call)
         coalesced = self._coalesced
         deferred = async_op or coalesced is not None
         request, ended = self._start(backend, plain, deferred, finish)
+        if counts and _writes(call, self._rank):
+            count_writes(list(call.outputs))
         if not deferred:
             return None
         outputs = list(call.outputs or call.inputs)
@@ -541,6 +550,17 @@ class GroupCore:
 def _records(backend: Backend) -> bool:
     """Tell whether a backend notes its operations for the flight recorder itself."""
     return getattr(backend, "keeps_records", False)
+
+
+def _writes(call: Call, rank: int) -> bool:
+    """Tell whether the call of `rank` writes its outputs: a root's input is one of them."""
+    match call.op:
+        case "broadcast":
+            return rank != call.root
+        case "reduce":
+            return rank == call.root
+        case _:
+            return True
 
 
 def _run(backend: Backend, call: Call, async_op: bool) -> Request | None:

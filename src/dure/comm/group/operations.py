@@ -9,8 +9,13 @@ calls. None, which the binding does not take, takes it too. The lines of the fas
 in every operation, and written out because a helper would cost as much as the rest; for the same
 reason these methods hold no closures, whose cells cost at every call.
 
-Nor does it know whether a graph is being captured; torch's flag sends such calls on the slow path,
-too, which refuses them (capture.py).
+The engine declines every call while a graph is being captured, too; the slow path refuses it by
+name (capture.py).
+
+*Versions.* With ``counts=True`` an operation increments the versions of the tensors that it writes,
+so that autograd notices it as it notices `Tensor.add_`. The public functions, whose tensors are the
+program's, ask for that; Dure's own buckets and unsharded parameters must not be counted. On the
+fast path the engine counts, which takes nanoseconds.
 
 *The slow path* says what this rank alone can know to be wrong, turns odd tensors into plain memory,
 and makes the `Call` that the backend runs (group/core.py).
@@ -33,8 +38,8 @@ import torch
 
 from dure.comm import checks, overlap
 from dure.comm.call import Call
-from dure.comm.capture import modes, out_of_graphs
-from dure.comm.group.core import GroupCore, started
+from dure.comm.capture import out_of_graphs
+from dure.comm.group.core import GroupCore, count_writes, started
 from dure.comm.group.sparse import sparse_all_reduce
 from dure.comm.monitored import monitored_barrier
 from dure.comm.ops import ReduceOp, as_reduce_op, check_reducible
@@ -59,16 +64,19 @@ class ProcessGroup(GroupCore):
     # ---- reductions ------------------------------------------------------------------------------
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: object = ReduceOp.SUM, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: object = ReduceOp.SUM,
+        async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Reduce `tensor` of all ranks, in place, on all ranks."""
-        if self._plain is not None and not (
-            hooks or modes._is_in_torch_dispatch_mode or tensor is None or op is None
-        ):
+        plain = self._plain
+        if plain is not None and not (hooks or tensor is None or op is None):
             if async_op:
-                done = self._plain.start_all_reduce(tensor, op)
+                done = plain.start_all_reduce(tensor, op, counts)
             else:
-                done = self._plain.plain_all_reduce(tensor, op)
+                done = plain.plain_all_reduce(tensor, op, counts)
             if done is True:
                 self.seq += 1
                 return None
@@ -79,7 +87,7 @@ class ProcessGroup(GroupCore):
             return sparse_all_reduce(self, tensor, reduction, async_op)
         both = (tensor,)
         call = Call(op="all_reduce", inputs=both, outputs=both, reduction=reduction)
-        return self._issue(call, async_op)
+        return self._issue(call, async_op, counts)
 
     def all_reduce_into(
         self,
@@ -92,17 +100,12 @@ class ProcessGroup(GroupCore):
 
         To the other ranks it is an `all_reduce`.
         """
-        if self._plain is not None and not (
-            hooks
-            or modes._is_in_torch_dispatch_mode
-            or output is None
-            or input is None
-            or op is None
-        ):
+        plain = self._plain
+        if plain is not None and not (hooks or output is None or input is None or op is None):
             if async_op:
-                done = self._plain.start_all_reduce_into(output, input, op)
+                done = plain.start_all_reduce_into(output, input, op)
             else:
-                done = self._plain.plain_all_reduce_into(output, input, op)
+                done = plain.plain_all_reduce_into(output, input, op)
             if done is True:
                 self.seq += 1
                 return None
@@ -112,7 +115,11 @@ class ProcessGroup(GroupCore):
         return self.all_reduce(output, op, async_op)
 
     def all_reduce_coalesced(
-        self, tensors: Sequence[torch.Tensor], op: object = ReduceOp.SUM, async_op: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: object = ReduceOp.SUM,
+        async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Reduce several tensors; every one of them is checked before the first is sent."""
         reduction = as_reduce_op(op)
@@ -120,16 +127,21 @@ class ProcessGroup(GroupCore):
             self._backend("all_reduce", t)
             check_reducible(t.dtype, reduction, "all_reduce")
         overlap.check_apart(tensors, (), "all_reduce_coalesced")
-        works = [self.all_reduce(t, reduction, async_op=True) for t in tensors]
+        works = [self.all_reduce(t, reduction, True, counts) for t in tensors]
         return combine([w for w in works if w is not None], list(tensors), async_op)
 
     def reduce(
-        self, tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        op: object = ReduceOp.SUM,
+        async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Reduce `tensor` of all ranks into that of group rank `dst`."""
         both, reduction = (tensor,), as_reduce_op(op)
         call = Call(op="reduce", inputs=both, outputs=both, reduction=reduction, root=dst)
-        return self._issue(call, async_op)
+        return self._issue(call, async_op, counts)
 
     def reduce_scatter(
         self,
@@ -137,11 +149,12 @@ class ProcessGroup(GroupCore):
         input_list: Sequence[torch.Tensor],
         op: object = ReduceOp.SUM,
         async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Reduce `input_list[i]` of all ranks into rank i's `output`."""
         reduction, into = as_reduce_op(op), (output,)
         call = Call(op="reduce_scatter", inputs=input_list, outputs=into, reduction=reduction)
-        return self._issue(call, async_op)
+        return self._issue(call, async_op, counts)
 
     def reduce_scatter_single(
         self,
@@ -149,23 +162,19 @@ class ProcessGroup(GroupCore):
         input: torch.Tensor,
         op: object = ReduceOp.SUM,
         async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Reduce part i [k] of `input` [n*k] of all ranks into rank i's `output` [k].
 
         SUM, AVG and premultiplied sums may reduce from bfloat16 or float16 into float32, and back:
         the sum is taken in float32, and rounded once if the output is of 16 bits.
         """
-        if self._plain is not None and not (
-            hooks
-            or modes._is_in_torch_dispatch_mode
-            or output is None
-            or input is None
-            or op is None
-        ):
+        plain = self._plain
+        if plain is not None and not (hooks or output is None or input is None or op is None):
             if async_op:
-                done = self._plain.start_reduce_scatter(output, input, op)
+                done = plain.start_reduce_scatter(output, input, op, counts)
             else:
-                done = self._plain.plain_reduce_scatter(output, input, op)
+                done = plain.plain_reduce_scatter(output, input, op, counts)
             if done is True:
                 self.seq += 1
                 return None
@@ -173,51 +182,61 @@ class ProcessGroup(GroupCore):
                 return self._plain_work("reduce_scatter_single", done, output)
         name, reduction = "reduce_scatter_single", as_reduce_op(op)
         call = Call(op=name, inputs=(input,), outputs=(output,), reduction=reduction)
-        return self._issue(call, async_op)
+        return self._issue(call, async_op, counts)
 
     # ---- movements -------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
+    def broadcast(
+        self, tensor: torch.Tensor, src: int, async_op: bool = False, counts: bool = False
+    ) -> Work | None:
         """Copy `tensor` of group rank `src` to all."""
-        if self._plain is not None and not (
-            hooks or modes._is_in_torch_dispatch_mode or tensor is None
-        ):
+        plain = self._plain
+        if plain is not None and not (hooks or tensor is None):
             if async_op:
-                done = self._plain.start_broadcast(tensor, src)
+                done = plain.start_broadcast(tensor, src, counts)
             else:
-                done = self._plain.plain_broadcast(tensor, src)
+                done = plain.plain_broadcast(tensor, src, counts)
             if done is True:
                 self.seq += 1
                 return None
             if done:
                 return self._plain_work("broadcast", done, tensor)
         both = (tensor,)
-        return self._issue(Call(op="broadcast", inputs=both, outputs=both, root=src), async_op)
+        call = Call(op="broadcast", inputs=both, outputs=both, root=src)
+        return self._issue(call, async_op, counts)
 
     def all_gather(
-        self, output_list: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
+        self,
+        output_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Copy rank i's `tensor` to `output_list[i]` on all ranks; lengths may differ by rank."""
-        return self._issue(Call(op="all_gather", inputs=(tensor,), outputs=output_list), async_op)
+        call = Call(op="all_gather", inputs=(tensor,), outputs=output_list)
+        return self._issue(call, async_op, counts)
 
     def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Copy rank i's `input` [k] to `output` [n*k] at i*k on all ranks."""
-        if self._plain is not None and not (
-            hooks or modes._is_in_torch_dispatch_mode or output is None or input is None
-        ):
+        plain = self._plain
+        if plain is not None and not (hooks or output is None or input is None):
             if async_op:
-                done = self._plain.start_all_gather(output, input)
+                done = plain.start_all_gather(output, input, counts)
             else:
-                done = self._plain.plain_all_gather(output, input)
+                done = plain.plain_all_gather(output, input, counts)
             if done is True:
                 self.seq += 1
                 return None
             if done:
                 return self._plain_work("all_gather_single", done, output)
         call = Call(op="all_gather_single", inputs=(input,), outputs=(output,))
-        return self._issue(call, async_op)
+        return self._issue(call, async_op, counts)
 
     def gather(
         self,
@@ -225,10 +244,12 @@ class ProcessGroup(GroupCore):
         gather_list: Sequence[torch.Tensor] | None,
         dst: int,
         async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Copy rank i's `tensor` to `gather_list[i]` on group rank `dst`."""
         slots = () if gather_list is None else gather_list
-        return self._issue(Call(op="gather", inputs=(tensor,), outputs=slots, root=dst), async_op)
+        call = Call(op="gather", inputs=(tensor,), outputs=slots, root=dst)
+        return self._issue(call, async_op, counts)
 
     def scatter(
         self,
@@ -236,10 +257,12 @@ class ProcessGroup(GroupCore):
         scatter_list: Sequence[torch.Tensor] | None,
         src: int,
         async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Copy `scatter_list[i]` of group rank `src` to rank i's `tensor`."""
         parts = () if scatter_list is None else scatter_list
-        return self._issue(Call(op="scatter", inputs=parts, outputs=(tensor,), root=src), async_op)
+        call = Call(op="scatter", inputs=parts, outputs=(tensor,), root=src)
+        return self._issue(call, async_op, counts)
 
     def scatter_along(self, output: torch.Tensor, input: torch.Tensor, dim: int, src: int) -> None:
         """Copy part j of the `input` of group rank `src` to `output` of rank j.
@@ -247,11 +270,10 @@ class ProcessGroup(GroupCore):
         It is cut into equal parts along `dim`. The other ranks' `input` has its shape, and is not
         read.
         """
-        if self._plain is not None and not (
-            hooks or modes._is_in_torch_dispatch_mode or output is None or input is None
-        ):
+        plain = self._plain
+        if plain is not None and not (hooks or output is None or input is None):
             rows = math.prod(input.shape[:dim])
-            done = self._plain.plain_scatter_cut(output, input, src, rows)
+            done = plain.plain_scatter_cut(output, input, src, rows)
             if done is True:
                 self.seq += 1
                 return
@@ -265,9 +287,11 @@ class ProcessGroup(GroupCore):
         output_list: Sequence[torch.Tensor],
         input_list: Sequence[torch.Tensor],
         async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Copy `input_list[j]` of rank i to `output_list[i]` of rank j."""
-        return self._issue(Call(op="all_to_all", inputs=input_list, outputs=output_list), async_op)
+        call = Call(op="all_to_all", inputs=input_list, outputs=output_list)
+        return self._issue(call, async_op, counts)
 
     def all_to_all_single(
         self,
@@ -276,6 +300,7 @@ class ProcessGroup(GroupCore):
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
+        counts: bool = False,
     ) -> Work | None:
         """Exchange rows of `input` by rank; equal parts unless split sizes (in rows) are given."""
         # Split sizes may be arrays, which have no truth value; torch passes [] where it has none.
@@ -285,15 +310,12 @@ class ProcessGroup(GroupCore):
         ) and (
             input_split_sizes is None or (type(input_split_sizes) is list and not input_split_sizes)
         )
-        if (
-            even
-            and self._plain is not None
-            and not (hooks or modes._is_in_torch_dispatch_mode or output is None or input is None)
-        ):
+        plain = self._plain
+        if even and plain is not None and not (hooks or output is None or input is None):
             if async_op:
-                done = self._plain.start_all_to_all(output, input)
+                done = plain.start_all_to_all(output, input, counts)
             else:
-                done = self._plain.plain_all_to_all(output, input)
+                done = plain.plain_all_to_all(output, input, counts)
             if done is True:
                 self.seq += 1
                 return None
@@ -307,7 +329,7 @@ class ProcessGroup(GroupCore):
         if not even:
             inputs = torch.atleast_1d(input.detach()).split(gives)
             outputs = torch.atleast_1d(output.detach()).split(takes)
-        return self._issue(Call(op=name, inputs=inputs, outputs=outputs), async_op)
+        return self._issue(Call(op=name, inputs=inputs, outputs=outputs), async_op, counts)
 
     def all_to_all_along(
         self,
@@ -322,14 +344,13 @@ class ProcessGroup(GroupCore):
         Both are cut into equal parts, each along its own dimension, which the number of ranks
         divides.
         """
-        if self._plain is not None and not (
-            hooks or modes._is_in_torch_dispatch_mode or output is None or input is None
-        ):
+        plain = self._plain
+        if plain is not None and not (hooks or output is None or input is None):
             takes, gives = math.prod(output.shape[:output_dim]), math.prod(input.shape[:input_dim])
             if async_op:
-                done = self._plain.start_all_to_all_cut(output, input, takes, gives)
+                done = plain.start_all_to_all_cut(output, input, takes, gives)
             else:
-                done = self._plain.plain_all_to_all_cut(output, input, takes, gives)
+                done = plain.plain_all_to_all_cut(output, input, takes, gives)
             if done is True:
                 self.seq += 1
                 return None
@@ -342,12 +363,9 @@ class ProcessGroup(GroupCore):
         self, async_op: bool = False, timeout: timedelta | float | None = None
     ) -> Work | None:
         """Return when all ranks have called; `timeout` is a limit below the group's own."""
-        if (
-            self._plain is not None
-            and timeout is None
-            and not (hooks or modes._is_in_torch_dispatch_mode)
-        ):
-            done = self._plain.start_barrier() if async_op else self._plain.plain_barrier()
+        plain = self._plain
+        if plain is not None and timeout is None and not hooks:
+            done = plain.start_barrier() if async_op else plain.plain_barrier()
             if done is True:
                 self.seq += 1
                 return None
@@ -402,10 +420,9 @@ class ProcessGroup(GroupCore):
         self, tensor: torch.Tensor, dst: int, tag: int = 0, async_op: bool = False
     ) -> Work | None:
         """Send `tensor` to group rank `dst`."""
-        if self._plain is not None and not (
-            async_op or hooks or modes._is_in_torch_dispatch_mode or tensor is None
-        ):
-            done = self._plain.plain_send(tensor, dst, tag)
+        plain = self._plain
+        if plain is not None and not (async_op or hooks or tensor is None):
+            done = plain.plain_send(tensor, dst, tag)
             if done is True:
                 self.seq += 1
                 return None
@@ -414,14 +431,13 @@ class ProcessGroup(GroupCore):
         op = "isend" if async_op else "send"
         return self._issue(Call(op=op, inputs=(tensor,), peer=dst, tag=tag), async_op)
 
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> int:
+    def recv(
+        self, tensor: torch.Tensor, src: int | None, tag: int = 0, counts: bool = False
+    ) -> int:
         """Receive into `tensor` from group rank `src`, or anyone; return the sender's rank."""
-        if (
-            self._plain is not None
-            and src is not None
-            and not (hooks or modes._is_in_torch_dispatch_mode or tensor is None)
-        ):
-            done = self._plain.plain_receive(tensor, src, tag)
+        plain = self._plain
+        if plain is not None and src is not None and not (hooks or tensor is None):
+            done = plain.plain_receive(tensor, src, tag, counts)
             if done is True:
                 self.seq += 1
                 return src
@@ -434,12 +450,16 @@ class ProcessGroup(GroupCore):
         assert request is not None
         if deferred:
             Work(request, [tensor], finish=finish, settled=ended).wait()
+        if counts:
+            count_writes((tensor,))
         return request.source
 
-    def irecv(self, tensor: torch.Tensor, src: int | None, tag: int = 0) -> Work:
+    def irecv(
+        self, tensor: torch.Tensor, src: int | None, tag: int = 0, counts: bool = False
+    ) -> Work:
         """Begin to receive into `tensor` from group rank `src`, or anyone."""
         call = Call(op="irecv", outputs=(tensor,), peer=src, tag=tag)
-        return started(self._issue(call, True))
+        return started(self._issue(call, True, counts))
 
     # ---- the names of torch's C++ groups, which start a `Work`; nothing of ours calls them ------
 
