@@ -120,6 +120,8 @@ def everything(rank: int, url: str, shared: bool) -> None:
             got = agent.rpc_sync(to, same, (sent,))
             assert are_equal(got, sent)
             assert not {t.data_ptr() for t in got if len(t)} & {t.data_ptr() for t in sent}
+    sent = [numbered(nbytes, number) for number, nbytes in enumerate(SIZES)]
+    assert are_equal(agent.rpc_sync(1 - rank, same, (sent,)), sent)  # inline and not, in one call
     sent = [numbered(10_000, 9)]
     got = agent.rpc_sync(1 - rank, call_back, (rank, sent))  # a call within a call
     assert are_equal(got, sent)
