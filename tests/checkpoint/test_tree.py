@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
+from enum import IntEnum, StrEnum
 from zlib import crc32
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.checkpoint.tree import decode, encode, merged
+from dure.checkpoint.tree import decode, encode, encode_state, merged
 from dure.errors import CheckpointMismatch, UsageError
 
 LEAVES = st.one_of(
@@ -133,6 +134,114 @@ def test_what_has_tensors_is_not_merged_with_a_value(value, tensors):
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -0.0])
 def test_unusual_numbers_come_back(value):
     assert repr(there_and_back([value])) == repr([value])
+
+
+class Word(str):
+    """A string of a type of its own."""
+
+
+class Data(bytes):
+    """Bytes of a type of their own."""
+
+
+class Color(StrEnum):
+    """An enum whose members are strings."""
+
+    RED = "red"
+
+
+class Level(IntEnum):
+    """An enum whose members are numbers."""
+
+    LOW = 1
+
+
+AS_SAVED = [
+    bytearray(b"\0ab"),
+    b"ab",
+    np.str_("word"),
+    np.str_(""),
+    np.complex128(1 + 2j),
+    np.float64(0.5),
+    np.bool_(True),
+    1 + 2j,
+    torch.__version__,
+    defaultdict(list, a=[1]),
+    defaultdict(None, a=1),
+    defaultdict(int, {("a", 1): 2}),
+]
+
+
+@pytest.mark.parametrize("value", AS_SAVED, ids=repr)
+def test_values_come_back_with_their_type(value):
+    for holder in (value, [value], {"x": (value,)}, {"x": {1: value}}):
+        back = there_and_back(holder)
+        assert back == holder and repr(back) == repr(holder)
+    back = there_and_back(value)
+    assert type(back) is type(value)
+    assert getattr(back, "default_factory", 0) is getattr(value, "default_factory", 0)
+
+
+def test_keys_come_back_with_their_type():
+    back = there_and_back({np.str_("a"): 1, "b": 2})
+    assert [type(key) for key in back] == [np.str_, str]
+
+
+REFUSED = {
+    "string": Word("a"),
+    "bytes": Data(b"a"),
+    "enum of strings": Color.RED,
+    "enum of numbers": Level.LOW,
+    "masked array": np.ma.array([1, 2], mask=[True, False]),
+    "date": np.datetime64("2020-01-01"),
+    "factory": defaultdict(lambda: 1),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_values_that_would_come_back_with_another_type_are_refused_by_name(what):
+    value = REFUSED[what]
+    for holder, path in [({"a": [value]}, r"a\.0"), ({"a": {"b": value}}, r"a\.b")]:
+        with pytest.raises(UsageError, match=path) as caught:
+            encode(holder, "", {})
+        assert caught.value.fix
+
+
+@pytest.mark.parametrize("key", [Word("a"), Color.RED])
+def test_keys_that_would_come_back_with_another_type_are_refused_by_name(key):
+    with pytest.raises(UsageError, match=r"x\.\(key\)"):
+        encode({key: 1}, "x", {})
+    with pytest.raises(UsageError, match=r"\(key\)"):
+        encode_state({key: 1}, {})
+
+
+CRAFTED = {
+    "no base64": {"$": "bytes", "v": "%%%%"},
+    "base64 and more": {"$": "bytes", "v": "YWI=\n"},
+    "short base64": {"$": "bytearray", "v": "YWI"},
+    "no text": {"$": "bytes", "v": 5},
+    "array of no base64": {"$": "array", "v": ["|u1", [0], "!"]},
+    "array of another length": {"$": "array", "v": ["|u1", [3], "YWI="]},
+    "array of an inferred shape": {"$": "array", "v": ["|u1", [-1], "YWI="]},
+    "array of objects": {"$": "array", "v": ["|O", [0], ""]},
+    "scalar with a shape": {"$": "scalar", "v": ["|u1", [2], "YWI="]},
+    "dtype": {"$": "dtype", "v": "nn"},
+    "device": {"$": "device", "v": 3},
+    "number": {"$": "float", "v": "one"},
+    "pairs of letters": {"$": "map", "v": ["ab"]},
+    "no list": {"$": "tuple", "v": "ab"},
+    "unknown kind": {"$": "no", "v": []},
+    "no value": {"$": "bytes"},
+    "factory": {"$": "defaultdict", "v": [], "factory": "eval"},
+    "versions of a dict": {"$": "map", "v": [], "versions": {}},
+}
+
+
+@pytest.mark.parametrize("node", CRAFTED.values(), ids=CRAFTED)
+def test_what_was_not_written_by_encode_is_refused_by_name(node):
+    nested = {"a": [1, {"$": "tuple", "v": [{"$": "map", "v": [[2, 3], ["b", node]]}]}]}
+    with pytest.raises(ValueError, match=r"'a\.1\.0\.b'"):
+        decode(nested, str)
 
 
 def test_arrays_and_counters_come_back():

@@ -136,7 +136,7 @@ def taken_of(
         for item in planner.finish_plan(plans[ranks.rank]).items:
             name, data = item.index.fqn, item.tensor_data
             if data is None:
-                leaves[name] = value_of_bytes(cast(Any, planner.resolve_data(item)))
+                leaves[name] = value_of_bytes(cast(Any, planner.resolve_data(item)), name)
                 continue
             leaves[name] = torch.empty(())
             dtype, box = data.properties.dtype, box_of(data.chunk)

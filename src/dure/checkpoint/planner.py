@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -28,7 +30,7 @@ from dure.checkpoint.metadata import (
 )
 from dure.checkpoint.slices import Box, Piece, fault_of_cover, pieces_of, whole_box
 from dure.checkpoint.tree import Path, flatten, put
-from dure.errors import CheckpointMismatch, UsageError
+from dure.errors import CheckpointError, CheckpointMismatch, UsageError
 from dure.tensor import DTensor
 
 __all__ = [
@@ -201,10 +203,22 @@ def bytes_of_value(value: Any) -> io.BytesIO:
     return made
 
 
-def value_of_bytes(data: io.BytesIO) -> Any:
-    """Return the value; pickle.UnpicklingError where the bytes would run code, or are others."""
+def value_of_bytes(data: io.BytesIO, name: str) -> Any:
+    """Return the value of that name.
+
+    Raises:
+        CheckpointError: The bytes would run code, or are others than those of `torch.save`.
+    """
     data.seek(0)
-    return torch.load(data, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as e:
+        found = re.search(r"GLOBAL (\S+)", str(e))
+        raise CheckpointError(
+            "a value cannot be read back without running code",
+            seen=f"{name!r}: {found[1] if found else type(e).__name__}",
+            fix="Save numbers, strings, bytes, and lists, tuples, sets and dicts of them.",
+        ) from e
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
@@ -455,7 +469,7 @@ class DefaultLoadPlanner(_Flat, LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value in its place."""
         path = self.mappings[read_item.dest_index.fqn]
-        put(self.original_state_dict, path, value_of_bytes(value))
+        put(self.original_state_dict, path, value_of_bytes(value, read_item.dest_index.fqn))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Look up and transform."""

@@ -20,18 +20,16 @@ and tuples where there is a tensor, a dict or a list of such in them. All else i
 
 from __future__ import annotations
 
-import base64
-import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
-import numpy as np
 import torch
 
-from dure.errors import CheckpointMismatch, UsageError
+from dure.checkpoint.values import PLAIN, VALUES, decode_value, encode_value
+from dure.errors import CheckpointMismatch, DureError, UsageError
 from dure.tensor import DTensor
 
 __all__ = [
@@ -101,7 +99,7 @@ def encode_state(
         key_of.update(dict.fromkeys(islice(tensors, len(key_of), None), key))
         return node
 
-    if all(isinstance(key, str) and key != "$" for key in state):
+    if all(_is_plain(key) for key in state):
         return {key: encoded(key, value) for key, value in state.items()}, key_of
     pairs = [[encoder.encode(key, "(key)"), encoded(key, v)] for key, v in state.items()]
     return _tagged("map", pairs), key_of
@@ -113,10 +111,8 @@ class _Encoder:
         self._name_of: dict[object, str] = {}
 
     def encode(self, value: object, path: str) -> Any:
-        if value is None or isinstance(value, bool | str) or type(value) is int:
+        if value is None or type(value) in PLAIN:
             return value
-        if type(value) is float:
-            return value if math.isfinite(value) else _tagged("float", repr(value))
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, Mapping):
@@ -125,34 +121,12 @@ class _Encoder:
             items = [self.encode(v, _within(path, i)) for i, v in enumerate(_ordered(value))]
             kind = _SEQUENCES[type(value)]
             return items if kind == "list" else _tagged(kind, items)
-        return self._leaf(value, path)
-
-    def _leaf(self, value: object, path: str) -> Any:
-        match value:
-            case bytes() | bytearray():
-                return _tagged("bytes", base64.b64encode(value).decode())
-            case complex():
-                return _tagged("complex", [repr(value.real), repr(value.imag)])
-            case torch.dtype():
-                return _tagged("dtype", str(value).removeprefix("torch."))
-            case torch.device():
-                return _tagged("device", str(value))
-            case np.ndarray() | np.generic() if value.dtype.kind in "biufc":
-                kind = "array" if isinstance(value, np.ndarray) else "scalar"
-                data = base64.b64encode(value.tobytes()).decode()
-                return _tagged(kind, [value.dtype.str, list(value.shape), data])
-            case _:
-                raise UsageError(
-                    "a value cannot be saved in a checkpoint",
-                    seen=f"{path} is a {type(value).__module__}.{type(value).__qualname__}",
-                    fix="Let state_dict() return tensors, numbers, strings, and lists, tuples, "
-                    "sets and dicts of them.",
-                )
+        found = encode_value(value, path)
+        return value if found is None else _tagged(*found)
 
     def _mapping(self, value: Mapping[object, object], path: str) -> Any:
         kind = _MAPPINGS.get(type(value), "map")
-        plain = kind == "map" and all(isinstance(k, str) and k != "$" for k in value)
-        if plain:
+        if kind == "map" and all(_is_plain(key) for key in value):
             return {cast(str, k): self.encode(v, _within(path, k)) for k, v in value.items()}
         pairs = [
             [self.encode(k, _within(path, "(key)")), self.encode(v, _within(path, k))]
@@ -163,6 +137,8 @@ class _Encoder:
         if kind == "ordered" and isinstance(versions, Mapping):
             plain_dict = dict(cast(Mapping[object, object], versions))
             tagged["versions"] = self.encode(plain_dict, _within(path, "(versions)"))
+        if isinstance(value, defaultdict):
+            tagged["factory"] = _name_of_factory(value.default_factory, path)
         return tagged
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
@@ -213,6 +189,22 @@ def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {"$": kind, "v": value}
 
 
+def _is_plain(key: object) -> bool:
+    """Tell whether a key of a dict can be one of a JSON object."""
+    return type(key) is str and key != "$"
+
+
+def _name_of_factory(factory: object, path: str) -> str | None:
+    for name, known in _FACTORIES.items():
+        if factory is known:
+            return name
+    raise UsageError(
+        "a value cannot be saved in a checkpoint",
+        seen=f"{path} is a defaultdict whose values are made by {factory!r:.60}",
+        fix=f"Save dict(...) of it, or let one of {', '.join(filter(None, _FACTORIES))} make them.",
+    )
+
+
 def _within(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
@@ -229,7 +221,15 @@ _SEQUENCES: dict[type, str] = {
     frozenset: "frozenset",
     torch.Size: "size",
 }
-_MAPPINGS: dict[type, str] = {OrderedDict: "ordered", Counter: "counter"}
+_MAPPINGS: dict[type, str] = {
+    OrderedDict: "ordered",
+    Counter: "counter",
+    defaultdict: "defaultdict",
+}
+_FACTORIES: dict[str | None, type | None] = {
+    None: None,
+    **{kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)},
+}
 _KINDS_OF_MAPPINGS = ("map", *_MAPPINGS.values())
 
 
@@ -365,48 +365,72 @@ def decode(node: Any, tensor_of: Callable[[str], Any]) -> Any:
     """Turn what `encode` returned back into values; `tensor_of` gives what is at a tensor's name.
 
     Raises:
-        KeyError, ValueError, TypeError: The JSON is not what `encode` makes.
+        ValueError: The JSON is not what `encode` makes; the message names the place.
     """
+    try:
+        return _decoded(node, tensor_of)
+    except DureError:  # of `tensor_of`
+        raise
+    except _FAULTS as e:
+        path, fault = _fault_of(node, tensor_of, e)
+        raise ValueError(f"{path!r} is not as it was saved: {type(fault).__name__}: {fault}") from e
+
+
+_FAULTS = ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError
+
+
+def _fault_of(
+    node: Any, tensor_of: Callable[[str], Any], error: BaseException, path: str = ""
+) -> tuple[str, BaseException]:
+    """Return the path of the innermost node that cannot be decoded, and why."""
+    for key, inner in _children(node):
+        try:
+            _decoded(inner, tensor_of)
+        except _FAULTS as e:
+            return _fault_of(inner, tensor_of, e, _within(path, key))
+    return path, error
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        fields = cast(dict[str, Any], node)
+        if "$" not in fields:
+            return list(fields.items())
+        value = fields.get("v")
+        if fields["$"] in _KINDS_OF_MAPPINGS and isinstance(value, list):
+            pairs = cast(list[list[Any]], value)
+            return [(it[0], it[1]) for it in pairs if isinstance(it, list) and len(it) == 2]
+        node = value if fields["$"] in _SEQUENCES.values() else None
+    return list(enumerate(cast(list[Any], node))) if isinstance(node, list) else []
+
+
+def _decoded(node: Any, tensor_of: Callable[[str], Any]) -> Any:
     if isinstance(node, list):
-        return [decode(item, tensor_of) for item in cast(list[Any], node)]
+        return [_decoded(item, tensor_of) for item in cast(list[Any], node)]
     if not isinstance(node, dict):
         return node
     fields = cast(dict[str, Any], node)
     if "$" not in fields:
-        return {key: decode(item, tensor_of) for key, item in fields.items()}
+        return {key: _decoded(item, tensor_of) for key, item in fields.items()}
     kind, value = fields["$"], fields["v"]
     if kind == "tensor":
         return tensor_of(value)
-    if kind in _WHOLE:
-        return _WHOLE[kind](value)
-    inner = [decode(item, tensor_of) for item in value]
-    made = _FROM_ITEMS[kind](inner)
+    if kind in VALUES:
+        return decode_value(kind, value)
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, got a {type(value).__name__}")
+    make = _FROM_ITEMS[kind]
+    inner = [_decoded(item, tensor_of) for item in cast(list[Any], value)]
+    if kind in _KINDS_OF_MAPPINGS and not all(isinstance(item, list) for item in inner):
+        raise TypeError("expected pairs of keys and values")
+    made = make(inner)
     if "versions" in fields:
-        made._metadata = decode(fields["versions"], tensor_of)
+        made._metadata = _decoded(fields["versions"], tensor_of)
+    if kind == "defaultdict":
+        made.default_factory = _FACTORIES[fields["factory"]]
     return made
 
 
-def _array(value: list[Any]) -> np.ndarray[Any, Any]:
-    dtype, shape, data = value
-    return np.frombuffer(base64.b64decode(data), dtype=dtype).reshape(shape).copy()
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"there is no torch.{name}")
-    return found
-
-
-_WHOLE: dict[str, Callable[[Any], Any]] = {
-    "float": float,
-    "bytes": base64.b64decode,
-    "complex": lambda v: complex(float(v[0]), float(v[1])),
-    "dtype": _dtype,
-    "device": torch.device,
-    "array": _array,
-    "scalar": lambda v: _array(v)[()],
-}
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -415,6 +439,7 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "map": dict,
     "ordered": OrderedDict,
     "counter": lambda pairs: Counter(dict(pairs)),
+    "defaultdict": lambda pairs: defaultdict(None, pairs),
 }
 
 

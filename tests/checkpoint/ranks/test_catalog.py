@@ -49,6 +49,7 @@ LIES = {
     "no tensor of that name": lambda f, s: f.update(state={"w": {"$": "tensor", "v": "z"}}),
     "unknown kind": lambda f, s: f.update(state={"w": {"$": "no"}}),
     "no state": lambda f, s: f.update(state=[]),
+    "no base64": lambda f, s: f["state"].update(b={"$": "bytes", "v": "%%%%"}),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 import pytest
@@ -118,6 +119,21 @@ def test_what_a_planner_does_wrong_on_one_rank_fails_on_all(tmp_path):
             assert raised.value.failures.keys() == {1}
 
     run_ranks(2, body)
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+class Color(StrEnum):
+    """Not a type that is read back without running code."""
+
+    RED = "red"
+
+
+def test_a_value_that_a_planner_cannot_read_back_is_refused_by_name(tmp_path):
+    class Own(DefaultSavePlanner):
+        pass
+
+    with pytest.raises(CheckpointException, match=r"'a\.color'.*Color"):
+        save({"a": {"color": Color.RED}}, checkpoint_id=tmp_path, planner=Own())
     assert not list(tmp_path.rglob("manifest.json"))
 
 
