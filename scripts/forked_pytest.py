@@ -12,31 +12,33 @@ import gc
 import importlib
 import json
 import os
+import queue
 import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # What tests/conftest.py sets for the tests must be set before torch is loaded.
 VARIABLES = {"OMP_NUM_THREADS": "1", "DURE_TRACE_DIR": "off"}
+POLL_S = 0.02
 HUNG = -signal.SIGKILL  # the status of a run that was ended at its limit
 
 
 class ForkedPytest:
-    """The process that runs of pytest are forked from. Threads: one at a time may call it.
+    """The process that runs of pytest are forked from. Threads: any may call it.
 
     Args:
         python: The interpreter.
         folder: Where the runs start.
         environment: Their environment.
-        output: The file with the output of the last run, standard error included.
         limit_s: Seconds after which a run is ended.
         modules: What the process loads beside torch and pytest. Changes of these modules' sources,
             and of what they import, are not seen by later runs.
@@ -47,11 +49,10 @@ class ForkedPytest:
         python: Path,
         folder: Path,
         environment: dict[str, str],
-        output: Path,
         limit_s: float,
         modules: Sequence[str] = (),
     ) -> None:
-        self._output, self._limit_s = output, limit_s
+        self._limit_s = limit_s
         self._process = subprocess.Popen(
             [str(python), __file__, *modules],
             cwd=folder,
@@ -60,32 +61,53 @@ class ForkedPytest:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._lock = threading.Lock()
+        self._statuses: list[queue.SimpleQueue[int]] = []  # of each run
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    def run(self, words: list[str]) -> tuple[int, str]:
+    def run(self, words: list[str], output: Path) -> tuple[int, str]:
         """Run pytest with these arguments; return its exit status, or `HUNG`, and its output.
 
-        A status below 0 is the number of the signal that ended it.
+        A status below 0 is the number of the signal that ended it. The output, standard error
+        included, is written to a file first.
         """
         assert self._process.stdin is not None
+        status: queue.SimpleQueue[int] = queue.SimpleQueue()
+        with self._lock:
+            request = json.dumps([len(self._statuses), str(output), self._limit_s, words])
+            self._statuses.append(status)
+            if self._ended:
+                status.put(HUNG)
+            else:
+                print(request, file=self._process.stdin, flush=True)
+        return status.get(), output.read_text(errors="replace") if output.exists() else ""
+
+    def _read(self) -> None:
         assert self._process.stdout is not None
-        asked = json.dumps([str(self._output), self._limit_s, words])
-        print(asked, file=self._process.stdin, flush=True)
-        status = int(self._process.stdout.readline() or HUNG)
-        return status, self._output.read_text(errors="replace")
+        for line in self._process.stdout:
+            number, status = map(int, line.split())
+            self._statuses[number].put(status)
+        with self._lock:
+            self._ended = True
+            for status in self._statuses:
+                status.put(HUNG)  # not read where there was one
 
     def kill(self) -> None:
-        """End a run that is under way, and the process. Any thread may call it."""
+        """End all runs that are under way, and the process."""
         self._process.terminate()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process when all runs have ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+        self._reader.join()
 
 
 def serve(modules: list[str]) -> None:
-    """Fork a run for each line of standard input, and print how it ended."""
+    """Fork a run for each line of standard input, and print its number and how it ended."""
     import pytest
     import torch._dynamo  # noqa: F401  (what nearly all tests load, for seconds)
 
@@ -101,24 +123,50 @@ def serve(modules: list[str]) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection in a run would write to, so copy, all of it
-    for line in sys.stdin:
-        file, limit_s, words = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            os.setpgrp()  # not a session: priorities would count within it only
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            written = os.open(file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(written, 1)
-            os.dup2(written, 2)
-            _prepare_fork_server()
-            status = int(pytest.main(words))
-            shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # `_exit` does not
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        signal.signal(signal.SIGTERM, lambda *_, child=child: _end(child))
-        print(_status(child, limit_s), flush=True)
+    runs: dict[int, tuple[int, float]] = {}  # number and deadline, by process
+    signal.signal(signal.SIGTERM, lambda *_: _end(runs))
+    waiting, is_open = b"", True
+    while is_open or runs:
+        if is_open and select.select([0], [], [], POLL_S)[0]:
+            received = os.read(0, 65536)
+            is_open = bool(received)
+            *lines, waiting = (waiting + received).split(b"\n")
+            for line in lines:
+                number, output, limit_s, words = json.loads(line)
+                pid = os.fork() or _run(words, output)
+                runs[pid] = (number, time.monotonic() + limit_s)
+        elif not is_open:
+            time.sleep(POLL_S)
+        _report(runs)
+
+
+def _run(words: list[str], output: str) -> NoReturn:
+    import pytest
+
+    os.setpgrp()  # not a session: priorities would count within it only
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    written = os.open(output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    _prepare_fork_server()
+    status = int(pytest.main(words))
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # `_exit` does not
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _report(runs: dict[int, tuple[int, float]]) -> None:
+    """Print the number and the status of each run that has ended, and end those that are late."""
+    for process, (number, deadline) in list(runs.items()):
+        pid, status = os.waitpid(process, os.WNOHANG)
+        if not pid and time.monotonic() > deadline:
+            os.killpg(process, signal.SIGKILL)
+            pid, status = os.waitpid(process, 0)
+        if pid:
+            del runs[process]
+            print(number, os.waitstatus_to_exitcode(status), flush=True)
 
 
 def _prepare_fork_server() -> None:
@@ -154,21 +202,10 @@ def _prepare_fork_server() -> None:
     server._forkserver_pid = pid
 
 
-def _end(child: int) -> None:
-    os.killpg(child, signal.SIGKILL)
+def _end(runs: Iterable[int]) -> None:
+    for child in runs:
+        os.killpg(child, signal.SIGKILL)
     sys.exit(1)
-
-
-def _status(child: int, limit_s: float) -> int:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return HUNG
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ UNSTEADY_DAYS = 7
 BATCH_S = 30.0  # about what a batch takes, alone
 BATCH_LIMIT_S = 2400.0  # only ends what pytest's own limit per test could not
 UNKNOWN_S = 3.0  # what a file that is not in `TIMES` is taken to need
-# What most batches load: once in each lane, and not in each batch and each rank that it forks.
+# What most batches load: once, and not in each batch and each rank that it forks.
 MODULES = [
     *("dure.testing.pool", "dure.comm.init", "dure.comm.collectives", "dure.tensor"),
     *("dure.parallel.fsdp", "dure.checkpoint", "hypothesis.strategies", "networkx"),
@@ -131,19 +131,20 @@ class Queue:
                     break
             return batch
 
+    def clear(self) -> None:
+        """Leave nothing to take."""
+        with self._lock:
+            self._left.clear()
+
 
 class Lane:
     """Runs batches one after another, until none is left."""
 
     def __init__(
-        self, number: int, queue: Queue, results: Results, words: list[str], folder: Path
+        self, pytest: ForkedPytest, queue: Queue, results: Results, words: list[str], name: Path
     ) -> None:
-        self._number, self._queue, self._results = number, queue, results
-        self._words, self._folder = words, folder
-        output = folder / f"{number}.out"
-        self._pytest = ForkedPytest(
-            Path(sys.executable), ROOT, dict(os.environ), output, BATCH_LIMIT_S, MODULES
-        )
+        self._pytest, self._queue, self._results = pytest, queue, results
+        self._words, self._name = words, name
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -151,21 +152,18 @@ class Lane:
         """Wait until the queue is empty, and this lane's last batch has ended."""
         self._thread.join()
 
-    def kill(self) -> None:
-        """End the batch that is running."""
-        self._pytest.kill()
-
     def _run(self) -> None:
         number = 0
         while batch := self._queue.take():
             number += 1
-            self._batch(batch, self._folder / f"{self._number}-{number}.jsonl")
-        self._pytest.close()
+            self._batch(batch, self._name.with_suffix(f".{number}.jsonl"))
 
     def _batch(self, files: list[str], log: Path) -> None:
         begin = time.monotonic()
         words = [f"--report-log={log}", "-q", "-p", "no:cacheprovider", "--no-header", "-rN"]
-        status, output = self._pytest.run([*words, *self._words, *files])
+        status, output = self._pytest.run(
+            [*words, *self._words, *files], self._name.with_suffix(".out")
+        )
         counts = self._results.read(log) if log.exists() else Counter[str]()
         if status not in (0, TESTS_FAILED, NO_TESTS) or (
             status == TESTS_FAILED and not counts["failed"]
@@ -246,15 +244,19 @@ def main(arguments: list[str]) -> int:
     times = json.loads(TIMES.read_text()) if TIMES.exists() else {}
     queue = Queue(times, options.lanes, options.below or ["tests"])
     with tempfile.TemporaryDirectory() as folder:
+        environment = dict(os.environ)
+        pytest = ForkedPytest(Path(sys.executable), ROOT, environment, BATCH_LIMIT_S, MODULES)
         lanes = [
-            Lane(number, queue, results, words, Path(folder)) for number in range(options.lanes)
+            Lane(pytest, queue, results, words, Path(folder, f"lane-{number}"))
+            for number in range(options.lanes)
         ]
         try:
             for lane in lanes:
                 lane.wait()
         finally:
-            for lane in lanes:
-                lane.kill()
+            queue.clear()
+            pytest.kill()
+            pytest.close()
     if options.keep_times:
         seconds: Counter[str] = Counter()
         for name, took in results.seconds.items():
