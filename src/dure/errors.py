@@ -417,7 +417,10 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 
 class CheckpointNotWritten(CheckpointError):
-    """Nothing was saved, on no rank, and what was saved before is as it was; `rank` failed."""
+    """No rank has saved, and what was saved before is as it was; `rank` failed.
+
+    If only the last flush failed, the text says that the new checkpoint is in place.
+    """
 
 
 class CheckpointException(CheckpointError):

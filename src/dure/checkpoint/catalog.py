@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,11 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.files import NotAFile, read_file, readable
-from dure.checkpoint.folder import replace_file
+from dure.checkpoint.folder import Unflushed, flush, replace_file
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
-from dure.errors import CheckpointDamaged
+from dure.errors import CheckpointDamaged, CheckpointError, CheckpointNotWritten
 
 __all__ = [
     "NAME",
@@ -37,8 +38,10 @@ __all__ = [
     "Stored",
     "Unreadable",
     "catalog_of",
+    "clear",
     "leaves_of",
     "next_number",
+    "not_shared",
     "part_name",
     "publish",
     "remove",
@@ -133,22 +136,82 @@ def next_number(folder: Path) -> int:
     return max((int(m[1]) for m in found if m), default=0) + 1
 
 
-def publish(folder: Path, catalog: Catalog) -> None:
-    """Make `catalog` that of the folder, durably; then remove the files that it does not name.
+def clear(folder: Path) -> None:
+    """Remove what killed saves left: files that the manifest does not name.
+
+    A folder whose manifest cannot be used is left as it is, for a person to see.
 
     Raises:
+        OSError: The folder cannot be read or flushed.
+    """
+    names = os.listdir(folder)
+    numbers = {int(found[1]) for found in map(_PART.fullmatch, names) if found}
+    kept: Mapping[str, Any] = {}
+    if NAME in names:
+        if len(numbers) < 2:  # all files that a manifest names are of one save
+            return
+        try:
+            kept = catalog_of(folder).layouts
+        except CheckpointError:
+            return
+    if numbers:
+        flush(folder)  # the manifest's name is durable before what the one before it named is gone
+        remove(folder, keep=kept)
+
+
+def publish(folder: Path, catalog: Catalog) -> Unflushed | None:
+    """Make `catalog` that of the folder, durably; then remove the files that it does not name.
+
+    Returns:
+        An error of the last flush: the catalog is that of the folder, but a power failure may bring
+        the one before back, whose files are kept.
+
+    Raises:
+        CheckpointNotWritten: A file that a rank wrote is not in the folder as this rank sees it.
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
+    _check_seen(folder, catalog)
     body = json.dumps(catalog.dump(), allow_nan=False).encode()
-    replace_file(folder / NAME, _digest(body) + b"\n" + body)
-    remove(folder, keep=catalog.layouts)
+    try:
+        replace_file(folder / NAME, _digest(body) + b"\n" + body)
+    except Unflushed as e:
+        return e
+    with suppress(OSError):
+        remove(folder, keep=catalog.layouts)
+    return None
 
 
-def remove(folder: Path, keep: Any = (), number: int | None = None) -> None:
-    """Remove files of slices but those named in `keep`; with `number`, of that save only."""
+def _check_seen(folder: Path, catalog: Catalog) -> None:
+    """Look for the files of all ranks: each host may have the folder on its own disk."""
+    for file, layout in catalog.layouts.items():
+        try:
+            size = (folder / file).lstat().st_size
+        except FileNotFoundError:
+            size = None
+        if size != layout.num_bytes:
+            found = "is absent" if size is None else f"has {size} bytes, not {layout.num_bytes}"
+            raise not_shared(folder, f"{file}, which a rank has written, {found} on rank 0")
+
+
+def not_shared(folder: Path, seen: str) -> CheckpointNotWritten:
+    """Return the error for a folder that is another one on another rank."""
+    return CheckpointNotWritten(
+        "the ranks do not see the same folder",
+        path=str(folder),
+        seen=f"{seen}: {folder}",
+        fix="Give a folder on a file system that all hosts mount.",
+    )
+
+
+def remove(
+    folder: Path, keep: Any = (), number: int | None = None, rank: int | None = None
+) -> None:
+    """Remove files of slices except those in `keep`; only those of a save, or of a rank in it."""
     for name in os.listdir(folder):
         found = _PART.fullmatch(name)
-        if found and name not in keep and number in (None, int(found[1])):
+        if not found or name in keep:
+            continue
+        if number in (None, int(found[1])) and rank in (None, int(found[2])):
             with suppress(OSError):
                 (folder / name).unlink()
 

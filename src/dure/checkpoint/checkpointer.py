@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.folder import Folder, Place
+from dure.checkpoint.folder import Folder, Place, Unflushed
 from dure.checkpoint.lock import note_job
 from dure.checkpoint.objects import PerRank, is_sharded, state_of
 from dure.checkpoint.randomness import random_state
@@ -114,6 +114,7 @@ class Checkpointer:
             UsageError: A value in an object cannot be saved; its path is named. Or `step` is no
                 whole number from 0 on.
             CheckpointNotWritten: A rank could not write; no rank has saved, older ones are intact.
+                Or the last flush failed: the error says that the new one is in place.
             CheckpointMismatch: Ranks have different objects under one name: names, shapes, dtypes,
                 values, or parameters. No rank has saved.
 
@@ -137,16 +138,18 @@ class Checkpointer:
             self._prune()
             return path
 
+        committing = False
         try:
             saving = Saving(ranks, lambda: self._taken(number, objects), begin)
             made, job = saving.begun
             note_job(job)
             saving.write(made, 1)
+            committing = True
             return ranks.all_or_none("the checkpoint was not saved", commit)[0] or made
         except CheckpointException as e:
             error = ranks.lowest(e)
             if isinstance(error, OSError):
-                raise self._not_written(min(e.failures), error) from error
+                raise self._not_written(min(e.failures), error, committing) from error
             raise error from error.__cause__
         finally:
             self._folder.release()
@@ -170,26 +173,35 @@ class Checkpointer:
         run = {"step": step, "ranks": {str(self._ranks.rank): own}}
         return take(shared | {RUN: run}, self._ranks.size, rules)
 
-    def _not_written(self, rank: int, error: OSError) -> CheckpointNotWritten:
+    def _not_written(self, rank: int, error: OSError, committing: bool) -> CheckpointNotWritten:
+        what, fix = "the checkpoint could not be written", _fix_of(error)
+        if isinstance(error, Unflushed) and committing:
+            what = "the checkpoint is in place and complete, but it may not be durable"
+            fix = "Check the disk and save again. Checkpoints that were saved before are kept."
         return CheckpointNotWritten(
-            "the checkpoint could not be written",
+            what,
             path=str(self._folder.path),
             rank=rank,
             world_size=self._ranks.size,
             seen=f"{error.strerror or type(error).__name__}: {error.filename or self._folder.path}",
-            fix=_fix_of(error),
+            fix=fix,
         )
 
     def _prune(self) -> None:
         """Remove the oldest whole checkpoints; those that were refused are for a person to see."""
         if self.keep is None:
             return
-        places = [p for p in self._folder.places() if str(p.path) not in self.refused]
+        try:
+            found = self._folder.places()
+        except OSError as e:  # the new one is saved: that is no failure of the save
+            _log.warning("old checkpoints could not be removed: %s", str(e))
+            return
+        places = [p for p in found if str(p.path) not in self.refused]
         for place in places[: -self.keep]:
             try:
                 self._folder.remove(place.path)
             except OSError as e:
-                _log.warning("checkpoint %s could not be removed: %s", place.path, e)
+                _log.warning("checkpoint %s could not be removed: %s", place.path, str(e))
 
     def latest(self) -> Saved | None:
         """Return the newest whole checkpoint, or None; this rank alone reads and checks it."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
@@ -30,7 +31,7 @@ from weakref import WeakSet
 from dure.checkpoint.lock import FolderLock, give_up, lock_of
 from dure.comm.world import is_thread_rank
 
-__all__ = ["Folder", "Place", "flush", "make", "replace_file"]
+__all__ = ["Folder", "Place", "Unflushed", "flush", "flush_name", "make", "replace_file"]
 
 _NAME = re.compile(r"^(\d{6,})-step-(\d+)$")
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -128,18 +129,24 @@ class Folder:
         """In a forked child: leave the lock and what was begun to the parent."""
         self._begun, self._lock, self._holds = None, None, False
 
+    def check(self) -> None:
+        """Raise OSError if another job has taken the folder over since `hold`."""
+        assert self._lock is not None
+        self._lock.check()
+
     def commit(self, made: Path) -> Path:
         """Make what `begin` returned, in which all is flushed, a checkpoint, durably.
 
         Raises:
-            OSError: It cannot be renamed or flushed.
+            Unflushed: It is renamed, but the folder cannot be flushed.
+            OSError: It cannot be renamed; or another job has taken the folder over.
         """
-        assert self._lock is not None
-        self._lock.check()
+        self.check()
         final = made.with_name(made.name.removeprefix(_SAVING))
         made.rename(final)
+        assert self._lock is not None
         self._lock.kept = self._lock.kept or self._for_job
-        flush(self.path)
+        flush_name(final)
         return final
 
     def remove(self, path: Path) -> None:
@@ -180,17 +187,40 @@ def replace_file(path: Path, data: bytes) -> None:
     """Make a file, or another in its place, whole and durably: written beside it and renamed.
 
     Raises:
+        Unflushed: It is in place, but the folder cannot be flushed.
         OSError: It cannot be written; what was there before is.
     """
     hidden = path.with_name(_SAVING + path.name)
     hidden.unlink(missing_ok=True)
-    with hidden.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    flush(path.parent)
-    hidden.rename(path)
-    flush(path.parent)
+    try:
+        with hidden.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        flush(path.parent)
+        hidden.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            hidden.unlink(missing_ok=True)
+        raise
+    flush_name(path)
+
+
+class Unflushed(OSError):
+    """What was saved is in place, but it may not outlast a power failure."""
+
+
+def flush_name(path: Path) -> None:
+    """Flush the folder in which a file or folder got its name.
+
+    Raises:
+        Unflushed: That fails.
+    """
+    try:
+        flush(path.parent)
+    except OSError as e:
+        seen = f"{e.strerror}, when the folder was flushed after {path.name} had got its name"
+        raise Unflushed(e.errno, seen, str(path.parent)) from e
 
 
 def flush(folder: Path) -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from dure.checkpoint.catalog import (
     NAME,
     Catalog,
     Stored,
+    clear,
     leaves_of,
     next_number,
+    not_shared,
     part_name,
     publish,
     remove,
@@ -47,7 +50,7 @@ from dure.checkpoint.tree import (
     names_in,
     without_marks,
 )
-from dure.errors import CheckpointError, CheckpointMismatch, UsageError
+from dure.errors import CheckpointError, CheckpointException, CheckpointMismatch, UsageError
 
 __all__ = ["Saving", "Taken", "begin", "save_into", "take"]
 
@@ -216,7 +219,8 @@ class Saving:
         """Write into the folder `path`, as its `number`-th save; return the manifest.
 
         Raises:
-            CheckpointException: It failed on some ranks; what was saved before is as it was.
+            CheckpointException: It failed on some ranks; what was saved before is as it was. If the
+                failure is an `Unflushed`, the new checkpoint is in place.
 
         Collective: all of the ranks. Two exchanges.
         """
@@ -226,18 +230,46 @@ class Saving:
             layout = self._divided().layouts[ranks.rank]
             if not layout.begins:
                 return []
-            return write_slices(path / part_name(number, ranks.rank), layout, self._memory)
+            try:
+                return write_slices(path / part_name(number, ranks.rank), layout, self._memory)
+            except (FileNotFoundError, FileExistsError) as e:
+                if ranks.rank == 0:
+                    raise
+                seen = f"rank 0 made the folder, and rank {ranks.rank} got: {e.strerror}"
+                raise not_shared(path, seen) from e
 
         try:
             sums = ranks.all_or_none(_NOT_SAVED, write)
-        except BaseException:
-            if ranks.rank == 0:
-                with suppress(OSError):
-                    remove(path, number=number)
+        except BaseException as e:
+            self._remove(path, number, ranks.rank == 0 or isinstance(e, CheckpointException))
             raise
         catalog = self._catalog(sums, number)
-        ranks.all_or_none(_NOT_SAVED, lambda: publish(path, catalog) if ranks.rank == 0 else None)
+        try:
+            unflushed = ranks.all_or_none(
+                _NOT_SAVED, lambda: publish(path, catalog) if ranks.rank == 0 else None
+            )[0]
+        except CheckpointException:  # of rank 0, which has not published; others may not know
+            self._remove(path, number, True)
+            raise
+        if unflushed is not None:
+            failures: dict[int, Any] = {0: (unflushed, StackSummary())}
+            raise CheckpointException(
+                "the checkpoint is in place and complete, but it may not be durable",
+                failures,
+                fix="Check the disk and save again. Until then a power failure may bring back the "
+                "checkpoint before, whose files are kept.",
+            ) from unflushed
         return catalog
+
+    def _remove(self, path: Path, number: int, failed: bool) -> None:
+        """Remove what was written, if it is known that the save has failed.
+
+        Rank 0 removes all files, other ranks their own, in case each host has its own folder.
+        """
+        if failed:
+            rank = None if self._ranks.rank == 0 else self._ranks.rank
+            with suppress(OSError):
+                remove(path, number=number, rank=rank)
 
     def _catalog(self, sums: list[list[int]], number: int) -> Catalog:
         """Put together what ranks told, and the sums of what they wrote."""
@@ -276,8 +308,10 @@ class Saving:
 def begin(folder: Folder, replace: bool) -> int:
     """Make a folder, keep others from saving there, and return the number of a new save.
 
+    What a killed save left there is removed.
+
     Raises:
-        OSError: It cannot be made, or somebody else saves there.
+        OSError: It cannot be made, or another job saves there.
         CheckpointError: There is a checkpoint, and it is not to be replaced.
     """
     path = folder.path
@@ -285,7 +319,9 @@ def begin(folder: Folder, replace: bool) -> int:
     folder.hold()
     if not replace and (path / NAME).exists():
         raise CheckpointError("there is a checkpoint already", path=str(path), seen=f"{path}")
-    return next_number(path)
+    number = next_number(path)
+    clear(path)
+    return number
 
 
 def save_into(

@@ -1,0 +1,187 @@
+"""The folder that is saved into: what killed saves left there, and whether all ranks see it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dure.checkpoint import (
+    Checkpointer,
+    CheckpointException,
+    async_save,
+    catalog,
+    load,
+    save,
+    saving,
+)
+from dure.errors import CheckpointNotWritten
+from dure.testing import run_ranks
+from tests.checkpoint.saved_states import counted
+from tests.waiting import PATIENCE_S
+
+
+def _names(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def _save(state, folder):
+    save(state, checkpoint_id=folder)
+
+
+def _save_in_background(state, folder):
+    async_save(state, checkpoint_id=folder).result(PATIENCE_S)
+
+
+@pytest.fixture
+def before_writing(monkeypatch):
+    """Return a list with what is in the folder when a save begins to write, for each save."""
+    seen, write = [], saving.write_slices
+
+    def writing(path, *rest):
+        seen.append(_names(path.parent))
+        return write(path, *rest)
+
+    monkeypatch.setattr(saving, "write_slices", writing)
+    return seen
+
+
+@pytest.mark.parametrize("store", [_save, _save_in_background])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_killed_saves_left_is_removed_before_the_next_one_writes(
+    tmp_path, before_writing, store, is_used
+):
+    if is_used:
+        store({"w": counted(3)}, tmp_path)
+    left = ["part-000002-00000.safetensors", "part-000007-00001.safetensors"]
+    others = ["part-000002-00000.safetensors.copy", "notes.txt"]
+    for name in left + others:
+        (tmp_path / name).write_text("")
+    store({"w": counted(3)}, tmp_path)
+    first = ["part-000001-00000.safetensors"] if is_used else []
+    kept = [*others, *first, *(["manifest.json"] if is_used else [])]
+    assert before_writing[-1] == sorted([".lock", *kept])
+    assert _names(tmp_path) == sorted([*others, "manifest.json", "part-000008-00000.safetensors"])
+
+
+def test_the_files_of_a_damaged_checkpoint_are_kept_until_the_next_save_is_done(
+    tmp_path, before_writing
+):
+    _save({"w": counted(3)}, tmp_path)
+    (tmp_path / "part-000002-00000.safetensors").write_text("")
+    (tmp_path / "manifest.json").write_text("{}")
+    _save({"w": counted(3)}, tmp_path)
+    assert "part-000001-00000.safetensors" in before_writing[-1]
+    assert _names(tmp_path) == ["manifest.json", "part-000003-00000.safetensors"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_that_each_host_has_on_its_own_disk_is_refused(tmp_path, is_there):
+    disks = [tmp_path / "host0", tmp_path / "host1"]
+    _save({"w": counted(3)}, disks[0])
+    if is_there:
+        disks[1].mkdir()
+
+    def body(rank):
+        with pytest.raises(CheckpointException, match="not see the same folder") as caught:
+            _save({f"of rank {rank}": counted(3)}, disks[rank])
+        return [type(error) for error, _ in caught.value.failures.values()]
+
+    assert run_ranks(2, body) == [[CheckpointNotWritten]] * 2
+    assert _names(disks[0]) == ["manifest.json", "part-000001-00000.safetensors"]
+    assert not is_there or _names(disks[1]) == []
+    state = {"w": torch.zeros(3)}
+    load(state, checkpoint_id=disks[0])
+    assert state["w"].tolist() == [0, 1, 2]
+
+
+def test_a_file_of_another_length_on_rank_0_is_not_published(tmp_path, monkeypatch):
+    write = saving.write_slices
+
+    def cut(path, *rest):
+        sums = write(path, *rest)
+        os.truncate(path, 100)
+        return sums
+
+    monkeypatch.setattr(saving, "write_slices", cut)
+    with pytest.raises(CheckpointException, match=r"part-000001-00000.*has 100 bytes"):
+        _save({"w": counted(3)}, tmp_path)
+    assert _names(tmp_path) == []
+
+
+@pytest.fixture
+def failing_flush(monkeypatch):
+    """Return a function: flushing fails once something gets the name that it is called with."""
+    flush, rename = os.fsync, Path.rename
+    switch = {"after": "", "renamed": False}
+
+    def fsync(descriptor):
+        if switch["renamed"]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+
+    def renaming(path, target):
+        switch["renamed"] = switch["renamed"] or Path(target).name == switch["after"]
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renaming)
+
+    return lambda after: switch.update(after=after, renamed=False)
+
+
+def test_a_save_whose_last_flush_fails_is_in_place_and_the_error_says_so(tmp_path, failing_flush):
+    first, second = "part-000001-00000.safetensors", "part-000002-00000.safetensors"
+    _save({"w": counted(3)}, tmp_path)
+    failing_flush("manifest.json")
+
+    def body(rank):
+        del rank
+        with pytest.raises(CheckpointException) as caught:
+            _save({"w": counted(4)}, tmp_path)
+        return str(caught.value)
+
+    for text in run_ranks(2, body):
+        assert "in place" in text and "not saved" not in text
+    failing_flush("")
+    assert _names(tmp_path) == ["manifest.json", first, second]  # either manifest has its file
+    state = {"w": torch.zeros(4)}
+    load(state, checkpoint_id=tmp_path)
+    assert state["w"].tolist() == [0, 1, 2, 3]
+    _save({"w": counted(4)}, tmp_path)
+    assert _names(tmp_path) == ["manifest.json", "part-000003-00000.safetensors"]
+
+
+def test_a_checkpointer_whose_last_flush_fails_keeps_the_new_and_the_old(tmp_path, failing_flush):
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    checkpoints.save(1, state={})
+    failing_flush("000002-step-2")
+    with pytest.raises(CheckpointNotWritten, match="in place") as caught:
+        checkpoints.save(2, state={})
+    failing_flush("manifest.json")  # in the hidden folder, which gets no name
+    with pytest.raises(CheckpointNotWritten, match="No rank has saved"):
+        checkpoints.save(3, state={})
+    failing_flush("")
+    assert "No rank has saved" not in str(caught.value)
+    assert _names(tmp_path) == [".lock", "000001-step-1", "000002-step-2"]
+    assert checkpoints.load(state={}) == 2
+
+
+def test_an_error_after_the_commit_is_no_failure_of_the_save(tmp_path, monkeypatch):
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    listdir, publish = os.listdir, catalog.replace_file
+
+    def failing(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def publishing(path, data):
+        publish(path, data)
+        monkeypatch.setattr(os, "listdir", failing)  # also that of Path.iterdir
+        monkeypatch.setattr(Path, "iterdir", failing)
+
+    monkeypatch.setattr(catalog, "replace_file", publishing)
+    checkpoints.save(1, state={"w": counted(3)})
+    assert listdir(tmp_path / "000001-step-1")
