@@ -29,6 +29,10 @@ def _etcd() -> str:
     return "" if shutil.which("etcd") else "not found (Debian: etcd-server)"
 
 
+def _compiler() -> str:
+    return "" if shutil.which("cc") else "not found: cc"
+
+
 def _chromium() -> str:
     return "" if shutil.which("chromium") else "not found (Debian: chromium)"
 
@@ -72,6 +76,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "root": _root,
     "etcd": _etcd,
     "chromium": _chromium,
+    "compiler": _compiler,
     "network namespaces": _namespaces,
     "sshd": _sshd,
     "Slurm": _slurm,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -12,6 +14,8 @@ import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.file_storages import absolute
+from dure.checkpoint.folder import flush
 from dure.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -42,17 +46,37 @@ def dcp_to_torch_save(
 
     Args:
         dcp_checkpoint_dir: The checkpoint; of Dure.
-        torch_save_path: The file; replaced if it is there.
+        torch_save_path: The file; replaced if it is there, when the new one is on the disk.
 
     Raises:
-        CheckpointError: The checkpoint cannot be used, or is damaged.
+        CheckpointDamaged: The checkpoint is damaged.
+        CheckpointError: It cannot be read, or the file cannot be written; then what was there
+            before is as it was.
 
     Cost: memory of the tensors that are saved in several slices; others are mapped.
     """
     folder = Path(dcp_checkpoint_dir)
     catalog = catalog_of(folder)
     state = decode(catalog.tree, cache(Mapped(folder, catalog).checked))
-    torch.save(state, torch_save_path)
+    _replace(Path(torch_save_path), state)
+
+
+def _replace(path: Path, state: Any) -> None:
+    """Write a file of `torch.save` beside the place of `path`, and rename it."""
+    hidden = path.with_name(f".saving-{path.name}")
+    what = "the file was not written"
+    try:
+        torch.save(state, hidden)
+        with hidden.open("rb") as file:
+            os.fsync(file.fileno())
+        hidden.rename(path)
+        what = "the file was written, but a crash of the system may undo it: a flush failed"
+        flush(path.parent)
+    except (OSError, RuntimeError) as e:  # torch raises both when a disk is full
+        raise CheckpointError(what, path=str(path), seen=f"{e}") from e
+    finally:
+        with suppress(OSError):
+            hidden.unlink(missing_ok=True)
 
 
 def torch_save_to_dcp(
@@ -97,11 +121,12 @@ class BroadcastingTorchSaveReader(StorageReader):
     """
 
     def __init__(self, checkpoint_id: CheckpointId = None, coordinator_rank: int = 0) -> None:
-        self.checkpoint_id, self.coordinator_rank = checkpoint_id, coordinator_rank
+        self.coordinator_rank = coordinator_rank
+        self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Read another file from now on."""
-        self.checkpoint_id = checkpoint_id
+        self.checkpoint_id = None if checkpoint_id is None else absolute(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return nothing: the planner makes it."""
