@@ -22,7 +22,8 @@ from dure.checkpoint.restoring import Read, read_slices, was_written
 from dure.checkpoint.slice_files import Slice
 from dure.checkpoint.slices import Box
 from dure.checkpoint.storage import CheckpointId, StorageReader, done
-from dure.checkpoint.weight_folder import MAX_FILE_BYTES, catalog_of_weights
+from dure.checkpoint.weight_folder import MAX_FILE_BYTES
+from dure.checkpoint.weight_reading import catalog_of_weights
 from dure.errors import CheckpointMismatch, UsageError
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
     "QuantizedHuggingFaceStorageReader",
+    "absolute",
     "folder_of",
 ]
 
@@ -38,12 +40,21 @@ Where = str | os.PathLike[str]
 
 
 def folder_of(where: Where | None, op: str) -> Path:
-    """Return a folder; UsageError: none was given, or a URL."""
+    """Return a folder's absolute path; UsageError: none was given, or a URL."""
     if where is None:
         raise UsageError(f"{op} needs a folder", fix="Give it as checkpoint_id.")
-    if "://" in os.fspath(where):
+    if _is_url(where):
         raise UsageError("a checkpoint is in a folder, not at a URL", seen=f"{where}")
-    return Path(where)
+    return Path(where).absolute()
+
+
+def absolute(where: Where) -> Where:
+    """Return a folder as it is meant now: the program may change its working directory later."""
+    return where if _is_url(where) else Path(where).absolute()
+
+
+def _is_url(where: Where) -> bool:
+    return "://" in os.fspath(where)
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,9 @@ class FileSystemWriter:
     cache_staged_state_dict: bool = False
     overwrite: bool = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", absolute(self.path))
+
 
 @dataclass(frozen=True)
 class HuggingFaceStorageWriter:
@@ -77,11 +91,18 @@ class HuggingFaceStorageWriter:
         path: The folder; made if absent.
         fqn_to_index_mapping: The number of some tensors' files, from 1 on, by name.
         max_bytes: How large a file of the others gets.
+        overwrite: Whether weights may be replaced that Dure did not write and no index names, or
+            whose index cannot be used. Weights that Dure wrote, or an index names, are replaced in
+            any case; other files are never touched.
     """
 
     path: Where
     fqn_to_index_mapping: Mapping[str, int] = field(default_factory=dict[str, int])
     max_bytes: int = MAX_FILE_BYTES
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", absolute(self.path))
 
 
 class FolderReader(StorageReader):
@@ -92,7 +113,7 @@ class FolderReader(StorageReader):
     """
 
     def __init__(self, path: Where) -> None:
-        self.path = path
+        self.path = absolute(path)
         self.catalog = Catalog({}, {}, {}, {})
 
     @abstractmethod
@@ -101,7 +122,7 @@ class FolderReader(StorageReader):
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Read another folder from now on."""
-        self.path = self.path if checkpoint_id is None else checkpoint_id
+        self.path = self.path if checkpoint_id is None else absolute(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what the folder holds; reads the manifest, or the index and the files' headers.
@@ -128,13 +149,15 @@ class FolderReader(StorageReader):
         return done(None)
 
     def fill(self, wanted: list[tuple[Box, str, torch.Tensor]]) -> None:
-        """Read elements, each of one slice."""
+        """Read elements."""
         reads: list[Read] = []
         for box, name, to in wanted:
             stored_as = self.catalog.leaves[name].value
-            slices = self.catalog.slices[stored_as]
-            lying = next(lying for lying in slices if lying.meet(box) == box)
-            reads.append(Read(Slice(stored_as, lying), slices[lying], box, to))
+            for part, stored in self.catalog.slices[stored_as].items():
+                both = part.meet(box)
+                if both is not None:
+                    target = to if both == box else to[both.within(box)]
+                    reads.append(Read(Slice(stored_as, part), stored, both, target))
         read_slices(folder_of(self.path, "load"), self.catalog, reads, 1)
 
 
@@ -158,7 +181,9 @@ class FileSystemReader(FolderReader):
 
 
 class HuggingFaceStorageReader(FolderReader):
-    """A folder of weights as Hugging Face has them, that `load` reads; not checked by sums.
+    """A folder of weights as Hugging Face has them, that `load` reads.
+
+    If Dure wrote them, slices that are read completely are compared with their checksums.
 
     Args:
         path: The folder, with an index or without; its files may be links.

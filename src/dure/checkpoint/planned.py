@@ -6,7 +6,7 @@ planner of one's own, and no such storage, what it resolved is saved into a fold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from dure.checkpoint.planner import (
 )
 from dure.checkpoint.replicas import marks_by_name, require_alike
 from dure.checkpoint.restoring import give_back
-from dure.checkpoint.saving import Taken
+from dure.checkpoint.saving import OnDemand, Taken
 from dure.checkpoint.slice_files import Slice, kind_of
 from dure.checkpoint.storage import StorageReader, StorageWriter
 from dure.checkpoint.tree import Index, encode
@@ -103,17 +103,6 @@ def save_planned(
     return metadata
 
 
-class _Resolved(dict[Slice, torch.Tensor]):
-    """What a planner returns for items: asked when it is written, and not kept."""
-
-    def __init__(self, resolve: Callable[[Slice], torch.Tensor]) -> None:
-        super().__init__()
-        self._resolve = resolve
-
-    def __missing__(self, part: Slice) -> torch.Tensor:
-        return self._resolve(part)
-
-
 def taken_of(
     state_dict: Mapping[str, Any], planner: SavePlanner, ranks: Ranks, coordinator: int = 0
 ) -> Taken:
@@ -132,7 +121,7 @@ def taken_of(
     def take() -> None:
         items: dict[Slice, WriteItem] = {}
         leaves: dict[str, Any] = {}
-        made = Taken({}, _Resolved(partial(_resolved, planner, items)), None)
+        made = Taken({}, OnDemand(partial(_resolved, planner, items)), None)
         for item in planner.finish_plan(plans[ranks.rank]).items:
             name, data = item.index.fqn, item.tensor_data
             if data is None:

@@ -52,10 +52,21 @@ from dure.checkpoint.tree import (
 )
 from dure.errors import CheckpointError, CheckpointException, CheckpointMismatch, UsageError
 
-__all__ = ["Saving", "Taken", "begin", "save_into", "take"]
+__all__ = ["OnDemand", "Saving", "Taken", "begin", "save_into", "take"]
 
 _NOT_SAVED = "the checkpoint was not saved"
 _log = logging.getLogger("dure.checkpoint")
+
+
+class OnDemand(dict[Slice, torch.Tensor]):
+    """Tensors that are made when they are written, and not kept."""
+
+    def __init__(self, make: Callable[[Slice], torch.Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, part: Slice) -> torch.Tensor:
+        return self._make(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +304,22 @@ class Saving:
         begins = self._divided().layouts[self._ranks.rank].begins
         return {part: self._memory[part] for part in begins}
 
-    def values(self) -> list[str]:
-        """Return the names of what is no tensor; errors as `kinds`."""
+    def layouts(self) -> list[Layout]:
+        """Return which slices each rank is to write; errors as `kinds`."""
+        return self._divided().layouts
+
+    def memory(self, part: Slice) -> torch.Tensor:
+        """Return the elements of a slice that this rank has."""
+        return self._memory[part]
+
+    def names(self) -> dict[str, str | None]:
+        """Return for each name of the state that of its tensor; None: it is a value.
+
+        Names of one tensor (tied weights) have one tensor. Errors as `kinds`.
+        """
         self._divided()
         leaves = leaves_of(self._tree).items()
-        return [name for name, leaf in leaves if not isinstance(leaf.value, Named)]
+        return {n: leaf.value if isinstance(leaf.value, Named) else None for n, leaf in leaves}
 
     @property
     def begun(self) -> Any:

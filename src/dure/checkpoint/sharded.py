@@ -34,7 +34,8 @@ from dure.checkpoint.restoring import Loaded, load_from
 from dure.checkpoint.saving import save_into
 from dure.checkpoint.staging import AsyncStager
 from dure.checkpoint.storage import StorageReader, StorageWriter
-from dure.checkpoint.weight_folder import catalog_of_weights, save_weights
+from dure.checkpoint.weight_folder import save_weights
+from dure.checkpoint.weight_reading import catalog_of_weights
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ def _save(
     wait_for_saves(path)
     state = state_dict if own is None else taken_of(state_dict, own, ranks, coordinator)
     if isinstance(writer, HuggingFaceStorageWriter):
-        save_weights(path, state, ranks, writer.fqn_to_index_mapping, writer.max_bytes)
-        return metadata_of(catalog_of_weights(path))
+        files = writer.fqn_to_index_mapping, writer.max_bytes
+        return metadata_of(save_weights(path, state, ranks, *files, writer.overwrite))
     return metadata_of(save_into(path, state, ranks, _may_replace(writer)))
 
 

@@ -1,209 +1,446 @@
-"""Folders of weights as Hugging Face has them: read into any sharding, written from any.
+"""Saving folders of weights, as Hugging Face has them, from any sharding (`weight_reading` reads).
 
-    model-00001-of-00002.safetensors, ...     whole tensors; model.safetensors where it is one file
-    model.safetensors.index.json              {"weight_map": {name: file}, ...}
+No rank ever holds all weights. Rank 0 makes the files, in full length, under hidden names of this
+save. Each rank writes its elements to their places in them, and flushes; it opens the files for
+writing only, so that no host holds copies of pages that other hosts write. Checksums are taken on
+the way. Of tensors of which ranks have columns, a rank reads the file again for the checksum.
 
-No rank ever holds the whole. To load is to load a checkpoint whose slices are whole tensors that
-have no checksum. To save, rank 0 makes the files, in full length under hidden names, and each
-rank copies what it has to its place in them, mapped. When all are flushed, rank 0 renames them, the
-index last: until then a reader finds the old index, or none.
+Then rank 0 publishes the files. Each save takes new names for files that an index names, and
+one rename publishes it:
+
+1. A journal lists the new files, and those that the save will remove.
+2. The new files get their names. The weights in the folder are still the old ones.
+3. The new index replaces the old one. This is the commit.
+4. Files that the old index named are removed, then the journal.
+
+A single file is called model.safetensors, as programs look for that. Its own rename is the
+commit; if there was an index, the weights are the old ones until the index is removed.
+
+If a process is killed in the middle, the folder has the old or the new weights. The next save
+removes what the journal lists and the weights do not need, and hidden files. Other files are not
+touched: a save that would have to is refused, unless it may overwrite.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import mmap
+import math
 import os
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from traceback import StackSummary
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of
-from dure.checkpoint.files import DTYPES, open_file, read_file
-from dure.checkpoint.folder import flush, make, replace_file
-from dure.checkpoint.restoring import load_from
-from dure.checkpoint.saving import Saving, Taken
+from dure.checkpoint.files import DTYPES, PIECE_BYTES, pieces
+from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, replace_file
+from dure.checkpoint.restoring import Read, read_slices
+from dure.checkpoint.saving import OnDemand, Saving, Taken
 from dure.checkpoint.slice_files import Kind, Layout, Slice
-from dure.checkpoint.slices import whole_box
-from dure.checkpoint.tree import tensor_node
-from dure.errors import CheckpointError, UsageError
+from dure.checkpoint.slices import Box, whole_box
+from dure.checkpoint.tree import Named, tensor_node
+from dure.checkpoint.weight_reading import (
+    HIDDEN,
+    INDEX,
+    JOURNAL,
+    KEY,
+    SINGLE,
+    checksums_text,
+    header_of,
+    indexed_files,
+    journaled,
+)
+from dure.comm.checksum import crc32c
+from dure.comm.reduction import as_bytes
+from dure.errors import CheckpointError, CheckpointException, UsageError
 
-__all__ = ["MAX_FILE_BYTES", "catalog_of_weights", "consolidate", "save_weights"]
+__all__ = ["MAX_FILE_BYTES", "consolidate", "save_weights"]
 
 MAX_FILE_BYTES = 5_000_000_000
 """Where a file ends and the next begins, as Hugging Face's libraries do it."""
 
-_INDEX = "model.safetensors.index.json"
-_HIDDEN = ".saving-"
-_MAX_HEADER_BYTES = 100_000_000
+_PART = re.compile(r"model-(?:(\d{6,})-)?\d{5}-of-\d{5}\.safetensors")
 _NAMES = frozenset(DTYPES.values())
 _NOT_SAVED = "the weights were not saved"
+_NOT_FLUSHED = "the weights may not be durable"
+
+Sums = dict[str, dict[Box, int]]
+"""CRC-32C of slices, by tensor."""
 
 
-def catalog_of_weights(folder: Path) -> Catalog:
-    """Return what lies where in a folder of weights; reads the index and the files' headers.
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What rank 0 found in the folder."""
 
-    Links are followed, as the files of a download cache are links.
+    token: str
+    """Of this save, in the hidden names."""
+    number: int
+    """Of this save, in the names of files; 1: they have no number."""
+    indexed: bool
+    """Whether there is an index."""
+    old: tuple[str, ...]
+    """Files to remove when the new weights are published."""
+
+
+def _begin(folder: Folder, overwrite: bool) -> _Begun:
+    """Make a folder, keep others from saving there, remove leftovers, and look what there is.
 
     Raises:
-        CheckpointError: There are no weights, or a file is not what it says.
+        OSError: It cannot be made, or another job saves there.
+        CheckpointError: The save would touch files that are not the weights of the folder.
     """
+    path = folder.path
+    make(path)
+    folder.hold()
     try:
-        return _catalog(folder)
-    except (Unreadable, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        seen = f"{type(e).__name__}: {e}; in {folder}"
-        raise CheckpointError("the weights cannot be used", path=str(folder), seen=seen) from e
+        _clean(path)
+        old = indexed_files(path)
+        indexed = old is not None
+    except CheckpointError as e:
+        if not overwrite:
+            e.advise("Save to another folder, or with overwrite=True: its files then stay.")
+            raise
+        old, indexed = set[str](), True
+    single = path / SINGLE
+    if os.path.lexists(single) and SINGLE not in (old or ()):
+        if not overwrite and (indexed or not _is_ours(single)):
+            beside = f"which {INDEX} does not name" if indexed else "written by another program"
+            raise CheckpointError(
+                "the folder has other weights",
+                path=str(path),
+                seen=f"{single}, {beside}",
+                fix="Save to another folder, or with overwrite=True, which replaces them.",
+            )
+        old = {*(old or ()), SINGLE}
+    found = [_PART.fullmatch(name) for name in os.listdir(path)]
+    number = max((int(m[1] or 1) for m in found if m), default=0) + 1
+    there = tuple(sorted(name for name in old or () if os.path.lexists(path / name)))
+    return _Begun(secrets.token_hex(4), number, indexed, there)
 
 
-def _catalog(folder: Path) -> Catalog:
-    index = folder / _INDEX
-    wanted: dict[str, str] | None = None
-    if index.exists():
-        wanted = cast(dict[str, str], json.loads(read_file(index.resolve()))["weight_map"])
-        files = sorted(set(wanted.values()))
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise Unreadable(f"there is no {_INDEX} and no file of safetensors in {folder}")
-    kinds: dict[str, Kind] = {}
-    catalog = Catalog({}, kinds, {}, {})
-    for file in files:
-        if Path(file).name != file:
-            raise Unreadable(f"{_INDEX} names {file!r}, which leaves the folder")
-        path = (folder / file).resolve()
-        layout, found = _layout(path)
-        catalog.layouts[str(path)] = layout
-        for name, kind in found.items():
-            if wanted is not None and wanted.get(name) != file:
-                continue
-            if name in kinds:
-                raise Unreadable(f"{name!r} is in two files, one of them {file}")
-            kinds[name], catalog.tree[name] = kind, tensor_node(name)
-            box = whole_box(kind.shape)
-            catalog.slices[name] = {box: Stored(str(path), None)} if box.num_elements else {}
-    missing = (wanted or {}).keys() - kinds.keys()
-    if missing:
-        raise Unreadable(f"{min(missing)!r} is not in the file that {_INDEX} names")
-    return catalog
+def _is_ours(path: Path) -> bool:
+    """Tell whether a file has checksums of Dure."""
+    with suppress(Unreadable, OSError, ValueError, AttributeError):
+        return KEY in header_of(path.resolve()).metadata
+    return False
 
 
-def _layout(path: Path) -> tuple[Layout, dict[str, Kind]]:
-    """Read the header of a file of safetensors."""
-    with os.fdopen(open_file(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = file.read(8)
-        count = int.from_bytes(length, "little")
-        if len(length) < 8 or count > min(_MAX_HEADER_BYTES, size - 8):
-            raise Unreadable(f"{path.name} has no header of safetensors")
-        text = file.read(count)
-    entries = cast(dict[str, dict[str, Any]], json.loads(text))
-    kinds: dict[str, Kind] = {}
-    begins: dict[Slice, int] = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _NAMES:
-            raise Unreadable(f"{name!r} in {path.name} is of an unknown dtype, {entry['dtype']!r}")
-        kind = Kind(entry["dtype"], tuple(entry["shape"]))
-        begin, end = entry["data_offsets"]
-        box = whole_box(kind.shape)
-        numbers = [begin, end, *kind.shape]
-        if not all(type(n) is int and n >= 0 for n in numbers) or end > size - 8 - count:
-            raise Unreadable(f"{name!r} in {path.name} is said to lie outside of it")
-        if end - begin != kind.num_bytes(box):
-            raise Unreadable(f"{name!r} in {path.name} is said to be {end - begin} bytes, {kind}")
-        kinds[name], begins[Slice(name, box)] = kind, 8 + count + begin
-    return Layout(length + text, begins, size), kinds
+def _clean(folder: Path) -> None:
+    """Remove what a save left that did not finish: all that the weights of the folder do not need.
+
+    Raises:
+        CheckpointError: The index cannot be used; then only hidden files are removed.
+        OSError: A file cannot be removed.
+    """
+    hidden = [name for name in os.listdir(folder) if name.startswith(f"{HIDDEN}model")]
+    for name in hidden:
+        if name != JOURNAL:
+            (folder / name).unlink(missing_ok=True)
+    if JOURNAL in hidden:
+        needed = indexed_files(folder)
+        needed = {SINGLE} if needed is None else needed
+        for name in journaled(folder):
+            if name not in needed:
+                (folder / name).unlink(missing_ok=True)
+        (folder / JOURNAL).unlink()
+
+
+class _Place(NamedTuple):
+    """Where a tensor begins."""
+
+    file: str
+    begin: int
 
 
 class _Files:
-    """Files of whole tensors in the making.
+    """Files of complete tensors that are being written.
 
     Args:
-        folder: Where they are to be.
+        folder: Where they will be.
+        begun: What is there.
         kinds: What is in them.
+        boxes: For each tensor, the slices that have checksums.
         numbers: Of some tensors' files, from 1 on.
         max_bytes: How large a file gets; a larger tensor has one for itself.
 
     Raises:
-        UsageError: Tensors of a kind that the file format lacks.
+        UsageError: The file format lacks a dtype.
     """
 
     def __init__(
-        self, folder: Path, kinds: dict[str, Kind], numbers: Mapping[str, int], max_bytes: int
+        self,
+        folder: Path,
+        begun: _Begun,
+        kinds: dict[str, Kind],
+        boxes: Mapping[str, Iterable[Box]],
+        numbers: Mapping[str, int],
+        max_bytes: int,
     ) -> None:
-        self._folder = folder
+        self._folder, self._begun, self._kinds = folder, begun, kinds
         for name, kind in kinds.items():
             if kind.dtype not in _NAMES:
                 raise UsageError(
                     "a folder of weights has no such tensors", seen=f"{name!r} is {kind}"
                 )
-        cut: dict[int, list[Slice]] = {}
-        number, filled = max(numbers.values(), default=1), 0
-        for name, kind in kinds.items():
-            part = Slice(name, whole_box(kind.shape))
-            num_bytes = kind.num_bytes(part.box)
-            if name not in numbers:
-                if filled and filled + num_bytes > max_bytes:
-                    number, filled = number + 1, 0
-                filled += num_bytes
-            cut.setdefault(numbers.get(name, number), []).append(part)
-        names = [f"model-{i + 1:05d}-of-{len(cut):05d}.safetensors" for i in range(len(cut))]
-        names = ["model.safetensors"] if len(cut) == 1 else names
-        self._layouts = {
-            file: Layout.of(cut[n], kinds, {"format": "pt"})
-            for file, n in zip(names, sorted(cut), strict=True)
-        }
-        self._kinds = kinds
-        self._maps: dict[str, mmap.mmap] = {}
+        cut = _cut(kinds, numbers, max_bytes)
+        # The name model.safetensors cannot be reused while an index names it.
+        self._single = len(cut) == 1 and not (begun.indexed and SINGLE in begun.old)
+        number = "" if begun.number == 1 else f"{begun.number:06d}-"
+        names = [f"model-{number}{i + 1:05d}-of-{len(cut):05d}" for i in range(len(cut))]
+        files = [SINGLE] if self._single else [f"{name}.safetensors" for name in names]
+        self._parts = dict(zip(files, cut, strict=True))
+        without = {name: dict.fromkeys(boxes[name], 0) for name in kinds}
+        self._layouts = {file: self._layout(file, without) for file in files}
+
+    def _layout(self, file: str, sums: Sums) -> Layout:
+        """Lay a file out; the single one has the checksums in its header."""
+        metadata = {"format": "pt"}
+        if self._single:
+            metadata[KEY] = checksums_text(self._kinds, sums)
+        return Layout.of(self._parts[file], self._kinds, metadata)
+
+    def path(self, file: str) -> Path:
+        """Return the hidden path of a file, which it has until it is published."""
+        return self._folder / f"{HIDDEN}{file}.{self._begun.token}"
 
     def make(self) -> None:
-        """Make them under hidden names, in full length, without tensors."""
+        """Make the files in full length, without contents; OSError where that fails."""
         for file, layout in self._layouts.items():
-            with (self._folder / f"{_HIDDEN}{file}").open("wb") as made:
-                made.write(layout.header)
-                made.truncate(layout.num_bytes)
+            with _opened(self.path(file), os.O_CREAT | os.O_EXCL) as descriptor:
+                os.ftruncate(descriptor, layout.num_bytes)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors, mapped: what is written to them is written to the files."""
-        found: dict[str, torch.Tensor] = {}
-        for file, layout in self._layouts.items():
-            with (self._folder / f"{_HIDDEN}{file}").open("r+b") as made:
-                mapped = self._maps[file] = mmap.mmap(made.fileno(), 0)
-            for part, begin in layout.begins.items():
-                kind, count = self._kinds[part.name], part.box.num_elements
-                flat = torch.empty(0, dtype=kind.torch_dtype)
-                if count:
-                    flat = torch.frombuffer(
-                        mapped, dtype=kind.torch_dtype, count=count, offset=begin
-                    )
-                found[part.name] = flat.view(kind.shape)
-        return found
+    def tensors(self) -> dict[str, _Place]:
+        """Return where each tensor begins."""
+        return {
+            part.name: _Place(file, begin)
+            for file, layout in self._layouts.items()
+            for part, begin in layout.begins.items()
+        }
 
-    def flush(self) -> None:
-        """Write what was mapped through to the disk."""
-        for mapped in self._maps.values():
-            mapped.flush()
+    def publish(self, sums: Sums) -> OSError | None:
+        """Write the headers, and make the files the weights of the folder.
 
-    def publish(self) -> None:
-        """Give the files their names, the index last; remove those of weights before."""
+        Returns:
+            The error of a flush that failed when the weights were published.
+
+        Raises:
+            OSError: The weights are not published.
+        """
         for file in self._layouts:
-            (self._folder / f"{_HIDDEN}{file}").rename(self._folder / file)
-        index = self._folder / _INDEX
-        if len(self._layouts) > 1:
-            placed = {p.name: f for f, layout in self._layouts.items() for p in layout.begins}
-            size = sum(kind.num_bytes(whole_box(kind.shape)) for kind in self._kinds.values())
-            fields = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
-            replace_file(index, json.dumps(fields, indent=2).encode())
-        else:
-            index.unlink(missing_ok=True)
-        flush(self._folder)
-        for path in self._folder.glob("model*.safetensors"):
-            if path.name not in self._layouts:
-                path.unlink()
+            layout = self._layout(file, sums)
+            with _opened(self.path(file)) as descriptor:
+                _write(descriptor, memoryview(layout.header), 0)
+                os.fsync(descriptor)
+        folder, old = self._folder, [n for n in self._begun.old if n not in self._layouts]
+        journal = not self._single or self._begun.indexed
+        if journal:
+            _note(folder, [*self._layouts, *old])
+        for file in self._layouts:
+            self.path(file).rename(folder / file)
+        failed: OSError | None = None
+        try:
+            if not self._single:
+                replace_file(folder / INDEX, self._index(sums))
+            elif self._begun.indexed:
+                flush(folder)
+                (folder / INDEX).unlink()
+                flush_name(folder / SINGLE)
+            else:
+                flush_name(folder / SINGLE)
+        except Unflushed as e:
+            failed = e
+        if journal:
+            with suppress(OSError, CheckpointError):  # the next save removes them
+                _clean(folder)
+        return failed
+
+    def catalog(self, sums: Sums) -> Catalog:
+        """Return what the files contain."""
+        layouts = {str(self._folder / file): self._layout(file, sums) for file in self._layouts}
+        catalog = Catalog({}, self._kinds, {}, layouts)
+        for name, place in self.tensors().items():
+            path = str(self._folder / place.file)
+            catalog.tree[name] = tensor_node(name)
+            catalog.slices[name] = {box: Stored(path, crc) for box, crc in sums[name].items()}
+        return catalog
+
+    def _index(self, sums: Sums) -> bytes:
+        placed = {name: place.file for name, place in sorted(self.tensors().items())}
+        size = sum(kind.num_bytes(whole_box(kind.shape)) for kind in self._kinds.values())
+        metadata = {"total_size": size, KEY: checksums_text(self._kinds, sums)}
+        return json.dumps({"metadata": metadata, "weight_map": placed}, indent=2).encode()
+
+
+def _cut(kinds: dict[str, Kind], numbers: Mapping[str, int], max_bytes: int) -> list[list[Slice]]:
+    """Distribute tensors over files."""
+    cut: dict[int, list[Slice]] = {}
+    number, filled = max(numbers.values(), default=1), 0
+    for name, kind in kinds.items():
+        part = Slice(name, whole_box(kind.shape))
+        num_bytes = kind.num_bytes(part.box)
+        if name not in numbers:
+            if filled and filled + num_bytes > max_bytes:
+                number, filled = number + 1, 0
+            filled += num_bytes
+        cut.setdefault(numbers.get(name, number), []).append(part)
+    return [cut[n] for n in sorted(cut)] or [[]]
+
+
+def _note(folder: Path, files: list[str]) -> None:
+    """Write the journal, through to the disk."""
+    with _opened(folder / JOURNAL, os.O_CREAT | os.O_TRUNC) as descriptor:
+        _write(descriptor, memoryview(json.dumps(files).encode()), 0)
+        os.fsync(descriptor)
+    flush(folder)
+
+
+@contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, at)
+        data, at = data[count:], at + count
+
+
+def _write_slice(descriptor: int, begin: int, kind: Kind, box: Box, memory: torch.Tensor) -> int:
+    """Write a slice to its tensor, which begins at `begin`; return its sum if it is one run."""
+    whole, size, crc = whole_box(kind.shape), kind.torch_dtype.itemsize, 0
+    run = box.run_in(whole)
+    if run is not None:
+        at = begin + run[0] * size
+        for data in pieces(memory):
+            crc = crc32c(data, crc)
+            _write(descriptor, data, at)
+            at += len(data)
+        return crc
+    # Dimensions from `dim` on are consecutive; each index of those before begins another run.
+    dim = max(d for d, n in enumerate(box.sizes) if n != kind.shape[d])
+    strides = [math.prod(kind.shape[d + 1 :]) for d in range(len(kind.shape))]
+    starts = torch.tensor([sum(a * n for a, n in zip(box.offsets, strides, strict=True))])
+    for d in range(dim):
+        starts = (starts[:, None] + torch.arange(box.sizes[d]) * strides[d]).flatten()
+    num_bytes = math.prod(box.sizes[dim:]) * size
+    data = memoryview(cast(Any, as_bytes(memory.cpu().contiguous()).numpy()))
+    for number, first in enumerate(cast(list[int], starts.tolist())):
+        row = data[number * num_bytes : (number + 1) * num_bytes]
+        _write(descriptor, row, begin + first * size)
+    return 0
+
+
+class _Weights:
+    """One save of one rank.
+
+    Args:
+        folder: Where to.
+        saving: What is saved.
+        ranks: Those that save.
+    """
+
+    def __init__(self, folder: Path, saving: Saving, ranks: Ranks) -> None:
+        self._folder, self._saving, self._ranks = folder, saving, ranks
+
+    def prepare(self, numbers: Mapping[str, int], max_bytes: int) -> None:
+        """Compare the state with what files can hold; rank 0 makes the files.
+
+        Raises:
+            UsageError: There are values in the state, or tensors of a dtype that files lack.
+            CheckpointMismatch: Ranks have different tensors under one name.
+            OSError: The files cannot be made.
+        """
+        stored = self._saving.names()
+        self._names: dict[str, list[str]] = {}
+        """Names in the files, by that of the tensor: tied weights have several."""
+        for name, tensor in stored.items():
+            if tensor is None:
+                raise UsageError(
+                    "a folder of weights has tensors only",
+                    seen=f"{name!r} is a value",
+                    fix="Save get_model_state_dict(model).",
+                )
+            self._names.setdefault(tensor, []).append(name)
+        kinds = self._saving.kinds()
+        self._kinds = {name: kinds[tensor] for name, tensor in stored.items() if tensor}
+        runs: dict[str, list[Box]] = {name: [] for name in self._kinds}
+        divided: set[str] = set()
+        for layout in self._saving.layouts():
+            for part in layout.begins:
+                for name in self._names.get(part.name, ()):
+                    runs[name].append(part.box)
+                    if part.box.run_in(whole_box(self._kinds[name].shape)) is None:
+                        divided.add(name)
+        self._divided = sorted(divided)
+        """Tensors of which ranks have columns."""
+        boxes = runs | {name: [whole_box(self._kinds[name].shape)] for name in divided}
+        self._boxes = {name: sorted(each) for name, each in boxes.items()}
+        self.files = _Files(
+            self._folder, self._saving.begun, self._kinds, self._boxes, numbers, max_bytes
+        )
+        if self._ranks.rank == 0:
+            self.files.make()
+
+    def write(self) -> Sums:
+        """Write this rank's elements, through to the disk; return the sums of slices.
+
+        Raises:
+            OSError: The disk is full, or a file cannot be written.
+        """
+        places, sums = self.files.tensors(), Sums()
+        mine = self._saving.layouts()[self._ranks.rank].begins
+        to_write = sorted(
+            (places[name], name, part) for part in mine for name in self._names[part.name]
+        )
+        for file, group in itertools.groupby(to_write, key=lambda one: one[0].file):
+            with _opened(self.files.path(file)) as descriptor:
+                for place, name, part in group:
+                    memory, kind = self._saving.memory(part), self._kinds[name]
+                    crc = _write_slice(descriptor, place.begin, kind, part.box, memory)
+                    sums.setdefault(name, {})[part.box] = crc
+                os.fsync(descriptor)
+        return sums
+
+    def read_again(self) -> Sums:
+        """Return the sums of this rank's share of the tensors of which ranks have columns.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        places, sums = self.files.tensors(), Sums()
+        for name in self._divided[self._ranks.rank :: self._ranks.size]:
+            box, crc = self._boxes[name][0], 0
+            at = places[name].begin
+            end = at + self._kinds[name].num_bytes(box)
+            with self.files.path(places[name].file).open("rb", buffering=0) as file:
+                while data := os.pread(file.fileno(), min(PIECE_BYTES, end - at), at):
+                    crc, at = crc32c(data, crc), at + len(data)
+            sums[name] = {box: crc}
+        return sums
+
+    def sums(self, written: list[Sums], not_saved: str) -> Sums:
+        """Return the sums of all slices, given those that ranks wrote.
+
+        Collective: all of the ranks, one exchange if there are tensors divided by columns.
+        """
+        found: Sums = {name: dict.fromkeys(boxes, 0) for name, boxes in self._boxes.items()}
+        again = self._ranks.all_or_none(not_saved, self.read_again) if self._divided else []
+        for one in [*written, *again]:
+            for name, crcs in one.items():
+                found[name].update((box, crc) for box, crc in crcs.items() if box in found[name])
+        return found
 
 
 def save_weights(
@@ -212,64 +449,94 @@ def save_weights(
     ranks: Ranks,
     numbers: Mapping[str, int],
     max_bytes: int,
-) -> None:
-    """Save a state of tensors as a folder of weights.
+    overwrite: bool = False,
+) -> Catalog:
+    """Save a state of tensors as a folder of weights; return what is in it.
 
     Raises:
         CheckpointException: It failed on some ranks, or there are values in the state.
 
-    Collective: all of `ranks`. Four exchanges.
+    Collective: all of `ranks`. Four exchanges; five if ranks have columns of a tensor.
     """
-    saving = Saving(ranks, state_dict, lambda: make(folder))
-    files: list[_Files] = []
+    place, leads = Folder(folder), ranks.rank == 0
+    begun: list[_Begun] = []
 
-    def prepare() -> None:
-        kinds = saving.kinds()
-        values = saving.values()
-        if values:
-            raise UsageError(
-                "a folder of weights has tensors only",
-                seen=f"{min(values)!r} is a value",
-                fix="Save get_model_state_dict(model).",
-            )
-        files.append(_Files(folder, kinds, numbers, max_bytes))
-        if ranks.rank == 0:
-            files[0].make()
+    def begin() -> _Begun | None:
+        if leads:
+            begun.append(_begin(place, overwrite))
+        return begun[0] if begun else None
 
-    def write() -> None:
-        mapped = files[0].tensors()
-        for part, memory in saving.mine().items():
-            whole = whole_box(mapped[part.name].shape)
-            mapped[part.name][part.box.within(whole)].copy_(memory)
-        files[0].flush()
+    try:
+        saving = Saving(ranks, state_dict, begin)
+        weights = _Weights(folder, saving, ranks)
+        ranks.all_or_none(_NOT_SAVED, lambda: weights.prepare(numbers, max_bytes))
+        sums = weights.sums(ranks.all_or_none(_NOT_SAVED, weights.write), _NOT_SAVED)
 
-    ranks.all_or_none(_NOT_SAVED, prepare)
-    ranks.all_or_none(_NOT_SAVED, write)
-    ranks.all_or_none(_NOT_SAVED, lambda: files[0].publish() if ranks.rank == 0 else None)
+        def publish() -> OSError | None:
+            if leads:
+                place.check()
+                return weights.files.publish(sums)
+            return None
+
+        failed = ranks.all_or_none(_NOT_SAVED, publish)[0]
+        if failed is not None:
+            raise CheckpointException(_NOT_FLUSHED, {0: (failed, StackSummary())}) from failed
+        return weights.files.catalog(sums)
+    except BaseException:
+        if begun:
+            with suppress(OSError, CheckpointError):
+                _clean(folder)
+        raise
+    finally:
+        place.release()
 
 
-def consolidate(folder: Path, to: Path, prefix: str = "", max_bytes: int = MAX_FILE_BYTES) -> None:
-    """Make a folder of weights of a checkpoint, in this process alone and little memory.
+def consolidate(
+    folder: Path,
+    to: Path,
+    prefix: str = "",
+    max_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Make a folder of weights of a checkpoint, in this process alone.
+
+    Every name that begins with the prefix is written, also if the tensor has another name, too.
 
     Args:
         folder: The checkpoint.
-        to: The folder of weights; made if absent.
+        to: The folder of weights; made if absent. Weights that it has are replaced.
         prefix: Take tensors whose names begin with this, and leave it out of their names.
         max_bytes: How large a file gets.
+        overwrite: Whether weights that Dure did not write, or that cannot be used, may be replaced.
 
     Raises:
         CheckpointError: No tensor's name begins so; the checkpoint cannot be used.
-        CheckpointException: A slice of it is damaged.
+        CheckpointException: A slice of it is damaged; the folder has other weights, or cannot be
+            written. What was there before is as it was.
+
+    Cost: memory of the largest tensor.
     """
-    kinds = {n: k for n, k in catalog_of(folder).kinds.items() if n.startswith(prefix)}
-    if not kinds:
+    catalog = catalog_of(folder)
+    leaves = catalog.leaves.items()
+    stored = {n: str(v.value) for n, v in leaves if isinstance(v.value, Named)}
+    stored = {n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)}
+    if not stored:
         raise CheckpointError(
             "there is nothing to take", path=str(folder), seen=f"no tensor begins with {prefix!r}"
         )
-    make(to)
-    files = _Files(to, {n.removeprefix(prefix): k for n, k in kinds.items()}, {}, max_bytes)
-    files.make()
-    state = {prefix + name: tensor for name, tensor in files.tensors().items()}
-    load_from(folder, cast(dict[str, Any], state), Ranks(None, alone=True), False)
-    files.flush()
-    files.publish()
+    alone = Ranks(None, alone=True)
+
+    def read(part: Slice) -> torch.Tensor:
+        tensor = torch.empty(part.box.sizes, dtype=catalog.kinds[part.name].torch_dtype)
+        reads = [
+            Read(Slice(part.name, box), stored_at, box, tensor[box.within(part.box)])
+            for box, stored_at in catalog.slices[part.name].items()
+        ]
+        read_slices(folder, catalog, reads, alone.num_threads)
+        return tensor
+
+    kinds = {name: catalog.kinds[name] for name in stored.values()}
+    boxes = {name: whole_box(kind.shape) for name, kind in kinds.items()}
+    offer = {n: (k, (boxes[n],) if boxes[n].num_elements else (), 0) for n, k in kinds.items()}
+    tree = {name: tensor_node(tensor) for name, tensor in stored.items()}
+    save_weights(to, Taken(offer, OnDemand(read), tree), alone, {}, max_bytes, overwrite)

@@ -89,9 +89,13 @@ def consolidate(
     prefix: Annotated[
         str, typer.Option(help="Take tensors whose names begin so, and leave it out of them.")
     ] = "",
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace weights in TO that another program has written."),
+    ] = False,
 ) -> None:
-    """Write whole tensors in one process and little memory."""
+    """Write complete tensors, in one process."""
     from dure.checkpoint import consolidate as write  # lazy: torch
 
-    write(folder, to, prefix)
+    write(folder, to, prefix, overwrite=overwrite)
     print(f"written to {to}")

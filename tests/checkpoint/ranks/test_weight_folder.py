@@ -17,6 +17,7 @@ from dure.checkpoint import (
     FileSystemReader,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
+    QuantizedHuggingFaceStorageReader,
     async_save,
     consolidate,
     load,
@@ -107,17 +108,17 @@ def test_any_mesh_writes_the_same_files(tmp_path, sizes, placements, max_bytes):
     for path in paths:
         found |= load_file(path)
         with safe_open(path, framework="pt") as file:
-            assert file.metadata() == {"format": "pt"}
+            assert file.metadata()["format"] == "pt"
     assert {n: t.tolist() for n, t in found.items()} == {n: t.tolist() for n, t in WHOLE.items()}
     assert found["b"].dtype == torch.bfloat16
     names = sorted(path.name for path in tmp_path.iterdir())
     if max_bytes > 150:
         assert names == ["model.safetensors"]
     else:  # 140 bytes of a; 24, 48 and 4 of b, c and number
-        files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        files = [f"model-000002-0000{i}-of-00002.safetensors" for i in (1, 2)]
         assert names == [*files, "model.safetensors.index.json"]
         fields = json.loads((tmp_path / names[-1]).read_text())
-        assert fields["metadata"] == {"total_size": 140 + 24 + 48 + 4}
+        assert fields["metadata"]["total_size"] == 140 + 24 + 48 + 4
         rest = dict.fromkeys(["b", "c", "none", "number"], files[1])
         assert fields["weight_map"] == {"a": files[0], **rest}
 
@@ -198,18 +199,59 @@ def test_what_a_folder_of_weights_does_not_take(tmp_path):
 def test_a_failure_leaves_the_weights_before(tmp_path, monkeypatch):
     writer = HuggingFaceStorageWriter(tmp_path)
 
-    def flushing(self):
+    def writing(descriptor, data, at):
         raise OSError(28, "No space left on device")
 
     def body(rank):
         save({"w": counted(4)}, storage_writer=writer)
         dure.barrier()
-        monkeypatch.setattr(weight_folder._Files, "flush", flushing)
+        monkeypatch.setattr(weight_folder, "_write", writing)
         with pytest.raises(CheckpointException, match="No space left"):
             save({"w": torch.zeros(4)}, storage_writer=writer)
 
     run_ranks(2, body)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert load_file(tmp_path / "model.safetensors")["w"].equal(counted(4))
+
+
+@pytest.mark.parametrize("placement", [S0, S1], ids=str)
+def test_bytes_that_several_ranks_wrote_have_checksums(tmp_path, placement):
+    """What is cut by rows is checked by ranks that load the same rows, or all."""
+
+    def body(rank, loading=None):
+        mesh = init_device_mesh("cpu", (2,))
+        state = {"w": distribute_tensor(counted(4, 6), mesh, [placement])}
+        if loading is None:
+            return save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
+        state = {"w": zeros(4, 6, device_mesh=mesh, placements=[loading])}
+        return load(state, storage_reader=HuggingFaceStorageReader(tmp_path))
+
+    held = run_ranks(2, body)[0].state_dict_metadata["w"]
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-30] + b"\xff" + data[-29:])
+    for loading in [R, S0] if placement == S0 else [R]:
+        with pytest.raises(CheckpointException, match="checksum is wrong"):
+            run_ranks(2, body, loading)
+    assert [list(chunk.sizes) for chunk in held.chunks] == (
+        [[2, 6], [2, 6]] if placement == S0 else [[4, 6]]
+    )
+
+
+def test_scales_are_read_from_all_slices(tmp_path):
+    weight, scales = torch.ones(8, 4).to(torch.float8_e4m3fn), counted(4, 2)
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        state = {"w": weight, "w_scale_inv": distribute_tensor(scales, mesh, [S0])}
+        save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
+
+    run_ranks(2, body)
+    state = {"w": torch.zeros(8, 4)}
+    reader = QuantizedHuggingFaceStorageReader(tmp_path, block_size=2)
+    load(state, storage_reader=reader)
+    assert state["w"][:, 0].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert state["w"][:, 3].tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
 
 
 def _header(change):

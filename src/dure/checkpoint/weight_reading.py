@@ -1,0 +1,246 @@
+"""What is in a folder of weights, as Hugging Face has them, and the checksums that Dure adds.
+
+    model-00001-of-00002.safetensors, ...     complete tensors; model.safetensors if it is one file
+    model.safetensors.index.json              {"metadata": {...}, "weight_map": {name: file}}
+
+The weights of a folder are the files that the index names. Without an index they are
+model.safetensors, or, without that, all files of safetensors. Hidden files are never read, nor are
+files of a save that has not published them: its journal (`JOURNAL`) names those.
+
+Dure's saves add checksums under the key "dure" to the metadata of the file whose rename publishes
+the weights: of the index, or of model.safetensors. It is a text in JSON:
+
+    {"w": ["F32", [[offsets, sizes, crc32c], ...]], ...}
+
+Each slice is consecutive bytes of its tensor, and each element is in one slice. A slice is checked
+when it is read completely. Weights that other programs have written have no checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from dure.checkpoint.catalog import Catalog, Stored, Unreadable
+from dure.checkpoint.files import DTYPES, open_file, read_file
+from dure.checkpoint.slice_files import Kind, Layout, Slice
+from dure.checkpoint.slices import Box, fault_of_cover, whole_box
+from dure.checkpoint.tree import tensor_node
+from dure.errors import CheckpointError
+
+__all__ = [
+    "HIDDEN",
+    "INDEX",
+    "JOURNAL",
+    "KEY",
+    "SINGLE",
+    "catalog_of_weights",
+    "checksums_text",
+    "header_of",
+    "indexed_files",
+    "journaled",
+]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HIDDEN = ".saving-"
+JOURNAL = f"{HIDDEN}model.json"
+"""A list of the files that a save is about to publish or to remove; absent otherwise."""
+KEY = "dure"
+"""Of the checksums in the metadata."""
+_MAX_HEADER_BYTES = 100_000_000
+_NAMES = frozenset(DTYPES.values())
+
+
+class _Header(NamedTuple):
+    """The header of a file of safetensors."""
+
+    data: bytes
+    entries: dict[str, dict[str, Any]]
+    metadata: dict[str, str]
+    num_bytes: int
+    """Of the file."""
+
+
+def catalog_of_weights(folder: Path) -> Catalog:
+    """Return what a folder of weights contains; reads the index and the files' headers.
+
+    Links are followed, as the files of a download cache are links.
+
+    Raises:
+        CheckpointError: There are no weights, or a file is not what it says.
+    """
+    try:
+        return _catalog(folder)
+    except (Unreadable, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        seen = f"{type(e).__name__}: {e}; in {folder}"
+        raise CheckpointError("the weights cannot be used", path=str(folder), seen=seen) from e
+
+
+def _catalog(folder: Path) -> Catalog:
+    placed, text = _index(folder)
+    files = _files(folder) if placed is None else sorted(set(placed.values()))
+    if not files:
+        raise Unreadable(f"there are no weights: no {INDEX} and no file of safetensors in {folder}")
+    kinds: dict[str, Kind] = {}
+    begins: dict[str, tuple[str, int]] = {}
+    headers: dict[str, _Header] = {}
+    for file in files:
+        path = (folder / file).resolve()
+        header = headers[str(path)] = header_of(path)
+        if placed is None and file == SINGLE:
+            text = header.metadata.get(KEY)
+        for name, (kind, begin) in _tensors(path, header).items():
+            if placed is not None and placed.get(name) != file:
+                continue
+            if name in kinds:
+                raise Unreadable(f"{name!r} is in two files, one of them {file}")
+            kinds[name], begins[name] = kind, (str(path), begin)
+    missing = (placed or {}).keys() - kinds.keys()
+    if missing:
+        raise Unreadable(f"{min(missing)!r} is not in the file that {INDEX} names")
+    return _cataloged(kinds, begins, headers, None if text is None else _checksums(text, kinds))
+
+
+def _cataloged(
+    kinds: dict[str, Kind],
+    begins: dict[str, tuple[str, int]],
+    headers: dict[str, _Header],
+    sums: dict[str, dict[Box, int]] | None,
+) -> Catalog:
+    """Put together which slice is where: complete tensors, or the slices that have checksums."""
+    catalog = Catalog({}, kinds, {}, {})
+    found: dict[str, dict[Slice, int]] = {path: {} for path in headers}
+    for name, kind in kinds.items():
+        path, begin = begins[name]
+        whole = whole_box(kind.shape)
+        boxes = dict[Box, int | None]({whole: None} if whole.num_elements else {})
+        boxes = boxes if sums is None else cast(dict[Box, int | None], sums[name])
+        catalog.tree[name] = tensor_node(name)
+        catalog.slices[name] = {box: Stored(path, crc) for box, crc in boxes.items()}
+        for box in boxes:
+            run = box.run_in(whole)
+            assert run is not None
+            found[path][Slice(name, box)] = begin + run[0] * kind.torch_dtype.itemsize
+    for path, header in headers.items():
+        catalog.layouts[path] = Layout(header.data, found[path], header.num_bytes)
+    return catalog
+
+
+def _index(folder: Path) -> tuple[dict[str, str] | None, str | None]:
+    """Return the index, None if there is none, and the text of the checksums in it."""
+    path = folder / INDEX
+    if not path.exists():
+        return None, None
+    fields = cast(dict[str, Any], json.loads(read_file(path.resolve())))
+    placed = cast(dict[str, str], fields["weight_map"])
+    for file in placed.values():
+        if Path(file).name != file:
+            raise Unreadable(f"{INDEX} names {file!r}, which leaves the folder")
+    return placed, cast(dict[str, Any], fields.get("metadata") or {}).get(KEY)
+
+
+def indexed_files(folder: Path) -> set[str] | None:
+    """Return the files that the index of a folder names; None: there is no index.
+
+    Raises:
+        CheckpointError: The index cannot be used.
+    """
+    try:
+        placed, _ = _index(folder)
+    except (Unreadable, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        seen = f"{type(e).__name__}: {e}; in {folder}"
+        raise CheckpointError(f"{INDEX} cannot be used", path=str(folder), seen=seen) from e
+    return None if placed is None else set(placed.values())
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the files of a folder without an index."""
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    unpublished = journaled(folder)
+    found = (name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    return sorted(name for name in found if name[0] != "." and name not in unpublished)
+
+
+def journaled(folder: Path) -> list[str]:
+    """Return the files that the journal of a save names.
+
+    A journal that is cut short was left before its save changed anything: it names nothing.
+    """
+    names: list[Any] = []
+    with suppress(FileNotFoundError, ValueError):
+        names = json.loads(read_file(folder / JOURNAL))
+    return [n for n in names if isinstance(n, str) and n == Path(n).name]
+
+
+def header_of(path: Path) -> _Header:
+    """Read the header of a file of safetensors.
+
+    Raises:
+        Unreadable, ValueError, OSError: It has none, or cannot be read.
+    """
+    with os.fdopen(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = file.read(8)
+        count = int.from_bytes(length, "little")
+        if len(length) < 8 or count > min(_MAX_HEADER_BYTES, size - 8):
+            raise Unreadable(f"{path.name} has no header of safetensors")
+        text = file.read(count)
+    entries = cast(dict[str, dict[str, Any]], json.loads(text))
+    metadata = cast(dict[str, str], entries.pop("__metadata__", {}))
+    return _Header(length + text, entries, metadata, size)
+
+
+def _tensors(path: Path, header: _Header) -> dict[str, tuple[Kind, int]]:
+    """Return what the tensors of a file are, and where they begin."""
+    found: dict[str, tuple[Kind, int]] = {}
+    before = len(header.data)
+    for name, entry in header.entries.items():
+        if entry["dtype"] not in _NAMES:
+            raise Unreadable(f"{name!r} in {path.name} is of an unknown dtype, {entry['dtype']!r}")
+        kind = Kind(entry["dtype"], tuple(entry["shape"]))
+        begin, end = entry["data_offsets"]
+        numbers = [begin, end, *kind.shape]
+        if not all(type(n) is int and n >= 0 for n in numbers) or end > header.num_bytes - before:
+            raise Unreadable(f"{name!r} in {path.name} is said to lie outside of it")
+        if end - begin != kind.num_bytes(whole_box(kind.shape)):
+            raise Unreadable(f"{name!r} in {path.name} is said to be {end - begin} bytes, {kind}")
+        found[name] = kind, before + begin
+    return found
+
+
+def checksums_text(kinds: Mapping[str, Kind], sums: Mapping[str, Mapping[Box, int]]) -> str:
+    """Return the checksums of tensors as a text, whose length does not depend on them."""
+    fields = {
+        name: [kind.dtype, [[*box, f"{crc:08x}"] for box, crc in sums[name].items()]]
+        for name, kind in kinds.items()
+    }
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _checksums(text: Any, kinds: Mapping[str, Kind]) -> dict[str, dict[Box, int]]:
+    """Return the checksums of all tensors; Unreadable: they are not of these tensors."""
+    fields = cast(dict[str, Any], json.loads(text))
+    _same(fields.keys() ^ kinds.keys())
+    found: dict[str, dict[Box, int]] = {}
+    for name, kind in kinds.items():
+        dtype, slices = fields[name]
+        boxes = {Box(tuple(at), tuple(size)): int(crc, 16) for at, size, crc in slices}
+        runs = all(box.run_in(whole_box(kind.shape)) for box in boxes)
+        fits = dtype == kind.dtype and runs and not fault_of_cover(kind.shape, boxes)
+        _same([] if fits and len(boxes) == len(slices) else [name])
+        found[name] = boxes
+    return found
+
+
+def _same(others: Iterable[str]) -> None:
+    for name in others:
+        raise Unreadable(
+            f"the checksums are not those of {name!r}: the files are changed. If another program "
+            f"has written them since, remove {KEY!r} from the metadata of the index or the file"
+        )
