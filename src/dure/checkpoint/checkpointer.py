@@ -224,6 +224,8 @@ class Checkpointer:
 
         Raises:
             CheckpointDamaged: There are checkpoints, but none is whole; `refused` says why.
+            CheckpointError: A file cannot be opened or read (too many open files, an I/O error).
+                No older checkpoint is taken for it.
             CheckpointMismatch: The checkpoint is whole, but not of these objects. Nothing is
                 changed if it is seen by comparing (names, shapes, dtypes, number of parameters).
 
@@ -264,11 +266,15 @@ class Checkpointer:
         return None
 
     def _opened(self, place: Place, ranks: Ranks) -> Resuming | None:
-        """Return a checkpoint if all of `ranks` find it whole, else say why it is passed over."""
+        """Return a checkpoint if all of `ranks` find it whole, else say why it is passed over.
+
+        Raises:
+            CheckpointError: A rank could not open or read a file, so nothing is known about it.
+        """
         found: list[Resuming] = []
         try:
             ranks.each(lambda: found.append(Resuming(place, ranks)))
-        except CheckpointError as e:
+        except CheckpointDamaged as e:
             reason = e.seen.removesuffix(f"; in {place.path}")
             self.refused[str(place.path)] = reason
             if self._ranks.rank == 0:
