@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import hashlib
 import os
 import random
@@ -34,10 +35,12 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import numpy.random  # noqa: F401 (imported here, every child has it)
 import torch
 from torch import nn
 
 import dure
+import dure.comm.backends.shm.backend
 from dure.checkpoint import (
     Checkpointer,
     HuggingFaceStorageReader,
@@ -506,6 +509,7 @@ def run(scenario: Scenario, num_cases: int | None, seed: int) -> Report:
 def main() -> None:
     """Serve calls of `run` over the connection sys.argv[1], until it is closed."""
     torch.set_num_threads(1)
+    gc.freeze()  # what is collected in a child would be copied there
     _LIB.faults_calls.restype = ctypes.c_char_p
     pipe = Connection(int(sys.argv[1]))
     while True:

@@ -71,7 +71,7 @@ def test_save_with_a_failing_call_leaves_the_old_or_the_new(
     run: Run, writer: str, size: int
 ) -> None:
     drawn = [s for s in SCENARIOS if (s.writer, s.size) == (writer, size)]
-    _check(run(random.Random(f"{SEED} {writer} {size}").choice(drawn), 4))
+    _check(run(random.Random(f"{SEED} {writer} {size}").choice(drawn), 3))
 
 
 @pytest.mark.slow
