@@ -165,7 +165,7 @@ class Checkpointer:
             else:
                 shared[name] = state_of(name, value)
                 rules[name] = replace(
-                    rule_of(name, value),
+                    rule_of(name, value, shared[name]),
                     keys=not is_sharded(value),
                     values=True,
                     lowest=not self.sharded,

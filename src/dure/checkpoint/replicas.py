@@ -84,8 +84,8 @@ def _dots(name: str) -> Iterable[int]:
     return (at for at, char in enumerate(name) if char == ".")
 
 
-def rule_of(key: Any, value: Any) -> Rule:
-    """Return the rule of an object that is saved under `key`.
+def rule_of(key: Any, value: Any, state: Any) -> Rule:
+    """Return the rule of an object that is saved under `key`, and has this state.
 
     Parameters of a module and the state of an optimizer must be equal. Buffers of a module, and
     extra state, may differ, as DistributedDataParallel lets them. Nothing is known about values in
@@ -98,7 +98,7 @@ def rule_of(key: Any, value: Any) -> Rule:
         return Rule()
     names = Names(inner)
     parameters = {name for places in names.of_parameter.values() for name in places}
-    others = (k for k in inner.state_dict() if names.of_key(k) not in parameters)
+    others = (k for k in state if names.of_key(k) not in parameters)
     return Rule(values=True, free=frozenset(f"{key}.{k}" for k in others))
 
 
@@ -163,7 +163,7 @@ def marks_by_name(
     """
     if num_ranks == 1:
         return {}
-    rules = {str(key): rule_of(key, value) for key, value in state_dict.items()}
+    rules = {str(key): rule_of(key, value, state[key]) for key, value in state_dict.items()}
     found: dict[str, int] = {}
     pieces: dict[str, torch.Tensor] = {}
     for name, leaf in flatten(state).items():

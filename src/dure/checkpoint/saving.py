@@ -87,6 +87,8 @@ class _Told:
     digest: bytes
     offer: Offer | None
     marks: bytes
+    has_empty: bool
+    """Whether there is a tensor of which this rank has no elements."""
     rules: dict[str, Rule]
     tree: Any
     begun: Any
@@ -106,9 +108,9 @@ def take(
     Raises:
         UsageError: Something in it cannot be saved; its name is told.
     """
-    if rules is None:
-        rules = {str(key): rule_of(key, value) for key, value in state_dict.items()}
     state = {key: own_state(value) for key, value in state_dict.items()}
+    if rules is None:
+        rules = {str(key): rule_of(key, value, state[key]) for key, value in state_dict.items()}
     for name in flatten(state):
         if not can_be_named(name):
             raise UsageError("nothing can be saved under this name", seen=f"{name!a}")
@@ -164,7 +166,8 @@ class Saving:
             told, digest = mine[0], digest_of(mine[0].offer)
             offer = None if known.has(ranks.rank, digest) else told.offer
             marks = marks_of([told.memory[part] for part in marked_of(told.offer)])
-            return _Told(digest, offer, marks, told.rules, told.tree, begun)
+            has_empty = not all(boxes for _, boxes, _ in told.offer.values())
+            return _Told(digest, offer, marks, has_empty, told.rules, told.tree, begun)
 
         self._told = ranks.all_or_none(_NOT_SAVED, tell)
         self._memory = mine[0].memory
@@ -191,10 +194,11 @@ class Saving:
         values = require_common(differences, [one.rules for one in told])
         unused = frozenset[str]()
         if len(trees) > 1:
-            self._tree = without_marks(self._tree)
+            has_empty = any(one.has_empty for one in told)
+            if has_empty or any(names_in([v.first, v.second]) for v in values):
+                self._tree = without_marks(self._tree)
+                unused = names_in(trees) - names_in(self._tree)
             leaves_of(self._tree)  # has no two of one name
-            every = {name for tree in trees for name in names_in(tree)}
-            unused = frozenset(every.difference(names_in(self._tree)))
         offers = [(one.digest, one.offer) for one in told]
         division, slices = known.division(offers, [one.marks for one in told], unused)
         if self._ranks.rank == 0:

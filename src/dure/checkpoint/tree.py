@@ -21,7 +21,7 @@ and tuples where there is a tensor, a dict or a list of such in them. All else i
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -271,7 +271,7 @@ def merged(
             both = [merged(a, b, note, (*keys, str(i))) for i, (a, b) in pairs]
             return both if kinds[0] is None else {**first, "v": both}
     elif not all(kind in _KINDS_OF_MAPPINGS for kind in kinds):
-        if any(next(names_in(node), None) is not None for node in (first, second)):
+        if names_in([first, second]):
             raise CheckpointMismatch(
                 "a name is a tensor on some ranks, and a value on others", seen=f"{_dotted(keys)!r}"
             )
@@ -320,18 +320,21 @@ def _is_entered(node: Any) -> bool:
     return _kind(node) in ("tensor", *_KINDS_OF_MAPPINGS)
 
 
-def names_in(node: Any) -> Iterator[str]:
-    """Return the names of the tensors in a tree; those of tied weights more than once."""
-    if isinstance(node, list):
-        for item in cast(list[Any], node):
-            yield from names_in(item)
-    elif isinstance(node, dict):
-        fields = cast(dict[str, Any], node)
-        if fields.get("$") == "tensor":
-            yield fields["v"]
-        else:
-            for inner in fields.values():
-                yield from names_in(inner)
+def names_in(node: Any) -> frozenset[str]:
+    """Return the names of the tensors in a tree."""
+    found: set[str] = set()
+    waiting: list[Any] = [node]
+    while waiting:
+        here = waiting.pop()
+        if isinstance(here, list):
+            waiting += cast(list[Any], here)
+        elif isinstance(here, dict):
+            fields = cast(dict[str, Any], here)
+            if fields.get("$") == "tensor":
+                found.add(fields["v"])
+            else:
+                waiting += fields.values()
+    return frozenset(found)
 
 
 def without_marks(node: Any) -> Any:
