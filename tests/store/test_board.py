@@ -28,7 +28,7 @@ def test_a_write_that_is_asked_again_gets_its_first_answer() -> None:
     assert board.data == {"n": b"1", "k": b""}
 
 
-@pytest.mark.parametrize(
+every_write = pytest.mark.parametrize(
     "write",
     [
         Request("set", ("k",), (b"1",)),
@@ -37,6 +37,9 @@ def test_a_write_that_is_asked_again_gets_its_first_answer() -> None:
         Request("compare_set", ("k",), (b"", b"1")),
     ],
 )
+
+
+@every_write
 def test_every_kind_of_write_wakes_those_who_are_still_there(write: Request) -> None:
     board = Board()
     board.handle(A, Request("get", ("k",), timeout_s=5), 0.0)
@@ -45,6 +48,16 @@ def test_every_kind_of_write_wakes_those_who_are_still_there(write: Request) -> 
     answers = board.handle(B, write, 0.0)
     assert [client for client, _ in answers] == [B, A]
     assert answers[1][1] == Reply("ok", values=(b"1",))
+
+
+@every_write
+def test_a_key_that_is_written_has_no_lease_afterwards(write: Request) -> None:
+    board = Board()
+    board.handle(A, Request("hold", ("k",), (b"",), timeout_s=3.0), 0.0)
+    board.handle(A, write, 1.0)
+    board.expire(100.0)
+    assert board.data == {"k": b"1"}
+    assert ask(board, A, Request("renew", ("k",)), 100.0).number == 0
 
 
 def test_a_lease_ends_its_time_after_the_last_renewal() -> None:

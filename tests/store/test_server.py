@@ -51,6 +51,17 @@ def test_a_retired_server_serves_those_who_are_left(key: JobKey) -> None:
     late.close()
 
 
+def test_a_retired_server_ends_with_its_last_client_and_not_before(
+    server: StoreServer, key: JobKey
+) -> None:
+    with contextlib.closing(NetworkStore(server.endpoint, key, TIMEOUT)) as store:
+        store.set("k", "v")
+        server.retire(0.0, 600.0)
+        assert not server._ended()
+        assert store.get("k") == b"v"
+    until(lambda: not server._thread.is_alive(), "the server to end")
+
+
 class Busy:
     """A socket that has room for a reply only after it was made to look."""
 
