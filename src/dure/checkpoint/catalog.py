@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.files import NotAFile, read_file, readable
-from dure.checkpoint.folder import Unflushed, flush, replace_file
+from dure.checkpoint.folder import Unflushed, check_link, flush, replace_file
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
@@ -239,6 +239,7 @@ def _read(folder: Path) -> Catalog:
     try:
         digest, _, body = read_file(folder / NAME).partition(b"\n")
     except FileNotFoundError:
+        check_link(folder)
         raise Unreadable(f"there is no {NAME}: it was never finished") from None
     except NotAFile as e:
         raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None

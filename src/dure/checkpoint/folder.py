@@ -20,6 +20,7 @@ checkpoints. It holds a lock on the folder from its first checkpoint to its end 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -31,7 +32,16 @@ from weakref import WeakSet
 from dure.checkpoint.lock import FolderLock, give_up, lock_of
 from dure.comm.world import is_thread_rank
 
-__all__ = ["Folder", "Place", "Unflushed", "flush", "flush_name", "make", "replace_file"]
+__all__ = [
+    "Folder",
+    "Place",
+    "Unflushed",
+    "check_link",
+    "flush",
+    "flush_name",
+    "make",
+    "replace_file",
+]
 
 _NAME = re.compile(r"^(\d{6,})-step-(\d+)$")
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -67,11 +77,12 @@ class Folder:
         """List the committed checkpoints, oldest first.
 
         Raises:
-            OSError: The folder cannot be read; one that is absent is empty.
+            OSError: The folder cannot be read, or is a link to nothing; if absent, it is empty.
         """
         try:
             names = [(p, _NAME.match(p.name)) for p in self.path.iterdir()]
         except FileNotFoundError:
+            check_link(self.path)
             return []
         return sorted(Place(int(m[1]), int(m[2]), p) for p, m in names if m)
 
@@ -175,12 +186,34 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def make(folder: Path) -> None:
-    """Make a folder and those above it, durably."""
+    """Make a folder and those above it, durably.
+
+    Raises:
+        OSError: It cannot be made. A link to nothing, or a file in its place, is named.
+    """
     if folder.is_dir():
         return
+    check_link(folder)
     make(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise NotADirectoryError(
+                errno.ENOTDIR, "there is something else than a folder", str(folder)
+            ) from None
     flush(folder.parent)
+
+
+def check_link(folder: Path) -> None:
+    """Raise NotADirectoryError if a folder, or one above it, is a link to nothing.
+
+    That may be a disk that is not mounted: it is not an empty folder, and not one to be made.
+    """
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            seen = f"a link to {os.readlink(path)}, which does not exist"
+            raise NotADirectoryError(errno.ENOTDIR, seen, str(path))
 
 
 def replace_file(path: Path, data: bytes) -> None:

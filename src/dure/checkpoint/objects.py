@@ -28,7 +28,7 @@ from dure.checkpoint.names import WRAPPERS
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.stateful import Stateful
 from dure.checkpoint.tree import decode, entries_of
-from dure.errors import CheckpointMismatch, UsageError
+from dure.errors import CheckpointMismatch, OptimizerError, UsageError
 from dure.tensor import DTensor
 from dure.training.pytrees import mapped
 
@@ -119,8 +119,26 @@ def is_stateful(value: Any) -> bool:
 
 
 def own_state(value: Any) -> Any:
-    """Return the state of what is stateful, of a wrapper that of its module; else `value`."""
-    return bare(value).state_dict() if is_stateful(value) else value
+    """Return the state of what is stateful, of a wrapper that of its module; else `value`.
+
+    Raises:
+        UsageError: It is an optimizer of which each rank has a part.
+    """
+    if not is_stateful(value):
+        return value
+    inner = bare(value)
+    try:
+        return inner.state_dict()
+    except OptimizerError as e:
+        if not isinstance(inner, Sharded):
+            raise
+        raise UsageError(
+            f"each rank has a part of the state of this {type(inner).__qualname__}",
+            seen=e.what,
+            fix="Save and load get_optimizer_state_dict(model, optimizer), and put it back with "
+            "set_optimizer_state_dict (dure.checkpoint.state_dict); or pass the optimizer to "
+            "Checkpointer.save and load.",
+        ) from e
 
 
 def check_fits(name: str, value: Any, saved: Any) -> None:

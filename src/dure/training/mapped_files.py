@@ -49,7 +49,7 @@ class Files:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()  # the program may change its working directory
         self.zeros(torch.Size((1,)), torch.uint8)
         _hook_optimizers()
 

@@ -1,0 +1,140 @@
+"""Where checkpoints are: relative folders are meant as they are at the call, or at construction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dure
+from dure.checkpoint import (
+    Checkpointer,
+    CheckpointException,
+    FileSystemReader,
+    FileSystemWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    async_save,
+    load,
+    save,
+    slice_files,
+)
+from dure.checkpoint.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+)
+from dure.checkpoint.planner import DefaultLoadPlanner
+from dure.checkpoint.state_dict import get_optimizer_state_dict
+from dure.errors import CheckpointError, CheckpointNotWritten, UsageError
+from dure.testing import run_ranks
+from tests.checkpoint.saved_states import counted
+from tests.waiting import PATIENCE_S
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Begin in a folder; return a function that changes to another one."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return lambda: monkeypatch.chdir(tmp_path / "there")
+
+
+def _is_counted(folder, reader=None):
+    state = {"w": torch.zeros(3)}
+    load(state, checkpoint_id=None if reader else folder, storage_reader=reader)
+    return state["w"].tolist() == [0, 1, 2]
+
+
+def test_a_checkpointer_stays_in_its_folder_when_the_program_changes_to_another(
+    tmp_path, elsewhere
+):
+    checkpoints, values = Checkpointer("run"), [1]
+    checkpoints.save(1, values=values)
+    elsewhere()
+    assert checkpoints.load(values=values) == 1
+    path = checkpoints.save(2, values=values)
+    assert path == tmp_path / "here" / "run" / "000002-step-2"
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_save_in_the_background_goes_to_the_folder_of_the_call(tmp_path, elsewhere, monkeypatch):
+    write = slice_files.write_all
+
+    def after_the_change(*args):
+        elsewhere()
+        write(*args)
+
+    monkeypatch.setattr(slice_files, "write_all", after_the_change)
+    future = async_save({"w": counted(3)}, checkpoint_id="last")
+    future.result(PATIENCE_S)
+    assert _is_counted(tmp_path / "here" / "last")
+
+
+def test_readers_and_writers_keep_the_folder_of_their_construction(tmp_path, elsewhere):
+    torch.save({"w": counted(3)}, "one.pt")
+    writer, reader = FileSystemWriter("a"), FileSystemReader("a")
+    weights = HuggingFaceStorageWriter("b"), HuggingFaceStorageReader("b")
+    of_torch = BroadcastingTorchSaveReader("one.pt")
+    again = FileSystemReader("nowhere")
+    again.reset("a")
+    elsewhere()
+    save({"w": counted(3)}, storage_writer=writer)
+    save({"w": counted(3)}, storage_writer=weights[0])
+    assert _is_counted("", reader) and _is_counted("", again) and _is_counted("", weights[1])
+    state = {"w": torch.zeros(3)}
+    load(state, storage_reader=of_torch, planner=DynamicMetaLoadPlanner())
+    assert state["w"].tolist() == [0, 1, 2]
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_a_reader_whose_program_changes_its_folder_between_plan_and_data(tmp_path, elsewhere):
+    save({"w": counted(3)}, checkpoint_id="a")
+
+    class Planner(DefaultLoadPlanner):
+        def create_global_plan(self, plans):
+            elsewhere()
+            return super().create_global_plan(plans)
+
+    state = {"w": torch.zeros(3)}
+    load(state, storage_reader=FileSystemReader("a"), planner=Planner())
+    assert state["w"].tolist() == [0, 1, 2]
+
+
+def test_a_url_is_refused_as_it_was_given():
+    with pytest.raises(UsageError, match="s3://bucket/run"):
+        save({}, storage_writer=FileSystemWriter("s3://bucket/run"))
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_link_to_nothing_is_named_and_is_no_empty_folder(tmp_path, below):
+    (tmp_path / "link").symlink_to("/not/mounted")
+    folder, named = tmp_path / "link" / below, "link to /not/mounted"
+    with pytest.raises(CheckpointException, match=named):
+        save({"w": counted(3)}, checkpoint_id=folder)
+    with pytest.raises(CheckpointException, match=named):
+        load({"w": counted(3)}, checkpoint_id=folder)
+    with pytest.raises(CheckpointNotWritten, match=named):
+        Checkpointer(folder).save(1, values=[])
+    with pytest.raises(CheckpointError, match=named):
+        Checkpointer(folder).load(values=[])
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointException, match="something else than a folder"):
+        save({"w": counted(3)}, checkpoint_id=tmp_path / "file")
+
+
+@pytest.mark.parametrize("store", [save, async_save, load])
+def test_a_sharded_optimizer_itself_is_refused_with_the_call_that_works(tmp_path, store):
+    def body(rank):
+        del rank
+        model = torch.nn.Linear(2, 2)
+        optimizer = dure.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        if store is load:
+            states = {"o": get_optimizer_state_dict(model, optimizer)}
+            save(states, checkpoint_id=tmp_path)
+        with pytest.raises(CheckpointException, match="get_optimizer_state_dict"):
+            store({"o": optimizer}, checkpoint_id=tmp_path)
+
+    run_ranks(2, body)
