@@ -65,14 +65,18 @@ def test_a_users_mistake_and_tracing_turned_off_dump_nothing(folder, monkeypatch
     del ring
 
 
-def test_a_dump_that_fails_never_hides_the_error(tmp_path, monkeypatch):
+def test_a_dump_that_fails_never_hides_the_error_and_is_noted_there(tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.write_text("")
     monkeypatch.setenv("DURE_TRACE_DIR", str(blocker))
     ring = ring_of()
     error = PeerLost("x", group="g")
     flight.on_error(error)
-    assert not hasattr(error, "__notes__")
+    (note,) = error.__notes__
+    assert str(blocker) in note
+    crash = KeyError("of the program")
+    flight.on_crash(crash)
+    assert str(blocker) in crash.__notes__[0]
     with pytest.raises(OSError):
         dump()
     del ring

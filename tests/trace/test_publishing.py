@@ -75,6 +75,22 @@ def test_last_word_is_not_overwritten(page: Path) -> None:
     assert read(page).ranks[5].failure == "ValueError: first"
 
 
+def test_a_page_that_cannot_be_written_is_logged_once(
+    page: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(flight, "publish", full)
+    publishing.start()
+    publisher = publishing._publisher
+    assert publisher is not None
+    for _ in range(2):
+        assert publisher.publish("page")
+    found = [r for r in caplog.records if r.name == "dure.trace"]
+    assert len(found) == 1 and "No space left" in found[0].getMessage()
+
+
 def test_folder_that_is_gone_is_not_made_again(page: Path) -> None:
     dure.log(1)
     publishing.on_crash(ValueError("x"))

@@ -293,7 +293,10 @@ def on_crash(error: BaseException) -> None:
     with suppress(Exception):
         if _recorder.known() and not any(_recorder.dumped.values()):
             _recorder.job = _recorder.job or env.text("DURE_LAUNCHER") or ""  # the world was left
-            dump(reason=f"{files.CRASHED}{type(error).__name__}: {error}")
+            try:
+                dump(reason=f"{files.CRASHED}{type(error).__name__}: {error}")
+            except OSError as e:
+                error.add_note(f"No flight record could be written: {e}")
 
 
 def on_error(error: DureError, rank: int | None = None) -> None:
@@ -318,7 +321,10 @@ def on_error(error: DureError, rank: int | None = None) -> None:
                 _recorder.dumped[key] = None
         if first:
             reason = f"{type(error).__name__}: {error}"
-            _recorder.dumped[key] = dump(rank=rank, reason=reason)
+            try:
+                _recorder.dumped[key] = dump(rank=rank, reason=reason)
+            except OSError as e:
+                error.add_note(f"No flight record could be written: {e}")
         path = _recorder.dumped[key]
         if path is not None:
             note = f"Flight record: {path} (dure trace merge {path.parent})"

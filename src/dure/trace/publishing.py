@@ -15,6 +15,7 @@ cost.
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import threading
@@ -30,6 +31,8 @@ from dure.trace.marks import Mark
 
 __all__ = ["EVERY_S", "log", "on_crash", "start", "stop"]
 
+_log = logging.getLogger("dure.trace")
+
 EVERY_S = 2.0
 _RECORDS, _SPANS, _MARKS = 150, 500, 500  # of each group; of each rank
 _LONGEST_NAME, _SHOWN = 80, 100
@@ -42,6 +45,7 @@ class _Publisher:
         self._folder = folder
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._failed = False  # and a warning was logged
         flight.read_steps(True)
         self._thread = threading.Thread(target=self._run, name="dure-page", daemon=True)
         self._thread.start()
@@ -63,8 +67,12 @@ class _Publisher:
                 return False
             if ending:
                 self._ended.set()
-            with suppress(OSError):  # a full disk is the page's trouble, not the program's
+            try:
                 flight.publish(self._folder, reason, (_RECORDS, _SPANS, _MARKS))
+            except OSError as e:  # a full disk: the page becomes old, and the program continues
+                if not self._failed:
+                    self._failed = True
+                    _log.warning("the page of the run is not up to date: %s", e)
         return True
 
 

@@ -8,8 +8,10 @@ TensorBoard draws as lines of one chart, and nothing is communicated.
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 from dure.comm.queries import get_rank, is_initialized
 from dure.errors import UsageError
@@ -27,8 +29,9 @@ class TensorBoardWriter:
                 ...
                 board.write(loss=loss.item())
 
-    The scalars are those of `StepReport.scalars`: ``step/compute_s``, ``step/exposed_comm_s``,
-    ``step/data_wait_s``, ``samples/s``, ...
+    Without `with`, call `close`, or the file is closed with the object, at the latest at the end of
+    the program. The scalars are those of `StepReport.scalars`: ``step/compute_s``,
+    ``step/exposed_comm_s``, ``step/data_wait_s``, ``samples/s``, ...
 
     Args:
         log_dir: Where the event files come to lie; made if missing.
@@ -53,6 +56,7 @@ class TensorBoardWriter:
         rank = get_rank() if is_initialized() else 0
         folder = Path(log_dir) / f"rank{rank}" if per_rank else Path(log_dir)
         self._writer = _open(folder) if per_rank or rank == 0 else None
+        self._end = finalize(self, _close, self._writer, os.getpid())
 
     def write(self, **scalars: float) -> None:
         """Count a step; at every n-th one, write the split of those since, and `scalars`.
@@ -78,15 +82,20 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         """Write what is left and close the file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writer = None
+        self._end()
 
     def __enter__(self) -> TensorBoardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(writer: Any, process: int) -> None:
+    """Close the file, unless this is a forked child: the thread that writes is the parent's."""
+    if writer is not None and os.getpid() == process:
+        writer.close()
 
 
 def _open(folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_tensorboard_gets_the_means_of_2_ranks_or_each_rank_writes_its_own(
         assert found.keys() >= NAMES
         assert [step for step, _ in found["step/compute_s"]] == [2, 4]
         assert found["loss"] == [(2, 2.0), (4, 4.0)]
+
+
+def test_what_was_written_is_in_the_file_although_it_was_not_closed(tmp_path: Path):
+    board = dist.TensorBoardWriter(tmp_path, dist.StepMeter(), every=1, per_rank=True)
+    board.write(loss=3.0)
+    del board  # as at the end of a program
+    gc.collect()
+    assert scalars(tmp_path / "rank0")["loss"] == [(1, 3.0)]
 
 
 def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatch):
