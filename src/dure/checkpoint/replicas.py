@@ -57,8 +57,9 @@ _NUM_SAMPLED = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIX = (
     "Give what each rank has for itself a name of its own, as f'model{stage}', or wrap it in "
-    "PerRank (Checkpointer). For the optimizer of a pipeline's stage, save "
-    "get_optimizer_state_dict(stage, optimizer), which has the names of its parameters."
+    "PerRank (Checkpointer, for objects without DTensors). For the optimizers of pipeline stages, "
+    "get_optimizer_state_dict with StateDictOptions(flatten_optimizer_state_dict=True) has the "
+    "names of the parameters."
 )
 
 
@@ -241,6 +242,8 @@ def require_common(
             continue
         free = any(rule.exempts(found.name) for rule in those)
         must = any(rule.keys if names else rule.values and not free for rule in those)
+        # Options are kept by group: those of another rank's parameters would be lost.
+        must |= found.keys[-3::2] == ("param_groups", "params")
         (wrong if must else allowed).append(found)
     if wrong:
         raise different([str(found) for found in wrong])

@@ -19,7 +19,7 @@ from dure.checkpoint import (
     save,
 )
 from dure.checkpoint.replicas import marks_of
-from dure.checkpoint.state_dict import get_optimizer_state_dict
+from dure.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from dure.errors import CheckpointMismatch
 from dure.fsdp import fully_shard
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
@@ -256,18 +256,24 @@ def test_weights_of_modules_that_differ_are_refused_in_a_folder_of_weights(tmp_p
 def test_state_by_names_of_parameters_fits_stages_that_have_equal_shapes(tmp_path):
     def body(rank):
         stage = nn.ModuleDict({f"layer{rank}": _filled(nn.Linear(2, 2), rank)})
-        optimizer = _stepped(stage)
+        optimizer = _stepped(stage, lr=1 + rank)
         state = {"optimizer": get_optimizer_state_dict(stage, optimizer)}
-        state["optimizer"]["param_groups"] = []
+        with pytest.raises(CheckpointException) as caught:  # the options of one stage would be lost
+            save(state, checkpoint_id=tmp_path)
+        assert "param_groups.0.params" in caught.value.failures[0][0].seen
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        state = {"optimizer": get_optimizer_state_dict(stage, optimizer, options=options)}
         save(state, checkpoint_id=tmp_path)
         wanted = [s["exp_avg"].clone() for s in optimizer.state.values()]
         for s in optimizer.state.values():
             s["exp_avg"].zero_()
+        state["optimizer"][f"param_groups.layer{rank}.weight.lr"] = 9
         load(state, checkpoint_id=tmp_path)
         found = [s["exp_avg"] for s in optimizer.state.values()]
-        return list(map(torch.equal, found, wanted))
+        lr = state["optimizer"][f"param_groups.layer{rank}.weight.lr"]
+        return list(map(torch.equal, found, wanted)), lr
 
-    assert run_ranks(2, body) == [[True, True]] * 2
+    assert run_ranks(2, body) == [([True, True], 1), ([True, True], 2)]
 
 
 @pytest.mark.parametrize(
