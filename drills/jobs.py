@@ -74,7 +74,8 @@ class Job:
         if plan.max_restarts:
             words += ["--max-restarts", str(plan.max_restarts)]
         if plan.kind == "elastic":
-            words += ["--elastic", "--min-ranks", "1"]
+            # What the first optimizer of a process imports, for a second: once, not in each rank.
+            words += ["--elastic", "--min-ranks", "1", "--preload", "torch._dynamo"]
         if not any(kill.victim == "zygote" for kill in plan.kills):  # which has torch to import
             words += ["--no-zygote"] if plan.kind == "rounds" else []
         if plan.agents > 1:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
-import psutil
 import pytest
 
 from dure.launch.ranks.ports import reserve_port
@@ -143,12 +142,20 @@ def _threads() -> set[str]:
 
 def _children() -> set[str]:
     found = set()
-    for child in psutil.Process().children(recursive=False):
-        with suppress(psutil.Error):
-            command = " ".join(child.cmdline())
-            if not any(server in command for server in _SERVERS):
-                found.add(f"{child.pid} {command}")
-    return found
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            for pid in Path(f"/proc/self/task/{task}/children").read_text().split():
+                found.add(f"{pid} {_command(pid)}")
+    return {child for child in found if not child.endswith(" ")}  # those that have ended
+
+
+def _command(pid: str) -> str:
+    """Return a process's command; nothing for one that has ended, or is multiprocessing's own."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").replace("\0", " ")
+        if not any(server in words for server in _SERVERS):
+            return words
+    return ""
 
 
 def _shared_memory() -> set[str]:

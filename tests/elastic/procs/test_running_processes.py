@@ -52,7 +52,8 @@ def results(
     """Run a job with these faults; return its exit code, and what its ranks tell, by rank."""
     plan = [{"rank": rank, "at": at, "do": do} for rank, at, do in faults]
     finished = job.run(
-        *("--nproc", str(nproc), "--elastic", *more, PROGRAM),
+        # The module is what the first optimizer of a process imports, for a second.
+        *("--nproc", str(nproc), "--elastic", "--preload", "torch._dynamo", *more, PROGRAM),
         env={"ELASTIC_FAULTS": json.dumps(plan)} | env,
     )
     lines = [line.partition("RESULT ")[2] for line in finished.out.splitlines()]
@@ -161,7 +162,7 @@ def test_a_stopped_rank_is_left_out_and_comes_back(job: Launching, expected: lis
 
 
 SAVING = """
-    import os, pathlib, sys
+    import os, pathlib, sys, time
     import dure
 
     @dure.elastic.on_preempt
@@ -175,6 +176,7 @@ SAVING = """
         global steps
         print(f"up {os.getpid()}", flush=True)
         while True:
+            time.sleep(0.01)  # leaves the cores to the other job
             state.commit()
             steps = state.commits
 
@@ -184,13 +186,15 @@ SAVING = """
         dure.init_process_group()
         print(f"up {os.getpid()}", flush=True)
         while not dure.elastic.preempted():
+            time.sleep(0.01)
             steps += 1
 """
 
 
 def test_sigterm_lets_all_ranks_save_after_the_same_step(job: Launching):
     program = job.write(SAVING)
-    jobs = {m: job.start("--nproc", "2", program, m) for m in ("run", "loop")}
+    words = ("--nproc", "2", "--preload", "dure.elastic", program)
+    jobs = {mode: job.start(*words, mode) for mode in ("run", "loop")}
     for started in jobs.values():
         wait_for_lines(started, 2)
         started.send_signal(signal.SIGTERM)

@@ -28,17 +28,24 @@ DURE = (sys.executable, "-m", "dure.cli")
 
 def living(tag: str) -> list[int]:
     """Return the processes that were started with `tag` in their environment."""
+    wanted, me = tag.encode(), str(os.getpid())
     found: list[int] = []
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            environment = Path(f"/proc/{name}/environ").read_bytes()
-        except OSError:
-            continue
-        if tag.encode() in environment:
-            found.append(int(name))
+        if name.isdigit() and name != me:
+            with contextlib.suppress(OSError):
+                if wanted in _environment(name):
+                    found.append(int(name))
     return found
+
+
+def _environment(pid: str) -> bytes:
+    """Return what is in a process's `environ`; without `open`, which takes twice as long."""
+    file = os.open(f"/proc/{pid}/environ", os.O_RDONLY)
+    try:
+        parts = iter(lambda: os.read(file, 1 << 16), b"")
+        return b"".join(parts)
+    finally:
+        os.close(file)
 
 
 _PREFIX = re.compile(r"^\[ *(?P<ranks>[0-9,-]+)\] ?")
