@@ -188,6 +188,8 @@ def _check_seen(folder: Path, catalog: Catalog) -> None:
             size = (folder / file).lstat().st_size
         except FileNotFoundError:
             size = None
+            if file in os.listdir(folder):  # which makes a network file system look afresh
+                size = (folder / file).lstat().st_size
         if size != layout.num_bytes:
             found = "is absent" if size is None else f"has {size} bytes, not {layout.num_bytes}"
             raise not_shared(folder, f"{file}, which a rank has written, {found} on rank 0")

@@ -44,7 +44,7 @@ import msgspec
 from dure.store.identity import Identity, alive, myself
 from dure.store.lifetime import at_process_end
 
-__all__ = ["LEASE_S", "RENEW_S", "FolderLock", "give_up", "lock_of", "note_job"]
+__all__ = ["LEASE_S", "RENEW_S", "FolderLock", "give_up", "lock_of", "note_job", "sees_lock"]
 
 _log = logging.getLogger("dure.checkpoint")
 
@@ -185,9 +185,8 @@ class FolderLock:
     def check(self) -> None:
         """Raise OSError if another job has taken the lock over."""
         if not self._held.lasts():
-            raise OSError(
-                errno.EBUSY, "another job has taken the folder over", str(self.path.parent)
-            )
+            seen = f"{NAME} is gone: another job has taken the folder over, or it was removed"
+            raise OSError(errno.EBUSY, seen, str(self.path.parent))
 
     @property
     def job(self) -> str:
@@ -418,6 +417,17 @@ def give_up(folder: Path) -> None:
         found = _locks.get(os.path.realpath(folder))
     if found is not None:
         found.give_up()
+
+
+def sees_lock(folder: Path) -> bool:
+    """Tell whether a lock is held on a folder, or on the one above it, which exist.
+
+    A rank that does not hold the lock learns so whether it sees the folder of the one that does.
+    """
+    found = any((path / NAME).exists() for path in (folder, folder.parent))
+    if not found and folder.is_dir():  # listing makes a network file system look afresh
+        found = NAME in (*os.listdir(folder), *os.listdir(folder.parent))
+    return found and folder.is_dir()
 
 
 def note_job(token: str) -> None:

@@ -36,6 +36,7 @@ from dure.checkpoint.catalog import (
 )
 from dure.checkpoint.files import can_be_named
 from dure.checkpoint.folder import Folder, make
+from dure.checkpoint.lock import sees_lock
 from dure.checkpoint.objects import few, own_state
 from dure.checkpoint.planning import Division, Known, Offer, digest_of, known_to, marked_of
 from dure.checkpoint.replicas import Difference, Rule, handling, marks_of, require_common, rule_of
@@ -242,6 +243,9 @@ class Saving:
         ranks = self._ranks
 
         def write() -> list[int]:
+            if ranks.rank != 0 and not sees_lock(path):
+                seen = f"rank {ranks.rank} does not see the lock that rank 0 holds there"
+                raise not_shared(path, seen)
             layout = self._divided().layouts[ranks.rank]
             if not layout.begins:
                 return []

@@ -78,8 +78,9 @@ def test_the_files_of_a_damaged_checkpoint_are_kept_until_the_next_save_is_done(
     assert _names(tmp_path) == ["manifest.json", "part-000003-00000.safetensors"]
 
 
+@pytest.mark.parametrize("writes", [(0, 1), (0,), (1,)])
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_folder_that_each_host_has_on_its_own_disk_is_refused(tmp_path, is_there):
+def test_a_folder_that_each_host_has_on_its_own_disk_is_refused(tmp_path, is_there, writes):
     disks = [tmp_path / "host0", tmp_path / "host1"]
     _save({"w": counted(3)}, disks[0])
     if is_there:
@@ -87,7 +88,7 @@ def test_a_folder_that_each_host_has_on_its_own_disk_is_refused(tmp_path, is_the
 
     def body(rank):
         with pytest.raises(CheckpointException, match="not see the same folder") as caught:
-            _save({f"of rank {rank}": counted(3)}, disks[rank])
+            _save({f"of rank {rank}": counted(3)} if rank in writes else {}, disks[rank])
         return [type(error) for error, _ in caught.value.failures.values()]
 
     assert run_ranks(2, body) == [[CheckpointNotWritten]] * 2
@@ -98,16 +99,20 @@ def test_a_folder_that_each_host_has_on_its_own_disk_is_refused(tmp_path, is_the
     assert state["w"].tolist() == [0, 1, 2]
 
 
-def test_a_file_of_another_length_on_rank_0_is_not_published(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["has 100 bytes", "is absent"])
+def test_a_file_that_rank_0_does_not_see_is_not_published(tmp_path, monkeypatch, how):
     write = saving.write_slices
 
-    def cut(path, *rest):
+    def spoil(path, *rest):
         sums = write(path, *rest)
-        os.truncate(path, 100)
+        if how == "is absent":
+            path.unlink()
+        else:
+            os.truncate(path, 100)
         return sums
 
-    monkeypatch.setattr(saving, "write_slices", cut)
-    with pytest.raises(CheckpointException, match=r"part-000001-00000.*has 100 bytes"):
+    monkeypatch.setattr(saving, "write_slices", spoil)
+    with pytest.raises(CheckpointException, match=f"part-000001-00000.*{how}"):
         _save({"w": counted(3)}, tmp_path)
     assert _names(tmp_path) == []
 
