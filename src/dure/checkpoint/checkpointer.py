@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.background import wait_for_saves
 from dure.checkpoint.folder import Folder, Place, Unflushed
 from dure.checkpoint.lock import note_job
 from dure.checkpoint.objects import PerRank, is_sharded, state_of
@@ -138,6 +139,7 @@ class Checkpointer:
             self._prune()
             return path
 
+        wait_for_saves(self._folder.path)
         committing = False
         try:
             saving = Saving(ranks, lambda: self._taken(number, objects), begin)

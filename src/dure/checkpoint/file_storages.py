@@ -80,9 +80,6 @@ class FileSystemWriter:
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute(self.path))
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", absolute(self.path))
-
 
 @dataclass(frozen=True)
 class HuggingFaceStorageWriter:
@@ -103,9 +100,6 @@ class HuggingFaceStorageWriter:
     fqn_to_index_mapping: Mapping[str, int] = field(default_factory=dict[str, int])
     max_bytes: int = MAX_FILE_BYTES
     overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "path", absolute(self.path))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute(self.path))

@@ -15,7 +15,6 @@ import torch
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.file_storages import absolute
-from dure.checkpoint.file_storages import absolute
 from dure.checkpoint.folder import flush
 from dure.checkpoint.metadata import (
     ChunkStorageMetadata,
