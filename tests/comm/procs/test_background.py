@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import dure
 from dure.comm.background import BackgroundTask, finish_tasks
 from dure.comm.world import current_world
-from dure.errors import UsageError
+from dure.errors import LaunchError, UsageError
 from dure.testing.pool import start_server
 from tests.waiting import PATIENCE_S
 
@@ -88,3 +89,24 @@ def test_a_fork_does_not_wait_for_the_tasks_of_its_parent():
     assert here.recv() == (True, UsageError, [])
     parent.join(PATIENCE_S)
     assert parent.exitcode == 0
+
+
+def _start_failing():
+    BackgroundTask().start(_break, "task")
+
+
+def _spawn(pipe):
+    try:
+        pipe.send(dure.spawn(_start_failing, nproc=1))
+    except LaunchError as e:
+        pipe.send(str(e))
+
+
+def test_spawn_raises_for_an_error_that_the_function_has_not_seen():
+    context = start_server()
+    here, there = context.Pipe()
+    parent = context.Process(target=_spawn, args=(there,))
+    parent.start()
+    assert here.poll(PATIENCE_S)
+    assert "exit code 1" in here.recv()
+    parent.join(PATIENCE_S)

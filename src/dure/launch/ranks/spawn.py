@@ -197,7 +197,10 @@ def _copy(start: RankStart, call: Callable[[], None]) -> int:
         code = 1
         try:
             code = child.run_function(_settle(start), lambda: _run(call))
-            util._run_finalizers()  # pyright: ignore
+            try:
+                util._run_finalizers()  # pyright: ignore
+            except SystemExit:  # an error in the background that the function has not seen
+                code = code or 1
         finally:
             os._exit(code)
     return pid
