@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.faults import failing_saves
-from tests.checkpoint.faults.failing_saves import SCENARIOS, Report, Scenario
+from tests.checkpoint.faults.failing_saves import KINDS, SCENARIOS, Report, Scenario
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.needs("engine", "compiler")
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 MAIN = f"from {failing_saves.__name__} import main; main()"
 SEED = 31 if "CI" in os.environ else random.randrange(1 << 30)
 
-Run = Callable[[Scenario, "int | None"], Report]
+Run = Callable[[Scenario, "int | None", str], Report]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     )
     there.close()
 
-    def call(scenario: Scenario, num_cases: int | None) -> Report:
-        here.send((scenario, num_cases, SEED))
+    def call(scenario: Scenario, num_cases: int | None, kinds: str) -> Report:
+        here.send((scenario, num_cases, kinds, SEED))
         return here.recv()
 
     yield call
@@ -71,11 +71,21 @@ def test_save_with_a_failing_call_leaves_the_old_or_the_new(
     run: Run, writer: str, size: int
 ) -> None:
     drawn = [s for s in SCENARIOS if (s.writer, s.size) == (writer, size)]
-    _check(run(random.Random(f"{SEED} {writer} {size}").choice(drawn), 3))
+    _check(run(random.Random(f"{SEED} {writer} {size}").choice(drawn), 3, KINDS))
+
+
+def test_save_that_is_killed_at_any_call_leaves_the_old_or_the_new(run: Run) -> None:
+    _check(run(Scenario("save", 1, "used"), None, "KILL"))
+
+
+@pytest.mark.parametrize("kind", ["KILL", "ENOSPC"])
+def test_writer_that_writes_in_place_is_found_out(run: Run, kind: str) -> None:
+    report = run(Scenario("in place", 1, "used"), None, kind)
+    assert report.num_hits == report.num_cases >= len(report.problems) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_save_with_any_call_failing_leaves_the_old_or_the_new(run: Run, scenario: Scenario) -> None:
-    _check(run(scenario, None))
+    _check(run(scenario, None, KINDS))
