@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of
+from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of, not_shared
 from dure.checkpoint.files import DTYPES, PIECE_BYTES, pieces
 from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, replace_file
 from dure.checkpoint.restoring import Read, read_slices
@@ -397,9 +397,14 @@ class _Weights:
         """Write this rank's elements, through to the disk; return the sums of slices.
 
         Raises:
+            CheckpointNotWritten: This rank does not see the files that rank 0 made.
             OSError: The disk is full, or a file cannot be written.
         """
         places, sums = self.files.tensors(), Sums()
+        for file in {place.file for place in places.values()}:
+            if not self.files.path(file).exists():
+                rank = self._ranks.rank
+                raise not_shared(self._folder, f"rank {rank} does not see what rank 0 made there")
         mine = self._saving.layouts()[self._ranks.rank].begins
         to_write = sorted(
             (places[name], name, part) for part in mine for name in self._names[part.name]

@@ -254,6 +254,16 @@ def test_scales_are_read_from_all_slices(tmp_path):
     assert state["w"][:, 3].tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
 
 
+def test_ranks_that_see_different_folders_are_refused(tmp_path):
+    def body(rank):
+        folder = tmp_path / str(rank)  # as on two hosts
+        with pytest.raises(CheckpointException, match="do not see the same folder"):
+            save({"w": counted(4)}, storage_writer=HuggingFaceStorageWriter(folder))
+
+    run_ranks(2, body)
+    assert not list((tmp_path / "0").iterdir())
+
+
 def _header(change):
     def lying(folder):
         path = folder / "model.safetensors"
