@@ -20,6 +20,7 @@ import ctypes
 import errno
 import gc
 import hashlib
+import importlib
 import os
 import random
 import re
@@ -37,12 +38,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-import numpy.random  # noqa: F401 (imported here, every child has it)
 import torch
 from torch import nn
 
 import dure
-import dure.comm.backends.shm.backend
 from dure.checkpoint import (
     Checkpointer,
     HuggingFaceStorageReader,
@@ -530,6 +529,8 @@ def run(scenario: Scenario, num_cases: int | None, kinds: str, seed: int) -> Rep
 def main() -> None:
     """Serve calls of `run` over the connection sys.argv[1], until it is closed."""
     torch.set_num_threads(1)
+    for name in ("numpy.random", "dure.comm.backends.shm.backend"):
+        importlib.import_module(name)  # every child would import it
     gc.freeze()  # what is collected in a child would be copied there
     _LIB.faults_calls.restype = ctypes.c_char_p
     pipe = Connection(int(sys.argv[1]))
