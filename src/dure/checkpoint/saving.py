@@ -133,6 +133,23 @@ def _noted(found: list[Difference], rank: int, keys: Keys, first: Any, second: A
     found.append(Difference(rank, keys, first, second))
 
 
+def _changed(tree: dict[str, Any], keys: set[str]) -> dict[str, Any]:
+    """Return the part of a merged tree in which two entries may have got one name.
+
+    Args:
+        tree: The tree. That of each rank has no two entries of one name.
+        keys: At these keys the trees of ranks differ.
+    """
+    if "$" in tree:
+        return tree
+    below = tuple(f"{key}." for key in keys)
+    return {
+        key: node
+        for key, node in tree.items()
+        if key in keys or key.startswith(below) or any(k.startswith(f"{key}.") for k in keys)
+    }
+
+
 class Saving:
     """One save of one rank.
 
@@ -199,7 +216,7 @@ class Saving:
             if has_empty or any(names_in([v.first, v.second]) for v in values):
                 self._tree = without_marks(self._tree)
                 unused = names_in(trees) - names_in(self._tree)
-            leaves_of(self._tree)  # has no two of one name
+            leaves_of(_changed(self._tree, {found.keys[0] for found in differences}))
         offers = [(one.digest, one.offer) for one in told]
         division, slices = known.division(offers, [one.marks for one in told], unused)
         if self._ranks.rank == 0:

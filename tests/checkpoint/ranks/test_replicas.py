@@ -290,3 +290,13 @@ def test_marks_are_of_bits_and_do_not_depend_on_strides(dtype):
     assert first == second != third and len(number) == 4
     assert marks_of([tensor, other]) == first + third
     assert marks_of([torch.tensor(0.0)]) != marks_of([torch.tensor(-0.0)])
+
+
+def test_entries_of_two_ranks_that_read_alike_are_refused(tmp_path):
+    def body(rank):
+        state = {"a": {"b": 1}} if rank else {"a.b": torch.ones(1)}
+        with pytest.raises(CheckpointException) as caught:
+            save({**state, "c": 3}, checkpoint_id=tmp_path)
+        return caught.value.failures[rank][0].seen
+
+    assert all("a.b" in seen for seen in run_ranks(2, body))
