@@ -39,6 +39,7 @@ __all__ = [
     "pieces",
     "read_file",
     "readable",
+    "unreadable",
     "write_all",
 ]
 
@@ -140,17 +141,22 @@ def readable(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except FileNotFoundError as e:
-        raise damaged(path.parent, f"{path.name}: {e.strerror}") from e
-    except NotAFile as e:
-        raise damaged(path.parent, f"{path.name} {e.strerror}") from e
     except OSError as e:
-        raise CheckpointError(
-            "a file of the checkpoint cannot be read",
-            path=str(path.parent),
-            seen=f"{path.name}: {e.strerror or e}; in {path.parent}",
-            fix="The checkpoint may be intact. Remove the cause, and load it again.",
-        ) from e
+        raise unreadable(path, e) from e
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file of a checkpoint that gave an error of the system."""
+    if isinstance(error, FileNotFoundError):
+        return damaged(path.parent, f"{path.name}: {error.strerror}")
+    if isinstance(error, NotAFile):
+        return damaged(path.parent, f"{path.name} {error.strerror}")
+    return CheckpointError(
+        "a file of the checkpoint cannot be read",
+        path=str(path.parent),
+        seen=f"{path.name}: {error.strerror or error}; in {path.parent}",
+        fix="The checkpoint may be intact. Remove the cause, and load it again.",
+    )
 
 
 def damaged(folder: Path, seen: str) -> CheckpointDamaged:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ class Mapped:
     def __init__(self, folder: Path, catalog: Catalog) -> None:
         self._folder, self._catalog = folder, catalog
         self._files = {
-            name: SliceFile(folder / name, layout, stays_open=False)
+            name: SliceFile(folder / name, layout, stays_open=False).map()
             for name, layout in catalog.layouts.items()
         }
 
@@ -54,12 +53,10 @@ class Mapped:
             CheckpointDamaged: One is not as it was written.
             CheckpointError: A file cannot be opened or read.
         """
-        for name, group in groupby(sorted(parts, key=self._stored_in), key=self._stored_in):
-            with SliceFile(self._folder / name, self._catalog.layouts[name]) as file:
-                for part in group:
-                    fault = _fault(self._catalog, file, part)
-                    if fault:
-                        raise damaged(self._folder, fault)
+        for part in parts:
+            fault = _fault(self._catalog, self._files[self._stored_in(part)], part)
+            if fault:
+                raise damaged(self._folder, fault)
 
     def _stored_in(self, part: Slice) -> str:
         return self._catalog.slices[part.name][part.box].file

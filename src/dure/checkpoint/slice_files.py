@@ -20,7 +20,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -34,6 +34,7 @@ from dure.checkpoint.files import (
     open_file,
     pieces,
     readable,
+    unreadable,
     write_all,
 )
 from dure.checkpoint.slices import Box, whole_box
@@ -160,6 +161,7 @@ class FileMap:
         address = _LIBC.mmap(None, num_bytes, prot, flags, descriptor, 0)
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._address = address
         self._bytes = (ctypes.c_ubyte * num_bytes).from_address(address)
         weakref.finalize(self._bytes, _LIBC.munmap, address, num_bytes).atexit = False
 
@@ -170,6 +172,18 @@ class FileMap:
             return torch.empty(box.sizes, dtype=dtype)
         return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=at).view(box.sizes)
 
+    def piece(self, at: int, count: int) -> memoryview | None:
+        """Return some bytes, which are in memory now; None: the system cannot read them.
+
+        To touch such bytes would end the process by a signal.
+        """
+        before = (self._address + at) % mmap.PAGESIZE
+        first = self._address + at - before
+        if _LIBC.madvise(first, before + count, _MADV_POPULATE_READ):
+            return None
+        data = torch.frombuffer(self._bytes, dtype=torch.uint8, count=count, offset=at)
+        return memoryview(cast(Any, data.numpy()))
+
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -177,7 +191,8 @@ _LIBC.mmap.argtypes = [
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 ]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_MAP_FAILED, _MAP_NORESERVE = ctypes.c_void_p(-1).value, 0x4000
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED, _MAP_NORESERVE, _MADV_POPULATE_READ = ctypes.c_void_p(-1).value, 0x4000, 22
 
 
 class SliceFile:
@@ -261,21 +276,38 @@ class SliceFile:
             CheckpointDamaged: The bytes are not those that were written.
             CheckpointError: The file cannot be read.
         """
-        at, run = self.layout.begins[part], box.run_in(part.box)
-        straight = to.is_contiguous() and to.is_cpu and to.dtype == dtype
-        straight = straight and not (to.is_conj() or to.is_neg())
         summed = box == part.box and wanted is not None
-        with self._open() as descriptor:
-            if run is not None and straight:
-                data = memoryview(cast(Any, as_bytes(to).numpy()))
-                crc = self._pread(descriptor, data, at + run[0] * dtype.itemsize, summed)
-            else:
-                lying = self._lying(descriptor, part, dtype)
-                data = memoryview(cast(Any, as_bytes(lying).numpy()))
-                crc = crc32c(data) if summed else None
-                to.copy_(lying[box.within(part.box)])
+        if self._descriptor is None:
+            with self._open() as descriptor:
+                crc = self._read(descriptor, part, summed, dtype, box, to)
+        else:
+            try:
+                crc = self._read(self._descriptor, part, summed, dtype, box, to)
+            except OSError as e:
+                raise unreadable(self.path, e) from e
         if crc not in (None, wanted):
             raise self._damaged(self._changed(part))
+
+    def _read(
+        self,
+        descriptor: int,
+        part: Slice,
+        summed: bool,
+        dtype: torch.dtype,
+        box: Box,
+        to: torch.Tensor,
+    ) -> int | None:
+        """Copy elements of a slice; return the slice's sum if it is asked for."""
+        at, run = self.layout.begins[part], box.run_in(part.box)
+        straight = to.is_contiguous() and to.is_cpu and to.dtype == dtype
+        if run is not None and straight and not (to.is_conj() or to.is_neg()):
+            data = memoryview(cast(Any, as_bytes(to).numpy()))
+            return self._pread(descriptor, data, at + run[0] * dtype.itemsize, summed)
+        lying = self._lying(descriptor, part, dtype)
+        data = memoryview(cast(Any, as_bytes(lying).numpy()))
+        crc = crc32c(data) if summed else None
+        to.copy_(lying[box.within(part.box)])
+        return crc
 
     def _changed(self, part: Slice) -> str:
         return f"{part.name}{part.box} in {self.path.name} is changed: its checksum is wrong"
@@ -294,14 +326,31 @@ class SliceFile:
 
         Cost: one pass over the bytes; memory: one piece.
         """
-        piece, crc, begin = memoryview(bytearray(min(num_bytes, PIECE_BYTES))), 0, 0
-        at = self.layout.begins[part]
-        with self._open() as descriptor:
-            while begin < num_bytes:
-                data = piece[: num_bytes - begin]
-                count = self._preadv(descriptor, data, at + begin)
-                crc, begin = crc32c(data[:count], crc), begin + count
+        at, crc = self.layout.begins[part], 0
+        end = at + num_bytes
+        while self._map is not None and at < end:
+            data = self._map.piece(at, min(PIECE_BYTES, end - at))
+            if data is None:
+                break
+            crc, at = crc32c(data, crc), at + len(data)
+        if at < end:
+            piece = memoryview(bytearray(min(end - at, PIECE_BYTES)))
+            with self._open() as descriptor:
+                while at < end:
+                    data = piece[: end - at]
+                    count = self._preadv(descriptor, data, at)
+                    crc, at = crc32c(data[:count], crc), at + count
         return None if crc == wanted else self._changed(part)
+
+    def map(self) -> SliceFile:
+        """Map the file if the system allows it, and return this object: for all that is read later.
+
+        Raises:
+            CheckpointError: The file cannot be opened.
+        """
+        with self._open() as descriptor, suppress(OSError):
+            self._map = FileMap(descriptor, self.layout.num_bytes)
+        return self
 
     def _pread(self, descriptor: int, data: memoryview, at: int, summed: bool) -> int | None:
         """Read bytes to `data`; return their sum if it is asked for."""

@@ -16,7 +16,7 @@ from dure.checkpoint import Checkpointer, consolidate, load, save
 from dure.checkpoint.catalog import Catalog, Stored, catalog_of, publish
 from dure.checkpoint.format_utils import dcp_to_torch_save
 from dure.checkpoint.reading import Mapped, faults
-from dure.checkpoint.slice_files import Kind, Layout, Slice, write_slices
+from dure.checkpoint.slice_files import FileMap, Kind, Layout, Slice, write_slices
 from dure.checkpoint.slices import Box
 from dure.checkpoint.tree import tensor_node
 from dure.comm.checksum import crc32c
@@ -63,6 +63,7 @@ def test_error_while_a_file_is_read_is_raised(tmp_path, monkeypatch, call):
     checkpoints = Checkpointer(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, model=small(step))
+    monkeypatch.setattr(FileMap, "piece", lambda *_: None)  # as for pages that cannot be read
     _fail_once(monkeypatch, call, "000002-step-2/part-000001-00000.safetensors", errno.EIO)
     with pytest.raises(CheckpointError, match="000002-step-2") as caught:
         checkpoints.load(model=small())
@@ -123,6 +124,14 @@ def test_verify_does_not_report_as_damaged_what_cannot_be_read(tmp_path, monkeyp
     with pytest.raises(CheckpointError, match="Input/output error"):
         faults(tmp_path, catalog_of(tmp_path))
     assert faults(tmp_path, catalog_of(tmp_path)) == []
+
+
+def test_file_that_becomes_shorter_while_it_is_checked_is_damaged(tmp_path):
+    save({"w": torch.ones(1 << 16)}, checkpoint_id=tmp_path)
+    mapped = Mapped(tmp_path, catalog_of(tmp_path))
+    os.truncate(tmp_path / "part-000001-00000.safetensors", 4096)
+    with pytest.raises(CheckpointDamaged, match="became shorter"):
+        mapped.check([Slice("w", Box((0,), (1 << 16,)))])
 
 
 def _of_many_ranks(folder: Path, count: int) -> None:
