@@ -131,12 +131,17 @@ const Site* call_site() {
 
 namespace {
 
+constexpr char kRankThread[] = "dure-rank-";  // a rank's main thread in dure.testing
+
 std::string name_of_this_thread() {
     try {
         const auto threading = nb::module_::import_("threading");
         const nb::object self = threading.attr("_active").attr("get")(PyThread_get_thread_ident());
         if (self.is(threading.attr("main_thread")())) return "";
-        if (!self.is_none()) return nb::cast<std::string>(self.attr("name"));
+        if (!self.is_none()) {
+            auto name = nb::cast<std::string>(self.attr("name"));
+            return name.starts_with(kRankThread) ? "" : name;
+        }
     } catch (const std::exception&) {  // a name is a favour
     }
     char name[16] = {};  // of autograd's threads, and other libraries'

@@ -17,7 +17,7 @@ namespace dure {
 // Never nullptr; valid as long as the process.
 const Site* call_site();
 
-// The name of the calling thread, valid as long as the process; nullptr for Python's main thread.
+// The name of the calling thread, valid as long as the process; nullptr for the rank's main thread.
 // The name it had when it first called.
 const std::string* thread_name();
 

@@ -87,7 +87,10 @@ uint64_t Engine::note(const Message& message, Block block, DType dtype, const Si
                            message.tag, block.bytes, site});
 }
 
-Outcome Engine::second_thread(const Inside& first, const Call& call) const {
+// Refuse the call of a second thread, and see to it that the group is broken when the first one has
+// ended its call.
+Outcome Engine::second_thread(int channel, const Call& call) {
+    const Inside& first = inside_[channel];
     const auto name = [](const std::string* thread) {
         return thread ? *thread : std::string("MainThread");
     };
@@ -96,7 +99,25 @@ Outcome Engine::second_thread(const Inside& first, const Call& call) const {
         "two threads called collectives of one channel at the same time: " + name(first.thread) +
         " is inside a call at " + first.site->text + ", and " + name(call.thread) + " called at " +
         call.site->text;
+    const Group::Visit visit(*group_);
+    if (visit) {
+        // The first thread's call is the last one that has a number.
+        group_->note_crossing(channel, group_->channel(channel).issued(),
+                              call.thread ? *call.thread : "", out.detail);
+    }
     return out;
+}
+
+nb::object Engine::enter(int channel) {
+    if (Status s = refusal(); s != Status::ok) return nb::cast(outcome_of(s, Op::none));
+    Call call;
+    call.site = call_site();
+    call.thread = thread_name();
+    if (!alone(channel)) return nb::cast(second_thread(channel, call));
+    Inside& inside = inside_[channel];
+    if (inside.site) return nb::borrow(Py_False);
+    inside.begin(call);
+    return nb::borrow(Py_True);
 }
 
 nb::object Engine::failed(Status status, Op op) { return nb::cast(group_->outcome_of(status, op)); }
@@ -115,12 +136,13 @@ void Engine::raise(const Outcome& outcome) {
 
 // Hand out a Request, and hold on to what it works on, though it be dropped.
 nb::object Engine::started(const std::shared_ptr<Request>& request, const Site* site,
-                           nb::handle one, nb::handle other) {
+                           nb::handle one, nb::handle other, int channel) {
     if (pending_.size() >= sweep_at_) {
         std::erase_if(pending_, [](const auto& call) { return call->request->done(); });
         sweep_at_ = 2 * pending_.size() + 16;
     }
-    auto call = std::make_shared<PendingCall>(request, site, nb::borrow(one), nb::borrow(other));
+    auto call = std::make_shared<PendingCall>(request, site, nb::borrow(one), nb::borrow(other),
+                                              channel, PyThread_get_thread_ident());
     pending_.push_back(call);
     return nb::cast(PythonRequest(std::move(call), *this));
 }
@@ -130,8 +152,7 @@ nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
     if (lacks_memory(call)) return nb::cast(without_memory(call.op));
     const Site* const site = call.site = call_site();
     call.thread = thread_name();
-    Inside& inside = inside_[channel];
-    if (!async && is_other(inside)) return nb::cast(second_thread(inside, call));
+    if (!alone(channel)) return nb::cast(second_thread(channel, call));
     Channel& on = group_->channel(channel);
     Channel::Turn turn(on);
     const uint64_t entry = note(channel, turn, call, async);
@@ -139,9 +160,9 @@ nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
         const bool brief = bytes_of(call) <= kBriefBytes;
         std::shared_ptr<Request> request = on.start(std::move(call), std::move(turn), brief);
         request->record(flight_, entry);
-        return started(request, site, keep);
+        return started(request, site, keep, nb::none(), channel);
     }
-    const Stay stay(inside, call);
+    const Stay stay(inside_[channel], call);
     const Status s = call_without_gil(group_.get(), [&] {
         const Status ended = on.run(call, std::move(turn));
         flight_->end(entry, ended);
@@ -204,9 +225,12 @@ nb::object Engine::host_shared_empty(size_t bytes) {
     Call call;
     call.op = op;
     call.site = call_site();
+    call.thread = thread_name();
+    if (!alone(0)) return nb::cast(second_thread(0, call));
     Channel& on = group_->channel(0);
     Channel::Turn turn(on);
     const uint64_t entry = note(0, turn, call, false);
+    const Stay stay(inside_[0], call);
     Status s = Status::ok;
     auto memory = call_without_gil(group_.get(), [&] {
         auto made = on.host_shared_empty(bytes, s, call.site, std::move(turn));

@@ -49,6 +49,12 @@ class Engine {
     }
     int sender_of(int tag) { return forked() ? -1 : mailbox_->sender_of(tag); }
     nanobind::object host_shared_empty(size_t bytes);
+    // Begin a block of calls that belong together, by this thread alone: True, False where it is
+    // inside a block or call of its own, or an Outcome.
+    nanobind::object enter(int channel);
+    void leave(int channel) { inside_[channel].site = nullptr; }
+    // This thread waits for an operation of `channel` that it has started; or has waited.
+    void wait_for_own(int channel, int change) { inside_[channel].own_waits += change; }
     void close();
 
     // Makes the exception of an Outcome: called with it, its peer's process and the time limit.
@@ -97,23 +103,32 @@ class Engine {
 
     bool is_rank(int peer) const { return peer >= 0 && peer < group_->size(); }
 
-    // Note "One thread at a time". The order of a channel's calls is the program's. Two threads
-    // that are inside synchronous calls at the same time have no order, and may meet another
-    // thread's call on another rank. So a synchronous call notes where it is, and the second one is
-    // refused. A thread that only starts an operation, or waits for one, is not inside a call.
-    // Needs the GIL.
+    // Note "One thread at a time". The order of a channel's calls is the program's. A thread that
+    // calls while another one is inside a synchronous call has no order with it, and may meet
+    // another thread's call on another rank. So a synchronous call, or a block of calls (`enter`),
+    // notes where it is; a second thread's call is refused, and breaks the group
+    // (core/threads.cpp). A thread that only starts an operation, or waits for one, is not inside a
+    // call; calls of others while it waits for what it started itself are an overlap, which is
+    // noted. Needs the GIL.
     struct Inside {
         const Site* site = nullptr;
         const std::string* thread = nullptr;
         unsigned long id = 0;
+        int own_waits = 0;  // threads that wait for what they have started
+
+        void begin(const Call& call) {
+            site = call.site;
+            thread = call.thread;
+            id = PyThread_get_thread_ident();
+        }
     };
     class Stay {
       public:
         Stay(Inside& place, const Call& call) : place_(place), first_(place.site == nullptr) {
-            if (first_) place = {call.site, call.thread, PyThread_get_thread_ident()};
+            if (first_) place.begin(call);
         }
         ~Stay() {
-            if (first_) place_ = {};
+            if (first_) place_.site = nullptr;
         }
         Stay(const Stay&) = delete;
         Stay& operator=(const Stay&) = delete;
@@ -125,14 +140,25 @@ class Engine {
     bool is_other(const Inside& place) const {
         return place.site != nullptr && place.id != PyThread_get_thread_ident();
     }
-    Outcome second_thread(const Inside& first, const Call& call) const;
+    // Whether a call on the channel may begin, as far as other threads are concerned.
+    bool alone(int channel) {
+        const Inside& place = inside_[channel];
+        if (is_other(place)) return false;
+        if (place.own_waits != 0) {
+            const Group::Visit visit(*group_);
+            if (visit) group_->note_overlap(channel);
+        }
+        return true;
+    }
+    Outcome second_thread(int channel, const Call& call);
 
     uint64_t note(int channel, const Channel::Turn& turn, const Call& call, bool async);
     uint64_t note(const Message& message, Block block, DType dtype, const Site* site, bool async);
     nanobind::object plain(Place on, const Call& call, size_t bytes, nanobind::handle one,
                            nanobind::handle other);
     nanobind::object started(const std::shared_ptr<Request>& request, const Site* site,
-                             nanobind::handle one, nanobind::handle other = nanobind::none());
+                             nanobind::handle one, nanobind::handle other = nanobind::none(),
+                             int channel = -1);
     nanobind::object plain_message(const Message& message, nanobind::handle tensor, bool counts);
     nanobind::object failed(Status status, Op op);
 

@@ -117,6 +117,8 @@ void bind_plain(nb::class_<ChannelView>& c, const std::string& prefix) {
 void bind_channel(nb::module_& m) {
     nb::class_<ChannelView> c(m, "Channel");
     c.def_ro("index", &ChannelView::index)
+        .def("enter", [](ChannelView& v) { return v.engine.enter(v.index); })
+        .def("leave", [](ChannelView& v) { v.engine.leave(v.index); })
         .def("run",
              [](ChannelView& v, int op, int dtype, int reduction, int root, const nb::list& inputs,
                 const nb::list& outputs, int into, double factor, const Subject& subject,

@@ -111,8 +111,7 @@ nb::object declined() { return nb::borrow(Py_False); }
 
 nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle one,
                          nb::handle other) {
-    Inside& inside = inside_[where.channel];
-    if (!where.async && is_other(inside)) return declined();  // `run` makes the error
+    if (!alone(where.channel)) return declined();  // `run` makes the error
     Channel& on = group_->channel(where.channel);
     Channel::Turn turn(on);
     const uint64_t entry = note(where.channel, turn, call, where.async);
@@ -121,9 +120,9 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
         auto request = on.start(call, std::move(turn), brief);
         request->record(flight_, entry);
         if (where.counts) count_write(one);
-        return started(request, call.site, one, other);
+        return started(request, call.site, one, other, where.channel);
     }
-    const Stay stay(inside, call);
+    const Stay stay(inside_[where.channel], call);
     const auto body = [&] {
         const Status s = on.run(call, std::move(turn));
         flight_->end(entry, s);

@@ -16,6 +16,8 @@ struct PendingCall {
     std::shared_ptr<Request> request;
     const Site* site;
     nanobind::object one, other;
+    int channel;  // -1 of a message
+    unsigned long starter;
 };
 
 // What Python calls "Request"; the same methods as dure.comm.backends.request.Request.

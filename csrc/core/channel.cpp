@@ -60,7 +60,16 @@ Status Channel::guarded(const Turn& turn, F collective) {
     if (!visit) return Status::aborted;
     if (group_.failed()) return group_.failure().status;
     if (group_.broken()) return group_.adopt_abort();
-    return collective();
+    if (group_.threads_seen() != 0 && ends_by_crossing(turn.number())) {
+        return group_.abort_crossing();
+    }
+    const Status status = collective();
+    if (group_.threads_seen() == 0 || !ends_by_crossing(turn.number() + 1)) return status;
+    // The second thread may have been refused after the headers had been compared; they are still
+    // there, since no peer gets through the next operation without us.
+    const Status met = status == Status::ok ? check_threads() : status;
+    group_.abort_crossing();
+    return met;
 }
 
 // ---- one large operation at a time (core_lock.h) ------------------------------------------------

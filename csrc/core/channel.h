@@ -9,7 +9,8 @@
 //
 // Ranks do not agree on an order. If several threads of a program call on one channel, it is for
 // the program to call in the same order on all ranks; where it does not, the fingerprints differ
-// and the calls end as a desync. Two threads that need no order between them use two channels.
+// and the calls end as a desync, or what the threads do shows it (threads.cpp). Two threads that
+// need no order between them use two channels.
 //
 // Threads: anything may be called from any thread.
 #pragma once
@@ -72,6 +73,8 @@ class Channel {
     std::shared_ptr<Request> start(Call call, Turn turn, bool brief);
     std::shared_ptr<HeapMemory> host_shared_empty(size_t bytes, Status& status, const Site* site,
                                                   Turn turn);
+    // Calls that have taken a number.
+    uint32_t issued() const { return issued_.load(std::memory_order_relaxed); }
     // A barrier before the first call.
     Status join() { return barrier(); }
     // End the progress thread. What has not begun ends with `aborted`. For Group::close, which sees
@@ -140,7 +143,10 @@ class Channel {
     void write_block_header(const Call& call, uint64_t heap);
     void show_place(const Call& call);
     std::string site_of(int rank, size_t slot) const;
+    std::string thread_of(int rank, size_t slot) const;
     Status exchange_headers();
+    Status check_threads();
+    bool ends_by_crossing(uint32_t number) const;
     bool same_call(int rank) const;
     Status check_blocks() const;
     std::string describe_blocks(int rank) const;

@@ -96,10 +96,14 @@ void Channel::show_place(const Call& call) {
     shown_thread_[at] = call.thread;
 }
 
+std::string Channel::thread_of(int rank, size_t slot) const {
+    return load_text(block(rank).thread[slot]);
+}
+
 // "train.py:31 in step", and the thread where the program has named it.
 std::string Channel::site_of(int rank, size_t slot) const {
     std::string text = load_text(block(rank).site[slot]);
-    const std::string thread = load_text(block(rank).thread[slot]);
+    const std::string thread = thread_of(rank, slot);
     if (!thread.empty()) text.append(", thread ").append(thread);
     return text;
 }
@@ -160,7 +164,8 @@ Status Channel::exchange_headers() {
         same = check_blocks() == Status::ok;
     }
     fetch_to_write(&block(rank_).slot[(seq_ + 1) & 1]);
-    return same ? Status::ok : report_desync();
+    if (!same) return report_desync();
+    return group_.threads_seen() == 0 ? Status::ok : check_threads();
 }
 
 Status Channel::check_blocks() const {

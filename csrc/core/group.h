@@ -145,6 +145,16 @@ class Group {
     bool has_left(int rank) const;
     // Broken as this rank knows already, or as any rank has said.
     bool failed() const { return failed_.load(std::memory_order_acquire); }
+    // What is known of the ranks' threads (threads.cpp); 0 in most programs.
+    uint32_t threads_seen() const {
+        return header().abort_record.threads.load(std::memory_order_acquire);
+    }
+    // A thread has called on `channel` while another one waited for what it had started.
+    void note_overlap(int channel);
+    // The thread `second` has called on `channel` while another one was inside call `number`.
+    void note_crossing(int channel, uint32_t number, const std::string& second,
+                       const std::string& text);
+    Status abort_crossing();
     bool broken() const { return header().abort_record.phase.load(std::memory_order_relaxed) != 0; }
     // For waiting (see "Waiting" in barrier.cpp, "Core migration" in cores.cpp).
     bool oversubscribed() const { return oversubscribed_; }

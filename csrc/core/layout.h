@@ -27,7 +27,7 @@
 namespace dure {
 
 constexpr uint64_t kMagic = 0x6472645f65727564;  // "dure_drd"
-constexpr uint32_t kProtocol = 8;
+constexpr uint32_t kProtocol = 9;
 constexpr int kMaxRanks = 256;
 constexpr int kChannels = 2;
 constexpr size_t kLine = 64;
@@ -110,6 +110,7 @@ struct alignas(128) RankBlock {
 constexpr uint32_t kReadable = 2, kWriting = 16, kGivenUp = kWriting + kMaxRanks;
 struct AbortRecord {
     Word phase;
+    Word threads;  // kOverlaps, kCrossed: what is known of the ranks' threads (threads.cpp)
     Status status;
     Op op;
     int32_t channel;
@@ -118,6 +119,18 @@ struct AbortRecord {
     int32_t reporter;
     uint64_t missing[kMaxRanks / 64];
     char text[16 * 1024];  // of a desync: one line a rank
+};
+
+// A rank on which a second thread called while the first one was inside a call: see threads.cpp.
+constexpr uint32_t kOverlaps = 1;  // shifted by the channel
+constexpr uint32_t kCrossed = 1 << kChannels;
+struct Crossing {
+    Word claimed;  // its writer has begun
+    int32_t rank;
+    int32_t channel;
+    uint32_t number;            // of the last call on the channel before
+    char second[kThreadBytes];  // the second thread's name
+    char text[1024];
 };
 
 struct Header {
@@ -129,6 +142,7 @@ struct Header {
     Word attached;
     alignas(128) CopyAgreement copies;
     alignas(128) AbortRecord abort_record;
+    Crossing crossing;
 };
 
 // A message whose data are not in the ring: see "Rendezvous" in rendezvous.cpp.

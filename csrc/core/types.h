@@ -87,6 +87,7 @@ enum class Status : int {
     forked = 12,   // called in a child of the process that made the group
     nested = 13,   // a signal handler called a collective during another
     outside = 14,  // broken from outside, by who uses the group; `detail` is his to read
+    crossed = 15,  // two threads of a rank called at the same time; the group is broken
 };
 
 // What is known about a failure. `peer` is the culprit, `reporter` the rank that noticed.

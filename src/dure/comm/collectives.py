@@ -25,8 +25,8 @@ What holds for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -178,9 +178,10 @@ def all_gather_coalesced(
         )
     calls = list(zip(zip(*output_tensor_lists, strict=True), input_tensor_list, strict=True))
     check_calls_apart([(row, (t,)) for row, t in calls], "all_gather_coalesced")
-    works = [pg.all_gather(row, t, True, True) for row, t in calls]
     outputs = [t for row in output_tensor_lists for t in row]
-    return combine([w for w in works if w is not None], outputs, async_op)
+    with nullcontext() if async_op else pg.hold("all_gather_coalesced"):
+        works = [pg.all_gather(row, t, True, True) for row, t in calls]
+        return combine([w for w in works if w is not None], outputs, async_op)
 
 
 def gather(
@@ -344,13 +345,43 @@ class Coalesced:
         combine(self.works, [], False)
 
 
-@contextmanager
+class _Manager(AbstractContextManager[Coalesced, None]):
+    """What `coalescing_manager` returns; a class, so that call sites are those of the program."""
+
+    def __init__(self, group: ProcessGroup, async_ops: bool) -> None:
+        self._group, self._async_ops = group, async_ops
+        self._hold, self._yielded = group.hold("coalescing_manager"), Coalesced()
+
+    def __enter__(self) -> Coalesced:
+        pg = self._group
+        self._hold.__enter__()
+        if pg.coalesced is not None:
+            raise UsageError(
+                "coalescing managers of one group cannot be nested", group=pg.group_name
+            )
+        pg.coalesced = self._yielded.works
+        return self._yielded
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._group.coalesced = None
+            if error[0] is not None:
+                for work in self._yielded.works:  # nobody will ask
+                    work.disown()
+            elif not self._async_ops:
+                self._yielded.wait()
+        finally:
+            self._hold.__exit__()
+
+
 def coalescing_manager(
     group: ProcessGroup | None = None,
     device: torch.device | None = None,
     async_ops: bool = False,
-) -> Iterator[Coalesced]:
+) -> AbstractContextManager[Coalesced]:
     """Start the operations called in the block without waiting, and wait for all at its end.
+
+    Other threads cannot call collectives of the group meanwhile, as during one long operation.
 
     Args:
         group: Whose operations; those of other groups are not touched.
@@ -358,20 +389,10 @@ def coalescing_manager(
         async_ops: Whether to leave the waiting to the caller (`.wait()` of what is yielded).
 
     Raises:
-        UsageError: Managers of one group were nested.
+        UsageError: Managers of one group were nested, or another thread was inside a call.
         CommError: One of the operations failed.
 
     Collective:
         As the operations within: all ranks, in the same order.
     """
-    pg = resolve(group, "coalescing_manager")
-    if pg.coalesced is not None:
-        raise UsageError("coalescing managers of one group cannot be nested", group=pg.group_name)
-    manager = Coalesced()
-    pg.coalesced = manager.works
-    try:
-        yield manager
-    finally:
-        pg.coalesced = None
-    if not async_ops:
-        manager.wait()
+    return _Manager(resolve(group, "coalescing_manager"), async_ops)

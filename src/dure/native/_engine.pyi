@@ -71,6 +71,10 @@ class Channel:
     @property
     def index(self) -> int:
         """0 or 1."""
+    def enter(self) -> bool | Outcome:
+        """Begin a block of calls by this thread alone; False inside a block or call of its own."""
+    def leave(self) -> None:
+        """End the block that `enter` began."""
     def run(
         self,
         op: int,

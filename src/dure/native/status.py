@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from dure.errors import (
     Aborted,
@@ -67,6 +68,8 @@ class Status(IntEnum):
     """A signal handler called a collective during another."""
     OUTSIDE = 14
     """Whoever uses the group broke it, for a reason of its own, which is in `detail`."""
+    CROSSED = 15
+    """Two threads of a rank called on one channel at the same time; the group is broken."""
 
 
 _ERROR_NAMES: dict[Status, str] = {
@@ -77,6 +80,7 @@ _ERROR_NAMES: dict[Status, str] = {
     Status.INTERRUPTED: "PeerLost",
     Status.DESYNC: "Desync",
     Status.MISMATCH: "Desync",
+    Status.CROSSED: "Desync",
     Status.ABORTED: "Aborted",
     Status.NO_MEMORY: "CommError",
     Status.INTERNAL: "InternalError",
@@ -168,6 +172,8 @@ def error_of(
                 fix="Let the handler set a flag, or raise, and act on it after the call.",
                 **fields,
             )
+        case Status.CROSSED:
+            return crossed(outcome.detail, outcome.peer, {**fields})
         case Status.OUTSIDE:
             return CommError("the group was broken", seen=outcome.detail, **fields)
         case status:
@@ -176,6 +182,16 @@ def error_of(
                 seen=outcome.detail,
                 **fields,
             )
+
+
+def crossed(seen: str, culprit: int, fields: Mapping[str, Any]) -> Desync:
+    """Return the error of a group that a second thread of rank `culprit` has broken."""
+    return Desync(
+        f"a call of rank {culprit} was refused, so the calls that follow may not match",
+        seen=seen,
+        fix=ONE_THREAD_FIX,
+        **fields,
+    )
 
 
 def _timeout(outcome: Outcome, noticed: str, timeout_s: float, fields: _Fields) -> CommTimeout:

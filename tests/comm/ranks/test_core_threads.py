@@ -1,14 +1,19 @@
-"""Threads that call collectives of one group at the same time: the second one is refused."""
+"""Threads that call collectives of one group at the same time: the second one is refused.
+
+Then the group ends on all ranks, because nothing that follows is known to match.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 
 import pytest
 import torch
 
 import dure as dist
-from dure.errors import UsageError
+from dure.errors import Aborted, Desync, PeerLost, UsageError
 from dure.testing import run_ranks
 from tests.waiting import PATIENCE_S
 
@@ -40,7 +45,9 @@ def test_second_thread_is_refused_and_the_first_result_is_right(backend, calls):
         if rank == 1:
             refused.wait(PATIENCE_S)
             group.all_reduce(tensors[0])
-            group.barrier()
+            assert tensors[0].tolist() == [2.0] * 3
+            with pytest.raises((Desync, PeerLost)):
+                group.barrier()
             return
         errors = []
 
@@ -64,11 +71,145 @@ def test_second_thread_is_refused_and_the_first_result_is_right(backend, calls):
         assert "caller-1" in error
         assert error.count("test_core_threads.py:") == 2
         assert sorted(t.tolist() for t in tensors) == [[1.0] * 3, [2.0] * 3]
-        group.barrier()
+        with pytest.raises(Desync, match="caller-0"):
+            group.barrier()
         here.append(True)
 
     run_ranks(2, body, backend=backend)
     assert here
+
+
+def _inside(thread, function):
+    """Wait until a thread is inside a call that `function` of the library makes."""
+    while True:
+        frame = sys._current_frames().get(thread.ident)
+        if frame is not None and frame.f_code.co_name == function:
+            time.sleep(0.01)  # it runs until it waits in the engine
+            return
+
+
+def _run(name, target):
+    """Run `target` on a thread of that name; return its error, if it has raised one of ours."""
+    errors = []
+
+    def body():
+        try:
+            target()
+        except (UsageError, Desync, PeerLost) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name=name)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.needs("engine")
+def test_thread_that_meets_the_one_that_was_refused_elsewhere_gets_no_sum():
+    """Rank 0: "a" is inside, "b" is refused. Then "b" of rank 1 calls."""
+    refused = threading.Event()
+
+    def body(rank):
+        group = dist.group.WORLD
+        call = lambda: group.all_reduce(torch.full((3,), 10.0 + rank))  # noqa: E731
+        if rank == 1:
+            refused.wait(PATIENCE_S)
+            thread, errors = _run("b", call)
+            thread.join()
+            return type(errors[0])
+        first, errors = _run("a", call)
+        _inside(first, "all_reduce")
+        second, lost = _run("b", call)
+        second.join()
+        assert isinstance(lost[0], UsageError)
+        refused.set()
+        first.join()
+        return type(errors[0])
+
+    assert run_ranks(2, body, backend="shm") == [Desync, Desync]
+
+
+@pytest.mark.needs("engine")
+def test_thread_is_inside_between_the_operations_of_a_coalesced_call():
+    refused = threading.Event()
+
+    def body(rank):
+        group, t = dist.group.WORLD, torch.ones(3)
+        if rank == 1:
+            refused.wait(PATIENCE_S)
+            group.all_reduce_coalesced([t])
+            return
+        first, errors = _run("a", lambda: group.all_reduce_coalesced([t]))
+        _inside(first, "settle")
+        second, lost = _run("b", lambda: group.all_reduce(torch.ones(3)))
+        second.join()
+        assert [type(e) for e in lost] == [UsageError]
+        refused.set()
+        first.join()
+        assert not errors
+        assert t.tolist() == [2.0] * 3
+
+    run_ranks(2, body, backend="shm")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_operations_of_other_threads_do_not_join_a_coalescing_manager(backend, async_op):
+    here = threading.Barrier(2)
+
+    def body(rank):
+        group, t, other = dist.group.WORLD, torch.ones(3), torch.ones(3)
+        refused = []
+
+        def coalesce():
+            with dist.coalescing_manager():
+                dist.all_reduce(t)
+                thread, errors = _run("other", lambda: group.all_reduce(other, async_op=async_op))
+                thread.join()
+                refused.extend(type(e) for e in errors)
+                here.wait()
+                dist.all_reduce(torch.ones(3))
+
+        with pytest.raises((Aborted, Desync, PeerLost)):
+            coalesce()
+        assert refused == [UsageError]
+        assert other.tolist() == [1.0] * 3
+        assert group.coalesced is None
+
+    run_ranks(2, body, backend=backend)
+
+
+@pytest.mark.needs("engine")
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_threads_that_wait_for_what_they_have_started_meet_their_like(names):
+    """Rank 0: "a" starts and waits, then "b". Rank 1: the one of these names, then the other."""
+    both_started = threading.Event()
+
+    def body(rank):
+        tensors = [torch.ones(3), torch.ones(3)]
+        group, here = dist.group.WORLD, threading.Event()
+
+        def call(t):
+            work = group.all_reduce(t, async_op=True)
+            here.set()
+            if rank == 0 and t is tensors[1]:
+                both_started.set()
+            work.wait()
+
+        if rank == 1:
+            both_started.wait(PATIENCE_S)
+        of_rank = names if rank == 1 else ("a", "b")
+        first, errors = _run(of_rank[0], lambda: call(tensors[0]))
+        here.wait(PATIENCE_S)
+        if rank == 0:
+            _inside(first, "settle")
+        second, more = _run(of_rank[1], lambda: call(tensors[1]))
+        first.join()
+        second.join()
+        return [type(e) for e in errors + more] or [t.tolist() for t in tensors]
+
+    right = [[2.0] * 3, [2.0] * 3]
+    wanted = right if names == ("a", "b") else [Desync, Desync]
+    assert run_ranks(2, body, backend="shm") == [wanted] * 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -40,7 +40,7 @@ from dure.comm.capture import refuse_if_captured
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
-from dure.native.status import ONE_THREAD_FIX
+from dure.native.status import ONE_THREAD_FIX, crossed
 from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 from dure.trace import flight
@@ -127,6 +127,7 @@ class GroupCore:
         self._coalesced: list[Work] | None = None
         self._block: overlap.Block | None = None
         self._inside: dict[int, tuple[int, str, str]] = {}  # at 0: the thread inside a call
+        self._crossed = ""  # how two threads were inside calls at once, once they were
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {}
         self.companions: list[Self] = []
@@ -182,7 +183,8 @@ class GroupCore:
             Calls of each channel in one order on all ranks; of calls on different channels ranks
             need no common order, and agree on none. Where several threads call on one channel,
             their order is the program's; orders that differ between ranks are a `Desync`, which
-            names the threads. On `shm` this method is local. Where the backend has one order only,
+            names the threads, and a thread that calls while another one is inside is refused, which
+            ends the group. On `shm` this method is local. Where the backend has one order only,
             all ranks must call it, and its first call makes a second backend, as making a group
             does.
 
@@ -207,7 +209,7 @@ class GroupCore:
         view.store = PrefixStore(f"channel/{index}", self.store)
         view.num_monitored, view.num_attempts = 0, 0
         view._coalesced = view._block = None
-        view._inside = {}
+        view._inside, view._crossed = {}, self._crossed
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
             view._use(self._second(view.group_name))
         elif view._engine is not None:
@@ -335,6 +337,9 @@ class GroupCore:
                 group=self.group_name,
                 fix="Create a new group; do not keep one across destroy_process_group().",
             )
+        if self._crossed:
+            where = {"group": self.group_name, "op": op, "seq": self.seq}
+            raise crossed(self._crossed, self._rank, where | {"rank": self._rank})
         for t in tensors:
             checks.check_tensor(t, op, self.device_types)
         if self._only is not None:
@@ -398,15 +403,15 @@ class GroupCore:
             noted = self._ring.begin(call.op, call.data, _peer(call), _detail(call), deferred)
         ended = partial(self._ended, event, noted)
         try:
-            if deferred or call.op in MESSAGES or _records(backend):
+            if call.op in MESSAGES or _records(backend):
                 request = _run(backend, call, deferred)
             else:
-                entered = self._enter(call.op)
+                entered = self._enter(call.op, stays=not deferred)
                 try:
                     request = _run(backend, call, deferred)
                 finally:
                     if entered:
-                        self._inside.pop(0, None)
+                        self._leave()
             if not deferred and finish is not None:
                 finish()
         except BaseException as error:
@@ -416,29 +421,69 @@ class GroupCore:
             ended(None)
         return request, ended
 
-    def _enter(self, op: str) -> bool:
-        """Refuse a synchronous collective while another thread is inside one of this channel.
+    def _enter(self, op: str, stays: bool = True) -> bool:
+        """Refuse a collective while another thread is inside a synchronous one of this channel.
 
-        Such calls have no order, and may meet another thread's call on another rank. A thread that
-        only starts an operation, or waits for one, is not inside a call. The engine of `shm` does
-        the same by itself (csrc/bindings/engine.h, "One thread at a time").
+        Such calls have no order, and may meet another thread's call on another rank. So the refusal
+        also ends the group, when the first thread has ended its call: this rank leaves it. A thread
+        that only starts an operation, or waits for one, is not inside a call. The engine of `shm`
+        does the same by itself, and more (csrc/core/threads.cpp).
+
+        Args:
+            op: What is called.
+            stays: Whether the call waits for its end.
 
         Returns:
             Whether the thread was outside before, and must leave.
         """
         me = (threading.get_ident(), threading.current_thread().name, call_site())
-        first = self._inside.setdefault(0, me)
-        if first[0] != me[0]:
-            raise UsageError(
-                "two threads called collectives of one channel at the same time: "
-                f"{first[1]} is inside a call at {first[2]}, and {me[1]} called at {me[2]}",
-                op=op,
-                group=self.group_name,
-                rank=self._rank,
-                world_size=self._size,
-                fix=ONE_THREAD_FIX,
-            )
-        return first is me
+        first = self._inside.setdefault(0, me) if stays else self._inside.get(0, me)
+        if first[0] == me[0]:
+            return stays and first is me
+        seen = (
+            "two threads called collectives of one channel at the same time: "
+            f"{first[1]} is inside a call at {first[2]}, and {me[1]} called at {me[2]}"
+        )
+        for group in self._channels:
+            group._crossed = seen
+        raise UsageError(
+            seen,
+            op=op,
+            group=self.group_name,
+            rank=self._rank,
+            world_size=self._size,
+            fix=ONE_THREAD_FIX,
+        )
+
+    def _leave(self) -> None:
+        """End what `_enter` began; leave the group if a second thread has called meanwhile."""
+        self._inside.pop(0, None)
+        if self._crossed:
+            for group in self._channels:
+                for backend in group._backends.values():
+                    backend.close(False)
+
+    def hold(self, op: str) -> Hold:
+        """Let no other thread call collectives of this channel in a block: its calls are one.
+
+        Raises:
+            UsageError: Another thread is inside a call.
+        """
+        return Hold(partial(self._enter_block, op), self._leave_block)
+
+    def _enter_block(self, op: str) -> bool:
+        if self._engine is None:
+            return self._enter(op)
+        entered = self._engine.enter()
+        if isinstance(entered, Outcome):
+            raise self._plain_error(entered)
+        return entered
+
+    def _leave_block(self) -> None:
+        if self._engine is None:
+            self._leave()
+        else:
+            self._engine.leave()
 
     @property
     def copies(self) -> object | None:
@@ -545,6 +590,20 @@ class GroupCore:
                 first = first or e
         if first is not None and not abort:
             raise first
+
+
+class Hold:
+    """What `GroupCore.hold` returns; a class, so that call sites are those of the program."""
+
+    def __init__(self, enter: Callable[[], bool], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
+
+    def __enter__(self) -> None:
+        self._entered = self._enter()
+
+    def __exit__(self, *error: object) -> None:
+        if self._entered:
+            self._leave()
 
 
 def _records(backend: Backend) -> bool:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -127,8 +128,9 @@ class ProcessGroup(GroupCore):
             self._backend("all_reduce", t)
             check_reducible(t.dtype, reduction, "all_reduce")
         overlap.check_apart(tensors, (), "all_reduce_coalesced")
-        works = [self.all_reduce(t, reduction, True, counts) for t in tensors]
-        return combine([w for w in works if w is not None], list(tensors), async_op)
+        with nullcontext() if async_op else self.hold("all_reduce_coalesced"):
+            works = [self.all_reduce(t, reduction, True, counts) for t in tensors]
+            return combine([w for w in works if w is not None], list(tensors), async_op)
 
     def reduce(
         self,
