@@ -24,7 +24,7 @@ WAYS = [Shard(0), Shard(1), Shard(2), Replicate()]
 
 
 def full_tensor() -> torch.Tensor:
-    return torch.arange(2**21).remainder(1021).float().reshape(16, 512, 256)
+    return torch.arange(16 * 320 * 256).remainder(1021).float().reshape(16, 320, 256)
 
 
 def moves_large(rank: int) -> None:

@@ -19,8 +19,6 @@ from dure.comm.backends.mpi import memory as mpi_memory
 from dure.comm.backends.mpi.header import HEADER, INLINE
 from dure.comm.world import current_world
 from dure.errors import CommTimeout, Desync, PeerLost, UsageError
-from tests.parallel.pipeline.ranks.pipeline_models import Pipeline, batches, dense, one_process
-from tests.parallel.pipeline.ranks.test_failures import fail_everywhere
 from tests.waiting import PATIENCE_S
 
 
@@ -249,6 +247,12 @@ def case_groups_of_some_ranks(rank, n):
 
 def case_pipelines_train_as_one_process(rank, n):
     """Also when shapes differ, and behind steps in which a stage has raised."""
+    if n == 1:
+        return
+    # lazy: a second of imports, which a world of one does not need
+    from tests.parallel.pipeline.ranks.pipeline_models import Pipeline, batches, dense, one_process
+    from tests.parallel.pipeline.ranks.test_failures import fail_everywhere
+
     for name in ("interleaved", "zb-v"):
         parts = dense(2 * n, width=200)
         data = batches(2, rows=202, width=200)
