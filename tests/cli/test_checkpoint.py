@@ -74,7 +74,8 @@ def test_diff_tells_names_values_kinds_and_elements(tmp_path, capsys):
 
 
 def test_diff_of_equal_bits_cut_otherwise_is_nothing(tmp_path, capsys):
-    whole = torch.tensor([float("nan"), 0.0, float("inf"), 1.0])
+    nan, inf = float("nan"), float("inf")
+    whole = torch.tensor([nan, 0.0, inf, 1.0, nan])
 
     def body(rank, ranks, values, folder):
         mesh = init_device_mesh("cpu", (ranks,))
@@ -82,10 +83,10 @@ def test_diff_of_equal_bits_cut_otherwise_is_nothing(tmp_path, capsys):
 
     run_ranks(1, body, 1, whole, tmp_path / "1")
     run_ranks(2, body, 2, whole, tmp_path / "2")
-    run_ranks(2, body, 2, torch.tensor([float("nan"), -0.0, float("inf"), 2.0]), tmp_path / "3")
+    run_ranks(2, body, 2, torch.tensor([nan, -0.0, inf, 2.0, nan]), tmp_path / "3")
     first, second, other = (str(tmp_path / name) for name in "123")
     assert called(capsys, "diff", first, second) == (0, "the same\n")
-    assert called(capsys, "diff", first, other) == (1, "w differs in 2 of 4 elements\n")
+    assert called(capsys, "diff", first, other) == (1, "w differs in 2 of 5 elements\n")
 
 
 def test_diff_tells_values_of_other_types_apart(tmp_path, capsys):
