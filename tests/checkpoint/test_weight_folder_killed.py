@@ -59,7 +59,7 @@ class _Faults:
             self.count += 1
             if error is None and self.count > self.after:
                 raise _Killed
-            if self.count == self.after + 1:
+            if error is not None and self.count == self.after + 1:
                 raise OSError(error, os.strerror(error))
             return plain(*args, **kwargs)
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from dure.data import DataLoader, DistributedSampler
 
 
-class Noisy:
+class Noisy(Dataset[Any]):
     """Samples that are augmented with all three generators."""
 
     def __init__(self, length: int) -> None:

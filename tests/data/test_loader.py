@@ -159,7 +159,7 @@ class Stream(IterableDataset):
         lambda: DataLoader(Noisy(3), sampler=RandomSampler(range(3))),
         lambda: DataLoader(
             Noisy(3),
-            batch_sampler=Lengths(BatchSampler(RandomSampler(range(3)), 2, False), 1, False),
+            batch_sampler=Passed(BatchSampler(RandomSampler(range(3)), 2, False)),
         ),
         lambda: DataLoader(Noisy(3), shuffle=True, sampler=SequentialSampler(range(3))),
         lambda: DataLoader(

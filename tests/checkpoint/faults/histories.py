@@ -236,9 +236,9 @@ class Program:
         with torch.no_grad():
             for mine, value in zip(self.averaged.parameters(), self.net.parameters(), strict=True):
                 mine.lerp_(whole(value), 0.1)
-        told = [(loss.item(), numbers.tolist())]
+        told: list[Any] = [(loss.item(), numbers.tolist())]
         if not self.alone:
-            told = [None] * self.stint.kind.ranks  # type: ignore[list-item]
+            told = [None] * self.stint.kind.ranks
             dure.all_gather_object(told, (loss.item(), numbers.tolist()))
         self.run["curve"].append(sum(loss for loss, _ in told) / len(told))
         self.run["seen"].append(sorted(n for _, part in told for n in part))

@@ -27,7 +27,9 @@ def _be_a_job(folder, pipe, host):
     checkpoints = Checkpointer(folder, keep=1)
     while (step := pipe.recv()) is not None:
         if step == "copy":  # as C code would fork it
-            kept = os.dup(checkpoints._folder._lock._held.descriptor)
+            held = checkpoints._folder._lock._held.descriptor
+            assert held is not None
+            kept = os.dup(held)
             pipe.send(subprocess.Popen(["sleep", "1000"], pass_fds=[kept]).pid)
             continue
         try:

@@ -123,18 +123,19 @@ def test_an_object_of_each_rank_comes_back_to_it_under_a_name_of_its_own(tmp_pat
 @SHARDED
 def test_buffers_that_differ_are_those_of_rank_0(tmp_path, sharded):
     def body(rank):
-        model = _filled(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(4)), 1)
-        for norm in model:
+        norms = [nn.BatchNorm1d(3), nn.BatchNorm1d(4)]
+        model = _filled(nn.Sequential(*norms), 1)
+        for norm in norms:
             norm.running_mean.fill_(rank + 1)
         Checkpointer(tmp_path / "run", sharded=sharded).save(1, model=model)
         save({"model": model}, checkpoint_id=tmp_path / "saved")
         found = []
-        for norm in model:
+        for norm in norms:
             norm.running_mean.zero_()
         Checkpointer(tmp_path / "run").load(model=model)
-        found += [norm.running_mean.tolist() for norm in model]
+        found += [norm.running_mean.tolist() for norm in norms]
         load({"model": model}, checkpoint_id=tmp_path / "saved")
-        return found + [norm.running_mean.tolist() for norm in model]
+        return found + [norm.running_mean.tolist() for norm in norms]
 
     assert run_ranks(2, body) == [[[1] * 3, [1] * 4] * 2] * 2
 

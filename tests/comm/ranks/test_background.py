@@ -26,6 +26,11 @@ def _break():
     raise Broken("of the task")
 
 
+def _not_left(group):
+    assert group is not None
+    return group
+
+
 def _waits_in_join(thread):
     """Return whether `thread` waits for another one."""
     frame = sys._current_frames().get(thread.ident)
@@ -61,7 +66,7 @@ def test_destroying_a_group_waits_for_the_tasks_that_use_it(which):
     def body(rank):
         group = dure.new_group([0, 1]) if which == "group" else current_world().default
         gate = threading.Event()
-        BackgroundTask().start(lambda: _sums(group, gate, sums), "task", [group])
+        BackgroundTask().start(lambda: _sums(group, gate, sums), "task", [_not_left(group)])
         watcher = _open_when_joined(gate)
         dure.destroy_process_group(group)
         watcher.join()
@@ -88,7 +93,7 @@ def test_destroying_another_group_does_not_wait():
 def test_an_unseen_error_is_raised_once_and_the_groups_are_left():
     def body(rank):
         group = dure.new_group([0, 1])
-        BackgroundTask().start(_break, "task", [group])
+        BackgroundTask().start(_break, "task", [_not_left(group)])
         BackgroundTask().start(_break, "task")
         with pytest.raises(Broken) as caught:
             dure.destroy_process_group(group)
@@ -138,7 +143,9 @@ def test_a_task_ends_when_a_peer_is_lost_and_its_error_is_raised():
         if rank == 1:
             leave(current_world(), abort=True)
             return
-        BackgroundTask().start(lambda: dure.all_reduce(torch.ones(1), group=group), "task", [group])
+        BackgroundTask().start(
+            lambda: dure.all_reduce(torch.ones(1), group=group), "task", [_not_left(group)]
+        )
         with pytest.raises(PeerLost):
             dure.destroy_process_group()
         assert not dure.is_initialized()
@@ -154,7 +161,7 @@ def test_groups_that_are_aborted_end_their_tasks_and_the_error_is_logged(caplog)
         task = BackgroundTask()
         task.add_done_callback(lambda _: ends.append(rank))
         if rank == 0:
-            task.start(lambda: dure.recv(torch.ones(1), 1, group=group), "task", [group])
+            task.start(lambda: dure.recv(torch.ones(1), 1, group=group), "task", [_not_left(group)])
         with caplog.at_level(logging.ERROR, "dure.comm"):
             leave(current_world(), abort=True)
             if rank == 0:
@@ -194,7 +201,7 @@ def test_a_task_cannot_be_canceled_and_may_leave_its_group():
     def body(rank):
         gate, task = threading.Event(), BackgroundTask()
         task.add_done_callback(lambda _: dure.destroy_process_group())
-        task.start(lambda: gate.wait(PATIENCE_S), "task", [current_world().default])
+        task.start(lambda: gate.wait(PATIENCE_S), "task", [_not_left(current_world().default)])
         assert not task.cancel()
         gate.set()
         task.join()

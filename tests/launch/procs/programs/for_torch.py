@@ -68,6 +68,7 @@ def sgd(rank: int, size: int) -> None:
         average_gradients(model)
         with torch.no_grad():  # `torch.optim` would load torch._dynamo first, for a second
             for param in model.parameters():
+                assert param.grad is not None
                 param.sub_(0.1 * param.grad)
     first = model.weight.detach().clone()
     dist.broadcast(first, 0)
