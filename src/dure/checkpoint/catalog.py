@@ -139,7 +139,7 @@ def next_number(folder: Path) -> int:
 def clear(folder: Path) -> None:
     """Remove what killed saves left: files that the manifest does not name.
 
-    A folder whose manifest cannot be used is left as it is, for a person to see.
+    If the manifest cannot be used, nothing is removed, so that a person can look at the folder.
 
     Raises:
         OSError: The folder cannot be read or flushed.
@@ -155,7 +155,7 @@ def clear(folder: Path) -> None:
         except CheckpointError:
             return
     if numbers:
-        flush(folder)  # the manifest's name is durable before what the one before it named is gone
+        flush(folder)  # the manifest is durable before the files of the previous one are removed
         remove(folder, keep=kept)
 
 
@@ -163,11 +163,11 @@ def publish(folder: Path, catalog: Catalog) -> Unflushed | None:
     """Make `catalog` that of the folder, durably; then remove the files that it does not name.
 
     Returns:
-        An error of the last flush: the catalog is that of the folder, but a power failure may bring
-        the one before back, whose files are kept.
+        The error of the last flush, if that failed: the catalog is in place, but a power failure
+        may bring back the previous one, whose files are kept.
 
     Raises:
-        CheckpointNotWritten: A file that a rank wrote is not in the folder as this rank sees it.
+        CheckpointNotWritten: This rank does not find a file that another rank wrote.
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
     _check_seen(folder, catalog)
@@ -188,7 +188,7 @@ def _check_seen(folder: Path, catalog: Catalog) -> None:
             size = (folder / file).lstat().st_size
         except FileNotFoundError:
             size = None
-            if file in os.listdir(folder):  # which makes a network file system look afresh
+            if file in os.listdir(folder):  # makes a network file system read the folder again
                 size = (folder / file).lstat().st_size
         if size != layout.num_bytes:
             found = "is absent" if size is None else f"has {size} bytes, not {layout.num_bytes}"
@@ -196,7 +196,7 @@ def _check_seen(folder: Path, catalog: Catalog) -> None:
 
 
 def not_shared(folder: Path, seen: str) -> CheckpointNotWritten:
-    """Return the error for a folder that is another one on another rank."""
+    """Return the error for ranks that do not see the same folder."""
     return CheckpointNotWritten(
         "the ranks do not see the same folder",
         path=str(folder),
@@ -208,7 +208,7 @@ def not_shared(folder: Path, seen: str) -> CheckpointNotWritten:
 def remove(
     folder: Path, keep: Any = (), number: int | None = None, rank: int | None = None
 ) -> None:
-    """Remove files of slices except those in `keep`; only those of a save, or of a rank in it."""
+    """Remove files of slices that are not in `keep`; of one save, or of one rank, if given."""
     for name in os.listdir(folder):
         found = _PART.fullmatch(name)
         if not found or name in keep:

@@ -4,8 +4,8 @@
 renames the folder (the commit, see `folder`); all learn that it is done. If any of it fails on any
 rank, every rank raises, and older checkpoints are untouched.
 
-    sharded=False   rank 0 writes what ranks share; one with more, or with a part, adds a file
-    sharded=True    what ranks share is dealt out by size, and every rank writes its portion
+    sharded=False   rank 0 writes what ranks share; a rank with other objects or slices adds a file
+    sharded=True    what ranks share is divided by size, and every rank writes its part
 
 Objects must be the same on all ranks that pass them (`replicas`), except `PerRank` ones. They are
 compared before anything is written.
@@ -157,7 +157,7 @@ class Checkpointer:
             self._folder.release()
 
     def _taken(self, step: int, objects: dict[str, Any]) -> Taken:
-        """Return what this rank has to save. Ranks must have the same, but for `PerRank`."""
+        """Return what this rank has to save; all but `PerRank` objects must be equal on ranks."""
         shared: dict[str, Any] = {}
         rules = {RUN: Rule(values=True)}
         own: dict[str, Any] = {RANDOM: random_state()}
@@ -195,7 +195,7 @@ class Checkpointer:
             return
         try:
             found = self._folder.places()
-        except OSError as e:  # the new one is saved: that is no failure of the save
+        except OSError as e:  # the new checkpoint is saved, so the save has not failed
             _log.warning("old checkpoints could not be removed: %s", str(e))
             return
         places = [p for p in found if str(p.path) not in self.refused]
@@ -227,7 +227,7 @@ class Checkpointer:
         Raises:
             CheckpointDamaged: There are checkpoints, but none is whole; `refused` says why.
             CheckpointError: A file cannot be opened or read (too many open files, an I/O error).
-                No older checkpoint is taken for it.
+                No older checkpoint is loaded instead.
             CheckpointMismatch: The checkpoint is whole, but not of these objects. Nothing is
                 changed if it is seen by comparing (names, shapes, dtypes, number of parameters).
 
@@ -268,7 +268,7 @@ class Checkpointer:
         return None
 
     def _opened(self, place: Place, ranks: Ranks) -> Resuming | None:
-        """Return a checkpoint if all of `ranks` find it whole, else say why it is passed over.
+        """Return a checkpoint if all of `ranks` find it valid, else log why it is skipped.
 
         Raises:
             CheckpointError: A rank could not open or read a file, so nothing is known about it.
@@ -302,7 +302,7 @@ class Checkpointer:
 
 
 def _fix_of(error: OSError) -> str:
-    """Return what is left after an error, and what to do."""
+    """Return the advice for an error: what is in the folder after it, and what to do."""
     left = "No rank has saved; checkpoints that were saved before are as they were."
     if error.errno == errno.EBUSY:
         left += " End the other job, or save into another folder."

@@ -40,7 +40,7 @@ Where = str | os.PathLike[str]
 
 
 def folder_of(where: Where | None, op: str) -> Path:
-    """Return a folder's absolute path; UsageError: none was given, or a URL."""
+    """Return a folder's absolute path; UsageError if there is none, or it is a URL."""
     if where is None:
         raise UsageError(f"{op} needs a folder", fix="Give it as checkpoint_id.")
     if _is_url(where):
@@ -49,7 +49,7 @@ def folder_of(where: Where | None, op: str) -> Path:
 
 
 def absolute(where: Where) -> Where:
-    """Return a folder as it is meant now: the program may change its working directory later."""
+    """Make a folder's path absolute, as the program may change its working directory later."""
     return where if _is_url(where) else Path(where).absolute()
 
 

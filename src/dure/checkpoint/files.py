@@ -8,10 +8,10 @@ can have: so each byte is checked.
 A name in a folder may be a pipe, whose opening waits for a writer forever; or a link, whose target
 may be anything. Both are refused, as are folders and devices.
 
-An error while a file is read is one of two things. If the bytes are not those that were written, or
-the file is absent, the checkpoint is damaged (`CheckpointDamaged`), and an older one may be used
-instead. If the system could not open or read the file (too many open files, a stale handle, an I/O
-error), nothing is known about its bytes: that is a `CheckpointError`, which stops the program.
+Errors while a file is read are of two kinds. If the file is absent, or its bytes are not those that
+were written, the checkpoint is damaged (`CheckpointDamaged`), and an older one may be used instead.
+If the system could not open or read the file (too many open files, a stale handle, an I/O error),
+its bytes may be intact: that is a `CheckpointError`, which stops the program.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def open_file(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as e:
-        if e.errno == errno.ELOOP:  # replaced since it was looked at
+        if e.errno == errno.ELOOP:  # replaced since it was checked
             raise NotAFile(0, "is no file but a link", str(path)) from None
         raise
     try:
@@ -133,7 +133,7 @@ def read_file(path: Path) -> bytes:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Give errors of the system, while the file `path` of a checkpoint is read, their meaning.
+    """Convert an OSError that is raised while the file `path` of a checkpoint is read.
 
     Raises:
         CheckpointDamaged: The file is absent, or it is not a plain file.
@@ -146,7 +146,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for a file of a checkpoint that gave an error of the system."""
+    """Return the error for a file of a checkpoint whose reading raised an OSError."""
     if isinstance(error, FileNotFoundError):
         return damaged(path.parent, f"{path.name}: {error.strerror}")
     if isinstance(error, NotAFile):

@@ -1,13 +1,13 @@
-"""Loading a dict or a list in place: its own containers and tensors get the values that were saved.
+"""Loading a dict or a list in place: the containers and tensors in it get the saved values.
 
-A dict may be that of a module's parameters, a list that of averaged weights. Others hold these
-tensors too, so they are filled where they are, as are dicts and lists within. Everything else is
-put in the place of what was there: values, tensors where there was none, and tensors where there
-was one without elements. Keys and items that were not saved are removed. Only of what a module's
-`state_dict()` returned, names must be those in the file, as for the module.
+A dict may hold a module's parameters, a list averaged weights. Other objects refer to these
+tensors, too, so elements are copied into them; dicts and lists inside are filled the same way.
+Everything else is replaced: values, and tensors that are missing or empty. Keys and items that were
+not saved are removed. If a dict was returned by a module's `state_dict()`, its names must be those
+in the file, as for the module.
 
-One tensor or container in two places that were saved as two is filled from the first, and the
-second place gets one of its own.
+If one tensor or container is in two places, and two different ones were saved there, the first
+place is filled, and the second gets a new object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["fill", "unlike"]
 
 
 def unlike(found: Any, saved: Any) -> list[str]:
-    """Say what keeps a dict or list from being filled with what was saved; empty: nothing.
+    """Return the reasons why a dict or list cannot be filled with what was saved.
 
     Args:
         found: The dict or list.
@@ -86,7 +86,7 @@ class _Filling:
         """By id; the containers themselves are kept, so that no other gets the same id."""
 
     def filled(self, found: Any, saved: Any) -> Any:
-        """Return what belongs in the place of `found`: that, filled, or another."""
+        """Return `found`, filled, or the object that replaces it."""
         if isinstance(saved, Named):
             return self._tensor(found, saved)
         if isinstance(saved, dict):
@@ -107,7 +107,7 @@ class _Filling:
         return saved
 
     def _enters(self, found: Any, kind: type) -> bool:
-        """Tell whether a container is there, of that kind, in which nothing was put yet."""
+        """Return whether `found` is a container of that type that was not filled before."""
         if not isinstance(found, kind) or id(found) in self._entered:
             return False
         self._entered[id(found)] = found
@@ -117,7 +117,7 @@ class _Filling:
         saved = self._tensor_of(name)
         fits = isinstance(found, torch.Tensor) and _has_memory(found)
         if not fits or self._from.setdefault(_memory(found), name) != name:
-            if name not in self._copies:  # what was one tensor in two places is so again
+            if name not in self._copies:  # one tensor saved in two places is one again
                 self._copies[name] = saved.clone()
             return self._copies[name]
         whole = whole_box(saved.shape)
@@ -128,7 +128,7 @@ class _Filling:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has elements, each in a place of its own."""
+    """Return whether a tensor has elements, each at its own address."""
     if tensor.layout != torch.strided:
         return True
     places = zip(tensor.shape, tensor.stride(), strict=True)
@@ -142,7 +142,7 @@ def _memory(tensor: torch.Tensor) -> Hashable:
 
 
 def _at(value: Any, key: Any) -> Any:
-    """Return what a container has at a key; None: nothing."""
+    """Return a container's item at a key, or None."""
     if isinstance(value, dict):
         return cast(dict[Any, Any], value).get(key)
     if isinstance(value, list | tuple) and isinstance(key, int):

@@ -14,7 +14,7 @@ checkpoint's name is a complete one; what its bytes became since is for the chec
 *Newest* is by the running number, not by the step: a run that was sent back to an older step, and
 saves again, continues from there.
 
-One job at a time may save in a folder, since each removes what it takes for left over, and old
+One job at a time may save in a folder, since each removes what it considers leftovers, and old
 checkpoints. It holds a lock on the folder from its first checkpoint to its end (`lock`).
 """
 
@@ -77,7 +77,7 @@ class Folder:
         """List the committed checkpoints, oldest first.
 
         Raises:
-            OSError: The folder cannot be read, or is a link to nothing; if absent, it is empty.
+            OSError: The folder cannot be read, or is a dangling link; if absent, it is empty.
         """
         try:
             names = [(p, _NAME.match(p.name)) for p in self.path.iterdir()]
@@ -104,7 +104,7 @@ class Folder:
         return made
 
     def hold(self) -> None:
-        """Let no other job, and no other thread of this process, save here until `release`.
+        """Keep other jobs, and other threads of this process, from saving here until `release`.
 
         Raises:
             OSError: Another job saves here (EBUSY), or the folder cannot be written.
@@ -189,7 +189,7 @@ def make(folder: Path) -> None:
     """Make a folder and those above it, durably.
 
     Raises:
-        OSError: It cannot be made. A link to nothing, or a file in its place, is named.
+        OSError: It cannot be made; a dangling link, or a file in its place, is named.
     """
     if folder.is_dir():
         return
@@ -206,9 +206,9 @@ def make(folder: Path) -> None:
 
 
 def check_link(folder: Path) -> None:
-    """Raise NotADirectoryError if a folder, or one above it, is a link to nothing.
+    """Raise NotADirectoryError if a folder, or one above it, is a dangling link.
 
-    That may be a disk that is not mounted: it is not an empty folder, and not one to be made.
+    The disk may not be mounted: such a folder is not empty, and must not be created.
     """
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
@@ -240,7 +240,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class Unflushed(OSError):
-    """What was saved is in place, but it may not outlast a power failure."""
+    """What was saved is in place, but a power failure may undo it."""
 
 
 def flush_name(path: Path) -> None:

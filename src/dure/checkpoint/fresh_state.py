@@ -5,9 +5,9 @@ there must be one. It is made by a step of a twin of the optimizer that has one 
 zeros, with a gradient of zeros: the optimizer, its parameters and its hooks are not touched. What
 counts steps is then put back, so that going on with it is the same as beginning without.
 
-A run that goes back to an older checkpoint has other state than the checkpoint: parameters have
-been stepped since, or had not been stepped then. `state_to_fill` returns the state of a parameter
-with the entries that the checkpoint has, no more and no fewer; those that are there are reused.
+If a running program loads an older checkpoint, its optimizer may have more state than the
+checkpoint (of parameters first stepped later) or less. `state_to_fill` returns the state of
+a parameter with exactly the entries that the checkpoint has, and reuses the tensors that exist.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def state_to_fill(
 ) -> Any:
     """Return a parameter's state with the structure and values of `saved`, and tensors to fill.
 
-    Tensors are those that the optimizer has, or else those that its first step would make. Of
-    others, those of the parameter's shape are divided as it is.
+    A tensor is the one that the optimizer has, or else the one that its first step would make, or
+    else a new one. New tensors of the parameter's shape are sharded as the parameter is.
 
     Args:
         optimizer: It is not changed.
@@ -91,7 +91,7 @@ def state_to_fill(
         kinds: What each of these tensors is.
 
     Raises:
-        CheckpointMismatch: The checkpoint has a tensor of which it is not known how it is divided.
+        CheckpointMismatch: It is not known how a tensor of the checkpoint is sharded.
     """
 
     @cache
@@ -136,7 +136,7 @@ def state_to_fill(
 
 
 def _at(value: Any, key: Any) -> Any:
-    """Return what a mapping or sequence has at a key; None: nothing."""
+    """Return the item of a mapping or sequence at a key, or None."""
     try:
         return value[key]
     except (LookupError, TypeError):

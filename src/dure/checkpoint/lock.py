@@ -1,24 +1,24 @@
-"""The lock on a folder that one job at a time saves in: who holds it, and when it ends.
+"""The lock on a checkpoint folder: its holder, and when it is released.
 
     .lock       the holder: process number, start time, host, and the job's token
 
 The file exists while a process holds the lock. A record whose process has ended has no effect: the
 next job takes the lock over. Three things show whether the process still runs:
 
-1. A lock of the kernel (flock). The holder keeps the file open and locked, and the kernel ends that
-   with the process, however it ends. On a file system of one host this decides, also between
-   containers, whose processes do not see each other.
+1. A lock of the kernel (flock). The holder keeps the file open and locked, and the kernel unlocks it
+   when the process ends, for whatever reason. On a file system of one host this decides, also
+   between containers, whose processes do not see each other.
 2. The process number with the start time, if the record is of this host.
-3. A lease. A file system that several hosts mount may know such locks on each host alone, or not at
-   all. There the holder renews the file's time every `RENEW_S` seconds, and the record of another
-   host ends when it was not renewed for `LEASE_S` seconds. Both times are those of the file system,
-   so clocks of hosts may differ.
+3. A lease. A file system that several hosts mount may support such locks within one host only, or
+   not at all. There the holder renews the file's time every `RENEW_S` seconds, and the record of
+   another host expires when it was not renewed for `LEASE_S` seconds. Both times are those of the
+   file system, so clocks of hosts may differ.
 
-To take a lock over is to remove the file and to make another one. A holder that was taken for dead
+A lock is taken over by removing the file and making another one. A holder that was considered dead
 (it was suspended for longer than the lease) finds that its file is gone, and saves no more.
 
-Processes of one job do not exclude each other. All ranks that take part in a save learn the token
-of the job; if another rank is rank 0 in a later save, the one that was gives the lock up.
+Processes of one job do not exclude each other. All ranks that take part in a save receive the token
+of the job. If another process is rank 0 in a later save, the previous one releases the lock.
 
 Threads: within a process one save at a time holds the lock; the next waits for it.
 """
@@ -78,7 +78,7 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class _Held:
-    """What a process has while it holds a lock; apart from `FolderLock`, whose end it survives."""
+    """The file of a lock that this process holds; an object that outlives its `FolderLock`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,7 +86,7 @@ class _Held:
         self.record: _Record | None = None
         self._end = threading.Event()
         self._open = threading.RLock()  # reentrant: the collector may call `release` anywhere
-        """Held while the descriptor is used, or taken to be closed."""
+        """Held while the descriptor is used, or set to None before it is closed."""
 
     def begin(self, descriptor: int, record: _Record, renew: bool) -> None:
         """Hold the lock from now on."""
@@ -105,7 +105,7 @@ class _Held:
                     os.utime(self.descriptor)
 
     def lasts(self) -> bool:
-        """Tell whether the file is still the one that this process made."""
+        """Return whether the file is still the one that this process made."""
         return self.descriptor is not None and _is_at(self.path, self.descriptor)
 
     def release(self) -> None:
@@ -118,7 +118,7 @@ class _Held:
         _held.discard(self)
         if _is_at(self.path, descriptor):
             with suppress(OSError):
-                os.ftruncate(descriptor, 0)  # where it cannot be removed, it names no holder
+                os.ftruncate(descriptor, 0)  # if it cannot be removed, it names no holder
             with suppress(OSError):
                 self.path.unlink()
         with suppress(OSError):  # a file system without locks
@@ -127,7 +127,7 @@ class _Held:
         os.close(descriptor)
 
     def forget(self) -> None:
-        """Hold it no more, in a forked child: the lock is the parent's."""
+        """In a forked child: close the file, and leave the lock to the parent."""
         self._open = threading.RLock()  # the parent's thread may have held it
         descriptor, self.descriptor = self.descriptor, None
         if descriptor is not None:
@@ -144,14 +144,14 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self.kept = False
-        """Whether the lock outlasts the save: it is held until no `FolderLock` refers to it."""
+        """Whether the lock is held after the save, until this object is freed."""
         self._turn = threading.Lock()
         self._owner: int | None = None
         self._held = _Held(self.path)
         finalize(self, self._held.release).atexit = False
 
     def acquire(self) -> None:
-        """Let no other job, and no other thread of this process, save there until `release`.
+        """Keep other jobs, and other threads of this process, from saving there until `release`.
 
         Raises:
             OSError: Another job saves there (EBUSY), or the file cannot be made.
@@ -169,14 +169,14 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """End the save; the lock is held further if it is `kept`."""
+        """End the save, and release the lock unless it is `kept`."""
         if not self.kept:
             self._held.release()
         self._owner = None
         self._turn.release()
 
     def give_up(self) -> None:
-        """Release the lock, unless a save holds it."""
+        """Release the lock, unless a save is using it."""
         if self._turn.acquire(blocking=False):
             self.kept = False
             self._held.release()
@@ -196,11 +196,11 @@ class FolderLock:
 
 
 class _Taking:
-    """One attempt to get a lock that may be held.
+    """One attempt to acquire a lock.
 
     Args:
         path: The file.
-        held: What to fill in.
+        held: Gets the file and the record.
     """
 
     def __init__(self, path: Path, held: _Held) -> None:
@@ -226,7 +226,7 @@ class _Taking:
             os.close(descriptor)
 
     def _try(self, descriptor: int, made: bool) -> bool:
-        """Take the lock, or return False: look again."""
+        """Try to take the lock; False: the file has changed, so try again."""
         locked = _flock(descriptor)
         if not _is_at(self._path, descriptor):
             return False  # the holder has just removed it
@@ -247,14 +247,14 @@ class _Taking:
         return True
 
     def _wait_for_end(self, found: _Record | None) -> None:
-        """Handle a lock that the kernel says is held: return to look again, or refuse.
+        """Handle a lock that the kernel reports as held: return to try again, or refuse.
 
-        A holder that is ending gets a moment. After it, a record of a dead process is void: what
-        keeps the file locked is a copy of its descriptor in a process that it had forked.
+        A holder that is ending gets a moment. After that, a record of a dead process is void: the
+        file is still locked because a process that it had forked has a copy of the descriptor.
         """
         waited = _clock() - self._since
         if found is not None and found.job in _jobs and waited < LEASE_S:
-            _pause(_POLL_S)  # it leaves the lock to this rank in its own call, or ends
+            _pause(_POLL_S)  # it gives the lock up in its own call, or ends
         elif found is not None and _lives(found.process) is not False:
             raise self._refusal(found)
         elif waited < _ENDING_S:
@@ -265,7 +265,7 @@ class _Taking:
             self._path.unlink(missing_ok=True)
 
     def _has_ended(self, descriptor: int, found: _Record | None, locked: bool) -> bool:
-        """Tell whether the holder of a lock has ended, where the kernel does not say otherwise."""
+        """Return whether the holder has ended, if the kernel does not report a lock."""
         if locked and not self._shared:
             return True
         if found is not None:
@@ -275,7 +275,7 @@ class _Taking:
             if lives is not None:
                 return not lives
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may look in the meantime
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may try in the meantime
         return self._lease_is_over(found)
 
     def _lease_is_over(self, found: _Record | None) -> bool:
@@ -283,10 +283,10 @@ class _Taking:
         renewed = _time_of(self._path)
         age_s = _now_in(self._path.parent) - renewed[1]
         if age_s < LEASE_S:
-            told = "an unknown process" if found is None else found.process
+            holder = "an unknown process" if found is None else found.process
             _log.warning(
                 "%s has saved in %s and may still run: waiting for a sign of it, up to %.0f s",
-                told,
+                holder,
                 self._path.parent,
                 LEASE_S - max(age_s, 0),
             )
@@ -319,7 +319,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Lock a file; False: it is locked; None: the file system has no locks."""
+    """Lock a file; False: another process has locked it; None: no locks are supported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -330,7 +330,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Tell whether an open file is the one of that name."""
+    """Return whether an open file is the one of that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -345,7 +345,7 @@ def _read(descriptor: int) -> _Record | None:
 
 
 def _time_of(path: Path) -> tuple[int, float]:
-    """Return number and time of a file; opened, as a network file system looks afresh then only."""
+    """Return inode and time of a file; opening it makes a network file system read them again."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -369,7 +369,7 @@ def _now_in(folder: Path) -> float:
 
 
 def _is_of_one_host(folder: Path) -> bool:
-    """Tell whether a folder is on a file system that no other host mounts."""
+    """Return whether a folder is on a file system that no other host mounts."""
     if sys.platform != "linux":
         return False
     found = ctypes.create_string_buffer(256)  # struct statfs, which begins with the kind
@@ -386,7 +386,7 @@ def _me() -> Identity:
 
 
 def _lives(process: Identity) -> bool | None:
-    """Tell whether a process lives; None: that cannot be known from here."""
+    """Return whether a process lives; None: that cannot be known from here."""
     try:
         return alive(process)
     except OSError:
@@ -397,7 +397,7 @@ _held: WeakSet[_Held] = WeakSet()
 _locks: WeakValueDictionary[str, FolderLock] = WeakValueDictionary()
 _guard = threading.Lock()
 _jobs: set[str] = set()
-"""Tokens of the jobs that this process is in: its own first save's, and those it learned."""
+"""Tokens of the jobs that this process is in: its own, and those that it has received."""
 _own: list[str] = []
 
 
@@ -420,18 +420,18 @@ def give_up(folder: Path) -> None:
 
 
 def sees_lock(folder: Path) -> bool:
-    """Tell whether a lock is held on a folder, or on the one above it, which exist.
+    """Return whether a folder exists, and a lock is held on it or on the one above it.
 
-    A rank that does not hold the lock learns so whether it sees the folder of the one that does.
+    With it a rank finds out whether it sees the folder that the holder of the lock sees.
     """
     found = any((path / NAME).exists() for path in (folder, folder.parent))
-    if not found and folder.is_dir():  # listing makes a network file system look afresh
+    if not found and folder.is_dir():  # listing makes a network file system read it again
         found = NAME in (*os.listdir(folder), *os.listdir(folder.parent))
     return found and folder.is_dir()
 
 
 def note_job(token: str) -> None:
-    """Note that this process is in the job of that token."""
+    """Record that this process belongs to the job with that token."""
     _jobs.add(token)
 
 
@@ -448,7 +448,7 @@ def _release_all() -> None:
 
 
 def _forget_all() -> None:
-    """In a forked child: the locks are the parent's, and end with it although the child lives."""
+    """In a forked child: the locks belong to the parent, and end with it."""
     global _guard
     _guard = threading.Lock()  # another thread of the parent may have held it
     for held in list(_held):

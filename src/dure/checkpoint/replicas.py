@@ -77,7 +77,7 @@ class Rule:
     """Its plain tensors are written by the lowest rank that has them."""
 
     def exempts(self, name: str) -> bool:
-        """Tell whether ranks may differ at a name, or above it."""
+        """Return whether ranks may differ at a name, or above it."""
         return bool(self.free) and any(name[:end] in self.free for end in (len(name), *_dots(name)))
 
 

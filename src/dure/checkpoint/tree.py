@@ -190,7 +190,7 @@ def _tagged(kind: str, value: Any) -> dict[str, Any]:
 
 
 def _is_plain(key: object) -> bool:
-    """Tell whether a key of a dict can be one of a JSON object."""
+    """Return whether a key of a dict can be one of a JSON object."""
     return type(key) is str and key != "$"
 
 
@@ -313,7 +313,7 @@ def _items(node: Any) -> list[Any] | None:
 
 
 def _is_entered(node: Any) -> bool:
-    """Tell whether `flatten` enters a list for the sake of this item."""
+    """Return whether `flatten` enters a list for the sake of this item."""
     items = _items(node)
     if items is not None:
         return any(map(_is_entered, items))
@@ -477,7 +477,7 @@ def _enter(path: Path, value: Any, found: dict[str, Leaf]) -> None:
 
 
 def _is_value(value: Any, within: bool = False) -> bool:
-    """Tell whether nothing in it is entered; `within` a list, a tensor is."""
+    """Return whether nothing in it is entered; `within` a list, a tensor is."""
     if isinstance(value, Mapping):
         return False
     if not isinstance(value, list | tuple):

@@ -127,7 +127,7 @@ def _begin(folder: Folder, overwrite: bool) -> _Begun:
 
 
 def _is_ours(path: Path) -> bool:
-    """Tell whether a file has checksums of Dure."""
+    """Return whether a file has checksums of Dure."""
     with suppress(Unreadable, OSError, ValueError, AttributeError):
         return KEY in header_of(path.resolve()).metadata
     return False
