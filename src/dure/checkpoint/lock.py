@@ -5,8 +5,8 @@
 The file exists while a process holds the lock. A record whose process has ended has no effect: the
 next job takes the lock over. Three things show whether the process still runs:
 
-1. A lock of the kernel (flock). The holder keeps the file open and locked, and the kernel unlocks it
-   when the process ends, for whatever reason. On a file system of one host this decides, also
+1. A lock of the kernel (flock). The holder keeps the file open and locked, and the kernel unlocks
+   it when the process ends, for whatever reason. On a file system of one host this decides, also
    between containers, whose processes do not see each other.
 2. The process number with the start time, if the record is of this host.
 3. A lease. A file system that several hosts mount may support such locks within one host only, or

@@ -1,14 +1,13 @@
-"""Who writes what: every rank tells what it has, and each works out the same division.
+"""Deciding which rank writes what: each sends what it has, and computes the same division.
 
-What several ranks have is written by one of them, so that all write about as many bytes: what
-one rank alone has is counted first, then the largest goes to the rank with the least so far, of
-those that have it. The division says where every slice lies in every file, so what ranks still have
-to tell after writing is the slices' checksums.
+What several ranks have is written by one of them, so that all write about as many bytes: what only
+one rank has is counted first, then the largest slice goes to the rank with the least so far, among
+those that have it. The division contains the position of every slice in every file, so only
+checksums are exchanged after writing.
 
-From save to save the offers are the same. Then a rank sends a digest instead: each rank keeps the
-divisions of the last few sets of digests, and those of a group saw the same ones. What a rank sends
-each time are marks of tensors that several ranks may have (`replicas`); where they differ, ranks
-differ.
+The offers are usually the same in the next save. Then ranks send digests instead: each rank keeps
+the divisions of the last few sets of digests, and all ranks of a group have seen the same ones. The
+marks of tensors that several ranks may have are sent in each save, and compared (`replicas`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _NUM_KEPT = 8
 
 
 def digest_of(offer: Offer) -> bytes:
-    """Return what tells offers apart."""
+    """Return a digest of an offer."""
     return hashlib.blake2b(repr(sorted(offer.items())).encode(), digest_size=16).digest()
 
 
@@ -49,8 +48,8 @@ def marked_of(offer: Offer) -> list[Slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class Twins:
-    """Slices with marks that several ranks have: the numbers of two marks to be compared each."""
+class SharedSlices:
+    """Slices with marks that several ranks have: for each, two ranks and the two marks' numbers."""
 
     slices: list[Slice]
     ranks: list[tuple[int, int]]
@@ -60,8 +59,8 @@ class Twins:
     """Names of tensors that must be equal."""
 
     @classmethod
-    def of(cls, offers: list[Offer]) -> Twins:
-        """Find them in what ranks offer."""
+    def of(cls, offers: list[Offer]) -> SharedSlices:
+        """Find them in the offers of all ranks."""
         marked = [marked_of(offer) for offer in offers]
         begins = accumulate(map(len, marked), initial=0)
         first: dict[Slice, tuple[int, int]] = {}
@@ -80,7 +79,7 @@ class Twins:
         return cls(slices, ranks, numbers[:, 0], numbers[:, 1], frozenset(alike))
 
     def differing(self, marks: list[bytes]) -> frozenset[Slice]:
-        """Compare the marks of all ranks; return slices that differ where they may.
+        """Compare the marks of all ranks; return the slices that differ and may differ.
 
         Raises:
             CheckpointMismatch: Slices differ that must be equal.
@@ -106,7 +105,7 @@ class Division:
     kinds: dict[str, Kind]
     layouts: list[Layout]
     """Of each rank's file."""
-    twins: Twins
+    shared: SharedSlices
 
 
 class Known:
@@ -119,39 +118,39 @@ class Known:
         self._offers: OrderedDict[tuple[int, bytes], Offer] = OrderedDict()
         self._divisions: OrderedDict[tuple[Any, ...], Division] = OrderedDict()
         self.reported: set[str] = set()
-        """Names at which ranks differ, of which the log says so."""
+        """Names that were logged, since ranks have different values of them."""
 
     def has(self, rank: int, digest: bytes) -> bool:
-        """Return whether the others know this offer of a rank by its digest."""
+        """Return whether the other ranks have this offer of a rank, by its digest."""
         return (rank, digest) in self._offers
 
     def division(
         self,
-        told: list[tuple[bytes, Offer | None]],
+        sent: list[tuple[bytes, Offer | None]],
         marks: list[bytes],
         unused: frozenset[str] = frozenset(),
     ) -> tuple[Division, frozenset[Slice]]:
-        """Divide what ranks told; also return the slices that ranks have with different values.
+        """Divide what ranks sent; also return the slices whose values differ between ranks.
 
         Args:
-            told: Digests, and offers where they are new.
-            marks: Of each rank, of `marked_of` its offer.
+            sent: Digests, and the offers that are new.
+            marks: For each rank, the marks of the slices that `marked_of` returns.
             unused: Names that are not saved.
 
         Raises:
-            CheckpointMismatch: As `divide` and `Twins.differing`.
+            CheckpointMismatch: As `divide` and `SharedSlices.differing`.
         """
         offers: list[Offer] = []
-        for rank, (digest, offer) in enumerate(told):
+        for rank, (digest, offer) in enumerate(sent):
             found = self._offers[rank, digest] if offer is None else offer
             self._offers[rank, digest] = found
             self._offers.move_to_end((rank, digest))
             offers.append(found)
-        while len(self._offers) > _NUM_KEPT * len(told):
+        while len(self._offers) > _NUM_KEPT * len(sent):
             self._offers.popitem(last=False)
-        digests = tuple(digest for digest, _ in told)
+        digests = tuple(digest for digest, _ in sent)
         division = self._kept(digests, offers, frozenset(), unused)
-        differing = division.twins.differing(marks)
+        differing = division.shared.differing(marks)
         if differing:
             division = self._kept(digests, offers, differing, unused)
         return division, differing
@@ -189,7 +188,7 @@ def divide(
 
     Args:
         offers: What each rank has.
-        differing: Slices that the lowest rank is to write, as others have other values.
+        differing: Slices whose values differ between ranks; the lowest rank writes them.
         unused: Names to leave out.
 
     Raises:
@@ -215,7 +214,7 @@ def divide(
     _check_cover(kinds, holders)
     dealt = deal(holders, kinds, len(offers), lowest)
     layouts = [Layout.of(parts, kinds) for parts in dealt]
-    return Division(kinds, layouts, Twins.of(offers))
+    return Division(kinds, layouts, SharedSlices.of(offers))
 
 
 def deal(

@@ -1,17 +1,17 @@
-"""What ranks that have the same name must have in common, and how that is compared.
+"""Comparing what ranks save under the same name.
 
 A checkpoint stores once what several ranks have under one name. If they have different things there
 (pipeline stages that are all called ``model``, a head per rank), all but one would be lost. So
-ranks are compared in the exchange that a save makes anyway:
+ranks are compared, in the exchange that a save makes anyway:
 
 - names, shapes and dtypes, with what each rank offers (`planning`);
 - values that are not tensors, with the trees (`tree.merged`);
 - tensors by *marks*: the checksum of up to 32 elements, evenly spaced. Two copies of one tensor
   have equal marks; different weights, or moments of different weights, do not.
 
-A `Rule` says for each entry of a state what must be equal. Where nothing must, the lowest rank's is
-saved. No mark is made of a DTensor whose mesh has all ranks: its copies are equal by contract. On
-several meshes of fewer ranks (stages that are sharded) one name may be of different tensors.
+A `Rule` specifies for each entry of a state what must be equal. If an entry may differ, the lowest
+rank's is saved. A DTensor whose mesh has all ranks has no mark: its copies are equal by contract.
+On several smaller meshes (sharded pipeline stages) one name may refer to different tensors.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ __all__ = [
 ]
 
 MARKED, ALIKE, LOWEST = 1, 2, 4
-"""How a tensor is handled: a mark of it is sent; ranks that have it must have the same; the lowest
-rank that has it writes it, instead of the one with the least to write."""
+"""How a tensor is handled. MARKED: its mark is sent. ALIKE: it must be equal on all ranks that have
+it. LOWEST: the lowest rank that has it writes it, instead of the one with the least to write."""
 
 _NUM_SAMPLED = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,16 +68,16 @@ class Rule:
     """What ranks must have in common of one entry of a state."""
 
     keys: bool = False
-    """The same names below it."""
+    """Whether the names below it must be the same."""
     values: bool = False
-    """The same values, and equal tensors."""
+    """Whether the values and tensors must be equal."""
     free: frozenset[str] = frozenset()
-    """Names below it that are exempt."""
+    """Names below it that may differ."""
     lowest: bool = False
-    """Its plain tensors are written by the lowest rank that has them."""
+    """Whether the lowest rank that has its plain tensors writes them."""
 
     def exempts(self, name: str) -> bool:
-        """Return whether ranks may differ at a name, or above it."""
+        """Return whether a name, or one above it, may differ."""
         return bool(self.free) and any(name[:end] in self.free for end in (len(name), *_dots(name)))
 
 
@@ -88,9 +88,8 @@ def _dots(name: str) -> Iterable[int]:
 def rule_of(key: Any, value: Any, state: Any) -> Rule:
     """Return the rule of an object that is saved under `key`, and has this state.
 
-    Parameters of a module and the state of an optimizer must be equal. Buffers of a module, and
-    extra state, may differ, as DistributedDataParallel lets them. Nothing is known about values in
-    a dict.
+    Parameters of a module and the state of an optimizer must be equal. Buffers and extra state of a
+    module may differ, as under DistributedDataParallel, and so may values in a dict.
     """
     inner = bare(value)
     if isinstance(inner, torch.optim.Optimizer):
@@ -173,7 +172,7 @@ def marks_by_name(
             if rule.values and not rule.exempts(name):
                 found[name] = crc32(repr(leaf.value).encode())
         elif handling(name, leaf.value, rule, num_ranks) & ALIKE:
-            with suppress(UsageError):  # what it cannot be cut into is for the planner to know
+            with suppress(UsageError):  # the planner deals with tensors that have no slices
                 pieces |= {f"{name}{p.box}": p.memory for p in pieces_of(name, leaf.value)}
     marks = np.frombuffer(marks_of(list(pieces.values())), np.uint32).tolist()
     return found | dict(zip(pieces, marks, strict=True))
@@ -198,10 +197,10 @@ def require_alike(marks: Sequence[Mapping[str, int]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two ranks differ."""
+    """One entry at which two ranks differ."""
 
     rank: int
-    """The higher one."""
+    """The higher of the two."""
     keys: Keys
     first: Any
     """The node of a lower rank."""
@@ -213,7 +212,7 @@ class Difference:
         return ".".join(self.keys)
 
     def __str__(self) -> str:
-        """Say what each has."""
+        """Return what each rank has."""
         if self.first is ABSENT:
             return f"{self.name} is on rank {self.rank} and not on those before"
         if self.second is ABSENT:
@@ -224,7 +223,7 @@ class Difference:
 def require_common(
     differences: Iterable[Difference], rules: Sequence[Mapping[str, Rule]]
 ) -> list[Difference]:
-    """Refuse trees that differ where they must not; return the values that differ where they may.
+    """Refuse differences that are not allowed; return those of values that are.
 
     Args:
         differences: Between the trees of ranks.

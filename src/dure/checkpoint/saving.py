@@ -82,8 +82,8 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What a rank tells the others before writing."""
+class _Sent:
+    """What a rank sends to the others before writing."""
 
     digest: bytes
     offer: Offer | None
@@ -107,7 +107,7 @@ def take(
         rules: What ranks must have in common, by key; None: as `rule_of` the objects.
 
     Raises:
-        UsageError: Something in it cannot be saved; its name is told.
+        UsageError: Something in it cannot be saved; the message has its name.
     """
     state = {key: own_state(value) for key, value in state_dict.items()}
     if rules is None:
@@ -134,11 +134,11 @@ def _noted(found: list[Difference], rank: int, keys: Keys, first: Any, second: A
 
 
 def _changed(tree: dict[str, Any], keys: set[str]) -> dict[str, Any]:
-    """Return the part of a merged tree in which two entries may have got one name.
+    """Return the part of a merged tree in which two entries may have the same name.
 
     Args:
-        tree: The tree. That of each rank has no two entries of one name.
-        keys: At these keys the trees of ranks differ.
+        tree: The merged tree. Within the tree of one rank, names are unique.
+        keys: The keys at which the trees of ranks differ.
     """
     if "$" in tree:
         return tree
@@ -156,7 +156,7 @@ class Saving:
     Args:
         ranks: Those that save.
         state_dict: What they save; or what `take` made of it, or a function that returns that.
-        before: Called first, with all else that may fail: where it raises on one rank, all fail.
+        before: Called first; if it raises on one rank, all ranks fail.
 
     Raises:
         CheckpointException: It failed on some ranks; nothing was written.
@@ -173,7 +173,7 @@ class Saving:
         self._ranks, known = ranks, known_to(ranks.group)
         mine: list[Taken] = []
 
-        def tell() -> _Told:
+        def prepare() -> _Sent:
             begun = before()
             if isinstance(state_dict, Taken):
                 mine.append(state_dict)
@@ -181,13 +181,13 @@ class Saving:
                 mine.append(take(state_dict, ranks.size))
             else:
                 mine.append(state_dict())
-            told, digest = mine[0], digest_of(mine[0].offer)
-            offer = None if known.has(ranks.rank, digest) else told.offer
-            marks = marks_of([told.memory[part] for part in marked_of(told.offer)])
-            has_empty = not all(boxes for _, boxes, _ in told.offer.values())
-            return _Told(digest, offer, marks, has_empty, told.rules, told.tree, begun)
+            taken, digest = mine[0], digest_of(mine[0].offer)
+            offer = None if known.has(ranks.rank, digest) else taken.offer
+            marks = marks_of([taken.memory[part] for part in marked_of(taken.offer)])
+            has_empty = not all(boxes for _, boxes, _ in taken.offer.values())
+            return _Sent(digest, offer, marks, has_empty, taken.rules, taken.tree, begun)
 
-        self._told = ranks.all_or_none(_NOT_SAVED, tell)
+        self._sent = ranks.all_or_none(_NOT_SAVED, prepare)
         self._memory = mine[0].memory
         self._division: Division | CheckpointMismatch | UsageError
         try:  # what is wrong is so on all ranks
@@ -196,29 +196,29 @@ class Saving:
             self._division = e
 
     def _agree(self, known: Known) -> Division:
-        """Compare what ranks told, merge their trees, and divide what they have.
+        """Compare what ranks sent, merge their trees, and divide what they have.
 
         Raises:
             CheckpointMismatch: They do not fit together.
             UsageError: Two entries have the same name.
         """
-        told, differences = self._told, list[Difference]()
-        trees = [told[0].tree]
-        self._tree = told[0].tree
-        for rank, one in enumerate(told):
+        sent, differences = self._sent, list[Difference]()
+        trees = [sent[0].tree]
+        self._tree = sent[0].tree
+        for rank, one in enumerate(sent):
             if one.tree not in trees:
                 trees.append(one.tree)
                 self._tree = merged(self._tree, one.tree, partial(_noted, differences, rank))
-        values = require_common(differences, [one.rules for one in told])
+        values = require_common(differences, [one.rules for one in sent])
         unused = frozenset[str]()
         if len(trees) > 1:
-            has_empty = any(one.has_empty for one in told)
+            has_empty = any(one.has_empty for one in sent)
             if has_empty or any(names_in([v.first, v.second]) for v in values):
                 self._tree = without_marks(self._tree)
                 unused = names_in(trees) - names_in(self._tree)
             leaves_of(_changed(self._tree, {found.keys[0] for found in differences}))
-        offers = [(one.digest, one.offer) for one in told]
-        division, slices = known.division(offers, [one.marks for one in told], unused)
+        offers = [(one.digest, one.offer) for one in sent]
+        division, slices = known.division(offers, [one.marks for one in sent], unused)
         if self._ranks.rank == 0:
             names = dict.fromkeys([v.name for v in values] + sorted(p.name for p in slices))
             new = [name for name in names if name not in known.reported]
@@ -284,7 +284,7 @@ class Saving:
             unflushed = ranks.all_or_none(
                 _NOT_SAVED, lambda: publish(path, catalog) if ranks.rank == 0 else None
             )[0]
-        except CheckpointException:  # of rank 0, which has not published; others may not know
+        except CheckpointException:  # rank 0 has not published; after other errors that is unknown
             self._remove(path, number, True)
             raise
         if unflushed is not None:
@@ -308,7 +308,7 @@ class Saving:
                 remove(path, number=number, rank=rank)
 
     def _catalog(self, sums: list[list[int]], number: int) -> Catalog:
-        """Put together what ranks told, and the sums of what they wrote."""
+        """Combine what ranks sent with the checksums of what they wrote."""
         division = self._divided()
         slices: dict[str, dict[Box, Stored]] = {name: {} for name in division.kinds}
         layouts: dict[str, Layout] = {}
@@ -321,7 +321,7 @@ class Saving:
         return Catalog(self._tree, division.kinds, slices, layouts)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return what is saved by all ranks; CheckpointMismatch where they do not fit together."""
+        """Return what is saved by all ranks; CheckpointMismatch if it does not fit together."""
         return self._divided().kinds
 
     def mine(self) -> dict[Slice, torch.Tensor]:
@@ -338,9 +338,9 @@ class Saving:
         return self._memory[part]
 
     def names(self) -> dict[str, str | None]:
-        """Return for each name of the state that of its tensor; None: it is a value.
+        """Return for each name of the state the name of its tensor, or None for a value.
 
-        Names of one tensor (tied weights) have one tensor. Errors as `kinds`.
+        Tied weights have the same tensor. Errors as `kinds`.
         """
         self._divided()
         leaves = leaves_of(self._tree).items()
@@ -349,7 +349,7 @@ class Saving:
     @property
     def begun(self) -> Any:
         """What `before` returned on rank 0."""
-        return self._told[0].begun
+        return self._sent[0].begun
 
 
 def begin(folder: Folder, replace: bool) -> int:
