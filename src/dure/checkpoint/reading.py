@@ -28,7 +28,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 class Mapped:
-    """The tensors of a checkpoint, mapped from its files, of which none stays open.
+    """The tensors of a checkpoint, mapped from its files, which are then closed.
 
     Args:
         folder: The checkpoint.
@@ -62,7 +62,7 @@ class Mapped:
         return self._catalog.slices[part.name][part.box].file
 
     def _slice(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
-        return self._files[self._stored_in(part)].lying(part, dtype)
+        return self._files[self._stored_in(part)].mapped_slice(part, dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor, mapped if it is one slice; its bytes are not checked."""
@@ -86,7 +86,7 @@ class Mapped:
 
 
 def _fault(catalog: Catalog, file: SliceFile, part: Slice) -> str | None:
-    """Read a slice and say if it is not as it was written; None: it is, or nothing is known."""
+    """Read a slice; return what is wrong with it, None if nothing is, or it has no checksum."""
     wanted = catalog.slices[part.name][part.box].crc32c
     if wanted is None:
         return None
@@ -156,12 +156,12 @@ def _sums(catalog: Catalog, name: str) -> dict[Box, int | None]:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text, which tells apart what == does not: 1, 1.0 and True; and NaNs."""
+    """Return a value as text, which differs for 1, 1.0 and True, and is equal for equal NaNs."""
     return json.dumps(encode(value, "", {}), sort_keys=True)
 
 
 def _num_different(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Return how many elements have other bits."""
+    """Return in how many elements the bits differ."""
     size, count = first.element_size(), 0
     both = as_bytes(first), as_bytes(second)
     for mine, its in zip(*(one.split(_PIECE_ELEMENTS * size) for one in both), strict=True):

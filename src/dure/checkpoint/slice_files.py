@@ -145,7 +145,7 @@ def write_slices(path: Path, layout: Layout, memory: dict[Slice, torch.Tensor]) 
 
 
 class FileMap:
-    """A file's bytes as memory, valid when the file is closed; writes do not reach the file.
+    """A private map of a file, valid after the file is closed; writes do not reach the file.
 
     Args:
         descriptor: The file, open for reading.
@@ -166,16 +166,16 @@ class FileMap:
         weakref.finalize(self._bytes, _LIBC.munmap, address, num_bytes).atexit = False
 
     def tensor(self, at: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """Return the slice that begins at byte `at`. It keeps the map."""
+        """Return the slice that begins at byte `at`. It keeps the map alive."""
         count = box.num_elements
         if not count:
             return torch.empty(box.sizes, dtype=dtype)
         return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=at).view(box.sizes)
 
     def piece(self, at: int, count: int) -> memoryview | None:
-        """Return some bytes, which are in memory now; None: the system cannot read them.
+        """Load some bytes into memory, and return them; None if the system cannot read them.
 
-        To touch such bytes would end the process by a signal.
+        Accessing bytes that cannot be read would end the process by a signal.
         """
         before = (self._address + at) % mmap.PAGESIZE
         first = self._address + at - before
@@ -249,7 +249,7 @@ class SliceFile:
 
     @contextmanager
     def _open(self) -> Iterator[int]:
-        """Yield a descriptor; errors of the system get their meaning here."""
+        """Yield a descriptor; an OSError is converted (`readable`)."""
         with readable(self.path):
             if self._descriptor is not None:
                 yield self._descriptor
@@ -303,22 +303,22 @@ class SliceFile:
         if run is not None and straight and not (to.is_conj() or to.is_neg()):
             data = memoryview(cast(Any, as_bytes(to).numpy()))
             return self._pread(descriptor, data, at + run[0] * dtype.itemsize, summed)
-        lying = self._lying(descriptor, part, dtype)
-        data = memoryview(cast(Any, as_bytes(lying).numpy()))
+        mapped = self._mapped_slice(descriptor, part, dtype)
+        data = memoryview(cast(Any, as_bytes(mapped).numpy()))
         crc = crc32c(data) if summed else None
-        to.copy_(lying[box.within(part.box)])
+        to.copy_(mapped[box.within(part.box)])
         return crc
 
     def _changed(self, part: Slice) -> str:
         return f"{part.name}{part.box} in {self.path.name} is changed: its checksum is wrong"
 
     def fault(self, part: Slice, wanted: int, num_bytes: int) -> str | None:
-        """Read a slice, and say if it is not as it was written; None: it is.
+        """Read a slice, and return what is wrong with it; None if it is as it was written.
 
         Args:
             part: The slice.
             wanted: CRC-32C of its bytes.
-            num_bytes: How many these are.
+            num_bytes: Its length.
 
         Raises:
             CheckpointDamaged: The file became shorter.
@@ -343,7 +343,7 @@ class SliceFile:
         return None if crc == wanted else self._changed(part)
 
     def map(self) -> SliceFile:
-        """Map the file if the system allows it, and return this object: for all that is read later.
+        """Map the file, if the system allows it, for all later reads; return this object.
 
         Raises:
             CheckpointError: The file cannot be opened.
@@ -370,8 +370,8 @@ class SliceFile:
             raise self._damaged(f"{self.path.name} became shorter")
         return count
 
-    def _lying(self, descriptor: int, part: Slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return a whole slice, mapped if the system allows it."""
+    def _mapped_slice(self, descriptor: int, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return a complete slice, mapped if the system allows it."""
         at = self.layout.begins[part]
         try:
             if self._map is None:
@@ -382,8 +382,8 @@ class SliceFile:
             self._pread(descriptor, memoryview(cast(Any, as_bytes(read).numpy())), at, False)
             return read
 
-    def lying(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return a whole slice, mapped if the system allows it: valid when the file is closed.
+    def mapped_slice(self, part: Slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return a complete slice, mapped if the system allows it; valid after the file is closed.
 
         Raises:
             CheckpointError: The file cannot be read.
@@ -391,4 +391,4 @@ class SliceFile:
         if self._map is not None:
             return self._map.tensor(self.layout.begins[part], part.box, dtype)
         with self._open() as descriptor:
-            return self._lying(descriptor, part, dtype)
+            return self._mapped_slice(descriptor, part, dtype)

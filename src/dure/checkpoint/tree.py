@@ -56,9 +56,9 @@ Keys = tuple[str, ...]
 """Keys of a tree, as text."""
 
 ABSENT: Any = object()
-"""Stands for what one of two trees lacks."""
+"""Stands for a node that one of two trees does not have."""
 _NO_ELEMENTS = "empty"
-"""The field of a tensor's node that says: this rank has no elements of it, though others have."""
+"""The field of the node of a tensor of which this rank has no elements, though others have."""
 
 
 class Index(int):
@@ -91,7 +91,7 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 def encode_state(
     state: Mapping[Any, Any], tensors: dict[str, torch.Tensor]
 ) -> tuple[Any, dict[str, Any]]:
-    """Encode a dict as `encode` does; also return the key of the dict that each tensor is below."""
+    """Encode a dict as `encode` does; also return the dict's key for each tensor."""
     encoder, key_of = _Encoder(tensors), dict[str, Any]()
 
     def encoded(key: Any, value: Any) -> Any:
@@ -201,7 +201,7 @@ def _name_of_factory(factory: object, path: str) -> str | None:
     raise UsageError(
         "a value cannot be saved in a checkpoint",
         seen=f"{path} is a defaultdict whose values are made by {factory!r:.60}",
-        fix=f"Save dict(...) of it, or let one of {', '.join(filter(None, _FACTORIES))} make them.",
+        fix=f"Save dict(...) of it, or use one of {', '.join(filter(None, _FACTORIES))}.",
     )
 
 
@@ -252,8 +252,8 @@ def merged(
         keys: The keys that lead to both.
 
     Raises:
-        CheckpointMismatch: There is a tensor, or a dict or list with tensors, in the one, and
-            something else in the other.
+        CheckpointMismatch: One tree has a tensor, or a dict or list with tensors, where the other
+            has something else.
     """
     if first == second:
         return first
@@ -286,15 +286,15 @@ def _merged_mappings(
     pair: list[dict[str, Any]], note: Callable[[Keys, Any, Any], None] | None, keys: Keys
 ) -> Any:
     entries, others = map(_entries, pair)
-    for key, (told, value) in others.items():
-        own, inner = entries.get(key), (*keys, str(told))
+    for key, (original, value) in others.items():
+        own, inner = entries.get(key), (*keys, str(original))
         if own is None and note:
             note(inner, ABSENT, value)
         both = value if own is None else merged(own[1], value, note, inner)
-        entries[key] = told, both
-    for key, (told, value) in entries.items():
+        entries[key] = original, both
+    for key, (original, value) in entries.items():
         if key not in others and note:
-            note((*keys, str(told)), value, ABSENT)
+            note((*keys, str(original)), value, ABSENT)
     tagged = [node for node in pair if "$" in node]
     if not tagged:
         return dict(entries.values())
@@ -313,7 +313,7 @@ def _items(node: Any) -> list[Any] | None:
 
 
 def _is_entered(node: Any) -> bool:
-    """Return whether `flatten` enters a list for the sake of this item."""
+    """Return whether `flatten` enters a list because of this item."""
     items = _items(node)
     if items is not None:
         return any(map(_is_entered, items))
@@ -338,7 +338,7 @@ def names_in(node: Any) -> frozenset[str]:
 
 
 def without_marks(node: Any) -> Any:
-    """Return a tree without what `encode` notes for `merged` alone."""
+    """Return a tree without the fields that only `merged` needs."""
     if isinstance(node, list):
         return [without_marks(item) for item in cast(list[Any], node)]
     if not isinstance(node, dict):

@@ -1,8 +1,8 @@
-"""Values of a state that are neither containers nor tensors, to JSON's types and back.
+"""Converting values of a state, which are no containers and no tensors, to JSON and back.
 
-JSON's own types stand for themselves. Any other value becomes a kind and what JSON needs of it; a
-value comes back with the type that it had. A type that is not in the tables below is refused, and
-so is a subclass of one: what it adds would be lost. Nothing here imports or runs what a file names.
+JSON's own types stand for themselves. Any other value is stored as a kind and JSON data, and is
+decoded to the type that it had. Types that are not in the tables below are refused, and so are
+subclasses, since what they add would be lost. Nothing here imports or runs what a file names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ARRAYS = "biufc"
 
 
 def encode_value(value: object, path: str) -> tuple[str, Any] | None:
-    """Return a value's kind and what JSON needs of it; None: it stands for itself.
+    """Return a value's kind and its JSON data; None: it stands for itself.
 
     Raises:
         UsageError: It cannot be saved; the message names `path`.
@@ -53,7 +53,7 @@ def encode_value(value: object, path: str) -> tuple[str, Any] | None:
 
 def _fix_for(value: object) -> str:
     if isinstance(value, Enum):
-        return "Save its name or its value, and make it again on loading."
+        return "Save its name or its value, and create the enum from it after loading."
     if isinstance(value, str | bytes | bytearray):
         base = next(t for t in (str, bytes, bytearray) if isinstance(value, t))
         return f"Save a plain {base.__name__}: {base.__name__}(...) makes one."
@@ -78,7 +78,7 @@ def _text(data: bytes | bytearray) -> str:
 
 
 def _bytes(text: Any) -> bytes:
-    """Return the bytes of a text that is base64 from the first to the last character."""
+    """Decode base64; a text with any other character is refused."""
     return base64.b64decode(_string(text), validate=True)
 
 
@@ -90,7 +90,7 @@ def _string(text: Any) -> str:
 
 def _list(items: Any, length: int) -> list[Any]:
     if type(items) is not list or len(items) != length:
-        raise TypeError(f"expected a list of {length}")
+        raise TypeError(f"expected a list of {length} items")
     return items
 
 
@@ -103,16 +103,16 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
     dtype, shape, data = _list(value, 3)
     kind = np.dtype(_string(dtype))
     if kind.kind not in _ARRAYS:
-        raise ValueError(f"{dtype!r} is no dtype of numbers")
+        raise ValueError(f"{dtype!r} is not a numeric dtype")
     if not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"{shape} is no shape")
+        raise ValueError(f"{shape} is not a shape")
     return np.frombuffer(_bytes(data), dtype=kind).reshape(shape).copy()
 
 
 def _scalar(value: Any) -> Any:
     array = _array(value)
     if array.shape:
-        raise ValueError(f"a scalar has no shape {list(array.shape)}")
+        raise ValueError(f"expected a scalar, got shape {list(array.shape)}")
     return array[()]
 
 
