@@ -105,10 +105,10 @@ def state_of(name: str, value: Any) -> Any:
         return inner.local_state_dict()
     if isinstance(inner, dict | list) or is_stateful(inner):
         return own_state(cast(Any, inner))
-    told = f"a {type(inner).__qualname__} has no state_dict and load_state_dict"
+    seen = f"a {type(inner).__qualname__} has no state_dict and load_state_dict"
     raise UsageError(
         f"{name!r} cannot be saved",
-        seen=f"{inner.__qualname__} is a class" if isinstance(inner, type) else told,
+        seen=f"{inner.__qualname__} is a class" if isinstance(inner, type) else seen,
         fix="Pass objects that have both, or a dict or list.",
     )
 
@@ -119,7 +119,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def own_state(value: Any) -> Any:
-    """Return the state of what is stateful, of a wrapper that of its module; else `value`.
+    """Return what `state_dict()` returns, for a wrapper that of its module; else `value`.
 
     Raises:
         UsageError: It is an optimizer of which each rank has a part.
@@ -181,7 +181,7 @@ def check_fits(name: str, value: Any, saved: Any) -> None:
 
 
 def few(items: Sequence[str], between: str = ", ") -> str:
-    """Return the first of several things to be told, and how many more there are."""
+    """Return the first of several items as text, and the number of the others."""
     more = len(items) - _NUM_SHOWN
     return between.join(items[:_NUM_SHOWN]) + (f"{between}and {more} more" if more > 0 else "")
 
@@ -189,8 +189,8 @@ def few(items: Sequence[str], between: str = ", ") -> str:
 def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch.Tensor]) -> None:
     """Put a saved state back.
 
-    Parameters and buffers of modules, and tensors in dicts and lists, are copied into the memory
-    that they have, straight from the mapped file. All that an object may keep is a copy:
+    Parameters and buffers of modules, and tensors in dicts and lists, are filled in place,
+    directly from the mapped file. Objects that may keep their tensors get copies:
     `tensor_of`'s memory stays as it is.
 
     Raises:

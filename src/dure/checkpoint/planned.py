@@ -62,13 +62,13 @@ def _planned(
         return writer.prepare_local_plan(planner.create_local_plan()), marks
 
     def divide() -> tuple[list[SavePlan], Metadata] | None:
-        require_alike([marks for _, marks in told])
+        require_alike([marks for _, marks in sent])
         if not leads:
             return None
-        divided, metadata = planner.create_global_plan([plan for plan, _ in told])
+        divided, metadata = planner.create_global_plan([plan for plan, _ in sent])
         return (divided if writer is None else writer.prepare_global_plan(divided)), metadata
 
-    told = ranks.all_or_none(_NOT_SAVED, local)
+    sent = ranks.all_or_none(_NOT_SAVED, local)
     divided = ranks.all_or_none(_NOT_SAVED, divide)[coordinator]
     assert divided is not None
     return divided

@@ -207,7 +207,7 @@ def value_of_bytes(data: io.BytesIO, name: str) -> Any:
     """Return the value of that name.
 
     Raises:
-        CheckpointError: The bytes would run code, or are others than those of `torch.save`.
+        CheckpointError: The bytes would run code, or were not made by `torch.save`.
     """
     data.seek(0)
     try:
@@ -335,8 +335,8 @@ class DefaultSavePlanner(_Flat, SavePlanner):
         """Leave each item to one rank.
 
         Raises:
-            CheckpointMismatch: Slices overlap, or are not the whole of a tensor. Or ranks have a
-                tensor of another shape or dtype under one name, or a value.
+            CheckpointMismatch: Slices overlap, or do not cover a tensor. Or ranks have different
+                shapes or dtypes under one name, or a tensor and a value.
         """
         _require_one_kind(all_plans)
         holders: dict[MetadataIndex, list[int]] = {}
@@ -388,9 +388,9 @@ def _require_one_kind(plans: list[SavePlan]) -> None:
             lowest, its = kinds.setdefault(name, (rank, kind))
             if kind != its:
                 raise CheckpointMismatch(
-                    "ranks plan different things under one name, of which one would be lost",
+                    "ranks plan different tensors or values under one name: one would be lost",
                     seen=f"{name} is {kind} on rank {rank}, {its} on rank {lowest}",
-                    fix="Give what each rank has for itself a name of its own.",
+                    fix="Use a separate name for what differs between ranks.",
                 )
 
 

@@ -102,7 +102,7 @@ class _Loading:
         self._num_read = 0
 
     def _own_state(self, key: str, value: Any) -> Any:
-        """Return a state to fill. That of an optimizer has the entries that the file has of it.
+        """Return a state to fill; an optimizer's has exactly the entries that are in the file.
 
         Parameters may have been stepped since it was saved, or not been stepped before it.
         """
@@ -224,11 +224,10 @@ class _Loading:
 
 
 def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: int) -> None:
-    """Read elements from the files below `path`, in the order in which they lie there.
+    """Read elements from the files below `path`, in the order in which they are stored.
 
-    All files are opened and compared with the manifest first. Those that stay open are read even if
-    a save replaces the checkpoint in the meantime. Of a checkpoint of more files than may be open
-    the others are opened again for each slice.
+    All files are opened and compared with the manifest first. Up to 64 stay open, and are read even
+    if a save replaces the checkpoint in the meantime; others are opened again for each slice.
 
     Raises:
         CheckpointDamaged: A file is not what the manifest says.

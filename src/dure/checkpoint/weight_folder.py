@@ -3,7 +3,7 @@
 No rank ever holds all weights. Rank 0 makes the files, in full length, under hidden names of this
 save. Each rank writes its elements to their places in them, and flushes; it opens the files for
 writing only, so that no host holds copies of pages that other hosts write. Checksums are taken on
-the way. Of tensors of which ranks have columns, a rank reads the file again for the checksum.
+the way. For the checksum of a tensor that is divided by columns, one rank reads the file again.
 
 Then rank 0 publishes the files. Each save takes new names for files that an index names, and
 one rename publishes it:
@@ -13,12 +13,12 @@ one rename publishes it:
 3. The new index replaces the old one. This is the commit.
 4. Files that the old index named are removed, then the journal.
 
-A single file is called model.safetensors, as programs look for that. Its own rename is the
+A single file is called model.safetensors, since programs expect that name. Its rename is the
 commit; if there was an index, the weights are the old ones until the index is removed.
 
 If a process is killed in the middle, the folder has the old or the new weights. The next save
 removes what the journal lists and the weights do not need, and hidden files. Other files are not
-touched: a save that would have to is refused, unless it may overwrite.
+touched: a save that would replace them is refused, except with `overwrite=True`.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class _Begun:
     """What rank 0 found in the folder."""
 
     token: str
-    """Of this save, in the hidden names."""
+    """The token of this save in the hidden names."""
     number: int
-    """Of this save, in the names of files; 1: they have no number."""
+    """The number of this save in the names of files, which is left out if it is 1."""
     indexed: bool
     """Whether there is an index."""
     old: tuple[str, ...]
@@ -91,7 +91,7 @@ class _Begun:
 
 
 def _begin(folder: Folder, overwrite: bool) -> _Begun:
-    """Make a folder, keep others from saving there, remove leftovers, and look what there is.
+    """Make a folder, lock it, remove leftovers, and find out what it contains.
 
     Raises:
         OSError: It cannot be made, or another job saves there.
@@ -106,7 +106,7 @@ def _begin(folder: Folder, overwrite: bool) -> _Begun:
         indexed = old is not None
     except CheckpointError as e:
         if not overwrite:
-            e.advise("Save to another folder, or with overwrite=True: its files then stay.")
+            e.advise("Save to another folder, or with overwrite=True, which keeps its files.")
             raise
         old, indexed = set[str](), True
     single = path / SINGLE
@@ -134,7 +134,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what a save left that did not finish: all that the weights of the folder do not need.
+    """Remove what an unfinished save left: its files that the weights of the folder do not need.
 
     Raises:
         CheckpointError: The index cannot be used; then only hidden files are removed.
@@ -154,7 +154,7 @@ def _clean(folder: Path) -> None:
 
 
 class _Place(NamedTuple):
-    """Where a tensor begins."""
+    """The position of a tensor."""
 
     file: str
     begin: int
@@ -164,8 +164,8 @@ class _Files:
     """Files of complete tensors that are being written.
 
     Args:
-        folder: Where they will be.
-        begun: What is there.
+        folder: The folder of weights.
+        begun: What it contains.
         kinds: What is in them.
         boxes: For each tensor, the slices that have checksums.
         numbers: Of some tensors' files, from 1 on.
@@ -212,7 +212,7 @@ class _Files:
         return self._folder / f"{HIDDEN}{file}.{self._begun.token}"
 
     def make(self) -> None:
-        """Make the files in full length, without contents; OSError where that fails."""
+        """Make the files in full length, without contents; OSError if that fails."""
         for file, layout in self._layouts.items():
             with _opened(self.path(file), os.O_CREAT | os.O_EXCL) as descriptor:
                 os.ftruncate(descriptor, layout.num_bytes)
@@ -229,7 +229,7 @@ class _Files:
         """Write the headers, and make the files the weights of the folder.
 
         Returns:
-            The error of a flush that failed when the weights were published.
+            The error of the last flush, if that failed: the weights are published.
 
         Raises:
             OSError: The weights are not published.
@@ -295,7 +295,7 @@ def _cut(kinds: dict[str, Kind], numbers: Mapping[str, int], max_bytes: int) -> 
 
 
 def _note(folder: Path, files: list[str]) -> None:
-    """Write the journal, through to the disk."""
+    """Write and flush the journal."""
     with _opened(folder / JOURNAL, os.O_CREAT | os.O_TRUNC) as descriptor:
         _write(descriptor, memoryview(json.dumps(files).encode()), 0)
         os.fsync(descriptor)
@@ -318,7 +318,7 @@ def _write(descriptor: int, data: memoryview, at: int) -> None:
 
 
 def _write_slice(descriptor: int, begin: int, kind: Kind, box: Box, memory: torch.Tensor) -> int:
-    """Write a slice to its tensor, which begins at `begin`; return its sum if it is one run."""
+    """Write a slice to its tensor, which begins at `begin`; return its checksum, 0 if divided."""
     whole, size, crc = whole_box(kind.shape), kind.torch_dtype.itemsize, 0
     run = box.run_in(whole)
     if run is not None:
@@ -358,7 +358,7 @@ class _Weights:
         """Compare the state with what files can hold; rank 0 makes the files.
 
         Raises:
-            UsageError: There are values in the state, or tensors of a dtype that files lack.
+            UsageError: The state has values, or tensors of a dtype that files do not support.
             CheckpointMismatch: Ranks have different tensors under one name.
             OSError: The files cannot be made.
         """
@@ -384,7 +384,7 @@ class _Weights:
                     if part.box.run_in(whole_box(self._kinds[name].shape)) is None:
                         divided.add(name)
         self._divided = sorted(divided)
-        """Tensors of which ranks have columns."""
+        """Tensors that are divided by columns."""
         boxes = runs | {name: [whole_box(self._kinds[name].shape)] for name in divided}
         self._boxes = {name: sorted(each) for name, each in boxes.items()}
         self.files = _Files(
@@ -394,7 +394,7 @@ class _Weights:
             self.files.make()
 
     def write(self) -> Sums:
-        """Write this rank's elements, through to the disk; return the sums of slices.
+        """Write and flush this rank's elements; return the checksums of slices.
 
         Raises:
             CheckpointNotWritten: This rank does not see the files that rank 0 made.
@@ -419,7 +419,7 @@ class _Weights:
         return sums
 
     def read_again(self) -> Sums:
-        """Return the sums of this rank's share of the tensors of which ranks have columns.
+        """Read this rank's share of the tensors divided by columns again; return their checksums.
 
         Raises:
             OSError: A file cannot be read.
@@ -436,7 +436,7 @@ class _Weights:
         return sums
 
     def sums(self, written: list[Sums], not_saved: str) -> Sums:
-        """Return the sums of all slices, given those that ranks wrote.
+        """Return the checksums of all slices, given those that ranks wrote.
 
         Collective: all of the ranks, one exchange if there are tensors divided by columns.
         """
@@ -461,7 +461,7 @@ def save_weights(
     Raises:
         CheckpointException: It failed on some ranks, or there are values in the state.
 
-    Collective: all of `ranks`. Four exchanges; five if ranks have columns of a tensor.
+    Collective: all of `ranks`. Four exchanges; five if a tensor is divided by columns.
     """
     place, leads = Folder(folder), ranks.rank == 0
     begun: list[_Begun] = []
@@ -503,16 +503,16 @@ def consolidate(
     max_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Make a folder of weights of a checkpoint, in this process alone.
+    """Write the weights of a checkpoint into a folder, in this process alone.
 
-    Every name that begins with the prefix is written, also if the tensor has another name, too.
+    Every name that begins with the prefix is written, also if several names have one tensor.
 
     Args:
         folder: The checkpoint.
         to: The folder of weights; made if absent. Weights that it has are replaced.
         prefix: Take tensors whose names begin with this, and leave it out of their names.
         max_bytes: How large a file gets.
-        overwrite: Whether weights that Dure did not write, or that cannot be used, may be replaced.
+        overwrite: Whether invalid weights, and those that Dure did not write, may be replaced.
 
     Raises:
         CheckpointError: No tensor's name begins so; the checkpoint cannot be used.

@@ -8,7 +8,7 @@ model.safetensors, or, without that, all files of safetensors. Hidden files are 
 files of a save that has not published them: its journal (`JOURNAL`) names those.
 
 Dure's saves add checksums under the key "dure" to the metadata of the file whose rename publishes
-the weights: of the index, or of model.safetensors. It is a text in JSON:
+the weights: the index, or model.safetensors. They are a JSON text:
 
     {"w": ["F32", [[offsets, sizes, crc32c], ...]], ...}
 
@@ -51,19 +51,19 @@ HIDDEN = ".saving-"
 JOURNAL = f"{HIDDEN}model.json"
 """A list of the files that a save is about to publish or to remove; absent otherwise."""
 KEY = "dure"
-"""Of the checksums in the metadata."""
+"""The key of the checksums in the metadata."""
 _MAX_HEADER_BYTES = 100_000_000
 _NAMES = frozenset(DTYPES.values())
 
 
 class _Header(NamedTuple):
-    """The header of a file of safetensors."""
+    """The header of a safetensors file."""
 
     data: bytes
     entries: dict[str, dict[str, Any]]
     metadata: dict[str, str]
     num_bytes: int
-    """Of the file."""
+    """The length of the file."""
 
 
 def catalog_of_weights(folder: Path) -> Catalog:
@@ -72,7 +72,7 @@ def catalog_of_weights(folder: Path) -> Catalog:
     Links are followed, as the files of a download cache are links.
 
     Raises:
-        CheckpointError: There are no weights, or a file is not what it says.
+        CheckpointError: There are no weights, or a file is invalid.
     """
     try:
         return _catalog(folder)
@@ -112,7 +112,7 @@ def _cataloged(
     headers: dict[str, _Header],
     sums: dict[str, dict[Box, int]] | None,
 ) -> Catalog:
-    """Put together which slice is where: complete tensors, or the slices that have checksums."""
+    """Build the catalog: slices are those that have checksums, else complete tensors."""
     catalog = Catalog({}, kinds, {}, {})
     found: dict[str, dict[Slice, int]] = {path: {} for path in headers}
     for name, kind in kinds.items():
@@ -170,7 +170,7 @@ def _files(folder: Path) -> list[str]:
 def journaled(folder: Path) -> list[str]:
     """Return the files that the journal of a save names.
 
-    A journal that is cut short was left before its save changed anything: it names nothing.
+    A journal that is cut short names nothing: its save had not changed anything yet.
     """
     names: list[Any] = []
     with suppress(FileNotFoundError, ValueError):
@@ -197,7 +197,7 @@ def header_of(path: Path) -> _Header:
 
 
 def _tensors(path: Path, header: _Header) -> dict[str, tuple[Kind, int]]:
-    """Return what the tensors of a file are, and where they begin."""
+    """Return the kind and the position of each tensor of a file."""
     found: dict[str, tuple[Kind, int]] = {}
     before = len(header.data)
     for name, entry in header.entries.items():
@@ -207,9 +207,9 @@ def _tensors(path: Path, header: _Header) -> dict[str, tuple[Kind, int]]:
         begin, end = entry["data_offsets"]
         numbers = [begin, end, *kind.shape]
         if not all(type(n) is int and n >= 0 for n in numbers) or end > header.num_bytes - before:
-            raise Unreadable(f"{name!r} in {path.name} is said to lie outside of it")
+            raise Unreadable(f"{name!r} in {path.name} has invalid offsets")
         if end - begin != kind.num_bytes(whole_box(kind.shape)):
-            raise Unreadable(f"{name!r} in {path.name} is said to be {end - begin} bytes, {kind}")
+            raise Unreadable(f"{name!r} in {path.name} has {end - begin} bytes, and is {kind}")
         found[name] = kind, before + begin
     return found
 
