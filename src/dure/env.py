@@ -206,7 +206,7 @@ _READ_AT_IMPORT = (
     *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_"),
     *("ATEN_CPU_CAPABILITY", "PYTORCH_JIT", "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL"),
 )
-"""What the names begin with of variables that torch and its libraries read once, when loaded."""
+"""Prefixes of the names of variables that torch and its libraries read once, when loaded."""
 
 _ON = frozenset({"1", "true", "yes", "on"})
 _FLAGS = ("DURE_ELASTIC", "DURE_INSECURE", "DURE_STORE_BIND_ANY", "DURE_VERIFY")
@@ -276,9 +276,9 @@ def unknown_note(environ: Mapping[str, str] | None = None) -> str:
 def set_too_late_note() -> str:
     """Return one line about variables that a forked rank set after torch had read them, or "".
 
-    A rank that `dure run` forks has torch in memory before its program begins. Of the variables
-    that torch and its libraries read at their import, those are named that differ from what the
-    rank was started with. Source: docs/launch.md, "What differs".
+    A rank that `dure run` forks has imported torch before its program begins. The line names those
+    variables that torch and its libraries read at their import and that have changed since the
+    rank was started. Source: docs/launch.md, "What differs".
     """
     forked = sys.modules.get("__dure_forked__")  # made by launch/ranks/forking.py
     if forked is None or forked.pid != os.getpid():

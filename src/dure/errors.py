@@ -399,9 +399,9 @@ class CheckpointError(DureError, RuntimeError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint is not as it was written, or all are so; `refused` maps paths to reasons.
+    """A checkpoint, or each one of a run, is damaged; `refused` maps paths to reasons.
 
-    A checkpoint that the system failed to read (too many open files, an I/O error) is not damaged:
+    If a checkpoint could not be read (too many open files, an I/O error), it may be intact:
     that is a plain `CheckpointError`.
     """
 

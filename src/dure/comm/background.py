@@ -1,7 +1,7 @@
 """Tasks in the background of a rank, such as a save: none is cut off, and no error is lost.
 
-A task is a thread that may use groups, and a future of what it returns. A program need not ask the
-future, so others do:
+A task is a thread that may use groups, and a future of what it returns. If the program does not
+wait for the future, this module does:
 
 - `destroy_process_group` waits for the tasks that use the groups it closes, before it closes them.
   An error that the program has not seen is raised there.
@@ -58,7 +58,7 @@ class BackgroundTask(Future[T]):
     def __init__(self) -> None:
         super().__init__()
         self.seen = False
-        """Whether the program has asked for the outcome, or an error was reported."""
+        """Whether the program has asked for the result, or an error was reported."""
         self.world: World = current_world()
         self.groups: tuple[ProcessGroup, ...] = ()
         self.subject: object = None
@@ -76,12 +76,12 @@ class BackgroundTask(Future[T]):
         Args:
             run: The work; it sees the context variables of the caller.
             name: The thread's.
-            groups: Groups that are not to be destroyed before its end.
+            groups: Groups that must not be destroyed before its end.
             subject: What it works on, for `wait_for_tasks`.
         """
         self.groups, self.subject = tuple(groups), subject
         self.set_running_or_notify_cancel()  # from here on it cannot be canceled
-        context = copy_context()  # a rank that is a thread is known by it
+        context = copy_context()  # it identifies a rank that is a thread
         self._thread = threading.Thread(target=context.run, args=(self._run, run), name=name)
         _tasks[self] = None
         try:
@@ -100,12 +100,12 @@ class BackgroundTask(Future[T]):
             self.set_result(result)
 
     def join(self) -> None:
-        """Wait for the end of the thread. In a callback of the future, which it calls, return."""
+        """Wait for the end of the thread; do not wait in a callback, which this thread runs."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def unseen_error(self) -> BaseException | None:
-        """Wait for the end, and return an error that nobody has seen; it counts as seen then."""
+        """Wait for the end; return an error that the program has not seen, and count it as seen."""
         self.join()
         _tasks.pop(self, None)
         if self.seen or not self.done():
@@ -139,7 +139,7 @@ class BackgroundTask(Future[T]):
 
 
 _tasks: dict[BackgroundTask[Any], None] = {}
-"""Those that go on, or have failed unseen, oldest first. Each access is one step of Python's."""
+"""Those that run, or have failed unseen, oldest first. Each access is atomic in Python."""
 
 
 def _of(world: World, group: ProcessGroup | None = None) -> list[BackgroundTask[Any]]:
@@ -158,17 +158,17 @@ def finish_tasks(world: World, group: ProcessGroup | None = None) -> list[BaseEx
 
 
 def raise_first(errors: Sequence[BaseException]) -> None:
-    """Raise the first of several errors in the background; the others are its notes."""
+    """Raise the first of several errors, with the others as notes."""
     if errors:
         first, *others = errors
-        first.add_note("raised in the background; the program had not asked for the outcome")
+        first.add_note("raised in the background; the program had not asked for the result")
         for other in others:
             first.add_note(f"also in the background: {type(other).__name__}: {other}")
         raise first
 
 
 def abandon_tasks(world: World) -> None:
-    """Wait for no task of a rank whose groups are aborted, and log the errors to come."""
+    """Do not wait for the tasks of a rank whose groups are aborted; log their errors."""
     for task in _of(world):
         _tasks.pop(task, None)
         task.add_done_callback(_log_failure)
@@ -192,14 +192,14 @@ _ends_badly = False
 
 
 def finish_at_exit() -> None:
-    """Wait for the tasks that are left, print their errors, and let the process end with code 1."""
+    """Wait for the remaining tasks, print errors, and let the process then exit with code 1."""
     global _ends_badly
     for task in list(_tasks):
         error = task.unseen_error()
         if error is not None:
             _ends_badly = True
-            with suppress(OSError, ValueError):  # a standard error that is closed
-                print("Raised in the background, and never asked for:", file=sys.stderr)
+            with suppress(OSError, ValueError):  # standard error is closed
+                print("An error in the background that the program has not seen:", file=sys.stderr)
                 traceback.print_exception(error)
                 sys.stderr.flush()
     if _ends_badly and not threading.main_thread().is_alive():  # the interpreter is ending

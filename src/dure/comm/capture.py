@@ -9,8 +9,9 @@ code. None of them sees a collective that works on the memory of tensors. So
   they are nodes of the graph, and have results without values where inputs have no values;
 * operations of a group that write into tensors are refused by name (`refuse`).
 
-The engine's fast path asks torch for the first two, and declines (csrc/bindings/tensor.h). What
-costs time is looked at only after `_modes._is_in_torch_dispatch_mode`, a flag of the process.
+The engine's fast path checks for modes and for `torch.jit.trace`, and then declines the call
+(csrc/bindings/tensor.h). Slower checks are made only if `_modes._is_in_torch_dispatch_mode`, a flag
+of the process, is set.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ What holds for all of them:
 * *Memory*: inputs are read before outputs are written. An input may overlap an output; it is copied
   first, unless it is the memory that MPI_IN_PLACE would name. Outputs that overlap each other are a
   `ShapeError`, and so are tensors of two operations in one coalescing manager if one writes them.
-* *Autograd*: to autograd a result is an in-place change of its tensor: a backward pass that needs
-  the value that it had raises, as after `Tensor.add_`.
+* *Autograd*: autograd sees a result as an in-place change of its tensor: a backward pass that needs
+  the old value raises, as after `Tensor.add_`.
 * *Shapes*: tensors may be strided; outputs may be too. `n` is the number of ranks, `S` the bytes
   of the tensor named in Cost. Costs are those of the shm backend, for one rank.
 * *Numerics*: reductions run in the order of ranks, so results are bitwise equal on all ranks and
@@ -346,7 +346,7 @@ class Coalesced:
 
 
 class _Manager(AbstractContextManager[Coalesced, None]):
-    """What `coalescing_manager` returns; a class, so that call sites are those of the program."""
+    """What `coalescing_manager` returns; not a generator, so that call sites are the program's."""
 
     def __init__(self, group: ProcessGroup, async_ops: bool) -> None:
         self._group, self._async_ops = group, async_ops
@@ -366,7 +366,7 @@ class _Manager(AbstractContextManager[Coalesced, None]):
         try:
             self._group.coalesced = None
             if error[0] is not None:
-                for work in self._yielded.works:  # nobody will ask
+                for work in self._yielded.works:  # the program cannot wait for them
                     work.disown()
             elif not self._async_ops:
                 self._yielded.wait()
@@ -381,7 +381,7 @@ def coalescing_manager(
 ) -> AbstractContextManager[Coalesced]:
     """Start the operations called in the block without waiting, and wait for all at its end.
 
-    Other threads cannot call collectives of the group meanwhile, as during one long operation.
+    Until it exits, other threads cannot call collectives of the group, as during one operation.
 
     Args:
         group: Whose operations; those of other groups are not touched.

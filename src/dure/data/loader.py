@@ -161,8 +161,8 @@ class DataLoader(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken; ranks, batch size and workers may be other ones.
 
-        With a sampler other than `DistributedSampler` only the workers may. A pass that is running
-        is over: begin a new one.
+        With a sampler other than `DistributedSampler` only the workers may. A running pass has ended:
+        start a new one.
 
         Raises:
             UsageError: The state is of another order, or lacks a field. Nothing is changed.
@@ -179,7 +179,7 @@ class _Walk:
     begun: bool = False
     ended: bool = False
     replaced: str = ""
-    """Why the position is another since, if that happened during the pass."""
+    """What changed the position during the pass, if anything did."""
 
 
 class _Steerable(Protocol):
@@ -216,7 +216,7 @@ class _Position:
             self._move(epoch, _Walk(), SET)
 
     def _move(self, epoch: int, walk: _Walk, why: str) -> None:
-        """Go to another place; a pass that is running is told."""
+        """Change the position, and mark a running pass as replaced."""
         self.walk.replaced = why
         self._epoch, self.walk = epoch, walk
 
@@ -264,7 +264,7 @@ class _Position:
         }
 
     def _order(self) -> dict[str, Any]:
-        """Return what a skipped order depends on besides the epoch, as far as it can be seen."""
+        """Return what the order depends on besides the epoch, as far as this can be found out."""
         found: dict[str, Any] = {"kinds": [], "length": len(self._dataset)}
         for sampler in _chain(self._source):
             found["kinds"].append(type(sampler).__qualname__)

@@ -77,7 +77,7 @@ class _Pass:
     begun: bool = False
     ended: bool = False
     replaced: str = ""
-    """Why the sampler is at another place since, if that happened during the pass."""
+    """What changed the position during the pass, if anything did."""
 
 
 class DistributedSampler(Sampler[int]):
@@ -178,7 +178,7 @@ class DistributedSampler(Sampler[int]):
             self._move(epoch, 0, SET)
 
     def _move(self, epoch: int, start: int, why: str) -> None:
-        """Go to another place; a pass that is running is told."""
+        """Change the position, and mark a running pass as replaced."""
         self._pass.replaced = why
         self.epoch, self._pass = epoch, _Pass(start)
 
@@ -280,7 +280,7 @@ class DistributedSampler(Sampler[int]):
 
 
 def moved(why: str) -> UsageError:
-    """Return the error of a pass that goes on after the position was changed."""
+    """Return the error of a pass that continues after the position was changed."""
     return UsageError(
         "the position was changed while a pass was running, whose samples would not be counted",
         seen=f"{why}() was called within the loop over it",

@@ -104,7 +104,7 @@ class GroupCore:
         num_monitored: How many monitored barriers this rank has begun.
         num_attempts: How many attempts to shrink the group this rank has begun.
         belongings: What others keep with the group, by its type; it goes when the group is closed.
-        companions: Groups that others have made for this one; they are destroyed with it.
+        companions: Groups that other modules made for this one; they are destroyed with it.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class GroupCore:
         self._coalesced: list[Work] | None = None
         self._block: overlap.Block | None = None
         self._inside: dict[int, tuple[int, str, str]] = {}  # at 0: the thread inside a call
-        self._crossed = ""  # how two threads were inside calls at once, once they were
+        self._crossed = ""  # which two threads were inside calls at once, if any
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {}
         self.companions: list[Self] = []
@@ -181,12 +181,11 @@ class GroupCore:
 
         Collective:
             Calls of each channel in one order on all ranks; of calls on different channels ranks
-            need no common order, and agree on none. Where several threads call on one channel,
-            their order is the program's; orders that differ between ranks are a `Desync`, which
-            names the threads, and a thread that calls while another one is inside is refused, which
-            ends the group. On `shm` this method is local. Where the backend has one order only,
-            all ranks must call it, and its first call makes a second backend, as making a group
-            does.
+            need no common order, and agree on none. If several threads call on one channel, their
+            order is the program's. Orders that differ between ranks are a `Desync`, which names the
+            threads. A thread that calls while another one is inside a call is refused, and the
+            group is broken. On `shm` this method is local. If the backend has only one order, all
+            ranks must call it, and its first call makes a second backend, as making a group does.
 
         Threads:
             From any thread, at any time.
@@ -369,9 +368,9 @@ class GroupCore:
             raise
 
     def _issue(self, call: Call, async_op: bool = False, counts: bool = False) -> Work | None:
-        """Run a call on the user's tensors: hand out a `Work` if it is wanted.
+        """Run a call on the user's tensors; return a `Work` if it is asynchronous.
 
-        `counts`: whether to count the versions of what it writes on this rank.
+        `counts`: whether to increment the versions of the tensors that it writes on this rank.
         """
         backend, plain, finish = self._prepare(call)
         coalesced = self._coalesced
@@ -424,10 +423,10 @@ class GroupCore:
     def _enter(self, op: str, stays: bool = True) -> bool:
         """Refuse a collective while another thread is inside a synchronous one of this channel.
 
-        Such calls have no order, and may meet another thread's call on another rank. So the refusal
-        also ends the group, when the first thread has ended its call: this rank leaves it. A thread
-        that only starts an operation, or waits for one, is not inside a call. The engine of `shm`
-        does the same by itself, and more (csrc/core/threads.cpp).
+        Such calls have no order, and may match another thread's call on another rank. So after a
+        refusal this rank leaves the group, when the first thread's call has finished. A thread that
+        only starts an operation, or waits for one, is not inside a call. The engine of `shm` does
+        the same by itself, and more (csrc/core/threads.cpp).
 
         Args:
             op: What is called.
@@ -456,7 +455,7 @@ class GroupCore:
         )
 
     def _leave(self) -> None:
-        """End what `_enter` began; leave the group if a second thread has called meanwhile."""
+        """End what `_enter` began; leave the group if a second thread was refused since."""
         self._inside.pop(0, None)
         if self._crossed:
             for group in self._channels:
@@ -464,7 +463,7 @@ class GroupCore:
                     backend.close(False)
 
     def hold(self, op: str) -> Hold:
-        """Let no other thread call collectives of this channel in a block: its calls are one.
+        """Return a context in which other threads cannot call collectives of this channel.
 
         Raises:
             UsageError: Another thread is inside a call.
@@ -593,7 +592,7 @@ class GroupCore:
 
 
 class Hold:
-    """What `GroupCore.hold` returns; a class, so that call sites are those of the program."""
+    """What `GroupCore.hold` returns; not a generator, so that call sites are the program's."""
 
     def __init__(self, enter: Callable[[], bool], leave: Callable[[], None]) -> None:
         self._enter, self._leave = enter, leave
@@ -612,7 +611,7 @@ def _records(backend: Backend) -> bool:
 
 
 def _writes(call: Call, rank: int) -> bool:
-    """Tell whether the call of `rank` writes its outputs: a root's input is one of them."""
+    """Return whether the call writes its outputs on `rank`; a root's may be its input."""
     match call.op:
         case "broadcast":
             return rank != call.root

@@ -9,13 +9,13 @@ calls. None, which the binding does not take, takes it too. The lines of the fas
 in every operation, and written out because a helper would cost as much as the rest; for the same
 reason these methods hold no closures, whose cells cost at every call.
 
-The engine declines every call while a graph is being captured, too; the slow path refuses it by
+The engine also declines every call while a graph is captured; the slow path refuses it by
 name (capture.py).
 
 *Versions.* With ``counts=True`` an operation increments the versions of the tensors that it writes,
-so that autograd notices it as it notices `Tensor.add_`. The public functions, whose tensors are the
+so that autograd detects the write, as with `Tensor.add_`. The public functions, whose tensors are the
 program's, ask for that; Dure's own buckets and unsharded parameters must not be counted. On the
-fast path the engine counts, which takes nanoseconds.
+fast path the engine does this, in nanoseconds.
 
 *The slow path* says what this rank alone can know to be wrong, turns odd tensors into plain memory,
 and makes the `Call` that the backend runs (group/core.py).

@@ -291,7 +291,7 @@ def _set_environment(wanted: dict[str, str], before: dict[str, str]) -> None:
 
 
 def _remember_environment() -> None:
-    """Let `dure.env` find out what the program sets though torch has read it already."""
+    """Keep the environment that torch has read, so that `dure.env` finds later changes."""
     module = ModuleType("__dure_forked__")
     module.__dict__.update(environment=dict(os.environ), pid=os.getpid())
     sys.modules["__dure_forked__"] = module

@@ -29,8 +29,8 @@ class TensorBoardWriter:
                 ...
                 board.write(loss=loss.item())
 
-    Without `with`, call `close`, or the file is closed with the object, at the latest at the end of
-    the program. The scalars are those of `StepReport.scalars`: ``step/compute_s``,
+    Without `with`, call `close`; otherwise the file is closed when the object is freed, or at the
+    end of the program. The scalars are those of `StepReport.scalars`: ``step/compute_s``,
     ``step/exposed_comm_s``, ``step/data_wait_s``, ``samples/s``, ...
 
     Args:
