@@ -1,9 +1,9 @@
 """Run pytest many times without loading torch many times.
 
-A process loads torch, pytest and its plugins, and of `dure` what its caller names; each run is a
-fork of it. So a run starts in a fraction of a second, with a small heap, and nothing of one run is
-left in the next. The fork server of `multiprocessing`, which ranks are forked from, is a fork as
-well: a new interpreter would load torch again in each run, for three seconds of a core.
+One process imports torch, pytest, its plugins, and the modules that its caller names. Each run is a
+fork of it, so a run starts in a fraction of a second, has a small heap, and leaves nothing for the
+next one. The fork server of `multiprocessing`, from which ranks are forked, is forked, too: a new
+interpreter would need three seconds of a core in each run to import torch.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ForkedPytest:
         folder: Where the runs start.
         environment: Their environment.
         limit_s: Seconds after which a run is ended.
-        modules: What the process loads beside torch and pytest. Changes of these modules' sources,
-            and of what they import, are not seen by later runs.
+        modules: What the process imports beside torch and pytest. Changes of these modules, and of
+            what they import, are not seen by later runs.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ForkedPytest:
         with self._lock:
             self._ended = True
             for status in self._statuses:
-                status.put(HUNG)  # not read where there was one
+                status.put(HUNG)  # ignored if the run has ended
 
     def kill(self) -> None:
         """End all runs that are under way, and the process."""
@@ -122,7 +122,7 @@ def serve(modules: list[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is loaded stays: a collection in a run would write to, so copy, all of it
+    gc.freeze()  # a collection in a run would write to these objects, and so copy their pages
     runs: dict[int, tuple[int, float]] = {}  # number and deadline, by process
     signal.signal(signal.SIGTERM, lambda *_: _end(runs))
     waiting, is_open = b"", True
@@ -170,7 +170,7 @@ def _report(runs: dict[int, tuple[int, float]]) -> None:
 
 
 def _prepare_fork_server() -> None:
-    """Fork what `ForkServer.ensure_running`, which then finds it running, would start.
+    """Fork the server that `ForkServer.ensure_running` would start; that then finds it running.
 
     It loads what ranks need when the first process is requested. Since Python 3.14 the server has a
     key: there, each run starts a server of its own.

@@ -42,7 +42,7 @@ UNSTEADY_DAYS = 7
 BATCH_S = 30.0  # about what a batch takes, alone
 BATCH_LIMIT_S = 2400.0  # only ends what pytest's own limit per test could not
 UNKNOWN_S = 3.0  # what a file that is not in `TIMES` is taken to need
-# What most batches load: once, and not in each batch and each rank that it forks.
+# Modules that most batches need: imported once, and not in each batch and each of its ranks.
 MODULES = [
     *("dure.testing.pool", "dure.comm.init", "dure.comm.collectives", "dure.tensor"),
     *("dure.parallel.fsdp", "dure.checkpoint", "hypothesis.strategies", "networkx"),
@@ -132,7 +132,7 @@ class Queue:
             return batch
 
     def clear(self) -> None:
-        """Leave nothing to take."""
+        """Remove the remaining batches."""
         with self._lock:
             self._left.clear()
 

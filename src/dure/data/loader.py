@@ -159,9 +159,9 @@ class DataLoader(Generic[T]):
             self.sampler.rejoin()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; ranks, batch size and workers may be other ones.
+        """Continue where `state_dict` was taken; ranks, batch size and workers may differ.
 
-        With a sampler other than `DistributedSampler` only the workers may. A running pass has ended:
+        With a sampler other than `DistributedSampler` only the workers may. This ends a running pass:
         start a new one.
 
         Raises:

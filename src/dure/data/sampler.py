@@ -207,11 +207,11 @@ class DistributedSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Go on where `state_dict` was taken; the number of ranks may be another.
+        """Continue where `state_dict` was taken; the number of ranks may differ.
 
-        The next pass gives what is left of the epoch, and `set_epoch` with the same epoch keeps
-        that; later passes are whole. A pass that is running raises `UsageError` when the next index
-        is asked for: begin a new one.
+        The next pass yields the rest of the epoch, and `set_epoch` with the same epoch keeps that;
+        later passes are complete. A running pass raises `UsageError` at its next index: start a new
+        one.
 
         Raises:
             UsageError: The state is of another order (dataset length, seed or shuffle differ), or

@@ -13,8 +13,8 @@ The engine also declines every call while a graph is captured; the slow path ref
 name (capture.py).
 
 *Versions.* With ``counts=True`` an operation increments the versions of the tensors that it writes,
-so that autograd detects the write, as with `Tensor.add_`. The public functions, whose tensors are the
-program's, ask for that; Dure's own buckets and unsharded parameters must not be counted. On the
+so that autograd detects the write, as with `Tensor.add_`. The public functions use it, since their
+tensors are the program's; Dure's own buckets and unsharded parameters must not be counted. On the
 fast path the engine does this, in nanoseconds.
 
 *The slow path* says what this rank alone can know to be wrong, turns odd tensors into plain memory,
