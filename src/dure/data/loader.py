@@ -161,7 +161,7 @@ class DataLoader(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken; ranks, batch size and workers may differ.
 
-        With a sampler other than `DistributedSampler` only the workers may. This ends a running pass:
+        With a sampler other than `DistributedSampler` only the workers may. A running pass ends:
         start a new one.
 
         Raises:
