@@ -102,7 +102,7 @@ def test_collective_in_a_handler_is_refused_and_the_waiting_one_succeeds_on_2_ra
 
 def _gather(backend: Any, output: torch.Tensor, tensor: torch.Tensor) -> None:
     """Gather as the public functions do: on the fast path where the engine takes it."""
-    done = backend.plain.plain_all_gather(output, tensor)
+    done = backend.plain.plain_all_gather(output, tensor, False)
     if done is False:
         backend.run(calls.all_gather_single(output, tensor), False)
     else:
