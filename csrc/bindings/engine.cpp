@@ -87,8 +87,7 @@ uint64_t Engine::note(const Message& message, Block block, DType dtype, const Si
                            message.tag, block.bytes, site});
 }
 
-// Refuse the call of a second thread, and see to it that the group is broken when the first one has
-// ended its call.
+// Refuse the call of a second thread, and let the group be broken after the first thread's call.
 Outcome Engine::second_thread(int channel, const Call& call) {
     const Inside& first = inside_[channel];
     const auto name = [](const std::string* thread) {

@@ -49,11 +49,11 @@ class Engine {
     }
     int sender_of(int tag) { return forked() ? -1 : mailbox_->sender_of(tag); }
     nanobind::object host_shared_empty(size_t bytes);
-    // Begin a block of calls that belong together, by this thread alone: True, False where it is
-    // inside a block or call of its own, or an Outcome.
+    // Begin a block of calls that other threads must not interrupt. Returns True; False if this
+    // thread is already inside a block or call; or an Outcome.
     nanobind::object enter(int channel);
     void leave(int channel) { inside_[channel].site = nullptr; }
-    // This thread waits for an operation of `channel` that it has started; or has waited.
+    // This thread starts (1) or stops (-1) waiting for its own operation of `channel`.
     void wait_for_own(int channel, int change) { inside_[channel].own_waits += change; }
     void close();
 
@@ -104,12 +104,12 @@ class Engine {
     bool is_rank(int peer) const { return peer >= 0 && peer < group_->size(); }
 
     // Note "One thread at a time". The order of a channel's calls is the program's. A thread that
-    // calls while another one is inside a synchronous call has no order with it, and may meet
+    // calls while another one is inside a synchronous call has no order with it, and may match
     // another thread's call on another rank. So a synchronous call, or a block of calls (`enter`),
-    // notes where it is; a second thread's call is refused, and breaks the group
+    // records its call site. A second thread's call is refused, and breaks the group
     // (core/threads.cpp). A thread that only starts an operation, or waits for one, is not inside a
-    // call; calls of others while it waits for what it started itself are an overlap, which is
-    // noted. Needs the GIL.
+    // call. If another thread calls while it waits for its own operation, that is recorded as an
+    // overlap. Needs the GIL.
     struct Inside {
         const Site* site = nullptr;
         const std::string* thread = nullptr;
@@ -140,7 +140,7 @@ class Engine {
     bool is_other(const Inside& place) const {
         return place.site != nullptr && place.id != PyThread_get_thread_ident();
     }
-    // Whether a call on the channel may begin, as far as other threads are concerned.
+    // Whether no other thread prevents a call on the channel.
     bool alone(int channel) {
         const Inside& place = inside_[channel];
         if (is_other(place)) return false;

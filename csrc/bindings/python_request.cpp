@@ -52,7 +52,7 @@ PythonRequest::PythonRequest(std::shared_ptr<PendingCall> call, Engine& engine)
 
 namespace {
 
-// Says that this thread waits for what it has started itself (engine.h, "One thread at a time").
+// Records that this thread waits for its own operation (engine.h, "One thread at a time").
 class OwnWait {
   public:
     OwnWait(Engine& engine, const PendingCall& call)

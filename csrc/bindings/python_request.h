@@ -16,7 +16,7 @@ struct PendingCall {
     std::shared_ptr<Request> request;
     const Site* site;
     nanobind::object one, other;
-    int channel;  // -1 of a message
+    int channel;  // -1 for a message
     unsigned long starter;
 };
 

@@ -31,8 +31,8 @@ struct Torch {
     const void* const* (*tracing_state)() = nullptr;  // a shared pointer, null outside of a trace
     int64_t (*num_modes)() = nullptr;
     void (*bump_version)(const void* tensor) = nullptr;
-    size_t tensor_at = 0;  // where a Python tensor has its pointer, in bytes
-    // The same in Python.
+    size_t tensor_at = 0;  // offset in bytes of the pointer in a Python tensor
+    // Their equivalents in Python.
     PyObject *is_tracing = nullptr, *count_modes = nullptr, *increment_version = nullptr;
 };
 
@@ -83,12 +83,12 @@ void find(const char* library, const char* name, F& function) {
     void* loaded = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
     if (!loaded) return;
     function = reinterpret_cast<F>(dlsym(loaded, name));
-    dlclose(loaded);  // torch stays
+    dlclose(loaded);  // torch itself keeps it loaded
 }
 
 int64_t version_of(nb::handle tensor) { return nb::cast<int64_t>(tensor.attr("_version")); }
 
-// Find `bump_version` and the pointer in a Python tensor, and see with `sample` that they work.
+// Find `bump_version` and the pointer in a Python tensor, and test them with `sample`.
 void find_version_counter(Torch& known, nb::handle sample) {
     find("libtorch_cpu.so", "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
          known.bump_version);
@@ -118,8 +118,7 @@ void find_torch_functions(Torch& known, nb::handle c, nb::handle sample) {
     find_version_counter(known, sample);
 }
 
-// What a Python function without arguments returns; an error counts as true. False before torch is
-// known.
+// Whether a Python function without arguments returns true, or raises. False before torch is known.
 bool ask(PyObject* function) {
     if (!function) return false;
     PyObject* answer = PyObject_CallNoArgs(function);

@@ -65,8 +65,8 @@ Status Channel::guarded(const Turn& turn, F collective) {
     }
     const Status status = collective();
     if (group_.threads_seen() == 0 || !ends_by_crossing(turn.number() + 1)) return status;
-    // The second thread may have been refused after the headers had been compared; they are still
-    // there, since no peer gets through the next operation without us.
+    // The second thread may have been refused after the headers were compared. They are still
+    // valid, since no peer can finish the next operation without this rank.
     const Status met = status == Status::ok ? check_threads() : status;
     group_.abort_crossing();
     return met;

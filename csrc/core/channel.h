@@ -8,9 +8,9 @@
 // channel's progress thread (call_queue.h).
 //
 // Ranks do not agree on an order. If several threads of a program call on one channel, it is for
-// the program to call in the same order on all ranks; where it does not, the fingerprints differ
-// and the calls end as a desync, or what the threads do shows it (threads.cpp). Two threads that
-// need no order between them use two channels.
+// the program to call in the same order on all ranks; if it does not, the fingerprints differ
+// and the calls end as a desync, or the threads are found to have no order (threads.cpp). Threads
+// that need no order between them use two channels.
 //
 // Threads: anything may be called from any thread.
 #pragma once
@@ -73,7 +73,7 @@ class Channel {
     std::shared_ptr<Request> start(Call call, Turn turn, bool brief);
     std::shared_ptr<HeapMemory> host_shared_empty(size_t bytes, Status& status, const Site* site,
                                                   Turn turn);
-    // Calls that have taken a number.
+    // The number of calls that have received a number.
     uint32_t issued() const { return issued_.load(std::memory_order_relaxed); }
     // A barrier before the first call.
     Status join() { return barrier(); }

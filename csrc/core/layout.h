@@ -125,10 +125,10 @@ struct AbortRecord {
 constexpr uint32_t kOverlaps = 1;  // shifted by the channel
 constexpr uint32_t kCrossed = 1 << kChannels;
 struct Crossing {
-    Word claimed;  // its writer has begun
+    Word claimed;  // nonzero after a rank has begun to write
     int32_t rank;
     int32_t channel;
-    uint32_t number;            // of the last call on the channel before
+    uint32_t number;            // of the last call on the channel before it
     char second[kThreadBytes];  // the second thread's name
     char text[1024];
 };

@@ -1,23 +1,23 @@
 // Threads of a rank that call on one channel without an order.
 //
 // Note "Crossing threads". Ranks match calls by their order on a channel. If two threads call
-// without an order between them, the first thread of one rank can meet the second one of another
-// rank; operation and length are often the same, so the fingerprints do not show it. What shows it
-// is what the threads of one rank do:
+// without an order between them, a call of the first thread of one rank can match a call of the
+// second thread of another rank. Operation and length are often the same, so the fingerprints do
+// not detect it. It is detected from the threads of one rank, in two cases:
 //
 // 1. A second thread calls while the first one is inside a synchronous call: there is no order. The
-//    second call is refused (engine.h), and the rank says so in the segment: a *crossing*. The call
-//    that the first thread is in ends, on all ranks, with its result, unless it has met a thread
-//    of another name (a rank's main thread is known as such), or the one that was refused. After
-//    it, the group is broken for all ranks: some rank's call is missing, so nothing that follows is
-//    known to belong together.
+//    second call is refused (engine.h), and the rank writes this into the segment: a *crossing*.
+//    The call of the first thread ends with its result on all ranks, unless it has matched a call
+//    of a thread with the refused one's name, or with another name. (A main thread has no name, and
+//    may match any except the refused one.) After it the group is broken on all ranks: one rank's
+//    call is missing, so later calls may not match.
 // 2. A thread calls while another one waits for an operation that it has started itself: an
-//    *overlap*. There may be an order, since the first thread may have told the second one between
-//    its start and its wait. From then on the ranks compare the names of the calling threads, and
-//    calls of threads with different names end as a desync.
+//    *overlap*. There may be an order, since the first thread may have notified the second one
+//    between its start and its wait. From then on the ranks compare the names of the calling
+//    threads, and calls of threads with different names end as a desync.
 //
-// What costs time is done only after one of the two: before, a call reads one word more, in the
-// line that says whether the group is broken.
+// Work that costs time is done only after one of the two. Before, a call reads one more word, in
+// the cache line that shows whether the group is broken.
 #include <algorithm>
 #include <cstring>
 
@@ -40,7 +40,8 @@ void Group::note_overlap(int channel) {
     header().abort_record.threads.fetch_or(kOverlaps << channel);
 }
 
-// The first one counts. A writer that dies before it has set the bit is lost to its peers anyway.
+// Only the first crossing is recorded. If the writer dies before it has set the bit, its peers see
+// that it is lost.
 void Group::note_crossing(int channel, uint32_t number, const std::string& second,
                           const std::string& text) {
     Crossing& c = header().crossing;
@@ -63,15 +64,14 @@ Status Group::abort_crossing() {
     return abort(std::move(out));
 }
 
-// Whether call `number` of this channel comes after the one that the crossing leaves whole.
+// Whether call `number` of this channel comes after the last call that the crossing lets finish.
 bool Channel::ends_by_crossing(uint32_t number) const {
     const Crossing& c = group_.header().crossing;
     return (group_.threads_seen() & kCrossed) != 0 && c.channel == index_ &&
            static_cast<int32_t>(number - c.number) > 0;
 }
 
-// After the header exchange: whether the threads that have met belong together, as far as it is
-// known.
+// After the header exchange: whether the threads whose calls were matched may belong together.
 Status Channel::check_threads() {
     const uint32_t seen = group_.threads_seen();
     const size_t now = seq_ & 1;
