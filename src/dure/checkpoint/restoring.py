@@ -1,8 +1,8 @@
 """Loading a sharded checkpoint into the tensors that are there, whatever their sharding.
 
 1. Each rank reads the manifest and compares it with the state: names, shapes, what is no tensor.
-   All tell how it went, and that they read the same manifest. Nothing was changed up to here.
-2. Each reads what it needs, slice by slice, straight into its tensors; all tell how it went. Where
+   All exchange the outcome, and compare their manifests. Nothing was changed up to here.
+2. Each reads what it needs, slice by slice, into its tensors, and all exchange the outcome. If
    a file turns out to be damaged, tensors that were read before it have new values already.
 3. Values are put in their places, and objects that have `load_state_dict` are given their state.
 """
