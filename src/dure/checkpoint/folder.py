@@ -252,7 +252,7 @@ def flush_name(path: Path) -> None:
     try:
         flush(path.parent)
     except OSError as e:
-        seen = f"{e.strerror}, when the folder was flushed after {path.name} had got its name"
+        seen = f"{e.strerror}, when the folder was flushed after the rename to {path.name}"
         raise Unflushed(e.errno, seen, str(path.parent)) from e
 
 

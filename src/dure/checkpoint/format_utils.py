@@ -70,7 +70,7 @@ def _replace(path: Path, state: Any) -> None:
         with hidden.open("rb") as file:
             os.fsync(file.fileno())
         hidden.rename(path)
-        what = "the file was written, but a crash of the system may undo it: a flush failed"
+        what = "the file is in place and complete, but it may not be durable: a flush failed"
         flush(path.parent)
     except (OSError, RuntimeError) as e:  # torch raises both when a disk is full
         raise CheckpointError(what, path=str(path), seen=f"{e}") from e

@@ -215,7 +215,7 @@ def value_of_bytes(data: io.BytesIO, name: str) -> Any:
     except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as e:
         found = re.search(r"GLOBAL (\S+)", str(e))
         raise CheckpointError(
-            "a value cannot be read back without running code",
+            "a value cannot be loaded without running code",
             seen=f"{name!r}: {found[1] if found else type(e).__name__}",
             fix="Save numbers, strings, bytes, and lists, tuples, sets and dicts of them.",
         ) from e
@@ -388,7 +388,7 @@ def _require_one_kind(plans: list[SavePlan]) -> None:
             lowest, its = kinds.setdefault(name, (rank, kind))
             if kind != its:
                 raise CheckpointMismatch(
-                    "ranks plan different tensors or values under one name: one would be lost",
+                    "ranks plan different objects under one name, and one would be lost",
                     seen=f"{name} is {kind} on rank {rank}, {its} on rank {lowest}",
                     fix="Use a separate name for what differs between ranks.",
                 )

@@ -92,7 +92,7 @@ class SharedSlices:
         for number in found:
             name, (lower, higher) = self.slices[number].name, self.ranks[number]
             if name in self.alike:
-                wrong.setdefault(name, f"{name} of rank {higher} is not that of rank {lower}")
+                wrong.setdefault(name, f"{name} of rank {higher} differs from that of rank {lower}")
         if wrong:
             raise different(list(wrong.values()))
         return frozenset(self.slices[number] for number in found)
@@ -203,7 +203,9 @@ def divide(
             if name in unused:
                 continue
             if kinds.setdefault(name, kind) != kind:
-                wrong.setdefault(name, f"{name} is {kind} on rank {rank}, {kinds[name]} before")
+                wrong.setdefault(
+                    name, f"{name} is {kind} on rank {rank}, {kinds[name]} on a lower rank"
+                )
             for box in boxes:
                 part = Slice(name, box)
                 holders.setdefault(part, []).append(rank)

@@ -56,10 +56,9 @@ it. LOWEST: the lowest rank that has it writes it, instead of the one with the l
 _NUM_SAMPLED = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIX = (
-    "Give what each rank has for itself a name of its own, as f'model{stage}', or wrap it in "
+    "Use a separate name for what differs between ranks, such as f'model{stage}', or wrap it in "
     "PerRank (Checkpointer, for objects without DTensors). For the optimizers of pipeline stages, "
-    "get_optimizer_state_dict with StateDictOptions(flatten_optimizer_state_dict=True) has the "
-    "names of the parameters."
+    "use get_optimizer_state_dict with StateDictOptions(flatten_optimizer_state_dict=True)."
 )
 
 
@@ -190,7 +189,7 @@ def require_alike(marks: Sequence[Mapping[str, int]]) -> None:
         for name, mark in those.items():
             lowest, its = first.setdefault(name, (rank, mark))
             if mark != its:
-                wrong.append(f"{name} of rank {rank} is not that of rank {lowest}")
+                wrong.append(f"{name} of rank {rank} differs from that of rank {lowest}")
     if wrong:
         raise different(wrong)
 
@@ -214,10 +213,11 @@ class Difference:
     def __str__(self) -> str:
         """Return what each rank has."""
         if self.first is ABSENT:
-            return f"{self.name} is on rank {self.rank} and not on those before"
+            return f"{self.name} is on rank {self.rank}, but not on lower ranks"
         if self.second is ABSENT:
             return f"{self.name} is not on rank {self.rank}"
-        return f"{self.name} is {self.second!r:.40} on rank {self.rank}, {self.first!r:.40} before"
+        second, first = f"{self.second!r:.40}", f"{self.first!r:.40}"
+        return f"{self.name} is {second} on rank {self.rank}, {first} on a lower rank"
 
 
 def require_common(
@@ -252,7 +252,7 @@ def require_common(
 def different(seen: Sequence[str]) -> CheckpointMismatch:
     """Return the error that says where ranks differ."""
     return CheckpointMismatch(
-        "ranks have different things under one name, of which one would be lost",
+        "ranks have different objects under one name, and only one of them would be saved",
         seen=few(list(seen), "; "),
         fix=_FIX,
     )

@@ -293,7 +293,7 @@ class Saving:
                 "the checkpoint is in place and complete, but it may not be durable",
                 failures,
                 fix="Check the disk and save again. Until then a power failure may bring back the "
-                "checkpoint before, whose files are kept.",
+                "previous checkpoint, whose files are kept.",
             ) from unflushed
         return catalog
 

@@ -368,7 +368,7 @@ class _Weights:
         for name, tensor in stored.items():
             if tensor is None:
                 raise UsageError(
-                    "a folder of weights has tensors only",
+                    "a folder of weights can only contain tensors",
                     seen=f"{name!r} is a value",
                     fix="Save get_model_state_dict(model).",
                 )

@@ -241,6 +241,6 @@ def _checksums(text: Any, kinds: Mapping[str, Kind]) -> dict[str, dict[Box, int]
 def _same(others: Iterable[str]) -> None:
     for name in others:
         raise Unreadable(
-            f"the checksums are not those of {name!r}: the files are changed. If another program "
-            f"has written them since, remove {KEY!r} from the metadata of the index or the file"
+            f"the checksums do not fit {name!r}: the files were changed. If another program wrote "
+            f"them, remove {KEY!r} from the metadata of the index or the file"
         )

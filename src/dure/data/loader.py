@@ -293,7 +293,7 @@ class _Position:
             ]
         if seen:
             raise UsageError(
-                "a loader can resume only in the order it was saved in",
+                "the state is of another order than that of this loader",
                 seen="; ".join(seen),
                 fix="Resume with the sampler, dataset, batch size and number of ranks of the saved "
                 "job. With dure.DistributedSampler and torch's BatchSampler the last two may "
@@ -429,7 +429,7 @@ def _refuse_orders_that_cannot_be_repeated(source: Any) -> None:
     for sampler in _chain(source):
         if isinstance(sampler, (*random_kinds, torch_data.SubsetRandomSampler)):
             raise _unfit(
-                f"a {type(sampler).__name__}, which draws another order each time",
+                f"a {type(sampler).__name__}, whose order cannot be repeated",
                 "Use shuffle=True, or a sampler whose order depends on set_epoch alone.",
             )
 

@@ -224,7 +224,7 @@ class DistributedSampler(Sampler[int]):
         ]
         if absent or other:
             raise UsageError(
-                "a sampler can resume only in the order it was saved in",
+                "the state is of another order than that of this sampler",
                 seen="; ".join([*(f"no {k!r} in the state" for k in absent), *other]),
                 fix="Resume with the dataset, seed and shuffle of the saved job.",
             )
@@ -282,9 +282,9 @@ class DistributedSampler(Sampler[int]):
 def moved(why: str) -> UsageError:
     """Return the error of a pass that continues after the position was changed."""
     return UsageError(
-        "the position was changed while a pass was running, whose samples would not be counted",
+        "the position was changed during a pass, so its samples would not be counted",
         seen=f"{why}() was called within the loop over it",
-        fix="Leave the loop (break) after the call, and begin a new one.",
+        fix="Leave the loop (break) after the call, and start a new one.",
     )
 
 

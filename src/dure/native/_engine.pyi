@@ -72,7 +72,7 @@ class Channel:
     def index(self) -> int:
         """0 or 1."""
     def enter(self) -> bool | Outcome:
-        """Begin a block of calls that only this thread may make; False if it is inside one already."""
+        """Begin a block of calls of this thread alone; False if it is in one already."""
     def leave(self) -> None:
         """End the block that `enter` began."""
     def run(
