@@ -75,6 +75,7 @@ def test_a_listening_clock_stands_still_while_its_thread_is_paused():
     clock.turn(1.0)
     assert clock.now() == 102.0
     real[0] += 11.0  # ten seconds more than was said
+    assert clock.now() == 103.0  # also before it says that it runs again
     clock.turn()
     assert clock.now() == 103.0
     real[0] += 50.0  # nothing was said

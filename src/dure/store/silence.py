@@ -74,8 +74,8 @@ class ListeningClock:
         self._due = float("inf")
 
     def now(self) -> float:
-        """Return the time."""
-        return self._clock() - self._paused_s
+        """Return the time; a pause since the last `turn` does not count either."""
+        return min(self._clock(), self._due) - self._paused_s
 
     def turn(self, within_s: float = float("inf")) -> None:
         """Note that the owner runs, and will call this again in `within_s` unless it is paused.
