@@ -116,7 +116,13 @@ def take(
         if not can_be_named(name):
             raise UsageError("nothing can be saved under this name", seen=f"{name!a}")
     tensors: dict[str, torch.Tensor] = {}
-    tree, key_of = encode_state(state, tensors)
+
+    def may_differ(key: Any, name: str) -> bool:
+        # A buffer may be saved with another rank's values, so entries of this rank alone that are
+        # the same tensor are stored separately.
+        return num_ranks > 1 and rules.get(str(key), Rule()).exempts(name)
+
+    tree, key_of = encode_state(state, tensors, may_differ)
     taken = Taken({}, {}, tree, rules)
     for name, tensor in tensors.items():
         pieces, kind = pieces_of(name, tensor), kind_of(tensor)

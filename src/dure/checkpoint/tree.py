@@ -89,12 +89,18 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def encode_state(
-    state: Mapping[Any, Any], tensors: dict[str, torch.Tensor]
+    state: Mapping[Any, Any],
+    tensors: dict[str, torch.Tensor],
+    within_key: Callable[[Any, str], bool] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Encode a dict as `encode` does; also return the dict's key for each tensor."""
-    encoder, key_of = _Encoder(tensors), dict[str, Any]()
+    """Encode a dict as `encode` does; also return the dict's key for each tensor.
+
+    A tensor for whose key and name `within_key` is true is not tied to tensors below other keys.
+    """
+    encoder, key_of = _Encoder(tensors, within_key), dict[str, Any]()
 
     def encoded(key: Any, value: Any) -> Any:
+        encoder.key = key
         node = encoder.encode(value, str(key))
         key_of.update(dict.fromkeys(islice(tensors, len(key_of), None), key))
         return node
@@ -106,9 +112,15 @@ def encode_state(
 
 
 class _Encoder:
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        within_key: Callable[[Any, str], bool] | None = None,
+    ) -> None:
+        self._tensors, self._within_key = tensors, within_key
         self._name_of: dict[object, str] = {}
+        self.key: Any = None
+        """The dict's key that is being encoded."""
 
     def encode(self, value: object, path: str) -> Any:
         if value is None or type(value) in PLAIN:
@@ -152,7 +164,8 @@ class _Encoder:
             held = tensor = tensor.detach()
         if held.numel() and not (held.is_conj() or held.is_neg()):
             place = held.data_ptr(), held.device, cut
-            same = (*place, held.shape, held.stride(), held.dtype)
+            key = self.key if self._within_key and self._within_key(self.key, path) else None
+            same = (*place, held.shape, held.stride(), held.dtype, key)
         name = self._name_of.get(same)
         if name is None:
             name = path

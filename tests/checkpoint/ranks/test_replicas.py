@@ -140,6 +140,27 @@ def test_buffers_that_differ_are_those_of_rank_0(tmp_path, sharded):
     assert run_ranks(2, body) == [[[1] * 3, [1] * 4] * 2] * 2
 
 
+@SHARDED
+@pytest.mark.parametrize("way", ["PerRank", "a name for each rank"])
+def test_buffers_of_each_rank_come_back_to_it_although_a_module_has_them_too(
+    tmp_path, sharded, way
+):
+    def body(rank):
+        norm = nn.BatchNorm1d(3)
+        norm.running_mean.fill_(rank + 1)
+
+        def named(buffers):
+            return {"own": PerRank(buffers)} if way == "PerRank" else {f"own{rank}": buffers}
+
+        buffers = dict(norm.named_buffers())
+        Checkpointer(tmp_path, sharded=sharded).save(1, model=norm, **named(buffers))
+        found = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
+        Checkpointer(tmp_path).load(model=norm, **named(found))
+        return norm.running_mean.tolist(), found["running_mean"].tolist()
+
+    assert run_ranks(2, body) == [([1] * 3, [1] * 3), ([1] * 3, [2] * 3)]
+
+
 def _optimizer_of_stage(rank: int) -> torch.optim.Optimizer:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = nn.Linear(4, 4)
