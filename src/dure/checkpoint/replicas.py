@@ -234,8 +234,12 @@ def require_common(
     """
     wrong: list[Difference] = []
     allowed: list[Difference] = []
+    rules_of: dict[str, set[Rule]] = {}
+    for rank_rules in rules:
+        for key, rule in rank_rules.items():
+            rules_of.setdefault(key, set()).add(rule)
     for found in differences:
-        those = [rule[found.keys[0]] for rule in rules if found.keys[0] in rule]
+        those = rules_of.get(found.keys[0], set())
         names = ABSENT in (found.first, found.second)
         if names and (len(found.keys) == 1 or not any(rule.keys for rule in those)):
             continue

@@ -10,6 +10,8 @@ What fails on any rank fails on all, before anything of the folder's checkpoint 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -92,6 +94,8 @@ class _Sent:
     """Whether there is a tensor of which this rank has no elements."""
     rules: dict[str, Rule]
     tree: Any
+    tree_digest: bytes
+    """Equal for equal trees: to compare the trees of n ranks would be n * n / 2 comparisons."""
     begun: Any
     """What `before` returned."""
 
@@ -191,7 +195,9 @@ class Saving:
             offer = None if known.has(ranks.rank, digest) else taken.offer
             marks = marks_of([taken.memory[part] for part in marked_of(taken.offer)])
             has_empty = not all(boxes for _, boxes, _ in taken.offer.values())
-            return _Sent(digest, offer, marks, has_empty, taken.rules, taken.tree, begun)
+            text = json.dumps(taken.tree).encode()
+            tree = taken.tree, hashlib.blake2b(text, digest_size=16).digest()
+            return _Sent(digest, offer, marks, has_empty, taken.rules, *tree, begun)
 
         self._sent = ranks.all_or_none(_NOT_SAVED, prepare)
         self._memory = mine[0].memory
@@ -209,10 +215,11 @@ class Saving:
             UsageError: Two entries have the same name.
         """
         sent, differences = self._sent, list[Difference]()
-        trees = [sent[0].tree]
+        trees, digests = [sent[0].tree], {sent[0].tree_digest}
         self._tree = sent[0].tree
         for rank, one in enumerate(sent):
-            if one.tree not in trees:
+            if one.tree_digest not in digests:
+                digests.add(one.tree_digest)
                 trees.append(one.tree)
                 self._tree = merged(self._tree, one.tree, partial(_noted, differences, rank))
         values = require_common(differences, [one.rules for one in sent])

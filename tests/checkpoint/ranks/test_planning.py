@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,8 @@ from dure.checkpoint import (
     planning,
     save,
 )
+from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.saving import save_into, take
 from dure.fsdp import fully_shard
 from dure.tensor import DeviceMesh, DTensor, Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
@@ -135,3 +140,29 @@ def test_plans_are_made_once_for_states_that_are_alike(tmp_path, monkeypatch):
     assert run_ranks(2, body) == [([3, 3], 3)] * 2
     assert len(made) == 2 * 2  # two states, two ranks
     assert sorted(known) == [0] * 4 + [2] * 4  # the second and third save sent digests only
+
+
+class _Compared(dict[str, Any]):
+    """A tree that counts how often it is compared."""
+
+    count = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Compared.count += 1
+        return super().__eq__(other)
+
+
+def test_trees_of_ranks_that_all_differ_are_compared_once_each(tmp_path):
+    num_ranks = 10
+
+    def body(rank):
+        taken = take({"model": {"w": torch.ones(2)}, f"own{rank}": rank}, num_ranks)
+        taken = replace(taken, tree=_Compared(taken.tree))
+        save_into(tmp_path, taken, Ranks(None, "save"))
+
+    _Compared.count = 0
+    run_ranks(num_ranks, body)
+    assert 0 < _Compared.count <= num_ranks * 2 * num_ranks  # by each rank
+    state = {f"own{rank}": -1 for rank in range(num_ranks)}
+    load(state, checkpoint_id=tmp_path)
+    assert list(state.values()) == list(range(num_ranks))
