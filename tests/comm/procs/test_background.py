@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
 
 import dure
-from dure.comm.background import BackgroundTask, finish_tasks
+from dure.comm.background import BackgroundTask, finish_tasks, raise_first
 from dure.comm.world import current_world
 from dure.errors import LaunchError, UsageError
 from dure.testing.pool import start_server
@@ -69,14 +70,15 @@ def test_a_child_of_multiprocessing_does_so_too(tmp_path, how, code):
 
 def _ask_in_a_fork(pipe):
     """Send what a fork finds out of a task that its parent's thread does."""
-    gate, task = threading.Event(), BackgroundTask()
+    gate, task, called = threading.Event(), BackgroundTask(), []
+    task.add_done_callback(called.append)
     task.start(gate.wait, "task")
     child = os.fork()
     if child:
         gate.set()
         os.waitpid(child, 0)
         return
-    pipe.send((task.done(), type(task.exception()), finish_tasks(current_world())))
+    pipe.send((task.done(), type(task.exception()), finish_tasks(current_world()), len(called)))
     os._exit(0)
 
 
@@ -86,9 +88,34 @@ def test_a_fork_does_not_wait_for_the_tasks_of_its_parent():
     parent = context.Process(target=_ask_in_a_fork, args=(there,))
     parent.start()
     assert here.poll(PATIENCE_S)
-    assert here.recv() == (True, UsageError, [])
+    assert here.recv() == (True, UsageError, [], 0)
     parent.join(PATIENCE_S)
     assert parent.exitcode == 0
+
+
+def _error(cause):
+    """Return an error that was raised from a cause, as those of checkpoints are."""
+    try:
+        raise OSError("no space for the task") from cause
+    except OSError as error:
+        return error
+
+
+@pytest.mark.parametrize("cause", [None, ValueError("the cause")], ids=repr)
+def test_the_error_that_the_program_fails_by_is_shown_first(cause):
+    error = _error(cause)
+
+    def end():
+        try:
+            raise KeyError("of the program")
+        finally:
+            raise_first([error])
+
+    with pytest.raises(OSError, match="no space") as raised:
+        end()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.index("KeyError: 'of the program'") < shown.index("OSError: no space")
+    assert cause is None or "ValueError: the cause" in shown
 
 
 def _start_failing():
