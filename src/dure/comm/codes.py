@@ -44,11 +44,13 @@ _LIBRARY = [str(_PACKAGE), str(Path(torch.__file__).parent)]
 _PROGRAMS = [str(_PACKAGE / part) for part in ("testing", "cli")]
 """Programs of their own that use Dure."""
 
+with torch.inference_mode(False):  # the program may be in it, and its tensors have no version
+    _sample = torch.empty(0, device="cpu")
 know_torch(
     torch.Tensor,
     torch.nn.Parameter,
     [getattr(ReduceOp, n) for n in REDUCTIONS],
     torch._C,  # pyright: ignore[reportPrivateUsage]
-    torch.empty(0),
+    _sample,
 )
 set_library_folders(_LIBRARY, _PROGRAMS)
