@@ -207,6 +207,8 @@ _READ_AT_IMPORT = (
     *("ATEN_CPU_CAPABILITY", "PYTORCH_JIT", "TORCH_LOGS", "TORCH_CPP_LOG_LEVEL"),
 )
 """Prefixes of the names of variables that torch and its libraries read once, when loaded."""
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+"""Those of them that scikit-learn sets when it is imported; torch does not need them."""
 
 _ON = frozenset({"1", "true", "yes", "on"})
 _FLAGS = ("DURE_ELASTIC", "DURE_INSECURE", "DURE_STORE_BIND_ANY", "DURE_VERIFY")
@@ -287,7 +289,9 @@ def set_too_late_note() -> str:
     late = sorted(
         name
         for name in {*before, *os.environ}
-        if name.startswith(_READ_AT_IMPORT) and before.get(name) != os.environ.get(name)
+        if name.startswith(_READ_AT_IMPORT)
+        and name not in _SET_BY_LIBRARIES
+        and before.get(name) != os.environ.get(name)
     )
     if not late:
         return ""

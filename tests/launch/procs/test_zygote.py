@@ -51,7 +51,8 @@ def test_variables_that_the_program_sets_too_late_are_named(stage: Stage) -> Non
     put(
         Path(stage.spec.program),
         "import os\nfrom dure import env\nprint([env.set_too_late_note()])\n"
-        "os.environ.update(OMP_NUM_THREADS='3', TORCH_HOME='read late', OTHER='1')\n"
+        "os.environ.update(OMP_NUM_THREADS='3', TORCH_HOME='read late', OTHER='1',"
+        " KMP_INIT_AT_FORK='FALSE')\n"
         "del os.environ['MKL_NUM_THREADS']\nprint(env.set_too_late_note())",
     )
     told = stage.rank(MKL_NUM_THREADS="1", OMP_NUM_THREADS="2").out.decode().splitlines()
