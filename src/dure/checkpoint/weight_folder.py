@@ -147,6 +147,7 @@ def _clean(folder: Path) -> None:
     if JOURNAL in hidden:
         needed = indexed_files(folder)
         needed = {SINGLE} if needed is None else needed
+        flush(folder)  # the index is durable before the files of the one before it are removed
         for name in journaled(folder):
             if name not in needed:
                 (folder / name).unlink(missing_ok=True)
@@ -257,7 +258,7 @@ class _Files:
                 flush_name(folder / SINGLE)
         except Unflushed as e:
             failed = e
-        if journal:
+        if journal and failed is None:  # otherwise a power failure may bring the old index back
             with suppress(OSError, CheckpointError):  # the next save removes them
                 _clean(folder)
         return failed
@@ -484,16 +485,17 @@ def save_weights(
             return None
 
         failed = ranks.all_or_none(_NOT_SAVED, publish)[0]
-        if failed is not None:
-            raise CheckpointException(_NOT_FLUSHED, {0: (failed, StackSummary())}) from failed
-        return weights.files.catalog(sums)
     except BaseException:
         if begun:
             with suppress(OSError, CheckpointError):
+                place.check()  # if another job has taken over, these are its files
                 _clean(folder)
         raise
     finally:
         place.release()
+    if failed is not None:
+        raise CheckpointException(_NOT_FLUSHED, {0: (failed, StackSummary())}) from failed
+    return weights.files.catalog(sums)
 
 
 def consolidate(

@@ -12,11 +12,14 @@ import torch
 from dure.checkpoint import (
     Checkpointer,
     CheckpointException,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
     async_save,
     catalog,
     load,
     save,
     saving,
+    weight_folder,
 )
 from dure.errors import CheckpointNotWritten
 from dure.testing import run_ranks
@@ -158,6 +161,45 @@ def test_a_save_whose_last_flush_fails_is_in_place_and_the_error_says_so(tmp_pat
     assert state["w"].tolist() == [0, 1, 2, 3]
     _save({"w": counted(4)}, tmp_path)
     assert _names(tmp_path) == ["manifest.json", "part-000003-00000.safetensors"]
+
+
+def _save_weights(folder, value):
+    state = {name: torch.full((3,), value) for name in "ab"}  # two files
+    save(state, storage_writer=HuggingFaceStorageWriter(folder, max_bytes=12))
+
+
+def test_weights_whose_last_flush_fails_are_in_place_and_the_old_files_stay(
+    tmp_path, failing_flush
+):
+    _save_weights(tmp_path, 1.0)
+    old = _names(tmp_path)
+    failing_flush("model.safetensors.index.json")
+    with pytest.raises(CheckpointException, match="durable"):
+        _save_weights(tmp_path, 2.0)
+    failing_flush("")
+    assert set(old) <= set(_names(tmp_path))  # for the old index
+    state = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    load(state, storage_reader=HuggingFaceStorageReader(tmp_path))
+    assert state["a"].tolist() == state["b"].tolist() == [2, 2, 2]
+    _save_weights(tmp_path, 3.0)
+    assert len(_names(tmp_path)) == len(old)
+
+
+def test_a_save_of_weights_that_lost_its_lock_leaves_the_files_of_the_next_job(
+    tmp_path, monkeypatch
+):
+    write, others = weight_folder._Weights.write, ".saving-model.safetensors.0123"
+
+    def writing(weights):
+        found = write(weights)
+        (tmp_path / ".lock").unlink()
+        (tmp_path / others).touch()
+        return found
+
+    monkeypatch.setattr(weight_folder._Weights, "write", writing)
+    with pytest.raises(CheckpointException, match="taken the folder over"):
+        _save_weights(tmp_path, 1.0)
+    assert others in _names(tmp_path)
 
 
 def test_a_checkpointer_whose_last_flush_fails_keeps_the_new_and_the_old(tmp_path, failing_flush):
