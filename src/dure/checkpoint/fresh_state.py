@@ -25,7 +25,7 @@ from dure.checkpoint.tree import Named
 from dure.errors import CheckpointMismatch, UsageError
 from dure.tensor import DTensor
 
-__all__ = ["fresh_state", "state_to_fill"]
+__all__ = ["fresh_state", "like_saved", "state_to_fill"]
 
 _BEFORE_STEPS = {"step": 0, "mu_product": 1}
 
@@ -133,6 +133,21 @@ def state_to_fill(
         return inner if isinstance(saved, Mapping) else type(saved)(inner.values())
 
     return fill(saved, lambda: optimizer.state.get(parameter), fresh)
+
+
+def like_saved(saved: Any, found: Any, kinds: Mapping[str, Kind]) -> Any:
+    """Return `saved` with the tensors of `found`, or new ones, that are to be filled."""
+    if isinstance(saved, Named):
+        shape, dtype = kinds[saved].shape, kinds[saved].torch_dtype
+        fits = isinstance(found, torch.Tensor) and tuple(found.shape) == shape
+        return found if fits else torch.empty(shape, dtype=dtype)
+    if isinstance(saved, Mapping):
+        entries = cast(Mapping[Any, Any], saved).items()
+        return {key: like_saved(value, _at(found, key), kinds) for key, value in entries}
+    if type(saved) in (list, tuple):
+        items = enumerate(saved)
+        return type(saved)(like_saved(value, _at(found, n), kinds) for n, value in items)
+    return saved
 
 
 def _at(value: Any, key: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, catalog_of
-from dure.checkpoint.fresh_state import state_to_fill
+from dure.checkpoint.fresh_state import like_saved, state_to_fill
 from dure.checkpoint.objects import bare, few, is_stateful, own_state
 from dure.checkpoint.slice_files import Slice, SliceFile
 from dure.checkpoint.slices import Box, Piece, pieces_of
@@ -109,8 +109,13 @@ class _Loading:
         state = own_state(value)
         if not isinstance(value, torch.optim.Optimizer):
             return state
+        if not {"state", "param_groups"} <= state.keys():  # it has a form of its own
+            return state
         saved = self._saved_state(key)
         made = state["state"] if self._partial else {}
+        for name, entry in saved.items():
+            if not isinstance(name, int):  # not of a parameter
+                made[name] = like_saved(entry, state["state"].get(name), self.catalog.kinds)
         for group, packed in zip(value.param_groups, state["param_groups"], strict=True):
             for number, parameter in zip(packed["params"], group["params"], strict=True):
                 if number in saved:

@@ -216,3 +216,60 @@ def _unknown(rank: int, folder: Path) -> None:
 
 def test_state_whose_division_is_not_known_is_refused(tmp_path):
     run_ranks(2, _unknown, tmp_path)
+
+
+class Counting(torch.optim.SGD):
+    """Has state that is not of a parameter."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(closure)
+        state: Any = self.state["all"]
+        state["steps"] = state.get("steps", 0) + 1
+        state["sums"] = (state.get("sums", (torch.zeros(2),))[0] + 1,)
+
+
+class Around(torch.optim.Optimizer):
+    """Its state is that of another optimizer, and what it adds."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.count = inner, torch.zeros(1)
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.inner.step(closure)
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.count = state_dict["count"]
+
+
+def _stepped(made: Any, count: int) -> Any:
+    module = nn.Linear(2, 2)
+    optimizer = made(module.parameters())
+    for _ in range(count):
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_state_that_is_not_of_a_parameter_comes_back(tmp_path, steps):
+    save({"optimizer": _stepped(Counting, 2)}, checkpoint_id=tmp_path)
+    optimizer = _stepped(Counting, steps)
+    assert load({"optimizer": optimizer}, checkpoint_id=tmp_path)[:2] == ([], [])
+    assert optimizer.state["all"]["steps"] == 2
+    assert optimizer.state["all"]["sums"][0].tolist() == [2, 2]
+
+
+def test_an_optimizer_whose_state_has_another_form_comes_back(tmp_path):
+    def made(params: Any) -> Around:
+        return Around(torch.optim.SGD(params))
+
+    save({"optimizer": _stepped(made, 2)}, checkpoint_id=tmp_path)
+    optimizer = _stepped(made, 3)
+    load({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    assert optimizer.count.tolist() == [2]
