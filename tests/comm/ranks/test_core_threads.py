@@ -240,3 +240,25 @@ def test_threads_in_an_order_and_asynchronous_calls_are_not_refused(backend):
         beside.join()
 
     run_ranks(2, body, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_messages_of_other_threads_are_not_collected_by_a_coalescing_manager(backend):
+    def body(rank):
+        group, t = dist.group.WORLD, torch.ones(3)
+        message = torch.full((3,), 7.0) if rank == 0 else torch.zeros(3)
+
+        def other():
+            for _ in range(2):  # into the same memory
+                group.send(message, 1) if rank == 0 else group.recv(message, 0)
+
+        with dist.coalescing_manager() as manager:
+            group.all_reduce(t)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            assert len(manager.works) == 1
+            assert message.tolist() == [7.0] * 3
+        assert t.tolist() == [2.0] * 3
+
+    run_ranks(2, body, backend=backend)

@@ -125,6 +125,7 @@ class GroupCore:
         self.device_types = frozenset(backends)
         self._use(backends)
         self._coalesced: list[Work] | None = None
+        self._coalescer = 0  # the thread inside the coalescing manager
         self._block: overlap.Block | None = None
         self._inside: dict[int, tuple[int, str, str]] = {}  # at 0: the thread inside a call
         self._crossed = ""  # which two threads were inside calls at once, if any
@@ -359,7 +360,7 @@ class GroupCore:
             tensors = inputs if inputs is outputs else (*inputs, *outputs)
             backend = self._backend(call.op, *tensors)
             checks.check_call(call, self._rank, self._size)
-            if self._block is not None:
+            if self._block is not None and self._coalescer == threading.get_ident():
                 self._block.add(outputs, () if inputs is outputs else inputs, call.op)
             fuses = getattr(backend, "fuses", False)
             return backend, *checks.plain_call(call, self._rank, self._size, self._channel, fuses)
@@ -373,7 +374,7 @@ class GroupCore:
         `counts`: whether to increment the versions of the tensors that it writes on this rank.
         """
         backend, plain, finish = self._prepare(call)
-        coalesced = self._coalesced
+        coalesced = self._collected()
         deferred = async_op or coalesced is not None
         request, ended = self._start(backend, plain, deferred, finish)
         if counts and _writes(call, self._rank):
@@ -499,9 +500,14 @@ class GroupCore:
 
     @coalesced.setter
     def coalesced(self, works: list[Work] | None) -> None:
+        self._coalescer = threading.get_ident()
         self._coalesced = works
         self._block = None if works is None else overlap.Block()
         self._plain = self._engine if works is None else None
+
+    def _collected(self) -> list[Work] | None:
+        """Return `coalesced`; None for a message of a thread that is not inside the manager."""
+        return self._coalesced if self._coalescer == threading.get_ident() else None
 
     def refuse_coalescing(self, op: str, what: str, seen: str) -> None:
         """Raise in a coalescing manager, for an operation that needs an answer midway."""

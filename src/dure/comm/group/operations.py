@@ -447,7 +447,7 @@ class ProcessGroup(GroupCore):
                 raise self._plain_error(done)
         call = Call(op="recv", outputs=(tensor,), peer=src, tag=tag)
         backend, call, finish = self._prepare(call)
-        deferred = self._coalesced is not None  # its number stands among theirs
+        deferred = self._collected() is not None  # its number stands among theirs
         request, ended = self._start(backend, call, deferred, finish)
         assert request is not None
         if deferred:
