@@ -156,7 +156,10 @@ class Lane:
         number = 0
         while batch := self._queue.take():
             number += 1
-            self._batch(batch, self._name.with_suffix(f".{number}.jsonl"))
+            try:
+                self._batch(batch, self._name.with_suffix(f".{number}.jsonl"))
+            except Exception as e:  # such as a log that is cut off, or a server that has ended
+                self._results.broken.append(f"{e!r}: {' '.join(batch)}")
 
     def _batch(self, files: list[str], log: Path) -> None:
         begin = time.monotonic()
