@@ -108,8 +108,25 @@ def test_a_holder_that_was_taken_for_dead_commits_nothing_and_leaves_the_others_
     _record(tmp_path)
     with pytest.raises(OSError, match="taken the folder over"):
         mine.commit(begun)
+    begun.rmdir()
+    begun.mkdir()  # the other job saves the same step
     mine.release()
-    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", begun.name]
+
+
+def test_an_error_when_the_lock_is_closed_does_not_keep_it(tmp_path, monkeypatch):
+    folder, close = Folder(tmp_path), os.close
+    folder.begin(1)
+
+    def failing(descriptor):
+        close(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing)
+        folder.release()
+    folder.begin(1)
+    folder.release()
 
 
 def test_a_second_save_of_one_process_waits_for_the_first(tmp_path):

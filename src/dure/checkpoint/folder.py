@@ -117,7 +117,9 @@ class Folder:
     def release(self) -> None:
         """Remove what was begun and not committed, and end the save."""
         if self._begun is not None:
-            shutil.rmtree(self._begun, ignore_errors=True)
+            with suppress(OSError):
+                self.check()  # a job that has taken over removes it, and may make one of that name
+                shutil.rmtree(self._begun, ignore_errors=True)
             self._begun = None
         if self._lock is not None and self._holds:
             self._holds = False

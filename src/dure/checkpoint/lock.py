@@ -124,7 +124,8 @@ class _Held:
         with suppress(OSError):  # a file system without locks
             # Closing alone would leave the lock to the copies that forked children have.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        with suppress(OSError):  # a network file system; the descriptor is closed anyway
+            os.close(descriptor)
 
     def forget(self) -> None:
         """In a forked child: close the file, and leave the lock to the parent."""
