@@ -182,9 +182,10 @@ def load_planned(
     Collective: all of `ranks`. Three exchanges.
     """
     leads = ranks.rank == coordinator
-    state = {key: own_state(value) for key, value in state_dict.items()}
+    state: dict[str, Any] = {}
 
     def local() -> Any:
+        state.update((key, own_state(value)) for key, value in state_dict.items())
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata, leads)
         reader.set_up_storage_reader(metadata, leads)
