@@ -45,6 +45,7 @@ from dure.checkpoint.replicas import Difference, Rule, handling, marks_of, requi
 from dure.checkpoint.slice_files import Kind, Layout, Slice, kind_of, write_slices
 from dure.checkpoint.slices import Box, pieces_of
 from dure.checkpoint.tree import (
+    ABSENT,
     Keys,
     Named,
     encode_state,
@@ -232,6 +233,7 @@ class Saving:
             leaves_of(_changed(self._tree, {found.keys[0] for found in differences}))
         offers = [(one.digest, one.offer) for one in sent]
         division, slices = known.division(offers, [one.marks for one in sent], unused)
+        self._require_own({part.name for part in slices}, differences)
         if self._ranks.rank == 0:
             names = dict.fromkeys([v.name for v in values] + sorted(p.name for p in slices))
             new = [name for name in names if name not in known.reported]
@@ -241,6 +243,23 @@ class Saving:
                     "ranks have different values of %s; the lowest rank's are saved", few(new)
                 )
         return division
+
+    def _require_own(self, names: set[str], differences: list[Difference]) -> None:
+        """Refuse entries of one rank alone that are tensors saved with another rank's values.
+
+        Args:
+            names: Of tensors that have different values on different ranks.
+            differences: Between the trees.
+        """
+        for found in differences if names else ():
+            own = names_in(found.second) & names if found.first is ABSENT else frozenset[str]()
+            for name in own & names_in([one.tree for one in self._sent[: found.rank]]):
+                raise CheckpointMismatch(
+                    "an entry of one rank would be saved with another rank's values",
+                    seen=f"{found.name} of rank {found.rank} is the tensor {name}, which differs "
+                    "between ranks",
+                    fix="Save a clone() of it.",
+                )
 
     def _divided(self) -> Division:
         if isinstance(self._division, Division):

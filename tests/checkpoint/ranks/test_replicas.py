@@ -161,6 +161,24 @@ def test_buffers_of_each_rank_come_back_to_it_although_a_module_has_them_too(
     assert run_ranks(2, body) == [([1] * 3, [1] * 3), ([1] * 3, [2] * 3)]
 
 
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_tensor_of_one_rank_that_others_have_with_other_values_is_not_lost(tmp_path, owner):
+    def body(rank):
+        state = {"shared": _two(rank)}
+        if rank == owner:
+            state["own"] = state["shared"]
+        if owner == 1:
+            with pytest.raises(CheckpointException, match="own of rank 1 is the tensor shared"):
+                save(state, checkpoint_id=tmp_path)
+            state = {name: tensor.clone() for name, tensor in state.items()}
+        save(state, checkpoint_id=tmp_path)
+
+    run_ranks(2, body)
+    found = {"own": torch.zeros(40)}
+    load(found, checkpoint_id=tmp_path)
+    assert found["own"].equal(_two(owner))
+
+
 def _optimizer_of_stage(rank: int) -> torch.optim.Optimizer:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = nn.Linear(4, 4)
