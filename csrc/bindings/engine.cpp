@@ -88,16 +88,14 @@ uint64_t Engine::note(const Message& message, Block block, DType dtype, const Si
 }
 
 // Refuse the call of a second thread, and let the group be broken after the first thread's call.
-Outcome Engine::second_thread(int channel, const Call& call) {
-    const Inside& first = inside_[channel];
+Outcome Engine::second_thread(int channel, const Site* first, const Call& call) {
     const auto name = [](const std::string* thread) {
         return thread ? *thread : std::string("MainThread");
     };
     Outcome out = outcome_of(Status::usage, call.op);
-    out.detail =
-        "two threads called collectives of one channel at the same time: " + name(first.thread) +
-        " is inside a call at " + first.site->text + ", and " + name(call.thread) + " called at " +
-        call.site->text;
+    out.detail = "two threads called collectives of one channel at the same time: " +
+                 name(inside_[channel].thread) + " is inside a call at " + first->text + ", and " +
+                 name(call.thread) + " called at " + call.site->text;
     const Group::Visit visit(*group_);
     if (visit) {
         // The first thread's call is the last one that has a number.
@@ -112,7 +110,9 @@ nb::object Engine::enter(int channel) {
     Call call;
     call.site = call_site();
     call.thread = thread_name();
-    if (!alone(channel)) return nb::cast(second_thread(channel, call));
+    if (const Site* first = other_thread(channel)) {
+        return nb::cast(second_thread(channel, first, call));
+    }
     Inside& inside = inside_[channel];
     if (inside.site) return nb::borrow(Py_False);
     inside.begin(call);
@@ -135,13 +135,12 @@ void Engine::raise(const Outcome& outcome) {
 
 // Hand out a Request, and hold on to what it works on, though it be dropped.
 nb::object Engine::started(const std::shared_ptr<Request>& request, const Site* site,
-                           nb::handle one, nb::handle other, int channel) {
+                           nb::handle one, nb::handle other) {
     if (pending_.size() >= sweep_at_) {
         std::erase_if(pending_, [](const auto& call) { return call->request->done(); });
         sweep_at_ = 2 * pending_.size() + 16;
     }
-    auto call = std::make_shared<PendingCall>(request, site, nb::borrow(one), nb::borrow(other),
-                                              channel, PyThread_get_thread_ident());
+    auto call = std::make_shared<PendingCall>(request, site, nb::borrow(one), nb::borrow(other));
     pending_.push_back(call);
     return nb::cast(PythonRequest(std::move(call), *this));
 }
@@ -151,7 +150,9 @@ nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
     if (lacks_memory(call)) return nb::cast(without_memory(call.op));
     const Site* const site = call.site = call_site();
     call.thread = thread_name();
-    if (!alone(channel)) return nb::cast(second_thread(channel, call));
+    if (const Site* first = other_thread(channel)) {
+        return nb::cast(second_thread(channel, first, call));
+    }
     Channel& on = group_->channel(channel);
     Channel::Turn turn(on);
     const uint64_t entry = note(channel, turn, call, async);
@@ -159,12 +160,13 @@ nb::object Engine::run(int channel, Call call, bool async, nb::handle keep) {
         const bool brief = bytes_of(call) <= kBriefBytes;
         std::shared_ptr<Request> request = on.start(std::move(call), std::move(turn), brief);
         request->record(flight_, entry);
-        return started(request, site, keep, nb::none(), channel);
+        return started(request, site, keep);
     }
-    const Stay stay(inside_[channel], call);
+    Stay stay(inside_[channel], call);
     const Status s = call_without_gil(group_.get(), [&] {
         const Status ended = on.run(call, std::move(turn));
         flight_->end(entry, ended);
+        stay.end();
         return ended;
     });
     return s == Status::ok ? nb::none() : failed(s, call.op);
@@ -225,15 +227,16 @@ nb::object Engine::host_shared_empty(size_t bytes) {
     call.op = op;
     call.site = call_site();
     call.thread = thread_name();
-    if (!alone(0)) return nb::cast(second_thread(0, call));
+    if (const Site* first = other_thread(0)) return nb::cast(second_thread(0, first, call));
     Channel& on = group_->channel(0);
     Channel::Turn turn(on);
     const uint64_t entry = note(0, turn, call, false);
-    const Stay stay(inside_[0], call);
+    Stay stay(inside_[0], call);
     Status s = Status::ok;
     auto memory = call_without_gil(group_.get(), [&] {
         auto made = on.host_shared_empty(bytes, s, call.site, std::move(turn));
         flight_->end(entry, s);
+        stay.end();
         return made;
     });
     return memory ? nb::cast(memory) : failed(s, op);

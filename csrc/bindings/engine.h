@@ -53,8 +53,6 @@ class Engine {
     // thread is already inside a block or call; or an Outcome.
     nanobind::object enter(int channel);
     void leave(int channel) { inside_[channel].site = nullptr; }
-    // This thread starts (1) or stops (-1) waiting for its own operation of `channel`.
-    void wait_for_own(int channel, int change) { inside_[channel].own_waits += change; }
     void close();
 
     // Makes the exception of an Outcome: called with it, its peer's process and the time limit.
@@ -108,13 +106,12 @@ class Engine {
     // another thread's call on another rank. So a synchronous call, or a block of calls (`enter`),
     // records its call site. A second thread's call is refused, and breaks the group
     // (core/threads.cpp). A thread that only starts an operation, or waits for one, is not inside a
-    // call. If another thread calls while it waits for its own operation, that is recorded as an
-    // overlap. Needs the GIL.
+    // call. All of this needs the GIL, except the end of a call: another thread may then have
+    // waited for what the call has done, while the first one still waits for the GIL.
     struct Inside {
-        const Site* site = nullptr;
+        std::atomic<const Site*> site = nullptr;
         const std::string* thread = nullptr;
         unsigned long id = 0;
-        int own_waits = 0;  // threads that wait for what they have started
 
         void begin(const Call& call) {
             site = call.site;
@@ -127,38 +124,32 @@ class Engine {
         Stay(Inside& place, const Call& call) : place_(place), first_(place.site == nullptr) {
             if (first_) place.begin(call);
         }
-        ~Stay() {
+        ~Stay() { end(); }
+        void end() {
             if (first_) place_.site = nullptr;
+            first_ = false;
         }
         Stay(const Stay&) = delete;
         Stay& operator=(const Stay&) = delete;
 
       private:
         Inside& place_;
-        const bool first_;
+        bool first_;
     };
-    bool is_other(const Inside& place) const {
-        return place.site != nullptr && place.id != PyThread_get_thread_ident();
-    }
-    // Whether no other thread prevents a call on the channel.
-    bool alone(int channel) {
+    // Where another thread is inside a call on the channel; null if none is.
+    const Site* other_thread(int channel) const {
         const Inside& place = inside_[channel];
-        if (is_other(place)) return false;
-        if (place.own_waits != 0) {
-            const Group::Visit visit(*group_);
-            if (visit) group_->note_overlap(channel);
-        }
-        return true;
+        const Site* const site = place.site;
+        return site != nullptr && place.id != PyThread_get_thread_ident() ? site : nullptr;
     }
-    Outcome second_thread(int channel, const Call& call);
+    Outcome second_thread(int channel, const Site* first, const Call& call);
 
     uint64_t note(int channel, const Channel::Turn& turn, const Call& call, bool async);
     uint64_t note(const Message& message, Block block, DType dtype, const Site* site, bool async);
     nanobind::object plain(Place on, const Call& call, size_t bytes, nanobind::handle one,
                            nanobind::handle other);
     nanobind::object started(const std::shared_ptr<Request>& request, const Site* site,
-                             nanobind::handle one, nanobind::handle other = nanobind::none(),
-                             int channel = -1);
+                             nanobind::handle one, nanobind::handle other = nanobind::none());
     nanobind::object plain_message(const Message& message, nanobind::handle tensor, bool counts);
     nanobind::object failed(Status status, Op op);
 

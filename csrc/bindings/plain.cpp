@@ -111,7 +111,7 @@ nb::object declined() { return nb::borrow(Py_False); }
 
 nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle one,
                          nb::handle other) {
-    if (!alone(where.channel)) return declined();  // `run` makes the error
+    if (other_thread(where.channel)) return declined();  // `run` makes the error
     Channel& on = group_->channel(where.channel);
     Channel::Turn turn(on);
     const uint64_t entry = note(where.channel, turn, call, where.async);
@@ -120,12 +120,13 @@ nb::object Engine::plain(Place where, const Call& call, size_t bytes, nb::handle
         auto request = on.start(call, std::move(turn), brief);
         request->record(flight_, entry);
         if (where.counts) count_write(one);
-        return started(request, call.site, one, other, where.channel);
+        return started(request, call.site, one, other);
     }
-    const Stay stay(inside_[where.channel], call);
+    Stay stay(inside_[where.channel], call);
     const auto body = [&] {
         const Status s = on.run(call, std::move(turn));
         flight_->end(entry, s);
+        stay.end();
         return s;
     };
     const Status s =

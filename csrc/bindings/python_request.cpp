@@ -50,31 +50,7 @@ bool wait_for(Request& request, nb::handle seconds) {
 PythonRequest::PythonRequest(std::shared_ptr<PendingCall> call, Engine& engine)
     : call_(std::move(call)), owner_(nb::find(engine)), engine_(engine) {}
 
-namespace {
-
-// Records that this thread waits for its own operation (engine.h, "One thread at a time").
-class OwnWait {
-  public:
-    OwnWait(Engine& engine, const PendingCall& call)
-        : engine_(engine),
-          channel_(call.starter == PyThread_get_thread_ident() ? call.channel : -1) {
-        if (channel_ >= 0) engine_.wait_for_own(channel_, 1);
-    }
-    ~OwnWait() {
-        if (channel_ >= 0) engine_.wait_for_own(channel_, -1);
-    }
-    OwnWait(const OwnWait&) = delete;
-    OwnWait& operator=(const OwnWait&) = delete;
-
-  private:
-    Engine& engine_;
-    const int channel_;
-};
-
-}  // namespace
-
 bool PythonRequest::wait(nb::handle seconds) {
-    const OwnWait own(engine_, *call_);
     return wait_for(*call_->request, seconds) && ended();
 }
 

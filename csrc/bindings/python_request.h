@@ -16,8 +16,6 @@ struct PendingCall {
     std::shared_ptr<Request> request;
     const Site* site;
     nanobind::object one, other;
-    int channel;  // -1 for a message
-    unsigned long starter;
 };
 
 // What Python calls "Request"; the same methods as dure.comm.backends.request.Request.

@@ -149,8 +149,6 @@ class Group {
     uint32_t threads_seen() const {
         return header().abort_record.threads.load(std::memory_order_acquire);
     }
-    // A thread has called on `channel` while another one waited for its own operation.
-    void note_overlap(int channel);
     // The thread `second` has called on `channel` while another one was inside call `number`.
     void note_crossing(int channel, uint32_t number, const std::string& second,
                        const std::string& text);

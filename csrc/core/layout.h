@@ -110,7 +110,7 @@ struct alignas(128) RankBlock {
 constexpr uint32_t kReadable = 2, kWriting = 16, kGivenUp = kWriting + kMaxRanks;
 struct AbortRecord {
     Word phase;
-    Word threads;  // kOverlaps, kCrossed: what is known of the ranks' threads (threads.cpp)
+    Word threads;  // 0, or kCrossed (threads.cpp)
     Status status;
     Op op;
     int32_t channel;
@@ -122,8 +122,7 @@ struct AbortRecord {
 };
 
 // A rank on which a second thread called while the first one was inside a call: see threads.cpp.
-constexpr uint32_t kOverlaps = 1;  // shifted by the channel
-constexpr uint32_t kCrossed = 1 << kChannels;
+constexpr uint32_t kCrossed = 1;
 struct Crossing {
     Word claimed;  // nonzero after a rank has begun to write
     int32_t rank;

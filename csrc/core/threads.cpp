@@ -3,21 +3,18 @@
 // Note "Crossing threads". Ranks match calls by their order on a channel. If two threads call
 // without an order between them, a call of the first thread of one rank can match a call of the
 // second thread of another rank. Operation and length are often the same, so the fingerprints do
-// not detect it. It is detected from the threads of one rank, in two cases:
+// not detect it. It is detected where a second thread calls while the first one is inside a
+// synchronous call: there is no order. The second call is refused (engine.h), and the rank writes
+// this into the segment: a *crossing*. The call of the first thread ends with its result on all
+// ranks, unless it has matched a call of a thread with the refused one's name, or with another
+// name. (A main thread has no name, and may match any except the refused one.) After it the group
+// is broken on all ranks: one rank's call is missing, so later calls may not match.
 //
-// 1. A second thread calls while the first one is inside a synchronous call: there is no order. The
-//    second call is refused (engine.h), and the rank writes this into the segment: a *crossing*.
-//    The call of the first thread ends with its result on all ranks, unless it has matched a call
-//    of a thread with the refused one's name, or with another name. (A main thread has no name, and
-//    may match any except the refused one.) After it the group is broken on all ranks: one rank's
-//    call is missing, so later calls may not match.
-// 2. A thread calls while another one waits for an operation that it has started itself: an
-//    *overlap*. There may be an order, since the first thread may have notified the second one
-//    between its start and its wait. From then on the ranks compare the names of the calling
-//    threads, and calls of threads with different names end as a desync.
+// Asynchronous calls of several threads are not compared: there may be an order that the engine
+// does not see, and names of threads differ between ranks of right programs.
 //
-// Work that costs time is done only after one of the two. Before, a call reads one more word, in
-// the cache line that shows whether the group is broken.
+// Work that costs time is done only after a crossing. Before, a call reads one more word, in the
+// cache line that shows whether the group is broken.
 #include <algorithm>
 #include <cstring>
 
@@ -35,10 +32,6 @@ void store_chars(char (&to)[kBytes], const std::string& text) {
 }
 
 }  // namespace
-
-void Group::note_overlap(int channel) {
-    header().abort_record.threads.fetch_or(kOverlaps << channel);
-}
 
 // Only the first crossing is recorded. If the writer dies before it has set the bit, its peers see
 // that it is lost.
@@ -73,23 +66,16 @@ bool Channel::ends_by_crossing(uint32_t number) const {
 
 // After the header exchange: whether the threads whose calls were matched may belong together.
 Status Channel::check_threads() {
-    const uint32_t seen = group_.threads_seen();
+    const Crossing& c = group_.header().crossing;
+    if ((group_.threads_seen() & kCrossed) == 0 || c.channel != index_) return Status::ok;
     const size_t now = seq_ & 1;
     std::vector<std::string> names;
     for (int r = 0; r < size_; r++) names.push_back(thread_of(r, now));
-    const Crossing& c = group_.header().crossing;
-    if ((seen & kCrossed) != 0 && c.channel == index_) {
-        const std::string& first = names[static_cast<size_t>(c.rank)];
-        const bool belong = std::all_of(names.begin(), names.end(), [&](const auto& n) {
-            return n == first || (n != c.second && (n.empty() || first.empty()));
-        });
-        if (!belong) return group_.abort_crossing();
-    }
-    if ((seen & kOverlaps << index_) != 0 &&
-        std::any_of(names.begin(), names.end(), [&](const auto& n) { return n != names[0]; })) {
-        return report_desync();
-    }
-    return Status::ok;
+    const std::string& first = names[static_cast<size_t>(c.rank)];
+    const bool belong = std::all_of(names.begin(), names.end(), [&](const auto& n) {
+        return n == first || (n != c.second && (n.empty() || first.empty()));
+    });
+    return belong ? Status::ok : group_.abort_crossing();
 }
 
 }  // namespace dure

@@ -7,8 +7,8 @@ rank, every rank raises, and older checkpoints are untouched.
     sharded=False   rank 0 writes what ranks share; a rank with other objects or slices adds a file
     sharded=True    what ranks share is divided by size, and every rank writes its part
 
-Objects must be the same on all ranks that pass them (`replicas`), except `PerRank` ones. They are
-compared before anything is written.
+Modules, optimizers, and the names in other objects must be the same on all ranks that pass them
+(`replicas`), except `PerRank` ones. They are compared before anything is written.
 
 *Load.* From the newest checkpoint to the oldest: the ranks share out the slices and check each
 byte once (`resuming`). The first whole one is taken; each that was refused is logged with its
@@ -157,7 +157,11 @@ class Checkpointer:
             self._folder.release()
 
     def _taken(self, step: int, objects: dict[str, Any]) -> Taken:
-        """Return what this rank has to save; all but `PerRank` objects must be equal on ranks."""
+        """Return what this rank has to save, with what ranks must have in common.
+
+        Modules and optimizers must be equal, except for buffers. Of other objects the names must
+        be equal, and values that differ are logged: they may be buffers, or measured by each rank.
+        """
         shared: dict[str, Any] = {}
         rules = {RUN: Rule(values=True)}
         own: dict[str, Any] = {RANDOM: random_state()}
@@ -169,7 +173,6 @@ class Checkpointer:
                 rules[name] = replace(
                     rule_of(name, value, shared[name]),
                     keys=not is_sharded(value),
-                    values=True,
                     lowest=not self.sharded,
                 )
         run = {"step": step, "ranks": {str(self._ranks.rank): own}}
