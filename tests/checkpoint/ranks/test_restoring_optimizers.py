@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -223,7 +223,7 @@ class Counting(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().step(closure)
-        state: Any = self.state["all"]
+        state: Any = cast(Any, self.state)["all"]
         state["steps"] = state.get("steps", 0) + 1
         state["sums"] = (state.get("sums", (torch.zeros(2),))[0] + 1,)
 
