@@ -6,8 +6,10 @@ import functools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,14 @@ def plain_environment() -> dict[str, str]:
 
 def run(*command: str, **variables: str) -> Ended:
     """Run a command to its end; end all its processes if it takes too long."""
+    with tempfile.TemporaryDirectory(prefix="mpi-") as folder:
+        # Open MPI's processes without mpirun fail where two make this folder at the same time.
+        host = socket.gethostname().partition(".")[0]
+        (Path(folder) / f"ompi.{host}.{os.getuid()}").mkdir()
+        return _run(command, {"OMPI_MCA_orte_tmpdir_base": folder} | variables)
+
+
+def _run(command: tuple[str, ...], variables: dict[str, str]) -> Ended:
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
