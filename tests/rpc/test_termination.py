@@ -13,7 +13,7 @@ from dure.rpc import api
 from dure.rpc.current import current
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from tests.rpc.gates import Cluster, Gate, wait_at_gate
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 ran: list[int] = []
 
@@ -101,6 +101,17 @@ def test_the_end_waits_for_who_comes_last_and_its_time_may_be_over() -> None:
         Gate.open.set()
         running.wait()
         cluster.everywhere(lambda _: wait_all_workers(current()))
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_who_gave_up_is_waited_for_again(early: int) -> None:
+    """Else the others would end without it, and it would wait for good."""
+    with Cluster(2) as cluster:
+        with cluster.on(early), pytest.raises(RpcError, match="more than set timeout"):
+            wait_all_workers(current(), timeout=0.05)
+        with cluster.on(1 - early), pytest.raises(RpcError, match="more than set timeout"):
+            wait_all_workers(current(), timeout=0.05)
+        cluster.everywhere(lambda _: wait_all_workers(current(), timeout=PATIENCE_S))
 
 
 @pytest.mark.parametrize("dead", [0, 1])

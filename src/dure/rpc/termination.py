@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ __all__ = ["Gatherings", "all_gather", "wait_all_workers", "wait_for_own"]
 
 _MOST_S = 0.05
 """The longest time between two rounds."""
+
+_WITHDRAW_S = 1.0
+"""How long a worker whose time is over waits for the leader to learn so."""
 
 Future = torch.futures.Future[Any]
 
@@ -70,6 +74,13 @@ class Gatherings:
         self._look(key)
         return Later(future, counted=False)
 
+    def withdraw(self, keys: Collection[str], name: str) -> None:
+        """Forget that a worker, whose time is over, has come."""
+        with self._lock:
+            for gathering in filter(None, map(self._open.get, keys)):
+                gathering.values.pop(name, None)
+                gathering.futures.pop(name, None)
+
     def died(self, name: str, error: PeerLost) -> None:
         """Go on without who died, or end what cannot be whole any more."""
         with self._lock:
@@ -99,6 +110,11 @@ class Gatherings:
 def enter(key: str, name: str, value: Any, names: set[str], without_dead: bool) -> Later:
     """Take part in a gathering, at the leader."""
     return current().gatherings.enter(key, name, value, names, without_dead)
+
+
+def withdraw(keys: Collection[str], name: str) -> None:
+    """Take no part in gatherings any more, at the leader."""
+    current().gatherings.withdraw(keys, name)
 
 
 def report() -> tuple[int, int]:
@@ -153,14 +169,19 @@ def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:
         workers = agent.workers
         leader = min(workers, key=lambda worker: worker.name)
         rest = agent.me.name, None, {worker.name for worker in workers}, True
+        keys = f"end/{leader.id}/all", f"end/{leader.id}/go"
         try:
-            agent.ask(leader, enter, (f"end/{leader.id}/all", *rest), _left(deadline))
+            agent.ask(leader, enter, (keys[0], *rest), _left(deadline))
             if leader.id == agent.me.id:
                 _wait_until_quiet(agent, deadline)
-            agent.ask(leader, enter, (f"end/{leader.id}/go", *rest), _left(deadline))
+            agent.ask(leader, enter, (keys[1], *rest), _left(deadline))
         except PeerLost as lost:
             if lost.peer == leader.id:
                 continue
+            raise
+        except RpcError:  # what is left of this call would answer others before this worker comes
+            with suppress(RpcError):
+                agent.ask(leader, withdraw, (keys, agent.me.name), _WITHDRAW_S)
             raise
         return
 
