@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,14 @@ def until(
             raise AssertionError(f"did not come: {what if isinstance(what, str) else what()}")
         time.sleep(min(0.001 + waited_s / 20, 0.03))
     return found
+
+
+def waits_in_join(thread: threading.Thread) -> bool:
+    """Return whether a thread waits for the end of another one."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not threading.Thread.join.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def free_port() -> int:

@@ -80,10 +80,20 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield data[at : at + PIECE_BYTES]
 
 
-def write_all(descriptor: int, data: memoryview) -> None:
-    """Write bytes to a file, all of them; OSError where that fails."""
+def write_all(descriptor: int, data: memoryview, at: int | None = None) -> None:
+    """Write bytes to a file, all of them; OSError where that fails.
+
+    Args:
+        descriptor: The file.
+        data: The bytes.
+        at: Where to, from the beginning of the file; None: at the descriptor's position.
+    """
     while data:
-        data = data[os.write(descriptor, data) :]
+        if at is None:
+            data = data[os.write(descriptor, data) :]
+        else:
+            count = os.pwrite(descriptor, data, at)
+            data, at = data[count:], at + count
 
 
 class NotAFile(OSError):

@@ -19,7 +19,7 @@ import torch
 
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.slices import pieces_of, whole_box
-from dure.checkpoint.tree import Named, decode
+from dure.checkpoint.tree import Named, decode, item_at
 from dure.tensor import DTensor
 
 __all__ = ["fill", "unlike"]
@@ -56,9 +56,9 @@ def _differences(found: Any, saved: Any, path: str) -> Iterator[str]:
         keys = range(len(cast(Sequence[Any], found)))
     for key in keys:
         inner = f"{path}.{key}" if path else str(key)
-        yield from _differences(_at(found, key), _at(saved, key), inner)
-        needed = hasattr(found, "_metadata") and isinstance(_at(found, key), torch.Tensor)
-        if needed and not isinstance(_at(saved, key), Kind):
+        yield from _differences(item_at(found, key), item_at(saved, key), inner)
+        needed = hasattr(found, "_metadata") and isinstance(item_at(found, key), torch.Tensor)
+        if needed and not isinstance(item_at(saved, key), Kind):
             yield f"{inner} is not in the file"
     if hasattr(found, "_metadata") and isinstance(saved, dict):
         for key, kind in cast(dict[Any, Any], saved).items():
@@ -92,13 +92,13 @@ class _Filling:
         if isinstance(saved, dict):
             entries = cast(dict[Any, Any], saved)
             into = cast(dict[Any, Any], found if self._enters(found, dict) else saved)
-            made = {key: self.filled(_at(found, key), inner) for key, inner in entries.items()}
+            made = {key: self.filled(item_at(found, key), inner) for key, inner in entries.items()}
             into.clear()
             into.update(made)
             return into
         if isinstance(saved, list | tuple) and type(saved) is not torch.Size:
             inners = enumerate(cast(Sequence[Any], saved))
-            items = [self.filled(_at(found, number), inner) for number, inner in inners]
+            items = [self.filled(item_at(found, number), inner) for number, inner in inners]
             if isinstance(saved, tuple):
                 return tuple(items)
             into = cast(list[Any], found if self._enters(found, list) else saved)
@@ -139,13 +139,3 @@ def _memory(tensor: torch.Tensor) -> Hashable:
     """Return where the elements of a tensor are."""
     held = tensor.part if isinstance(tensor, DTensor) else tensor
     return held.data_ptr(), held.device, held.shape, held.stride() if held.numel() else id(tensor)
-
-
-def _at(value: Any, key: Any) -> Any:
-    """Return a container's item at a key, or None."""
-    if isinstance(value, dict):
-        return cast(dict[Any, Any], value).get(key)
-    if isinstance(value, list | tuple) and isinstance(key, int):
-        items = cast(Sequence[Any], value)
-        return items[key] if key < len(items) else None
-    return None

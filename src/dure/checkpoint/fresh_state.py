@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from dure.checkpoint.slice_files import Kind
-from dure.checkpoint.tree import Named
+from dure.checkpoint.tree import Named, item_at
 from dure.errors import CheckpointMismatch, UsageError
 from dure.tensor import DTensor
 
@@ -127,7 +127,7 @@ def state_to_fill(
         else:
             return saved
         inner = {
-            key: fill(value, *(lambda get=get, key=key: _at(get(), key) for get in found))
+            key: fill(value, *(lambda get=get, key=key: item_at(get(), key) for get in found))
             for key, value in items
         }
         return inner if isinstance(saved, Mapping) else type(saved)(inner.values())
@@ -143,16 +143,8 @@ def like_saved(saved: Any, found: Any, kinds: Mapping[str, Kind]) -> Any:
         return found if fits else torch.empty(shape, dtype=dtype)
     if isinstance(saved, Mapping):
         entries = cast(Mapping[Any, Any], saved).items()
-        return {key: like_saved(value, _at(found, key), kinds) for key, value in entries}
+        return {key: like_saved(value, item_at(found, key), kinds) for key, value in entries}
     if type(saved) in (list, tuple):
         items = enumerate(saved)
-        return type(saved)(like_saved(value, _at(found, n), kinds) for n, value in items)
+        return type(saved)(like_saved(value, item_at(found, n), kinds) for n, value in items)
     return saved
-
-
-def _at(value: Any, key: Any) -> Any:
-    """Return the item of a mapping or sequence at a key, or None."""
-    try:
-        return value[key]
-    except (LookupError, TypeError):
-        return None

@@ -21,7 +21,7 @@ and tuples where there is a tensor, a dict or a list of such in them. All else i
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -43,6 +43,7 @@ __all__ = [
     "encode_state",
     "entries_of",
     "flatten",
+    "item_at",
     "merged",
     "names_in",
     "put",
@@ -312,6 +313,16 @@ def _merged_mappings(
     if not tagged:
         return dict(entries.values())
     return {**tagged[-1], **tagged[0], "v": [list(entry) for entry in entries.values()]}
+
+
+def item_at(value: Any, key: Any) -> Any:
+    """Return a container's item at a key, or None; nothing is added to a `defaultdict`."""
+    if isinstance(value, Mapping):
+        return cast(Mapping[Any, Any], value).get(key)
+    if isinstance(value, list | tuple) and isinstance(key, int):
+        items = cast(Sequence[Any], value)
+        return items[key] if key < len(items) else None
+    return None
 
 
 def _dotted(keys: Keys) -> str:

@@ -40,7 +40,7 @@ import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of, not_shared
-from dure.checkpoint.files import DTYPES, PIECE_BYTES, pieces
+from dure.checkpoint.files import DTYPES, PIECE_BYTES, pieces, write_all
 from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, replace_file
 from dure.checkpoint.restoring import Read, read_slices
 from dure.checkpoint.saving import OnDemand, Saving, Taken
@@ -238,7 +238,7 @@ class _Files:
         for file in self._layouts:
             layout = self._layout(file, sums)
             with _opened(self.path(file)) as descriptor:
-                _write(descriptor, memoryview(layout.header), 0)
+                write_all(descriptor, memoryview(layout.header), 0)
                 os.fsync(descriptor)
         folder, old = self._folder, [n for n in self._begun.old if n not in self._layouts]
         journal = not self._single or self._begun.indexed
@@ -298,7 +298,7 @@ def _cut(kinds: dict[str, Kind], numbers: Mapping[str, int], max_bytes: int) -> 
 def _note(folder: Path, files: list[str]) -> None:
     """Write and flush the journal."""
     with _opened(folder / JOURNAL, os.O_CREAT | os.O_TRUNC) as descriptor:
-        _write(descriptor, memoryview(json.dumps(files).encode()), 0)
+        write_all(descriptor, memoryview(json.dumps(files).encode()), 0)
         os.fsync(descriptor)
     flush(folder)
 
@@ -312,12 +312,6 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _write(descriptor: int, data: memoryview, at: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, at)
-        data, at = data[count:], at + count
-
-
 def _write_slice(descriptor: int, begin: int, kind: Kind, box: Box, memory: torch.Tensor) -> int:
     """Write a slice to its tensor, which begins at `begin`; return its checksum, 0 if divided."""
     whole, size, crc = whole_box(kind.shape), kind.torch_dtype.itemsize, 0
@@ -326,7 +320,7 @@ def _write_slice(descriptor: int, begin: int, kind: Kind, box: Box, memory: torc
         at = begin + run[0] * size
         for data in pieces(memory):
             crc = crc32c(data, crc)
-            _write(descriptor, data, at)
+            write_all(descriptor, data, at)
             at += len(data)
         return crc
     # Dimensions from `dim` on are consecutive; each index of those before begins another run.
@@ -339,7 +333,7 @@ def _write_slice(descriptor: int, begin: int, kind: Kind, box: Box, memory: torc
     data = memoryview(cast(Any, as_bytes(memory.cpu().contiguous()).numpy()))
     for number, first in enumerate(cast(list[int], starts.tolist())):
         row = data[number * num_bytes : (number + 1) * num_bytes]
-        _write(descriptor, row, begin + first * size)
+        write_all(descriptor, row, begin + first * size)
     return 0
 
 

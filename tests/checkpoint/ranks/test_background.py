@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from contextvars import copy_context
 from pathlib import Path
@@ -28,7 +27,7 @@ from dure.errors import UsageError
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted, loaded
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, waits_in_join
 
 
 class Gate(threading.Event):
@@ -109,7 +108,7 @@ def test_one_save_at_a_time_and_the_next_waits(tmp_path, gate):
 
     following = threading.Thread(target=copy_context().run, args=(save_next,))
     following.start()
-    until(lambda: seen or _joins(following), "the next save waiting")
+    until(lambda: seen or waits_in_join(following), "the next save waiting")
     gate.set()
     following.join()
     assert seen == [True]
@@ -142,7 +141,7 @@ def _open_when_joined(gate):
     me = threading.current_thread()
 
     def watch():
-        until(lambda: _joins(me), "a wait for the save")
+        until(lambda: waits_in_join(me), "a wait for the save")
         gate.set()
 
     threading.Thread(target=watch).start()
@@ -177,14 +176,6 @@ def test_destroying_a_group_raises_the_failure_that_a_rank_has_not_seen(tmp_path
         assert not dure.is_initialized()
 
     run_ranks(2, body)
-
-
-def _joins(thread):
-    """Return whether a thread waits for the end of another one."""
-    frame = sys._current_frames().get(thread.ident)
-    while frame is not None and frame.f_code is not threading.Thread.join.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _full(path):

@@ -82,15 +82,21 @@ def _ask_in_a_fork(pipe):
     os._exit(0)
 
 
-def test_a_fork_does_not_wait_for_the_tasks_of_its_parent():
+def _answer(target):
+    """Return what `target` sends from a process without threads, which then ends well."""
     context = start_server()
     here, there = context.Pipe()
-    parent = context.Process(target=_ask_in_a_fork, args=(there,))
-    parent.start()
+    process = context.Process(target=target, args=(there,))
+    process.start()
     assert here.poll(PATIENCE_S)
-    assert here.recv() == (True, UsageError, [], 0)
-    parent.join(PATIENCE_S)
-    assert parent.exitcode == 0
+    answer = here.recv()
+    process.join(PATIENCE_S)
+    assert process.exitcode == 0
+    return answer
+
+
+def test_a_fork_does_not_wait_for_the_tasks_of_its_parent():
+    assert _answer(_ask_in_a_fork) == (True, UsageError, [], 0)
 
 
 def _error(cause):
@@ -130,10 +136,4 @@ def _spawn(pipe):
 
 
 def test_spawn_raises_for_an_error_that_the_function_has_not_seen():
-    context = start_server()
-    here, there = context.Pipe()
-    parent = context.Process(target=_spawn, args=(there,))
-    parent.start()
-    assert here.poll(PATIENCE_S)
-    assert "exit code 1" in here.recv()
-    parent.join(PATIENCE_S)
+    assert "exit code 1" in _answer(_spawn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 
 import pytest
@@ -15,7 +14,7 @@ from dure.comm.init import leave
 from dure.comm.world import current_world
 from dure.errors import CommError, PeerLost, UsageError
 from dure.testing import run_ranks
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, waits_in_join
 
 
 class Broken(Exception):
@@ -31,20 +30,12 @@ def _not_left(group):
     return group
 
 
-def _waits_in_join(thread):
-    """Return whether `thread` waits for another one."""
-    frame = sys._current_frames().get(thread.ident)
-    while frame is not None and frame.f_code is not threading.Thread.join.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
 def _open_when_joined(gate):
     """Set `gate` when the calling thread waits for another one."""
     me = threading.current_thread()
 
     def watch():
-        until(lambda: _waits_in_join(me), "a wait for the task")
+        until(lambda: waits_in_join(me), "a wait for the task")
         gate.set()
 
     watcher = threading.Thread(target=watch)

@@ -180,20 +180,31 @@ def test_operations_of_other_threads_do_not_join_a_coalescing_manager(backend, a
 
 @pytest.mark.needs("engine")
 def test_threads_of_other_names_whose_calls_have_an_order_are_right():
-    """The callback of a future runs in a thread of its own, or here if the work had finished."""
+    """On rank 0 the second thread calls while the first one waits for what it has started."""
+    second_called = threading.Event()
 
     def body(rank):
-        group = dist.group.WORLD
-        for _ in range(50):
-            work = group.all_reduce(torch.ones(3), async_op=True)
-            then = work.get_future().then(lambda _: group.all_reduce(torch.ones(3)) and None)
-            work.wait()
-            then.wait()
-        total = torch.ones(3)
-        group.all_reduce(total)
-        return total.tolist()
+        group, tensors = dist.group.WORLD, [torch.ones(3), torch.full((3,), 5.0)]
 
-    assert run_ranks(2, body, backend="shm") == [[2.0] * 3] * 2
+        def call(t):
+            work = group.all_reduce(t, async_op=True)
+            if t is tensors[1]:
+                second_called.set()
+            work.wait()
+
+        if rank == 1:
+            second_called.wait(PATIENCE_S)
+        first, errors = _run(f"first of rank {rank}", lambda: call(tensors[0]))
+        if rank == 0:
+            _inside(first, "settle")
+        else:
+            first.join()
+        second, more = _run(f"second of rank {rank}", lambda: call(tensors[1]))
+        first.join()
+        second.join()
+        return errors + more or [t.tolist() for t in tensors]
+
+    assert run_ranks(2, body, backend="shm") == [[[2.0] * 3, [10.0] * 3]] * 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
