@@ -1,4 +1,4 @@
-// Threads of a rank that call without an order: what is refused, and when (core/threads.cpp).
+// Threads of a rank that call without an order (core/threads.cpp): which calls fail.
 #include "channel.h"
 #include "harness.h"
 

@@ -104,8 +104,8 @@ def test_the_end_waits_for_who_comes_last_and_its_time_may_be_over() -> None:
 
 
 @pytest.mark.parametrize("early", [0, 1])
-def test_who_gave_up_is_waited_for_again(early: int) -> None:
-    """Else the others would end without it, and it would wait for good."""
+def test_a_worker_that_gave_up_is_waited_for_again(early: int) -> None:
+    """Otherwise the other worker would end first, and this one would wait without end."""
     with Cluster(2) as cluster:
         with cluster.on(early), pytest.raises(RpcError, match="more than set timeout"):
             wait_all_workers(current(), timeout=0.05)

@@ -307,7 +307,7 @@ _pause, _clock = time.sleep, time.monotonic
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Open the file, and tell whether it was made."""
+    """Open the file; return its descriptor, and whether this call has created it."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         with suppress(FileExistsError):

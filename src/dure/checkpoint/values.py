@@ -1,6 +1,6 @@
 """Converting values of a state, which are no containers and no tensors, to JSON and back.
 
-JSON's own types stand for themselves. Any other value is stored as a kind and JSON data, and is
+JSON's own types are stored as they are. Any other value is stored as a kind and JSON data, and is
 decoded to the type that it had. Types that are not in the tables below are refused, and so are
 subclasses, since what they add would be lost. Nothing here imports or runs what a file names.
 """
@@ -22,7 +22,7 @@ from dure.errors import UsageError
 __all__ = ["PLAIN", "VALUES", "decode_value", "encode_value"]
 
 PLAIN = frozenset({bool, int, str})
-"""Types of values that stand for themselves."""
+"""Types of values that are stored as they are."""
 _ARRAYS = "biufc"
 """The kinds of numpy's numbers: bool, int, unsigned int, float, complex."""
 

@@ -35,7 +35,7 @@ _MOST_S = 0.05
 """The longest time between two rounds."""
 
 _WITHDRAW_S = 1.0
-"""How long a worker whose time is over waits for the leader to learn so."""
+"""How long a worker that has timed out waits until the leader has removed its entries."""
 
 Future = torch.futures.Future[Any]
 
@@ -75,7 +75,7 @@ class Gatherings:
         return Later(future, counted=False)
 
     def withdraw(self, keys: Collection[str], name: str) -> None:
-        """Forget that a worker, whose time is over, has come."""
+        """Remove the entries of a worker whose call has timed out."""
         with self._lock:
             for gathering in filter(None, map(self._open.get, keys)):
                 gathering.values.pop(name, None)
@@ -113,7 +113,7 @@ def enter(key: str, name: str, value: Any, names: set[str], without_dead: bool) 
 
 
 def withdraw(keys: Collection[str], name: str) -> None:
-    """Take no part in gatherings any more, at the leader."""
+    """Remove a worker's entries in gatherings, at the leader."""
     current().gatherings.withdraw(keys, name)
 
 
@@ -179,7 +179,7 @@ def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:
             if lost.peer == leader.id:
                 continue
             raise
-        except RpcError:  # what is left of this call would answer others before this worker comes
+        except RpcError:  # timed out: the entries would count as this worker's next call
             with suppress(RpcError):
                 agent.ask(leader, withdraw, (keys, agent.me.name), _WITHDRAW_S)
             raise
