@@ -145,13 +145,23 @@ def _clean(folder: Path) -> None:
         if name != JOURNAL:
             (folder / name).unlink(missing_ok=True)
     if JOURNAL in hidden:
-        needed = indexed_files(folder)
-        needed = {SINGLE} if needed is None else needed
         flush(folder)  # the index is durable before the files of the one before it are removed
-        for name in journaled(folder):
-            if name not in needed:
-                (folder / name).unlink(missing_ok=True)
-        (folder / JOURNAL).unlink()
+        _remove_journaled(folder)
+
+
+def _remove_journaled(folder: Path) -> None:
+    """Remove the files in the journal that the durable index does not name, then the journal.
+
+    Raises:
+        CheckpointError: The index cannot be used.
+        OSError: A file cannot be removed.
+    """
+    needed = indexed_files(folder)
+    needed = {SINGLE} if needed is None else needed
+    for name in journaled(folder):
+        if name not in needed:
+            (folder / name).unlink(missing_ok=True)
+    (folder / JOURNAL).unlink()
 
 
 class _Place(NamedTuple):
@@ -260,7 +270,7 @@ class _Files:
             failed = e
         if journal and failed is None:  # otherwise a power failure may bring the old index back
             with suppress(OSError, CheckpointError):  # the next save removes them
-                _clean(folder)
+                _remove_journaled(folder)
         return failed
 
     def catalog(self, sums: Sums) -> Catalog:
