@@ -6,7 +6,6 @@ modules. A `DistributedDataParallel` beside it does the work; hooks around forwa
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,7 +79,7 @@ def replicate(
     # Not an attribute that is a module within the module.
     object.__setattr__(module, _REPLICA, DistributedDataParallel(module, **kwargs))
     module.register_forward_pre_hook(_before_forward, prepend=True)
-    module.register_forward_hook(_after_forward, always_call=True)
+    module.register_forward_hook(_after_forward)
     give_methods(module, DDP)
     return module
 
@@ -98,8 +97,7 @@ def _before_forward(module: nn.Module, _: object) -> None:
 @untraced
 def _after_forward(module: nn.Module, _: object, outputs: object) -> None:
     replica = _replica(module)
-    if sys.exc_info()[0] is None:
-        replica._after_forward(_syncs(replica), outputs)  # pyright: ignore[reportPrivateUsage]
+    replica._after_forward(_syncs(replica), outputs)  # pyright: ignore[reportPrivateUsage]
 
 
 def _syncs(replica: DistributedDataParallel) -> bool:

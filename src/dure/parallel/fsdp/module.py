@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dure.comm.untraced import untraced_here
 from dure.errors import ModuleError, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.reducing import CustomCollective
@@ -37,6 +38,19 @@ class FSDPModule(InPlace):
 
     prefix = "FSDP"
     made_by = "fully_shard"
+
+    @untraced_here
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module (Any: whatever it takes and returns).
+
+        Not a hook with ``always_call``: torch runs these after an `Exception`, and not after a
+        KeyboardInterrupt, SystemExit or GeneratorExit.
+        """
+        try:
+            return super().__call__(*args, **kwargs)  # pyright: ignore
+        except BaseException:
+            self._state().forward_raised()
+            raise
 
     def _state(self) -> FSDPState:
         assert isinstance(self, nn.Module)

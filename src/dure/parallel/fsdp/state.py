@@ -37,7 +37,6 @@ reductions when it comes to the next one, and adds zeros.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -132,10 +131,6 @@ class Backward:
     def checks_gradients(self) -> bool:
         """Whether each gradient of a parameter is to be looked at."""
         return self.has_failed or self.makes_graph or bool(self.stale)
-
-    def fail(self) -> None:
-        """Note that it has raised."""
-        self.has_failed = True
 
 
 class Tree:
@@ -276,10 +271,19 @@ class Tree:
         self.clock.turn(begin)
         return written
 
-    def end_forward(self, state: FSDPState, raised: bool) -> None:
-        """A module's forward has ended."""
-        if raised:
+    def forward_raised(self, state: FSDPState) -> None:
+        """A module's forward was left by an exception, which a forward around it may catch."""
+        state.running = max(0, state.running - 1)
+        if state.running:
+            return  # it was called by itself
+        if self.entry is None or self.entry is state:
             self.forget()
+        else:
+            state.to_run.clear()
+            state.reshard_after()
+
+    def end_forward(self, state: FSDPState) -> None:
+        """A module's forward has ended."""
         if self.entry is not state:
             return
         assert self._forward is not None
@@ -345,8 +349,16 @@ class Tree:
         backward.keeps_graph = autograd_hooks.keeps_graph()
         backward.makes_graph = backward.keeps_graph and torch.is_grad_enabled()
         self.keeps_unsharded |= backward.makes_graph
-        autograd_hooks.at_end_else(self._end_backward, backward.fail)
+        autograd_hooks.at_end_else(self._end_backward, lambda: self._fail(backward))
         return backward, written
+
+    def _fail(self, backward: Backward) -> None:
+        """Note that a backward has raised; let modules have the shards, for their `zero_grad`."""
+        backward.has_failed = True
+        for state in self.states:
+            if not state.running:
+                for parameter in state.parameters:
+                    parameter.show_sharded()
 
     def _enter_backward(self, orders: tuple[Order, Order]) -> tuple[Backward, list[FSDPParameter]]:
         self._backward = Backward(*orders)
@@ -453,7 +465,7 @@ class Tree:
                 self.forget()
                 raise
             except BaseException:  # of a rank that died, or of a hook
-                backward.fail()
+                self._fail(backward)
                 raise
 
     def _finish(self, backward: Backward) -> None:
@@ -545,18 +557,22 @@ class FSDPState:
         self.to_run: set[nn.Module] = set()
         self.running = 0
         self.tree: Tree | None = None
-        self._raising: BaseException | None = None
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.on_gradient = self._gradient_accumulated
         for module in self.modules:
             module._dure_fsdp = self  # pyright: ignore
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+            module.register_forward_hook(self._after_forward, with_kwargs=True)
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_loading)
 
     # ---------------------------------------------------------------- what groups do
+
+    @property
+    def parameters(self) -> Iterator[FSDPParameter]:
+        """Those of all groups."""
+        return (parameter for group in self.groups for parameter in group.parameters)
 
     @property
     def is_sharded(self) -> bool:
@@ -649,7 +665,6 @@ class FSDPState:
         else:
             if not (self.to_run or self.running):
                 self.to_run.update(self.modules)
-                self._raising = sys.exc_info()[1]
                 with tree.telling(self):
                     tree.begin_forward(self)
             self.running += 1
@@ -671,16 +686,15 @@ class FSDPState:
             return output
         tree = self.tree
         assert tree is not None
-        raised = sys.exc_info()[1] is not self._raising
         self.to_run.discard(module)
         self.running = max(0, self.running - 1)
         if torch.is_grad_enabled():
             self._watch_outputs(output, (args, kwargs), tree.entry or self)
-        if raised or not (self.to_run or self.running):
+        if not (self.to_run or self.running):
             try:
                 self.reshard_after()
                 with tree.telling(self):
-                    tree.end_forward(self, raised)
+                    tree.end_forward(self)
             except ModuleError:
                 tree.forget()
                 raise
@@ -699,6 +713,11 @@ class FSDPState:
         trained = any(p.is_trained for group in self.groups for p in group.parameters)
         return trained or any(t.requires_grad for t in tensors_of(inputs))
 
+    def forward_raised(self) -> None:
+        """A forward of one of the modules was left by an exception."""
+        if self.tree is not None and not autograd_hooks.in_backward():
+            self.tree.forward_raised(self)
+
     def run(
         self,
         module: nn.Module,
@@ -707,11 +726,11 @@ class FSDPState:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a method of a module as its forward is run (Any: what it takes and gives)."""
-        args, kwargs = self._before_forward(module, args, kwargs)
         try:
+            args, kwargs = self._before_forward(module, args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
-            self._after_forward(module, args, kwargs, None)
+            self.forward_raised()
             raise
         return self._after_forward(module, args, kwargs, output)
 
