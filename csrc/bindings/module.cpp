@@ -1,16 +1,33 @@
 #include <nanobind/stl/string.h>
 
+#include <exception>
+#include <system_error>
+
 #include "bindings.h"
 #include "kernels.h"
 #include "types.h"
 
 namespace nb = nanobind;
 
+namespace {
+
+// An error of the system is an OSError in Python, with its errno; FileNotFoundError and the like.
+void translate_system_error(const std::exception_ptr& thrown, void*) {
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+        PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    }
+}
+
+}  // namespace
+
 NB_MODULE(_engine, m) {
     using namespace dure;
     // A program may end with its groups open, or its DDP buckets alive in a module's globals: that
     // is no leak, and no news for its user. The kernel takes back what the segment held.
     nb::set_leak_warnings(false);
+    nb::register_exception_translator(translate_system_error);
     bind_inbox(m);
     bind_outcome(m);
     bind_request(m);

@@ -1,6 +1,11 @@
 """Who a process is."""
 
+import errno
+import os
+from pathlib import Path
+
 import msgspec
+import pytest
 
 from dure.store.identity import alive, myself
 
@@ -13,3 +18,15 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
     assert alive(msgspec.structs.replace(me, start="1")) is False
     assert alive(msgspec.structs.replace(me, host_id="elsewhere")) is None
     assert alive(dead_process()) is False
+
+
+def test_without_a_descriptor_to_look_with_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    me = myself()
+
+    def refuse(path: Path) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert alive(me) is None

@@ -90,7 +90,7 @@ def process_of(pid: int, start_time: int, descriptor: int) -> Process | None:
     """
     try:
         return native.heap_peer(pid, start_time, descriptor)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise CommError(
             f"the memory of process {pid} cannot be reached",
             seen=str(error),

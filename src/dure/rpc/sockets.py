@@ -50,6 +50,7 @@ _REFUSED_S = 10.0  # how long a process is looked for whose port refuses connect
 _BUSY_S = 1.0  # that this thread may be busy; longer is a pause of this process
 _ASK_S = 2.0  # between two questions whether a port does
 _CLOSE_S = 1.0  # for what waits to be sent when the process leaves
+_LOOK_S = 0.2  # between two looks at processes that no descriptor stands for
 _FINISH_S = 1.0  # for the connections of a process that has ended to be seen to break
 _MOST_SOCKETS = 16_383
 _LONGEST_POLL_S = 3600.0
@@ -227,6 +228,8 @@ class Sockets:
         self._incoming: dict[bytes, _Incoming] = {}
         self._finishing: dict[int, tuple[float, Callable[[], None]]] = {}
         self._watched: dict[Any, Callable[[], None]] = {}  # by descriptor
+        self._looked_at: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self._look_due = 0.0
         self._poller = zmq.Poller()
         self._ends_at: float | None = None
         self._clock = ListeningClock()  # for how long others are looked for
@@ -259,6 +262,10 @@ class Sockets:
     def watch(self, descriptor: int, then: Callable[[], None]) -> None:
         """Call `then` in the sockets' thread when a descriptor can be read, and close it."""
         self._leave(lambda: self._watch_descriptor(descriptor, then))
+
+    def look(self, happened: Callable[[], bool], then: Callable[[], None]) -> None:
+        """Call `then` in the sockets' thread soon after `happened` has begun to return True."""
+        self._leave(lambda: self._looked_at.append((happened, then)))
 
     def forget(self, peer: int) -> None:
         """Close the way to a process; what waits is dropped."""
@@ -321,6 +328,8 @@ class Sockets:
         now = time.monotonic()
         dues = [way.retry_at if way.socket is None else now + _PAUSE_S for way in self._closed_ways]
         dues += [until for until, _ in self._finishing.values()]
+        if self._looked_at:
+            dues.append(self._look_due)
         dues += [due for due in (self._guarded.peers.due(), self._ends_at) if due is not None]
         return int(max(0.0, min((*dues, now + _LONGEST_POLL_S)) - now) * 1000) + bool(dues)
 
@@ -369,7 +378,18 @@ class Sockets:
             if now >= until:
                 del self._finishing[peer]
                 then()
+        if self._looked_at and now >= self._look_due:
+            self._look_due = now + _LOOK_S
+            self._look()
         self._guarded.peers.tidy(now)
+
+    def _look(self) -> None:
+        looked_at, self._looked_at = self._looked_at, []
+        for happened, then in looked_at:
+            if happened():
+                then()
+            else:
+                self._looked_at.append((happened, then))
 
     def _patience_s(self, way: _Outgoing) -> float:
         """Return how long a process of another host is looked for."""

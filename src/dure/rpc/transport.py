@@ -6,9 +6,13 @@ its heap that is the receiver's alone from then on; so is a message that is too 
 process has 16 rings for those that send to it. Where a ring is full, or there is none, the message
 goes through a socket; nobody ever waits for a receiver.
 
-**Between hosts** all goes through sockets (`sockets`).
+**Between hosts** all goes through sockets (`sockets`). So it does where a process cannot map the
+memory of another of its host (a limit of address space, another container). It finds that out by
+itself: what it cannot read it sends back, and the sender sends that again through a socket, and all
+that follows.
 
-**Who is gone.** The kernel tells of processes of this host, by their pidfds. Processes of other
+**Who is gone.** The kernel tells of processes of this host, by their pidfds; where it gives none, a
+thread looks from time to time. Processes of other
 hosts are gone when they cannot be reached for a while, or when others say so (`peers`). Who leaves
 and lives on says so itself: in the log, or, where there is none, in a last message. Before the
 program is told, what came from the process is read; a message that some thread holds in its hands
@@ -36,10 +40,11 @@ from dure import native
 from dure.errors import PeerLost
 from dure.rpc.envelope import Envelope, Receiver, Transport, Waiter, Work
 from dure.rpc.memory import INLINE_BYTES, Memory, bytes_of, describe, give, own, take
+from dure.rpc.message import Body
 from dure.rpc.peers import LEFT, Peer, Peers
 from dure.rpc.sockets import Sockets, Told
 from dure.rpc.workers import Workers
-from dure.store.identity import start_of
+from dure.store.identity import alive
 
 __all__ = ["HostTransport"]
 
@@ -51,6 +56,7 @@ _BUSY = 64  # messages to a process, after which a ring is asked for where there
 _OWN = b"\xc0"  # stands in the inbox for a message of this process to itself
 _ELSEWHERE = -1  # the kind of an envelope whose only memory holds the envelope
 _LEAVING = -2  # the kind of an envelope whose sender sends no more
+_UNREAD = -3  # the kind of an envelope that returns a message whose memory its sender cannot reach
 
 _CLOSE_S = 1.0  # for calls that run when the process leaves
 
@@ -72,7 +78,8 @@ class _Way:
     """A peer, and how it is reached.
 
     Attributes:
-        process: Its memory, if it is used.
+        process: Its memory, if it can be reached.
+        shares: The same, if it can reach this process's memory, as far as is known.
         sent: How many messages were sent to it without a ring.
         lost: How it ended.
     """
@@ -80,6 +87,7 @@ class _Way:
     peer: Peer
     near: bool
     process: native.Process | None = None
+    shares: native.Process | None = None
     outbox: native.Outbox | None = None
     sent: itertools.count[int] = field(default_factory=itertools.count)
     lost: str | None = None
@@ -138,22 +146,18 @@ class HostTransport(Transport, Told):
         way = self._ways.get(to) or self._way(to)
         if way is None or way.lost is not None:
             raise PeerLost(f"process {to} is gone", peer=to, seen=(way and way.lost) or "")
-        raw: Sequence[bytes] = ()
-        process = way.process
-        if process is not None:
-            if memories:
-                envelope.memories = tuple([give(process, memory) for memory in memories])
-            packed = _encode(envelope)
-            if len(packed) > _RING_BYTES:
-                packed = self._short(process, packed)
-            outbox = way.outbox or self._claim(way, process)
-            if outbox is not None and outbox.send(packed):
-                return
-        else:
-            envelope.memories = tuple([describe(memory) for memory in memories])
-            raw = [bytes_of(memory) for memory in memories if memory.nbytes > INLINE_BYTES]
-            packed = _encode(envelope)
-        self._sockets.send(to, way.peer.endpoint, way.near, packed, raw)
+        process = way.shares
+        if process is None:
+            self._send_through_socket(way, envelope, memories)
+            return
+        if memories:
+            envelope.memories = tuple([give(process, memory) for memory in memories])
+        packed = _encode(envelope)
+        if len(packed) > _RING_BYTES:
+            packed = self._short(process, packed)
+        outbox = way.outbox or self._claim(way, process)
+        if outbox is None or not outbox.send(packed):
+            self._sockets.send(to, way.peer.endpoint, way.near, packed, ())
 
     def ticket(self) -> Waiter:
         return native.Ticket()
@@ -201,7 +205,7 @@ class HostTransport(Transport, Told):
         self._leave()
         _kept.append(self._inbox)
         for way in self._ways.values():
-            way.outbox = way.process = None
+            way.outbox = way.process = way.shares = None
 
     def _take_leave(self, way: _Way) -> None:
         """Tell a process that this one leaves, after all else."""
@@ -226,15 +230,24 @@ class HostTransport(Transport, Told):
             way = _Way(peer, peer.process.host_id == self._host)
             if way.near and self._shared_memory:
                 with suppress(OSError):  # another container, perhaps: its socket may do
-                    way.process = native.heap_peer(*peer.heap)
+                    way.process = way.shares = native.heap_peer(*peer.heap)
             self._receiver.joined(peer.id, peer.name)
             self._ways[peer.id] = way
         if way.near:
-            with suppress(ProcessLookupError):
-                descriptor = os.pidfd_open(peer.process.pid)
-                self._sockets.watch(descriptor, partial(self._ended, way))
-            if start_of(peer.process.pid) != peer.process.start:  # it has ended already
-                threading.Thread(target=self._ended, args=(way,), daemon=True).start()
+            self._watch(way)
+
+    def _watch(self, way: _Way) -> None:
+        """Begin to watch for the end of a process of this host."""
+        process, ended = way.peer.process, partial(self._ended, way)
+        try:
+            self._sockets.watch(os.pidfd_open(process.pid), ended)
+        except ProcessLookupError:
+            pass
+        except (OSError, AttributeError):  # the system, or Python, has none, or no descriptor left
+            is_over = lambda: way.lost is not None or alive(process) is False  # noqa: E731
+            self._sockets.look(is_over, ended)
+        if alive(process) is False:  # since when its number may have been used again
+            threading.Thread(target=ended, daemon=True).start()
 
     def _ended(self, way: _Way) -> None:
         """Take note that a process of this host has ended; may be told twice."""
@@ -280,7 +293,7 @@ class HostTransport(Transport, Told):
             if way.lost is not None or self._closed:
                 return
             way.lost = how
-            way.outbox = way.process = None
+            way.outbox = way.process = way.shares = None
         self._sockets.forget(way.peer.id)
         self._receiver.died(way.peer.id, how)
 
@@ -296,12 +309,19 @@ class HostTransport(Transport, Told):
         there = Memory(offset=given.offset, nbytes=count)
         return _encode(Envelope(_ELSEWHERE, self._id, memories=(there,)))
 
+    def _send_through_socket(
+        self, way: _Way, envelope: Envelope, memories: Sequence[torch.Tensor]
+    ) -> None:
+        envelope.memories = tuple([describe(memory) for memory in memories])
+        raw = [bytes_of(memory) for memory in memories if memory.nbytes > INLINE_BYTES]
+        self._sockets.send(way.peer.id, way.peer.endpoint, way.near, _encode(envelope), raw)
+
     def _claim(self, way: _Way, process: native.Process) -> native.Outbox | None:
         """Ask for a ring: at once where there are enough for all, else for busy traffic."""
         if len(self._ways) > _RINGS and (next(way.sent) + 1) % _BUSY:
             return None
         with self._claiming:
-            if way.outbox is None and way.lost is None:
+            if way.outbox is None and way.shares is not None:
                 way.outbox = native.Outbox.claim(process, way.peer.inbox)
             return way.outbox
 
@@ -331,10 +351,16 @@ class HostTransport(Transport, Told):
             if envelope.kind == _LEAVING:
                 self._lost(way.peer.id, LEFT)
                 return None
+            if envelope.kind == _UNREAD:
+                self._send_again(way, envelope.body.pickled)
+                return None
+            process = way.process
+            if process is None and any(row.offset >= 0 for row in envelope.memories):
+                returned = Envelope(_UNREAD, self._id, body=Body(message))
+                self._send_through_socket(way, returned, ())
+                return None
             if envelope.kind == _ELSEWHERE:
-                there = envelope.memories[0]
-                taken = native.heap_take(self._process(way), there.offset, there.nbytes)
-                envelope = _decode(memoryview(taken))
+                envelope = _read_elsewhere(process, envelope)
             for row in envelope.body.references:  # whose owner may have joined just now
                 if row.owner != self._id:
                     self._way(row.owner)
@@ -342,7 +368,7 @@ class HostTransport(Transport, Told):
             if envelope.memories:
                 rest = iter(raw)
                 memories = [
-                    next(rest) if row.nbytes and row.offset < 0 else self._memory(way, row)
+                    next(rest) if row.nbytes and row.offset < 0 else _read_memory(process, row)
                     for row in envelope.memories
                 ]
             return self._receiver.receive(envelope, memories)
@@ -350,17 +376,17 @@ class HostTransport(Transport, Told):
             _log.exception("a message could not be read")
             return None
 
-    def _memory(self, way: _Way, row: Memory) -> torch.Tensor:
-        if row.offset < 0:
-            if not row.data:
-                return torch.empty(0, dtype=torch.uint8)
-            return torch.frombuffer(bytearray(row.data), dtype=torch.uint8)
-        return take(self._process(way), row)
-
-    def _process(self, way: _Way) -> native.Process:
-        if way.process is None:
-            raise ValueError(f"a message in the memory of {way.peer}, which is not known here")
-        return way.process
+    def _send_again(self, way: _Way, message: bytes) -> None:
+        """Send a message again whose receiver cannot reach this process's memory."""
+        with self._claiming:
+            way.outbox = way.shares = None
+        envelope, own_memory = _decode(message), native.heap_peer(*self.peers.me.heap)
+        if envelope.sender != self._id:
+            raise ValueError(f"a message of {envelope.sender} was returned to {self._id}")
+        if envelope.kind == _ELSEWHERE:
+            envelope = _read_elsewhere(own_memory, envelope)
+        memories = [_read_memory(own_memory, row) for row in envelope.memories]
+        self._send_through_socket(way, envelope, memories)
 
     def _hand_over(
         self, message: bytes, raw: Sequence[torch.Tensor] = (), sender: int | None = None
@@ -384,3 +410,20 @@ class HostTransport(Transport, Told):
         way, how = self._ways[peer], "it could not be reached"
         self._end(way, how)
         self.peers.give_up(peer, how)
+
+
+def _read_elsewhere(process: native.Process | None, envelope: Envelope) -> Envelope:
+    """Return the message that is in the memory of the process that has sent it."""
+    assert process is not None
+    there = envelope.memories[0]
+    return _decode(memoryview(native.heap_take(process, there.offset, there.nbytes)))
+
+
+def _read_memory(process: native.Process | None, row: Memory) -> torch.Tensor:
+    """Return memory that came with a message, or that the process has given."""
+    if row.offset >= 0:
+        assert process is not None
+        return take(process, row)
+    if not row.data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(row.data), dtype=torch.uint8)

@@ -45,17 +45,31 @@ def myself() -> Identity:
 
 
 def alive(process: Identity) -> bool | None:
-    """Tell whether `process` lives; None if that cannot be known from here (another host)."""
-    if process.host_id != _host_id():
+    """Tell whether `process` lives; None if that cannot be known from here.
+
+    It may be on another host, or this process may have no descriptor left to look with.
+    """
+    try:
+        if process.host_id != _host_id():
+            return None
+        return _read_start(process.pid) == process.start
+    except OSError:
         return None
-    return start_of(process.pid) == process.start
 
 
 def start_of(pid: int) -> str | None:
     """Return when `pid` started; None if there is no such process, or it is a zombie."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return _read_start(pid)
     except OSError:
+        return None
+
+
+def _read_start(pid: int) -> str | None:
+    """Do what `start_of` does; raise if the system refuses to say."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat.rpartition(")")[2].split()  # the name before it may contain anything
     return None if fields[0] in "ZX" else fields[19]

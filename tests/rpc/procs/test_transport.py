@@ -6,13 +6,14 @@ options of the transport that it does not have.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from dure.rpc import meeting
 from dure.rpc.agent import Agent
 from dure.rpc.current import current
 from dure.rpc.meeting import Meeting, connect
+from dure.rpc.memory import share
 from dure.rpc.names import WorkerInfo
 from dure.rpc.transport import HostTransport
 from dure.testing import ProcessPool
@@ -110,8 +112,8 @@ def call_back(to: int, value: Any) -> Any:
     return current().rpc_sync(to, same, (value,))
 
 
-def everything(rank: int, url: str, shared: bool) -> None:
-    agent = joined(url, rank, 2, shared_memory=shared)
+def exchange(agent: Agent, rank: int) -> list[torch.Tensor]:
+    """Send values of all sizes to the other and to this process, and return some that came."""
     for body in (b"", b"x" * 5000, b"y" * 70_000, b"z" * 3_000_000):
         assert agent.rpc_sync(1 - rank, same, (body,)) == body
     for number, nbytes in enumerate(SIZES):
@@ -125,8 +127,15 @@ def everything(rank: int, url: str, shared: bool) -> None:
     sent = [numbered(10_000, 9)]
     got = agent.rpc_sync(1 - rank, call_back, (rank, sent))  # a call within a call
     assert are_equal(got, sent)
+    return got
+
+
+def everything(rank: int, url: str, shared: bool) -> None:
+    agent = joined(url, rank, 2, shared_memory=shared)
+    got = exchange(agent, rank)
     used = native.heap_taken()
     closed(agent)
+    del got
     assert (used > 0) == shared  # `got` is still the sender's memory, given to us
     until(
         lambda: not any("rpc" in thread.name for thread in threading.enumerate()), "threads to end"
@@ -136,6 +145,40 @@ def everything(rank: int, url: str, shared: bool) -> None:
 @both
 def test_messages_and_memory_arrive_whole(process_pool, url: str, shared: bool) -> None:
     process_pool(2).run(everything, url, shared)
+
+
+@contextmanager
+def refused(where: Any, name: str, number: int) -> Iterator[None]:
+    """Have the system refuse what a function asks for about other processes."""
+    plain = getattr(where, name)
+
+    def refuse(pid: int, *more: Any) -> Any:
+        if pid == os.getpid():
+            return plain(pid, *more)
+        raise OSError(number, os.strerror(number))
+
+    setattr(where, name, refuse)
+    try:
+        yield
+    finally:
+        setattr(where, name, plain)
+
+
+def unreached(rank: int, url: str, cut_off: list[int]) -> None:
+    with refused(native, "heap_peer", errno.ENOMEM) if rank in cut_off else nullcontext():
+        agent = joined(url, rank, 2)
+    shared = share(numbered(10_000, 7))
+    exchange(agent, rank)
+    assert torch.equal(agent.rpc_sync(1 - rank, same, (shared,)), shared)
+    exchange(agent, rank)
+    closed(agent)
+
+
+@pytest.mark.parametrize("cut_off", [[0], [0, 1]], ids=["one way", "both ways"])
+def test_memory_that_cannot_be_mapped_is_sent_through_sockets(
+    process_pool, url: str, cut_off: list[int]
+) -> None:
+    process_pool(2).run(unreached, url, cut_off)
 
 
 _seen: set[tuple[int, int, int]] = set()
@@ -327,6 +370,29 @@ def test_a_process_that_is_killed_is_lost_to_all_and_no_call_hangs(
     (pid,) = start_victim(2, 3, shared).pids
     how = "signal 9 (SIGKILL)" if shared else None
     assert process_pool(2).run(murder, url, shared, pid) == [how, how]
+
+
+def without_pidfds(rank: int, url: str, number: int, pid: int) -> None:
+    with refused(os, "pidfd_open", number):
+        agent = joined(url, rank, 3)
+    assert agent.rpc_sync(2, same, (rank,)) == rank
+    dure.barrier()
+    future = agent.rpc_async(2, hold)
+    dure.barrier()
+    if rank == 0:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(PeerLost):
+        future.wait()
+    assert agent.rpc_sync(1 - rank, same, (rank,)) == rank
+    closed(agent)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EMFILE], ids=["ENOSYS", "EMFILE"])
+def test_deaths_are_noticed_without_pidfds(
+    process_pool, start_victim, url: str, number: int
+) -> None:
+    (pid,) = start_victim(2, 3).pids
+    process_pool(2).run(without_pidfds, url, number, pid)
 
 
 def close_here() -> None:

@@ -127,7 +127,7 @@ class ShmOpening:
                 )
         try:
             group.ready()
-        except RuntimeError as error:  # a peer's symmetric heap cannot be mapped
+        except OSError as error:  # a peer's symmetric heap cannot be mapped
             raise _refused(options, f"rank {options.rank}: {error}") from None
         self._group = None
         return ShmBackend(group, options, self._footprint)
