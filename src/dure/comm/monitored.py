@@ -2,19 +2,28 @@
 
 It runs over the store, not over the backend, so that it works when the backend is stuck: rank 0
 waits for one key of every other rank, then answers with one key for all.
+
+Rank 0 removes the keys: those of ranks that came as soon as it has answered, and the answer when
+all ranks have come to a later barrier, so that all have read it. If ranks stay away, the last
+answers are kept for them, for they may only be late.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dure.comm.world import resolve
-from dure.errors import CommTimeout, StoreTimeout, UsageError
+from dure.errors import CommTimeout, StoreError, StoreTimeout, UsageError
 
 if TYPE_CHECKING:
     from dure.comm.group.core import GroupCore
+
+_MOST_ANSWERS = 16
+"""How many answers are kept for ranks that may still come to read them."""
 
 
 def monitored_barrier(
@@ -37,7 +46,7 @@ def monitored_barrier(
         All ranks call. A rank that does not is named; the group can be used afterwards.
 
     Cost:
-        n + 1 keys in the store: milliseconds. Not for inner loops.
+        n + 1 keys in the store, which rank 0 removes: milliseconds. Not for inner loops.
     """
     group = resolve(group, "monitored_barrier")
     if timeout is None:
@@ -75,17 +84,33 @@ def monitored_barrier(
 
 def _lead(group: GroupCore, prefix: str, limit_s: float, wait_all: bool) -> tuple[int, ...]:
     end = time.monotonic() + limit_s
+    keys = {f"{prefix}/{r}": r for r in range(1, group.size())}
+    came: list[str] = []
     missing: list[int] = []
-    for r in range(1, group.size()):
+    for key, r in keys.items():
         left = max(end - time.monotonic(), 0.001)  # time is up: one look at each of the others
         try:
-            group.store.wait([f"{prefix}/{r}"], timedelta(seconds=left))
+            group.store.wait([key], timedelta(seconds=left))
+            came.append(key)
         except StoreTimeout:
             missing.append(r)
             if not wait_all:
                 break
     group.store.set(f"{prefix}/answer", ",".join(map(str, missing)))
+    left_over = [f"{prefix}/answer", *(keys.keys() - came)]
+    with suppress(StoreError):
+        _remove(group, came, left_over, all_came=not missing)
     return tuple(missing)
+
+
+def _remove(group: GroupCore, came: list[str], left_over: list[str], all_came: bool) -> None:
+    """Remove the keys that no rank will read any more."""
+    kept = group.monitored_keys
+    read = kept[:] if all_came else kept[: 1 - _MOST_ANSWERS]
+    del kept[: len(read)]
+    kept.append(left_over)
+    for key in [*came, *chain.from_iterable(read)]:
+        group.store.delete_key(key)
 
 
 def _follow(group: GroupCore, prefix: str, limit_s: float) -> tuple[int, ...]:

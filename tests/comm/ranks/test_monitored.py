@@ -34,3 +34,48 @@ def test_monitored_barrier_looks_at_every_rank_when_time_is_up():
         dist.monitored_barrier(timeout=0 if rank == 0 else PATIENCE_S)
 
     run_ranks(3, body)
+
+
+def keys_of_monitored_barriers() -> list[str]:
+    """Return the keys in the store when no rank is inside a barrier."""
+    dist.barrier()
+    keys = [key for key in dist.group.WORLD.store.list_keys() if key.startswith("monitored/")]
+    dist.barrier()
+    return keys
+
+
+def test_monitored_barriers_leave_one_answer_in_the_store():
+    def body(rank):
+        for _ in range(3):
+            dist.monitored_barrier()
+        return keys_of_monitored_barriers()
+
+    assert run_ranks(3, body) == [["monitored/3/answer"]] * 3
+
+
+def test_late_ranks_find_the_answer_and_their_keys_go_with_the_next_barrier():
+    def body(rank):
+        if rank == 0:
+            with pytest.raises(CommTimeout):
+                dist.monitored_barrier(timeout=0)
+        dist.barrier()
+        if rank != 0:
+            with pytest.raises(CommTimeout) as caught:
+                dist.monitored_barrier()
+            assert caught.value.missing == (1,)
+        dist.monitored_barrier()
+        return keys_of_monitored_barriers()
+
+    assert run_ranks(3, body) == [["monitored/2/answer"]] * 3
+
+
+def test_monitored_barriers_that_a_rank_stays_away_from_leave_sixteen_answers():
+    def body(rank):
+        for _ in range(20):
+            if rank == 0:
+                with pytest.raises(CommTimeout):
+                    dist.monitored_barrier(timeout=0)
+        return keys_of_monitored_barriers()
+
+    answers = sorted(f"monitored/{number}/answer" for number in range(5, 21))
+    assert run_ranks(2, body) == [answers] * 2

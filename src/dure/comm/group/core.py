@@ -102,6 +102,7 @@ class GroupCore:
         device_types: Kinds of device whose tensors it takes.
         desc: What the group is for, as the user described it.
         num_monitored: How many monitored barriers this rank has begun.
+        monitored_keys: For each of the last monitored barriers, keys that may be in the store.
         num_attempts: How many attempts to shrink the group this rank has begun.
         belongings: What others keep with the group, by its type; it goes when the group is closed.
         companions: Groups that other modules made for this one; they are destroyed with it.
@@ -120,6 +121,7 @@ class GroupCore:
         self.creation_timeout = spec.creation_limit
         self.seq = 0
         self.num_monitored, self.num_attempts = 0, 0
+        self.monitored_keys: list[list[str]] = []
         self._size = len(self.global_ranks)
         self.group_rank_of = {g: r for r, g in enumerate(self.global_ranks)}
         self.device_types = frozenset(backends)
@@ -208,6 +210,7 @@ class GroupCore:
         view.group_name = channel_name(self.group_name, index)
         view.store = PrefixStore(f"channel/{index}", self.store)
         view.num_monitored, view.num_attempts = 0, 0
+        view.monitored_keys = []
         view._coalesced = view._block = None
         view._inside, view._crossed = {}, self._crossed
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
