@@ -91,6 +91,7 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(name="NO_COLOR", meaning="1: no colours on the terminal"),
         Variable(name="PATH", meaning="where programs such as mpirun are looked for"),
+        Variable(name="PYTHONPATH", meaning="where Python looks for modules"),
         Variable(name="DURE_JOB_KEY_FILE", meaning="path of the job key, a file of mode 0600"),
         Variable(
             name="DURE_JOB_KEY_FD", meaning="inherited file descriptor that holds the job key"
@@ -346,11 +347,14 @@ def everything() -> dict[str, str]:
     return dict(os.environ)
 
 
-def put(name: str, value: str) -> None:
-    """Set a variable for this process (a test's rank that plays another host)."""
+def put(name: str, value: str | None) -> None:
+    """Set a variable of this process; None removes it."""
     if name not in VARIABLES:
         raise KeyError(f"{name} is not declared in dure.env")
-    os.environ[name] = value
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def child_environment(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -6,7 +6,9 @@ a program of `dure run` gets; only the program is missing. There are two ways:
 - *fork*: the rank is a copy of this process. It starts at once and has all that the notebook has.
 - *spawn*: the rank is a new interpreter (with torch imported once for all, where this process has
   it), and gets the function by cloudpickle: what `__main__` defines goes by value, what modules
-  define by name, with this process's `sys.path`.
+  define by name. What an import by name needs is restored before the function is unpickled: this
+  process's `sys.path`, and the folders of its modules that are no longer on that path. The rank's
+  `__main__` has the definitions that came by value, so that pickle finds them by name there.
 
 A fork copies one thread and all memory. Locks that other threads hold stay shut for ever, a CUDA
 context does not survive, and autograd refuses to run in a copy of a process where it has run. So a
@@ -20,6 +22,7 @@ Results come back as pickles in a directory of this user's alone, which is remov
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import signal
@@ -29,7 +32,9 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal  # Any: what the user's function takes and returns
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -37,10 +42,12 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 from dure import env
 from dure.errors import LaunchError, UsageError
 from dure.launch.job import run_job
+from dure.launch.ranks.forking import home_of
 from dure.launch.spec import JobSpec, Line
 
 __all__ = ["spawn"]
 
+_PATH = "PYTHONPATH"
 _HARMLESS = ("ZMQ",)  # how names of threads begin that a copy does without
 
 
@@ -82,15 +89,16 @@ def spawn(
     with tempfile.TemporaryDirectory(prefix="dure_spawn_") as directory:
         forks = why_not is None and start != "spawn"
         call = partial(_call, fn, args, directory) if forks else None
+        path = _search_path()
         if not forks:
-            content = cloudpickle.dumps((fn, tuple(args), sys.path))
-            Path(directory, "call").write_bytes(content)
+            Path(directory, "call").write_bytes(_pickled(fn, args, path))
         spec = JobSpec(
             program="dure.launch.functions",
             kind="module",
             args=(directory,),
             nproc=nproc,
             call=call,
+            env={} if forks else {_PATH: os.pathsep.join(map(os.path.abspath, path))},
             preload=("torch",) if torch else (),
             stdin="none",
             on_line=_show,
@@ -109,6 +117,50 @@ def spawn(
             told = f"on rank {failure.rank}:\n{crash.traceback.rstrip()}\n{crash.hint}"
             raise error from RuntimeError(told.rstrip())
         return [_result(Path(directory, str(rank))) for rank in range(nproc)]
+
+
+def _search_path() -> list[str]:
+    """Return `sys.path`, and the folders of imported modules that it does not lead to.
+
+    A program may have taken a folder off the path after an import, or changed its directory.
+    """
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # import skips others, too
+    known = {os.path.realpath(entry) for entry in path}
+    for name, module in list(sys.modules.items()):
+        home = None if "." in name or name == "__main__" else home_of(module)
+        if home is not None and os.path.realpath(home) not in known:
+            known.add(os.path.realpath(home))
+            path.append(os.path.abspath(home))
+    return path
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Collects what `__main__` defines and pickles by value."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.defined: dict[str, Any] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        name = str(getattr(obj, "__name__", ""))
+        if reduced is not NotImplemented and vars(sys.modules["__main__"]).get(name) is obj:
+            self.defined[name] = obj
+        return reduced
+
+
+def _pickled(fn: Callable[..., Any], args: Sequence[Any], path: list[str]) -> bytes:
+    """Return what a spawned rank reads: what imports need, the call, and names of `__main__`."""
+    main = sys.modules["__main__"]
+    spec: ModuleSpec | None = getattr(main, "__spec__", None)
+    place = (getattr(main, "__file__", None), None if spec is None else spec.name)
+    needed = (path, sys.argv, env.raw(_PATH), place)
+    file = io.BytesIO()
+    file.write(pickle.dumps(needed))
+    pickler = _Pickler(file)
+    pickler.dump((fn, tuple(args)))
+    pickler.dump(pickler.defined)
+    return file.getvalue()
 
 
 def _result(path: Path) -> Any:
@@ -160,8 +212,29 @@ def main() -> None:
     """In a spawned rank: call what the launcher's process has left."""
     directory = sys.argv[1]
     sys.excepthook = lambda *_: None  # the error is raised where `spawn` was called
-    call, args, sys.path[:] = pickle.loads(Path(directory, "call").read_bytes())
+    with Path(directory, "call").open("rb") as file:
+        sys.path[:], sys.argv[:], variable, place = pickle.load(file)
+        env.put(_PATH, variable)
+        module = _stand_in(*place)
+        unpickler = pickle.Unpickler(file)
+        call, args = unpickler.load()
+        vars(module).update(unpickler.load())
     _call(call, args, directory)
+
+
+def _stand_in(file: str | None, name: str | None) -> ModuleType:
+    """Replace `__main__` by a module for the names of the caller's, and return it.
+
+    With its file and name, processes that the rank starts by multiprocessing's "spawn" find the
+    caller's main module as they would find it from there.
+    """
+    module = ModuleType("__main__")
+    if file is not None:
+        module.__file__ = file
+    module.__spec__ = None if name is None else ModuleSpec(name, None)
+    sys.modules["__dure_functions__"] = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    return module
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from tests.waiting import PATIENCE_S
 
 NOTEBOOK = """
 import json, os, signal, sys, time
+modules, work, *path = sys.argv[1:]
+sys.path += path  # of an interpreter that would find neither torch nor Dure by itself
 import torch
 import dure
 from dure.launch import functions
@@ -54,7 +56,14 @@ def raised(call, **options):
     except BaseException as error:
         return [type(error).__name__, str(error), str(error.__cause__)]
 
+sys.path.insert(0, modules)
+import beside
+del sys.path[0]  # the module stays imported
+sys.path.append(".")
+os.chdir(work)
 told["fresh"] = functions._why_not_fork()
+for start in ("fork", "spawn"):
+    told["beside " + start] = dure.spawn(beside.seen, 1, (Point(3),), start=start)
 for start in ("fork", "spawn"):
     points = dure.spawn(total, 2, (5,), start=start)
     told[start] = [[type(point) is Point, point.x] for point in points]
@@ -73,24 +82,41 @@ told["chosen"] = dure.spawn(backward)
 print(json.dumps(told))
 """
 
+BESIDE = """
+import importlib, os, pickle, sys
+
+def seen(point):
+    by_name = pickle.loads(pickle.dumps(point))
+    importlib.import_module("later")  # in the working directory
+    sys.modules.pop("json")
+    importlib.import_module("json").dumps
+    return by_name.x, sys.argv, os.environ["PYTHONPATH"]
+"""
+
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run all cells of a notebook, and return what came of each."""
     program = tmp_path_factory.mktemp("notebook") / "notebook.py"
     program.write_text(NOTEBOOK)
+    modules, work = tmp_path_factory.mktemp("modules"), tmp_path_factory.mktemp("work")
+    (modules / "beside.py").write_text(BESIDE)
+    (work / "later.py").touch()
+    (work / "json.py").touch()  # which `.` would hide, were it first
+    argv = [str(program), str(modules), str(work), *map(os.path.abspath, sys.path)]
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [sys._base_executable, *argv],  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(program.parent)},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "TMPDIR": str(program.parent), "PYTHONPATH": "/nowhere"},
         check=False,
     )
     assert done.returncode == 0, done.stderr
     *printed, last = done.stdout.splitlines()
     assert list(program.parent.iterdir()) == [program]
-    return json.loads(last) | {"printed": sorted(printed), "errors": done.stderr}
+    return json.loads(last) | {"printed": sorted(printed), "errors": done.stderr, "argv": argv}
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -98,6 +124,13 @@ def test_results_of_the_notebooks_own_functions_and_classes_come_back(
     told: dict[str, Any], start: str
 ) -> None:
     assert told[start] == [[True, 45.0], [True, 45.0]]  # 5 * 3 * (1 + 2), of this process's class
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_rank_has_the_callers_modules_arguments_variables_and_names_of_main(
+    told: dict[str, Any], start: str
+) -> None:
+    assert told[f"beside {start}"] == [[3, told["argv"], "/nowhere"]]
 
 
 def test_what_ranks_print_is_printed_with_the_rank(told: dict[str, Any]) -> None:

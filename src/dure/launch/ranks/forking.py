@@ -180,15 +180,20 @@ def _found_in(directory: str) -> set[str]:
     """Return which top-level modules were imported from `directory`."""
     found: set[str] = set()
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if "." in name or not isinstance(file, str) or name.startswith("__"):
-            continue
-        home = os.path.dirname(file)
-        if os.path.basename(file).startswith("__init__."):
-            home = os.path.dirname(home)
-        if home == directory:
+        if "." not in name and not name.startswith("__") and home_of(module) == directory:
             found.add(name)
     return found
+
+
+def home_of(module: ModuleType) -> str | None:
+    """Return the directory in which a top-level module was found; None if it has no file."""
+    names: dict[str, Any] = getattr(module, "__dict__", {})
+    place = names.get("__file__")
+    if not isinstance(place, str):
+        place = next(iter(names.get("__path__") or ()), None)  # of a namespace package
+    elif os.path.basename(place).startswith("__init__."):
+        place = os.path.dirname(place)
+    return os.path.dirname(place) if isinstance(place, str) else None
 
 
 def _has_children() -> bool:
