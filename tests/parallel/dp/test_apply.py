@@ -65,6 +65,18 @@ def test_error_of_a_replica_names_it_and_shows_its_frames() -> None:
     assert frames[-1] == "forward"
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_exit_of_a_replica_is_raised(number: int) -> None:
+    class Exits(torch.nn.Module):
+        def forward(self, x: int) -> int:
+            if x == number:
+                raise SystemExit(3)
+            return x
+
+    with pytest.raises(SystemExit):
+        parallel_apply([Exits(), Exits()], [0, 1], devices=["cpu", "cpu"])
+
+
 def test_modules_are_applied_to_their_own_arguments() -> None:
     model = nn.Linear(2, 2)
     parts = [torch.ones(2, 2), torch.zeros(1, 2)]

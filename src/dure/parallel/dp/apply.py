@@ -85,7 +85,7 @@ class _Replicas:
         self.devices = devices
         self.surroundings = [_surroundings(d) for d in devices]
         self.results: list[Any] = [None] * len(modules)
-        self.errors: list[Exception | None] = [None] * len(modules)
+        self.errors: list[BaseException | None] = [None] * len(modules)
         seeds = _seeds(modules, devices)
         for surrounding, seed in zip(self.surroundings, seeds, strict=True):
             if seed is not None:
@@ -119,7 +119,7 @@ class _Replicas:
                 for surrounding in self.surroundings[i]:
                     stack.enter_context(surrounding())
                 self.results[i] = self.modules[i](*args, **self.keywords[i])
-        except Exception as e:
+        except BaseException as e:  # SystemExit, say, which would only end the replica's thread
             self.errors[i] = e
 
     def outcome(self) -> list[Any]:

@@ -23,7 +23,7 @@ import torch
 
 from dure.comm.objects import all_gather_object
 from dure.comm.ops import ReduceOp
-from dure.errors import CommError, UsageError
+from dure.errors import CommError, PipelineError, UsageError
 from dure.parallel.pipeline.failures import (
     FailureReport,
     Poisoned,
@@ -145,7 +145,8 @@ class Executor:
         """Carry out a step.
 
         Raises:
-            PipelineError: On all ranks: a stage raised. The group is whole.
+            PipelineError: On all ranks: a stage raised. The group is whole. A rank whose stage was
+                left by no `Exception` (KeyboardInterrupt, SystemExit) raises that.
             CommError: A rank died, or did not come in time.
         """
         self._batch = batch
@@ -156,7 +157,7 @@ class Executor:
             stage.has_backward, stage.loss_scale = batch.training, loss_scale
             stage.data_parallel.begin(batch.training)
         failure: FailureReport | None = None
-        cause: Exception | None = None
+        cause: BaseException | None = None
         action = Action(-1, Kind.FORWARD)
         try:
             for action in actions:
@@ -169,7 +170,7 @@ class Executor:
                     raise
                 except Poisoned as poisoned:
                     failure = poisoned.report
-                except Exception as error:
+                except BaseException as error:
                     failure, cause = report_of(error, self._rank, action), error
                 if failure is not None:
                     self._pass_on(action, failure)
@@ -177,6 +178,12 @@ class Executor:
         except CommError as error:
             self._messages.abandon()
             place_in_schedule(error, action)
+            _raise_interrupt(cause, error)
+            raise
+        except PipelineError:
+            raise
+        except BaseException:  # between two actions, or at the end: other ranks wait for this one
+            self._messages.abandon()
             raise
         finally:
             self._batch = None
@@ -315,7 +322,7 @@ class Executor:
             elif part.kind.is_recv:
                 self._do[part.kind](self._stages[part.stage], microbatch)
 
-    def _end(self, failure: FailureReport | None, cause: Exception | None) -> None:
+    def _end(self, failure: FailureReport | None, cause: BaseException | None) -> None:
         """Tell each other how the step went; all raise if a rank failed."""
         if not self._exchange(failure is not None):
             self._messages.finish()
@@ -326,6 +333,7 @@ class Executor:
         reports: list[FailureReport | None] = [None] * self._group.size()
         all_gather_object(reports, failure if cause is not None else None, self._group)
         found = [report for report in reports if report is not None]
+        _raise_interrupt(cause)
         error = error_of(found, self._group.group_name, self._rank, self._group.size())
         raise error from cause
 
@@ -352,3 +360,9 @@ class Executor:
     @property
     def _last_is_here(self) -> bool:
         return any(stage.is_last for stage in self._stages.values())
+
+
+def _raise_interrupt(cause: BaseException | None, error: CommError | None = None) -> None:
+    """Raise what left a stage as it is, if it is no `Exception`: KeyboardInterrupt, SystemExit."""
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause from error

@@ -56,7 +56,7 @@ class Poisoned(Exception):
         super().__init__(report.action)
 
 
-def report_of(error: Exception, rank: int, action: Action) -> FailureReport:
+def report_of(error: BaseException, rank: int, action: Action) -> FailureReport:
     """Describe an exception that an action raised."""
     return FailureReport(
         rank=rank,

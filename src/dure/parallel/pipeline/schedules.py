@@ -325,7 +325,7 @@ class PipelineSchedule:
         self._tied.begin()
         try:
             executor.run(self._actions, batch, scale)
-        except Exception:
+        except BaseException:
             self._tied.end(is_whole=False)
             raise
         self._tied.end(is_whole=True)

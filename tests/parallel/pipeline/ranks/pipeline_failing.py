@@ -25,9 +25,10 @@ class _Faulty(nn.Module):
         super().__init__()
         self.part = part
         self.fails_in, self.countdown = "", 0
+        self.error: type[BaseException] = _Broken
 
-    def arm(self, phase: str, microbatch: int) -> None:
-        self.fails_in, self.countdown = phase, microbatch
+    def arm(self, phase: str, microbatch: int, error: type[BaseException] = _Broken) -> None:
+        self.fails_in, self.countdown, self.error = phase, microbatch, error
 
     def due(self, phase: str) -> bool:
         self.countdown -= self.fails_in == phase
@@ -38,7 +39,7 @@ class _Faulty(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.due("forward"):
-            raise _Broken("forward")
+            raise self.error("forward")
         return _Fault.apply(self.part(x), self)
 
 
@@ -51,7 +52,7 @@ class _Fault(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         if ctx.owner.due("backward"):
-            raise _Broken("backward")
+            raise ctx.owner.error("backward")
         return gradients[0], None
 
 
@@ -88,4 +89,23 @@ def fail_everywhere(rank: int, name: str, world: int, parts: list[nn.Module]) ->
         pipeline.step(x, y)
     assert caught.value.action == f"{len(parts) - 1}F0"
     pipeline.optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    return pipeline.train(batches(2))
+
+
+def interrupt_stages(rank: int, name: str, world: int, parts: list[nn.Module]) -> Trained:
+    """Interrupt one stage after another, in each phase of a step; then train."""
+    pipeline = Pipeline(name, rank, world, parts, 4, wrap=_Faulty)
+    x, y = batches(1)[0]
+    before = pipeline.weights()
+    for stage in range(len(parts)):
+        for error, phase in ((KeyboardInterrupt, "forward"), (SystemExit, "backward")):
+            part = pipeline.parts.get(stage)
+            if isinstance(part, _Faulty):
+                part.arm(phase, 1, error)
+            with pytest.raises(PipelineError if part is None else error) as caught:
+                pipeline.step(x, y)
+            if isinstance(caught.value, PipelineError):
+                assert caught.value.stage == stage
+                assert error.__name__ in caught.value.remote_traceback
+    assert all(torch.equal(before[name], weight) for name, weight in pipeline.weights().items())
     return pipeline.train(batches(2))

@@ -7,7 +7,7 @@ import pytest
 import dure.pipelining as pp
 from dure.errors import PipelineError
 from dure.testing import run_ranks
-from tests.parallel.pipeline.ranks.pipeline_failing import fail_everywhere
+from tests.parallel.pipeline.ranks.pipeline_failing import fail_everywhere, interrupt_stages
 from tests.parallel.pipeline.ranks.pipeline_models import (
     SCHEDULES,
     Pipeline,
@@ -23,6 +23,13 @@ def test_a_stage_that_raises_is_reported_on_all_ranks_and_the_next_step_works(na
     world = 3 if SCHEDULES[name][1] == 1 else 2
     parts = dense(world * SCHEDULES[name][1])
     found = run_ranks(world, fail_everywhere, name, world, parts, eager_bytes=0)
+    verify_same(found, one_process(parts, batches(2), 4))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_stage_that_is_interrupted_raises_that_and_the_next_step_works(name: str):
+    parts = dense(2 * SCHEDULES[name][1])
+    found = run_ranks(2, interrupt_stages, name, 2, parts, eager_bytes=0)
     verify_same(found, one_process(parts, batches(2), 4))
 
 
