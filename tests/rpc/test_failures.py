@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from dataclasses import dataclass
 from types import ModuleType
@@ -66,6 +67,31 @@ def test_an_exception_comes_back_as_its_type_with_the_trace() -> None:
     assert "worker1" in str(error)
     assert "raise error" in error.remote_traceback
     assert "ValueError: seven" in error.remote_traceback
+
+
+def test_an_error_of_the_system_keeps_its_number_and_the_names_of_files() -> None:
+    error = travel(travel(FileNotFoundError(errno.ENOENT, "none such", b"a\xff", None, 3)))
+    assert type(error) is FileNotFoundError
+    assert (error.errno, error.filename, error.filename2) == (errno.ENOENT, "a\udcff", 3)
+    assert "none such" in error.strerror
+    assert "worker1" in str(error)
+    assert "raise error" in error.remote_traceback
+    assert "raise error" in error.__notes__[0]
+
+
+class Unlikely(OSError):
+    def __init__(self, text: str) -> None:
+        super().__init__(errno.EIO, text)
+
+
+@pytest.mark.parametrize(("kind", "number"), [(OSError, None), (Unlikely, errno.EIO)])
+def test_an_error_of_the_system_of_a_text_alone_keeps_it(
+    kind: type[OSError], number: int | None
+) -> None:
+    error = travel(kind("seven"))
+    assert (type(error), error.errno) == (kind, number)
+    assert "seven" in str(error)
+    assert "worker1" in str(error)
 
 
 @pytest.mark.parametrize("kind", [Lies, Frozen, Refuses])

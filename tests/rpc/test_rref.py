@@ -116,6 +116,29 @@ def test_it_is_waited_for_though_it_is_not_made_yet() -> None:
         assert [future.wait() for future in futures] == [10, 10, 10]
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["death", "connection, then death"])
+def test_a_value_whose_owner_dies_while_it_makes_it_is_lost_with_its_owner(breaks: bool) -> None:
+    with Cluster(3) as cluster, cluster.on(0) as agent:
+        rref = api.remote("worker1", wait_at_gate, (5,))
+        Gate.wait_for()
+        if breaks:
+            cluster.network.cut(0, 1)
+            with pytest.raises(RpcError, match="may have run"):
+                rref._get_future().wait()
+        cluster.network.kill(1)
+        until(lambda: agent.lost(1), "the death")
+        for use in (
+            rref.to_here,
+            rref.rpc_sync().bit_length,
+            rref.rpc_async().bit_length,
+            rref.remote().bit_length,
+            lambda: api.rpc_sync("worker2", sum_of, (rref,)),
+        ):
+            with pytest.raises(PeerLost) as caught:
+                use()
+            assert caught.value.peer == 1
+
+
 def test_proxies_call_methods_at_the_owner() -> None:
     with Cluster(2) as cluster, cluster.on(0):
         for rref in (api.remote("worker1", Counter, (1,)), RRef(Counter(1))):

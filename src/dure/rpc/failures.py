@@ -1,7 +1,11 @@
-"""How an exception travels: as text, with the name of its type and, of our own, its fields."""
+"""How an exception travels: as text, with the name of its type.
+
+Of Dure's own, the fields come along, and of the system's the number and the names of files.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,6 +24,14 @@ _IN_TEXT = frozenset({"what", "seen", "fix", "remote_traceback"})
 """Fields of our errors that the text has, or that are set anew."""
 
 
+class _SystemError(msgspec.Struct, array_like=True, frozen=True):
+    """What an `OSError` knows; names of files are bytes, or numbers of descriptors."""
+
+    number: int
+    text: str
+    names: tuple[bytes | int | None, ...]
+
+
 class _Failure(msgspec.Struct, array_like=True, frozen=True):
     """An exception, as it is sent."""
 
@@ -29,6 +41,7 @@ class _Failure(msgspec.Struct, array_like=True, frozen=True):
     trace: str
     worker: str
     fields: dict[str, Any] = {}
+    system: _SystemError | None = None
 
 
 def encode(error: BaseException, worker: WorkerInfo) -> bytes:
@@ -62,7 +75,24 @@ def _describe(error: BaseException, worker: WorkerInfo) -> _Failure:
         _printable(_trace(error)),
         _printable(repr(worker)),
         fields,
+        _describe_system(error) if isinstance(error, OSError) else None,
     )
+
+
+def _describe_system(error: OSError) -> _SystemError | None:
+    """Return what an error of the system knows; None: it has no number."""
+    if type(error.errno) is not int:
+        return None
+    names = tuple([_encode_name(name) for name in (error.filename, error.filename2)])
+    return _SystemError(error.errno, _printable(str(error.strerror)), names)
+
+
+def _encode_name(name: Any) -> bytes | int | None:
+    if name is None or type(name) is int:
+        return name
+    with suppress(TypeError):
+        return os.fsencode(name)
+    return _printable(str(name)).encode()
 
 
 def _trace(error: BaseException) -> str:
@@ -112,7 +142,9 @@ def decode(encoded: bytes, find: Callable[[str, str], Any] | None = None) -> Exc
     text = f"{failure.what}\n\nOn {failure.worker}:\n{failure.trace}"
     error: Any = None
     kind = _find(failure.module, failure.name, find)
-    if kind is not None:
+    if kind is not None and failure.system is not None and issubclass(kind, OSError):
+        error = _make_system_error(kind, failure, failure.system)
+    if kind is not None and error is None:
         try:
             error = kind(text)
         except Exception as refused:
@@ -126,6 +158,23 @@ def decode(encoded: bytes, find: Callable[[str, str], Any] | None = None) -> Exc
     with suppress(Exception):  # it may have a property of that name
         object.__setattr__(error, "remote_traceback", failure.trace)  # some are frozen
     return error
+
+
+def _make_system_error(
+    kind: type[OSError], failure: _Failure, system: _SystemError
+) -> OSError | None:
+    """Return an error with number and names; None: its type takes other arguments.
+
+    Python makes its text from these, so the trace is a note.
+    """
+    text = f"{system.text} (on {failure.worker})"
+    name, other = [os.fsdecode(each) if type(each) is bytes else each for each in system.names]
+    try:
+        error = kind(system.number, text, name, None, other)
+    except Exception:
+        return None
+    error.add_note(f"\nOn {failure.worker}:\n{failure.trace}")
+    return error if isinstance(error, OSError) else None  # pyright: ignore
 
 
 def _find(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from dure.errors import RpcError
+from dure.errors import PeerLost, RpcError
 from dure.rpc.autograd.api import backward
 from dure.rpc.autograd.backward import inside
 from dure.rpc.current import current
@@ -192,7 +192,11 @@ class RRef(Generic[T]):
         """Raise if the value cannot be had."""
         if self._agent.closed:
             raise RpcError(f"Cannot call {what} after deletion", seen=repr(self))
+        if (lost := self._agent.lost(self._owner)) is not None:
+            raise lost
         outcome = self._call.outcome if self._call is not None else None
+        if isinstance(outcome, PeerLost):  # of a worker that the directory has not removed yet
+            raise outcome
         if isinstance(outcome, Exception):
             raise RpcError(f"RRef creation via rpc.remote() failed: {outcome}") from outcome
         error = None if self._known else RpcError("this reference came with a call given up")
