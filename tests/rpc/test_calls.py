@@ -13,6 +13,7 @@ import torch
 from dure.errors import RpcError
 from dure.rpc import api
 from dure.rpc import calls as module
+from dure.rpc.envelope import Envelope, Kind
 from tests.rpc.gates import Cluster, Gate, add, fail, relay, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 
@@ -100,6 +101,20 @@ def test_no_callback_runs_in_a_thread_that_waits(combined: bool) -> None:
         else:
             assert future.wait() == future.value() == 5
         assert ran_in.wait() != threading.get_ident()
+        assert future.wait() == 5
+
+
+def test_an_answer_of_another_worker_than_the_callee_is_not_taken() -> None:
+    with Cluster(3) as cluster, cluster.on(0) as agent:
+        future = api.rpc_async("worker1", wait_at_gate, (5,))
+        Gate.wait_for()
+        (call,) = agent.calls.all()
+        for kind, made in ((Kind.ANSWER, ()), (Kind.ERROR, ()), (Kind.RELIABLE, (call.number,))):
+            forged = Envelope(kind, 2, call.number, made=made)
+            cluster.agents[2].transport.send(0, forged, ())
+        assert api.rpc_sync("worker2", add, (1, 1)) == 2  # what came before it was read
+        assert not future.done()
+        Gate.open.set()
         assert future.wait() == 5
 
 

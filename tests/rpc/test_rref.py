@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -137,6 +138,59 @@ def test_a_value_whose_owner_dies_while_it_makes_it_is_lost_with_its_owner(break
             with pytest.raises(PeerLost) as caught:
                 use()
             assert caught.value.peer == 1
+
+
+def test_a_reference_that_was_guessed_or_dropped_is_not_answered() -> None:
+    with Cluster(3, allow=Allowed([add, keep])) as cluster:
+        with cluster.on(1) as owner:
+            secret = RRef("secret")
+            api.rpc_sync("worker2", keep, (secret,))
+        try:
+            with cluster.on(0) as agent:
+                for guess in (secret._ref, (2, 1), (0, 99)):
+                    with pytest.raises(RpcError, match=r"holds no reference|set timeout"):
+                        agent.fetch(guess, owner.me, 0.05)
+            assert owner.debug_info()["num_owner_rrefs"] == "1"
+            with cluster.on(2):
+                assert kept_value() == "secret"
+        finally:
+            let_go()
+        freed(cluster)
+        with cluster.on(2) as agent, pytest.raises(RpcError, match="holds no reference"):
+            agent.fetch(secret._ref, owner.me, PATIENCE_S)
+
+
+def newest_kept_value() -> Any:
+    return kept[-1].to_here()
+
+
+def test_a_fetch_that_overtakes_the_hold_waits_for_it() -> None:
+    with Cluster(3) as cluster:
+        late = list[Callable[[], None]]()
+        plain = cluster.network.send
+
+        def send(to: int, sender: int, raw: bytes, memories: Any) -> None:
+            if (sender, to) == (0, 1) and not late:
+                late.append(lambda: plain(to, sender, raw, memories))
+            else:
+                plain(to, sender, raw, memories)
+
+        try:
+            with cluster.on(1):
+                rref = RRef(7)
+                api.rpc_sync("worker2", keep, (rref,))
+            with cluster.on(2):
+                cluster.network.send = send
+                api.rpc_sync("worker0", keep, (kept[0],))
+                until(lambda: late, "the hold")
+                future = api.rpc_async("worker0", newest_kept_value)
+                until(lambda: cluster.agents[1].directory.reach(0).deferred, "the fetch")
+                late[0]()
+                assert future.wait() == 7
+        finally:
+            let_go()
+        del rref
+        freed(cluster)
 
 
 def test_proxies_call_methods_at_the_owner() -> None:

@@ -465,7 +465,7 @@ class Agent:
         if envelope.link or body.references or kind == Kind.MAKE:
             self._take_along(came, called)
         for number in envelope.made:
-            if (call := self.calls.take(number)) is not None:
+            if (call := self.calls.take(number, envelope.sender)) is not None:
                 self._end_at_once(call, _Came(Envelope(Kind.ANSWER, call.peer.id)))
         self._figures.served += called
         self._figures.bytes_received += len(body.pickled) + len(body.inline)
@@ -478,7 +478,9 @@ class Agent:
             return self._as_work(work)
         if kind == Kind.GRADIENTS:
             return self._gradients_came(came)
-        call = None if kind == Kind.RELIABLE else self.calls.take(envelope.number)
+        if kind == Kind.RELIABLE:
+            return None
+        call = self.calls.take(envelope.number, envelope.sender)
         return None if call is None else self._end(call, came)
 
     def _gradients_came(self, came: _Came) -> Work | None:
@@ -497,6 +499,8 @@ class Agent:
                     self.values.hear(sender, body[1:])
                 else:
                     self.todo.append(partial(self._handlers[body[0]], sender, body[1:]))
+            for work in self.directory.take_deferred(sender):
+                self.todo.append(partial(self._submit, self._as_work(work)))
             came.references = [self.values.take(row, sender) for row in envelope.body.references]
             if envelope.kind == Kind.MAKE:
                 assert envelope.make is not None
@@ -528,7 +532,7 @@ class Agent:
             if refusal is not None:
                 raise refusal
             if envelope.kind == Kind.FETCH:
-                self._fetch(envelope)
+                self._fetch(came)
                 return
             if not came.made:
                 raise RpcError("this call was given up when a connection broke, and was not run")
@@ -584,15 +588,21 @@ class Agent:
             return _NO_CONTEXT
         return self.gradients.serving(tag)
 
-    def _fetch(self, envelope: Envelope) -> None:
-        """Answer who wants a value, as soon as it is there."""
-        ref = envelope.make
+    def _fetch(self, came: _Came) -> None:
+        """Answer a process that wants a value, as soon as it is there."""
+        envelope = came.envelope
+        ref, sender = envelope.make, envelope.sender
         assert ref is not None
         with self.lock:
-            value = self.values.find(ref, partial(self._send_value, envelope))
+            if self.directory.defer(sender, envelope.after, partial(self._serve, came)):
+                return
+            value = self.values.find(ref, sender, partial(self._send_value, envelope))
             later = value is not None and not value.done
         if value is None:
-            raise RpcError("there is no such value any more", op="to_here")
+            raise RpcError(
+                "there is no such value any more, or the caller holds no reference to it",
+                op="to_here",
+            )
         if not later:
             self._send_value(envelope, value)
 
@@ -722,6 +732,8 @@ class Agent:
         envelope = Envelope(
             kind, self.me.id, number, packed.body, (), tag, make, link, devices, made
         )
+        if kind is Kind.FETCH:
+            envelope.after = peer.link.sent
         self.transport.send(peer.id, envelope, packed.memories)
 
     def _pack_call(self, function: Function, args: Args, kwargs: Kwargs, to: WorkerInfo) -> Packed:

@@ -166,12 +166,13 @@ class Calls:
             self._sweep_by(call.deadline)
         return True
 
-    def take(self, number: int) -> Call | None:
-        """Take a call out of the table; None: it has ended."""
+    def take(self, number: int, sender: int | None = None) -> Call | None:
+        """Take a call out of the table; None: it has ended, or `sender` is not who was called."""
         with self._lock:
-            call = self._calls.pop(number, None)
-            if call is None:
+            call = self._calls.get(number)
+            if call is None or sender not in (None, call.peer.id):
                 return None
+            del self._calls[number]
             call.peer.nbytes -= call.nbytes
         if call.peer.blocked:
             self.unblock(call.peer)

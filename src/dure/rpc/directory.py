@@ -14,7 +14,7 @@ from functools import partial
 from time import monotonic
 
 from dure.errors import PeerLost, RpcError, UsageError
-from dure.rpc.envelope import Waiter
+from dure.rpc.envelope import Waiter, Work
 from dure.rpc.links import Link, Numbered
 from dure.rpc.names import WorkerInfo
 from dure.rpc.timers import Timers
@@ -33,6 +33,7 @@ class Peer:
         ended: How, if it is gone.
         queued: What goes with the next message to it.
         made: Its calls whose values have been made, of which it is to be told.
+        deferred: Calls of it that wait for a message of the link, by its number.
         timed: Whether what waits is sent before long.
         nbytes: Of this process's calls to it that are not answered.
         blocked: Who waits for these to be fewer.
@@ -44,6 +45,7 @@ class Peer:
     link: Link = field(default_factory=Link)
     queued: list[Numbered] = field(default_factory=list[Numbered])
     made: list[int] = field(default_factory=list[int])
+    deferred: list[tuple[int, Work]] = field(default_factory=list[tuple[int, Work]])
     timed: bool = False
     nbytes: int = 0
     blocked: list[Waiter] = field(default_factory=list[Waiter])
@@ -87,7 +89,7 @@ class Directory:
         """Take note of one that is gone for good, and how it ended."""
         peer = self._peers.setdefault(id, Peer(WorkerInfo(str(id), id)))
         peer.ended, peer.link = how, Link()
-        peer.queued, peer.made = [], []
+        peer.queued, peer.made, peer.deferred = [], [], []
         self.due.pop(id, None)
         return peer
 
@@ -183,6 +185,23 @@ class Directory:
         if peer.link.owes:
             self._later(peer)
         return bodies
+
+    def defer(self, sender: int, after: int, work: Work) -> bool:
+        """Keep work until all messages up to a number have come; False: they have, or cannot."""
+        peer = self.get(sender)
+        if peer is None or peer.link.received >= after:
+            return False
+        peer.deferred.append((after, work))
+        return True
+
+    def take_deferred(self, sender: int) -> list[Work]:
+        """Return the work that waits no longer."""
+        peer = self.get(sender)
+        if peer is None or not peer.deferred:
+            return []
+        ready = [work for after, work in peer.deferred if after <= peer.link.received]
+        peer.deferred = [each for each in peer.deferred if each[0] > peer.link.received]
+        return ready
 
     def take(self, peer: Peer) -> tuple[tuple[Numbered, ...], tuple[int, ...]]:
         """Return what goes with the message that is sent now: of links, and values made."""

@@ -74,6 +74,7 @@ class Envelope(msgspec.Struct, array_like=True):
     link: tuple[Numbered, ...] = ()  # what must arrive; rides along with any message
     devices: dict[str, str] | None = None  # where tensors of the callee's belong at the caller
     made: tuple[int, ...] = ()  # calls of the receiver's whose values have been made; rides along
+    after: int = 0  # FETCH: the last message of the link that was sent before, which may come later
 
 
 class Waiter(Protocol):

@@ -27,7 +27,7 @@ class Link:
     """One end of the messages between two processes; the caller's lock guards it."""
 
     def __init__(self) -> None:
-        self._sent = self._received = 0
+        self.sent = self.received = 0  # the numbers of the last messages, of each direction
         self.kept: dict[int, bytes] = {}  # sent, and not acknowledged
         self._early: dict[int, bytes] = {}
         self._told = 0  # of what was received, what the other knows
@@ -35,13 +35,13 @@ class Link:
     @property
     def owes(self) -> bool:
         """Whether there is something to acknowledge."""
-        return self._told < self._received
+        return self._told < self.received
 
     def send(self, body: bytes) -> Numbered:
         """Return what to send for a message."""
-        self._sent += 1
-        self.kept[self._sent] = body
-        return self._message(self._sent, body)
+        self.sent += 1
+        self.kept[self.sent] = body
+        return self._message(self.sent, body)
 
     def acknowledge(self) -> Numbered:
         """Return a message that only acknowledges."""
@@ -55,16 +55,16 @@ class Link:
         """Return the messages that can be delivered now, in order."""
         for number in [number for number in self.kept if number <= message.received]:
             del self.kept[number]
-        if message.number > self._received:
+        if message.number > self.received:
             self._early[message.number] = message.body
         elif message.number > 0:
             self._told = min(self._told, message.number - 1)  # it was sent again: tell again
         due: list[bytes] = []
-        while self._received + 1 in self._early:
-            self._received += 1
-            due.append(self._early.pop(self._received))
+        while self.received + 1 in self._early:
+            self.received += 1
+            due.append(self._early.pop(self.received))
         return due
 
     def _message(self, number: int, body: bytes) -> Numbered:
-        self._told = self._received
-        return Numbered(number, self._received, body)
+        self._told = self.received
+        return Numbered(number, self.received, body)

@@ -29,6 +29,9 @@ whoever has a holder that died, or a token to it, keeps both in *limbo*, and ask
 dead process, and hold at the owners what it passed on to them. If one of those asked dies too, the
 others are asked about that one as well; limbo ends for all its dead at once.
 
+**Fetching.** A value is fetched by its holders, and by who makes it before the call has arrived. An
+owner refuses others: they have guessed the reference, or dropped it.
+
 **What is relied upon.** Messages of this protocol from one process to another arrive in their
 order, once, while both live (`links`). A death is final: nothing that came from a dead process is
 fed after `died`. All processes are known (`joined`) before anything is heard of them.
@@ -282,9 +285,16 @@ class References:
             entry.waiting.append((sender, token))
         return entry is not None, self._take()
 
-    def expect(self, ref: RefId) -> bool:
-        """Whether a value of this process that somebody asks for is there, or may come."""
-        return self._find_own(ref) is not None
+    def expect(self, ref: RefId, sender: int) -> bool:
+        """Whether a value of this process that a process asks for is there, or may come.
+
+        It must hold the reference, or be about to make the value. All that it has sent before it
+        asked was heard (`Envelope.after`), so that a hold which is not known is none.
+        """
+        entry = self._find_own(ref) if sender == ref[0] else self._entries.get(ref)
+        if entry is None or entry.owner != self.me:
+            return False
+        return sender in entry.holders or sender == self.me or (sender == ref[0] and not entry.made)
 
     def heard(self, sender: int, message: Message) -> list[Action]:
         """Take a message of this protocol."""

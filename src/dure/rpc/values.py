@@ -176,9 +176,12 @@ class Values:
 
     # --- what messages say, with the lock ----------------------------------------------------
 
-    def find(self, ref: RefId, watcher: Callable[[Value], None]) -> Value | None:
-        """Return a value for who wants it; a watcher is told later if it is not there yet."""
-        if not self._references.expect(ref):
+    def find(self, ref: RefId, sender: int, watcher: Callable[[Value], None]) -> Value | None:
+        """Return a value for a process that holds a reference to it; None: it does not.
+
+        A watcher is told later if it is not there yet.
+        """
+        if not self._references.expect(ref, sender):
             return None
         value = self._values.setdefault(ref, Value())
         if not value.done:
