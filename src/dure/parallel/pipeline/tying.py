@@ -3,6 +3,10 @@
 Each rank that has one sends its gradient to the others that do, when a step ends, and all add them
 up in the order of the stages: the same sum, to the bit, everywhere. Stages of one rank that share a
 parameter share its gradient already.
+
+A parameter that is a DTensor is sent in parts if it has the same placements on all stages: each
+rank sends to the one that has the same part. Where placements differ (only the output layer is
+tensor parallel, say), it is sent as a full tensor, and each rank keeps its part of the sum.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dure.comm.objects import all_gather_object
 from dure.errors import UsageError
 from dure.parallel.pipeline.messages import FIRST_TAG
 from dure.parallel.pipeline.stage import PipelineStage
+from dure.tensor.distribute import distribute_tensor
 from dure.tensor.dtensor import DTensor
 from dure.training.optimizers import present
 
@@ -46,22 +51,29 @@ class TiedParameters:
         self._mine: dict[str, list[nn.Parameter]] = {}
         self._find()
         self._before: dict[nn.Parameter, torch.Tensor | None] = {}
-        described: dict[str, tuple[int, str]] = {}
+        described: dict[str, list[tuple[int, str, str]]] = {}
         for stage in stages:
             for name, path in stage.tied.items():
                 parameter = stage.submod.get_parameter(path)
                 seen = f"{tuple(parameter.shape)} of {parameter.dtype}"
-                described.setdefault(name, (stage.stage_index, seen))
-        told: list[dict[str, tuple[int, str]]] = [{} for _ in range(group.size())]
-        all_gather_object(told, described, group)
+                place = stage.stage_index, seen, _layout_of(parameter)
+                described.setdefault(name, []).append(place)
+        gathered: list[dict[str, list[tuple[int, str, str]]]] = [{} for _ in range(group.size())]
+        all_gather_object(gathered, described, group)
         self._holders: dict[str, list[int]] = {}
-        for name in sorted({name for each in told for name in each}):
-            first = sorted((each[name][0], r) for r, each in enumerate(told) if name in each)
-            seen = {each[name][1] for each in told if name in each}
+        self._sent_in_full: set[str] = set()
+        for name in sorted({name for each in gathered for name in each}):
+            first = sorted(
+                (min(each[name])[0], r) for r, each in enumerate(gathered) if name in each
+            )
+            places = [place for each in gathered for place in each.get(name, ())]
+            seen = {place[1] for place in places}
             if len(seen) > 1:
                 raise UsageError(
                     "tied parameters are not alike", seen=f"{name}: {' and '.join(sorted(seen))}"
                 )
+            if len({place[2] for place in places}) > 1:
+                self._sent_in_full.add(name)
             self._holders[name] = [rank for _, rank in first]
         for stage in stages:
             stage.tied_holders = {name: self._holders[name] for name in stage.tied}
@@ -87,16 +99,16 @@ class TiedParameters:
         for name, holders in self._holders.items():
             if self._rank not in holders:
                 continue
-            parameters = [_local(p.detach()) for p in self._mine[name]]
+            parameters = [p.detach() for p in self._mine[name]]
+            values = self._sent(name, parameters[0])
             if self._rank == holders[0]:
                 for other in holders[1:]:
-                    self._group.send(parameters[0].contiguous(), other, _TAG)
+                    self._group.send(values.contiguous(), other, _TAG)
             else:
-                values = torch.empty_like(parameters[0], memory_format=torch.contiguous_format)
+                values = torch.empty_like(values, memory_format=torch.contiguous_format)
                 self._group.recv(values, holders[0], _TAG)
-                parameters[0].copy_(values)
-            for further in parameters[1:]:
-                further.copy_(parameters[0])
+            for parameter in parameters:
+                self._set(name, parameter, values)
 
     def begin(self) -> None:
         """Put gradients of earlier steps aside, so that only this step's are summed."""
@@ -116,7 +128,7 @@ class TiedParameters:
         """
         for name, holders in self._holders.items():
             if is_whole and self._rank in holders:
-                self._sum(self._mine[name], holders)
+                self._sum(name, holders)
         for parameter, before in self._before.items():
             if before is not None and parameter.grad is not None:
                 _local(_gradient(parameter)).add_(_local(before))
@@ -124,8 +136,9 @@ class TiedParameters:
                 parameter.grad = before
         self._before = {}
 
-    def _sum(self, parameters: list[nn.Parameter], holders: list[int]) -> None:
-        mine = _total([_local(_gradient(p)) for p in parameters])
+    def _sum(self, name: str, holders: list[int]) -> None:
+        parameters = self._mine[name]
+        mine = _total([self._sent(name, _gradient(p)) for p in parameters])
         others = [rank for rank in holders if rank != self._rank]
         got = {rank: torch.empty_like(mine) for rank in others}
         works = [self._group.irecv(got[rank], rank, _TAG) for rank in others]
@@ -134,7 +147,30 @@ class TiedParameters:
             work.wait()
         total = _total([mine if rank == self._rank else got[rank] for rank in holders])
         for parameter in parameters:
-            _local(_gradient(parameter)).copy_(total)
+            self._set(name, _gradient(parameter), total)
+
+    def _sent(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what ranks send of a tensor: its part here, or the full tensor (a collective)."""
+        if isinstance(tensor, DTensor) and name in self._sent_in_full:
+            return tensor.full_tensor()
+        return _local(tensor)
+
+    def _set(self, name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a tensor values in the form of `_sent`."""
+        if isinstance(tensor, DTensor) and name in self._sent_in_full:
+            spec = tensor.spec
+            values = _local(
+                distribute_tensor(values, spec.mesh, spec.placements, src_data_rank=None)
+            )
+        if _local(tensor) is not values:
+            _local(tensor).copy_(values)
+
+
+def _layout_of(parameter: torch.Tensor) -> str:
+    """Return a text that is the same for parameters with the same parts on the same ranks."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    return f"{parameter.spec.placements} of {parameter.spec.mesh.shape}"
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

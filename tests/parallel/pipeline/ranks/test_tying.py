@@ -25,6 +25,7 @@ from tests.parallel.pipeline.ranks.pipeline_models import (
     dense,
     gradients_alone,
     one_process,
+    stages_of,
     verify_same,
 )
 
@@ -133,32 +134,55 @@ def test_tied_parameters_that_were_changed_after_a_step_have_one_gradient_2_rank
         torch.testing.assert_close(found, expected)
 
 
-def test_tied_ends_that_are_cut_over_the_vocabulary_have_one_gradient_4_ranks():
+@pytest.mark.parametrize("name", ["gpipe", "zb-v"])
+@pytest.mark.parametrize(
+    ("embedding", "output"), [(True, True), (True, False), (False, True)], ids=str
+)
+def test_tied_ends_that_are_cut_over_the_vocabulary_have_one_gradient_4_ranks(
+    name: str, embedding: bool, output: bool
+):
     """The embedding's gradient comes replicated, the output layer's in parts."""
     weight = torch.arange(48.0, dtype=torch.float64).view(8, 6) / 48
     tokens = torch.tensor([[0, 3], [1, 7], [5, 5], [6, 2]])
 
-    def rank_main(rank: int) -> torch.Tensor:
+    def rank_main(rank: int) -> list[torch.Tensor]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-        index = rank // 2
-        if index == 0:
-            part: nn.Module = nn.Embedding(8, 6, _weight=weight.clone())
-            style: Any = RowwiseParallel(input_layouts=Replicate())
-        else:
-            part = nn.Linear(6, 8, bias=False, dtype=torch.float64)
-            style = ColwiseParallel(output_layouts=Replicate())
-        part = parallelize_module(part, mesh["tp"], style)
-        stage = pp.PipelineStage(
-            part, index, 2, CPU, group=mesh["pp"].get_group(), tied={"table": "weight"}
+        index, last = rank // 2, 2 * SCHEDULES[name][1] - 1
+        parts: dict[int, Any] = {i: nn.Identity() for i in stages_of(name, index, 2, 2)}
+        if name == "gpipe":
+            parts = {index: nn.Identity()}
+        for i in parts:
+            if i == 0:
+                parts[i] = nn.Embedding(8, 6, _weight=weight.clone())
+                style: Any = RowwiseParallel(input_layouts=Replicate())
+            elif i == last:
+                parts[i] = nn.Linear(6, 8, bias=False, dtype=torch.float64)
+                style = ColwiseParallel(output_layouts=Replicate())
+            if i in (0, last) and (output if i else embedding):
+                parallelize_module(parts[i], mesh["tp"], style)
+        stages = [
+            pp.PipelineStage(
+                part,
+                i,
+                last + 1,
+                CPU,
+                group=mesh["pp"].get_group(),
+                tied={"table": "weight"} if i in (0, last) else None,
+            )
+            for i, part in parts.items()
+        ]
+        made: Any = SCHEDULES[name][0]
+        schedule = made(
+            stages if name != "gpipe" else stages[0], 2, loss_fn=lambda y, _: y.square().sum()
         )
-        schedule = pp.ScheduleGPipe(stage, 2, loss_fn=lambda y, _: y.square().sum())
         for _ in range(2):
-            schedule.step(*([tokens] if index == 0 else []), target=tokens if index else None)
-        found = part.weight.grad
-        assert isinstance(found, DTensor)
-        return found.full_tensor()
+            schedule.step(
+                *([tokens] if 0 in parts else []), target=tokens if last in parts else None
+            )
+        found = [parts[i].weight.grad for i in parts if i in (0, last)]
+        return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
 
     alone = nn.Parameter(weight.clone())
     (alone[tokens] @ alone.t()).square().sum().backward()  # twice the mean of two microbatches
-    for found in run_ranks(4, rank_main):
+    for found in [g for each in run_ranks(4, rank_main) for g in each]:
         torch.testing.assert_close(found, alone.grad)
