@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dure import env
-from dure.errors import UsageError
+from dure.errors import RendezvousError, UsageError
 
 PAGE = Path(__file__).parent.parent / "docs/reference/environment.md"
 
@@ -31,6 +31,19 @@ def test_flag_that_is_no_boolean_is_refused(monkeypatch: pytest.MonkeyPatch, val
     assert "DURE_VERIFY" in caught.value.what
     with pytest.raises(UsageError):
         env.check_flags()
+
+
+def test_a_whole_number_may_have_a_sign_and_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", " +12 ")
+    assert env.integer("RANK") == 12
+
+
+@pytest.mark.parametrize("value", ["1_0", "1.0", "0x1", "\u0661", "1 2", "-"])
+def test_what_is_no_whole_number_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(RendezvousError) as caught:
+        env.integer("WORLD_SIZE")
+    assert "WORLD_SIZE" in caught.value.what
 
 
 def test_unknown_names_are_listed_with_the_nearest_known_one() -> None:

@@ -7,6 +7,7 @@ what it means; `describe()` is what `dure env` and the error about a missing var
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -303,13 +304,24 @@ def set_too_late_note() -> str:
     )
 
 
+def whole_number(text: str) -> int:
+    """Return the number that a text of decimal digits is.
+
+    Raises:
+        ValueError: It is none; `int` also accepts 1_0 and the digits of other scripts.
+    """
+    if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
+        raise ValueError(f"not a whole number: {text!r}")
+    return int(text)
+
+
 def integer(name: str, default: int | None = None) -> int | None:
     """Return the variable `name` as a whole number, or `default` where it is unset."""
     value = text(name)
     if value is None:
         return default
     try:
-        return int(value)
+        return whole_number(value)
     except ValueError:
         raise RendezvousError(
             f"the environment variable {name} is not a whole number",

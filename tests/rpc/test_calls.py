@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dure.errors import RpcError
+from dure.errors import RpcError, UsageError
 from dure.rpc import api
 from dure.rpc import calls as module
 from dure.rpc.envelope import Envelope, Kind
@@ -58,6 +58,13 @@ def test_timeouts_may_be_longer_than_clocks_count() -> None:
         assert api.rpc_sync("worker1", add, (1, 2), timeout=float("inf")) == 3
         with pytest.raises(RpcError, match="set timeout"):
             api.rpc_sync("worker1", wait_at_gate, timeout=0.001)
+
+
+def test_a_timeout_that_is_no_number_is_refused() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        for call in (api.rpc_sync, api.rpc_async, api.remote):
+            with pytest.raises(UsageError):
+                call("worker1", add, (1, 2), timeout=float("nan"))
 
 
 def test_a_result_is_unpacked_once_though_somebody_begins_to_wait_meanwhile() -> None:

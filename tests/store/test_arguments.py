@@ -92,7 +92,7 @@ class TestEveryStore:
         assert pair[1].check({"a", "b"})
         assert pair[1].multi_get(key for key in "ba") == [b"2", b"1"]
 
-    @pytest.mark.parametrize("timeout", ["1", True, [1]])
+    @pytest.mark.parametrize("timeout", ["1", True, [1], float("nan")])
     def test_a_timeout_that_is_no_duration_is_refused(self, pair: Pair, timeout: object) -> None:
         before = pair[0].timeout
         with pytest.raises(TypeError):
@@ -106,6 +106,13 @@ class TestEveryStore:
             pair[0].wait(["k"], 0.01)
         pair[0].set_timeout(30)
         assert pair[0].timeout == timedelta(seconds=30)
+
+    @pytest.mark.parametrize("timeout", [float("inf"), 1e300, timedelta.max])
+    def test_a_timeout_may_be_longer_than_clocks_count(self, pair: Pair, timeout: object) -> None:
+        pair[0].set("k", "x")
+        pair[0].wait(["k"], timeout)
+        pair[0].set_timeout(timeout)
+        assert pair[0].get("k") == b"x"
 
 
 @pytest.mark.parametrize(

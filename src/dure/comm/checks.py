@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from dure.comm import overlap
 from dure.comm.call import Call
 from dure.comm.ops import CONVERSIONS, ReduceOp, check_reducible
 from dure.errors import DeviceError, DtypeError, ShapeError, UsageError
+from dure.store.arguments import duration_of
 
 Finish = Callable[[], None]
 
@@ -32,6 +34,19 @@ _ONE_A_RANK: dict[str, tuple[str, ...]] = {
 }
 """Which tensors there is one of for each rank, or a part of one where the name ends in _single."""
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
+
+
+def duration(timeout: timedelta | float, op: str = "") -> timedelta:
+    """Return a timeout as a timedelta; infinity is a century."""
+    try:
+        return duration_of(timeout, op)
+    except TypeError:
+        raise UsageError(
+            "the timeout must be a datetime.timedelta, or a number of seconds",
+            op=op,
+            seen=f"got {timeout!r}",
+            fix="Write timedelta(seconds=30).",
+        ) from None
 
 
 def check_tensor(tensor: object, op: str, device_types: frozenset[str]) -> None:

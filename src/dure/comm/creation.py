@@ -28,6 +28,7 @@ import msgspec
 from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.registry import Opening, open_backend, parse_backend
+from dure.comm.checks import duration
 from dure.comm.group import GroupSpec, ProcessGroup
 from dure.comm.world import World
 from dure.errors import (
@@ -60,14 +61,7 @@ def as_timeout(timeout: timedelta | float | None, default: timedelta) -> timedel
     """Return `timeout` as a timedelta; raise unless it is a positive time."""
     if timeout is None:
         return default
-    if not isinstance(timeout, timedelta):
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(
-                "the timeout must be a datetime.timedelta",
-                seen=f"got {timeout!r}",
-                fix="Write timedelta(seconds=30).",
-            )
-        timeout = timedelta(seconds=timeout)
+    timeout = duration(timeout)
     if timeout <= timedelta(0):
         raise UsageError("the timeout must be positive", seen=f"got {timeout}")
     return timeout

@@ -16,6 +16,7 @@ from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from dure.comm.checks import duration
 from dure.comm.world import resolve
 from dure.errors import CommTimeout, StoreError, StoreTimeout, UsageError
 
@@ -49,9 +50,8 @@ def monitored_barrier(
         n + 1 keys in the store, which rank 0 removes: milliseconds. Not for inner loops.
     """
     group = resolve(group, "monitored_barrier")
-    if timeout is None:
-        timeout = group.timeout
-    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    limit = group.timeout if timeout is None else duration(timeout, "monitored_barrier")
+    limit_s = limit.total_seconds()
     if limit_s < 0:
         raise UsageError("the timeout is negative", op="monitored_barrier", seen=f"{limit_s} s")
     group.num_monitored += 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure.comm.backends.request import Request
+from dure.comm.checks import duration
 from dure.comm.futures import Later, collected, waiters
 from dure.errors import CommTimeout
 
@@ -44,6 +45,7 @@ class Work:
     keep: object = None
     """What must live until the end."""
     _error: Exception | None = None
+    _group: GroupCore | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
     _ended = False
     _asked = False  # whether anybody has asked how it ended, or will
@@ -144,11 +146,11 @@ class Work:
             True.
 
         Raises:
+            UsageError: `timeout` is no time.
             CommTimeout: `timeout` passed; the operation goes on and can be waited for again.
             CommError: The operation failed; the same error at every call.
         """
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        limit = seconds or None
+        limit = None if timeout is None else _limit_of(timeout)
         if not self.settle(limit):
             group = self._group
             raise CommTimeout(
@@ -229,6 +231,11 @@ class Work:
             future.set_exception(self._error)  # pyright: ignore[reportArgumentType]
         else:
             future.set_result(self._outputs)
+
+
+def _limit_of(timeout: timedelta | float) -> float | None:
+    """Return a limit in seconds; None: there is none."""
+    return duration(timeout, "Work.wait").total_seconds() or None
 
 
 class _AllOf(Request):

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from math import inf
+from math import inf, isnan
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -312,6 +312,8 @@ class Agent:
         kind = Kind.CALL if make is None else Kind.MAKE if what is not None else Kind.FETCH
         try:
             seconds = self.timeout if timeout < 0 else timeout
+            if isnan(seconds):
+                raise _no_timeout(timeout)
         except TypeError:
             raise _no_timeout(timeout) from None
         if what is not None:

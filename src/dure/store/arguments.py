@@ -10,8 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from datetime import timedelta
+from math import isnan
 
 __all__ = ["bytes_of", "duration_of", "integer_of", "keys_of", "pairs_of", "text_of"]
+
+_CENTURY = timedelta(days=36_525)
+"""The longest timeout: clocks and locks can still count it."""
 
 
 def _wrong(op: str, what: str, expected: str, value: object, fix: str = "") -> TypeError:
@@ -75,11 +79,12 @@ def integer_of(value: object, op: str, what: str = "amount") -> int:
 
 
 def duration_of(timeout: object, op: str) -> timedelta:
-    """Return a timeout as a `timedelta`."""
+    """Return a timeout as a `timedelta`, at most a century, which stands for infinity, too."""
     if isinstance(timeout, timedelta):
-        return timeout
-    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
-        return timedelta(seconds=timeout)
+        return max(-_CENTURY, min(timeout, _CENTURY))
+    if isinstance(timeout, int | float) and not (isinstance(timeout, bool) or isnan(timeout)):
+        longest_s = _CENTURY.total_seconds()
+        return timedelta(seconds=max(-longest_s, min(timeout, longest_s)))
     raise _wrong(op, "timeout", "a timedelta, or a number of seconds", timeout)
 
 

@@ -269,7 +269,7 @@ def _file_place(url: str) -> FilePlace:
 
 def _number(url: str, value: str) -> int:
     try:
-        return int(value)
+        return env.whole_number(value)
     except ValueError:
         raise RendezvousError(
             "init_method holds something that is not a whole number", seen=f"{value!r} in {url!r}"

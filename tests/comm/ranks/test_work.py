@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from datetime import timedelta
@@ -47,6 +48,47 @@ def test_limits_are_times_or_seconds(limit):
         return dist.barrier(async_op=True).wait(limit)
 
     assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("limit", ["5", float("nan"), [1]])
+def test_limits_that_are_no_times_are_refused_before_anything_is_sent(limit):
+    def body(rank):
+        work = dist.barrier(async_op=True)
+        before = dist.group.WORLD.seq
+        for call in (
+            work.wait,
+            lambda limit: dist.barrier(timeout=limit),
+            lambda limit: dist.monitored_barrier(timeout=limit),
+            lambda limit: dist.new_group(timeout=limit),
+        ):
+            with pytest.raises(UsageError):
+                call(limit)
+        assert dist.group.WORLD.seq == before
+        return work.wait()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 1e300, timedelta.max])
+def test_limits_may_be_longer_than_clocks_count(limit):
+    def body(rank):
+        dist.barrier(timeout=limit)
+        dist.monitored_barrier(timeout=limit)
+        group = dist.new_group(timeout=limit)
+        return dist.barrier(group, async_op=True).wait(limit)
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_copy_that_fails_leaves_nothing_that_complains(capfd):
+    def body(rank):
+        work = dist.barrier(async_op=True)
+        with pytest.raises(TypeError):
+            copy.deepcopy(work)
+        return work.wait()
+
+    assert run_ranks(1, body) == [True]
+    assert "Exception ignored" not in capfd.readouterr().err
 
 
 def test_wait_with_a_limit_raises_and_can_be_repeated():

@@ -373,9 +373,10 @@ class ProcessGroup(GroupCore):
                 return None
             if done:
                 return self._plain_work("barrier", done, None)
-        work = self._issue(Call(op="barrier"), async_op or timeout is not None)
-        if work is not None and timeout is not None and not async_op:
-            work.wait(timeout)
+        limit = None if timeout is None else checks.duration(timeout, "barrier")
+        work = self._issue(Call(op="barrier"), async_op or limit is not None)
+        if work is not None and limit is not None and not async_op:
+            work.wait(limit)
             return None
         return work
 
@@ -447,7 +448,7 @@ class ProcessGroup(GroupCore):
                 raise self._plain_error(done)
         call = Call(op="recv", outputs=(tensor,), peer=src, tag=tag)
         backend, call, finish = self._prepare(call)
-        deferred = self._collected() is not None  # its number stands among theirs
+        deferred = self._own_manager() is not None  # its number stands among theirs
         request, ended = self._start(backend, call, deferred, finish)
         assert request is not None
         if deferred:
