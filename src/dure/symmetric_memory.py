@@ -24,14 +24,13 @@ import torch
 
 from dure.comm import memory as heap
 from dure.comm.group import ProcessGroup
+from dure.comm.signals import Signals
 from dure.comm.world import resolve
-from dure.errors import CommTimeout, PeerLost, ShapeError, UsageError
+from dure.errors import ShapeError, UsageError
 
 __all__ = ["SymmetricMemory", "empty", "is_symm_mem_tensor", "rendezvous", "trim"]
 
 _CHANNELS = 16
-_FREE, _SET = 0, 1
-_OK, _LATE, _DEAD = 0, 1, 2
 
 
 def empty(
@@ -105,20 +104,14 @@ def _host() -> int:
     return int.from_bytes(digest, "little")
 
 
-class SymmetricMemory:
+class SymmetricMemory(Signals):
     """The tensors that the ranks of a group brought to a `rendezvous`, and signals between them.
 
     Each rank keeps its own tensor alive by holding this. A peer's memory belongs to the peer: what
     is read after the peer has freed its tensor is anything.
 
-    A *signal* is a word for each pair of ranks and channel, in memory of the rank that waits for
-    it. It is either set or not: `put_signal` waits until the last one was taken.
-
-    Threads: one at a time for each pair of ranks and channel.
-
     Attributes:
-        rank: This rank in the group.
-        world_size: Ranks of the group.
+        rank, world_size: See `Signals`, as for threads.
         buffer_size: Bytes of this rank's storage.
         signal_pad_size: Bytes of this rank's signals.
     """
@@ -138,15 +131,16 @@ class SymmetricMemory:
         group.all_gather_single(table, torch.tensor(mine, dtype=torch.int64))
         places: list[list[int]] = table.view(self.world_size, -1).tolist()
         self._check(places)
-        self._peers = [self._process(r, place) for r, place in enumerate(places)]
+        peers = [self._process(r, place) for r, place in enumerate(places)]
         self._offsets = [place[7] for place in places]
         self._buffers = [
-            peer.memory(place[4], place[6]) for peer, place in zip(self._peers, places, strict=True)
+            peer.memory(place[4], place[6]) for peer, place in zip(peers, places, strict=True)
         ]
-        self._pads = [
+        pads = [
             peer.memory(place[5], self.signal_pad_size)
-            for peer, place in zip(self._peers, places, strict=True)
+            for peer, place in zip(peers, places, strict=True)
         ]
+        super().__init__(group, peers, pads, _CHANNELS)
 
     def _check(self, places: list[list[int]]) -> None:
         hosts = [place[0] for place in places]
@@ -175,19 +169,6 @@ class SymmetricMemory:
         if process is None:
             raise self._lost(rank, place[1], "")
         return process
-
-    def _lost(self, rank: int, pid: int, fate: str) -> PeerLost:
-        return PeerLost(
-            f"the process of rank {rank} ended",
-            pid=pid,
-            exit=fate or None,
-            op="rendezvous",
-            group=self._group.group_name,
-            rank=self.rank,
-            world_size=self.world_size,
-            peer=rank,
-            seen=", ".join([f"pid {pid}", *([fate] if fate else [])]),
-        )
 
     def __repr__(self) -> str:
         return (
@@ -251,91 +232,3 @@ class SymmetricMemory:
         memory = self._pads[self._rank_of(rank)]
         whole = heap.tensor_of(memory, (len(memory) // dtype.itemsize,), dtype)[storage_offset:]
         return whole[: math.prod(sizes)].view(sizes) if sizes else whole
-
-    # ---------------------------------------------------------------- signals
-
-    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Set the signal that `dst_rank` waits for; what was written before is seen after it.
-
-        Args:
-            dst_rank: Who is told.
-            channel: Which of 16 independent signals.
-            timeout_ms: How long to wait until the last one was taken; 0: the group's timeout.
-
-        Raises:
-            CommTimeout: It was not taken in time.
-            PeerLost: `dst_rank` has died.
-        """
-        word = self._word(channel, self.rank, dst_rank)
-        self._change("put_signal", dst_rank, dst_rank, word, (_FREE, _SET), timeout_ms)
-
-    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Wait for the signal of `src_rank`, and take it.
-
-        Raises:
-            CommTimeout: It did not come in time.
-            PeerLost: `src_rank` has died.
-        """
-        word = self._word(channel, src_rank, self.rank)
-        self._change("wait_signal", self.rank, src_rank, word, (_SET, _FREE), timeout_ms)
-
-    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Return when all ranks have called with this channel.
-
-        Independent of the group's `barrier`, and of signals.
-
-        Cost:
-            n-1 words written, n-1 waited for.
-
-        Raises:
-            CommTimeout: Not all came in time.
-            PeerLost: A rank has died.
-        """
-        half = _CHANNELS * self.world_size
-        for step in range(1, self.world_size):
-            peer = (self.rank + step) % self.world_size
-            word = half + self._word(channel, self.rank, peer)
-            self._change("barrier", peer, peer, word, (_FREE, _SET), timeout_ms)
-        for step in range(1, self.world_size):
-            peer = (self.rank - step) % self.world_size
-            word = half + self._word(channel, peer, self.rank)
-            self._change("barrier", self.rank, peer, word, (_SET, _FREE), timeout_ms)
-
-    def _rank_of(self, rank: int) -> int:
-        if rank not in range(self.world_size):
-            raise UsageError(
-                f"{rank!r} is not a rank of the group",
-                group=self._group.group_name,
-                seen=f"its ranks are 0 to {self.world_size - 1}",
-            )
-        return rank
-
-    def _word(self, channel: int, source: int, to: int) -> int:
-        self._rank_of(to)
-        if channel not in range(_CHANNELS):
-            raise UsageError(
-                f"channel {channel!r} is none of 0 to {_CHANNELS - 1}",
-                group=self._group.group_name,
-            )
-        return channel * self.world_size + self._rank_of(source)
-
-    def _change(
-        self, op: str, holder: int, peer: int, word: int, step: tuple[int, int], timeout_ms: int
-    ) -> None:
-        """Wait until a word of `holder` is ``step[0]``, and make it ``step[1]``."""
-        timeout_s = timeout_ms / 1000 or self._group.timeout.total_seconds()
-        process = self._peers[peer]
-        ended = heap.change_word(self._pads[holder], word, *step, process, timeout_s)
-        if ended == _DEAD:
-            raise self._lost(peer, process.pid, process.fate())
-        if ended == _LATE:
-            raise CommTimeout(
-                f"rank {peer} did not answer",
-                missing=(peer,),
-                op=op,
-                group=self._group.group_name,
-                rank=self.rank,
-                world_size=self.world_size,
-                peer=peer,
-                elapsed_s=timeout_s,
-            )

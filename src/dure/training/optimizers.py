@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from dure.errors import OptimizerError, PeerLost
 from dure.tensor.dtensor import DTensor
-from dure.training.turns import Turns
+from dure.training.turns import Turns, leave_all
 
 __all__ = ["forget_replaced", "mark_offloaded", "note_replaced", "present", "rebind"]
 
@@ -117,8 +117,7 @@ def _turns_of(optimizer: torch.optim.Optimizer) -> set[Turns]:
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     rebind(optimizer)
     turns_of_all = _turns_of(optimizer)
-    for turns in turns_of_all:
-        turns.leave(together=False)  # of all of them first: ranks wait for them in any order
+    leave_all(turns_of_all, together=False)  # of all first: ranks wait for them in any order
     for turns in turns_of_all:
         try:
             turns.begin_write()

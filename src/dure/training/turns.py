@@ -1,15 +1,20 @@
-"""Who reads and who writes memory that the ranks of a host share: nobody reads what one writes.
+"""Readers and writers of memory that the ranks of a host share: no rank reads what another writes.
 
-A rank *enters* before it reads, and waits until all have: so what was written before is seen by
-all. It *leaves* when it reads no more. Who writes waits until all have left, and notes when it
-begins and ends, so that survivors of its death know what is whole. These waits end as the group's
-calls do: a rank that died is a `PeerLost`, one that does not come a `CommTimeout`.
+A rank *enters* before it reads, and waits until all ranks have: so each sees what was written
+before. It *leaves* when it no longer reads. A writer waits until all ranks have left, and notes
+when it begins and ends, so that survivors of its death know which rows are complete. These waits
+end as the group's calls do: a rank that died is a `PeerLost`, one that does not arrive a
+`CommTimeout`.
 `csrc/tests/test_turns.cpp` drills the order of these steps, under the thread sanitizer too.
+
+Each model has turns of its own (`TurnsOfModel`), not each process group: the end of one model's
+step must not count as the end of another's that reads on, and a model that a rank reads without
+end (a forward with gradients, and no backward) must not keep writers of other models waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,43 +22,49 @@ import torch
 
 from dure import symmetric_memory
 from dure.comm.ops import ReduceOp
+from dure.comm.signals import Signals, bytes_of_signals, signals_in
 from dure.errors import PeerLost
 from dure.training.memory import node_shared_zeros
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Turns"]
+__all__ = ["Turns", "TurnsOfModel", "leave_all", "prepare"]
+
+
+def prepare(group: ProcessGroup) -> None:
+    """Have the ranks of a group find each other's memory, so that making turns sends nothing.
+
+    Collective: the first time, all ranks of the group.
+    """
+    if Signals not in group.belongings:
+        tensor = symmetric_memory.empty(1)
+        group.belongings[Signals] = symmetric_memory.rendezvous(tensor, group)
 
 
 class Turns:
-    """Who reads and who writes the parameters that the ranks of a group share.
+    """Readers and writers of the parameters of one model that the ranks of a group share.
 
-    One for all groups of parameters of a process group. Counters `wrote` are odd while a rank
-    writes, so that survivors of a death know whose rows are torn.
+    Counters `wrote` are odd while a rank writes, so that survivors of a death know whose rows are
+    torn.
 
-    Collective: `enter`.
-    Threads: one a rank.
+    Collective: construction, `enter`.
+    Threads: one per rank.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._signals = symmetric_memory.rendezvous(symmetric_memory.empty(1), group)
+        prepare(group)
+        known, counters = group.belongings[Signals], 8 * group.size()
+        memory = node_shared_zeros(group, counters + bytes_of_signals(group.size()))
+        self._wrote = memory[:counters].view(torch.int64)
+        self._signals = known if group.size() == 1 else signals_in(memory[counters:], known)
         self._group, self._group_name = group, group.group_name
         self._token = torch.zeros(5, dtype=torch.uint8)  # what no program reduces so
         self._rank, self._peers = (
             group.rank(),
             [r for r in range(group.size()) if r != group.rank()],
         )
-        self._wrote = node_shared_zeros(group, 8 * group.size()).view(torch.int64)
         self._reading = self._awaiting = self._writes_in_step = False
-
-    @classmethod
-    def of(cls, group: ProcessGroup) -> Turns:
-        """Return the turns of a group, which has them: they go when it goes."""
-        turns = group.belongings.get(cls)
-        if turns is None:
-            turns = group.belongings[cls] = cls(group)
-        return turns
 
     def enter(self) -> None:
         """Wait until all ranks are here, and have written what they wrote."""
@@ -124,3 +135,33 @@ class Turns:
             self._awaiting = False
             for peer in self._peers:
                 self._signals.wait_signal(peer)
+
+
+class TurnsOfModel:
+    """The turns of one model, by process group: parts of a model may be shared by other ranks."""
+
+    def __init__(self) -> None:
+        self._of: dict[ProcessGroup, Turns] = {}
+
+    def of(self, group: ProcessGroup) -> Turns:
+        """Return those of a group.
+
+        Collective: the first time, all ranks of the group.
+        """
+        turns = self._of.get(group)
+        if turns is None:
+            turns = self._of[group] = Turns(group)
+        return turns
+
+    def leave(self, together: bool) -> None:
+        """End reading; see `Turns.leave`."""
+        leave_all(self._of.values(), together)
+
+
+def leave_all(turns: Collection[Turns], together: bool) -> None:
+    """Leave several; only then wait for the other ranks, which wait for them in any order."""
+    for each in turns:
+        each.leave(together=False)
+    if together:
+        for each in turns:
+            each.leave(together=True)

@@ -28,7 +28,7 @@ from dure.parallel.fsdp.strategy import Strategy
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.training.turns import Turns
+    from dure.training.turns import TurnsOfModel
 
 __all__ = ["Gathered"]
 
@@ -67,9 +67,8 @@ class Gathered(Strategy):
         """Take shards out of memory that ranks shared, and into files if they are to be there."""
         for parameter in self._parameters:
             sharded: Any = parameter.sharded
-            turns: Turns | None = vars(sharded).pop("_dure_turns", None)
-            if turns is not None:
-                turns.leave(together=False)
+            if "_dure_turns" in vars(sharded):
+                del sharded._dure_turns
                 sharded.part = sharded.part.clone()
             self._file(parameter)
         self._wholes = []
@@ -101,7 +100,7 @@ class Gathered(Strategy):
         self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
         return bool(flag.item())
 
-    def enter(self) -> Sequence[FSDPParameter]:
+    def enter(self, turns: TurnsOfModel) -> Sequence[FSDPParameter]:
         """Have autograd refuse what it has saved of wholes that are kept, and are others now."""
         return self._written() if self._is_whole or self._kept is not None else ()
 

@@ -8,13 +8,13 @@ Nothing is gathered: the whole parameter is a tensor over the block, on every ra
 each parameter once. In a lower precision (`MixedPrecisionPolicy.param_dtype`) owners cast their
 rows at each step into a second block, and the wholes lie there.
 
-Ranks take turns (`Turns`). One *enters* when a root's forward begins, and waits for all: so what
-was written before is seen by all. It *leaves* when backward has ended, or a forward without
-gradients, and waits until all have left: so between steps whatever writes a shard, disturbs nobody.
-After a forward with gradients that no backward followed, or a backward that keeps its graph, the
-optimizer and `load_state_dict` wait likewise. These waits end as the group's calls do: a rank that
-died is a `PeerLost`, which says whether the weights are whole; one that does not come a
-`CommTimeout`.
+Ranks take turns (`Turns`), those of the model. One *enters* when a root's forward begins, and waits
+for all: so what was written before is seen by all. It *leaves* when backward has ended, or a
+forward without gradients, and waits until all have left: so a write of a shard between steps
+disturbs no rank. After a forward with gradients that no backward followed, or a backward that keeps
+its graph, the optimizer and `load_state_dict` wait likewise. These waits end as the group's calls
+do: a rank that died is a `PeerLost`, which says whether the weights are complete; one that does not
+arrive a `CommTimeout`. Before the first forward no rank reads, so no writer waits.
 
 Wholes are not to be written: a module that does so in forward is refused, and told of *gathered*.
 
@@ -44,9 +44,11 @@ from dure.parallel.fsdp.strategy import Strategy
 from dure.tensor.placement_types import chunk
 from dure.training import autograd_hooks
 from dure.training.memory import node_shared_zeros, piece_of, side_by_side
-from dure.training.turns import Turns
+from dure.training.turns import Turns, TurnsOfModel, prepare
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dure.comm.group import ProcessGroup
 
 __all__ = ["Shared", "why_not_shared"]
@@ -89,8 +91,9 @@ class Shared(Strategy):
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(parameters, axes)
-        group = group or axes.shard_group
-        self._turns = Turns.of(group)
+        self._group = group = group or axes.shard_group
+        prepare(group)
+        self._turns: Turns | None = None
         kept, read = [p.spec.meta.dtype for p in parameters], [p.dtype for p in parameters]
         self._full = _Block(parameters, kept, axes, group)
         self._read = self._full if read == kept else _Block(parameters, read, axes, group)
@@ -101,17 +104,24 @@ class Shared(Strategy):
 
     def attach(self) -> None:
         """Put the shards into the block, with the values they have."""
+        waited = False
         for parameter, place in zip(self._parameters, self._full.shards, strict=True):
             sharded: Any = parameter.sharded
             part = sharded.part
-            sharded._dure_turns = self._turns
+            self._mark(sharded)
             if part is place or part.is_meta:
                 continue
+            if not waited:  # also a rank without rows, as the others wait for it
+                waited = True
+                self.before_write()
             if part.data_ptr() != place.data_ptr() and place.numel():
-                self._turns.begin_write()
                 place.copy_(part.detach())
                 self._seen[parameter] = None
             sharded.part = place
+
+    def _mark(self, sharded: nn.Parameter) -> None:
+        """Mark a shard as shared; let optimizers wait for the turns, if any, before they write."""
+        sharded._dure_turns = self._turns  # pyright: ignore
 
     def publish(self) -> None:
         """Take back shards that the program has put elsewhere; cast, where wholes are cast."""
@@ -120,9 +130,14 @@ class Shared(Strategy):
         for low, full in zip(self.recomputed(), self._full.shards, strict=False):
             low.copy_(full)
 
-    def enter(self) -> Sequence[FSDPParameter]:
+    def enter(self, turns: TurnsOfModel) -> Sequence[FSDPParameter]:
         """Begin a step; see `Turns`, and the note "Is a saved value stale?"."""
-        self._turns.enter()
+        own = turns.of(self._group)
+        if own is not self._turns:
+            self._turns = own
+            for parameter in self._parameters:
+                self._mark(parameter.sharded)
+        own.enter()
         return [p for p in self._parameters if self._is_stale(p)]
 
     def _is_stale(self, parameter: FSDPParameter) -> bool:
@@ -151,6 +166,7 @@ class Shared(Strategy):
     @contextmanager
     def hooks_may_write(self, parameters: Sequence[FSDPParameter]) -> Iterator[None]:
         """Have an optimizer write at once, without waiting for the end of the ranks' backwards."""
+        assert self._turns is not None
         with self._turns.writing_in_step():
             yield
         for parameter in parameters:
@@ -166,21 +182,19 @@ class Shared(Strategy):
             if version is not None and parameter.version != version:
                 raise _written(parameter)
 
-    def leave(self, together: bool) -> None:
-        """End a step; see `Turns`."""
-        self._turns.leave(together)
-
     def before_write(self) -> None:
-        """Wait until nobody reads; see `Turns`."""
-        self._turns.begin_write()
+        """Wait until no rank reads; see `Turns`."""
+        if self._turns is not None:
+            self._turns.begin_write()
 
     def recomputed(self) -> Sequence[torch.Tensor]:
         """Return this rank's rows of the low-precision block."""
         return () if self._read is self._full else self._read.shards
 
     def tell(self, error: PeerLost) -> None:
-        """Add to an error whether the weights are whole."""
-        self._turns.tell(error)
+        """Add to an error whether the weights are complete."""
+        if self._turns is not None:
+            self._turns.tell(error)
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Return the wholes."""

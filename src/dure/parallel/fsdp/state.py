@@ -56,6 +56,7 @@ from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.training import autograd_hooks
 from dure.training.module_times import ModuleClock, now
 from dure.training.pytrees import cast_floats, has_unknown_parts, tensors_of
+from dure.training.turns import TurnsOfModel
 from dure.training.uninitialized import check_initialized
 
 __all__ = ["FSDPState", "Order", "Tree", "state_of", "states_in", "states_within"]
@@ -140,6 +141,7 @@ class Tree:
         root: The outermost one.
         states: All.
         clock: What a step waits for.
+        turns: Of ranks that share its parameters.
         entry: Whose forward runs, the outermost.
         keeps_unsharded: Wholes are kept: autograd has made a graph (``create_graph=True``) that
             reads them.
@@ -148,9 +150,12 @@ class Tree:
     def __init__(self, root: FSDPState) -> None:
         self.root, self.states = root, states_within(root.modules)
         for state in self.states:
+            if state.tree is not None:  # of a part of this one, which was called by itself
+                state.tree.turns.leave(together=False)
             state.tree = self
         self._name_parameters(root)
         self.clock = ModuleClock()
+        self.turns = TurnsOfModel()
         self.entry: FSDPState | None = None
         self.keeps_unsharded = False
         self._last_entry = root
@@ -249,7 +254,7 @@ class Tree:
 
     def _enter(self, order: Order) -> Order:
         """Begin a step: what was written before is seen by all."""
-        self._leave(together=False)  # what an earlier forward reads is no longer awaited
+        self.turns.leave(together=False)  # what an earlier forward reads is no longer awaited
         self._check_usable()
         for state in self.states:
             for group in state.groups:
@@ -267,7 +272,7 @@ class Tree:
         begin = now()
         written: list[FSDPParameter] = []
         for group in self.groups:
-            written += group.strategy.enter()
+            written += group.strategy.enter(self.turns)
         self.clock.turn(begin)
         return written
 
@@ -296,11 +301,7 @@ class Tree:
         for group in self.groups:
             group.strategy.check_unwritten()
         if not torch.is_grad_enabled():
-            self._leave(together=True)
-
-    def _leave(self, together: bool) -> None:
-        for group in self.groups:
-            group.strategy.leave(together)
+            self.turns.leave(together=True)
 
     # ---------------------------------------------------------------- backward
 
@@ -385,7 +386,7 @@ class Tree:
                 with torch.no_grad():
                     self._finish(self._enter_backward(backward)[0])
             else:
-                self._leave(together=True)
+                self.turns.leave(together=True)
 
     def reduce_kept(self) -> None:
         """Reduce the gradients that backwards without `sync` have kept whole."""
@@ -409,7 +410,7 @@ class Tree:
         with self.telling(entry), torch.no_grad():
             self._enter(order)
             self._join(order.end() if order.is_known else ())
-            self._leave(together=True)
+            self.turns.leave(together=True)
 
     def reduce(self, state: FSDPState) -> None:
         """A module's backward has ended."""
@@ -490,7 +491,7 @@ class Tree:
         self._backward = None
         if self.entry is None:  # else a forward has called autograd, and reads on
             begin = now()
-            self._leave(together=True)
+            self.turns.leave(together=True)
             if backward.keeps_graph:
                 self._take_turn()
             self.clock.turn(begin)
@@ -511,7 +512,7 @@ class Tree:
         for group in self.groups:
             group.forget()
             group.reshard()
-        self._leave(together=False)
+        self.turns.leave(together=False)
 
 
 class FSDPState:

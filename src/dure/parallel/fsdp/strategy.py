@@ -20,6 +20,7 @@ from dure.parallel.fsdp.parameter import FSDPParameter
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.comm.work import Work
+    from dure.training.turns import TurnsOfModel
 
 __all__ = ["Strategy"]
 
@@ -96,17 +97,17 @@ class Strategy:
 
     # ---------------------------------------------------------------- where others read the shards
 
-    def enter(self) -> Sequence[FSDPParameter]:
+    def enter(self, turns: TurnsOfModel) -> Sequence[FSDPParameter]:
         """Begin to read, unless begun: a root's forward, or a backward. Wait until all have.
+
+        Args:
+            turns: Of the model. It ends reading.
 
         Returns:
             The parameters whose shards this rank has written since it last entered. Autograd
             refuses what it has saved of them from now on.
         """
         return ()
-
-    def leave(self, together: bool) -> None:
-        """End it: this rank reads no more; with `together`, wait until no rank does."""
 
     def before_write(self) -> None:
         """Wait until shards may be written, where that is between no steps."""

@@ -18,6 +18,7 @@ from dure.comm.group import ProcessGroup
 from dure.device_mesh import DeviceMesh
 from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
+from dure.parallel.fsdp.state import state_of
 from dure.testing import run_ranks
 from dure.training.turns import Turns
 
@@ -180,18 +181,36 @@ def test_writing_in_a_step_is_refused_and_named(kind: str) -> None:
     run_ranks(2, body)
 
 
-def test_turns_go_with_their_group() -> None:
-    def body(rank: int) -> weakref.ref[Turns]:
+def test_turns_go_with_their_model() -> None:
+    def body(rank: int) -> list[weakref.ref[Turns]]:
         group = new_group([0, 1])
         assert isinstance(group, ProcessGroup)
-        model = nn.Linear(4, 4)
-        with strategy("shared"):
-            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-        model(torch.ones(2, 4)).sum().backward()
-        turns = weakref.ref(Turns.of(group))
+        found = []
+        for backward in (True, False):
+            model: Any = nn.Linear(4, 4)
+            with strategy("shared"):
+                fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+            loss = model(torch.ones(2, 4)).sum()
+            if backward:
+                loss.backward()
+            found.append(weakref.ref(state_of(model).tree.turns.of(group)))  # pyright: ignore
         destroy_process_group(group)
-        return turns
+        return found
 
     found = run_ranks(2, body)
     gc.collect()  # not by threads, which skip it where another one is at it
-    assert [turns() for turns in found] == [None, None]
+    assert [[turns() for turns in each] for each in found] == [[None, None]] * 2
+
+
+def test_shards_of_a_group_that_is_gathered_from_now_on_leave_the_shared_memory() -> None:
+    """Before its first forward, too."""
+
+    def body(rank: int) -> None:
+        model: Any = nn.Linear(4, 4)
+        with strategy("shared"):
+            fully_shard(model)
+        shared = model.weight.to_local().data_ptr()
+        model.set_custom_all_gather(object())  # never called
+        assert model.weight.to_local().data_ptr() != shared
+
+    run_ranks(2, body)

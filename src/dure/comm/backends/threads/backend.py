@@ -21,6 +21,7 @@ from dure.comm.backends.request import Request, finished
 from dure.comm.backends.threads.rendezvous import Arrival, MessageEnd, Pending, Rendezvous
 from dure.comm.backends.threads.waiting import Waiting, table_of
 from dure.comm.call import Call, call_site, place_of
+from dure.comm.memory import heap_empty
 from dure.errors import UsageError
 
 __all__ = ["ThreadBackend", "create_threads"]
@@ -120,7 +121,7 @@ class ThreadBackend:
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
         """See `Backend.allocate`: threads share all memory; one node's is that of rank 0."""
-        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        memory = heap_empty(nbytes, dtype=torch.uint8, zeroed=True)
         if node_shared:
             self.run(Call(op="host_shared_empty", outputs=(memory,)), False)
         return memory

@@ -1,0 +1,51 @@
+"""Turns that a rank drops while others still signal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dure
+from dure.comm.world import resolve
+from dure.testing import CommRecorder, run_ranks
+from dure.training.turns import Turns, prepare
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_that_have_dropped_their_turns_are_signaled_without_harm(size: int) -> None:
+    """Nothing that they have allocated since is written."""
+
+    def body(rank: int) -> None:
+        group = resolve(None, "test")
+        turns = Turns(group)
+        turns.enter()
+        if rank == 0:
+            del turns
+            others = [dure.symmetric_memory.empty(64) for _ in range(8)]
+            for each in others:
+                each.zero_()
+            dure.barrier()
+            dure.barrier()
+            assert not any(each.any() for each in others)
+        else:
+            dure.barrier()
+            turns.leave(together=False)
+            dure.barrier()
+
+    run_ranks(size, body)
+
+
+def test_turns_of_another_model_are_made_without_messages() -> None:
+    def body(rank: int) -> list[str]:
+        group = resolve(None, "test")
+        prepare(group)
+        first = Turns(group)
+        first.enter()  # and does not leave
+        with CommRecorder() as recorder:
+            second = Turns(group)
+        second.enter()
+        second.leave(together=True)
+        assert torch.equal(second._wrote, torch.zeros(2, dtype=torch.int64))  # pyright: ignore
+        return recorder.ops
+
+    assert run_ranks(2, body) == [[], []]
