@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -232,6 +233,8 @@ def destroy_process_group(group: Any = None) -> None:
     if group is GroupMember.NON_GROUP_MEMBER:
         return
     world = current_world()
+    if world.default is None and (_has_ended or not threading.main_thread().is_alive()):
+        return  # called by an action of `atexit`: this module's has left, or nothing was made
     pg = resolve(group, "destroy_process_group")
     if world.groups.get(pg.group_name) is not pg:
         raise UsageError(
@@ -291,12 +294,32 @@ _to_leave: set[World] = set()
 """Worlds of this process that are in a job; empty again in a forked child."""
 
 
+_has_ended = False
+"""Whether this process has left jobs because it ends."""
+
+
 def _leave_at_exit() -> None:
     """Leave the jobs that the program forgot to leave, so that peers see it at once."""
+    global _has_ended
     finish_at_exit()
     for world in list(_to_leave):
         if world.default is not None:
+            if not _has_ended:
+                _silence_daemons()
+            _has_ended = True
             leave(world, abort=True)
+
+
+def _silence_daemons() -> None:
+    """Let daemon threads end without a traceback if they use the groups that are left."""
+    plain = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs, /) -> None:
+        daemon = args.thread is not None and args.thread.daemon
+        if not (daemon and issubclass(args.exc_type, DureError)):
+            plain(args)
+
+    threading.excepthook = hook
 
 
 def _leave_first() -> None:
