@@ -58,6 +58,9 @@ class Engine {
     // Makes the exception of an Outcome: called with it, its peer's process and the time limit.
     void set_error(nanobind::object error) { error_ = std::move(error); }
     [[noreturn]] void raise(const Outcome& outcome);
+    // A child of the process that made the group must not act for its rank: it has neither the
+    // rank's threads nor its place in the segment.
+    bool forked() const { return forks() != made_after_; }
 
     // plain.cpp: tensors
     struct Place {
@@ -95,8 +98,6 @@ class Engine {
     // Nor may a plain call begin inside a call on another group, whose memory it would use (see
     // `empty_call` in plain.cpp).
     bool may_begin() const { return !forked() && !PythonCall::any() && !is_captured(); }
-    // A child of the process that made the group must not act for its rank.
-    bool forked() const { return forks() != made_after_; }
     static std::atomic<uint32_t>& forks();
 
     bool is_rank(int peer) const { return peer >= 0 && peer < group_->size(); }

@@ -154,6 +154,7 @@ Options options(int rank, int size, double timeout_s, int cores) {
 
 // What the group is broken by, or None.
 nb::object failure_of(Engine& e) {
+    if (e.forked()) return nb::none();
     Group& group = e.group();
     Status status = Status::ok;
     {
@@ -167,6 +168,7 @@ nb::object failure_of(Engine& e) {
 
 // Break the group for all ranks, unless it is broken.
 void abort_group(Engine& e, std::string detail) {
+    if (e.forked()) return;
     const WithoutGil release;
     Group::Visit visit(e.group());
     if (!visit) return;

@@ -10,6 +10,7 @@
 
 #include "bindings.h"
 #include "copying.h"
+#include "forking.h"
 #include "interrupt.h"
 
 namespace nb = nanobind;
@@ -89,9 +90,10 @@ std::shared_ptr<HeapMemory> take(const std::shared_ptr<Process>& from, uint64_t 
     const std::byte* at = from->heap() + offset;
     if (hold) return SymmetricHeap::hold_lent(from, at, bytes, from->heap() + hold);
     auto held = SymmetricHeap::hold_node_shared(from, at, bytes, 1);
-    taken_bytes += bytes;
-    auto let_go = [held, bytes](const void*) { taken_bytes -= bytes; };
     std::byte* data = held->data;
+    taken_bytes += bytes;
+    auto copies = std::make_shared<CopiedInChildren>(data, bytes);
+    auto let_go = [held, bytes, copies](const void*) { taken_bytes -= bytes; };
     return std::make_shared<HeapMemory>(data, bytes, std::shared_ptr<const void>(data, let_go));
 }
 

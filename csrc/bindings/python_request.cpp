@@ -50,12 +50,14 @@ bool wait_for(Request& request, nb::handle seconds) {
 PythonRequest::PythonRequest(std::shared_ptr<PendingCall> call, Engine& engine)
     : call_(std::move(call)), owner_(nb::find(engine)), engine_(engine) {}
 
+bool PythonRequest::left_behind() const { return !call_->request->done() && engine_.forked(); }
+
 bool PythonRequest::wait(nb::handle seconds) {
-    return wait_for(*call_->request, seconds) && ended();
+    return (left_behind() || wait_for(*call_->request, seconds)) && ended();
 }
 
 void PythonRequest::wait_aside() {
-    wait_until(*call_->request, INT64_MAX, true);
+    if (!left_behind()) wait_until(*call_->request, INT64_MAX, true);
     ended();
 }
 
@@ -63,6 +65,11 @@ void PythonRequest::wait_aside() {
 bool PythonRequest::ended() {
     call_->one.reset();
     call_->other.reset();
+    if (left_behind()) {
+        Outcome forked;
+        forked.status = Status::forked;
+        engine_.raise(forked);
+    }
     const Outcome& outcome = call_->request->outcome();
     if (outcome.status != Status::ok) engine_.raise(outcome);
     return true;

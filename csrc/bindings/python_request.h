@@ -23,7 +23,7 @@ class PythonRequest {
   public:
     PythonRequest(std::shared_ptr<PendingCall> call, Engine& engine);
 
-    bool done() const { return call_->request->done(); }
+    bool done() const { return call_->request->done() || left_behind(); }
     int source() const { return call_->request->source(); }
     // Where the program called, as "file:line in function".
     const std::string& site() const { return call_->site->text; }
@@ -35,6 +35,8 @@ class PythonRequest {
 
   private:
     bool ended();
+    // Whether it was pending when this process was forked from the rank's: here it never ends.
+    bool left_behind() const;
 
     std::shared_ptr<PendingCall> call_;
     nanobind::object owner_;  // of the engine

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "bindings.h"
+#include "forking.h"
 #include "interrupt.h"
 #include "signals.h"
 
@@ -25,9 +26,37 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 
 PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-std::shared_ptr<HeapMemory> allocate(size_t bytes, bool zeroed) {
+std::shared_ptr<HeapMemory> allocate(size_t bytes, bool zeroed, bool copied) {
     const WithoutGil release;
-    return SymmetricHeap::of_process().allocate(bytes, zeroed);
+    return SymmetricHeap::of_process().allocate(bytes, zeroed, copied);
+}
+
+// Note "Storages". torch makes storages over memory of others that cannot be resized. So a small
+// storage of torch's own, which can, gets the heap's memory in the place of its own: in torch's
+// StorageImpl its address, how it is freed, the device and the length lie side by side. All of them
+// must be found there as they are known to be; else nothing is changed.
+bool put_into_storage(const HeapMemory& memory, size_t storage, size_t data, size_t bytes) {
+    using Free = void (*)(void*);
+    constexpr size_t kWords = 8, kCpu = 0xFF00;  // type 0, index -1
+    auto* words = reinterpret_cast<uintptr_t*>(storage);
+    for (size_t i = 2; i + 4 < kWords; i++) {
+        if (words[i] != data) continue;
+        // A unique_ptr with the memory itself as its context, in either order.
+        const size_t context = words[i + 2] == data ? i + 2 : i + 1, free = 2 * i + 3 - context;
+        if (words[context] != data || words[free] == 0 || words[free] == data ||
+            (words[i + 3] & 0xFFFF) != kCpu || words[i + 4] != bytes)
+            return false;
+        auto* holder = new std::shared_ptr<const void>(memory.holder);
+        const auto free_before = reinterpret_cast<Free>(words[free]);
+        words[i] = reinterpret_cast<uintptr_t>(memory.data);
+        words[context] = reinterpret_cast<uintptr_t>(holder);
+        words[free] = reinterpret_cast<uintptr_t>(
+            Free{[](void* held) { delete static_cast<std::shared_ptr<const void>*>(held); }});
+        words[i + 4] = memory.bytes;
+        free_before(reinterpret_cast<void*>(data));
+        return true;
+    }
+    return false;
 }
 
 // Who this process is to others: pid, start time, descriptor of its heap.
@@ -88,7 +117,10 @@ void bind_symmetric_heap(nb::module_& m) {
         .def("dead", &Process::dead)
         .def("fate", &Process::fate, nb::call_guard<WithoutGil>())
         .def("memory", &memory_of);
-    m.def("heap_allocate", &allocate);
+    m.def("heap_allocate", &allocate, nb::arg("bytes"), nb::arg("zeroed"),
+          nb::arg("copied") = false);
+    m.def("put_into_storage", &put_into_storage);
+    m.def("not_copied_in_children", &CopiedInChildren::not_copied);
     m.def("heap_identity", &identity);
     m.def("heap_offset", &offset_of);
     m.def("heap_peer",

@@ -75,7 +75,11 @@ bool CallQueue::run_next(bool background) {
     if (!queued->brief) channel.group_.about_to_wait();
     const Status status = channel.run_queued(queued->call, *queued->turn, background);
     Outcome out;
-    if (status != Status::ok) out = channel.group_.outcome_of(status, queued->call.op);
+    try {
+        if (status != Status::ok) out = channel.group_.outcome_of(status, queued->call.op);
+    } catch (const std::exception&) {  // no memory left for its texts
+        out.status = status;
+    }
     queued->finish(std::move(out));
     queued->turn.reset();
     hold.lock();

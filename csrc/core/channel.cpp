@@ -52,12 +52,22 @@ void Channel::ring() {
     futex_wake_all(bell_);
 }
 
-// Run one collective when its turn has come, counted, and not on a broken group.
+// Run one collective when its turn has come, counted, and not on a broken group. Whatever thread it
+// is, an exception breaks the group: peers must not wait for a rank that has given up.
 template <typename F>
 Status Channel::guarded(const Turn& turn, F collective) {
     turn.wait();
     const Group::Visit visit(group_);
     if (!visit) return Status::aborted;
+    try {
+        return unless_broken(turn, collective);
+    } catch (const std::exception& error) {
+        return group_.abort_after(error, index_, turn.number());
+    }
+}
+
+template <typename F>
+Status Channel::unless_broken(const Turn& turn, F& collective) {
     if (group_.failed()) return group_.failure().status;
     if (group_.broken()) return group_.adopt_abort();
     if (group_.threads_seen() != 0 && ends_by_crossing(turn.number())) {
@@ -138,21 +148,29 @@ std::shared_ptr<HeapMemory> Channel::host_shared_empty(size_t bytes, Status& sta
 std::shared_ptr<Request> Channel::start(Call call, Turn turn, bool brief) {
     auto request =
         std::make_shared<CallQueue::Queued>(queue_, std::move(call), std::move(turn), brief);
-    if (!queue_->push(request)) {
-        request->turn.reset();
-        Outcome out;
-        out.status = Status::aborted;
-        request->finish(std::move(out));
+    Status status = Status::aborted;
+    try {
+        if (queue_->push(request)) return request;
+    } catch (const std::exception& error) {  // its thread could not be started
+        const Group::Visit visit(group_);
+        if (visit) status = group_.abort_after(error, index_, request->turn->number());
     }
+    request->turn.reset();
+    request->finish(group_.outcome_of(status, request->call.op));
     return request;
 }
 
 Status Channel::run_queued(const Call& call, const Turn& turn, bool background) {
     return guarded(turn, [&] {
         background_ = background;
-        const Status status = collective(call);
-        background_ = false;
-        return status;
+        try {
+            const Status status = collective(call);
+            background_ = false;
+            return status;
+        } catch (...) {
+            background_ = false;
+            throw;
+        }
     });
 }
 

@@ -94,6 +94,8 @@ class Channel {
     Status run_queued(const Call& call, const Turn& turn, bool background);
     template <typename F>
     Status guarded(const Turn& turn, F collective);
+    template <typename F>
+    Status unless_broken(const Turn& turn, F& collective);
 
     // -- one large operation at a time (channel.cpp, core_lock.h)
     // ------------------------------------------------------------

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <thread>
 
@@ -72,7 +73,7 @@ Group::Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> m
       file_(std::move(file)),
       mapping_(std::move(mapping)),
       base_(mapping_->data()),
-      heap_(SymmetricHeap::of_process()),
+      heap_(SymmetricHeap::of_process(options.size)),
       processes_(static_cast<size_t>(options.size)) {
     if (options.cores < kChannels * options.size) core_lock_.emplace();
     for (int i = 0; i < kChannels; i++) {
@@ -172,6 +173,21 @@ Status Group::abort(Outcome outcome) {
     v.phase.compare_exchange_strong(phase, kReadable);
     wake_everyone();
     return adopt_abort();
+}
+
+Status Group::abort_after(const std::exception& error, int channel, uint32_t seq) noexcept {
+    try {
+        const bool memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+        Outcome out;
+        out.status = Status::outside;
+        out.channel = channel;
+        out.seq = seq;
+        out.detail = "rank " + std::to_string(rank_) +
+                     (memory ? " has no memory left" : std::string(" failed: ") + error.what());
+        return abort(std::move(out));
+    } catch (const std::exception&) {
+        return Status::internal;
+    }
 }
 
 // Wait until the record has been written. That takes microseconds, but its writer can be kept from

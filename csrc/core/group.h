@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -168,6 +169,9 @@ class Group {
     void about_to_wait() const { about_to_wait_(); }
     // Break the group for all ranks, unless it is broken already; returns the record's status.
     Status abort(Outcome outcome);
+    // The same because of an exception, most likely of memory that this rank could not get: `seq`
+    // is the number of the call on `channel`.
+    Status abort_after(const std::exception& error, int channel = 0, uint32_t seq = 0) noexcept;
     Status adopt_abort();
     // What the channels stand on.
     std::byte* base() const { return base_; }

@@ -160,9 +160,9 @@ bool Mailbox::rest(const PostedPtr& waiter) {
     mine.sleepers.fetch_add(1);
     const uint32_t seen = mine.bell.load();
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    bool moved;
+    bool moved = true;
     int64_t slice = kSliceNs;
-    {
+    try {
         std::lock_guard hold(lock_);
         moved = progress();
         if (!moved) {
@@ -170,6 +170,9 @@ bool Mailbox::rest(const PostedPtr& waiter) {
             examine(waiter);
         }
         if (given_ > 0) slice = kShortSliceNs;
+    } catch (const std::exception& error) {  // all that is pending ends with it, the next time
+        group_.abort_after(error);
+        moved = true;
     }
     if (!moved && !(waiter && waiter->done())) {
         if (waiter) group_.show_asleep();

@@ -98,16 +98,18 @@ bool is_ending(int pid, uint64_t start_time) {
     return ended || has_ended(pid, start_time);
 }
 
+bool is_heap_of(const Mapping& heap, int pid, uint64_t start_time) {
+    const auto* page = reinterpret_cast<const ProcessPage*>(heap.data());
+    return heap.bytes() >= sizeof(ProcessPage) && page->magic == SymmetricHeap::kMagic &&
+           page->pid == pid && page->start_time == start_time;
+}
+
 // Null if the process has ended.
 std::shared_ptr<Mapping> map_heap(int pid, uint64_t start_time, int heap_fd) {
     if (has_ended(pid, start_time)) return nullptr;
     try {
         std::shared_ptr<Mapping> heap = MemoryFile::open_of(pid, heap_fd).map();
-        const auto* page = reinterpret_cast<const ProcessPage*>(heap->data());
-        const bool its = heap->bytes() >= sizeof(ProcessPage) &&
-                         page->magic == SymmetricHeap::kMagic && page->pid == pid &&
-                         page->start_time == start_time;
-        if (its) return heap;
+        if (is_heap_of(*heap, pid, start_time)) return heap;
         throw std::system_error(
             ESTALE, std::generic_category(),
             "descriptor " + std::to_string(heap_fd) + " of process " + std::to_string(pid) +
@@ -131,11 +133,12 @@ std::shared_ptr<Process> Process::of(int pid, uint64_t start_time, int heap_fd) 
     if (std::shared_ptr<Process> found = entry.lock()) return found;
     std::shared_ptr<Process> made;
     if (pid == getpid()) {
-        made.reset(new Process(pid, -1, SymmetricHeap::of_process().mapping()));
+        made.reset(new Process(pid, -1, heap_fd, SymmetricHeap::of_process().mapping()));
     } else if (std::shared_ptr<Mapping> heap = map_heap(pid, start_time, heap_fd)) {
         // Opened last: a program that is short of descriptors can still map the heap.
         const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-        if (pidfd >= 0 || errno != ESRCH) made.reset(new Process(pid, pidfd, std::move(heap)));
+        if (pidfd >= 0 || errno != ESRCH)
+            made.reset(new Process(pid, pidfd, heap_fd, std::move(heap)));
         if (made && has_ended(pid, start_time)) made.reset();
     }
     if (made)
@@ -144,6 +147,29 @@ std::shared_ptr<Process> Process::of(int pid, uint64_t start_time, int heap_fd) 
         all.by_id.erase({pid, start_time});
     std::erase_if(all.by_id, [](const auto& e) { return e.second.expired(); });
     return made;
+}
+
+std::mutex& Process::lock() { return known().lock; }
+
+std::vector<std::shared_ptr<Process>> Process::all_known_to(int pid) {
+    std::vector<std::shared_ptr<Process>> all;
+    if (known().pid != pid) return all;
+    for (const auto& [id, entry] : known().by_id) {
+        if (std::shared_ptr<Process> process = entry.lock()) all.push_back(std::move(process));
+    }
+    return all;
+}
+
+// The number of a process that has ended may be another's by now: so the file is looked at first.
+bool Process::map_privately() const {
+    try {
+        const MemoryFile file = MemoryFile::open_of(pid_, heap_fd_);
+        const std::shared_ptr<Mapping> found = file.map();
+        return found->bytes() == heap_bytes() && is_heap_of(*found, pid_, page().start_time) &&
+               file.map_privately(heap(), heap_bytes(), 0);
+    } catch (const std::system_error&) {
+        return false;
+    }
 }
 
 Process::~Process() {

@@ -16,7 +16,9 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "futex.h"
 #include "segment.h"
@@ -49,11 +51,19 @@ class Process : public std::enable_shared_from_this<Process> {
     // `heap_fd`; one object however often it is asked for. Null if that process has ended. Throws
     // std::system_error where its heap cannot be mapped.
     static std::shared_ptr<Process> of(int pid, uint64_t start_time, int heap_fd);
+    // The lock of what is known, and, with it, the processes that process `pid`, this one or its
+    // parent, has mapped.
+    static std::mutex& lock();
+    static std::vector<std::shared_ptr<Process>> all_known_to(int pid);
     ~Process();
     Process(const Process&) = delete;
     Process& operator=(const Process&) = delete;
 
     int pid() const { return pid_; }
+    bool is_self() const { return self_; }
+    // Map its heap anew, at its address, so that what this process writes stays in it. False: the
+    // process has ended, or the system refused.
+    bool map_privately() const;
     ProcessPage& page() const { return *reinterpret_cast<ProcessPage*>(heap_->data()); }
     // Its symmetric heap, as mapped here.
     std::byte* heap() const { return heap_->data(); }
@@ -77,12 +87,17 @@ class Process : public std::enable_shared_from_this<Process> {
     std::string await_answer(uint32_t question, int64_t deadline_ns) const;
 
   private:
-    Process(int pid, int pidfd, std::shared_ptr<Mapping> heap)
-        : pid_(pid), self_(pidfd < 0 && pid == getpid()), pidfd_(pidfd), heap_(std::move(heap)) {}
+    Process(int pid, int pidfd, int heap_fd, std::shared_ptr<Mapping> heap)
+        : pid_(pid),
+          self_(pidfd < 0 && pid == getpid()),
+          pidfd_(pidfd),
+          heap_fd_(heap_fd),
+          heap_(std::move(heap)) {}
 
     const int pid_;
     const bool self_;
-    const int pidfd_;  // -1: this process, or the system has no descriptor left
+    const int pidfd_;    // -1: this process, or the system has no descriptor left
+    const int heap_fd_;  // in that process
     const std::shared_ptr<Mapping> heap_;
 };
 

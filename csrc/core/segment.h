@@ -39,19 +39,26 @@ class MemoryFile {
     MemoryFile(MemoryFile&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
     MemoryFile& operator=(MemoryFile&& other) noexcept;
 
-    // Make a sealed file of `bytes`; throws std::system_error.
+    // Make a sealed file of `bytes`; throws std::system_error, whose text names the limit of this
+    // process that forbids it.
     static MemoryFile create(const char* label, size_t bytes);
     // Open the file that process `pid` holds as `fd`; throws std::system_error.
     static MemoryFile open_of(int pid, int fd);
 
-    // Map all of it; throws std::system_error.
+    // Map all of it; throws std::system_error, as `create` does.
     std::shared_ptr<Mapping> map() const;
+    // Map `bytes` from `offset` on in the place of what is mapped at `at`, so that what this
+    // process writes stays in it. False: the system refused, and nothing has changed.
+    bool map_privately(std::byte* at, size_t bytes, uint64_t offset) const;
     int fd() const { return fd_; }
     void close();
 
   private:
     int fd_ = -1;
 };
+
+// The limit on a resource (getrlimit); SIZE_MAX where there is none.
+size_t limit_on(int resource);
 
 // Clock ticks from boot to the start of process `pid`; 0 if there is none. Tells a process from
 // a later one with the same number.

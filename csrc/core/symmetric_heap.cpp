@@ -4,14 +4,18 @@
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <new>
 #include <system_error>
 #include <utility>
+
+#include "forking.h"
 
 namespace dure {
 
@@ -19,13 +23,53 @@ namespace {
 
 constexpr uint64_t kNowhere = 0;  // the process' own page lies there
 constexpr size_t kLeastBytes = size_t{64} << 20;
+constexpr size_t kLeastUnderLimits = size_t{4} << 20;
+constexpr size_t kUnknownProcesses = 16;  // that map each other's heaps, where nobody said
 // 256 processes of a host map each other's: together they stay within the 47 bits of addresses.
 constexpr size_t kMostBytes = size_t{256} << 30;
 
+size_t system_page() {
+    static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    return bytes;
+}
+
 size_t host_memory() {
     const long pages = sysconf(_SC_PHYS_PAGES);
-    const size_t bytes = pages > 0 ? static_cast<size_t>(pages) * kPage : kMostBytes;
-    return round_up(std::clamp(bytes, kLeastBytes, kMostBytes), kPage);
+    const size_t bytes = pages > 0 ? static_cast<size_t>(pages) * system_page() : kMostBytes;
+    return std::clamp(bytes, kLeastBytes, kMostBytes);
+}
+
+// Addresses that this process uses; 0 if that is not known.
+size_t used_addresses() {
+    std::FILE* file = std::fopen("/proc/self/statm", "re");
+    if (!file) return 0;
+    size_t pages = 0;
+    const bool found = std::fscanf(file, "%zu", &pages) == 1;
+    std::fclose(file);
+    return found ? pages * system_page() : 0;
+}
+
+size_t heap_bytes(int num_processes) {
+    size_t bytes = std::min(host_memory(), limit_on(RLIMIT_FSIZE));
+    if (const size_t limit = limit_on(RLIMIT_AS); limit != SIZE_MAX) {
+        const size_t heaps =
+            num_processes > 0 ? static_cast<size_t>(num_processes) : kUnknownProcesses;
+        const size_t used = used_addresses();
+        bytes = std::min(bytes, (limit > used ? limit - used : 0) / 2 / heaps);
+    }
+    return std::max(bytes, kLeastUnderLimits);
+}
+
+// The heap of this process, and the lock under which it is made. Never destroyed: tensors of any
+// age lie in the heap.
+struct Made {
+    std::mutex lock;
+    std::atomic<SymmetricHeap*> heap{nullptr};
+};
+
+Made& made() {
+    static Made* one = new Made;
+    return *one;
 }
 
 std::shared_ptr<Mapping> map_of(const MemoryFile& file) {
@@ -37,29 +81,30 @@ std::shared_ptr<Mapping> map_of(const MemoryFile& file) {
 }  // namespace
 
 // A forked child begins its own; the parent's, which it has inherited, it leaves alone.
-SymmetricHeap& SymmetricHeap::of_process() {
-    static std::mutex* making = new std::mutex;
-    static std::atomic<SymmetricHeap*> made{nullptr};
-    SymmetricHeap* now = made.load(std::memory_order_acquire);
+SymmetricHeap& SymmetricHeap::of_process(int num_processes) {
+    SymmetricHeap* now = made().heap.load(std::memory_order_acquire);
     if (now != nullptr && now->pid_ == getpid()) return *now;
-    std::lock_guard hold(*making);
-    now = made.load(std::memory_order_acquire);
+    handle_forks();
+    std::lock_guard hold(made().lock);
+    now = made().heap.load(std::memory_order_acquire);
     if (now == nullptr || now->pid_ != getpid()) {
-        now = new SymmetricHeap;  // lives as long as the process: tensors of any age lie in it
-        made.store(now, std::memory_order_release);
+        now = new SymmetricHeap(std::max(system_page(), kPage), num_processes);
+        made().heap.store(now, std::memory_order_release);
     }
     return *now;
 }
 
-// Where a limit of address space (RLIMIT_AS) forbids the whole, half of it is tried, and so on.
-SymmetricHeap::SymmetricHeap() : pid_(getpid()) {
-    for (size_t bytes = host_memory();; bytes = round_up(bytes / 2, kPage)) {
-        file_ = MemoryFile::create("dure-heap", bytes);
+// What was computed from the limits may not fit all the same: then half of it is tried, and so on.
+SymmetricHeap::SymmetricHeap(size_t page_bytes, int num_processes)
+    : page_(page_bytes), pid_(getpid()) {
+    for (size_t bytes = heap_bytes(num_processes) / page_ * page_;;
+         bytes = round_up(bytes / 2, page_)) {
         try {
+            file_ = MemoryFile::create("dure-heap", bytes);
             mapping_ = map_of(file_);
             break;
         } catch (const std::system_error&) {
-            if (bytes / 2 < kLeastBytes) throw;
+            if (bytes / 2 < kLeastUnderLimits) throw;
         }
     }
     base_ = mapping_->data();
@@ -68,7 +113,7 @@ SymmetricHeap::SymmetricHeap() : pid_(getpid()) {
     own->magic = kMagic;
     own->pid = pid_;
     own->start_time = start_time_of(pid_);
-    put_back(kPage, bytes_ - kPage, false);
+    put_back(page_, bytes_ - page_, false);
 }
 
 // ---- allocating ---------------------------------------------------------------------------------
@@ -87,18 +132,36 @@ uint64_t SymmetricHeap::take_from(bool warm, size_t bytes) {
     return offset;
 }
 
+// Let the system do `work` on pages that are on no list.
+template <typename F>
+auto SymmetricHeap::without(Lock& hold, F work) {
+    num_away_++;
+    hold.unlock();
+    const auto result = work();
+    hold.lock();
+    num_away_--;
+    settled_.notify_all();
+    return result;
+}
+
 // Pages that have memory; `warm` tells whether they had it before.
-uint64_t SymmetricHeap::take(size_t bytes, bool& warm) {
-    warm = true;
-    if (const uint64_t offset = take_from(true, bytes); offset != kNowhere) return offset;
-    warm = false;
-    for (bool trimmed = false;; trimmed = true) {
-        const uint64_t offset = take_from(false, bytes);
-        if (offset != kNowhere) {
-            if (give_memory(offset, bytes)) return offset;
-            put_back(offset, bytes, !take_memory(offset, bytes));  // some pages may have got it
+uint64_t SymmetricHeap::take(Lock& hold, size_t bytes, bool& warm) {
+    for (bool trimmed = false;;) {
+        warm = true;
+        if (const uint64_t offset = take_from(true, bytes); offset != kNowhere) return offset;
+        warm = false;
+        if (const uint64_t offset = take_from(false, bytes); offset != kNowhere) {
+            if (without(hold, [&] { return give_memory(offset, bytes); })) return offset;
+            // Some pages may have got memory.
+            const bool cold = without(hold, [&] { return take_memory(offset, bytes); });
+            put_back(offset, bytes, !cold);
         }
-        if (trimmed || trim_locked() == 0) return kNowhere;
+        if (num_away_ != 0) {  // what others have there may be what is missing here
+            settled_.wait(hold);
+            continue;
+        }
+        if (trimmed || trim(hold) == 0) return kNowhere;
+        trimmed = true;
     }
 }
 
@@ -120,14 +183,14 @@ bool SymmetricHeap::take_memory(uint64_t offset, size_t bytes) {
 }
 
 uint64_t SymmetricHeap::allocate_piece(size_t bytes, bool zeroed, bool node_shared) {
-    const size_t length = round_up(std::max(bytes, size_t{1}), kPage);
+    const size_t length = round_up(std::max(bytes, size_t{1}), page_);
     if (length < bytes || length > bytes_) return kNowhere;
     uint64_t offset = kNowhere;
     bool warm = false;
     {
-        std::lock_guard hold(lock_);
-        reclaim();
-        offset = take(length, warm);
+        Lock hold(lock_);
+        reclaim(hold);
+        offset = take(hold, length, warm);
         if (offset == kNowhere) return kNowhere;
         used_[offset] = {.bytes = length, .node_shared = node_shared};
         used_bytes_ += length;
@@ -136,15 +199,18 @@ uint64_t SymmetricHeap::allocate_piece(size_t bytes, bool zeroed, bool node_shar
     return offset;
 }
 
-std::shared_ptr<HeapMemory> SymmetricHeap::allocate(size_t bytes, bool zeroed) {
+std::shared_ptr<HeapMemory> SymmetricHeap::allocate(size_t bytes, bool zeroed, bool copied) {
     const uint64_t offset = allocate_piece(bytes, zeroed, false);
     if (offset == kNowhere) return nullptr;
-    auto give_back = [this, offset, pid = pid_](const void*) {
-        if (getpid() != pid) return;
-        std::lock_guard hold(lock_);
-        drop(offset);
-    };
     std::byte* data = base_ + offset;
+    std::shared_ptr<CopiedInChildren> copies;
+    if (copied) copies = std::make_shared<CopiedInChildren>(data, bytes);
+    auto give_back = [this, offset, copies, pid = pid_](const void*) mutable {
+        copies.reset();  // first: a fork would copy what another tensor has by then
+        if (getpid() != pid) return;
+        Lock hold(lock_);
+        drop(hold, offset);
+    };
     return std::make_shared<HeapMemory>(data, bytes, std::shared_ptr<const void>(data, give_back));
 }
 
@@ -173,25 +239,26 @@ void SymmetricHeap::put_back(uint64_t offset, size_t bytes, bool warm) {
     sizes.insert({bytes, offset});
 }
 
-void SymmetricHeap::drop(uint64_t offset) {
+void SymmetricHeap::drop(Lock& hold, uint64_t offset) {
     const auto found = used_.find(offset);
     const Piece piece = std::move(found->second);
     used_bytes_ -= piece.bytes;
     if (piece.retired) {  // its private memory goes; its addresses stay taken, and on the list
-        madvise(base_ + offset, piece.bytes, MADV_DONTNEED);
+        without(hold, [&] { return madvise(base_ + offset, piece.bytes, MADV_DONTNEED); });
         return;
     }
     used_.erase(found);
-    const bool keep = warm_bytes_ + piece.bytes <= kept_;
-    put_back(offset, piece.bytes, keep || !take_memory(offset, piece.bytes));
+    bool warm = warm_bytes_ + piece.bytes <= kept_;
+    if (!warm) warm = without(hold, [&] { return !take_memory(offset, piece.bytes); });
+    put_back(offset, piece.bytes, warm);
 }
 
-size_t SymmetricHeap::trim_locked() {
+size_t SymmetricHeap::trim(Lock& hold) {
     size_t given = 0;
     by_size_[true].clear();
     warm_bytes_ = 0;
     for (const auto& [offset, bytes] : std::exchange(free_[true], {})) {
-        const bool cold = take_memory(offset, bytes);
+        const bool cold = without(hold, [&] { return take_memory(offset, bytes); });
         put_back(offset, bytes, !cold);
         if (cold) given += bytes;
     }
@@ -200,20 +267,20 @@ size_t SymmetricHeap::trim_locked() {
 
 size_t SymmetricHeap::trim() {
     if (getpid() != pid_) return 0;
-    std::lock_guard hold(lock_);
-    reclaim();
-    return trim_locked();
+    Lock hold(lock_);
+    reclaim(hold);
+    return trim(hold);
 }
 
 void SymmetricHeap::set_kept(size_t bytes) {
-    std::lock_guard hold(lock_);
+    Lock hold(lock_);
     kept_ = bytes;
-    if (warm_bytes_ > kept_ && getpid() == pid_) trim_locked();
+    if (warm_bytes_ > kept_ && getpid() == pid_) trim(hold);
 }
 
 SymmetricHeap::Usage SymmetricHeap::usage() {
-    std::lock_guard hold(lock_);
-    reclaim();
+    Lock hold(lock_);
+    reclaim(hold);
     return {used_bytes_, warm_bytes_, used_.size() - static_cast<size_t>(num_retired_.load())};
 }
 
@@ -230,24 +297,62 @@ bool SymmetricHeap::is_retired(uint64_t offset) const {
 void SymmetricHeap::retire(const std::byte* data) {
     const auto offset = static_cast<size_t>(data - base_);
     if (offset >= bytes_ || getpid() != pid_) return;
-    std::lock_guard hold(lock_);
-    const auto after = used_.upper_bound(offset);
-    if (after == used_.begin()) return;
-    auto& [begin, piece] = *std::prev(after);
-    if (offset >= begin + piece.bytes || piece.retired || piece.node_shared) return;
-    // Whatever follows, peers no longer look for it here, and nobody gets it again.
-    piece.retired = true;
-    num_retired_.fetch_add(1, std::memory_order_release);
-    // The private copy takes the place of the shared pages in one step, so that other threads of
-    // this process, which may read the tensor, find memory there at every moment. Where there is no
-    // memory for a copy, the tensor can still change under its owner.
+    uint64_t begin = 0;
+    size_t bytes = 0;
+    {
+        std::lock_guard hold(lock_);
+        const auto after = used_.upper_bound(offset);
+        if (after == used_.begin()) return;
+        auto& [at, piece] = *std::prev(after);
+        if (offset >= at + piece.bytes || piece.retired || piece.node_shared) return;
+        // Whatever follows, peers no longer look for it here, and nobody gets it again.
+        piece.retired = true;
+        num_retired_.fetch_add(1, std::memory_order_release);
+        begin = at;
+        bytes = piece.bytes;
+    }
+    // The caller's operation keeps the tensor. The private copy takes the place of the shared pages
+    // in one step, so that other threads of this process, which may read the tensor, find memory
+    // there at every moment. Where there is no memory for a copy, the tensor can still change under
+    // its owner.
     constexpr int kPrivate = MAP_PRIVATE | MAP_ANONYMOUS;
-    void* copy = mmap(nullptr, piece.bytes, PROT_READ | PROT_WRITE, kPrivate, -1, 0);
+    void* copy = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kPrivate, -1, 0);
     if (copy == MAP_FAILED) return;
-    std::memcpy(copy, base_ + begin, piece.bytes);
+    std::memcpy(copy, base_ + begin, bytes);
     constexpr int kThere = MREMAP_MAYMOVE | MREMAP_FIXED;
-    if (mremap(copy, piece.bytes, piece.bytes, kThere, base_ + begin) == MAP_FAILED)
-        munmap(copy, piece.bytes);
+    if (mremap(copy, bytes, bytes, kThere, base_ + begin) == MAP_FAILED) munmap(copy, bytes);
+}
+
+// ---- forked children (forking.h) ----------------------------------------------------------------
+
+SymmetricHeap* SymmetricHeap::lock_for_fork() {
+    made().lock.lock();
+    SymmetricHeap* now = made().heap.load(std::memory_order_acquire);
+    if (now != nullptr) now->lock_.lock();
+    return now != nullptr && now->pid_ == getpid() ? now : nullptr;
+}
+
+void SymmetricHeap::unlock_after_fork() {
+    if (SymmetricHeap* now = made().heap.load(std::memory_order_acquire)) now->lock_.unlock();
+    made().lock.unlock();
+}
+
+// Not the first page, by which peers know whose heap it is, nor what was retired, which is private
+// already.
+std::vector<std::pair<uint64_t, uint64_t>> SymmetricHeap::map_privately() const {
+    std::vector<std::pair<uint64_t, uint64_t>> runs;
+    bool joins = false;
+    for (const auto& [offset, piece] : used_) {
+        if (!piece.retired && joins)
+            runs.back().second = offset + piece.bytes;
+        else if (!piece.retired)
+            runs.emplace_back(offset, offset + piece.bytes);
+        joins = !piece.retired;
+    }
+    std::erase_if(runs, [this](const auto& run) {
+        return !file_.map_privately(base_ + run.first, run.second - run.first, run.first);
+    });
+    return runs;
 }
 
 // ---- node-shared --------------------------------------------------------------------------------
@@ -316,15 +421,17 @@ bool SymmetricHeap::is_held(uint64_t offset, const Piece& piece, size_t rank) co
     return holds(offset)[rank].load() != 0 && holder && !holder->dead();
 }
 
-void SymmetricHeap::reclaim() {
-    std::erase_if(lent_, [this](uint64_t offset) {
+void SymmetricHeap::reclaim(Lock& hold) {
+    std::vector<uint64_t> free;
+    std::erase_if(lent_, [&](uint64_t offset) {
         const Piece& piece = used_.at(offset);
         for (size_t rank = 0; rank < piece.holders.size(); rank++) {
             if (is_held(offset, piece, rank)) return false;
         }
-        drop(offset);
+        free.push_back(offset);
         return true;
     });
+    for (const uint64_t offset : free) drop(hold, offset);
 }
 
 }  // namespace dure

@@ -2,17 +2,22 @@
 //
 // Note "Symmetric heap". Each process has one: a sparse memory file of as many bytes as the host
 // has memory, which is mapped once, here and (process.h) in every process of the host that shares a
-// group with this one. Allocating and freeing are local, and in any order. A tensor in the heap is
-// known to every peer by (whose heap, offset); a collective's header carries that (layout.h), so
-// such a tensor takes the zero-copy way in every group whose ranks share the host, and tensors of
-// one call may lie at other offsets on every rank.
+// group with this one. Under a limit of address space (RLIMIT_AS) it is smaller, so that the heaps
+// of all processes of the first group together take at most half of what is left; under a limit of
+// file sizes (RLIMIT_FSIZE) it is as large as that allows. Allocating and freeing are local, and in
+// any order. A tensor in the heap is known to every peer by (whose heap, offset); a collective's
+// header carries that (layout.h), so such a tensor takes the zero-copy way in every group whose
+// ranks share the host, and tensors of one call may lie at other offsets on every rank.
 //
-// *Pages.* The first page is the process' own (ProcessPage). The rest is cut into whole pages: used
-// pieces, and free ones, which are either *warm* (they have memory) or *cold* (they have none). An
-// allocation takes the smallest warm piece that fits, else cold pages, which are given memory there
-// and then: where the host has none left, the warm pieces are given back first, and if that does
-// not help the allocation fails, instead of the first touch of a page (SIGBUS). A freed piece is
-// kept warm up to a limit; `trim` gives all warm pieces back.
+// *Pages.* The first page is the process' own (ProcessPage). The rest is cut into whole pages of
+// the system: used pieces, and free ones, which are either *warm* (they have memory) or *cold*
+// (they have none). An allocation takes the smallest warm piece that fits, else cold pages, which
+// are given memory there and then: where the host has none left, the warm pieces are given back
+// first, and if that does not help the allocation fails, instead of the first touch of a page
+// (SIGBUS). A freed piece is kept warm up to a limit; `trim` gives all warm pieces back. The system
+// is asked for memory, and given it back, without the lock: it clears some 4 GiB per second, and
+// who frees a small tensor does not wait for that. What is under way is on no list; an allocation
+// that fails meanwhile waits for it and tries again.
 //
 // *Retired.* When a reduction fails after its header exchange, a peer that was kept from its core
 // may still write its slice of the result into our tensor, whenever it goes on. So the piece's
@@ -25,15 +30,18 @@
 // allocates. A piece that is *lendable* begins with no other holders: the owner adds one at a time
 // (`lend`), as it tells processes of it (rpc.share).
 //
-// Threads: any. A forked child does not see the parent's pieces as its own, and gives none back.
+// Threads: any. A forked child does not see the parent's pieces as its own, and gives none back;
+// what it has of them is in the note "Forked children" (forking.h).
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "layout.h"
@@ -57,17 +65,24 @@ class SymmetricHeap {
     static constexpr uint64_t kMagic = 0x7061656865727564;  // "dureheap"
     static constexpr size_t kKeptBytes = size_t{256} << 20;
 
-    // This process' heap, made when it is first asked for. Throws std::system_error.
-    static SymmetricHeap& of_process();
+    // This process' heap, made when it is first asked for; then `num_processes` is how many of
+    // this host will map each other's, 0 if that is not known. Throws std::system_error, whose text
+    // names the limit that leaves no room even for a small heap.
+    static SymmetricHeap& of_process(int num_processes = 0);
+    // With pages of `page_bytes`, a multiple of the system's. All but tests use `of_process`.
+    SymmetricHeap(size_t page_bytes, int num_processes);
+    SymmetricHeap(const SymmetricHeap&) = delete;
+    SymmetricHeap& operator=(const SymmetricHeap&) = delete;
 
     ProcessPage& page() const { return *reinterpret_cast<ProcessPage*>(base_); }
     int file() const { return file_.fd(); }
     const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
     std::byte* base() const { return base_; }
 
-    // At least `bytes`, from the start of a page; with `zeroed`, zeros. Null: the host has no more
-    // memory, or the heap no more addresses.
-    std::shared_ptr<HeapMemory> allocate(size_t bytes, bool zeroed);
+    // At least `bytes`, from the start of a page; with `zeroed`, zeros; with `copied`, forked
+    // children get a copy (forking.h). Null: the host has no more memory, or the heap no more
+    // addresses.
+    std::shared_ptr<HeapMemory> allocate(size_t bytes, bool zeroed, bool copied = false);
     // As `allocate`, to be held by ranks that run in `holders`. What the caller gets holds for the
     // first of them; each of the others makes its own with `hold_node_shared`.
     std::shared_ptr<HeapMemory> allocate_node_shared(
@@ -107,26 +122,35 @@ class SymmetricHeap {
     };
     Usage usage();
 
+    // For the handlers of fork (forking.cpp): take the locks, and return the heap of this process,
+    // null if it has none; give the locks up; and in the child, with the locks, map the used part
+    // of the parent's heap privately: which parts that were, as offsets.
+    static SymmetricHeap* lock_for_fork();
+    static void unlock_after_fork();
+    std::vector<std::pair<uint64_t, uint64_t>> map_privately() const;
+
   private:
+    using Lock = std::unique_lock<std::mutex>;
     struct Piece {
         size_t bytes;
         bool node_shared = false, retired = false, lendable = false;
         std::vector<std::shared_ptr<Process>> holders;  // of one that is node-shared
     };
 
-    SymmetricHeap();
     bool is_retired(uint64_t offset) const;
     uint64_t allocate_piece(size_t bytes, bool zeroed, bool node_shared);
-    // Those below are called with the lock.
-    uint64_t take(size_t bytes, bool& warm);
-    uint64_t take_from(bool warm, size_t bytes);
     bool give_memory(uint64_t offset, size_t bytes);
     bool take_memory(uint64_t offset, size_t bytes);
+    // Those below are called with the lock; those that get it give it up while the system works.
+    template <typename F>
+    auto without(Lock& hold, F work);
+    uint64_t take(Lock& hold, size_t bytes, bool& warm);
+    uint64_t take_from(bool warm, size_t bytes);
     void put_back(uint64_t offset, size_t bytes, bool warm);
-    void drop(uint64_t offset);
-    void reclaim();
+    void drop(Lock& hold, uint64_t offset);
+    void reclaim(Lock& hold);
     bool is_held(uint64_t offset, const Piece& piece, size_t rank) const;
-    size_t trim_locked();
+    size_t trim(Lock& hold);
     std::atomic<uint8_t>* holds(uint64_t offset) const {
         return reinterpret_cast<std::atomic<uint8_t>*>(base_ + offset);
     }
@@ -135,9 +159,12 @@ class SymmetricHeap {
     std::shared_ptr<Mapping> mapping_;
     std::byte* base_ = nullptr;
     size_t bytes_ = 0;
-    int pid_ = 0;
+    const size_t page_;
+    const int pid_;
 
     mutable std::mutex lock_;
+    std::condition_variable settled_;                   // a thread has come back from the system
+    int num_away_ = 0;                                  // threads that have given up the lock there
     std::map<uint64_t, Piece> used_;                    // by offset
     std::map<uint64_t, size_t> free_[2];                // cold, warm: bytes by offset
     std::set<std::pair<size_t, uint64_t>> by_size_[2];  // the same, by bytes

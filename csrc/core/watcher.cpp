@@ -125,7 +125,11 @@ void Watcher::answer(uint32_t question) {
         const auto found = places.find(page.about.load(std::memory_order_seq_cst));
         if (found != places.end()) where = found->second;
     }
-    const std::string text = where ? where() : std::string();
+    std::string text;
+    try {
+        if (where) text = where();
+    } catch (const std::exception&) {  // no memory for a text
+    }
     char bytes[kAnswerBytes] = {};
     std::memcpy(bytes, text.data(), whole_characters(text, sizeof bytes - 1));
     page.answered.store(0, std::memory_order_seq_cst);

@@ -1,10 +1,14 @@
 // Allocating and freeing in the symmetric heap, and what peers see of it.
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <random>
 
+#include "forking.h"
 #include "harness.h"
 #include "symmetric_heap.h"
 
@@ -178,6 +182,254 @@ TEST(a_forked_child_has_a_heap_of_its_own) {
     CHECK(status == 0);
     CHECK(memory->data[0] == std::byte{1});
     CHECK(heap().usage().num_pieces >= 1);
+}
+
+// A forked child that does `body` when it is told to.
+class Child {
+  public:
+    explicit Child(const std::function<void()>& body) {
+        CHECK(pipe(go_) == 0);
+        pid_ = fork();
+        if (pid_ != 0) return;
+        char byte = 0;
+        close(go_[1]);
+        CHECK(read(go_[0], &byte, 1) == 1);
+        body();
+        std::_Exit(0);
+    }
+    void run() {
+        CHECK(write(go_[1], "!", 1) == 1);
+        int status = 0;
+        waitpid(pid_, &status, 0);
+        CHECK(status == 0);
+        close(go_[0]);
+        close(go_[1]);
+    }
+
+  private:
+    int go_[2];
+    pid_t pid_;
+};
+
+void fill(const std::shared_ptr<HeapMemory>& memory, int value) {
+    std::memset(memory->data, value, memory->bytes);
+}
+
+bool all_are(const std::shared_ptr<HeapMemory>& memory, int value) {
+    for (size_t i = 0; i < memory->bytes; i++) {
+        if (memory->data[i] != static_cast<std::byte>(value)) return false;
+    }
+    return true;
+}
+
+TEST(what_a_forked_child_writes_stays_in_it) {
+    auto one = heap().allocate(3 * kPage, true), two = heap().allocate(1 << 20, true, true);
+    auto shared = heap().allocate_node_shared(100, {self()});
+    Child child([&] {
+        for (const auto& memory : {one, two, shared}) {
+            fill(memory, 2);
+            CHECK(all_are(memory, 2));
+        }
+    });
+    child.run();
+    for (const auto& memory : {one, two, shared}) CHECK(all_are(memory, 0));
+}
+
+TEST(a_forked_child_keeps_copied_memory_that_its_parent_changes_and_frees) {
+    for (const size_t bytes : {size_t{100}, 5 * kPage, size_t{3} << 20}) {
+        auto copied = heap().allocate(bytes, false, true), shown = heap().allocate(bytes, false);
+        fill(copied, 1);
+        fill(shown, 1);
+        auto in_child = std::make_shared<HeapMemory>(copied->data, bytes, nullptr);
+        auto seen = std::make_shared<HeapMemory>(shown->data, bytes, nullptr);
+        Child child([&] {
+            CHECK(all_are(in_child, 1));
+            CHECK(all_are(seen, 3));  // by design: it has not written there
+            // A child of the child has what the child has.
+            fill(in_child, 5);
+            Child grandchild([&] { CHECK(all_are(in_child, 5)); });
+            fill(in_child, 6);
+            grandchild.run();
+        });
+        copied.reset();
+        fill(in_child, 2);  // as another tensor does, that gets the memory
+        fill(shown, 3);
+        child.run();
+        CHECK(all_are(in_child, 2));
+    }
+}
+
+TEST(a_forked_child_keeps_a_retired_piece_beside_others) {
+    auto before = heap().allocate(kPage, true), retired = heap().allocate(kPage, true),
+         after = heap().allocate(kPage, true);
+    heap().retire(retired->data);
+    fill(retired, 4);
+    Child child([&] {
+        CHECK(all_are(retired, 4));
+        fill(before, 9);
+        fill(after, 9);
+    });
+    child.run();
+    CHECK(all_are(before, 0) && all_are(after, 0));
+}
+
+TEST(of_too_much_copied_memory_the_largest_pieces_are_not_copied) {
+    CHECK(CopiedInChildren::not_copied() == 0);
+    auto large = heap().allocate(kMostCopied - kPage, false, true);
+    CHECK(CopiedInChildren::not_copied() == 0);
+    auto small = heap().allocate(2 * kPage, false, true);
+    CHECK(CopiedInChildren::not_copied() == kMostCopied - kPage);
+    large->data[0] = small->data[0] = std::byte{1};
+    Child child([&] {
+        CHECK(small->data[0] == std::byte{1});
+        CHECK(large->data[0] == std::byte{2});
+    });
+    large->data[0] = small->data[0] = std::byte{2};
+    child.run();
+    large.reset();
+    CHECK(CopiedInChildren::not_copied() == 0);
+}
+
+TEST(a_forked_child_has_copies_of_what_a_peer_has_given) {
+    on_processes(2, [](Group& g) {
+        auto memory = heap().allocate(1 << 20, true);
+        std::vector<int64_t> offsets(2);
+        offsets[static_cast<size_t>(g.rank())] = memory->data - heap().base();
+        CHECK(g.all_reduce(block_of(offsets), DType::i64, Reduction::sum) == Status::ok);
+        if (g.rank() == 0) {
+            std::byte* theirs = g.process(1)->heap() + offsets[1];
+            const CopiedInChildren copied(theirs, 1000);
+            Child child([&] {
+                CHECK(theirs[0] == std::byte{0});
+                theirs[0] = theirs[kPage] = std::byte{2};
+            });
+            theirs[0] = std::byte{1};
+            child.run();
+        }
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        CHECK(g.rank() == 0 || memory->data[0] == std::byte{1});
+        CHECK(memory->data[kPage] == std::byte{0});
+    });
+}
+
+// The system clears what a large piece gets, page by page; what another thread frees and allocates
+// meanwhile is done before the end of that. The file tells how far it is.
+TEST(a_small_piece_is_freed_while_the_system_gives_memory_to_a_large_one) {
+    constexpr size_t kLarge = size_t{512} << 20;
+    heap().trim();
+    for (int attempt = 0; attempt < 20; attempt++) {
+        auto small = heap().allocate(kPage, false);
+        const size_t before = memory_of_file();
+        std::atomic<bool> over{false};
+        std::thread thread([&] {
+            auto large = heap().allocate(kLarge, false);
+            over = true;
+        });
+        bool between = false;
+        while (!between && !over) {
+            if (memory_of_file() < before + kLarge / 64) continue;
+            small.reset();
+            small = heap().allocate(kPage, false);
+            between = memory_of_file() < before + kLarge;
+            break;
+        }
+        thread.join();
+        heap().trim();
+        if (between) return;
+    }
+    CHECK(!"each time the large piece was there first");
+}
+
+TEST(pages_of_64_kib_are_given_and_taken_as_a_whole) {
+    constexpr size_t kLargePage = 64 * 1024;
+    SymmetricHeap other(kLargePage, 1);
+    CHECK(other.mapping()->bytes() % kLargePage == 0);
+    auto one = other.allocate(100, true), two = other.allocate(kLargePage + 1, true);
+    for (const auto& memory : {one, two})
+        CHECK(static_cast<size_t>(memory->data - other.base()) % kLargePage == 0);
+    CHECK(other.usage().used == 3 * kLargePage);
+    other.retire(one->data);
+    CHECK(!other.shares(one->data, 100));
+    const auto peer = MemoryFile::open_of(getpid(), other.file()).map();
+    peer->data()[one->data - other.base()] = std::byte{1};
+    CHECK(one->data[0] == std::byte{0});
+    two.reset();
+    CHECK(other.trim() == 2 * kLargePage);
+}
+
+// The text of the exception that `body` throws.
+std::string error_of(const std::function<void()>& body) {
+    try {
+        body();
+    } catch (const std::exception& error) {
+        return error.what();
+    }
+    return "";
+}
+
+void limit(int resource, size_t bytes) {
+    const rlimit now{bytes, RLIM_INFINITY};
+    CHECK(setrlimit(static_cast<__rlimit_resource_t>(resource), &now) == 0);
+}
+
+TEST(a_heap_fits_into_the_limit_of_file_sizes) {
+    in_child([] {
+        limit(RLIMIT_FSIZE, 32 << 20);
+        CHECK(SymmetricHeap(kPage, 2).mapping()->bytes() == 32 << 20);
+        limit(RLIMIT_FSIZE, 1 << 20);
+        const std::string error = error_of([] { SymmetricHeap none(kPage, 2); });
+        CHECK(error.find("RLIMIT_FSIZE") != std::string::npos);
+    });
+}
+
+TEST(the_heaps_of_all_ranks_fit_into_the_limit_of_addresses) {
+    in_child([] {
+        std::FILE* statm = std::fopen("/proc/self/statm", "r");
+        size_t pages = 0;
+        CHECK(statm && std::fscanf(statm, "%zu", &pages) == 1);
+        std::fclose(statm);
+        const size_t used = pages * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        limit(RLIMIT_AS, used + (size_t{1} << 30));
+        std::vector<std::shared_ptr<Mapping>> peers;
+        const SymmetricHeap own(kPage, 4);
+        CHECK(own.mapping()->bytes() > 64 << 20);
+        for (int peer = 1; peer < 4; peer++)
+            peers.push_back(MemoryFile::open_of(getpid(), own.file()).map());
+        limit(RLIMIT_AS, used);
+        const std::string error = error_of([] { SymmetricHeap none(kPage, 2); });
+        CHECK(error.find("RLIMIT_AS") != std::string::npos);
+    });
+}
+
+// A filter of system calls that answers memfd_create with `error`, if bit 3 of its flags
+// (MFD_NOEXEC_SEAL) is, or is not, set.
+void refuse_memory_files(bool sealed, int error) {
+    const uint8_t allows_sealed = sealed ? 0 : 1, allows_others = sealed ? 1 : 0;
+    sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_memfd_create, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),
+        BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, 8, allows_sealed, allows_others),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<uint32_t>(error)),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog filter{std::size(code), code};
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter, 0, 0) == 0);
+}
+
+TEST(a_memory_file_is_made_where_the_system_forbids_files_that_can_be_executed) {
+    in_child([] {
+        refuse_memory_files(false, EACCES);  // vm.memfd_noexec=2
+        CHECK(error_of([] { MemoryFile::create("test", kPage); }).empty());
+    });
+}
+
+TEST(a_memory_file_is_made_where_the_system_does_not_know_of_that) {
+    in_child([] {
+        refuse_memory_files(true, EINVAL);
+        CHECK(error_of([] { MemoryFile::create("test", kPage); }).empty());
+    });
 }
 
 }  // namespace

@@ -93,7 +93,7 @@ class Map:
             shape = like.shape
         large = math.prod(shape) * like.itemsize >= _LARGE_BYTES and like.is_cpu
         if large and len(self.group.hosts) < self.group.size():
-            return heap_empty(*shape, dtype=like.dtype, zeroed=zero)
+            return heap_empty(*shape, dtype=like.dtype, zeroed=zero, copied=True)
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=like.dtype, device=like.device)
 

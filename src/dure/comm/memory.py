@@ -7,6 +7,9 @@ What the heap is, and why a tensor of it needs no copy through staging, is told 
 from __future__ import annotations
 
 import math
+import os
+import warnings
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,19 +28,34 @@ change_word = native.change_word
 """Wait until a 32-bit word has one value, and give it another (`native.change_word`)."""
 
 _HAS_HEAP = native.available()[0]
+_PLACEHOLDER_BYTES = 56
+"""The length of a storage that is made to be put over other memory."""
+
+
+def storage_of(memory: HeapMemory) -> torch.UntypedStorage:
+    """Return a storage over `memory`, which holds it until it is resized or freed.
+
+    It can be resized as any other: `resize_(0)` frees the memory in the heap, and what follows is
+    ordinary memory.
+    """
+    storage = torch.UntypedStorage(_PLACEHOLDER_BYTES, device="cpu")
+    where = storage._cdata, storage.data_ptr()  # pyright: ignore[reportAttributeAccessIssue]
+    if native.put_into_storage(memory, *where, _PLACEHOLDER_BYTES):
+        return storage
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 def tensor_of(memory: HeapMemory, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return `memory` as a tensor [shape], which holds it."""
     if len(memory) == 0:
         return torch.empty(shape, dtype=dtype)
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    storage = storage_of(memory)
     # No view of anything: autograd lets nobody change views in place that a Function returns.
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
 
 
 def heap_empty(
-    *shape: int, dtype: torch.dtype = torch.float32, zeroed: bool = False
+    *shape: int, dtype: torch.dtype = torch.float32, zeroed: bool = False, copied: bool = False
 ) -> torch.Tensor:
     """Allocate a tensor in this process's symmetric heap; no other rank need call.
 
@@ -49,6 +67,8 @@ def heap_empty(
         *shape: Of the tensor, which is contiguous and on the CPU.
         dtype: Of the tensor.
         zeroed: Whether it is filled with zeros.
+        copied: Whether forked children get a copy of its own, as of ordinary memory; see the note
+            "Forked children" (csrc/core/forking.h). Otherwise they see what is written to it later.
 
     Cost:
         Whole pages. Some 2 us where freed memory of the heap fits; else 0.2 to 0.3 us for each
@@ -60,7 +80,7 @@ def heap_empty(
     nbytes = math.prod(shape) * dtype.itemsize
     if not _HAS_HEAP or nbytes == 0:
         return (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype)
-    memory = native.heap_allocate(nbytes, zeroed)
+    memory = native.heap_allocate(nbytes, zeroed, copied)
     if memory is None:
         used, kept, pieces = native.heap_usage()
         raise CommError(
@@ -127,9 +147,7 @@ def shared_empty(
     Raises:
         CommError: The host has no memory left.
     """
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = resolve(group, "shared_empty").allocate("shared_empty", nbytes, False)
-    return torch.zeros(shape, dtype=dtype) if memory is None else memory.view(dtype).view(shape)
+    return shown_to_children(own_empty(*shape, dtype=dtype, group=group))
 
 
 def host_shared_empty(
@@ -160,6 +178,18 @@ def host_shared_empty(
         UsageError: The backend has no memory that ranks share (gloo, nccl, mpi).
         CommError: The host has no memory left; the same on all ranks.
     """
+    return shown_to_children(node_empty(*shape, dtype=dtype, group=group))
+
+
+def own_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> torch.Tensor:
+    """As `shared_empty`, of memory that the program does not know of."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = resolve(group, "shared_empty").allocate("shared_empty", nbytes, False)
+    return torch.zeros(shape, dtype=dtype) if memory is None else memory.view(dtype).view(shape)
+
+
+def node_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> torch.Tensor:
+    """As `host_shared_empty`, of memory that the program does not know of."""
     op, pg = "host_shared_empty", resolve(group, "host_shared_empty")
     memory = pg.allocate(op, math.prod(shape) * dtype.itemsize, True)
     if memory is None:
@@ -173,3 +203,41 @@ def host_shared_empty(
             fix='Use the backend "shm" on one host, or "hybrid" on several.',
         )
     return memory.view(dtype).view(shape)
+
+
+# ---- forked children -----------------------------------------------------------------------------
+
+_shown: dict[int, weakref.ref[torch.Tensor]] = {}
+"""The program's tensors in memory that forked children see, by their number."""
+
+
+def shown_to_children(tensor: torch.Tensor) -> torch.Tensor:
+    """Note, for a warning at a fork, that a child sees what is written to `tensor`; return it."""
+    key = id(tensor)
+    if heap_address(tensor) is not None:
+        _shown[key] = weakref.ref(tensor, lambda _: _shown.pop(key, None))
+    return tensor
+
+
+def _warn_before_fork() -> None:
+    """Warn, once, of memory that a forked child will share instead of having a copy of it."""
+    global _has_warned
+    not_copied = native.not_copied_in_children()
+    if _has_warned or not (_shown or not_copied):
+        return
+    _has_warned = True
+    seen = [f"{len(_shown)} tensors of shared_empty and the like"] if _shown else []
+    if not_copied:
+        seen.append(f"{not_copied:,} bytes of results, which are more than a fork copies")
+    warnings.warn(
+        f"this process forks while it has {' and '.join(seen)}: what it writes there, or frees, "
+        "changes in the child too. Clone what a child needs, or start children by 'spawn' or "
+        "'forkserver'.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+_has_warned = False
+if _HAS_HEAP:
+    os.register_at_fork(before=_warn_before_fork)

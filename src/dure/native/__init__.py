@@ -46,7 +46,9 @@ __all__ = [
     "heap_usage",
     "kernel_isa",
     "know_torch",
+    "not_copied_in_children",
     "pack_tensor",
+    "put_into_storage",
     "reduce",
     "require",
     "select_kernel_isa",
@@ -90,7 +92,9 @@ if TYPE_CHECKING:
         heap_usage,
         kernel_isa,
         know_torch,
+        not_copied_in_children,
         pack_tensor,
+        put_into_storage,
         reduce,
         select_kernel_isa,
         set_library_folders,
@@ -120,6 +124,8 @@ else:
     # An extension that was built before it had them leaves sums and reading to Python,
     # counts nothing, and lends nothing.
     heap_taken = getattr(_found, "heap_taken", int)
+    put_into_storage = getattr(_found, "put_into_storage", lambda *_: False)
+    not_copied_in_children = getattr(_found, "not_copied_in_children", int)
     heap_lend = getattr(_found, "heap_lend", lambda address, to: 0)
     heap_share = getattr(_found, "heap_share", _found.heap_allocate)
     crc32c = getattr(_found, "crc32c", _slow_crc32c)

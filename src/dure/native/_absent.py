@@ -43,7 +43,9 @@ __all__ = [
     "heap_usage",
     "kernel_isa",
     "know_torch",
+    "not_copied_in_children",
     "pack_tensor",
+    "put_into_storage",
     "reduce",
     "select_kernel_isa",
     "set_library_folders",
@@ -126,15 +128,26 @@ heap_trim = _missing_function("heap_trim")
 heap_usage = _missing_function("heap_usage")
 
 
+def not_copied_in_children() -> int:
+    """Return 0: there is no heap."""
+    return 0
+
+
 pack_tensor = _missing_function("pack_tensor")
+put_into_storage = _missing_function("put_into_storage")
 unpack_tensor = _missing_function("unpack_tensor")
 
 
 def know_torch(
-    tensor: type, parameter: type, reductions: list[object], c: object, sample: object
+    tensor: type,
+    parameter: type,
+    reductions: list[object],
+    c: object,
+    sample: object,
+    hooks: list[object],
 ) -> bool:
     """Tell that tensors cannot be read natively."""
-    del tensor, parameter, reductions, c, sample
+    del tensor, parameter, reductions, c, sample, hooks
     return False
 
 

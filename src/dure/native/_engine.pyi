@@ -267,8 +267,21 @@ class Group:
     def close(self) -> None:
         """Leave; safe to call twice, from any thread."""
 
-def heap_allocate(nbytes: int, zeroed: bool, /) -> HeapMemory | None:
-    """Allocate in this process's heap; None where the host has no memory left."""
+def heap_allocate(bytes: int, zeroed: bool, copied: bool = False) -> HeapMemory | None:
+    """Allocate in this process's heap; None where the host has no memory left.
+
+    `copied`: forked children get a copy of their own.
+    """
+
+def not_copied_in_children() -> int:
+    """Return how many bytes of `copied` memory a fork now would not copy: they are too many."""
+
+def put_into_storage(memory: HeapMemory, storage: int, address: int, nbytes: int, /) -> bool:
+    """Put `memory` in the place of what a small storage of torch's holds.
+
+    `storage` is its `_cdata`, `address` and `nbytes` what it holds. False where it does not look as
+    this torch's storages are known to: nothing has changed then.
+    """
 
 class Ticket:
     """Something that a thread waits for in `Inbox.next`, and that another one brings."""
@@ -353,12 +366,18 @@ def change_word(
     """
 
 def know_torch(
-    tensor: type, parameter: type, reductions: list[object], c: object, sample: Tensor, /
+    tensor: type,
+    parameter: type,
+    reductions: list[object],
+    c: object,
+    sample: Tensor,
+    hooks: list[object],
+    /,
 ) -> bool:
-    """Learn torch's types and our reductions, for the `plain_` calls.
+    """Learn torch's types, our reductions and the hooks of `dure.trace`, for the `plain_` calls.
 
     `c` is torch._C, whose functions are called where torch's C++ functions are not found; `sample`
-    is an empty tensor.
+    is an empty tensor. The `plain_` calls decline while there are hooks.
     False where torch lacks DLPack's exchange table: they then decline everything.
     """
 

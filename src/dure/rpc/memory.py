@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from dure import native
-from dure.comm.memory import tensor_of
+from dure.comm.memory import shown_to_children, storage_of, tensor_of
 from dure.errors import RpcError, UsageError
 from dure.rpc.checks import check
 
@@ -76,7 +76,7 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
     memory = native.heap_share(tensor.nbytes)
     if memory is None:
         raise RpcError("the host has no memory left", op="share", seen=f"{tensor.nbytes:,} bytes")
-    shared = tensor_of(memory, tuple(tensor.shape), tensor.dtype)
+    shared = shown_to_children(tensor_of(memory, tuple(tensor.shape), tensor.dtype))
     shared.copy_(tensor.detach())
     return shared.requires_grad_(tensor.requires_grad)
 
@@ -95,7 +95,7 @@ def give(to: native.Process, memory: torch.Tensor) -> Memory:
 def take(giver: native.Process, row: Memory) -> torch.Tensor:
     """Return memory [bytes] that a process of this host has given or shared."""
     taken = native.heap_take(giver, row.offset, row.nbytes, row.hold)
-    memory = torch.frombuffer(taken, dtype=torch.uint8)
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage_of(taken), 0, (row.nbytes,))  # pyright: ignore[reportCallIssue]
     crowded = not row.hold and native.heap_taken() > _MOST_TAKEN_BYTES
     return memory.clone() if crowded else memory
 
