@@ -150,7 +150,8 @@ class TurnsOfModel:
         """
         turns = self._of.get(group)
         if turns is None:
-            turns = self._of[group] = Turns(group)
+            with torch.inference_mode(False):  # in which the first forward may be
+                turns = self._of[group] = Turns(group)
         return turns
 
     def leave(self, together: bool) -> None:

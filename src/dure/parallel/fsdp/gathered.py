@@ -158,7 +158,8 @@ class Gathered(Strategy):
             self.unshard()
             pieces = self._gathered()
             assert pieces is not None
-            with torch.no_grad():
+            # Wholes that are made in a forward in inference mode are trained later.
+            with torch.inference_mode(False), torch.no_grad():
                 self._fill(pieces)
             self._is_whole = True
         return self._wholes

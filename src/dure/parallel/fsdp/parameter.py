@@ -151,17 +151,21 @@ class FSDPParameter:
     def show_whole(self, tensor: torch.Tensor) -> None:
         """Let modules have the whole, whose values lie in `tensor` [whole_shape]."""
         if self.whole is None:
-            made = tensor
-            if self._inner is not None:
-                meta = TensorMeta(self._inner.shape, self._inner.meta.stride, self.dtype)
-                made = wrap(tensor, spec_of(self._inner.mesh, self._inner.placements, meta))
-            self.whole = nn.Parameter(made, self.sharded.requires_grad)
+            with torch.inference_mode(False):  # in which it may be needed first
+                self.whole = nn.Parameter(self._made_of(tensor), self.sharded.requires_grad)
             self._is_watched = False
         self.whole.requires_grad_(self.sharded.requires_grad)
         if not self._is_watched and self.whole.requires_grad:
             self._watch(self.whole)
             self._is_watched = True
         self._show(self.whole)
+
+    def _made_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole: `tensor`, or the DTensor whose part it is on this rank."""
+        if self._inner is None:
+            return tensor
+        meta = TensorMeta(self._inner.shape, self._inner.meta.stride, self.dtype)
+        return wrap(tensor, spec_of(self._inner.mesh, self._inner.placements, meta))
 
     def _watch(self, whole: nn.Parameter) -> None:
         """Have `on_gradient` called when a backward has filled the ``.grad`` of `whole`."""
