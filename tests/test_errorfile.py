@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -108,13 +109,20 @@ def test_launchers_error_leaves_the_report_of_the_rank(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "3", "{}", '{"message": 3}', '{"message": {"extraInfo": {}}}', "\udcff"],
+    [
+        *("", "{", "[]", "3", "{}", '{"message": 3}', '{"message": {"extraInfo": {}}}', "\udcff"),
+        "[" * 100_000,
+        '{"message": {"message": "x", "errorCode": 1e400}}',
+    ],
+    ids=range(10),
 )
 def test_file_that_is_no_error_file_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "e"
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert read_error(path) is None
-    assert read_error(tmp_path / "missing") is None
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("missing", "pipe"):
+        assert read_error(tmp_path / name) is None
 
 
 def test_short_form_is_read(tmp_path: Path) -> None:

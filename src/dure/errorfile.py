@@ -28,6 +28,7 @@ from dure import env
 
 __all__ = ["RecordedError", "encodable", "read_error", "record", "write_error"]
 
+_MOST_BYTES = 16 << 20
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -121,6 +122,8 @@ def write_error(path: Path, error: RecordedError) -> None:
 def read_error(path: Path) -> RecordedError | None:
     """Read an error file; None if there is none, or what it holds is something else."""
     try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return None
         content = json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
         if isinstance(content, str):
             return RecordedError(message=encodable(content))
@@ -133,6 +136,8 @@ def read_error(path: Path) -> RecordedError | None:
             timestamp=int(extra.get("timestamp", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    except (OverflowError, RecursionError):  # an infinite time; nested too deeply
         return None
 
 

@@ -70,7 +70,8 @@ def test_files_that_are_refused(tmp_path, monkeypatch):
     torch.save({"x": Harmful()}, "harmful.pt")
     torch.save([1], "list.pt")
     (tmp_path / "other.pt").write_bytes(b"other")
-    for file in ("harmful.pt", "list.pt", "other.pt", "absent.pt"):
+    os.mkfifo(tmp_path / "pipe.pt")
+    for file in ("harmful.pt", "list.pt", "other.pt", "absent.pt", "pipe.pt"):
         with pytest.raises(CheckpointError) as caught:
             torch_save_to_dcp(file, "saved")
         assert caught.value.path == file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -66,6 +67,16 @@ def test_checksums_of_other_tensors_are_refused(tmp_path):
             _load(tmp_path, **other)
         save_file(other, path, metadata={"format": "pt"})
         _load(tmp_path, **other)
+
+
+@pytest.mark.parametrize(
+    "index", ["[" * 100_000, '{"weight_map": 3}', '{"weight_map": {"w": 1e400}}', "3", "pipe"]
+)
+def test_index_that_is_not_one_is_refused(tmp_path, index):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(index) if index != "pipe" else os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="the weights cannot be used"):
+        _load(tmp_path, w=torch.zeros(1))
 
 
 def test_hidden_files_are_not_weights(tmp_path):

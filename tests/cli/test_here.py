@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dure.cli import here as here_module
 from dure.cli.here import HEADS, HIDDEN, TOKENS, WIDTH, here, machine_of
 from dure.errors import UsageError
 from dure.plan import Job, Layout, Model
@@ -82,3 +83,15 @@ def test_one_rank_has_no_network_and_a_layout_is_costed_with_what_was_measured()
 def test_too_many_ranks_are_refused_before_anything_starts():
     with pytest.raises(UsageError, match="not so many cores"):
         here(10_000)
+
+
+@pytest.mark.parametrize("kept", ["", "[]", "[" * 100_000, '{"gpu": {"x": 1}}', "\udcff"])
+def test_machine_is_measured_again_if_what_was_kept_is_damaged(kept, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    calls: list[int] = []
+    monkeypatch.setattr(here_module, "_measured", lambda n: calls.append(n) or measured(n))
+    first = here(1)
+    (file,) = tmp_path.glob("dure/*.json")
+    assert here(1) == first and calls == [1]
+    file.write_bytes(kept.encode(errors="surrogateescape"))
+    assert here(1) == first and calls == [1, 1]

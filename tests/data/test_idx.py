@@ -1,6 +1,7 @@
 """IDX files: what is read is what was written, and nothing else is read."""
 
 import gzip
+import os
 
 import numpy as np
 import pytest
@@ -79,8 +80,10 @@ def test_what_is_no_idx_directory_or_no_file_is_refused(tmp_path):
     for path in (tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(DataError):
             read_idx_directory(path)
-    with pytest.raises(DataError):
-        read_idx(tmp_path, 3)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(DataError, match="not a regular file"):
+            read_idx(path, 3)
 
 
 def test_idx_longer_than_a_piece_is_read_whole(tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
-"""Models by their configuration: which are not planned for."""
+"""Models by their configuration: which are not planned for, and what is not a configuration."""
 
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -18,6 +19,15 @@ from dure.plan import Job, configured_model
         ({"num_hidden_layers": None}, "does not say layers"),
         ({"num_attention_heads": 7}, "do not divide the width"),
         ({"hidden_size": 16}, "no model has width 16"),
+        ({"hidden_size": "abc"}, "hidden_size of .* must be a whole number"),
+        ({"hidden_size": [1024]}, "hidden_size of .* must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers of .* must be a whole number"),
+        ({"vocab_size": 1000.5}, "vocab_size of .* must be a whole number"),
+        ({"num_hidden_layers": 10**30}, "no model has layers"),
+        ({"num_attention_heads": -16}, "no model has heads -16"),
+        ({"intermediate_size": 10**400}, "no model has hidden"),
+        ({"text_config": "abc"}, "text_config of .* must be a JSON object"),
+        ({"quantization_config": "abc"}, "quantization_config of .* must be a JSON object"),
     ],
 )
 def test_configurations_that_are_not_planned_for(config, said, tmp_path):
@@ -26,3 +36,37 @@ def test_configurations_that_are_not_planned_for(config, said, tmp_path):
     path.write_text(json.dumps(usual | {"vocab_size": 1000} | config))
     with pytest.raises(UsageError, match=said):
         Job(configured_model(path), 2**20)
+
+
+def test_whole_numbers_are_read_in_every_spelling(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"hidden_size": 1024.0, "n_layer": "8", "num_attention_heads": 16, "vocab_size": 1e3}'
+    )
+    model = configured_model(path)
+    assert (model.width, model.layers, model.vocabulary) == (1024, 8, 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ('"abc"', "must be a JSON object"),
+        ('{"hidden_size": 1e400}', "1e400 is not a finite number: line 1 column 17"),
+        ('{"hidden_size": }', "line 1 column 17"),
+        ("[" * 100_000, "Nested too deeply: line 1 column 201"),
+        ('{"hidden_size": ' + "1" * 5000 + "}", "integer string conversion"),
+    ],
+)
+def test_text_that_is_not_a_configuration_is_refused_at_its_place(text, seen, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        configured_model(path)
+    assert seen in str(caught.value)
+
+
+def test_configuration_in_a_pipe_or_a_device_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(UsageError, match="is not a regular file"):
+            configured_model(path)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
+from dure.errors import UsageError
 from dure.plan.machines import gpus
 
 
@@ -9,3 +14,27 @@ def test_hardware_has_sources_and_plausible_figures():
     found = gpus()
     assert {"v100", "a100", "h100", "h200", "b200"} <= set(found)
     assert all(gpu.source for gpu in found.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"),
+    [
+        (b"x = 1\ny = " + b"[" * 100_000, "at line 2"),
+        (b"gpu = 3", "does not describe GPUs"),
+        (b"[gpu.a]\nkind = =", "at line 2, column 8"),
+        (b"\xff", "utf-8"),
+    ],
+)
+def test_file_that_does_not_describe_machines_is_refused_at_its_place(content, seen, tmp_path):
+    path = tmp_path / "machines.toml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        gpus(path)
+    assert seen in str(caught.value)
+
+
+def test_machines_in_a_pipe_or_a_device_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(UsageError, match="is not a regular file"):
+            gpus(path)

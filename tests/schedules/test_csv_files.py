@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
 import pytest
@@ -52,3 +53,11 @@ def test_faults_in_files_are_named(text, format, place, cell, tmp_path):
     with pytest.raises(UsageError) as error:
         read_csv(path, cast("Any", format))
     assert place in error.value.seen and cell in str(error.value)
+
+
+def test_what_is_not_a_file_of_a_schedule_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "odd.csv").write_bytes(b"\xff")
+    for path in (tmp_path / "pipe.csv", tmp_path / "odd.csv", tmp_path / "absent.csv", "/dev/zero"):
+        with pytest.raises(UsageError):
+            read_csv(path)

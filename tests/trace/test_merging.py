@@ -93,10 +93,10 @@ def test_what_is_no_file_is_named_and_not_read(tmp_path):
         large.truncate((1 << 28) + 1)
     assert read(tmp_path).problems == (
         "deep.json: is no flight record",
-        "fifo.json: is no regular file",
-        "folder.json: is no regular file",
+        "fifo.json: is not a regular file but a pipe",
+        "folder.json: is not a regular file but a folder",
         "large.json: is larger than 256 MiB",
-        "zero.json: is no regular file",
+        "zero.json: is not a regular file but a device",
     )
 
 

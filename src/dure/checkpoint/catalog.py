@@ -25,12 +25,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dure.checkpoint.files import NotAFile, read_file, readable
+from dure.checkpoint.files import read_file, readable
 from dure.checkpoint.folder import Unflushed, check_link, flush, replace_file
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
 from dure.errors import CheckpointDamaged, CheckpointError, CheckpointNotWritten
+from dure.trace.plain_files import NotAFile, parse_json
 
 __all__ = [
     "NAME",
@@ -248,7 +249,7 @@ def _read(folder: Path) -> Catalog:
     if digest != _digest(body):
         raise Unreadable(f"{NAME} is damaged, or not of Dure: its checksum is wrong")
     try:
-        return _catalog(cast(dict[str, Any], json.loads(body)))
+        return _catalog(cast(dict[str, Any], parse_json(body)))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:
         raise Unreadable(f"{NAME} has another form: {type(e).__name__}: {e}") from None
 

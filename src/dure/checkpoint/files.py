@@ -16,9 +16,7 @@ its bytes may be intact: that is a `CheckpointError`, which stops the program.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +26,11 @@ import torch
 
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointDamaged, CheckpointError
+from dure.trace.plain_files import NotAFile, open_plain, read_plain
 
 __all__ = [
     "DTYPES",
     "PIECE_BYTES",
-    "NotAFile",
     "can_be_named",
     "damaged",
     "open_file",
@@ -45,6 +43,7 @@ __all__ = [
 
 PIECE_BYTES = 1 << 18
 """What is written, or read, at once; a checksum finds it in the cache of its core."""
+_MOST_BYTES = 1 << 30  # of what is read completely: catalogs, indexes, journals
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -96,10 +95,6 @@ def write_all(descriptor: int, data: memoryview, at: int | None = None) -> None:
             data, at = data[count:], at + count
 
 
-class NotAFile(OSError):
-    """There is something of that name, and it is no plain file."""
-
-
 def open_file(path: Path) -> int:
     """Return a descriptor to read a plain file with.
 
@@ -107,38 +102,12 @@ def open_file(path: Path) -> int:
         NotAFile: It is a link, a pipe, a folder, a socket, or a device.
         OSError: It is not there, or may not be read.
     """
-    kind = path.lstat().st_mode
-    if not stat.S_ISREG(kind):
-        raise NotAFile(0, f"is no file but {_named(kind)}", str(path))
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as e:
-        if e.errno == errno.ELOOP:  # replaced since it was checked
-            raise NotAFile(0, "is no file but a link", str(path)) from None
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NotAFile(0, "is no file", str(path))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _named(kind: int) -> str:
-    kinds = [
-        (stat.S_ISLNK, "a link"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISSOCK, "a socket"),
-    ]
-    return next((name for test, name in kinds if test(kind)), "a device")
+    return open_plain(path, follow=False)
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a plain file; errors as `open_file`."""
-    with os.fdopen(open_file(path), "rb") as file:
-        return file.read()
+    """Return the bytes of a plain file; errors as `open_file`, or it is larger than 1 GiB."""
+    return read_plain(path, _MOST_BYTES, follow=False)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from dure.checkpoint.storage import CheckpointId, StorageReader, done
 from dure.checkpoint.tree import decode, flatten
 from dure.comm.collectives import broadcast
 from dure.errors import CheckpointError, CheckpointMismatch, UsageError
+from dure.trace.plain_files import open_plain
 
 __all__ = [
     "BroadcastingTorchSaveReader",
@@ -101,6 +102,7 @@ def torch_save_to_dcp(
 
 def _load(path: str | PathLike[str]) -> dict[str, Any]:
     try:
+        os.close(open_plain(path))  # torch would wait for a pipe
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as e:  # of many classes
         raise CheckpointError("the file cannot be used", path=str(path), seen=f"{e}") from e

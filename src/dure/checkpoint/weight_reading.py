@@ -31,6 +31,7 @@ from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover, whole_box
 from dure.checkpoint.tree import tensor_node
 from dure.errors import CheckpointError
+from dure.trace.plain_files import parse_json
 
 __all__ = [
     "HIDDEN",
@@ -136,7 +137,7 @@ def _index(folder: Path) -> tuple[dict[str, str] | None, str | None]:
     path = folder / INDEX
     if not path.exists():
         return None, None
-    fields = cast(dict[str, Any], json.loads(read_file(path.resolve())))
+    fields = cast(dict[str, Any], parse_json(read_file(path.resolve())))
     placed = cast(dict[str, str], fields["weight_map"])
     for file in placed.values():
         if Path(file).name != file:
@@ -172,10 +173,11 @@ def journaled(folder: Path) -> list[str]:
 
     A journal that is cut short names nothing: its save had not changed anything yet.
     """
-    names: list[Any] = []
+    names: Any = []
     with suppress(FileNotFoundError, ValueError):
-        names = json.loads(read_file(folder / JOURNAL))
-    return [n for n in names if isinstance(n, str) and n == Path(n).name]
+        names = parse_json(read_file(folder / JOURNAL))
+    named = cast(list[Any], names if isinstance(names, list) else [])
+    return [n for n in named if isinstance(n, str) and n == Path(n).name]
 
 
 def header_of(path: Path) -> _Header:
@@ -191,7 +193,7 @@ def header_of(path: Path) -> _Header:
         if len(length) < 8 or count > min(_MAX_HEADER_BYTES, size - 8):
             raise Unreadable(f"{path.name} has no header of safetensors")
         text = file.read(count)
-    entries = cast(dict[str, dict[str, Any]], json.loads(text))
+    entries = cast(dict[str, dict[str, Any]], parse_json(text))
     metadata = cast(dict[str, str], entries.pop("__metadata__", {}))
     return _Header(length + text, entries, metadata, size)
 
@@ -225,7 +227,7 @@ def checksums_text(kinds: Mapping[str, Kind], sums: Mapping[str, Mapping[Box, in
 
 def _checksums(text: Any, kinds: Mapping[str, Kind]) -> dict[str, dict[Box, int]]:
     """Return the checksums of all tensors; Unreadable: they are not of these tensors."""
-    fields = cast(dict[str, Any], json.loads(text))
+    fields = cast(dict[str, Any], parse_json(text.encode()))
     _same(fields.keys() ^ kinds.keys())
     found: dict[str, dict[Box, int]] = {}
     for name, kind in kinds.items():

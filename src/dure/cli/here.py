@@ -23,11 +23,13 @@ from dure.cli.bench.group import Contestant, Group
 from dure.cli.machine import oversubscribed
 from dure.errors import UsageError
 from dure.plan import Gpu, Machine
+from dure.trace.plain_files import parse_json, read_plain
 
 __all__ = ["here", "machine_of"]
 
 _PROGRAM = ("-m", "dure.cli.here_rank")
 _A_DAY_S = 86_400
+_MOST_BYTES = 1 << 20
 _LARGE, _SMALL = (1024, 1024, 1024), (128, 128, 1024)
 TOKENS, WIDTH, HIDDEN, HEADS = 512, 512, 1408, 8  # of the layer that is timed
 _VOCABULARY = 8192
@@ -59,13 +61,23 @@ def here(ranks: int, *, again: bool = False) -> Machine:
     home = env.text("XDG_STATE_HOME")
     folder = (Path(home) if home else Path.home() / ".local" / "state") / "dure"
     kept = folder / f"machine-{ranks}.json"
-    if not again and kept.exists() and time.time() - kept.stat().st_mtime < _A_DAY_S:
-        found = json.loads(kept.read_text())
-        return Machine(Gpu(**found["gpu"]), 1, ranks, found["measured"])
+    if not again and (known := _read(kept, ranks)) is not None:
+        return known
     machine = machine_of(_measured(ranks), ranks)
     folder.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps({"gpu": asdict(machine.gpu), "measured": machine.measured}))
     return machine
+
+
+def _read(path: Path, ranks: int) -> Machine | None:
+    """Return what was measured within a day; None: nothing, or the file is damaged."""
+    try:
+        if time.time() - path.stat().st_mtime >= _A_DAY_S:
+            return None
+        found = parse_json(read_plain(path, _MOST_BYTES))
+        return Machine(Gpu(**found["gpu"]), 1, ranks, found["measured"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _measured(ranks: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dure.errors import DataError
+from dure.trace.plain_files import open_plain
 
 __all__ = ["IdxSplit", "read_idx", "read_idx_directory"]
 
@@ -92,10 +94,11 @@ def read_idx(path: str | Path, ndim: int) -> NDArray[np.uint8]:
     """
     path = Path(path)
     try:
-        with path.open("rb") as raw:
+        with os.fdopen(open_plain(path), "rb") as raw:
             zipped = raw.read(2) == _GZIP
-        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-            return _read_array(file, path, ndim)
+            raw.seek(0)
+            with gzip.GzipFile(fileobj=raw) if zipped else raw as file:
+                return _read_array(file, path, ndim)
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise DataError(
             f"{path} is a damaged gzip file", seen=str(e), fix="Download or copy it again."

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log2
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dure.errors import UsageError
 from dure.plan.constants import document
 from dure.plan.machines import unknown
 from dure.plan.memory import Model
+from dure.trace.plain_files import parse_json, read_plain
 
 __all__ = ["PRECISIONS", "Job", "configured_model", "find_model", "models"]
 
@@ -33,6 +33,8 @@ _NAMES = {  # of `Model`'s sizes in config.json, in the families that there are
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 _EXPERTS_IN_NAMES = ("moe", "mixtral", "deepseek", "8x7b", "8x22b")
 _LONGEST_BY_DEFAULT = 8192
+_MOST_BYTES = 16 << 20  # of a configuration
+_LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,12 @@ def configured_model(path: str | Path) -> Model:
         UsageError: No such file, no such sizes, experts, or weights in 4 bits.
     """
     try:
-        config: dict[str, Any] = json.loads(Path(path).read_text())
+        found = parse_json(read_plain(path, _MOST_BYTES))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read", op=_OP, seen=str(error)) from None
-    config = config.get("text_config") or config
+    config = _object(
+        _object(found, f"{path}").get("text_config") or found, f"text_config of {path}"
+    )
     if any(config.get(name) for name in _EXPERTS):
         raise UsageError(
             "mixtures of experts are not planned for",
@@ -142,15 +146,15 @@ def configured_model(path: str | Path) -> Model:
             seen=", ".join(f"{name}={config[name]}" for name in _EXPERTS if config.get(name)),
             fix="`dure plan memory` counts their memory; docs/experts.md has what they cost.",
         )
-    quantized = config.get("quantization_config") or {}
+    quantized = _object(config.get("quantization_config") or {}, f"quantization_config of {path}")
     if quantized:
         method = quantized.get("quant_method", "quantized")
         raise UsageError("quantized weights are not trained", op=_OP, seen=f"{path}: {method}")
     sizes: dict[str, int] = {}
     for size, names in _NAMES.items():
-        value = next((config[name] for name in names if config.get(name)), None)
-        if value is not None:
-            sizes[size] = int(value)
+        name = next((name for name in names if config.get(name)), None)
+        if name is not None:
+            sizes[size] = _whole_number(config[name], f"{name} of {path}")
     missing = [s for s in ("vocabulary", "width", "layers", "heads") if s not in sizes]
     if missing:
         raise UsageError(
@@ -171,19 +175,37 @@ def configured_model(path: str | Path) -> Model:
     return replace(model, length=min(model.length, _LONGEST_BY_DEFAULT))
 
 
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{what} must be a JSON object", op=_OP, seen=_shown(value))
+    return cast(dict[str, Any], value)
+
+
+def _whole_number(value: Any, what: str) -> int:
+    if not isinstance(value, int | str | float) or isinstance(value, bool):
+        number = None
+    else:
+        number = int(value) if str(value).removesuffix(".0").lstrip("-").isdecimal() else None
+    if number is None:
+        raise UsageError(f"{what} must be a whole number", op=_OP, seen=_shown(value))
+    return number
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
 def _check_model(model: Model) -> None:
     """Refuse sizes that do not go together, and numbers that no model has."""
     if model.experts:
         raise UsageError("mixtures of experts are not planned for", op=_OP)
-    if model.width % model.heads or model.heads % model.groups:
-        raise UsageError(
-            "the heads do not divide the width, or their groups the heads",
-            op=_OP,
-            seen=f"width {model.width}, {model.heads} heads, {model.groups} of keys and values",
-        )
     ranges = {
         "layers": (1, 1000),
         "width": (32, 200_000),
+        "heads": (1, 200_000),
+        "groups": (1, 200_000),
+        "hidden": (1, 2_000_000),
         "vocabulary": (2, 2_000_000),
         "length": (2, 4_000_000),
     }
@@ -196,3 +218,9 @@ def _check_model(model: Model) -> None:
                 seen=f"{least:,} to {most:,} are possible",
                 fix="Sizes are whole numbers: --hidden 4096, not 4; --layers 32.",
             )
+    if model.width % model.heads or model.heads % model.groups:
+        raise UsageError(
+            "the heads do not divide the width, or their groups the heads",
+            op=_OP,
+            seen=f"width {model.width}, {model.heads} heads, {model.groups} of keys and values",
+        )

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from dure.errors import UsageError
+from dure.trace.plain_files import nested_at, read_plain
 
 __all__ = ["Gpu", "Machine", "find_gpu", "gpus", "unknown"]
 
 KINDS = ("v100", "a100", "h100", "b200", "cpu")
 NETWORKS = ("infiniband", "ethernet", "efa")
 _OP = "plan layouts"
+_MOST_BYTES = 16 << 20  # of a file of machines
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ def gpus(*paths: str | Path) -> dict[str, Gpu]:
     found = _read(own.read_text(), "data/machines.toml")
     for path in paths:
         try:
-            found |= _read(Path(path).read_text(), str(path))
-        except OSError as error:
+            found |= _read(read_plain(path, _MOST_BYTES).decode(), str(path))
+        except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"the file {path} cannot be read", op=_OP, seen=str(error)) from None
     return found
 
@@ -133,11 +135,13 @@ def _read(text: str, where: str) -> dict[str, Gpu]:
     try:
         tables: dict[str, dict[str, Any]] = tomllib.loads(text).get("gpu", {})
         found = {name.lower(): Gpu(name=name, **table) for name, table in tables.items()}
-    except (tomllib.TOMLDecodeError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        line = text.count("\n", 0, nested_at(text)) + 1
+        deep = isinstance(error, RecursionError)
         raise UsageError(
             f"{where} does not describe GPUs",
             op=_OP,
-            seen=str(error),
+            seen=f"nested too deeply (at line {line})" if deep else str(error),
             fix="The form is in docs/plan.md.",
         ) from None
     for gpu in found.values():

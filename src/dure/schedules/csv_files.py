@@ -18,6 +18,7 @@ from dure.schedules.validate import validate
 __all__ = ["Format", "read_csv", "write_csv"]
 
 Format = Literal["compute_only", "compute_comms"]
+_MOST_BYTES = 64 << 20
 
 
 def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
@@ -46,8 +47,11 @@ def read_csv(path: str | os.PathLike[str], format: Format = "compute_only") -> S
             seen=repr(format),
             fix="Take 'compute_only' or 'compute_comms'.",
         )
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))
+    try:
+        with open(path, newline="", encoding="utf-8", opener=_open_plain) as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError("the file cannot be read", seen=f"{path}: {error}") from None
     cells = [[cell.strip() for cell in row] for row in rows]
     ranks = [
         [_action(path, format, row, column, cell) for column, cell in enumerate(each)]
@@ -70,6 +74,17 @@ def read_csv(path: str | os.PathLike[str], format: Format = "compute_only") -> S
             fix=error.fix,
         ) from None
     return schedule
+
+
+def _open_plain(path: str, flags: int) -> int:
+    """Open a regular file: a pipe would be waited for, and a device may have no end."""
+    size = os.stat(path).st_size
+    if not Path(path).is_file() or size > _MOST_BYTES:
+        raise UsageError(
+            f"{Path(path).name} is not a file of a schedule",
+            seen=f"not a regular file of at most {_MOST_BYTES >> 20} MiB",
+        )
+    return os.open(path, flags)
 
 
 def _place(path: str | os.PathLike[str], row: int, column: int) -> str:

@@ -9,9 +9,8 @@ two files of one rank, a file of another job. Each of them is named, and the oth
 
 from __future__ import annotations
 
-import os
+import errno
 import re
-import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from dure.errors import UsageError
 from dure.trace.files import CRASHED, FORMAT, VERSION
 from dure.trace.frames import is_library
 from dure.trace.marks import Mark
+from dure.trace.plain_files import NotAFile, read_plain
 from dure.trace.record import Record
 from dure.trace.spans import Span
 
@@ -246,16 +246,11 @@ def _decode(content: bytes) -> RankFile:
 def _content(path: Path, most_bytes: int) -> bytes:
     """Read a file, whose texts are made such that a terminal shows them and does nothing else."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a FIFO it would wait
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise _Unreadable("is no regular file")
-        with open(descriptor, "rb") as file:
-            content = file.read(most_bytes + 1)
+        content = read_plain(path, most_bytes)
     except OSError as error:
-        raise _Unreadable(f"cannot be read ({error.strerror})") from None
-    if len(content) > most_bytes:
-        raise _Unreadable(f"is larger than {most_bytes >> 20} MiB")
+        seen = str(error.strerror)
+        own = isinstance(error, NotAFile) or error.errno == errno.EFBIG
+        raise _Unreadable(seen if own else f"cannot be read ({seen})") from None
     return _CONTROL.sub(_visible, content)
 
 

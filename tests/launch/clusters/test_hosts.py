@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dure.errors import UsageError
@@ -55,8 +57,10 @@ def test_malformed_hostfile_is_refused(text, tmp_path):
     path.write_text(text)
     with pytest.raises(UsageError):
         read_hostfile(path)
-    with pytest.raises(UsageError):
-        read_hostfile(tmp_path / "missing")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("missing", "pipe"):
+        with pytest.raises(UsageError, match=name):
+            read_hostfile(tmp_path / name)
 
 
 def test_missing_cluster_shell_names_the_extra(monkeypatch):

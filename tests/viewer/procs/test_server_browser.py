@@ -173,7 +173,7 @@ def test_malformed_huge_and_deep_files_are_named_and_left_out(page: Page, tmp_pa
         expect(problems).to_have_text(
             [
                 re.compile(r"deep\.json: is no flight record"),
-                re.compile(r"fifo\.json: is no regular file"),
+                re.compile(r"fifo\.json: is not a regular file"),
                 re.compile(r"torn\.json: is no JSON, or torn off"),
                 re.compile(r"wide\.json: holds more than a rank records"),
                 re.compile(r"zuge\.json: is larger than 16 MiB"),

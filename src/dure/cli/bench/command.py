@@ -34,9 +34,11 @@ from dure.cli.bench.plot import page
 from dure.cli.bench.results import Report, markdown, read_report, rich_tables, tables_of
 from dure.cli.machine import busy_cores, machine, oversubscribed, usable_cores
 from dure.errors import UsageError
+from dure.trace.plain_files import read_plain
 
 _MOST_RANKS = 4
 _PAPER_COLUMNS = 140
+_MOST_BYTES = 256 << 20  # of a report
 
 
 def bench(
@@ -154,6 +156,6 @@ def _command(plan: Plan) -> str:
 
 def _load(path: Path) -> Report:
     try:
-        return read_report(path.read_bytes(), str(path))
+        return read_report(read_plain(path, _MOST_BYTES), str(path))
     except OSError as error:
         raise UsageError("the file cannot be read", seen=str(error)) from error

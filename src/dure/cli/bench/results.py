@@ -130,7 +130,7 @@ def read_report(data: bytes, name: str) -> Report:
     """
     try:
         report = msgspec.json.decode(data, type=Report)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{name} is no report of dure bench", seen=str(error)) from error
     if report.format != FORMAT:
         raise DataError(f"{name} is of another version", seen=report.format)

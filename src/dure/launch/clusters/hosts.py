@@ -20,11 +20,13 @@ from typing import Any
 
 from dure.errors import UsageError
 from dure.placement.nodes import MOST_HOSTS
+from dure.trace.plain_files import read_plain
 
 __all__ = ["Slots", "cluster_shell", "read_hostfile", "read_hosts"]
 
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)(?:/([1-9][0-9]*))?")
 _COUNTED = re.compile(r"(.+?):([0-9]+)")
+_MOST_BYTES = 16 << 20  # of a hostfile
 _IGNORED = frozenset({"max_slots", "max-slots", "ifname", "binding", "user"})
 
 
@@ -72,7 +74,7 @@ def read_hostfile(path: Path) -> tuple[Slots, ...]:
         UsageError: The file cannot be read or understood, or ClusterShell is missing.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = read_plain(path, _MOST_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("the hostfile cannot be read", seen=f"{path}: {error}") from None
     found: list[Slots] = []

@@ -1,0 +1,114 @@
+"""Files that are read completely: regular files of a bounded size, and JSON in them.
+
+A path may name a pipe, whose opening waits for a writer forever, or a device without an end. What
+is read completely must be neither, and not larger than the reader expects.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from typing import Any, NoReturn
+
+__all__ = ["NotAFile", "nested_at", "open_plain", "parse_json", "read_plain"]
+
+_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_PART_BYTES = 1 << 20
+_DEEPEST = 200
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
+
+
+class NotAFile(OSError):
+    """There is something of that name, and it is not a regular file."""
+
+
+def open_plain(path: str | os.PathLike[str], *, follow: bool = True) -> int:
+    """Return a descriptor to read a regular file with; a link is followed if `follow`.
+
+    Raises:
+        NotAFile: It is a pipe, a folder, a socket, a device, or a link that is not followed.
+        OSError: It does not exist, or may not be read.
+    """
+    kind = os.stat(path, follow_symlinks=follow).st_mode
+    if not stat.S_ISREG(kind):
+        raise NotAFile(errno.EINVAL, f"is not a regular file but {_named(kind)}", os.fspath(path))
+    try:
+        descriptor = os.open(path, _OPEN | (0 if follow else os.O_NOFOLLOW))
+    except OSError as e:
+        if e.errno == errno.ELOOP and not follow:  # replaced since it was checked
+            raise NotAFile(
+                errno.EINVAL, "is not a regular file but a link", os.fspath(path)
+            ) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotAFile(errno.EINVAL, "is not a regular file", os.fspath(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _named(kind: int) -> str:
+    kinds = [
+        (stat.S_ISLNK, "a link"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISSOCK, "a socket"),
+    ]
+    return next((name for test, name in kinds if test(kind)), "a device")
+
+
+def read_plain(path: str | os.PathLike[str], most_bytes: int, *, follow: bool = True) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        OSError: As `open_plain`; or the file is larger than `most_bytes`.
+    """
+    parts: list[bytes] = []
+    left = most_bytes + 1
+    with os.fdopen(open_plain(path, follow=follow), "rb") as file:
+        while left and (part := file.read(min(left, _PART_BYTES))):
+            parts.append(part)
+            left -= len(part)
+    if not left:
+        size = f"{most_bytes >> 20} MiB" if most_bytes >= 1 << 20 else f"{most_bytes} bytes"
+        raise OSError(errno.EFBIG, f"is larger than {size}", os.fspath(path))
+    return b"".join(parts)
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the value that a text of JSON describes; its numbers are finite.
+
+    Raises:
+        ValueError: It is not JSON; the message has line and column.
+    """
+    text = content.decode()
+
+    def refuse(number: str) -> NoReturn:
+        raise json.JSONDecodeError(f"{number} is not a finite number", text, text.find(number))
+
+    def finite(number: str) -> float:
+        value = float(number)
+        return value if abs(value) < float("inf") else refuse(number)
+
+    try:
+        return json.loads(text, parse_float=finite, parse_constant=refuse)
+    except RecursionError:
+        raise json.JSONDecodeError("Nested too deeply", text, nested_at(text)) from None
+
+
+def nested_at(text: str) -> int:
+    """Return where a text of JSON or TOML is nested too deeply to be read."""
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        if found[0] in "[{":
+            depth += 1
+        elif found[0] in "]}":
+            depth -= 1
+        if depth > _DEEPEST:
+            return found.start()
+    return len(text)
