@@ -19,7 +19,7 @@ from torch import nn
 from dure.comm.world import resolve
 from dure.errors import CommError, Desync, UsageError
 from dure.parallel.fsdp.explain import names_of
-from dure.parallel.fsdp.state import FSDPState, Tree, states_in
+from dure.parallel.fsdp.state import FSDPState, Tree, state_of, states_in
 
 __all__ = ["follow"]
 
@@ -80,23 +80,24 @@ class _Following:
 
     def __init__(self, model: nn.Module, states: Sequence[FSDPState]) -> None:
         self._states = states
+        self._modules = [module for state in states for module in state.modules]
         names = names_of(model)
-        self._names = [names.get(state.modules[0], "(outside)") for state in states]
+        self._names = [names.get(module, "(outside)") for module in self._modules]
         groups = {p.axes.shard_group for s in states for g in s.groups for p in g.parameters}
         self._group = groups.pop() if len(groups) == 1 else resolve(None, "follow")
         self._device = "cuda" if self._group.backend_name == "nccl" else "cpu"
         self.has_told = False
 
-    def called(self, state: FSDPState) -> None:
+    def called(self, module: nn.Module) -> None:
         """Tell the others that this rank begins a forward."""
         if torch.is_grad_enabled():
             raise UsageError(
                 "ranks follow forwards without gradients only",
                 op="follow",
-                seen=f"a forward of {self._names[self._states.index(state)]}",
+                seen=f"a forward of {self._names[self._modules.index(module)]}",
                 fix="Use torch.no_grad() as well.",
             )
-        self._exchange(1 + self._states.index(state))
+        self._exchange(1 + self._modules.index(module))
 
     def finish(self) -> None:
         """Follow the others until nobody calls."""
@@ -104,8 +105,10 @@ class _Following:
         trees = {state.tree for state in self._states}
         knows = not gathers or any(tree is not None and tree.orders()[0] for tree in trees)
         while number := self._exchange(_DONE if knows else _UNABLE):
-            entry = self._states[number - 1]
-            (entry.tree or Tree(entry)).join_forward(entry)
+            entry = self._modules[number - 1]
+            state = state_of(entry)
+            assert state is not None
+            (state.tree or Tree(state)).join_forward(entry)
 
     def _exchange(self, number: int) -> int:
         """Tell what this rank calls; return what others call, 0 where nobody does."""

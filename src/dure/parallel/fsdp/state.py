@@ -40,7 +40,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -50,7 +49,9 @@ from torch import nn
 from dure.comm.call import NOTHING, about, subject_of
 from dure.comm.untraced import untraced
 from dure.errors import Desync, ModuleError, PeerLost, UsageError
-from dure.parallel.fsdp.group import Delivery, ParameterGroup, deliver
+from dure.parallel.fsdp.backward import Backward
+from dure.parallel.fsdp.group import ParameterGroup, deliver
+from dure.parallel.fsdp.order import Order
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.training import autograd_hooks
@@ -59,79 +60,11 @@ from dure.training.pytrees import cast_floats, has_unknown_parts, tensors_of
 from dure.training.turns import TurnsOfModel
 from dure.training.uninitialized import check_initialized
 
-__all__ = ["FSDPState", "Order", "Tree", "state_of", "states_in", "states_within"]
+__all__ = ["FSDPState", "Tree", "state_of", "states_in", "states_within"]
 
 _subject = cache(subject_of)
 _MOST_REDUCTIONS = 2
 """Groups whose gradients are reduced at once."""
-
-
-class Order:
-    """In which order the first step gathered, or reduced; later steps keep to it.
-
-    Attributes:
-        is_known: A step was made.
-        sequence: The order.
-    """
-
-    def __init__(self) -> None:
-        self.sequence: list[FSDPState] = []
-        self.is_known = False
-        self._at = 0
-
-    def begin(self) -> None:
-        """Begin at the first."""
-        self._at = 0
-
-    def skipped(self, state: FSDPState) -> Sequence[FSDPState]:
-        """Return those that come before `state`, and were not called; it is called next."""
-        if not self.is_known:
-            self.sequence.append(state)
-            return ()
-        if state not in self.sequence[self._at :]:
-            return ()
-        found = self.sequence.index(state, self._at)
-        before = self.sequence[self._at : found]
-        self._at = found + 1
-        return before
-
-    def coming(self) -> Sequence[FSDPState]:
-        """Return the next one, or nothing where that is not known."""
-        return self.sequence[self._at : self._at + 1] if self.is_known else ()
-
-    def end(self) -> Sequence[FSDPState]:
-        """Return those that were not called; from now on the order is known."""
-        rest = self.sequence[self._at :] if self.is_known else ()
-        self.is_known, self._at = True, len(self.sequence)
-        return rest
-
-
-@dataclass(slots=True, eq=False)
-class Backward:
-    """One backward through modules of a tree.
-
-    Attributes:
-        gathers, reductions: The orders that it keeps to.
-        keeps_graph: Another backward may go through its graph (``retain_graph``).
-        makes_graph: It makes a graph of what it computes (``create_graph``).
-        stale: Parameters that were written after forward, which this backward may have read
-            before it was noticed.
-        deliveries: Gradients that hooks of the program wait for until the end.
-        has_failed: It has raised: autograd reports no end.
-    """
-
-    gathers: Order
-    reductions: Order
-    keeps_graph: bool = False
-    makes_graph: bool = False
-    stale: set[FSDPParameter] = field(default_factory=set[FSDPParameter])
-    deliveries: list[Delivery] = field(default_factory=list[Delivery])
-    has_failed: bool = False
-
-    @property
-    def checks_gradients(self) -> bool:
-        """Whether each gradient of a parameter is to be looked at."""
-        return self.has_failed or self.makes_graph or bool(self.stale)
 
 
 class Tree:
@@ -142,7 +75,7 @@ class Tree:
         states: All.
         clock: What a step waits for.
         turns: Of ranks that share its parameters.
-        entry: Whose forward runs, the outermost.
+        entry: The module whose forward runs, the outermost.
         keeps_unsharded: Wholes are kept: autograd has made a graph (``create_graph=True``) that
             reads them.
     """
@@ -156,11 +89,11 @@ class Tree:
         self._name_parameters(root)
         self.clock = ModuleClock()
         self.turns = TurnsOfModel()
-        self.entry: FSDPState | None = None
+        self.entry: nn.Module | None = None
         self.keeps_unsharded = False
-        self._last_entry = root
-        self._forwards: dict[FSDPState, Order] = {}
-        self._backwards: dict[FSDPState, tuple[Order, Order]] = {}
+        self._last_entry = root.modules[0]
+        self._forwards: dict[nn.Module, Order] = {}
+        self._backwards: dict[nn.Module, tuple[Order, Order]] = {}
         self._forward: Order | None = None
         self._backward: Backward | None = None
         self._reducing: deque[tuple[str, ParameterGroup]] = deque()
@@ -218,15 +151,15 @@ class Tree:
 
     # ---------------------------------------------------------------- forward
 
-    def begin_forward(self, state: FSDPState) -> None:
+    def begin_forward(self, state: FSDPState, module: nn.Module) -> None:
         """A module's forward begins; the outermost one's begins a step."""
         if self.entry is None:
             if self._backward is not None:  # which raised, so autograd has reported no end
                 self.forget()
             if state.announce is not None:
-                state.announce(state)
-            self._forward = self._enter(self._forwards.setdefault(state, Order()))
-            self.entry = self._last_entry = state
+                state.announce(module)
+            self._forward = self._enter(self._forwards.setdefault(module, Order()))
+            self.entry = self._last_entry = module
         assert self._forward is not None
         self._join(self._forward.skipped(state))
         self._gather(state, state.forward_prefetch or self._forward.coming())
@@ -281,22 +214,22 @@ class Tree:
         state.running = max(0, state.running - 1)
         if state.running:
             return  # it was called by itself
-        if self.entry is None or self.entry is state:
+        if self.entry is None or self.entry in state.modules:
             self.forget()
         else:
             state.to_run.clear()
             state.reshard_after()
 
-    def end_forward(self, state: FSDPState) -> None:
+    def end_forward(self, module: nn.Module) -> None:
         """A module's forward has ended."""
-        if self.entry is not state:
+        if self.entry is not module:
             return
         assert self._forward is not None
         self.entry = None
         for each in self.states:
             if each.to_run:  # of a list of modules, forward has called some
                 each.to_run.clear()
-                each.reshard()
+                each.reshard_after()
         self._join(self._forward.end())
         for group in self.groups:
             group.strategy.check_unwritten()
@@ -305,7 +238,7 @@ class Tree:
 
     # ---------------------------------------------------------------- backward
 
-    def begin_backward(self, state: FSDPState, entry: FSDPState) -> None:
+    def begin_backward(self, state: FSDPState, entry: nn.Module) -> None:
         """A module's backward begins, or its forward is run again in backward.
 
         Its orders are those of backwards of `entry`, whose forward the backward goes back through:
@@ -343,7 +276,7 @@ class Tree:
             self.forget()
         return self._backward
 
-    def _follow_autograd(self, entry: FSDPState) -> tuple[Backward, list[FSDPParameter]]:
+    def _follow_autograd(self, entry: nn.Module) -> tuple[Backward, list[FSDPParameter]]:
         """Begin with autograd's running backward; return what was written before it, too."""
         orders = self._backwards.setdefault(entry, (Order(), Order()))
         backward, written = self._enter_backward(orders)
@@ -371,17 +304,20 @@ class Tree:
 
     def join_step(self) -> None:
         """Take part in a forward of the root and, with gradients on, in its backward."""
-        forward, backward = self._forwards.get(self.root), self._backwards.get(self.root)
+        modules = self.root.modules
+        forwards = [self._forwards[m] for m in modules if m in self._forwards]
+        backward = next((self._backwards[m] for m in modules if m in self._backwards), None)
         training = torch.is_grad_enabled()
-        if forward is None or (training and backward is None):
+        if not forwards or (training and backward is None):
             raise UsageError(
                 "the first step needs a batch on every rank: others follow its order of modules",
                 op="join_step",
-                seen=f"no {'forward' if forward is None else 'backward'} of "
-                f"{type(self.root.modules[0]).__name__} yet",
+                seen=f"no {'backward' if forwards else 'forward'} of {type(modules[0]).__name__} "
+                "yet",
             )
         with self.telling():
-            self._join(self._enter(forward).end())
+            for forward in forwards:
+                self._join(self._enter(forward).end())
             if training and backward is not None:
                 with torch.no_grad():
                     self._finish(self._enter_backward(backward)[0])
@@ -404,10 +340,10 @@ class Tree:
             for group, sync in zip(groups, syncs, strict=True):
                 group.sync = sync
 
-    def join_forward(self, entry: FSDPState) -> None:
+    def join_forward(self, entry: nn.Module) -> None:
         """Take part in a forward of other ranks, without gradients, which `entry` begins."""
         order = self._forwards.setdefault(entry, Order())
-        with self.telling(entry), torch.no_grad():
+        with self.telling(state_of(entry)), torch.no_grad():
             self._enter(order)
             self._join(order.end() if order.is_known else ())
             self.turns.leave(together=True)
@@ -553,7 +489,7 @@ class FSDPState:
         self.in_backward = self.hides_backward = self.waits_for_backward = False
         self.is_checked = True
         self.is_offloaded = False
-        self.announce: Callable[[FSDPState], None] | None = None
+        self.announce: Callable[[nn.Module], None] | None = None
         self.name = "(root)"
         self.to_run: set[nn.Module] = set()
         self.running = 0
@@ -660,19 +596,25 @@ class FSDPState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather; cast inputs; watch for their gradients (Any: any inputs)."""
         tree = self.tree or Tree(self)
+        watches = True
         if autograd_hooks.in_backward():
             with tree.telling(self):
-                tree.begin_backward(self, self)
+                tree.begin_backward(self, module)
         else:
-            if not (self.to_run or self.running):
+            begins = not self.running and (self.is_sharded or not self.to_run)
+            if begins:
                 self.to_run.update(self.modules)
                 with tree.telling(self):
-                    tree.begin_forward(self)
+                    tree.begin_forward(self, module)
             self.running += 1
+            # Of a list, backward is over with the module that came first; not where each comes
+            # first, as it is called by itself.
+            watches = begins and (len(self.modules) == 1 or tree.entry is not module)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of((args, kwargs))):
+        watches &= torch.is_grad_enabled()
+        if watches and any(t.requires_grad for t in tensors_of((args, kwargs))):
             args, kwargs = autograd_hooks.on_inputs((args, kwargs), self._after_backward)
         return args, kwargs
 
@@ -690,18 +632,20 @@ class FSDPState:
         self.to_run.discard(module)
         self.running = max(0, self.running - 1)
         if torch.is_grad_enabled():
-            self._watch_outputs(output, (args, kwargs), tree.entry or self)
+            self._watch_outputs(output, (args, kwargs), tree.entry or module)
+        if tree.entry is module and not self.running:
+            self.to_run.clear()  # of a list of modules, called by themselves
         if not (self.to_run or self.running):
             try:
                 self.reshard_after()
                 with tree.telling(self):
-                    tree.end_forward(self)
+                    tree.end_forward(module)
             except ModuleError:
                 tree.forget()
                 raise
         return output
 
-    def _watch_outputs(self, output: Any, inputs: Any, entry: FSDPState) -> None:
+    def _watch_outputs(self, output: Any, inputs: Any, entry: nn.Module) -> None:
         """Watch for gradients of the outputs; note if one may arrive unseen."""
         count = autograd_hooks.on_outputs(
             output, lambda _: self._before_backward(entry), inputs=inputs
@@ -735,7 +679,7 @@ class FSDPState:
             raise
         return self._after_forward(module, args, kwargs, output)
 
-    def _before_backward(self, entry: FSDPState) -> None:
+    def _before_backward(self, entry: nn.Module) -> None:
         assert self.tree is not None
         with self.tree.telling(self):
             self.tree.begin_backward(self, entry)
