@@ -275,6 +275,30 @@ def while_waiting(act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+def in_child(body: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> Any:
+    """Fork, do `meanwhile` here, and return what `body` then returns in the child.
+
+    A child that hangs is ended.
+    """
+    go, begin = os.pipe()
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(PATIENCE_S)
+        os.read(go, 1)
+        os.write(into, pickle.dumps(body()))
+        os._exit(0)
+    os.close(into)
+    meanwhile()
+    os.write(begin, b"!")
+    with open(out, "rb") as answer:
+        returned = answer.read()
+    os.close(go)
+    os.close(begin)
+    assert os.waitpid(child, 0)[1] == 0
+    return pickle.loads(returned)
+
+
 def caught(call: Callable[[], object]) -> CommError:
     """Return the error of a communication that fails."""
     try:

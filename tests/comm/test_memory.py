@@ -1,11 +1,14 @@
-"""Memory of other processes that cannot be mapped."""
+"""Tensors in the heap as torch's storages; memory of other processes that cannot be mapped."""
 
 import os
+import warnings
 
 import pytest
+import torch
 
 from dure import native
-from dure.comm.memory import process_of
+from dure.comm import memory
+from dure.comm.memory import heap_address, heap_empty, process_of
 from dure.errors import CommError
 from dure.store.identity import start_of
 
@@ -20,3 +23,85 @@ def test_an_error_of_the_system_is_an_os_error_with_its_number() -> None:
         native.heap_peer(*parent)
     with pytest.raises(CommError):
         process_of(*parent)
+
+
+def _in_heap(tensor: torch.Tensor) -> bool:
+    return heap_address(tensor) is not None
+
+
+def _used() -> int:
+    return native.heap_usage()[0]
+
+
+@pytest.mark.parametrize("count", [10, 1 << 19])
+def test_a_storage_in_the_heap_gives_its_memory_back_when_it_is_resized_to_0(count: int) -> None:
+    before = _used()
+    tensor = heap_empty(count).fill_(3.0)
+    storage = tensor.untyped_storage()
+    assert storage.resizable()
+    assert _in_heap(tensor)
+    assert _used() - before >= 4 * count
+    storage.resize_(0)
+    assert (_used(), storage.nbytes(), tensor.shape) == (before, 0, (count,))
+    storage.resize_(4 * count)
+    tensor.fill_(2.0)
+    assert tensor.sum() == 2 * count
+    assert not _in_heap(tensor)
+    assert _used() == before
+
+
+def test_a_tensor_in_the_heap_that_grows_keeps_its_values() -> None:
+    before = _used()
+    tensor = heap_empty(1000, dtype=torch.int64)
+    torch.arange(1000, out=tensor)
+    assert _in_heap(tensor)
+    part = tensor[500:]
+    tensor.resize_(5000)
+    assert torch.equal(tensor[:1000], torch.arange(1000))
+    assert torch.equal(part, torch.arange(500, 1000))
+    assert _used() == before
+
+
+def test_memory_of_the_heap_is_held_by_whatever_refers_to_its_storage() -> None:
+    before = _used()
+    tensor = heap_empty(4096).fill_(1.0)
+    view = tensor.view(64, 64)[3]
+    del tensor
+    assert view.sum() == 64
+    assert _used() > before
+    del view
+    assert _used() == before
+
+
+def test_memory_is_put_into_no_storage_that_looks_otherwise() -> None:
+    piece = native.heap_allocate(100, False)
+    assert piece is not None
+    storage = torch.UntypedStorage(40)
+    storage.fill_(7)
+    where = storage._cdata, storage.data_ptr()
+    assert not native.put_into_storage(piece, *where, 41)
+    assert not native.put_into_storage(piece, where[0], where[1] + 8, 40)
+    assert storage.tolist() == [7] * 40
+
+
+def test_a_fork_warns_once_of_memory_that_it_does_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned() -> int:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            memory._warn_before_fork()
+        return len(seen)
+
+    monkeypatch.setattr(memory, "_has_warned", False)
+    small = heap_empty(1 << 20, copied=True)
+    own = heap_empty(1 << 20)  # of the library
+    assert warned() == 0
+    large = heap_empty(1 << 26, copied=True)  # 256 MiB
+    assert (warned(), warned()) == (1, 0)
+    del large
+    monkeypatch.setattr(memory, "_has_warned", False)
+    assert warned() == 0
+    shown = memory.shown_to_children(heap_empty(100))
+    assert (warned(), warned()) == (1, 0)
+    del shown, own, small
+    monkeypatch.setattr(memory, "_has_warned", False)
+    assert warned() == 0

@@ -39,7 +39,7 @@ def storage_of(memory: HeapMemory) -> torch.UntypedStorage:
     ordinary memory.
     """
     storage = torch.UntypedStorage(_PLACEHOLDER_BYTES, device="cpu")
-    where = storage._cdata, storage.data_ptr()  # pyright: ignore[reportAttributeAccessIssue]
+    where = storage._cdata, storage.data_ptr()  # pyright: ignore[reportPrivateUsage]
     if native.put_into_storage(memory, *where, _PLACEHOLDER_BYTES):
         return storage
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()

@@ -34,6 +34,7 @@ from dure.launch.show.terminal import Terminal
 from dure.launch.signals import caught_signals, read_signals
 from dure.launch.spec import JobResult, JobSpec
 from dure.store.key import SHARED_HOME_S, JobKey, load_for
+from dure.store.system import memory_file
 
 __all__ = ["run_job"]
 
@@ -220,7 +221,7 @@ def _secret_memory(name: str) -> Iterator[int]:
 
     The agent writes the key when it joins; processes that have not inherited it open this one's.
     """
-    low = os.memfd_create(name)
+    low = memory_file(name)
     fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
     os.close(low)
     try:

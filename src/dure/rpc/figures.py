@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from dure.store.identity import start_of
+from dure.store.system import memory_file
 
 __all__ = ["Board", "Figures", "Seen", "seen"]
 
@@ -57,7 +58,7 @@ class Board:
 
     def __init__(self, name: str) -> None:
         self._name = name.encode()
-        self._descriptor = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
+        self._descriptor = memory_file(_LABEL)
         os.ftruncate(self._descriptor, _LAYOUT.size)
         self._memory = mmap.mmap(self._descriptor, _LAYOUT.size)
         self.show(Figures())

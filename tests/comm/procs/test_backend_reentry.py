@@ -7,18 +7,20 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+import dure
 from dure.comm.ops import ReduceOp
 from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
 from dure.store.file import FileStore
 from dure.trace import recorded
 from tests.comm import calls
-from tests.comm.forked_ranks import Ranks, Slot, join, while_waiting
+from tests.comm.forked_ranks import Ranks, Slot, in_child, join, while_waiting
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.needs("engine")
@@ -181,6 +183,58 @@ def _forks(slot: Slot) -> tuple[int, float]:
 def test_forked_child_neither_uses_nor_leaves_the_group_of_2_ranks(tmp_path):
     with Ranks(2, tmp_path, _forks) as ranks:
         assert ranks.values() == [(7, 4.0), (0, 4.0)]
+
+
+def _outcome(ask: Callable[[], object]) -> str:
+    try:
+        return str(ask())
+    except Exception as error:
+        return type(error).__name__
+
+
+def _forks_while_pending(slot: Slot, backend: str) -> tuple[object, float]:
+    dure.init_process_group(backend, init_method=slot.url, rank=slot.rank, world_size=slot.size)
+    x, y, z = (torch.full((1 << 18,), 1.0) for _ in range(3))
+    before = dure.all_reduce(z, async_op=True)
+    assert before is not None
+    before.wait()
+    seen: object = None
+    if slot.rank == 0:  # the other rank begins when this one has forked
+        reduced, received = dure.all_reduce(x, async_op=True), dure.irecv(y, 1)
+        reduced_too, reduced_last = (dure.all_reduce(t, async_op=True) for t in (x, x))
+        assert reduced and received and reduced_too and reduced_last
+        seen = in_child(
+            lambda: [
+                _outcome(before.wait),
+                _outcome(reduced.wait),
+                _outcome(lambda: received.wait(60.0)),
+                _outcome(reduced_too.is_completed),
+                _outcome(reduced_too.wait),
+                _outcome(lambda: reduced_last.get_future().wait()),
+            ]
+        )
+        dure.send(torch.ones(1), 1)
+        for work in (received, reduced, reduced_too, reduced_last):
+            work.wait()
+    else:
+        dure.recv(torch.zeros(1), 0)
+        dure.send(torch.full_like(y, 5.0), 0)
+        for _ in range(3):
+            dure.all_reduce(x)
+    dure.destroy_process_group()
+    return seen, x.sum().item() + y.sum().item()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_pending_operations_are_refused_in_a_forked_child(tmp_path, backend):
+    """The parent's operations go on, with the right numbers."""
+    child = ["True", "UsageError", "UsageError", "True", "UsageError"]
+    numbers = (1 << 18) * 8.0
+    with Ranks(2, tmp_path, _forks_while_pending, backend) as ranks:
+        (seen, first), (_, second) = ranks.values()
+    assert seen[:5] == child
+    assert seen[5] in ("RuntimeError", "UsageError")
+    assert (first, second) == (numbers + (1 << 18) * 5.0, numbers + (1 << 18) * 1.0)
 
 
 def _waits_for_ever(slot: Slot) -> str:

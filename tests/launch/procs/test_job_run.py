@@ -11,7 +11,7 @@ import pytest
 
 from dure.cli.app import run_command_line
 from dure.launch.ranks.cores import read_topology
-from dure.launch.ranks.limits import cpu_quota
+from dure.store.system import cpu_quota
 from tests.launch.procs.launching import DURE, Launching
 
 SHOW = """

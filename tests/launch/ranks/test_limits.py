@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
 
 from dure.errors import UsageError
-from dure.launch.ranks.limits import available_memory, check_memory, cpu_quota
+from dure.launch.ranks.limits import available_memory, check_memory
 from dure.launch.ranks.zygote import zygote_for
 from dure.launch.spec import JobSpec
 from tests.launch.ranks.kernel_files import write
-
-
-@pytest.mark.parametrize(
-    ("group", "files", "quota"),
-    [
-        ("0::/", {}, math.inf),
-        ("0::/", {"cpu.max": "max 100000"}, math.inf),
-        ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2.0),
-        (
-            "4:cpu,cpuacct:/x\n1:name=systemd:/",
-            {
-                "cpu/x/cpu.cfs_quota_us": "50000",
-                "cpu/x/cpu.cfs_period_us": "100000",
-                "cpu/cpu.cfs_quota_us": "-1",
-                "cpu/cpu.cfs_period_us": "100000",
-            },
-            0.5,
-        ),
-    ],
-)
-def test_quota_is_the_lowest_on_the_way(
-    tmp_path: Path, group: str, files: dict[str, str], quota: float
-) -> None:
-    write(tmp_path, {"proc/self/cgroup": group})
-    write(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
-    assert cpu_quota(tmp_path) == quota
 
 
 MEMORY = {

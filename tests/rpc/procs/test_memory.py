@@ -15,7 +15,7 @@ from dure.errors import UsageError
 from dure.rpc import share
 from dure.rpc.memory import Memory, give, own, take
 from dure.rpc.message import pack, pack_plain, rebuild
-from tests.comm.forked_ranks import Ranks, Slot
+from tests.comm.forked_ranks import Ranks, Slot, in_child
 from tests.waiting import until
 
 pytestmark = pytest.mark.needs("engine")
@@ -55,6 +55,15 @@ def add_one(_: Slot) -> None:
 
 def first(_: Slot) -> list[int]:
     return held[0][:4].tolist()
+
+
+def forks(_: Slot) -> tuple[bool, bool]:
+    """Tell whether a child keeps what its parent changes, and the parent what its child changes."""
+    memory = held[0]
+    before = memory.clone()
+    keeps = in_child(lambda: torch.equal(memory, before), lambda: memory.fill_(1))
+    in_child(lambda: bool(memory.fill_(2).any()))
+    return bool(keeps), bool((memory == 1).all())
 
 
 def let_go(_: Slot) -> None:
@@ -163,3 +172,11 @@ def test_a_message_to_oneself_passes_what_is_shared() -> None:
     plain = pack([torch.ones(4000)])
     (other,) = rebuild(plain.body, [own(memory) for memory in plain.memories])
     assert other.data_ptr() != plain.memories[0].data_ptr()
+
+
+@pytest.mark.parametrize("count", [5_000, 1_000_000])
+def test_a_forked_child_has_a_copy_of_what_was_given(peer, count):
+    row = given_to(peer, torch.arange(count).to(torch.uint8))
+    peer(hold, native.heap_identity(), *row)
+    assert peer(forks) == (True, True)
+    peer(let_go)

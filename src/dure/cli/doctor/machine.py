@@ -24,13 +24,15 @@ from dure import env
 from dure.cli.doctor import checks
 from dure.cli.doctor.checks import Findings, Gpu, Interface, Orphan
 from dure.cli.machine import usable_cores
-from dure.launch.ranks.limits import available_memory, control_groups, cpu_quota, kernel_text
+from dure.launch.ranks.limits import available_memory
 from dure.store.key import user_key_path
+from dure.store.system import control_groups, cpu_quota, kernel_text, memory_file
 
 _USUAL_PORT = 29500
 _CHILD = """
 import os, sys
-fd = os.memfd_create("dure-doctor")
+from dure.store.system import memory_file
+fd = memory_file("dure-doctor")
 os.write(fd, b"seen")
 print(fd, flush=True)
 sys.stdin.read()
@@ -76,7 +78,7 @@ def _sharing() -> Findings:
     with contextlib.suppress(OSError):
         total, _, free = shutil.disk_usage("/dev/shm")
     yield from checks.shm(total, free, os.access("/dev/shm", os.W_OK))
-    memfd = _error_of(lambda: os.close(os.memfd_create("dure-doctor")))
+    memfd = _error_of(lambda: os.close(memory_file("dure-doctor")))
     pidfd = _error_of(lambda: os.close(os.pidfd_open(os.getpid())))
     yield from checks.engine(memfd, "" if memfd else _error_of(_open_peer), pidfd)
     scope = kernel_text(Path("/proc/sys/kernel/yama/ptrace_scope"))

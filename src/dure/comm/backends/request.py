@@ -6,13 +6,30 @@ and who waits sleeps until then: a plain `Request` is all there is to it. Where 
 asked (the requests of MPI; torch's work, which must be waited for in slices), a subclass says how
 by `_poll` and `_await`.
 
+A child that was forked while a request was pending has none of the threads that could end it: there
+it counts as done, and every `wait` raises `UsageError`.
+
 Threads: every method, from any thread, at any time.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+
+from dure.errors import UsageError
+
+_forks = 0
+"""How many forks lie between this process and the one that imported this module."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 def seconds_until(limit: float | None) -> float | None:
@@ -34,12 +51,13 @@ class Request:
         source: Group rank of the sender of a finished receive; -1 otherwise.
     """
 
-    __slots__ = ("__weakref__", "_keep", "_lock", "_over", "ended", "error", "source")
+    __slots__ = ("__weakref__", "_forks", "_keep", "_lock", "_over", "ended", "error", "source")
 
     def __init__(self, keep: object = None) -> None:
         self._keep = keep
         self._lock = threading.Lock()  # of the ending
         self._over: threading.Event | None = None  # made by the first who sleeps
+        self._forks = _forks
         self.ended = False
         self.error: Exception | None = None
         self.source = -1
@@ -61,6 +79,8 @@ class Request:
     def done(self) -> bool:
         """Tell, without blocking, whether it has ended, well or badly."""
         if not self.ended:
+            if self._left_behind():
+                return True
             self._poll()
         return self.ended
 
@@ -70,10 +90,14 @@ class Request:
         Returns:
             True if it ended; False if `timeout_s` passed first (the operation goes on).
         """
-        if not self.ended and not self._await(
-            None if timeout_s is None else time.monotonic() + timeout_s
-        ):
-            return False
+        if not self.ended:
+            if self._left_behind():
+                raise UsageError(
+                    "the group belongs to the process that this one was forked from",
+                    fix="Call from the rank's own process, or make a group in the child.",
+                )
+            if not self._await(None if timeout_s is None else time.monotonic() + timeout_s):
+                return False
         if self.error is not None:
             raise self.error
         return True
@@ -81,6 +105,10 @@ class Request:
     def wait_aside(self) -> None:
         """As `wait`, on a thread whose core others of the rank may want: let nobody spin on it."""
         self.wait()
+
+    def _left_behind(self) -> bool:
+        """Tell whether this process was forked since, so that a pending request never ends here."""
+        return self._forks != _forks
 
     def _poll(self) -> None:
         """Make what progress can be made without blocking."""

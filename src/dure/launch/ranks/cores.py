@@ -21,8 +21,8 @@ from pathlib import Path
 
 from dure import env
 from dure.errors import UsageError
-from dure.launch.ranks.limits import cpu_quota, kernel_text
 from dure.launch.spec import JobSpec, Numa
+from dure.store.system import cpu_quota, kernel_text
 
 __all__ = [
     "Cpu",

@@ -181,7 +181,9 @@ class CollectiveRequest(Request):
 
     def done(self) -> bool:
         """See `Request.done`; what was copied back is in place once somebody has waited."""
-        return self.ended or self.engine_done or self._state.left.is_set()
+        if self.ended or self._left_behind():
+            return True
+        return self.engine_done or self._state.left.is_set()
 
     def _await(self, limit: float | None) -> bool:
         while not self.ended:

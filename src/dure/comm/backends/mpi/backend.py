@@ -55,6 +55,7 @@ from dure.comm.backends.request import Request
 from dure.comm.call import Call, fingerprint, place_of
 from dure.comm.ops import ReduceOp
 from dure.errors import Desync, UsageError
+from dure.store.system import cpu_quota
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -340,4 +341,5 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
         members = world.Get_group().Incl(numbers)
         comm = world.Create_group(members, zlib.crc32(options.name.encode()) & 0x7FFF)
         members.Free()
-    return MpiBackend(library, comm, options, oversubscribed=num_here > (os.cpu_count() or 1))
+    cores = min(os.cpu_count() or 1, cpu_quota())
+    return MpiBackend(library, comm, options, oversubscribed=num_here > cores)

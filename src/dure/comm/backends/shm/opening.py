@@ -10,6 +10,7 @@ them alone, through the store.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import time
@@ -20,12 +21,14 @@ from dure.comm.backends.shm.backend import ShmBackend
 from dure.comm.backends.shm.copying import single_copies_wanted
 from dure.errors import DureError, RendezvousError, RendezvousTimeout, UsageError
 from dure.native import Group, require
+from dure.store.system import cpu_quota
 
 __all__ = ["MAX_RANKS", "ShmOpening", "create"]
 
 MAX_RANKS = 256
 _SEGMENT_KEY = "shm/segment"
 _REFUSED_KEY = "shm/refused"
+_quota = functools.cache(cpu_quota)
 _LOOK_S = 0.05
 """How long a rank waits for the others before it looks whether one of them could not."""
 
@@ -53,8 +56,9 @@ class ShmOpening:
         self.offer = self._make() if options.rank == 0 else b""
 
     def _limits(self) -> tuple[float, int]:
-        cores = max(1, len(os.sched_getaffinity(0)) // self._options.threads)
-        return self._options.timeout.total_seconds(), cores
+        # A container may run on all cores of the machine, but not for all of the time.
+        cores = int(min(len(os.sched_getaffinity(0)), _quota())) // self._options.threads
+        return self._options.timeout.total_seconds(), max(1, cores)
 
     def _make(self) -> bytes:
         nonce = secrets.randbits(63)
@@ -166,6 +170,8 @@ def _refused(options: BackendOptions, reason: str) -> RendezvousError:
         rank=options.rank,
         world_size=options.size,
         seen=reason,
-        fix="Run all ranks on one host, in one container, as one user; or give each rank a "
+        fix="Raise that limit for all ranks, or use backend='gloo'."
+        if "RLIMIT_" in reason
+        else "Run all ranks on one host, in one container, as one user; or give each rank a "
         "DURE_HOST_ID of its own, and it counts as a host; or use backend='gloo'.",
     )
