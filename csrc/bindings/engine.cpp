@@ -114,7 +114,7 @@ nb::object Engine::enter(int channel) {
         return nb::cast(second_thread(channel, first, call));
     }
     Inside& inside = inside_[channel];
-    if (inside.site) return nb::borrow(Py_False);
+    if (!inside.empty()) return nb::borrow(Py_False);
     inside.begin(call);
     return nb::borrow(Py_True);
 }

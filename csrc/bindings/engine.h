@@ -52,7 +52,7 @@ class Engine {
     // Begin a block of calls that other threads must not interrupt. Returns True; False if this
     // thread is already inside a block or call; or an Outcome.
     nanobind::object enter(int channel);
-    void leave(int channel) { inside_[channel].site = nullptr; }
+    void leave(int channel) { inside_[channel].end(); }
     void close();
 
     // Makes the exception of an Outcome: called with it, its peer's process and the time limit.
@@ -83,7 +83,7 @@ class Engine {
     nanobind::object plain_barrier(Place on);
     nanobind::object plain_send(nanobind::handle tensor, nanobind::handle to, nanobind::handle tag);
     nanobind::object plain_receive(nanobind::handle tensor, nanobind::handle from,
-                                   nanobind::handle tag, nanobind::handle counts);
+                                   nanobind::handle tag, bool counts);
 
   private:
     struct Message {
@@ -114,20 +114,22 @@ class Engine {
         const std::string* thread = nullptr;
         unsigned long id = 0;
 
+        bool empty() const { return site.load(std::memory_order_acquire) == nullptr; }
         void begin(const Call& call) {
-            site = call.site;
+            site.store(call.site, std::memory_order_release);
             thread = call.thread;
             id = PyThread_get_thread_ident();
         }
+        void end() { site.store(nullptr, std::memory_order_release); }
     };
     class Stay {
       public:
-        Stay(Inside& place, const Call& call) : place_(place), first_(place.site == nullptr) {
+        Stay(Inside& place, const Call& call) : place_(place), first_(place.empty()) {
             if (first_) place.begin(call);
         }
         ~Stay() { end(); }
         void end() {
-            if (first_) place_.site = nullptr;
+            if (first_) place_.end();
             first_ = false;
         }
         Stay(const Stay&) = delete;
@@ -140,7 +142,7 @@ class Engine {
     // Where another thread is inside a call on the channel; null if none is.
     const Site* other_thread(int channel) const {
         const Inside& place = inside_[channel];
-        const Site* const site = place.site;
+        const Site* const site = place.site.load(std::memory_order_acquire);
         return site != nullptr && place.id != PyThread_get_thread_ident() ? site : nullptr;
     }
     Outcome second_thread(int channel, const Site* first, const Call& call);

@@ -4,7 +4,7 @@
 // place, and whatever is not as simple as it could be is declined, so that the slow path deals with
 // it and words its errors: tensors that are not plain, sizes that do not fit together, reductions
 // without a meaning for the dtype, a call from a forked child or a signal handler, or while a graph
-// is captured.
+// is captured or a hook listens.
 //
 // Small operations keep the GIL until they would have to wait (interrupt.h).
 #include "engine.h"
@@ -258,7 +258,7 @@ nb::object Engine::plain_barrier(Place on) {
 
 nb::object Engine::plain_message(const Message& message, nb::handle tensor, bool counts) {
     PlainTensor t;
-    if (forked() || is_captured() || PythonCall::inside(mailbox_.get()) || !is_rank(message.peer) ||
+    if (forked() || is_watched() || PythonCall::inside(mailbox_.get()) || !is_rank(message.peer) ||
         message.peer == group_->rank() || message.tag < 0 || message.tag >= kNumTags ||
         !read_plain(tensor, t)) {
         return declined();
@@ -284,9 +284,8 @@ nb::object Engine::plain_send(nb::handle tensor, nb::handle to, nb::handle tag) 
     return plain_message({Op::send, number(to), number(tag)}, tensor, false);
 }
 
-nb::object Engine::plain_receive(nb::handle tensor, nb::handle from, nb::handle tag,
-                                 nb::handle counts) {
-    return plain_message({Op::recv, number(from), number(tag)}, tensor, counts.ptr() == Py_True);
+nb::object Engine::plain_receive(nb::handle tensor, nb::handle from, nb::handle tag, bool counts) {
+    return plain_message({Op::recv, number(from), number(tag)}, tensor, counts);
 }
 
 }  // namespace dure

@@ -26,6 +26,7 @@ struct Torch {
     PyObject* is_neg = nullptr;
     const dlpack::ExchangeApi* api = nullptr;
     std::array<PyObject*, kReductions> reductions{};  // ReduceOp objects, by code
+    PyObject* hooks = nullptr;  // the list of what listens to calls (dure.trace)
 
     // The note "Torch's own functions"; each is nullptr where it was not found.
     const void* const* (*tracing_state)() = nullptr;  // a shared pointer, null outside of a trace
@@ -281,8 +282,9 @@ Reduction reduction_of(nb::handle op) {
     return Reduction::none;
 }
 
-bool is_captured() {
+bool is_watched() {
     const Torch& known = torch();
+    if (known.hooks && PyList_GET_SIZE(known.hooks) != 0) return true;
     if (known.tracing_state ? *known.tracing_state() != nullptr : ask(known.is_tracing))
         return true;
     return known.num_modes ? known.num_modes() != 0 : ask(known.count_modes);
@@ -305,10 +307,11 @@ void count_write(nb::handle tensor) {
 
 void bind_tensor(nb::module_& m) {
     m.def("know_torch", [](nb::type_object tensor, nb::type_object parameter, nb::list reductions,
-                           nb::handle c, nb::handle sample) {
+                           nb::handle c, nb::handle sample, nb::list hooks) {
         Torch& known = torch();
         known.tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());
         known.parameter = reinterpret_cast<PyTypeObject*>(parameter.inc_ref().ptr());
+        known.hooks = hooks.release().ptr();
         known.is_neg = nb::object(tensor.attr("is_neg")).release().ptr();
         for (size_t i = 0; i < nb::len(reductions) && i < known.reductions.size(); i++) {
             known.reductions[i] = nb::object(reductions[i]).release().ptr();

@@ -11,6 +11,7 @@ import torch
 
 from dure.comm.ops import REDUCTIONS, ReduceOp
 from dure.native import know_torch, set_library_folders
+from dure.trace import hooks
 
 _REDUCIBLE = (
     *("float64", "float32", "float16", "bfloat16"),
@@ -52,5 +53,6 @@ know_torch(
     [getattr(ReduceOp, n) for n in REDUCTIONS],
     torch._C,  # pyright: ignore[reportPrivateUsage]
     _sample,
+    hooks,
 )
 set_library_folders(_LIBRARY, _PROGRAMS)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self, cast
@@ -78,6 +78,25 @@ class GroupSpec:
         return self.creation_timeout or self.timeout
 
 
+@dataclass(slots=True)
+class _Threads:
+    """The thread inside a synchronous call of a channel; see `GroupCore._enter`."""
+
+    crossed: str = ""
+    """Which two threads were inside calls at once, if any."""
+    inside: dict[int, tuple[int, str, str]] = field(default_factory=dict)
+    """At 0: its number, its name, and the call site."""
+
+
+@dataclass(slots=True)
+class _Manager:
+    """The coalescing manager that a thread is inside."""
+
+    works: list[Work]
+    thread: int
+    block: overlap.Block = field(default_factory=overlap.Block)
+
+
 count_writes: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # pyright: ignore
 """Increment the versions of tensors that an operation writes."""
 
@@ -116,6 +135,7 @@ class GroupCore:
         store: Store,
         second: Callable[[str], dict[str, Backend]],
     ) -> None:
+        # CPython looks attributes up at fixed places only in objects that have at most 30 of them.
         self.group_name, self._rank, self.global_ranks = spec.name, rank, spec.global_ranks
         self.timeout, self.store, self.desc = spec.timeout, store, spec.desc or spec.name
         self.creation_timeout = spec.creation_limit
@@ -126,11 +146,8 @@ class GroupCore:
         self.group_rank_of = {g: r for r, g in enumerate(self.global_ranks)}
         self.device_types = frozenset(backends)
         self._use(backends)
-        self._coalesced: list[Work] | None = None
-        self._coalescer = 0  # the thread inside the coalescing manager
-        self._block: overlap.Block | None = None
-        self._inside: dict[int, tuple[int, str, str]] = {}  # at 0: the thread inside a call
-        self._crossed = ""  # which two threads were inside calls at once, if any
+        self._manager: _Manager | None = None
+        self._threads = _Threads()
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {}
         self.companions: list[Self] = []
@@ -211,8 +228,7 @@ class GroupCore:
         view.store = PrefixStore(f"channel/{index}", self.store)
         view.num_monitored, view.num_attempts = 0, 0
         view.monitored_keys = []
-        view._coalesced = view._block = None
-        view._inside, view._crossed = {}, self._crossed
+        view._manager, view._threads = None, _Threads(self._threads.crossed)
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
             view._use(self._second(view.group_name))
         elif view._engine is not None:
@@ -340,9 +356,9 @@ class GroupCore:
                 group=self.group_name,
                 fix="Create a new group; do not keep one across destroy_process_group().",
             )
-        if self._crossed:
+        if seen := self._threads.crossed:
             where = {"group": self.group_name, "op": op, "seq": self.seq}
-            raise crossed(self._crossed, self._rank, where | {"rank": self._rank})
+            raise crossed(seen, self._rank, where | {"rank": self._rank})
         for t in tensors:
             checks.check_tensor(t, op, self.device_types)
         if self._only is not None:
@@ -363,8 +379,8 @@ class GroupCore:
             tensors = inputs if inputs is outputs else (*inputs, *outputs)
             backend = self._backend(call.op, *tensors)
             checks.check_call(call, self._rank, self._size)
-            if self._block is not None and self._coalescer == threading.get_ident():
-                self._block.add(outputs, () if inputs is outputs else inputs, call.op)
+            if manager := self._own_manager():
+                manager.block.add(outputs, () if inputs is outputs else inputs, call.op)
             fuses = getattr(backend, "fuses", False)
             return backend, *checks.plain_call(call, self._rank, self._size, self._channel, fuses)
         except UsageError as error:
@@ -377,8 +393,8 @@ class GroupCore:
         `counts`: whether to increment the versions of the tensors that it writes on this rank.
         """
         backend, plain, finish = self._prepare(call)
-        coalesced = self._collected()
-        deferred = async_op or coalesced is not None
+        manager = self._own_manager()
+        deferred = async_op or manager is not None
         request, ended = self._start(backend, plain, deferred, finish)
         if counts and _writes(call, self._rank):
             count_writes(list(call.outputs))
@@ -387,8 +403,8 @@ class GroupCore:
         outputs = list(call.outputs or call.inputs)
         work = Work(request, outputs, call.op, self.seq, self, finish=finish, settled=ended)
         work.keep, work.site = plain, call_site()
-        if coalesced is not None:
-            coalesced.append(work)
+        if manager is not None:
+            manager.works.append(work)
         return work
 
     def _start(
@@ -440,7 +456,8 @@ class GroupCore:
             Whether the thread was outside before, and must leave.
         """
         me = (threading.get_ident(), threading.current_thread().name, call_site())
-        first = self._inside.setdefault(0, me) if stays else self._inside.get(0, me)
+        inside = self._threads.inside
+        first = inside.setdefault(0, me) if stays else inside.get(0, me)
         if first[0] == me[0]:
             return stays and first is me
         seen = (
@@ -448,7 +465,7 @@ class GroupCore:
             f"{first[1]} is inside a call at {first[2]}, and {me[1]} called at {me[2]}"
         )
         for group in self._channels:
-            group._crossed = seen
+            group._threads.crossed = seen
         raise UsageError(
             seen,
             op=op,
@@ -460,8 +477,8 @@ class GroupCore:
 
     def _leave(self) -> None:
         """End what `_enter` began; leave the group if a second thread was refused since."""
-        self._inside.pop(0, None)
-        if self._crossed:
+        self._threads.inside.pop(0, None)
+        if self._threads.crossed:
             for group in self._channels:
                 for backend in group._backends.values():
                     backend.close(False)
@@ -499,22 +516,21 @@ class GroupCore:
     @property
     def coalesced(self) -> list[Work] | None:
         """Where operations go that are to be waited for together; None outside a manager."""
-        return self._coalesced
+        return None if self._manager is None else self._manager.works
 
     @coalesced.setter
     def coalesced(self, works: list[Work] | None) -> None:
-        self._coalescer = threading.get_ident()
-        self._coalesced = works
-        self._block = None if works is None else overlap.Block()
+        self._manager = None if works is None else _Manager(works, threading.get_ident())
         self._plain = self._engine if works is None else None
 
-    def _collected(self) -> list[Work] | None:
-        """Return `coalesced`; None for a message of a thread that is not inside the manager."""
-        return self._coalesced if self._coalescer == threading.get_ident() else None
+    def _own_manager(self) -> _Manager | None:
+        """Return the coalescing manager, if this thread is inside it."""
+        manager = self._manager
+        return manager if manager is not None and manager.thread == threading.get_ident() else None
 
     def refuse_coalescing(self, op: str, what: str, seen: str) -> None:
         """Raise in a coalescing manager, for an operation that needs an answer midway."""
-        if self._coalesced is not None:
+        if self._manager is not None:
             raise UsageError(
                 what,
                 op=op,

@@ -4,13 +4,12 @@
 csrc/bindings/tensor.h) goes straight to the engine, which makes the checks of the slow path in one
 look at the tensor: no list, no closure, no object is made on the way, but the request and the
 `Work` of an asynchronous call. What the engine declines, having done nothing, takes the slow path;
-so does everything while a hook listens, in a coalescing manager, and on backends without plain
-calls. None, which the binding does not take, takes it too. The lines of the fast path are the same
-in every operation, and written out because a helper would cost as much as the rest; for the same
-reason these methods hold no closures, whose cells cost at every call.
+so does everything in a coalescing manager, and on backends without plain calls. The lines of the
+fast path are the same in every operation, and written out because a helper would cost as much as
+the rest; for the same reason these methods hold no closures, whose cells cost at every call.
 
-The engine also declines every call while a graph is captured; the slow path refuses it by
-name (capture.py).
+The engine also declines every call while a hook listens (dure.trace), and while a graph is
+captured; the slow path refuses the latter by name (capture.py).
 
 *Versions.* With ``counts=True`` an operation increments the versions of the tensors that it writes,
 so that autograd detects the write, as with `Tensor.add_`. The public functions use it, since their
@@ -46,7 +45,6 @@ from dure.comm.monitored import monitored_barrier
 from dure.comm.ops import ReduceOp, as_reduce_op, check_reducible
 from dure.comm.work import Work, combine
 from dure.errors import UsageError
-from dure.trace import hooks
 
 
 class ProcessGroup(GroupCore):
@@ -73,7 +71,7 @@ class ProcessGroup(GroupCore):
     ) -> Work | None:
         """Reduce `tensor` of all ranks, in place, on all ranks."""
         plain = self._plain
-        if plain is not None and not (hooks or tensor is None or op is None):
+        if plain is not None:
             if async_op:
                 done = plain.start_all_reduce(tensor, op, counts)
             else:
@@ -102,7 +100,7 @@ class ProcessGroup(GroupCore):
         To the other ranks it is an `all_reduce`.
         """
         plain = self._plain
-        if plain is not None and not (hooks or output is None or input is None or op is None):
+        if plain is not None:
             if async_op:
                 done = plain.start_all_reduce_into(output, input, op)
             else:
@@ -172,7 +170,7 @@ class ProcessGroup(GroupCore):
         the sum is taken in float32, and rounded once if the output is of 16 bits.
         """
         plain = self._plain
-        if plain is not None and not (hooks or output is None or input is None or op is None):
+        if plain is not None:
             if async_op:
                 done = plain.start_reduce_scatter(output, input, op, counts)
             else:
@@ -193,7 +191,7 @@ class ProcessGroup(GroupCore):
     ) -> Work | None:
         """Copy `tensor` of group rank `src` to all."""
         plain = self._plain
-        if plain is not None and not (hooks or tensor is None):
+        if plain is not None:
             if async_op:
                 done = plain.start_broadcast(tensor, src, counts)
             else:
@@ -227,7 +225,7 @@ class ProcessGroup(GroupCore):
     ) -> Work | None:
         """Copy rank i's `input` [k] to `output` [n*k] at i*k on all ranks."""
         plain = self._plain
-        if plain is not None and not (hooks or output is None or input is None):
+        if plain is not None:
             if async_op:
                 done = plain.start_all_gather(output, input, counts)
             else:
@@ -273,7 +271,7 @@ class ProcessGroup(GroupCore):
         read.
         """
         plain = self._plain
-        if plain is not None and not (hooks or output is None or input is None):
+        if plain is not None:
             rows = math.prod(input.shape[:dim])
             done = plain.plain_scatter_cut(output, input, src, rows)
             if done is True:
@@ -313,7 +311,7 @@ class ProcessGroup(GroupCore):
             input_split_sizes is None or (type(input_split_sizes) is list and not input_split_sizes)
         )
         plain = self._plain
-        if even and plain is not None and not (hooks or output is None or input is None):
+        if even and plain is not None:
             if async_op:
                 done = plain.start_all_to_all(output, input, counts)
             else:
@@ -347,7 +345,7 @@ class ProcessGroup(GroupCore):
         divides.
         """
         plain = self._plain
-        if plain is not None and not (hooks or output is None or input is None):
+        if plain is not None:
             takes, gives = math.prod(output.shape[:output_dim]), math.prod(input.shape[:input_dim])
             if async_op:
                 done = plain.start_all_to_all_cut(output, input, takes, gives)
@@ -366,7 +364,7 @@ class ProcessGroup(GroupCore):
     ) -> Work | None:
         """Return when all ranks have called; `timeout` is a limit below the group's own."""
         plain = self._plain
-        if plain is not None and timeout is None and not hooks:
+        if plain is not None and timeout is None:
             done = plain.start_barrier() if async_op else plain.plain_barrier()
             if done is True:
                 self.seq += 1
@@ -424,7 +422,7 @@ class ProcessGroup(GroupCore):
     ) -> Work | None:
         """Send `tensor` to group rank `dst`."""
         plain = self._plain
-        if plain is not None and not (async_op or hooks or tensor is None):
+        if plain is not None and not async_op:
             done = plain.plain_send(tensor, dst, tag)
             if done is True:
                 self.seq += 1
@@ -439,7 +437,7 @@ class ProcessGroup(GroupCore):
     ) -> int:
         """Receive into `tensor` from group rank `src`, or anyone; return the sender's rank."""
         plain = self._plain
-        if plain is not None and src is not None and not (hooks or tensor is None):
+        if plain is not None and src is not None:
             done = plain.plain_receive(tensor, src, tag, counts)
             if done is True:
                 self.seq += 1
