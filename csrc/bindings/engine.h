@@ -97,7 +97,7 @@ class Engine {
     }
     // Nor may a plain call begin inside a call on another group, whose memory it would use (see
     // `empty_call` in plain.cpp).
-    bool may_begin() const { return !forked() && !PythonCall::any() && !is_captured(); }
+    bool may_begin() const { return !forked() && !PythonCall::any() && !is_watched(); }
     static std::atomic<uint32_t>& forks();
 
     bool is_rank(int peer) const { return peer >= 0 && peer < group_->size(); }
