@@ -30,7 +30,7 @@ from dure.comm.creation import (
 from dure.comm.futures import waiters
 from dure.comm.group import ProcessGroup
 from dure.comm.recording import begin_recording, end_recording
-from dure.comm.world import GroupMember, World, current_world, resolve
+from dure.comm.world import GroupMember, World, current_world, resolve, when_left
 from dure.errors import DureError, RendezvousError, UsageError
 from dure.native import available as native_available
 from dure.placement import System, detect
@@ -283,6 +283,8 @@ def leave(world: World, abort: bool = False) -> None:
         rendezvous.close()
     end_recording()
     waiters.close()
+    for forget in when_left:
+        forget()
     if abort:
         abandon_tasks(world)
     raise_first(errors)

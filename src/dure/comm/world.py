@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,10 @@ _process_world = World()
 _current: contextvars.ContextVar[World]
 _current = contextvars.ContextVar("dure_world", default=_process_world)
 os.register_at_fork(after_in_child=_process_world.clear)
+
+
+when_left: list[Callable[[], object]] = []
+"""Called when a rank has left its job: tables of other modules forget what belongs to groups."""
 
 
 def current_world() -> World:

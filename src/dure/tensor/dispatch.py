@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.comm.untraced import untraced_below
+from dure.comm.world import when_left
 from dure.errors import CommError, MeshError, PlacementError, UsageError
 from dure.tensor import state
 from dure.tensor.call import (
@@ -68,6 +69,7 @@ __all__ = [
 
 _MOST_PLANS = 1 << 16
 plans: dict[Any, Plan] = {}
+when_left.append(plans.clear)
 _special: dict[Op | torch.Tag, Callable[..., Any]] = {}
 """Operators, or all with a tag, that run in a way of their own: called with (op, args, kwargs)."""
 _lists: set[Op | torch.Tag] = set()

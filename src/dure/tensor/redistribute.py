@@ -40,6 +40,7 @@ from dure.comm.group import ProcessGroup
 from dure.comm.operators import call_operators
 from dure.comm.ops import ReduceOp
 from dure.comm.pending import pending
+from dure.comm.world import when_left
 from dure.errors import InternalError, PlacementError
 from dure.tensor.placement_types import (
     Partial,
@@ -413,6 +414,9 @@ def _last_cut(spec: DTensorSpec, axis: int) -> tuple[int, Cut]:
     cut = cuts_of(spec.placements, spec.mesh.shape, placement.dim)[-1]
     assert cut.axis == axis
     return placement.dim, cut
+
+
+when_left.extend(table.cache_clear for table in (plan_of, way_of, _last_cut))
 
 
 def parts_along(size: int, cut: Cut, n: int) -> list[list[tuple[int, int]]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dure.comm.world import when_left
 from dure.errors import PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor.placement_types import (
@@ -255,6 +256,7 @@ def _memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
 
 _specs: dict[tuple[int, tuple[Placement, ...], TensorMeta], DTensorSpec] = {}
 _MOST_SPECS = 1 << 16
+when_left.append(_specs.clear)
 
 
 def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:

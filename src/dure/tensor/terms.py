@@ -22,6 +22,7 @@ import torch
 
 from dure.comm import differentiable as maps
 from dure.comm.ops import ReduceOp
+from dure.comm.world import when_left
 from dure.tensor.placement_types import Partial
 from dure.tensor.redistribute import all_reduce_of
 from dure.tensor.spec import DTensorSpec
@@ -49,6 +50,9 @@ def selected_by(spec: DTensorSpec) -> str | None:
     axes = _axes_of(spec, *_BY_VALUE) if spec.partial else []
     placement = spec.placements[axes[0]] if axes else None
     return placement.reduce_op if isinstance(placement, Partial) else None
+
+
+when_left.extend(table.cache_clear for table in (averaged_over, selected_by))
 
 
 def needs_terms(spec: DTensorSpec) -> bool:

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from dure.comm.world import when_left
 from dure.errors import PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.distribute import distribute_tensor, share_hooks
@@ -155,6 +156,7 @@ def share_inputs(module: nn.Module) -> None:
 
 _specs: dict[tuple[object, ...], DTensorSpec] = {}
 _MOST_SPECS = 1 << 12
+when_left.append(_specs.clear)
 
 
 def _spec_of_part(
@@ -183,6 +185,9 @@ def _spec_of_part(
 @lru_cache(maxsize=1 << 12)
 def _target(spec: DTensorSpec, wanted: Placement) -> DTensorSpec:
     return spec.with_placements(as_placements([wanted], spec.mesh, spec.ndim, "redistribute"))
+
+
+when_left.append(_target.cache_clear)
 
 
 def distribute(

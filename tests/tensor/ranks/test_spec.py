@@ -1,0 +1,43 @@
+"""What tables of specs and plans keep alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+import dure as dist
+from dure.fsdp import fully_shard
+from dure.mesh import init_device_mesh
+from dure.tensor import Partial, Replicate, Shard, distribute_tensor
+from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from dure.testing import run_ranks
+
+
+def train() -> list[weakref.ref[Any]]:
+    """Use specs and plans of a mesh, leave the job, and return mesh and group, weakly."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model(torch.ones(2, 4)).sum().backward()
+    sharded = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    sharded(torch.ones(2, 4)).sum().backward()
+    tensor: Any = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    (tensor @ tensor.redistribute(placements=[Shard(1)])).mean().full_tensor()
+    assert isinstance(tensor.sum(0).placements[0], Partial)
+    assert tensor.redistribute(placements=[Replicate()]).max().item() == 1
+    group = dist.new_group()
+    dist.barrier(group)
+    refs = [weakref.ref(each) for each in (mesh, dist.group.WORLD, group)]
+    dist.destroy_process_group()
+    return refs
+
+
+def test_nothing_keeps_meshes_and_groups_that_were_left():
+    refs = run_ranks(2, lambda rank: train())
+    gc.collect()
+    gc.collect()  # what C++ releases in the first round may hold more
+    assert [ref() for rank in refs for ref in rank] == [None] * 6
