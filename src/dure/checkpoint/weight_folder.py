@@ -1,9 +1,8 @@
 """Saving folders of weights, as Hugging Face has them, from any sharding (`weight_reading` reads).
 
 No rank ever holds all weights. Rank 0 makes the files, in full length, under hidden names of this
-save. Each rank writes its elements to their places in them, and flushes; it opens the files for
-writing only, so that no host holds copies of pages that other hosts write. Checksums are taken on
-the way. For the checksum of a tensor that is divided by columns, one rank reads the file again.
+save. Ranks write the elements to their places in them (`weight_writing`), and flush. Checksums are
+taken on the way.
 
 Then rank 0 publishes the files. Each save takes new names for files that an index names, and
 one rename publishes it:
@@ -23,24 +22,22 @@ touched: a save that would replace them is refused, except with `overwrite=True`
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import StackSummary
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable, catalog_of, not_shared
-from dure.checkpoint.files import DTYPES, PIECE_BYTES, pieces, write_all
+from dure.checkpoint.files import DTYPES, write_all
 from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, replace_file
 from dure.checkpoint.restoring import Read, read_slices
 from dure.checkpoint.saving import OnDemand, Saving, Taken
@@ -58,8 +55,7 @@ from dure.checkpoint.weight_reading import (
     indexed_files,
     journaled,
 )
-from dure.comm.checksum import crc32c
-from dure.comm.reduction import as_bytes
+from dure.checkpoint.weight_writing import Sums, Target, WeightWriter, opened
 from dure.errors import CheckpointError, CheckpointException, UsageError
 
 __all__ = ["MAX_FILE_BYTES", "consolidate", "save_weights"]
@@ -71,9 +67,6 @@ _PART = re.compile(r"model-(?:(\d{6,})-)?\d{5}-of-\d{5}\.safetensors")
 _NAMES = frozenset(DTYPES.values())
 _NOT_SAVED = "the weights were not saved"
 _NOT_FLUSHED = "the weights may not be durable"
-
-Sums = dict[str, dict[Box, int]]
-"""CRC-32C of slices, by tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +157,6 @@ def _remove_journaled(folder: Path) -> None:
     (folder / JOURNAL).unlink()
 
 
-class _Place(NamedTuple):
-    """The position of a tensor."""
-
-    file: str
-    begin: int
-
-
 class _Files:
     """Files of complete tensors that are being written.
 
@@ -225,16 +211,21 @@ class _Files:
     def make(self) -> None:
         """Make the files in full length, without contents; OSError if that fails."""
         for file, layout in self._layouts.items():
-            with _opened(self.path(file), os.O_CREAT | os.O_EXCL) as descriptor:
+            with opened(self.path(file), os.O_CREAT | os.O_EXCL) as descriptor:
                 os.ftruncate(descriptor, layout.num_bytes)
 
-    def tensors(self) -> dict[str, _Place]:
+    def tensors(self) -> dict[str, Target]:
         """Return where each tensor begins."""
         return {
-            part.name: _Place(file, begin)
+            part.name: Target(self.path(file), begin)
             for file, layout in self._layouts.items()
             for part, begin in layout.begins.items()
         }
+
+    def _placed(self) -> dict[str, str]:
+        """Return which file each tensor is in."""
+        layouts = self._layouts.items()
+        return {part.name: file for file, layout in layouts for part in layout.begins}
 
     def publish(self, sums: Sums) -> OSError | None:
         """Write the headers, and make the files the weights of the folder.
@@ -247,7 +238,7 @@ class _Files:
         """
         for file in self._layouts:
             layout = self._layout(file, sums)
-            with _opened(self.path(file)) as descriptor:
+            with opened(self.path(file)) as descriptor:
                 write_all(descriptor, memoryview(layout.header), 0)
                 os.fsync(descriptor)
         folder, old = self._folder, [n for n in self._begun.old if n not in self._layouts]
@@ -277,14 +268,14 @@ class _Files:
         """Return what the files contain."""
         layouts = {str(self._folder / file): self._layout(file, sums) for file in self._layouts}
         catalog = Catalog({}, self._kinds, {}, layouts)
-        for name, place in self.tensors().items():
-            path = str(self._folder / place.file)
+        for name, file in self._placed().items():
+            path = str(self._folder / file)
             catalog.tree[name] = tensor_node(name)
             catalog.slices[name] = {box: Stored(path, crc) for box, crc in sums[name].items()}
         return catalog
 
     def _index(self, sums: Sums) -> bytes:
-        placed = {name: place.file for name, place in sorted(self.tensors().items())}
+        placed = dict(sorted(self._placed().items()))
         size = sum(kind.num_bytes(whole_box(kind.shape)) for kind in self._kinds.values())
         metadata = {"total_size": size, KEY: checksums_text(self._kinds, sums)}
         return json.dumps({"metadata": metadata, "weight_map": placed}, indent=2).encode()
@@ -307,44 +298,10 @@ def _cut(kinds: dict[str, Kind], numbers: Mapping[str, int], max_bytes: int) -> 
 
 def _note(folder: Path, files: list[str]) -> None:
     """Write and flush the journal."""
-    with _opened(folder / JOURNAL, os.O_CREAT | os.O_TRUNC) as descriptor:
+    with opened(folder / JOURNAL, os.O_CREAT | os.O_TRUNC) as descriptor:
         write_all(descriptor, memoryview(json.dumps(files).encode()), 0)
         os.fsync(descriptor)
     flush(folder)
-
-
-@contextmanager
-def _opened(path: Path, flags: int = 0) -> Iterator[int]:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _write_slice(descriptor: int, begin: int, kind: Kind, box: Box, memory: torch.Tensor) -> int:
-    """Write a slice to its tensor, which begins at `begin`; return its checksum, 0 if divided."""
-    whole, size, crc = whole_box(kind.shape), kind.torch_dtype.itemsize, 0
-    run = box.run_in(whole)
-    if run is not None:
-        at = begin + run[0] * size
-        for data in pieces(memory):
-            crc = crc32c(data, crc)
-            write_all(descriptor, data, at)
-            at += len(data)
-        return crc
-    # Dimensions from `dim` on are consecutive; each index of those before begins another run.
-    dim = max(d for d, n in enumerate(box.sizes) if n != kind.shape[d])
-    strides = [math.prod(kind.shape[d + 1 :]) for d in range(len(kind.shape))]
-    starts = torch.tensor([sum(a * n for a, n in zip(box.offsets, strides, strict=True))])
-    for d in range(dim):
-        starts = (starts[:, None] + torch.arange(box.sizes[d]) * strides[d]).flatten()
-    num_bytes = math.prod(box.sizes[dim:]) * size
-    data = memoryview(cast(Any, as_bytes(memory.cpu().contiguous()).numpy()))
-    for number, first in enumerate(cast(list[int], starts.tolist())):
-        row = data[number * num_bytes : (number + 1) * num_bytes]
-        write_all(descriptor, row, begin + first * size)
-    return 0
 
 
 class _Weights:
@@ -380,18 +337,9 @@ class _Weights:
             self._names.setdefault(tensor, []).append(name)
         kinds = self._saving.kinds()
         self._kinds = {name: kinds[tensor] for name, tensor in stored.items() if tensor}
-        runs: dict[str, list[Box]] = {name: [] for name in self._kinds}
-        divided: set[str] = set()
-        for layout in self._saving.layouts():
-            for part in layout.begins:
-                for name in self._names.get(part.name, ()):
-                    runs[name].append(part.box)
-                    if part.box.run_in(whole_box(self._kinds[name].shape)) is None:
-                        divided.add(name)
-        self._divided = sorted(divided)
-        """Tensors that are divided by columns."""
-        boxes = runs | {name: [whole_box(self._kinds[name].shape)] for name in divided}
-        self._boxes = {name: sorted(each) for name, each in boxes.items()}
+        parts = [layout.begins for layout in self._saving.layouts()]
+        self._writer = WeightWriter(kinds, parts, self._saving.memory, self._ranks)
+        self._boxes = {n: self._writer.boxes[tensor] for n, tensor in stored.items() if tensor}
         self.files = _Files(
             self._folder, self._saving.begun, self._kinds, self._boxes, numbers, max_bytes
         )
@@ -399,57 +347,40 @@ class _Weights:
             self.files.make()
 
     def write(self) -> Sums:
-        """Write and flush this rank's elements; return the checksums of slices.
+        """Write and flush the rows that this rank has; return the checksums of slices.
 
         Raises:
             CheckpointNotWritten: This rank does not see the files that rank 0 made.
             OSError: The disk is full, or a file cannot be written.
         """
-        places, sums = self.files.tensors(), Sums()
-        for file in {place.file for place in places.values()}:
-            if not self.files.path(file).exists():
+        targets = self._targets()
+        for path in {target.path for each in targets.values() for target in each}:
+            if not path.exists():
                 rank = self._ranks.rank
                 raise not_shared(self._folder, f"rank {rank} does not see what rank 0 made there")
-        mine = self._saving.layouts()[self._ranks.rank].begins
-        to_write = sorted(
-            (places[name], name, part) for part in mine for name in self._names[part.name]
-        )
-        for file, group in itertools.groupby(to_write, key=lambda one: one[0].file):
-            with _opened(self.files.path(file)) as descriptor:
-                for place, name, part in group:
-                    memory, kind = self._saving.memory(part), self._kinds[name]
-                    crc = _write_slice(descriptor, place.begin, kind, part.box, memory)
-                    sums.setdefault(name, {})[part.box] = crc
-                os.fsync(descriptor)
-        return sums
+        return self._writer.write(targets)
 
-    def read_again(self) -> Sums:
-        """Read this rank's share of the tensors divided by columns again; return their checksums.
-
-        Raises:
-            OSError: A file cannot be read.
-        """
-        places, sums = self.files.tensors(), Sums()
-        for name in self._divided[self._ranks.rank :: self._ranks.size]:
-            box, crc = self._boxes[name][0], 0
-            at = places[name].begin
-            end = at + self._kinds[name].num_bytes(box)
-            with self.files.path(places[name].file).open("rb", buffering=0) as file:
-                while data := os.pread(file.fileno(), min(PIECE_BYTES, end - at), at):
-                    crc, at = crc32c(data, crc), at + len(data)
-            sums[name] = {box: crc}
-        return sums
+    def _targets(self) -> dict[str, list[Target]]:
+        places = self.files.tensors()
+        return {tensor: [places[n] for n in names] for tensor, names in self._names.items()}
 
     def sums(self, written: list[Sums], not_saved: str) -> Sums:
-        """Return the checksums of all slices, given those that ranks wrote.
+        """Write the tensors that ranks exchange; return the checksums of all slices.
 
-        Collective: all of the ranks, one exchange if there are tensors divided by columns.
+        Args:
+            written: What `write` returned on each rank.
+            not_saved: The message if it fails.
+
+        Collective: all of the ranks, if there are such tensors.
         """
+        if self._writer.exchanged:
+            targets = self._targets()
+            written += self._ranks.all_or_none(not_saved, lambda: self._writer.exchange(targets))
         found: Sums = {name: dict.fromkeys(boxes, 0) for name, boxes in self._boxes.items()}
-        again = self._ranks.all_or_none(not_saved, self.read_again) if self._divided else []
-        for one in [*written, *again]:
-            for name, crcs in one.items():
-                found[name].update((box, crc) for box, crc in crcs.items() if box in found[name])
+        for one in written:
+            for tensor, crcs in one.items():
+                for name in self._names[tensor]:
+                    found[name].update(crcs)
         return found
 
 
@@ -466,7 +397,8 @@ def save_weights(
     Raises:
         CheckpointException: It failed on some ranks, or there are values in the state.
 
-    Collective: all of `ranks`. Four exchanges; five if a tensor is divided by columns.
+    Collective: all of `ranks`. Four exchanges; one more, and those of `WeightWriter.exchange`, if a
+        tensor is divided by columns.
     """
     place, leads = Folder(folder), ranks.rank == 0
     begun: list[_Begun] = []

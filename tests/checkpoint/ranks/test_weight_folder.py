@@ -22,7 +22,7 @@ from dure.checkpoint import (
     consolidate,
     load,
     save,
-    weight_folder,
+    weight_writing,
 )
 from dure.checkpoint.state_dict import get_model_state_dict
 from dure.errors import CheckpointError
@@ -205,7 +205,7 @@ def test_a_failure_leaves_the_weights_before(tmp_path, monkeypatch):
     def body(rank):
         save({"w": counted(4)}, storage_writer=writer)
         dure.barrier()
-        monkeypatch.setattr(weight_folder, "write_all", writing)
+        monkeypatch.setattr(weight_writing, "write_all", writing)
         with pytest.raises(CheckpointException, match="No space left"):
             save({"w": torch.zeros(4)}, storage_writer=writer)
 

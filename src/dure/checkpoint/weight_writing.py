@@ -1,0 +1,331 @@
+"""Writing what each rank has of some weights to their places in files of unsharded tensors.
+
+A slice of rows is a *run*: consecutive bytes of its file. The rank that has it writes it, and its
+checksum is taken on the way. A slice of columns is many short runs. To write these one by one is
+slow on a disk: each takes pages of its own in the system's cache, which are allocated and flushed
+separately. So ranks exchange tensors that are divided into runs shorter than `MIN_RUN_BYTES`:
+
+1. Each tensor is cut into *blocks*, which are runs. Blocks are combined to *portions* of at most
+   `PORTION_BYTES`, which are assigned to the ranks in turn.
+2. In each step each rank sends the others what it has of their next portions. It assembles the
+   blocks of its own, and writes them.
+
+All ranks compute the same steps. A rank that fails takes part in the remaining ones, since others
+wait for it. For n ranks, memory is three portions per rank if all have the same share of each, and
+n + 2 if one rank has everything. So portions are smaller if there are many ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.files import PIECE_BYTES, pieces, write_all
+from dure.checkpoint.slice_files import Kind, Slice
+from dure.checkpoint.slices import Box, whole_box
+from dure.comm.checksum import crc32c
+from dure.comm.collectives import all_to_all
+from dure.comm.reduction import as_bytes
+
+__all__ = ["Sums", "Target", "WeightWriter", "opened"]
+
+MIN_RUN_BYTES = 1 << 20
+PORTION_BYTES = 16 << 20
+_STEP_BYTES = 64 << 20
+"""The most that a rank sends in a step."""
+_MOST_OPEN = 64
+
+Sums = dict[str, dict[Box, int]]
+"""CRC-32C of slices, by tensor."""
+
+
+class Target(NamedTuple):
+    """The position of a tensor in a file."""
+
+    path: Path
+    begin: int
+
+
+@contextmanager
+def opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """Open a file for writing only: no host holds copies of pages that other hosts write."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class WeightWriter:
+    """What one rank writes.
+
+    Args:
+        kinds: All tensors.
+        parts: For each rank, the slices that it has to write; each element is in one.
+        memory: Returns the elements of a slice of this rank.
+        ranks: Those that save.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, Kind],
+        parts: Sequence[Iterable[Slice]],
+        memory: Callable[[Slice], torch.Tensor],
+        ranks: Ranks,
+    ) -> None:
+        self._kinds, self._memory, self._ranks = kinds, memory, ranks
+        self._held: dict[str, list[tuple[int, Box]]] = {name: [] for name in kinds}
+        """The slices of all ranks, by tensor."""
+        for rank, slices in enumerate(parts):
+            for part in slices:
+                self._held[part.name].append((rank, part.box))
+        self.boxes: dict[str, list[Box]] = {}
+        """The slices that have checksums, by tensor. Each is a run."""
+        self.exchanged: list[str] = []
+        """Tensors that ranks exchange."""
+        for name, kind in kinds.items():
+            boxes, whole = [box for _, box in self._held[name]], whole_box(kind.shape)
+            if any(_has_short_runs(box, kind) for box in boxes):
+                self.exchanged.append(name)
+            else:
+                self.boxes[name] = sorted(run for box in boxes for run in _runs(box, whole))
+        wholes = {name: whole_box(kinds[name].shape) for name in self.exchanged}
+        share = sum(kinds[name].num_bytes(box) for name, box in wholes.items()) // ranks.size
+        self._most = max(PIECE_BYTES, min(PORTION_BYTES, _STEP_BYTES // ranks.size, share))
+        for name, whole in wholes.items():
+            itemsize = kinds[name].torch_dtype.itemsize
+            self.boxes[name] = list(_runs(whole, whole, self._most // itemsize))
+
+    def write(self, targets: Mapping[str, list[Target]]) -> Sums:
+        """Write and flush the runs that this rank has; return their checksums.
+
+        Raises:
+            OSError: The disk is full, or a file cannot be written.
+        """
+        return self._write(self._own_runs(targets), targets)
+
+    def exchange(self, targets: Mapping[str, list[Target]]) -> Sums:
+        """Exchange the other tensors, write and flush this rank's blocks; return their checksums.
+
+        Raises:
+            OSError: As `write`.
+
+        Collective: all of the ranks.
+        """
+        blocks = self._own_blocks(targets)
+        try:
+            return self._write(blocks, targets)
+        except Exception:
+            for _ in blocks:  # other ranks wait for what this one sends
+                pass
+            raise
+
+    def _write(
+        self, runs: Iterator[tuple[Slice, torch.Tensor]], targets: Mapping[str, list[Target]]
+    ) -> Sums:
+        sums = Sums()
+        with _Outputs() as outputs:
+            for (name, box), memory in runs:
+                kind = self._kinds[name]
+                run, crc = box.run_in(whole_box(kind.shape)), 0
+                assert run is not None
+                for number, target in enumerate(targets[name]):
+                    descriptor = outputs.descriptor(target.path)
+                    at = target.begin + run[0] * kind.torch_dtype.itemsize
+                    for data in pieces(memory):
+                        crc = crc if number else crc32c(data, crc)
+                        write_all(descriptor, data, at)
+                        at += len(data)
+                sums.setdefault(name, {})[box] = crc
+            outputs.flush()
+        return sums
+
+    def _own_runs(
+        self, targets: Mapping[str, list[Target]]
+    ) -> Iterator[tuple[Slice, torch.Tensor]]:
+        rank = self._ranks.rank
+        mine = {name for name, held in self._held.items() if rank in {r for r, _ in held}}
+        for name in sorted(mine.difference(self.exchanged), key=targets.__getitem__):
+            for box in sorted(box for r, box in self._held[name] if r == rank):
+                memory = self._memory(Slice(name, box))
+                for run in _runs(box, whole_box(self._kinds[name].shape)):
+                    yield Slice(name, run), memory[run.within(box)]
+
+    def _own_blocks(
+        self, targets: Mapping[str, list[Target]]
+    ) -> Iterator[tuple[Slice, torch.Tensor]]:
+        """Yield this rank's blocks. Each portion is a step that all ranks take.
+
+        Raises:
+            Exception: At the end, if this rank could not send or assemble something.
+        """
+        rank, size, failed = self._ranks.rank, self._ranks.size, None
+        portions = self._portions(targets)
+        for begin in range(0, len(portions), size):
+            step = portions[begin : begin + size]
+            step += [[] for _ in range(size - len(step))]
+            sent = [self._empty([] if w == rank else step[w], rank) for w in range(size)]
+            received = [self._empty([] if r == rank else step[rank], r) for r in range(size)]
+            try:
+                for writer, portion in enumerate(step):
+                    if len(sent[writer]):
+                        sent[writer] = self._sent(portion)
+            except Exception as e:
+                failed = e
+            if size > 1:
+                all_to_all(received, sent, self._ranks.group)
+            begins = [0] * size
+            for block in step[rank]:
+                if failed is None:
+                    try:
+                        block_memory = self._assembled(block, received, begins)
+                    except Exception as e:
+                        failed = e
+                    else:
+                        yield block, block_memory
+        if failed is not None:
+            raise failed
+
+    def _portions(self, targets: Mapping[str, list[Target]]) -> list[list[Slice]]:
+        """Return the blocks of all exchanged tensors, in portions.
+
+        They are ordered as in the files, but large elements come first, which keeps alignment.
+        """
+        itemsizes = {name: self._kinds[name].torch_dtype.itemsize for name in self.exchanged}
+        portions, filled = list[list[Slice]](), self._most
+        for name in sorted(itemsizes, key=lambda n: (-itemsizes[n], targets[n])):
+            for box in self.boxes[name]:
+                num_bytes = self._kinds[name].num_bytes(box)
+                if filled + num_bytes > self._most:
+                    portions.append([])
+                    filled = 0
+                portions[-1].append(Slice(name, box))
+                filled += num_bytes
+        return portions
+
+    def _pieces(self, block: Slice) -> Iterator[tuple[int, Box, Box]]:
+        """Yield what ranks have of a block: the rank, its slice, and what both have."""
+        for rank, box in self._held[block.name]:
+            both = box.meet(block.box)
+            if both is not None:
+                yield rank, box, both
+
+    def _empty(self, portion: list[Slice], rank: int) -> torch.Tensor:
+        """Return memory for what a rank has of a portion."""
+        count = sum(
+            self._kinds[block.name].num_bytes(both)
+            for block in portion
+            for r, _, both in self._pieces(block)
+            if r == rank
+        )
+        return torch.empty(count, dtype=torch.uint8)
+
+    def _sent(self, portion: list[Slice]) -> torch.Tensor:
+        """Return this rank's elements of a portion, as bytes."""
+        found = [
+            as_bytes(self._memory(Slice(block.name, box))[both.within(box)].cpu().contiguous())
+            for block in portion
+            for rank, box, both in self._pieces(block)
+            if rank == self._ranks.rank
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _assembled(
+        self, block: Slice, received: list[torch.Tensor], begins: list[int]
+    ) -> torch.Tensor:
+        """Return a block.
+
+        Args:
+            block: The block.
+            received: What the other ranks sent of the portion.
+            begins: Where this block begins in that, for each rank; set to where it ends.
+        """
+        dtype = self._kinds[block.name].torch_dtype
+        block_memory = torch.empty(block.box.sizes, dtype=dtype)
+        for rank, box, both in self._pieces(block):
+            if rank == self._ranks.rank:
+                piece = self._memory(Slice(block.name, box))[both.within(box)]
+            else:
+                begin, count = begins[rank], both.num_elements * dtype.itemsize
+                piece = received[rank][begin : begin + count].view(dtype).view(both.sizes)
+                begins[rank] += count
+            block_memory[both.within(block.box)] = piece
+        return block_memory
+
+
+class _Outputs:
+    """Files that are written; few are open at once, and each is flushed before it is closed."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Outputs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._open.clear()
+
+    def descriptor(self, path: Path) -> int:
+        """Return the descriptor of a file, which is opened if it is not."""
+        if path not in self._open:
+            if len(self._open) == _MOST_OPEN:
+                self.flush()
+                self.__exit__()
+            self._open[path] = self._stack.enter_context(opened(path))
+        return self._open[path]
+
+    def flush(self) -> None:
+        """Flush all open files; OSError if that fails."""
+        for descriptor in self._open.values():
+            os.fsync(descriptor)
+
+
+def _first_divided(box: Box, within: Box) -> int:
+    """Return the last dimension that `box` has only a part of; 0 if there is none.
+
+    The indices of the dimensions before it each begin another run.
+    """
+    divided = (d for d, n in enumerate(box.sizes) if n != within.sizes[d])
+    return max(divided, default=0)
+
+
+def _has_short_runs(box: Box, kind: Kind) -> bool:
+    whole = whole_box(kind.shape)
+    if box.run_in(whole) is not None:
+        return False
+    run = math.prod(box.sizes[_first_divided(box, whole) :])
+    return run * kind.torch_dtype.itemsize < MIN_RUN_BYTES
+
+
+def _runs(box: Box, within: Box, most: int | None = None) -> Iterator[Box]:
+    """Yield the runs of a box, in the order of their bytes.
+
+    Args:
+        box: A part of `within`.
+        within: What the runs are consecutive elements of.
+        most: The most elements of a run.
+    """
+    if not box.sizes or (box.run_in(within) is not None and (most or math.inf) >= box.num_elements):
+        yield from [box] if box.num_elements else []
+        return
+    dim = _first_divided(box, within)
+    while most is not None and math.prod(box.sizes[dim + 1 :]) > most:
+        dim += 1
+    count = box.sizes[dim]
+    step = count if most is None else max(1, most // math.prod(box.sizes[dim + 1 :]))
+    before = (range(a, a + n) for a, n in zip(box.offsets[:dim], box.sizes[:dim], strict=True))
+    for indices in itertools.product(*before):
+        for at in range(0, count, step):
+            offsets = (*indices, box.offsets[dim] + at, *box.offsets[dim + 1 :])
+            sizes = (*(1,) * dim, min(step, count - at), *box.sizes[dim + 1 :])
+            yield Box(offsets, sizes)
