@@ -57,6 +57,7 @@ PyTypeObject* dtensor;
 PyTypeObject* tensor;
 PyObject *plans, *by_value, *make, *in_inference, *strided, *grad;
 PyObject *slow_dispatch, *slow_wrap, *slow_grad;
+PyObject* other_strides;  // the exception of a view that the strides of a part do not allow
 PyObject *empty, *device_name;
 Slot part, spec, copied_at;                  // of a DTensor
 Slot spec_meta, spec_partial;                // of a DTensorSpec
@@ -209,7 +210,9 @@ PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject
     }
     Ref plan = find_plan(op, args, kwargs);
     if (plan && (plan_output.at(plan.get()) != Py_None || plan_written.at(plan.get()) != Py_None)) {
-        return run(plan.get(), args, kwargs);
+        PyObject* result = run(plan.get(), args, kwargs);
+        if (result || !other_strides || !PyErr_ExceptionMatches(other_strides)) return result;
+        PyErr_Clear();  // Python makes a copy in the place of the view
     }
     if (PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_TypeError)) return nullptr;
@@ -244,13 +247,19 @@ PyObject* parts(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return found.release();
 }
 
-// DTensor.grad, unless it is terms of a sum, or a copy in the place of a view.
+// DTensor.grad, unless it is terms of a sum, a copy in the place of a view, or no DTensor.
 PyObject* read_grad(PyObject*, PyObject* of) {
     Ref found(Py_TYPE(grad)->tp_descr_get(grad, of, reinterpret_cast<PyObject*>(Py_TYPE(of))));
-    if (!found || !Py_IS_TYPE(found.get(), dtensor)) return found.release();
+    if (!found || found.get() == Py_None) return found.release();
     const bool whole = is_whole(found.get());
     if (whole && spec_partial.at(spec.at(found.get())) == Py_False) return found.release();
     return PyObject_CallOneArg(slow_grad, of);
+}
+
+// The exception after which a call is handed to Python: see dispatch.py, `OtherStrides`.
+PyObject* copy_after(PyObject*, PyObject* type) {
+    Py_XSETREF(other_strides, Py_NewRef(type));
+    Py_RETURN_NONE;
 }
 
 // ---- module -------------------------------------------------------------------------------------
@@ -292,6 +301,8 @@ PyCFunction as_method(Function* function) {
 PyMethodDef methods[] = {
     {"bind", as_method(bind), METH_VARARGS | METH_KEYWORDS,
      "Take the classes, tables and functions of Python."},
+    {"copy_after", copy_after, METH_O,
+     "Take the exception of a view that the strides of a part do not allow."},
     {"dispatch", as_method(dispatch), METH_FASTCALL | METH_KEYWORDS,
      "DTensor.__torch_dispatch__ (dispatch.py)."},
     {"wrap", as_method(wrap), METH_FASTCALL,

@@ -58,6 +58,8 @@ def check_tensor(tensor: object, op: str, device_types: frozenset[str]) -> None:
             seen=f"got {type(tensor).__name__}",
             fix="Pass a torch.Tensor.",
         )
+    if type(tensor) not in _PLAIN_TYPES:
+        _check_memory(tensor, op)
     if tensor.layout is not torch.strided:
         raise DeviceError(
             f"the tensor has layout {tensor.layout}",
@@ -78,6 +80,30 @@ def check_tensor(tensor: object, op: str, device_types: frozenset[str]) -> None:
             seen="allowed: every dtype of torch but the quantized ones",
             fix="Send .int_repr() with its scale and zero point.",
         )
+
+
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+
+
+def _check_memory(tensor: torch.Tensor, op: str) -> None:
+    """Raise if a tensor is made of other tensors, as a DTensor is, and has no memory of its own."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return
+    name = type(tensor).__name__
+    if hasattr(tensor, "to_local"):
+        raise UsageError(
+            f"the tensor is a {name}, of which each rank has a part",
+            op=op,
+            seen=f"{name} {list(tensor.shape)}",
+            fix="Pass this rank's part, t.to_local(); or move the tensor with t.redistribute().",
+        )
+    inner, _ = tensor.__tensor_flatten__()  # pyright: ignore
+    raise UsageError(
+        f"the tensor is a {name}, which is made of other tensors and has no memory of its own",
+        op=op,
+        seen=f"{name} {list(tensor.shape)}",
+        fix=f"Call {op} for each of its tensors: {', '.join(f't.{one}' for one in inner)}.",
+    )
 
 
 def check_list(tensors: object, size: int, op: str, what: str) -> Sequence[torch.Tensor]:

@@ -9,6 +9,9 @@ from dure.tensor.dtensor import DTensor
 from dure.tensor.spec import DTensorSpec
 
 def bind(**parts: Any) -> None: ...
+def copy_after(type: type[Exception]) -> None:
+    """Take the exception of a view that the strides of a part do not allow."""
+
 def dispatch(
     cls: type[DTensor], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any: ...

@@ -9,7 +9,9 @@ extension `_hits` (csrc/dispatch/hits.cpp), or, where that is not there, by `dis
 What has no rule is decomposed; what has no decomposition is computed by every rank on whole
 tensors, with one warning that names the operator. An operator that draws random numbers, writes its
 operands is not: that would be silently wrong. Views that had to be moved are copies: they cannot be
-written, nor read once their source was written.
+written, nor read once their source was written. A view that the strides of a part do not allow,
+although those of the full tensor do, is a copy as well, unless a DTensor alone has the part: then
+the part is stored anew.
 
 What an operator writes stays where it is, or a typed error is raised. But torch's own formulas, of
 composite operators and of gradients, write tensors that no program has ever seen: these are moved
@@ -48,7 +50,7 @@ from dure.tensor.expand import choose, written
 from dure.tensor.holders import has_its_part_alone, is_shared, unseen_among
 from dure.tensor.placement_types import Replicate
 from dure.tensor.redistribute import redistribute
-from dure.tensor.registry import Rule, by_value, rule_of
+from dure.tensor.registry import OtherStrides, Rule, by_value, rule_of
 from dure.tensor.results import forget_results, leaves, results_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
@@ -184,7 +186,14 @@ def dispatch(
     if output is None and returned is None:
         return _run(plan, args, kwargs or {})
     values = [a.part if type(a) is dtensor else a for a in args]
-    result = plan.local(*values, **kwargs) if kwargs else plan.local(*values)
+    result: Any
+    try:
+        result = plan.local(*values, **kwargs) if kwargs else plan.local(*values)
+    except OtherStrides:
+        result = OtherStrides  # after the handler: the exception's frames have the part, too
+    if result is OtherStrides:
+        del values
+        return _run(plan, args, kwargs or {})
     if output is None:
         assert returned is not None
         return args[returned]
@@ -420,16 +429,19 @@ def _check_copies(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> N
 def check_copy(op: str, tensor: DTensor, writes: bool = False) -> None:
     """Refuse to write a view that is a copy, and to read it once its source was written.
 
-    A view of a sharded tensor that had to be moved shares no memory with it.
+    A view of a sharded tensor that had to be moved shares no memory with it, nor does one of a
+    part whose strides do not allow it.
     """
     version = tensor.copied_at
     if version is not None and (writes or tensor._version != version):
         raise PlacementError(
             f"{op} meets a view that is a copy",
             op=op,
-            seen=f"{tensor.spec}: its source had to be moved between ranks to take the view",
+            seen=f"{tensor.spec}: to take the view, its source had to be moved between ranks, or "
+            "its part to be stored in another order",
             fix="Redistribute the source first so that the view needs no communication, or "
-            "clone() the view to work on a copy.",
+            "clone() the view to work on a copy. Parts for from_local() must have the order of "
+            "its stride=.",
         )
 
 
@@ -529,21 +541,37 @@ def _run(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for (where, inside), move in zip(plan.places, plan.moves, strict=True):
         holder = args[where] if isinstance(where, int) else kwargs[where]
         tensor = holder if inside is None else holder[inside]
-        local = tensor.part
-        values.append(local if move is None else redistribute(local, *move))
+        values.append(tensor.part if move is None else redistribute(tensor.part, *move))
     filled, named = fill(args, kwargs, plan.places, values)
-    result = plan.local(*filled, **named)
-    return _wrapped(plan, result, (args, kwargs))
+    try:
+        result = plan.local(*filled, **named)
+    except OtherStrides as other:
+        result, source = other.copy, other.source
+    else:
+        return _wrapped(plan, result, (args, kwargs))
+    del values, filled  # they have the part, too
+    holder = _at((args, kwargs), plan.places[0])
+    if plan.is_view and not any(plan.moves) and has_its_part_alone(holder):
+        holder.part = source  # nothing else has the memory: the part itself gets other strides
+        return _wrapped(plan, result, (args, kwargs))
+    return _wrapped(plan, result, (args, kwargs), is_copy=True)
 
 
-def _wrapped(plan: Plan, result: Any, sources: tuple[Any, Any]) -> Any:
-    """Return the results as DTensors; what the operator wrote, as the arguments that they are."""
+def _wrapped(plan: Plan, result: Any, sources: tuple[Any, Any], is_copy: bool = False) -> Any:
+    """Return the results as DTensors; what the operator wrote, as the arguments that they are.
+
+    Args:
+        plan: What is done for this kind of call.
+        result: What the operator returned for the parts.
+        sources: The arguments.
+        is_copy: Whether a copy was made in the place of a view.
+    """
     if len(plan.returns) == 1 and plan.returns[0] is not None:
         return _at(sources, plan.returns[0])
     version = None
     if plan.is_view:
         source = _at(sources, plan.places[0])
-        if any(plan.moves) or source.copied_at is not None:
+        if is_copy or any(plan.moves) or source.copied_at is not None:
             version = source._version
     return _wrap_each(result, iter(plan.outputs), iter(plan.returns), sources, version)
 

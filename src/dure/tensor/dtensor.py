@@ -36,8 +36,9 @@ from dure.tensor.placement_types import (
     StridedShard,
 )
 from dure.tensor.redistribute import Move, redistribute, way_of
-from dure.tensor.registry import by_value
+from dure.tensor.registry import OtherStrides, by_value
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
+from dure.tensor.strides import laid
 from dure.tensor.terms import averaged_over, gradient_of_term, needs_terms, selected_by
 from dure.trace.ring import call_site
 
@@ -489,6 +490,7 @@ if native is not None:
         DTensor._delete_grad,  # pyright: ignore[reportPrivateUsage]
         DTensor._read_grad.__doc__,  # pyright: ignore[reportPrivateUsage]
     )
+    native.copy_after(OtherStrides)
     use_native(True)
 
 
@@ -652,15 +654,6 @@ def _moved(grad: DTensor, placements: Sequence[Placement]) -> DTensor:
     return wrap(redistribute(grad.part, spec, target), target.compact())
 
 
-def _laid(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Return a part that has the strides that its spec says, without gaps; a copy if needed."""
-    order = spec.order
-    if order is None:
-        return part.contiguous()
-    back = [order.index(dim) for dim in range(len(order))]
-    return part.permute(order).contiguous().permute(back)
-
-
 class _FromLocal(torch.autograd.Function):
     """Wraps a part; its gradient is the part of the DTensor's gradient."""
 
@@ -718,7 +711,7 @@ class _ToLocal(torch.autograd.Function):
         spec = (reduced if ctx.grads is None else source.with_placements(ctx.grads)).compact()
         if grad.dtype != spec.meta.dtype:
             spec = spec.with_dtype(grad.dtype)
-        grad = _laid(grad, spec)
+        grad = laid(grad, spec.order)
         if source.partial:
             grad = _gradient_of_value(grad, source, spec)
         if not (grad.requires_grad and torch.is_grad_enabled()):

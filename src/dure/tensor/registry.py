@@ -23,14 +23,18 @@ import torch
 
 from dure.tensor.call import Op, OpCall, Strategy, direct, schema_of
 from dure.tensor.placement_types import Placement, Shard, StridedShard
+from dure.tensor.spec import DTensorSpec
+from dure.tensor.strides import laid
 
 __all__ = [
     "Local",
     "MakeLocal",
+    "OtherStrides",
     "Rule",
     "by_value",
     "rule",
     "rule_of",
+    "view_or_copy",
     "with_argument",
     "with_local_size",
     "zeros_where_empty",
@@ -125,6 +129,37 @@ def zeros_where_empty(call: OpCall) -> Local | None:
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     return zeros
+
+
+class OtherStrides(Exception):
+    """A view that the strides of a part do not allow, although those of the full tensor do.
+
+    Raised by a `Local`, before anything is sent. If a DTensor alone has the memory of its part,
+    `dispatch` puts the copy of the part in its place; else what it returns is marked as a copy.
+
+    Attributes:
+        source: A copy of the part, stored as the spec says.
+        copy: What the operator returns for it, a view.
+    """
+
+    def __init__(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        super().__init__()
+        self.source, self.copy = source, copy
+
+
+def view_or_copy(
+    op: Callable[..., torch.Tensor], spec: DTensorSpec, tensor: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    """View a part, whose strides may be others than its spec says.
+
+    Raises:
+        OtherStrides: They do not allow it.
+    """
+    try:
+        return op(tensor, *args)
+    except RuntimeError:
+        source = laid(tensor, spec.order)
+        raise OtherStrides(source, op(source, *args)) from None
 
 
 def with_argument(call: OpCall, name: str, value: Any) -> Local:

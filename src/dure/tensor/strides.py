@@ -13,9 +13,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["stored_like", "with_equal_strides", "write_back"]
+__all__ = ["is_dense", "laid", "stored_like", "with_equal_strides", "write_back"]
 
 _is_contiguous = torch.Tensor.is_contiguous
+
+
+def laid(part: torch.Tensor, order: Sequence[int] | None) -> torch.Tensor:
+    """Return a part whose dimensions are stored in this order, without gaps; a copy if needed.
+
+    Args:
+        part: The part.
+        order: Its dimensions, from the one with the largest strides on; None for rows.
+    """
+    if order is None:
+        return part.contiguous()
+    back = [order.index(dim) for dim in range(len(order))]
+    return part.permute(*order).contiguous().permute(back)
 
 
 def stored_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -23,7 +36,7 @@ def stored_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
     If the other one has gaps, or elements that share memory, the order is that of rows.
     """
-    stride = other.stride() if _is_dense(other) else _rows(other)
+    stride = other.stride() if is_dense(other) else _rows(other)
     if _same_order(tensor, stride):
         return tensor
     made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -73,7 +86,7 @@ def _rows(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether elements are stored without gaps, each in memory of its own."""
     if tensor.is_contiguous():
         return True

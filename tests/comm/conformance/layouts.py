@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import dure as dist
-from dure.errors import Desync
+from dure.errors import Desync, UsageError
+from dure.tensor import DTensor, Shard, init_device_mesh
 
 
 def _odd_views() -> list[torch.Tensor]:
@@ -197,3 +198,49 @@ def case_sparse_tensors_of_other_layouts_are_refused(rank, n):
         same = first.clone()
         dist.all_reduce(same)
         assert torch.equal(same.to_dense(), n * first.to_dense())
+
+
+class _Scaled(torch.Tensor):
+    """A tensor that is made of two others: values, and what they are multiplied by."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> _Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{func} of scaled tensors")
+
+
+def case_tensors_made_of_others_are_refused_by_their_type(rank, n):
+    mesh = init_device_mesh("cpu", (n,))
+    divided = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    scaled = _Scaled(torch.ones(2, dtype=torch.int8), torch.ones(1))
+    plain = torch.ones(2)
+    for tensor, name, instead in (
+        (divided, "DTensor", "to_local()"),
+        (torch.nn.Parameter(divided), "DTensor", "to_local()"),
+        (scaled, "_Scaled", "t.values, t.scale"),
+    ):
+        for call in (
+            lambda t=tensor: dist.all_reduce(t),
+            lambda t=tensor: dist.all_reduce(t, async_op=True),
+            lambda t=tensor: dist.broadcast(t, 0),
+            lambda t=tensor: dist.all_gather_into_tensor(torch.ones(2 * n), t),
+            lambda t=tensor: dist.reduce_scatter_tensor(t, torch.ones(2 * n)),
+        ):
+            with pytest.raises(UsageError) as caught:
+                call()
+            assert name in str(caught.value)
+            assert instead in str(caught.value)
+    dist.all_reduce(plain)
+    assert plain.tolist() == [n, n]

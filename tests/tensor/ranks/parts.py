@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,12 +96,37 @@ def _term_of(full: torch.Tensor, op: str, n: int, index: int) -> torch.Tensor:
     return torch.where(chosen, full, full - other if op == "max" else full + other)
 
 
-def made(mesh: Any, full: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
-    """Make a DTensor of a full tensor."""
-    part = part_of(full, placements, mesh.shape, mesh.get_coordinate())
+def made(
+    mesh: Any, full: torch.Tensor, placements: Sequence[Placement], order: str = "rows"
+) -> DTensor:
+    """Make a DTensor of a full tensor, with parts that are stored in one of `ORDERS`."""
+    part = ORDERS[order](part_of(full, placements, mesh.shape, mesh.get_coordinate()))
     stride = torch.empty_like(full, device="meta").stride()
     made = DTensor.from_local(part, mesh, placements, shape=full.shape, stride=stride)
     return made.requires_grad_(full.requires_grad)
+
+
+def _stored(tensor: torch.Tensor, order: Sequence[int], step: int = 1) -> torch.Tensor:
+    """Return a copy whose dimensions are stored in this order, the last one with this step."""
+    stride = [0] * tensor.ndim
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(tensor.shape[dim], 1)
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
+def _last_two_swapped(ndim: int) -> list[int]:
+    return [*range(ndim - 2), *reversed(range(max(ndim - 2, 0), ndim))]
+
+
+ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda tensor: tensor.clone(),
+    "rows": lambda tensor: _stored(tensor, range(tensor.ndim)),
+    "columns": lambda tensor: _stored(tensor, [*reversed(range(tensor.ndim))]),
+    "last two swapped": lambda tensor: _stored(tensor, _last_two_swapped(tensor.ndim)),
+    "gaps": lambda tensor: _stored(tensor, range(tensor.ndim), step=2),
+}
+"""Ways to store a tensor: each returns one of the same values, in memory that no other one has."""
 
 
 # ---- comparing -----------------------------------------------------------------------------------

@@ -23,10 +23,11 @@ from dure.errors import CommError, PlacementError
 from dure.tensor import DTensor, Placement, Replicate, Shard, init_device_mesh
 from dure.tensor.placement_types import StridedShard
 from tests.tensor.ranks.operators import Result, Run, Sample, judge
-from tests.tensor.ranks.parts import made, part
+from tests.tensor.ranks.parts import ORDERS, made, part
 
 Make = Callable[[torch.Tensor, int], Any]
 """Makes of a full tensor what a program is run on, with placements that the number chooses."""
+WAYS_TO_STORE = tuple(ORDERS.values())
 
 STALE = "stale"
 """Stands for a moved view whose source was written: DTensors refuse to read it."""
@@ -127,6 +128,11 @@ def _set(x: Any, key: Any, value: Any) -> None:
     x[key] = value
 
 
+def _fitting(x: Any, y: Any) -> Any:
+    """Return y for writing to x: without history where x can have no gradient."""
+    return y if x.is_floating_point() else y.detach()
+
+
 def _reshaped(x: Any, n: int) -> Any:
     size, rest = _factors(x.numel(), n)
     return x.reshape(((size, rest), (rest, size), (-1,), (size, 1, -1))[n % 4])
@@ -138,9 +144,48 @@ def _out(function: Callable[..., Any], x: Any, y: Any) -> Any:
     return made
 
 
+def _detached(x: Any) -> Any:
+    """Detach what is not a learner: torch loses the gradient of its views once it is written so."""
+    if (
+        not isinstance(x, DTensor)
+        and x.requires_grad
+        and (x if x._base is None else x._base).is_leaf
+    ):
+        raise RuntimeError("left out")
+    return x.detach()
+
+
 def _swapped(x: Any, n: int) -> Any:
     order = [(i + n) % x.ndim for i in range(x.ndim)]
     return x.permute(order)
+
+
+class _OtherStrides(torch.autograd.Function):
+    """Returns a tensor as it is, in forward; in backward, its gradient, stored in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, store: Any) -> Any:
+        ctx.store = store
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (grad,) = grad_outputs
+        return _stored(grad, ctx.store), None
+
+
+def _stored(x: Any, store: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a tensor of the same values and strides; of a DTensor, parts are stored otherwise."""
+    if not isinstance(x, DTensor) or any(p.is_partial() for p in x.placements):
+        return x.clone()
+    stride = x.detach().clone().stride()
+    return DTensor.from_local(
+        store(x.to_local(grad_placements=x.placements)),
+        x.device_mesh,
+        x.placements,
+        shape=x.shape,
+        stride=stride,
+    )
 
 
 OPERATORS: list[tuple[str, Callable[[Machine, Any, Any, int], Any]]] = [
@@ -181,9 +226,14 @@ OPERATORS: list[tuple[str, Callable[[Machine, Any, Any, int], Any]]] = [
     ("part", lambda m, x, y, n: _part(x, n)),
     ("split", lambda m, x, y, n: x.split(n % 3 + 1, _dim(x, n))[:3]),
     ("diagonal", lambda m, x, y, n: x.diagonal(n % 3 - 1)),
-    ("detach", lambda m, x, y, n: x.detach()),
+    ("detach", lambda m, x, y, n: _detached(x)),
     ("view_as", lambda m, x, y, n: x.view_as(x)),
     ("as_strided", lambda m, x, y, n: x.as_strided((2,), (n % 3,))),
+    # strides
+    ("store", lambda m, x, y, n: _stored(x, WAYS_TO_STORE[n % 5])),
+    ("gradient", lambda m, x, y, n: _OtherStrides.apply(x, WAYS_TO_STORE[n % 5])),
+    ("columns", lambda m, x, y, n: ORDERS["columns"](x)),
+    ("contiguous", lambda m, x, y, n: x.contiguous()),
     # joined, reordered
     ("cat", lambda m, x, y, n: torch.cat([x, y, x][: n % 2 + 2], _dim(x, n))),
     ("stack", lambda m, x, y, n: torch.stack([x, y], n % (x.ndim + 1))),
@@ -230,7 +280,7 @@ OPERATORS: list[tuple[str, Callable[[Machine, Any, Any, int], Any]]] = [
         lambda m, x, y, n: _written(_part(_part(x, n), n // 5), lambda t: t.mul_(2)),
     ),
     ("set", lambda m, x, y, n: _set(x, n % max(x.shape[0], 1), n % 3)),
-    ("set to y", lambda m, x, y, n: _set(x, slice(n % 2, None), y)),
+    ("set to y", lambda m, x, y, n: _set(x, slice(n % 2, None), _fitting(x, y))),
     ("set by mask", lambda m, x, y, n: _set(x, _mask(m, x, n), 1)),
     ("set by index", lambda m, x, y, n: _set(x, _indices(m, x.shape[0], n), 2)),
     (
@@ -240,9 +290,9 @@ OPERATORS: list[tuple[str, Callable[[Machine, Any, Any, int], Any]]] = [
         ),
     ),
     ("write the flat one", lambda m, x, y, n: _written(x.view(-1), lambda t: t[:2].add_(1))),
-    ("data", lambda m, x, y, n: _written(x.detach(), lambda t: t.sub_(1))),
+    ("data", lambda m, x, y, n: _written(_detached(x), lambda t: t.sub_(1))),
     ("t_", lambda m, x, y, n: _written(x.view_as(x), lambda t: t.transpose_(0, -1))),
-    ("foreach_add_", lambda m, x, y, n: torch._foreach_add_([x.detach()], 1.0)),
+    ("foreach_add_", lambda m, x, y, n: torch._foreach_add_([_detached(x)], 1.0)),
     ("add out", lambda m, x, y, n: _out(torch.add, x, y)),
 ]
 
@@ -254,7 +304,7 @@ def inputs_of(codes: Sequence[int]) -> list[torch.Tensor]:
         shape = SHAPES[code % len(SHAPES)]
         count = torch.arange(math.prod(shape), dtype=torch.float64)
         values = ((count * 7 + code) % 23 - 9) / 4
-        whole = values.reshape(shape).clone()
+        whole = WAYS_TO_STORE[code // 48 % 4](values.reshape(shape))
         kind = code // 16 % 3
         made.append(whole.long() if kind == 0 else whole.requires_grad_(kind == 1))
     return made
@@ -313,8 +363,10 @@ def execute(
     """Run a program on DTensors, on one rank of several; return its parts of the results."""
     mesh = init_device_mesh("cpu", sizes)
 
+    orders = [*ORDERS]
+
     def make(full: torch.Tensor, code: int) -> DTensor:
-        return made(mesh, full, way_of(full, code, sizes))
+        return made(mesh, full, way_of(full, code, sizes), orders[code // 51 % len(orders)])
 
     inputs = [make(full, way) for full, way in zip(inputs_of(codes), ways, strict=False)]
     machine = Machine(inputs, make)

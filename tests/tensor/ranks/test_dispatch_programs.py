@@ -1,14 +1,14 @@
 """Random programs of some operators, views and writes among them, against plain torch.
 
-`DURE_PROGRAMS=20000 pytest tests/tensor/ranks/test_dispatch_programs.py` runs more of them.
+Placements, uneven and empty parts, strides of tensors, of their parts and of gradients are drawn.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import warnings
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,16 +18,15 @@ from tests.tensor.ranks.programs import Step, compare, execute, expect
 
 NUMBERS = st.integers(0, 255)
 STEPS = st.lists(st.builds(Step, NUMBERS, NUMBERS, NUMBERS, NUMBERS), min_size=3, max_size=8)
+PROGRAMS = {
+    "codes": st.lists(NUMBERS, min_size=2, max_size=3),
+    "ways": st.lists(NUMBERS, min_size=3, max_size=3),
+    "program": STEPS,
+    "sizes": st.sampled_from([(2,), (3,), (2, 2)]),
+}
 
 
-@settings(max_examples=int(os.environ.get("DURE_PROGRAMS", "150")))
-@given(
-    codes=st.lists(NUMBERS, min_size=2, max_size=3),
-    ways=st.lists(NUMBERS, min_size=3, max_size=3),
-    program=STEPS,
-    sizes=st.sampled_from([(2,), (3,), (2, 2)]),
-)
-def test_programs(codes, ways, program, sizes):
+def check(codes, ways, program, sizes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps, expected = expect(codes, program)
@@ -35,3 +34,17 @@ def test_programs(codes, ways, program, sizes):
         runs = run_ranks(math.prod(sizes), lambda rank: execute(codes, steps, ways, sizes, count))
         result = compare(expected, runs, sizes)
     assert result.outcome in (RIGHT, REFUSED), f"{result} on {sizes}"
+
+
+@settings(max_examples=30)
+@given(**PROGRAMS)
+def test_programs_give_the_results_of_full_tensors(codes, ways, program, sizes):
+    check(codes, ways, program, sizes)
+
+
+@pytest.mark.slow
+@settings(max_examples=1_250)
+@given(**PROGRAMS)
+@pytest.mark.parametrize("number", range(8))  # each below the limit of a test
+def test_10_000_programs_give_the_results_of_full_tensors(number, codes, ways, program, sizes):
+    check(codes, ways, program, sizes)

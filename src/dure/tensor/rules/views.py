@@ -12,22 +12,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from dure.errors import PlacementError
-from dure.tensor.call import TERMS, Op, OpCall, R, Strategy, alike
+from dure.tensor.call import TERMS, Op, OpCall, R, Strategy, alike, direct
 from dure.tensor.dispatch import dispatch, special
 from dure.tensor.dtensor import wrap
 from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
-from dure.tensor.registry import rule, with_local_size
+from dure.tensor.registry import rule, view_or_copy, with_local_size
 from dure.tensor.spec import Cut, TensorMeta, cuts_of, spec_of
+from dure.tensor.strides import is_dense
 
 __all__ = ["groups_of", "without"]
 
 aten = torch.ops.aten
+_is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # pyright: ignore
 
 
 def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
@@ -109,6 +112,9 @@ def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, spec = args[0], args[0].spec
     whole = spec.replicated()
     part, moved = redistribute(tensor.part, spec, whole), not spec.is_replicated()
+    if part.stride() != spec.meta.stride and is_dense(spec.meta.empty()):
+        copy = torch.empty_strided(spec.shape, spec.meta.stride, dtype=part.dtype)
+        part, moved = copy.to(part.device).copy_(part), True
     beside = moved and tensor._is_view() and (*args[3:], *kwargs.values()) not in ((), (None,))
     if beside or part.stride() != spec.meta.stride:
         raise PlacementError(
@@ -123,7 +129,14 @@ def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-@rule(aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
+def _other_dtype_local(call: OpCall) -> Callable[..., Any]:
+    return partial(view_or_copy, call.op, call.operands[0])
+
+
+@rule(
+    aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default,
+    local=_other_dtype_local,
+)  # fmt: skip
 def _other_dtype(call: OpCall) -> list[Strategy]:
     """The last dimension takes up what elements get larger or smaller; terms only of complex."""
     spec, result = call.operands[0], call.output
@@ -239,9 +252,25 @@ Digit = tuple[int, int | None]
 """A size, and the mesh axis whose coordinate it is; None for what each rank has."""
 
 
+def _reshaped_local(call: OpCall) -> Callable[..., Any]:
+    """View the part if the full tensor is viewed, whatever the strides of the part; else copy."""
+    spec, shape, view = call.operands[0], call.result.local_shape, direct(aten.view.default)
+    if call.op is aten._unsafe_view.default:  # of a tensor that nothing else has
+        return lambda tensor, size: tensor.reshape(shape)
+    full = spec.meta.empty()
+    if call.op is aten.view.default or _is_alias(full.reshape(call.output.shape), full):
+        return lambda tensor, size: view_or_copy(view, spec, tensor, shape)
+
+    def copy(tensor: torch.Tensor, size: object) -> torch.Tensor:
+        made = tensor.reshape(shape)
+        return made.clone() if _is_alias(made, tensor) else made
+
+    return copy
+
+
 @rule(
     aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    local=with_local_size, all_axes=True,
+    local=_reshaped_local, all_axes=True,
 )  # fmt: skip
 def _reshaped(call: OpCall) -> list[Strategy]:
     """All cuts go along if they can; else those of the first axes that can."""
