@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any, NoReturn
 
+import pytest
 import torch
+from torch import nn
 
-from dure.training.pytrees import mapped, tensors_of
+from dure.training.pytrees import cast_floats, has_unknown_parts, mapped, tensors_of
 
 Pair = namedtuple("Pair", "x y")
 
@@ -42,3 +45,106 @@ def test_what_is_no_tensor_stays_and_classes_stay():
     assert (int(twice["batch"].inputs), twice["batch"].label, twice["batch"].length) == (6, "l", 3)
     assert twice["list"] == [torch.tensor(8), (5,)]
     assert int(tree["list"][0]) == 4
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """Items that are fields as well; as transformers' `ModelOutput`, not to be updated."""
+
+    logits: torch.Tensor
+    states: tuple[torch.Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            OrderedDict.__setitem__(self, each.name, getattr(self, each.name))
+
+    def update(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("not to be updated")
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.logits, self.states)
+
+
+class Tagged(dict[str, Any]):
+    """Has an attribute that is an item, and one that is none; takes an argument."""
+
+    def __init__(self, tag: str, loss: torch.Tensor) -> None:
+        super().__init__(loss=loss)
+        self.tag, self.loss = tag, loss
+
+
+def test_a_dict_that_refuses_update_is_cast_with_its_attributes():
+    given = Output(torch.tensor([1.0]), (torch.tensor([2.0]),))
+    cast = cast_floats(given, torch.float64)
+    assert type(cast) is Output
+    assert cast["logits"].dtype == cast.logits.dtype == torch.float64
+    assert cast["states"][0].dtype == cast.states[0].dtype == torch.float64
+    assert given["logits"].dtype == given.logits.dtype == torch.float32
+    tagged = cast_floats(Tagged("a", torch.tensor(1.0)), torch.float64)
+    assert (tagged.tag, tagged.loss.dtype) == ("a", torch.float64)
+    assert tagged["loss"] is tagged.loss
+
+
+def test_user_dicts_and_defaultdicts_are_cast():
+    given: Any = UserDict(pixels=torch.tensor(1.0), ids=torch.tensor(2))
+    cast = cast_floats(given, torch.float64)
+    assert type(cast) is UserDict
+    assert (cast["pixels"].dtype, cast["ids"].dtype) == (torch.float64, torch.int64)
+    assert given["pixels"].dtype == torch.float32
+    many = defaultdict(list, a=[torch.tensor(1.0)])
+    assert cast_floats(many, torch.float64)["other"] == []
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+
+
+@dataclass
+class Derived:
+    """Has a field that is made of an argument, which is no field."""
+
+    x: torch.Tensor
+    scale: InitVar[float]
+    scaled: torch.Tensor = field(init=False)
+    later: torch.Tensor = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.scaled = self.x * scale
+
+
+def test_dataclasses_are_cast_without_being_made_again():
+    assert cast_floats(Frozen(torch.tensor(1.0)), torch.float64).x.dtype == torch.float64
+    given = Derived(torch.tensor(1.0), 2.0)
+    assert [float(t) for t in tensors_of(given)] == [1, 2]
+    cast = cast_floats(given, torch.float64)
+    assert (cast.x.dtype, cast.scaled.dtype) == (torch.float64, torch.float64)
+    assert given.scaled.dtype == torch.float32
+
+
+def test_a_class_is_no_container():
+    assert list(tensors_of([Batch, Output])) == []
+    assert mapped(Batch, torch.neg) is Batch
+    assert has_unknown_parts(Batch)
+
+
+@pytest.mark.parametrize(
+    "value", [[], {}, [1, (2,)], {"a": [torch.tensor(1)]}, Batch(torch.tensor(1), "l")], ids=str
+)
+def test_containers_without_a_change_are_returned_themselves(value: Any):
+    """What a module writes into them reaches its caller."""
+    outer = [value, torch.tensor(1.0)]
+    cast = cast_floats(outer, torch.float64)
+    assert cast[0] is value
+    assert cast[1].dtype == torch.float64
+    assert mapped(value, lambda t: t, copies=True) is not value
+
+
+def test_sequences_of_other_kinds_keep_them():
+    found = torch.max(torch.tensor([[1.0, 2.0]]), 1)
+    cast = cast_floats([found, torch.Size([2])], torch.float64)
+    assert type(cast[0]) is type(found)
+    assert cast[0].values.dtype == torch.float64
+    assert cast[1] == torch.Size([2])
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert cast_floats(packed, torch.float64).data.dtype == torch.float64

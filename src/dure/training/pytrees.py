@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -38,9 +40,14 @@ def _parts_of(value: object) -> Iterable[object] | None:
         return cast("Mapping[object, object]", value).values()
     if isinstance(value, list | tuple | set):
         return cast("Iterable[object]", value)
-    if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, name) for name in _fields_of(value)]
     return None
+
+
+def _fields_of(value: Any) -> list[str]:
+    """Return the fields of a dataclass that have a value (Any: an instance of one)."""
+    return [field.name for field in fields(value) if hasattr(value, field.name)]
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -53,19 +60,58 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return mapped(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return `value` with `change` applied to the tensors in it (Any: any pytree)."""
+def mapped(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copies: bool = False
+) -> Any:
+    """Return `value` with `change` applied to the tensors in it (Any: any pytree).
+
+    Args:
+        value: Is not written to.
+        change: Returns another tensor, or the same.
+        copies: Copy all containers. If False, those in which no tensor changes are returned as they
+            are, so that what a module writes into them reaches its caller.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(v, change) for v in value))  # pyright: ignore
     if isinstance(value, list | tuple):
-        return type(value)(mapped(v, change) for v in value)  # pyright: ignore
-    if isinstance(value, dict):
-        same: dict[Any, Any] = copy(value)  # of the same class, whatever its constructor takes
-        same.update((k, mapped(v, change)) for k, v in value.items())
-        return same
+        items = cast("list[object] | tuple[object, ...]", value)
+        new = [mapped(item, change, copies=copies) for item in items]
+        if not copies and all(map(is_, new, items)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)._make(new)  # pyright: ignore
+        return type(value)(new)  # pyright: ignore
+    if isinstance(value, dict | UserDict):
+        return _mapped_dict(cast("dict[Any, Any]", value), change, copies)
     if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value) if field.init]
-        return replace(value, **{n: mapped(getattr(value, n), change) for n in names})
+        return _mapped_fields(value, change, copies)
     return value
+
+
+def _mapped_dict(
+    value: dict[Any, Any], change: Callable[[torch.Tensor], torch.Tensor], copies: bool
+) -> dict[Any, Any]:
+    new = {key: mapped(item, change, copies=copies) for key, item in value.items()}
+    changed = {key: item for key, item in new.items() if item is not value[key]}
+    if not changed and not copies:
+        return value
+    same = copy(value)  # of the same class, whatever its constructor takes
+    attributes: dict[str, Any] = getattr(same, "__dict__", {})
+    for key, item in changed.items():  # not `update`, which some classes refuse
+        for name, attribute in attributes.items():
+            if attribute is value[key]:  # such as the fields of transformers' `ModelOutput`
+                attributes[name] = item
+        same[key] = item
+    return same
+
+
+def _mapped_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor], copies: bool) -> Any:
+    """Return a dataclass; without a call of its constructor, which may do something else again."""
+    new = {n: mapped(getattr(value, n), change, copies=copies) for n in _fields_of(value)}
+    changed = {name: item for name, item in new.items() if item is not getattr(value, name)}
+    if not changed and not copies:
+        return value
+    same = copy(value)
+    for name, item in changed.items():
+        object.__setattr__(same, name, item)  # also of a frozen one
+    return same

@@ -47,7 +47,10 @@ def scatter(inputs: Any, target_gpus: int | Sequence[Device], dim: int = 0) -> A
     count = counts.pop() if counts else len(devices)
 
     def part(i: int) -> Any:
-        return mapped(inputs, lambda t: (cuts[id(t)][i] if id(t) in cuts else t).to(devices[i]))
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return (cuts[id(tensor)][i] if id(tensor) in cuts else tensor).to(devices[i])
+
+        return mapped(inputs, cut, copies=True)
 
     parts = [part(i) for i in range(count)]
     return tuple(parts) if isinstance(inputs, torch.Tensor) else parts

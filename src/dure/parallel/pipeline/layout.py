@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from dure.errors import UsageError
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Partial, Replicate
+from dure.training.pytrees import tensors_of
 
 __all__ = ["GetMesh", "Layout", "Packed", "Spread", "TensorLayout", "pack", "unpack"]
 
@@ -99,7 +101,7 @@ def pack(value: Any) -> Packed:
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            described.append(_Other(pickle.dumps(leaf)))
+            described.append(_Other(_pickled(leaf)))
             continue
         spread, part = None, leaf
         if isinstance(leaf, DTensor):
@@ -111,6 +113,23 @@ def pack(value: Any) -> Packed:
         described.append(TensorLayout(tuple(part.shape), part.dtype, part.requires_grad, spread))
         tensors.append(part)
     return Packed(Layout(tree, tuple(described)), tensors)
+
+
+def _pickled(leaf: object) -> bytes:
+    """Return a leaf that is no tensor as bytes.
+
+    Raises:
+        UsageError: It has tensors within whose gradients would be lost.
+    """
+    if any(tensor.requires_grad for tensor in tensors_of(leaf)):
+        raise UsageError(
+            "a stage hands over an object of a class that torch's pytrees do not know",
+            op="pipeline",
+            seen=f"a {type(leaf).__qualname__} with tensors that require gradients",
+            fix="Return tensors, tuples, lists or dicts; or register the class with "
+            "torch.utils._pytree.register_pytree_node (torch.export.register_dataclass).",
+        )
+    return pickle.dumps(leaf)
 
 
 def unpack(packed: Packed, get_mesh: GetMesh | None = None) -> Any:
