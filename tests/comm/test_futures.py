@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import queue
 import threading
+
+import pytest
+import torch
 
 from dure.comm.futures import Waiters
 from tests.waiting import PATIENCE_S, until
@@ -33,3 +37,20 @@ def test_waiters_run_jobs_side_by_side_and_reuse_threads():
 
     until(reuses_a_thread, "a job on a thread that has ended another")
     until(lambda: (waiters.close(), not any(t.is_alive() for t in names))[1], "the threads' end")
+
+
+def test_jobs_run_in_threads_of_the_system_where_threading_was_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As gevent replaces it: what is started never runs while the program waits in C++."""
+
+    def never(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr(_thread, "start_new_thread", never)
+    monkeypatch.setattr(threading, "_start_new_thread", never)
+    waiters, future = Waiters(), torch.futures.Future[int]()
+    waiters.run(lambda: future.set_result(5))
+    until(future.done, "the job")
+    assert future.wait() == 5
+    waiters.close()

@@ -11,15 +11,22 @@ for it, or for anything that was chained to it with `then`; the callbacks run at
 waits for such futures in the same order on all ranks has their collectives in the same order, too.
 
 The operation itself runs beside the program either way; it is the callbacks that come later.
+
+Programs of gevent or eventlet replace threads, locks and queues by those of their own loop, which
+stands still while such a future is waited for in C++. So what sets futures are threads of the
+system: they are started by a function, and wait in a queue, that are replaced by nobody.
 """
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
+from _queue import Empty, SimpleQueue
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -44,34 +51,49 @@ class Waiters:
     def renew(self) -> None:
         """Start anew, as in a forked child, where the parent's threads do not exist."""
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
+        self._idle = deque[None]()  # an entry for each thread that no job counts on
 
     def run(self, job: Callable[[], object]) -> None:
         """Run `job` on a thread of its own."""
-        if not self._idle.acquire(blocking=False):
+        if not self._take_idle():
             # Not with the job as its argument: a thread keeps its arguments as long as it lives.
-            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+            _start_thread(self._serve, self._name)
         self._jobs.put(job)
+
+    def _take_idle(self) -> bool:
+        """Count on a thread that is idle; False: there is none."""
+        with suppress(IndexError):
+            self._idle.pop()
+            return True
+        return False
 
     def _serve(self) -> None:
         job = self._jobs.get()
         while job is not None:
             job()
             del job  # or the last one's tensors would live on while this thread is idle
-            self._idle.release()
+            self._idle.append(None)
             job = self._next()
 
     def _next(self) -> Callable[[], object] | None:
         with suppress(Empty):
             return self._jobs.get(timeout=_IDLE_S)
-        if self._idle.acquire(blocking=False):
+        if self._take_idle():
             return None
         return self._jobs.get()  # somebody has counted on this thread meanwhile
 
     def close(self) -> None:
         """End the threads that are idle; the others end with their jobs, some seconds later."""
-        while self._idle.acquire(blocking=False):
+        while self._take_idle():
             self._jobs.put(None)
+
+
+def _start_thread(run: Callable[[], None], name: str) -> None:
+    """Start a thread of the system, also where `threading` was made to start something else."""
+    if isinstance(_thread.start_new_thread, BuiltinFunctionType):
+        threading.Thread(target=run, name=name, daemon=True).start()
+    else:
+        _thread.start_new(run, ())
 
 
 class Later(torch.futures.Future[Any]):
