@@ -11,6 +11,7 @@ import pytest
 
 from dure.cli.app import run_command_line
 from dure.errors import UsageError
+from dure.launch import program
 from dure.launch.program import check_program
 from dure.launch.spec import JobSpec, Kind, Std
 
@@ -117,3 +118,12 @@ def test_possible_numbers_pass() -> None:
             tee={0: Std.OUT},
         )
     )
+
+
+@pytest.mark.usefixtures("folder")
+def test_nothing_is_started_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = JobSpec(program="hi.py", nproc=1)
+    check_program(spec)
+    monkeypatch.setattr(program, "_PROC", "/nowhere")
+    with pytest.raises(UsageError, match="/proc is not mounted"):
+        check_program(spec)

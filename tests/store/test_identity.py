@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dure.errors import UsageError
 from dure.store.identity import alive, myself
 
 from .conftest import dead_process
@@ -30,3 +31,16 @@ def test_without_a_descriptor_to_look_with_nothing_is_known(
 
     monkeypatch.setattr(Path, "read_text", refuse)
     assert alive(me) is None
+
+
+def test_without_proc_processes_are_not_identified(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = myself()
+
+    def absent(path: Path) -> str:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert alive(me) is None
+    with pytest.raises(UsageError, match="/proc is not mounted") as caught:
+        myself()
+    assert isinstance(caught.value, OSError)  # callers that can do without catch that

@@ -33,6 +33,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
+from multiprocessing import current_process
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal  # Any: what the user's function takes and returns
@@ -88,7 +89,7 @@ def spawn(
     torch = "torch" in sys.modules
     with tempfile.TemporaryDirectory(prefix="dure_spawn_") as directory:
         forks = why_not is None and start != "spawn"
-        call = partial(_call, fn, args, directory) if forks else None
+        call = partial(_copied, _key(), fn, args, directory) if forks else None
         path = _search_path()
         if not forks:
             Path(directory, "call").write_bytes(_pickled(fn, args, path))
@@ -154,7 +155,7 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], path: list[str]) -> by
     main = sys.modules["__main__"]
     spec: ModuleSpec | None = getattr(main, "__spec__", None)
     place = (getattr(main, "__file__", None), None if spec is None else spec.name)
-    needed = (path, sys.argv, env.raw(_PATH), place)
+    needed = (path, sys.argv, env.raw(_PATH), place, _key())
     file = io.BytesIO()
     file.write(pickle.dumps(needed))
     pickler = _Pickler(file)
@@ -172,6 +173,21 @@ def _show(line: Line) -> None:
     stream = sys.stdout if line.stream == "stdout" else sys.stderr
     stream.write(f"[{line.rank}] {line.text.decode(errors='replace')}\n")
     stream.flush()
+
+
+def _key() -> bytes:
+    """Return the key of this program's processes, which ranks get as multiprocessing's do.
+
+    With it they can use the program's managers and listeners, and they share its locks on folders
+    of checkpoints (`dure.checkpoint.lock`).
+    """
+    return bytes(current_process().authkey)
+
+
+def _copied(key: bytes, fn: Callable[..., Any], args: Sequence[Any], directory: str) -> None:
+    """In a forked rank: call the function."""
+    current_process().authkey = key
+    _call(fn, args, directory)
 
 
 def _call(fn: Callable[..., Any], args: Sequence[Any], directory: str) -> None:
@@ -200,7 +216,11 @@ def _why_not_fork() -> str | None:
         os._exit(0)
     os.waitpid(pid, 0)
     mine = {thread.native_id for thread in threading.enumerate()}
-    for task in os.listdir("/proc/self/task"):
+    try:
+        tasks = os.listdir("/proc/self/task")
+    except OSError as error:
+        return f"its threads are not known: {error.filename}: {error.strerror}"
+    for task in tasks:
         with contextlib.suppress(OSError):
             name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
             if int(task) not in mine and not name.startswith(_HARMLESS):
@@ -213,7 +233,7 @@ def main() -> None:
     directory = sys.argv[1]
     sys.excepthook = lambda *_: None  # the error is raised where `spawn` was called
     with Path(directory, "call").open("rb") as file:
-        sys.path[:], sys.argv[:], variable, place = pickle.load(file)
+        sys.path[:], sys.argv[:], variable, place, current_process().authkey = pickle.load(file)
         env.put(_PATH, variable)
         module = _stand_in(*place)
         unpickler = pickle.Unpickler(file)

@@ -16,6 +16,7 @@ from dure.launch.spec import JobSpec
 
 __all__ = ["check_program"]
 
+_PROC = "/proc/self/fd"
 _ELF = b"\x7fELF"
 
 
@@ -38,6 +39,12 @@ def check_program(spec: JobSpec) -> None:
         _check_module(spec.program)
     else:
         _check_executable(spec.program)
+    _require(
+        os.path.exists(_PROC),
+        "ranks cannot be started here: /proc is not mounted",
+        f"no {_PROC}",
+        "Mount it: `mount -t proc proc /proc`.",
+    )
 
 
 def _require(holds: object, what: str, seen: str, fix: str = "") -> None:

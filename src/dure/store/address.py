@@ -28,6 +28,7 @@ from dure.errors import StoreError
 from dure.store.base import Store
 
 __all__ = [
+    "LOOPBACK",
     "Address",
     "await_name",
     "check_not_wildcard",
@@ -39,7 +40,11 @@ __all__ = [
     "outward_address",
     "patience_for_names",
     "resolve",
+    "why_unreachable",
 ]
+
+LOOPBACK = ("tcp://127.", "tcp://[::1]")
+"""How ZeroMQ's endpoints begin that only this host reaches."""
 
 
 _SAY_S = 2.0
@@ -196,6 +201,25 @@ def is_refused(endpoint: str, limit_s: float = 1.0) -> bool:
     except OSError:
         return False
     return False
+
+
+def why_unreachable(endpoint: str) -> str:
+    """Return the system's reason why nothing can be sent to a TCP endpoint of ZeroMQ's; "" if none.
+
+    Nothing is sent, and no name is looked up.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        numeric = socket.AI_NUMERICHOST
+        family, *_, to = socket.getaddrinfo(host.strip("[]"), int(port), flags=numeric)[0]
+    except (OSError, ValueError):
+        return ""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(to)
+    except OSError as error:
+        return (error.strerror or "").lower()
+    return ""
 
 
 def outward_address(store: Store) -> str:

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
+from dure.store.address import LOOPBACK, why_unreachable
 from dure.store.key import JobKey
 from dure.store.silence import end_after_silence
 from dure.store.tracker import read_event
@@ -190,13 +191,15 @@ def dial(
         absent_s: How long to keep trying while nobody listens; None: as long as `timeout_s`.
 
     Raises:
-        StoreTimeout: Nobody listened there in time, or whoever did said nothing.
+        StoreTimeout: Nobody listened there in time, or whoever did said nothing; at once if the
+            loopback interface is down. Other networks may still come up.
         StoreRefused: Whoever listens refused us several times running.
     """
     start = time.monotonic()
     absent_s = timeout_s if absent_s is None else absent_s
     pause_s, outcome = 0.005, _Outcome.UNREACHABLE
     refusals: list[_Outcome] = []
+    loopback = endpoint.startswith(LOOPBACK)
     while (left_s := timeout_s - (time.monotonic() - start)) > 0:
         connection = Connection(context, endpoint, key)
         try:
@@ -213,15 +216,20 @@ def dial(
             refusals.clear()
         if len(refusals) == _REFUSALS:
             raise _refused(endpoint, refusals, key)
-        if outcome is _Outcome.UNREACHABLE and time.monotonic() - start >= absent_s:
+        if outcome is _Outcome.UNREACHABLE and (
+            time.monotonic() - start >= absent_s or (loopback and why_unreachable(endpoint))
+        ):
             break
         time.sleep(min(pause_s, max(0.0, left_s)))
         pause_s = min(2 * pause_s, 0.1)
+    why = why_unreachable(endpoint) if outcome is _Outcome.UNREACHABLE else ""
     raise StoreTimeout(
         f"the store at {endpoint} cannot be reached",
         elapsed_s=time.monotonic() - start,
-        seen=outcome.value,
-        fix="Check that rank 0 (or the launcher) runs, that MASTER_ADDR and MASTER_PORT are its "
+        seen=why or outcome.value,
+        fix="Start the loopback interface: `ip link set lo up`."
+        if why and loopback
+        else "Check that rank 0 (or the launcher) runs, that MASTER_ADDR and MASTER_PORT are its "
         "own, and that the address is not a loopback one on several hosts (DURE_STORE_BIND).",
     )
 

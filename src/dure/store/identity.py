@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from dure import env
+from dure.errors import UsageError
 
 __all__ = ["Identity", "alive", "myself", "start_of"]
 
@@ -38,8 +39,16 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
         return f"pid {self.pid} on {self.host}"
 
 
+class _ProcNotMounted(UsageError, OSError):
+    """The files of /proc cannot be read."""
+
+
 def myself() -> Identity:
-    """Return who this process is."""
+    """Return who this process is.
+
+    Raises:
+        UsageError: /proc is not mounted; an OSError, too.
+    """
     host = env.text("DURE_HOST_ID") or socket.gethostname()
     return Identity(os.getpid(), start_of(os.getpid()) or "", host, _host_id())
 
@@ -76,6 +85,13 @@ def _read_start(pid: int) -> str | None:
 
 
 def _host_id() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/pid").readlink().name
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink().name
+    except FileNotFoundError as error:
+        raise _ProcNotMounted(
+            "processes cannot be identified: /proc is not mounted here",
+            seen=str(error),
+            fix="Mount it: `mount -t proc proc /proc`.",
+        ) from None
     return f"{boot} {namespace} {os.getuid()} {env.text('DURE_HOST_ID') or ''}".rstrip()

@@ -24,7 +24,7 @@ import zmq
 
 from dure import env
 from dure.errors import StoreError, StoreLost, StoreTimeout
-from dure.store.address import is_refused, resolve
+from dure.store.address import LOOPBACK, is_refused, resolve
 from dure.store.arguments import duration_of, integer_of, text_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
@@ -158,7 +158,7 @@ class NetworkStore(AskingStore):
         try:
             # Not the caller's patience, which may be short: a busy server is not a lost one, nor is
             # one whose machine is paused. If nobody listens there, that is known at once.
-            here = self._endpoint.startswith(("tcp://127.", "tcp://[::1]", "ipc://"))
+            here = self._endpoint.startswith((*LOOPBACK, "ipc://"))
             redial_s = 0.0 if here else _REDIAL_S
             connection = dial(self._context, self._endpoint, self._key, silence_s(), redial_s)
         except StoreTimeout:
