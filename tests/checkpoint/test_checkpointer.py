@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import random
 from typing import Any, SupportsIndex, cast
@@ -16,9 +17,8 @@ from dure.checkpoint import Checkpointer, PerRank, load
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.reading import faults
 from dure.data import DistributedSampler
-from dure.errors import (
-    UsageError,
-)
+from dure.errors import CheckpointError, CheckpointMismatch, UsageError
+from dure.testing import run_ranks
 from tests.checkpoint.small_runs import equal, small, trained
 
 
@@ -101,3 +101,37 @@ def test_misuse_is_refused_before_anything_is_written(tmp_path, misuse):
     with pytest.raises(UsageError):
         MISUSE[misuse](tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def _filled(value):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+FAILURES = {
+    "saved": lambda mine, _: mine.save(2, model=object()),
+    "differs": lambda mine, rank: mine.save(2, model=_filled(rank)),
+    "other object": lambda mine, _: mine.load(model=nn.Linear(3, 3)),
+    "no such step": lambda mine, _: mine.load(7, model=small()),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failed_call_keeps_neither_the_lock_nor_the_next_checkpointer_from_saving(
+    tmp_path, failure
+):
+    def body(rank):
+        mine = Checkpointer(tmp_path)
+        mine.save(1, state={})
+        try:
+            FAILURES[failure](mine, rank)
+        except (CheckpointError, CheckpointMismatch, UsageError):
+            return Checkpointer(tmp_path).save(3, state={}).name
+
+    gc.disable()
+    try:
+        assert run_ranks(2, body) == ["000002-step-3"] * 2
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["000001-step-1", "000002-step-3"]
+    finally:
+        gc.enable()

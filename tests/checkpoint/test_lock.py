@@ -74,7 +74,7 @@ def test_a_record_on_a_file_system_of_one_host_is_of_a_process_that_ended(tmp_pa
 
 
 def test_a_record_of_this_host_ends_with_its_process(tmp_path, shared, monkeypatch):
-    monkeypatch.setattr(lock, "_flock", lambda _: None)
+    monkeypatch.setattr(lock, "_flock", lambda *_: None)
     me = lock.myself()
     _record(tmp_path, msgspec.structs.replace(me, start="0"))  # its number is used again
     _saves(tmp_path)

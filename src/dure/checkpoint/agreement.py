@@ -59,12 +59,19 @@ class Ranks:
             error = CheckpointError("an object failed", seen=f"{type(e).__name__}: {e}")
             error.__cause__ = e
             mine = None, error, traceback.extract_tb(e.__traceback__)
+            del error
         outcomes: list[Any] = [mine]
-        if self.group is not None and self.size > 1:
-            outcomes = [None] * self.size
-            all_gather_object(outcomes, mine, self.group)
-            outcomes[self.rank] = mine
-        return outcomes
+        try:
+            if self.group is not None and self.size > 1:
+                outcomes = [None] * self.size
+                all_gather_object(outcomes, mine, self.group)
+                outcomes[self.rank] = mine
+            return outcomes
+        finally:
+            # An exception refers to the frame that caught it, and to its callers. If one of them
+            # refers to the exception, objects of the program, and a Checkpointer with its lock, are
+            # not freed before the garbage is collected.
+            del mine, outcomes
 
     def each(self, do: Callable[[], T]) -> list[T]:
         """Call `do` on every rank, and return all ranks' results.
@@ -78,7 +85,10 @@ class Ranks:
             return self.all_or_none("", do)
         except CheckpointException as e:
             error = self.lowest(e)
+        try:  # outside the handler: `e` refers to it, and would be its context
             raise error from error.__cause__
+        finally:
+            del error  # see `_outcomes`
 
     def lowest(self, failed: CheckpointException) -> BaseException:
         """Return the exception of the lowest rank that failed, for all ranks to raise."""
@@ -96,10 +106,13 @@ class Ranks:
         """
         outcomes = self._outcomes(do)
         failures = {r: (e, where) for r, (_, e, where) in enumerate(outcomes) if e is not None}
-        if failures:
-            cause = failures.get(self.rank, next(iter(failures.values())))[0]
-            raise CheckpointException(what, failures) from cause
-        return [result for result, _, _ in outcomes]
+        try:
+            if failures:
+                cause = failures.get(self.rank, next(iter(failures.values())))[0]
+                raise CheckpointException(what, failures) from cause
+            return [result for result, _, _ in outcomes]
+        finally:
+            outcomes = failures = cause = None  # see `_outcomes`
 
     def first(self, do: Callable[[], T]) -> T:
         """Call `do` on rank 0 alone, and return its result on all; errors as `each`."""

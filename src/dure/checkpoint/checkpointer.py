@@ -29,10 +29,10 @@ from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.background import wait_for_saves
 from dure.checkpoint.folder import Folder, Place, Unflushed
 from dure.checkpoint.lock import note_job
-from dure.checkpoint.objects import PerRank, is_sharded, state_of
+from dure.checkpoint.objects import PerRank, Positioned, is_sharded, state_of
 from dure.checkpoint.randomness import random_state
 from dure.checkpoint.replicas import Rule, rule_of
-from dure.checkpoint.resuming import RANDOM, RUN, Resuming
+from dure.checkpoint.resuming import POSITIONS, RANDOM, RUN, Resuming
 from dure.checkpoint.saving import Saving, Taken, take
 from dure.errors import (
     CheckpointDamaged,
@@ -122,7 +122,7 @@ class Checkpointer:
         Cost: each byte is read and written once; memory: one tensor that is not on the CPU.
         """
         ranks, number = self._ranks, _step_number(step)
-        reserved = objects.keys() & {RANDOM, RUN, "$"}
+        reserved = objects.keys() & {RANDOM, RUN, POSITIONS, "$"}
         if reserved:
             raise UsageError("an object has a name that is taken", seen=min(reserved))
 
@@ -149,12 +149,15 @@ class Checkpointer:
             committing = True
             return ranks.all_or_none("the checkpoint was not saved", commit)[0] or made
         except CheckpointException as e:
-            error = ranks.lowest(e)
-            if isinstance(error, OSError):
-                raise self._not_written(min(e.failures), error, committing) from error
-            raise error from error.__cause__
+            rank, error = min(e.failures), ranks.lowest(e)
         finally:
             self._folder.release()
+        try:  # outside the handler: `e` refers to it, and would be its context
+            if isinstance(error, OSError):
+                raise self._not_written(rank, error, committing) from error
+            raise error from error.__cause__
+        finally:
+            del error  # see `Ranks._outcomes`
 
     def _taken(self, step: int, objects: dict[str, Any]) -> Taken:
         """Return what this rank has to save, with what ranks must have in common.
@@ -164,7 +167,8 @@ class Checkpointer:
         """
         shared: dict[str, Any] = {}
         rules = {RUN: Rule(values=True)}
-        own: dict[str, Any] = {RANDOM: random_state()}
+        positions = {n: v.own_position() for n, v in objects.items() if isinstance(v, Positioned)}
+        own: dict[str, Any] = {RANDOM: random_state(), POSITIONS: positions}
         for name, value in objects.items():
             if isinstance(value, PerRank):
                 own[name] = state_of(name, value)

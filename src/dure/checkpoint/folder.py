@@ -110,9 +110,13 @@ class Folder:
             OSError: Another job saves here (EBUSY), or the folder cannot be written.
         """
         self.release()
-        lock = lock_of(self.path)
-        lock.acquire()
-        self._lock, self._holds = lock, True
+        self._lock = lock_of(self.path)
+        self._holds = True  # an interrupt right after the next line does not leave it held
+        try:
+            self._lock.acquire()
+        except BaseException:
+            self._holds = False
+            raise
 
     def release(self) -> None:
         """Remove what was begun and not committed, and end the save."""

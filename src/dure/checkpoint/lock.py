@@ -1,6 +1,6 @@
 """The lock on a checkpoint folder: its holder, and when it is released.
 
-    .lock       the holder: process number, start time, host, and the job's token
+    .lock       the holder: process number, start time, host, and the job's tokens
 
 The file exists while a process holds the lock. A record whose process has ended has no effect: the
 next job takes the lock over. Three things show whether the process still runs:
@@ -17,8 +17,18 @@ next job takes the lock over. Three things show whether the process still runs:
 A lock is taken over by removing the file and making another one. A holder that was considered dead
 (it was suspended for longer than the lease) finds that its file is gone, and saves no more.
 
-Processes of one job do not exclude each other. All ranks that take part in a save receive the token
-of the job. If another process is rank 0 in a later save, the previous one releases the lock.
+Processes of one job do not exclude each other between their saves. A process is of the holder's job
+
+- if both have a token of it: that of their world, or one that came with a save of both; or
+- if one of them has started the other by fork, multiprocessing or `dure.spawn`, as a notebook
+  starts ranks. They have one multiprocessing key; a program that is executed has another key.
+
+The kernel's lock is exclusive during a save and shared between two saves. A process of the same job
+that gets a shared lock, too, takes the folder over. If another process is rank 0 in a later save,
+the previous one releases the lock.
+
+A copy of a folder also has a copy of the file. The record contains the inode number of its file, so
+a copy does not hold because its process runs, but only until its lease expires.
 
 Threads: within a process one save at a time holds the lock; the next waits for it.
 """
@@ -28,7 +38,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import logging
+import multiprocessing
 import os
 import secrets
 import socket
@@ -41,6 +53,7 @@ from weakref import WeakSet, WeakValueDictionary, finalize
 
 import msgspec
 
+from dure.comm.world import current_world
 from dure.store.identity import Identity, alive, myself
 from dure.store.lifetime import at_process_end
 
@@ -75,6 +88,12 @@ class _Record(msgspec.Struct, frozen=True):
 
     job: str
     process: Identity
+    jobs: tuple[str, ...] = ()
+    """Tokens of all jobs that the holder is in."""
+    program: str = ""
+    """Equal for a process and those that it starts by fork, multiprocessing or `dure.spawn`."""
+    inode: int = 0
+    """Of the file: the file in a copy of the folder has another one."""
 
 
 class _Held:
@@ -107,6 +126,20 @@ class _Held:
     def lasts(self) -> bool:
         """Return whether the file is still the one that this process made."""
         return self.descriptor is not None and _is_at(self.path, self.descriptor)
+
+    def keep(self) -> None:
+        """Hold the lock between two saves, in which another process of the job may take it."""
+        if self.descriptor is not None:
+            _flock(self.descriptor, fcntl.LOCK_SH)
+
+    def use(self) -> bool:
+        """Begin another save with the lock; return False if it is lost, or was never held."""
+        end = _clock() + LEASE_S
+        while self.descriptor is not None and self.lasts() and _clock() < end:
+            if _flock(self.descriptor) is not False:
+                return self.lasts()
+            _pause(_POLL_S)  # another process of the job takes it at this moment
+        return False
 
     def release(self) -> None:
         """Remove the file if it is still ours, and unlock it."""
@@ -146,7 +179,8 @@ class FolderLock:
         self.path = folder / NAME
         self.kept = False
         """Whether the lock is held after the save, until this object is freed."""
-        self._turn = threading.Lock()
+        self._guard = threading.Lock()
+        self._free = threading.Condition(self._guard)
         self._owner: int | None = None
         self._held = _Held(self.path)
         finalize(self, self._held.release).atexit = False
@@ -159,29 +193,35 @@ class FolderLock:
         """
         if self._owner == threading.get_ident():
             raise OSError(errno.EBUSY, "this thread is saving there already", str(self.path.parent))
-        self._turn.acquire()
-        self._owner = threading.get_ident()
         try:
-            if not self._held.lasts():
+            with self._guard:
+                while self._owner is not None:
+                    self._free.wait()
+                self._owner = threading.get_ident()
+            if not self._held.use():
                 self._held.release()
                 _Taking(self.path, self._held).take()
         except BaseException:
-            self.release()
+            if self._owner == threading.get_ident():  # not interrupted while it waited
+                self.release()
             raise
 
     def release(self) -> None:
         """End the save, and release the lock unless it is `kept`."""
-        if not self.kept:
+        if self.kept:
+            self._held.keep()
+        else:
             self._held.release()
-        self._owner = None
-        self._turn.release()
+        with self._guard:
+            self._owner = None
+            self._free.notify()
 
     def give_up(self) -> None:
         """Release the lock, unless a save is using it."""
-        if self._turn.acquire(blocking=False):
-            self.kept = False
-            self._held.release()
-            self._turn.release()
+        with self._guard:
+            if self._owner is None:
+                self.kept = False
+                self._held.release()
 
     def check(self) -> None:
         """Raise OSError if another job has taken the lock over."""
@@ -233,7 +273,7 @@ class _Taking:
             return False  # the holder has just removed it
         found = _read(descriptor)
         if locked is False:
-            self._wait_for_end(found)
+            self._wait_for_end(descriptor, found)
             return False
         if not made:
             if not self._has_ended(descriptor, found, bool(locked)):
@@ -241,23 +281,28 @@ class _Taking:
             if _is_at(self._path, descriptor):
                 self._path.unlink(missing_ok=True)
             return False
-        record = _Record(_job_of_this_process(), _me())
+        record = _record(os.fstat(descriptor).st_ino)
         with suppress(OSError):  # a full disk: the save that follows may make room
             os.pwrite(descriptor, msgspec.json.encode(record), 0)
         self._held.begin(descriptor, record, self._shared)
         return True
 
-    def _wait_for_end(self, found: _Record | None) -> None:
+    def _wait_for_end(self, descriptor: int, found: _Record | None) -> None:
         """Handle a lock that the kernel reports as held: return to try again, or refuse.
 
-        A holder that is ending gets a moment. After that, a record of a dead process is void: the
-        file is still locked because a process that it had forked has a copy of the descriptor.
+        A process of the same job waits for the end of the holder's save. A holder that is ending
+        gets a moment. After that, a record of a dead process is void: the file is still locked
+        because a process that it had forked has a copy of the descriptor.
         """
         waited = _clock() - self._since
-        if found is not None and found.job in _jobs and waited < LEASE_S:
-            _pause(_POLL_S)  # it gives the lock up in its own call, or ends
-        elif found is not None and _lives(found.process) is not False:
-            raise self._refusal(found)
+        ours = found is not None and _is_of_this_job(found)
+        lives = None if found is None else _lives(found.process)
+        if ours and _flock(descriptor, fcntl.LOCK_SH):
+            self._take_over(descriptor)
+        elif ours and lives is not False and waited < LEASE_S:
+            _pause(_POLL_S)
+        elif found is not None and lives is not False:
+            raise self._refusal(found, ours)
         elif waited < _ENDING_S:
             _pause(_POLL_S)
         elif found is None:
@@ -265,16 +310,28 @@ class _Taking:
         else:
             self._path.unlink(missing_ok=True)
 
+    def _take_over(self, descriptor: int) -> None:
+        """Remove the file of a lock that this job holds, and that no save is using.
+
+        Several processes may share the lock on that file, but one after another removes it.
+        """
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if _flock(folder) is not False and _is_at(self._path, descriptor):
+                self._path.unlink(missing_ok=True)
+        finally:
+            os.close(folder)
+
     def _has_ended(self, descriptor: int, found: _Record | None, locked: bool) -> bool:
         """Return whether the holder has ended, if the kernel does not report a lock."""
         if locked and not self._shared:
             return True
         if found is not None:
-            if found.job in _jobs:
-                return True
             lives = _lives(found.process)
-            if lives is not None:
-                return not lives
+            if lives is False or _is_of_this_job(found):
+                return True
+            if lives and found.inode in (0, os.fstat(descriptor).st_ino):
+                return False
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may try in the meantime
         return self._lease_is_over(found)
@@ -286,10 +343,9 @@ class _Taking:
         if age_s < LEASE_S:
             holder = "an unknown process" if found is None else found.process
             _log.warning(
-                "%s has saved in %s and may still run: waiting for a sign of it, up to %.0f s",
-                holder,
-                self._path.parent,
-                LEASE_S - max(age_s, 0),
+                "%s has saved in %s and may still run: waiting for a sign of it, up to %.0f s "
+                "(if the folder is a copy of another one, remove %s)",
+                *(holder, self._path.parent, LEASE_S - max(age_s, 0), self._path),
             )
         end = _clock() + LEASE_S - max(age_s, 0)
         while _clock() < end:
@@ -298,9 +354,12 @@ class _Taking:
                 return False
         return True
 
-    def _refusal(self, found: _Record | None) -> OSError:
+    def _refusal(self, found: _Record | None, ours: bool = False) -> OSError:
         who = "" if found is None else f": {found.process}"
-        return OSError(errno.EBUSY, f"another job is saving there{who}", str(self._path.parent))
+        what = "another job is saving there"
+        if ours:
+            what = f"another process of this job has been saving there for {LEASE_S:.0f} s"
+        return OSError(errno.EBUSY, f"{what}{who}", str(self._path.parent))
 
 
 _pause, _clock = time.sleep, time.monotonic
@@ -319,10 +378,10 @@ def _open(path: Path) -> tuple[int, bool]:
                 return os.open(path, flags | os.O_RDONLY), False
 
 
-def _flock(descriptor: int) -> bool | None:
+def _flock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool | None:
     """Lock a file; False: another process has locked it; None: no locks are supported."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -436,11 +495,53 @@ def note_job(token: str) -> None:
     _jobs.add(token)
 
 
-def _job_of_this_process() -> str:
+def _record(inode: int) -> _Record:
+    """Return the record of this process."""
     if not _own:
         _own.append(secrets.token_hex(16))
         note_job(_own[0])
-    return _own[0]
+    _note_world()
+    return _Record(_own[0], _me(), tuple(sorted(_jobs)), _program(), inode)
+
+
+def _note_world() -> None:
+    """Record that this process belongs to the job of its world."""
+    rendezvous = current_world().rendezvous
+    if rendezvous is not None:
+        note_job(rendezvous.members[0].token)
+
+
+def _program() -> str:
+    key = multiprocessing.current_process().authkey
+    return hashlib.blake2b(key, digest_size=16, person=b"dure lock").hexdigest()
+
+
+def _descends(process: Identity, ancestor: Identity) -> bool:
+    """Return whether a process was started by another one, or by one that it started.
+
+    Both must be alive and of this host, and so must be the processes between them.
+    """
+    if process.pid == ancestor.pid or not (_lives(process) and _lives(ancestor)):
+        return False
+    pid = process.pid
+    try:
+        while pid not in (0, ancestor.pid):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            pid = int(stat.rpartition(")")[2].split()[1])  # the name before it may be anything
+    except OSError:
+        return False
+    return pid != 0
+
+
+def _is_of_this_job(found: _Record) -> bool:
+    """Return whether the holder of a lock belongs to a job of this process."""
+    _note_world()
+    if not _jobs.isdisjoint((found.job, *found.jobs)):
+        return True
+    if found.program != _program():
+        return False
+    me, holder = _me(), found.process
+    return _descends(me, holder) or _descends(holder, me)
 
 
 def _release_all() -> None:

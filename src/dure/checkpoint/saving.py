@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -206,7 +207,7 @@ class Saving:
         try:  # what is wrong is so on all ranks
             self._division = self._agree(known)
         except (CheckpointMismatch, UsageError) as e:
-            self._division = e
+            self._division = e.with_traceback(None)
 
     def _agree(self, known: Known) -> Division:
         """Compare what ranks sent, merge their trees, and divide what they have.
@@ -264,7 +265,7 @@ class Saving:
     def _divided(self) -> Division:
         if isinstance(self._division, Division):
             return self._division
-        raise self._division
+        raise copy(self._division)  # whose traceback refers to this object
 
     def hold(self, copy: Callable[[dict[Slice, torch.Tensor]], dict[Slice, torch.Tensor]]) -> None:
         """Keep copies of what this rank writes: the program may change its tensors from now on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from multiprocessing import current_process
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.waiting import PATIENCE_S
 
 def _hold_and_fork(path, pipe, release):
     """Fork a child while the lock is held, and send its number; then be killed."""
+    current_process().authkey = b"of a program that was executed"
     held = Folder(path)
     begun = held.begin(1)
     child = os.fork()

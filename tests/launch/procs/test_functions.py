@@ -13,7 +13,7 @@ import pytest
 from tests.waiting import PATIENCE_S
 
 NOTEBOOK = """
-import json, os, signal, sys, time
+import json, multiprocessing, os, signal, sys, time
 modules, work, *path = sys.argv[1:]
 sys.path += path  # of an interpreter that would find neither torch nor Dure by itself
 import torch
@@ -62,8 +62,9 @@ del sys.path[0]  # the module stays imported
 sys.path.append(".")
 os.chdir(work)
 told["fresh"] = functions._why_not_fork()
+key = bytes(multiprocessing.current_process().authkey)
 for start in ("fork", "spawn"):
-    told["beside " + start] = dure.spawn(beside.seen, 1, (Point(3),), start=start)
+    told["beside " + start] = dure.spawn(beside.seen, 1, (Point(3), key), start=start)
 for start in ("fork", "spawn"):
     points = dure.spawn(total, 2, (5,), start=start)
     told[start] = [[type(point) is Point, point.x] for point in points]
@@ -83,14 +84,15 @@ print(json.dumps(told))
 """
 
 BESIDE = """
-import importlib, os, pickle, sys
+import importlib, multiprocessing, os, pickle, sys
 
-def seen(point):
+def seen(point, key):
     by_name = pickle.loads(pickle.dumps(point))
     importlib.import_module("later")  # in the working directory
     sys.modules.pop("json")
     importlib.import_module("json").dumps
-    return by_name.x, sys.argv, os.environ["PYTHONPATH"]
+    same_key = multiprocessing.current_process().authkey == key
+    return by_name.x, sys.argv, os.environ["PYTHONPATH"], same_key
 """
 
 
@@ -127,10 +129,10 @@ def test_results_of_the_notebooks_own_functions_and_classes_come_back(
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_rank_has_the_callers_modules_arguments_variables_and_names_of_main(
+def test_rank_has_the_callers_modules_arguments_variables_key_and_names_of_main(
     told: dict[str, Any], start: str
 ) -> None:
-    assert told[f"beside {start}"] == [[3, told["argv"], "/nowhere"]]
+    assert told[f"beside {start}"] == [[3, told["argv"], "/nowhere", True]]
 
 
 def test_what_ranks_print_is_printed_with_the_rank(told: dict[str, Any]) -> None:
