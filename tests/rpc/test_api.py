@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,13 @@ def refused(call: Callable[[], Any]) -> str:
 def test_no_place_in_a_world(arguments: dict[str, Any], what: str) -> None:
     place: dict[str, Any] = {"name": "w", "rank": 0, "world_size": 1, "store": HashStore()}
     assert what in refused(lambda: rpc.init_rpc(**place | arguments))
+    assert not rpc._is_current_rpc_agent_set()
+
+
+def test_patched_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+    place: dict[str, Any] = {"name": "w", "rank": 0, "world_size": 1, "store": HashStore()}
+    assert "needs threads of the system" in refused(lambda: rpc.init_rpc(**place))
     assert not rpc._is_current_rpc_agent_set()
 
 

@@ -88,9 +88,14 @@ class Waiters:
             self._jobs.put(None)
 
 
+def starts_threads() -> bool:
+    """Tell whether `threading` starts threads of the system, which gevent and eventlet change."""
+    return isinstance(_thread.start_new_thread, BuiltinFunctionType)
+
+
 def _start_thread(run: Callable[[], None], name: str) -> None:
     """Start a thread of the system, also where `threading` was made to start something else."""
-    if isinstance(_thread.start_new_thread, BuiltinFunctionType):
+    if starts_threads():
         threading.Thread(target=run, name=name, daemon=True).start()
     else:
         _thread.start_new(run, ())

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from dure import env, native
+from dure.comm.futures import starts_threads
+from dure.errors import UsageError
 from dure.rpc.peers import Peer, Peers
 from dure.rpc.sockets import Sockets
 from dure.rpc.transport import HostTransport
@@ -61,7 +63,7 @@ def connect(
             None: as long as a host may be silent.
 
     Raises:
-        UsageError: There is no native engine here.
+        UsageError: There is no native engine here, or `threading` was patched.
         RendezvousError: The processes could not meet, or two have one name.
         StoreError: No socket can be opened.
 
@@ -69,6 +71,13 @@ def connect(
         In a fixed world all call, and wait for each other.
     """
     native.require("dure.rpc")
+    if not starts_threads():
+        raise UsageError(
+            "RPC needs threads of the system to receive messages",
+            op="init_rpc",
+            seen="threading was patched, by gevent or eventlet",
+            fix="Use RPC in processes that are not patched.",
+        )
     store, rank, world_size, address, leave = _met(meeting)
     try:
         if store.compare_set("world", "", name := uuid.uuid4().hex) != name.encode():

@@ -60,6 +60,7 @@ def test_limits_that_are_no_times_are_refused_before_anything_is_sent(limit):
             lambda limit: dist.barrier(timeout=limit),
             lambda limit: dist.monitored_barrier(timeout=limit),
             lambda limit: dist.new_group(timeout=limit),
+            dist.group.WORLD.set_timeout,
         ):
             with pytest.raises(UsageError):
                 call(limit)

@@ -326,6 +326,7 @@ class GroupCore:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long operations wait for their peers, where the backend can change it."""
+        timeout = checks.duration(timeout, "set_timeout")
         for group in self._channels:
             group.timeout = group.creation_timeout = timeout
             for backend in group._backends.values():
