@@ -101,3 +101,12 @@ def test_a_lease_lasts_as_long_as_a_host_may_be_silent(
     monkeypatch.setenv("DURE_SILENCE", silence)
     with linked(job(port), mint()) as link:
         assert link.join("a").machine().settings.lease_s == lease_s
+
+
+def test_loopback_interface_that_is_down_is_not_waited_for(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "why_unreachable", lambda endpoint: f"{endpoint} is down")
+    with linked(job(port), mint()) as link, pytest.raises(LaunchError) as caught:
+        link.join("a")
+    assert f"tcp://127.0.0.1:{port} is down" in caught.value.seen

@@ -36,12 +36,14 @@ from dure.launch.ranks.environment import MASTER_ADDR
 from dure.launch.ranks.reaper import Reaper
 from dure.launch.spec import JobSpec
 from dure.store.address import (
+    LOOPBACK,
     await_name,
     interface_to,
     is_local,
     look_up_briefly,
     patience_for_names,
     resolve,
+    why_unreachable,
 )
 from dure.store.key import JobKey, control_key, mint
 from dure.store.listener import listen
@@ -332,9 +334,12 @@ class EndpointLink(_Linked):
         if serve and not self.coordinates and self._may_coordinate():
             self._coordinate()
         self._address = there.ip if self.coordinates else self._own_address() or ""
-        if not self._address:  # the interface is down
+        loopback = there.endpoint.startswith(LOOPBACK)
+        why = why_unreachable(there.endpoint) if loopback else ""
+        if not self._address or why:  # the interface is down
             if serve:
-                raise LaunchError("there is no way to the endpoint", seen=str(self._spec.endpoint))
+                seen = f"{self._spec.endpoint}: {why}" if why else str(self._spec.endpoint)
+                raise LaunchError("there is no way to the endpoint", seen=seen)
             return None
         try:
             return open_shared(there.endpoint, self._secret, _DIAL_S)
