@@ -34,6 +34,7 @@ from dure.training.pytrees import mapped
 
 __all__ = [
     "PerRank",
+    "Positioned",
     "Sharded",
     "bare",
     "check_fits",
@@ -67,6 +68,21 @@ class Sharded(Protocol):
 
     def local_state_dict(self) -> Any:
         """Return this rank's part, in the form of the whole."""
+        ...
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """An object that ranks may have at different positions, as `dure.data.DataLoader`."""
+
+    def own_position(self) -> dict[str, Any]:
+        """Return where this rank is."""
+        ...
+
+    def state_at(
+        self, state: Mapping[str, Any], positions: Sequence[Mapping[str, Any]], rank: int, size: int
+    ) -> Mapping[str, Any]:
+        """Return the state that this rank has to load, given the positions of those that saved."""
         ...
 
 

@@ -5,29 +5,33 @@ of its own: the step, and for each rank the state of its generators and its `Per
 
     {"model": ..., "optimizer": ..., "(run)": {"step": 3000, "ranks": {"0": {"(random)": ...}}}}
 
+A loader's state is rank 0's. In case ranks are not in step, "(positions)" has each rank's own.
+
 Ranks share out the checking: each slice is read and compared with its checksum by one of them.
 Loading is every rank's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import catalog_of
 from dure.checkpoint.files import damaged
 from dure.checkpoint.folder import Place
-from dure.checkpoint.objects import PerRank, bare, check_fits, is_divided, load_into
+from dure.checkpoint.objects import PerRank, Positioned, bare, check_fits, is_divided, load_into
 from dure.checkpoint.randomness import restore_random_state, seed_new_rank
 from dure.checkpoint.reading import Mapped, share_of
 from dure.checkpoint.restoring import load_from
 from dure.checkpoint.tree import decode
 from dure.errors import CheckpointException, CheckpointMismatch
 
-__all__ = ["RANDOM", "RUN", "Resuming"]
+__all__ = ["POSITIONS", "RANDOM", "RUN", "Resuming"]
 
-RANDOM, RUN = "(random)", "(run)"
-"""The names of the generators' state among a rank's own objects, and of what is no object."""
+RANDOM, RUN, POSITIONS = "(random)", "(run)", "(positions)"
+"""Names that are no objects: the generators' state of a rank, all else of a run, loaders' positions
+of a rank."""
 
 
 class Resuming:
@@ -72,6 +76,7 @@ class Resuming:
             try:
                 saved = decode(self._tree(name, value), self.catalog.kinds.__getitem__)
                 check_fits(name, value, saved)
+                self._position(name, value)
             except CheckpointMismatch as e:
                 raise CheckpointMismatch(
                     e.what, path=str(self.path), seen=f"{e.seen}; in {self.path}", fix=e.fix
@@ -80,14 +85,35 @@ class Resuming:
     def load(self, objects: dict[str, Any]) -> None:
         """Put all objects back, then the random generators."""
         for name, value in objects.items():
+            position = self._position(name, value)
             if is_divided(value) and not isinstance(value, PerRank):
                 self._load_parts(name, bare(value))
+            elif position is not None:
+                bare(value).load_state_dict(position)
             else:
                 load_into(name, value, self._tree(name, value), self._tensors.tensor)
         if self._rank < self.world_size:
             restore_random_state(decode(self._random[self._rank], str))
         else:
             seed_new_rank(decode(self._random[0], str), self._rank)
+
+    def _position(self, name: str, value: Any) -> Mapping[str, Any] | None:
+        """Return the state with which a loader resumes; None: it is as it was saved.
+
+        Raises:
+            CheckpointMismatch: As many ranks as there are cannot resume at these positions.
+        """
+        saved = [own.get(POSITIONS, {}) for own in self._ranks]
+        if not isinstance(value, Positioned) or not all(name in own for own in saved):
+            return None
+        try:
+            positions = [decode(own[name], str) for own in saved]
+            state = decode(self._tree(name, value), str)
+            return value.state_at(state, positions, self._rank, self._num_ranks)
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
+            raise CheckpointMismatch(
+                f"{name!r} does not take the saved state", seen=f"{type(e).__name__}: {e}"
+            ) from e
 
     def _load_parts(self, name: str, value: Any) -> None:
         """Fill the tensors of a module or an optimizer with what this rank has of them."""
@@ -110,7 +136,7 @@ class Resuming:
         if name not in saved:
             raise CheckpointMismatch(
                 f"there is no {name!r} in the checkpoint",
-                seen=f"it has {sorted(saved.keys() - {RANDOM, RUN})}",
+                seen=f"it has {sorted(saved.keys() - {RANDOM, RUN, POSITIONS})}",
                 fix="Pass the same names, and PerRank where it was, to save and load.",
             )
         return saved[name]

@@ -7,6 +7,8 @@ two books around it.
 sampler's own count runs ahead. What counts here is a batch *delivered*: handed to the loop. The
 state is ``start + delivered * batch_size * n`` samples of the epoch's order, which is the same
 number on all ranks and means the same to any number of ranks, batch size or workers (`sampler`).
+If ranks have delivered different numbers of batches, or with another sampler, each has a position
+of its own (`own_position`). A `Checkpointer` saves those of all ranks.
 
 *Randomness.* An augmentation draws random numbers in a worker. Which worker that is, and how much
 it has drawn before, is another one after a resume. So the generators (torch, `random`, numpy) are
@@ -21,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -153,6 +155,27 @@ class DataLoader(Generic[T]):
         """Return where the job is: after the batch delivered last. The same on all ranks."""
         return self._position.state()
 
+    def own_position(self) -> dict[str, Any]:
+        """Return where this rank is. It differs from the other ranks' if they are not in step."""
+        return self._position.own()
+
+    def state_at(
+        self, state: Mapping[str, Any], positions: Sequence[Mapping[str, Any]], rank: int, size: int
+    ) -> Mapping[str, Any]:
+        """Return the state that this rank has to load.
+
+        Args:
+            state: What `state_dict` returned on one rank.
+            positions: What `own_position` returned on each rank.
+            rank: This rank, among those that load.
+            size: How many ranks load.
+
+        Raises:
+            UsageError: The ranks were at different positions, and their number is another now; or
+                the state is of another order.
+        """
+        return self._position.state_at(state, positions, rank, size)
+
     def rejoin(self) -> None:
         """Take this rank's share in the world that is there now (`DistributedSampler.rejoin`)."""
         if isinstance(self.sampler, DistributedSampler):
@@ -276,7 +299,53 @@ class _Position:
             found["num_replicas"] = _world_size()
         return found
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def own(self) -> dict[str, Any]:
+        state = self.state()
+        if self._exact is None:
+            return state
+        taken = self.walk.delivered * self._batch_size
+        left = 0 if self.walk.ended else max(0, self._exact.share(self._exact.start) - taken)
+        consumed = state["sampler"]["consumed"]
+        return {"replica": self._exact.rank, "consumed": consumed, "left": left}
+
+    def state_at(
+        self, state: Mapping[str, Any], positions: Sequence[Mapping[str, Any]], rank: int, size: int
+    ) -> Mapping[str, Any]:
+        if self._exact is not None:
+            return self._exact_state_at(self._exact, state, positions)
+        if len(positions) == size:
+            state = positions[rank]
+        elif any(other != positions[0] for other in positions):
+            raise _not_in_step(f"{len(positions)} ranks saved it, {size} load it")
+        self._check(state)
+        return state
+
+    def _exact_state_at(
+        self,
+        sampler: DistributedSampler,
+        state: Mapping[str, Any],
+        positions: Sequence[Mapping[str, Any]],
+    ) -> Mapping[str, Any]:
+        """Return a state whose position leaves this rank the samples that it had left.
+
+        If all ranks have the samples left that they would have at one position of the order, that
+        is the position of any number of ranks.
+        """
+        by_replica = {int(p["replica"]): p for p in positions}
+        found = {int(p["consumed"]) for p in positions}
+        if len(found) == 1 or "consumed" not in state.get("sampler", ()):
+            return state
+        same = len(by_replica) == sampler.num_replicas and sampler.rank in by_replica
+        at = int(by_replica[sampler.rank]["consumed"]) if same else None
+        if not same:
+            at = _prefix_of(by_replica, found, len(sampler.dataset), sampler)
+        if at is None:
+            seen = f"{len(by_replica)} ranks, which had used {min(found)} to {max(found)} samples"
+            raise _not_in_step(f"{seen}; here {sampler.num_replicas} ranks")
+        return {**state, "sampler": {**state["sampler"], "consumed": at}}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise UsageError if a state is not of this order."""
         if self._exact is not None:
             own: dict[str, Any] = {"sampler": None}
         else:
@@ -299,6 +368,9 @@ class _Position:
                 "job. With dure.DistributedSampler and torch's BatchSampler the last two may "
                 "change.",
             )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._check(state)
         if self._exact is not None:
             self._exact.load_state_dict(state["sampler"])
             self._move(self._exact.epoch, _Walk(), LOADED)
@@ -306,6 +378,35 @@ class _Position:
         running = self.walk
         self.set_epoch(int(state["epoch"]))
         self.walk, running.replaced = _Walk(skipped=int(state["batches"])), LOADED
+
+
+def _prefix_of(
+    by_replica: Mapping[int, Mapping[str, Any]],
+    found: set[int],
+    length: int,
+    sampler: DistributedSampler,
+) -> int | None:
+    """Return the position at which each replica has as many samples left as it had; None: none."""
+    saved = DistributedSampler(
+        sampler.dataset,
+        len(by_replica),
+        0,
+        drop_last=sampler.drop_last,
+        pad=sampler.pad,
+    )
+    for at in sorted({*found, length}):
+        if all(saved.share(at, r) == int(p["left"]) for r, p in by_replica.items()):
+            return at
+    return None
+
+
+def _not_in_step(seen: str) -> UsageError:
+    return UsageError(
+        "the ranks were at different positions in the data, which only as many ranks can resume",
+        seen=seen,
+        fix="Resume with the number of ranks of the saved job, or start at the next epoch: leave "
+        "the loader out, and call set_epoch.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

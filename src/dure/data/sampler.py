@@ -245,14 +245,15 @@ class DistributedSampler(Sampler[int]):
                 stacklevel=3,
             )
 
-    def share(self, start: int) -> int:
-        """Return how many samples this rank takes from place `start` on."""
+    def share(self, start: int, rank: int | None = None) -> int:
+        """Return how many samples a rank, or this one, takes from place `start` on."""
         left = len(self.dataset) - start
         if self.drop_last:
             return left // self.num_replicas
         if self.pad:
             return -(-left // self.num_replicas)
-        return max(0, -(-(left - self.rank) // self.num_replicas))
+        rank = self.rank if rank is None else rank
+        return max(0, -(-(left - rank) // self.num_replicas))
 
     def _order(self) -> list[int]:
         """Return the epoch's order of all samples."""

@@ -272,3 +272,84 @@ def test_loader_goes_on_with_another_number_of_ranks(tmp_path):
     rest = [i for part in run_ranks(3, _rest, tmp_path) for i in part]
     assert len(first) == 8
     assert sorted(first + rest) == list(range(11))
+
+
+class _Batches:
+    """Batches of a user's own sampler; ranks may have different numbers of them."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def _own_batches(rank, folder, steps):
+    """Load, take so many batches of this rank's, and save; return what was seen."""
+    batches = [[[0], [1, 2]], [[3], [4], [5], [6, 7]]][rank]
+    loader = dure.DataLoader(range(8), batch_sampler=_Batches(batches))
+    checkpoints = Checkpointer(folder)
+    checkpoints.load(loader=loader)
+    seen = [batch.tolist() for _, batch in zip(range(steps[rank]), loader, strict=False)]
+    checkpoints.save(1, loader=loader)
+    return seen
+
+
+def test_ranks_with_different_numbers_of_batches_continue_where_each_was(tmp_path):
+    first = run_ranks(2, _own_batches, tmp_path / "a", (99, 3))
+    assert first == [[[0], [1, 2]], [[3], [4], [5]]]
+    second = run_ranks(2, _own_batches, tmp_path / "a", (99, 99))
+    assert second == [[], [[6, 7]]]
+
+
+def _saved_once(folder, steps, **how):
+    def body(rank):
+        loader = dure.DataLoader(range(11), shuffle=True, **how)
+        model = nn.Linear(1, 1)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        walk = zip(range(steps[rank]), loader, strict=False)
+        seen = [i for _, batch in walk for i in batch.tolist()]
+        Checkpointer(folder).save(1, model=model, loader=loader)
+        return seen
+
+    return [i for part in run_ranks(len(steps), body) for i in part]
+
+
+def _resumed(folder, num_ranks, **how):
+    def body(rank):
+        loader = dure.DataLoader(range(11), shuffle=True, **how)
+        model = nn.Linear(1, 1)
+        before = values_of(model)
+        try:
+            Checkpointer(folder).load(model=model, loader=loader)
+        except CheckpointMismatch:
+            assert values_of(model) == before  # nothing was changed
+            raise
+        rest = [i for batch in loader for i in batch.tolist()]
+        loader.set_epoch(loader.epoch + 1)
+        assert len(loader) == len([*loader]) >= 11 // num_ranks
+        return rest
+
+    return [i for part in run_ranks(num_ranks, body) for i in part]
+
+
+@pytest.mark.parametrize("steps", [(3, 1), (0, 2), (6, 4)])
+def test_ranks_that_are_not_in_step_continue_where_each_was(tmp_path, steps):
+    first = _saved_once(tmp_path, steps, pad=False)
+    assert len(first) == sum(steps)
+    assert sorted(first + _resumed(tmp_path, 2, pad=False)) == list(range(11))
+    for num_ranks in (1, 3):
+        with pytest.raises(CheckpointMismatch, match="different positions"):
+            _resumed(tmp_path, num_ranks, pad=False)
+
+
+@pytest.mark.parametrize("steps", [(6, 5), (6, 99), (5, 5), (99, 5)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_that_end_a_batch_apart_continue_in_any_number(tmp_path, steps, num_ranks):
+    """Six samples are rank 0's, and five rank 1's."""
+    first = _saved_once(tmp_path, steps, pad=False)
+    assert sorted(first + _resumed(tmp_path, num_ranks, pad=False)) == list(range(11))
