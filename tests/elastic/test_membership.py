@@ -186,3 +186,22 @@ def test_waiting_for_a_group_ends_when_a_member_has_ended_or_given_up():
     here.announce(alive, Progress())
     with pytest.raises(Aborted):
         here.keys_of(alive).multi_get(["address"])
+
+
+def test_after_an_earlier_job_the_first_view_waits_for_its_members_that_live():
+    store = HashStore()
+    here = Membership(store, 0, 4, before=(MINE, FIRST, GONE), enough_s=PATIENCE_S)
+    here.come(Member("again", 1, FAR))
+    assert {m.rank for m in here.enter().members} == {0, 1}  # of 4 expected; one has ended
+
+
+def test_members_of_an_earlier_job_that_live_are_waited_for():
+    here = Membership(HashStore(), 0, 4, before=(MINE, FIRST, LATER), enough_s=0)
+    came = [Member("again", 0, ME), Member("other", 1, FAR)]
+    assert not here._are_all(came)  # pyright: ignore[reportPrivateUsage]
+    assert here._are_all([*came, Member("third", 2, FAR)])  # pyright: ignore[reportPrivateUsage]
+
+
+def test_fewer_than_min_ranks_of_an_earlier_job_wait_for_more():
+    here = Membership(HashStore(), 0, 4, before=(MINE, GONE), min_ranks=2, enough_s=0)
+    assert not here._are_all([MINE])  # pyright: ignore[reportPrivateUsage]

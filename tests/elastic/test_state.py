@@ -10,6 +10,7 @@ from dure.data import DataLoader
 from dure.elastic import State
 from dure.elastic.views import Progress
 from dure.errors import PeerLost, UsageError
+from dure.parallel.amp import GradScaler
 
 
 def test_attributes_are_parts_or_values():
@@ -42,6 +43,72 @@ def test_restore_is_the_way_back_to_the_last_commit():
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
     assert state.epoch == 1 and state.total.tolist() == [1, 1, 1]
     assert torch.equal(torch.rand(3), numbers)
+
+
+class Step:
+    """A model with a scaler, and optimizers of which one has no gradients."""
+
+    def __init__(self, kind: type[torch.amp.GradScaler]) -> None:
+        self.model = nn.Linear(2, 1)
+        scaler = kind("cpu", init_scale=4.0)  # pyright: ignore[reportArgumentType]
+        optimizers = [torch.optim.SGD(self.model.parameters(), 0.1) for _ in range(2)]
+        self.state = State(
+            model=self.model, scaler=scaler, first=optimizers[0], second=optimizers[1]
+        )
+
+    def backward(self, x: float) -> None:
+        self.state.scaler.scale(self.model(torch.full((1, 2), x)).sum()).backward()
+
+
+SCALERS = [torch.amp.GradScaler, GradScaler]
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_restore_after_unscale_lets_the_next_step_unscale(kind: type[torch.amp.GradScaler]):
+    """As after a loss that became NaN."""
+    step = Step(kind)
+    state = step.state
+    state.commit()
+    step.backward(float("nan"))
+    state.scaler.unscale_(state.first)
+    state.restore()
+    step.backward(1.0)
+    state.scaler.unscale_(state.first)
+    assert step.model.weight.grad is not None
+    assert step.model.weight.grad.tolist() == [[1.0, 1.0]]
+    state.scaler.step(state.first)
+    state.scaler.update()
+    assert state.scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_restore_brings_back_the_stages_of_a_commit_within_a_step(
+    kind: type[torch.amp.GradScaler],
+):
+    step = Step(kind)
+    state = step.state
+    step.backward(float("inf"))
+    state.scaler.unscale_(state.first)
+    state.commit()
+    state.scaler.step(state.first)
+    state.scaler.update()  # all optimizers are before `unscale_` again, with another scale
+    state.restore()
+    with pytest.raises(RuntimeError):
+        state.scaler.unscale_(state.first)
+    state.scaler.update()  # of the gradients that were not finite
+    assert state.scaler.get_scale() == 2.0
+
+
+def test_a_scaler_that_is_made_in_train_begins_as_at_the_commit():
+    step = Step(torch.amp.GradScaler)
+    state = step.state
+    state.commit()
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    step.backward(1.0)
+    state.scaler.unscale_(state.first)
+    assert step.model.weight.grad is not None
+    assert step.model.weight.grad.tolist() == [[1.0, 1.0]]
+    assert state.scaler.get_scale() == 4.0
 
 
 def test_every_commits_now_and_then():

@@ -25,6 +25,7 @@ from torch import nn
 
 from dure.checkpoint.filling import fill, unlike
 from dure.checkpoint.names import WRAPPERS
+from dure.checkpoint.scalers import set_stages
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.stateful import Stateful
 from dure.checkpoint.tree import decode, entries_of
@@ -224,6 +225,7 @@ def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch
             direct = _read_only(inner, tree) if isinstance(inner, nn.Module) else frozenset[str]()
             state = decode(tree, lambda n: tensor_of(n) if n in direct else copy(n))
         cast(Stateful, inner).load_state_dict(state)
+        set_stages(inner, {}, {})
         if isinstance(inner, Sharded):  # it has kept its part of what is mapped
             inner.state.update({k: mapped(v, torch.clone) for k, v in inner.state.items()})
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:

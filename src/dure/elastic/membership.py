@@ -80,6 +80,8 @@ class Membership:
         store: The job's own keys.
         rank: What the launcher calls this process.
         expected: How many come to the first view.
+        before: The members of an earlier job of the same processes, if there was one. Those of them
+            that live are awaited in the first view, in place of `expected` processes.
         min_ranks: Fewer members are too few.
         timeout_s: How long to wait for members that live.
         enough_s: How long to wait for newcomers while there are too few.
@@ -95,12 +97,14 @@ class Membership:
         rank: int,
         expected: int,
         *,
+        before: Sequence[Member] = (),
         min_ranks: int = 1,
         timeout_s: float = 300.0,
         enough_s: float = 30.0,
         give_up: Callable[[], bool] = bool,
     ) -> None:
         self.store, self._rank, self._expected = store, rank, expected
+        self._before = before
         self._min_ranks, self._give_up = min_ranks, give_up
         self._timeout_s, self._enough_s = timeout_s, enough_s
         self._dead: set[str] = set()
@@ -143,11 +147,21 @@ class Membership:
                 alone_since = alone_since or now
                 newcomers = self.newcomers(last)
                 settled = last is not None and now - alone_since > _SETTLE_S
-                enough = len(newcomers) >= (self._min_ranks if settled else self._expected)
+                enough = len(newcomers) >= self._min_ranks
+                if not settled:
+                    enough = self._are_all(newcomers)
                 if enough or now - began > self._enough_s:
                     self.propose(next_view(last, [], newcomers, self._min_ranks))
             elif now - heard_at > self._timeout_s:
                 self._require_life(last)
+
+    def _are_all(self, newcomers: Sequence[Member]) -> bool:
+        """Return whether all that are expected in the first view have come."""
+        living = {(m.rank, m.process) for m in self._before if alive(m.process) is not False}
+        if not living:
+            return len(newcomers) >= self._expected
+        came = {(m.rank, m.process) for m in newcomers}
+        return living <= came and len(came) >= self._min_ranks
 
     def _require_life(self, last: View) -> None:
         """Raise if all who could let newcomers in may have gone with their hosts."""

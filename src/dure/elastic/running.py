@@ -33,7 +33,7 @@ import logging
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
@@ -48,7 +48,7 @@ from dure.elastic import preempt
 from dure.elastic.membership import JobDone, Membership
 from dure.elastic.snapshot import message_device
 from dure.elastic.state import Recovery, State
-from dure.elastic.views import View
+from dure.elastic.views import Member, View
 from dure.errors import (
     Aborted,
     CommTimeout,
@@ -86,8 +86,22 @@ _JOIN_S = 300.0
 
 _GOODBYE = timedelta(seconds=1)
 
-_turns: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
-"""How often each rank has called `run`: each time has keys of its own."""
+
+@dataclass(slots=True)
+class _Earlier:
+    """What a rank's earlier calls of `run` have left.
+
+    Attributes:
+        calls: How many there were: each has keys of its own.
+        members: Of the last group of the last call.
+    """
+
+    calls: int = 0
+    members: Sequence[Member] = ()
+
+
+_earlier: weakref.WeakKeyDictionary[World, _Earlier] = weakref.WeakKeyDictionary()
+"""By rank."""
 
 _EXPLAINED = (PeerLost, Aborted, CommTimeout, StoreLost)
 _IN_FORMING = (*_EXPLAINED, StoreTimeout, RendezvousError)
@@ -208,13 +222,14 @@ def _find_job(options: Options) -> _Job:
 class _Session(Generic[T]):
     def __init__(self, train: Callable[[State], T], state: State, options: Options) -> None:
         self._train, self._state, self._options = train, state, options
-        world = current_world()
-        turn = _turns[world] = _turns.get(world, -1) + 1
+        self._earlier = _earlier.setdefault(current_world(), _Earlier())
+        call, self._earlier.calls = self._earlier.calls, self._earlier.calls + 1
         self._job = _find_job(options)
         self._membership = Membership(
-            PrefixStore(f"dure/elastic/{self._job.name}/{turn}", self._job.base),
+            PrefixStore(f"dure/elastic/{self._job.name}/{call}", self._job.base),
             self._job.rank,
             self._job.world_size,
+            before=self._earlier.members,
             min_ranks=options.min_ranks or env.integer("DURE_ELASTIC_MIN", 1) or 1,
             timeout_s=options.timeout.total_seconds(),
             enough_s=options.enough_s,
@@ -427,6 +442,8 @@ class _Session(Generic[T]):
 
     def close(self) -> None:
         self._state.attach(None)
+        if self._view is not None:
+            self._earlier.members = self._view.members
         base = self._job.base
         if not self._job.given:
             base.set_timeout(_GOODBYE)

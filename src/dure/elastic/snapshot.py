@@ -20,6 +20,7 @@ import torch
 
 from dure.checkpoint.objects import is_sharded, load_into, state_of
 from dure.checkpoint.randomness import random_state, restore_random_state, seed_new_rank
+from dure.checkpoint.scalers import Stages, set_stages, stages_of
 from dure.checkpoint.tree import decode, encode
 from dure.errors import UsageError
 
@@ -42,6 +43,7 @@ class Snapshot:
         self._trees: dict[str, Any] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._random: dict[str, Any] | None = None
+        self._stages: dict[str, Stages] = {}  # of the scalers that are within a step
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +72,7 @@ class Snapshot:
             require_returnable(value, name)
         trees[_VALUES + "/"] = encode(dict(values), _VALUES + "/", tensors)
         self._trees = trees
+        self._stages = {name: stages_of(part, parts) for name, part in parts.items()}
         self._copy(tensors)
         self._random = random_state()
         self.step = step
@@ -96,8 +99,11 @@ class Snapshot:
     def holds(self, name: str) -> bool:
         return name in self._trees
 
-    def put_back(self, name: str, part: Any) -> None:
+    def put_back(self, name: str, part: Any, parts: Mapping[str, Any]) -> None:
+        """Put one of `parts` back (Any: any object); the others are a scaler's optimizers."""
         load_into(name, part, self._trees[name], self.tensor)
+        if self._stages.get(name):
+            set_stages(part, self._stages[name], parts)
 
     def values(self) -> dict[str, Any]:
         """Return the plain values, new ones each time."""
@@ -117,7 +123,7 @@ class Snapshot:
             (name, str(b.dtype).removeprefix("torch."), list(b.shape), str(b.device.type))
             for name, b in self._buffers.items()
         ]
-        text = json.dumps([self.step, self._trees, random, described]).encode()
+        text = json.dumps([self.step, self._trees, self._stages, random, described]).encode()
         group.send(torch.tensor([len(text)], device=where), peer)
         group.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(where), peer)
         for buffer in self._buffers.values():
@@ -132,7 +138,7 @@ class Snapshot:
         group.recv(size, peer)
         data = torch.empty(int(size.item()), dtype=torch.uint8, device=where)
         group.recv(data, peer)
-        step, trees, random, described = json.loads(data.cpu().numpy().tobytes())
+        step, trees, self._stages, random, described = json.loads(data.cpu().numpy().tobytes())
         self._buffers = {}
         for name, dtype, shape, device in described:
             buffer = torch.empty(shape, dtype=getattr(torch, dtype), device=where)

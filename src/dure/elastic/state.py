@@ -103,7 +103,7 @@ class State:
             self._parts[name] = value = bare(value)
             if self._committed.holds(name):
                 _rejoin(value)
-                self._committed.put_back(name, value)
+                self._committed.put_back(name, value, self._parts)
         else:
             self._parts.pop(name, None)
             self._values[name] = value
@@ -182,7 +182,7 @@ class State:
         for name, part in self._parts.items():
             _rejoin(part)
             if self._committed.holds(name):
-                self._committed.put_back(name, part)
+                self._committed.put_back(name, part, self._parts)
             if isinstance(part, nn.Module):  # gradients of a step that is not to be
                 part.zero_grad(set_to_none=True)
         self._values = self._committed.values()

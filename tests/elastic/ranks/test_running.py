@@ -212,6 +212,33 @@ def test_a_program_may_train_elastically_more_than_once():
     assert again == {0: 1, 1: 1}
 
 
+def test_the_next_run_does_not_wait_for_a_rank_that_was_lost_in_the_last_one():
+    job = Job(3)
+    sizes: dict[int, list[int]] = {}
+
+    def body(rank: int, state: State) -> int:
+        state.commit()
+        leaves(rank == 2)
+        state.commit()
+        return dure.get_world_size()
+
+    def rank(r: int) -> None:
+        with new_world():
+            options = Options(
+                store=job.store,
+                rank=r,
+                world_size=3,
+                backend="threads",
+                enough_s=100 * PATIENCE_S,  # what must not be waited for
+            )
+            runs = [dure.elastic.run(lambda s: body(r, s), State(n=0), options) for _ in range(2)]
+            sizes[r] = [size for size in runs if size is not None]
+
+    with pytest.raises(Leaves):
+        run_ranks(3, rank)
+    assert sizes == {0: [2, 2], 1: [2, 2]}
+
+
 def test_ranks_that_do_not_commit_the_same_step_are_told_so():
     job = Job(2)
 
