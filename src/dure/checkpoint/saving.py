@@ -320,15 +320,17 @@ class Saving:
         except CheckpointException:  # rank 0 has not published; after other errors that is unknown
             self._remove(path, number, True)
             raise
-        if unflushed is not None:
-            failures: dict[int, Any] = {0: (unflushed, StackSummary())}
-            raise CheckpointException(
-                "the checkpoint is in place and complete, but it may not be durable",
-                failures,
-                fix="Check the disk and save again. Until then a power failure may bring back the "
-                "previous checkpoint, whose files are kept.",
-            ) from unflushed
-        return catalog
+        try:
+            if unflushed is not None:
+                raise CheckpointException(
+                    "the checkpoint is in place and complete, but it may not be durable",
+                    {0: (unflushed, StackSummary())},
+                    fix="Check the disk and save again. Until then a power failure may bring back "
+                    "the previous checkpoint, whose files are kept.",
+                ) from unflushed
+            return catalog
+        finally:
+            del unflushed  # see `Ranks._outcomes`
 
     def _remove(self, path: Path, number: int, failed: bool) -> None:
         """Remove what was written, if it is known that the save has failed.

@@ -400,7 +400,7 @@ def decode(node: Any, tensor_of: Callable[[str], Any]) -> Any:
         raise
     except _FAULTS as e:
         path, fault = _fault_of(node, tensor_of, e)
-        raise ValueError(f"{path!r} is not as it was saved: {type(fault).__name__}: {fault}") from e
+        raise ValueError(f"{path!r} is not as it was saved: {fault}") from e
 
 
 _FAULTS = ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError
@@ -408,14 +408,14 @@ _FAULTS = ValueError, KeyError, TypeError, AttributeError, OverflowError, Runtim
 
 def _fault_of(
     node: Any, tensor_of: Callable[[str], Any], error: BaseException, path: str = ""
-) -> tuple[str, BaseException]:
+) -> tuple[str, str]:
     """Return the path of the innermost node that cannot be decoded, and why."""
     for key, inner in _children(node):
         try:
             _decoded(inner, tensor_of)
         except _FAULTS as e:
             return _fault_of(inner, tensor_of, e, _within(path, key))
-    return path, error
+    return path, f"{type(error).__name__}: {error}"
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:

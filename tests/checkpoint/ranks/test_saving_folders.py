@@ -206,13 +206,12 @@ def test_a_checkpointer_whose_last_flush_fails_keeps_the_new_and_the_old(tmp_pat
     checkpoints = Checkpointer(tmp_path, keep=1)
     checkpoints.save(1, state={})
     failing_flush("000002-step-2")
-    with pytest.raises(CheckpointNotWritten, match="in place") as caught:
+    with pytest.raises(CheckpointNotWritten, match=r"(?s)^(?!.*No rank has saved).*in place"):
         checkpoints.save(2, state={})
     failing_flush("manifest.json")  # in the hidden folder, which gets no name
     with pytest.raises(CheckpointNotWritten, match="No rank has saved"):
         checkpoints.save(3, state={})
     failing_flush("")
-    assert "No rank has saved" not in str(caught.value)
     assert _names(tmp_path) == [".lock", "000001-step-1", "000002-step-2"]
     assert checkpoints.load(state={}) == 2
 
