@@ -382,20 +382,23 @@ TEST(a_heap_fits_into_the_limit_of_file_sizes) {
     });
 }
 
+size_t used_addresses() {
+    std::FILE* statm = std::fopen("/proc/self/statm", "r");
+    size_t pages = 0;
+    CHECK(statm && std::fscanf(statm, "%zu", &pages) == 1);
+    std::fclose(statm);
+    return pages * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
 TEST(the_heaps_of_all_ranks_fit_into_the_limit_of_addresses) {
     in_child([] {
-        std::FILE* statm = std::fopen("/proc/self/statm", "r");
-        size_t pages = 0;
-        CHECK(statm && std::fscanf(statm, "%zu", &pages) == 1);
-        std::fclose(statm);
-        const size_t used = pages * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-        limit(RLIMIT_AS, used + (size_t{1} << 30));
+        limit(RLIMIT_AS, used_addresses() + (size_t{1} << 30));
         std::vector<std::shared_ptr<Mapping>> peers;
         const SymmetricHeap own(kPage, 4);
         CHECK(own.mapping()->bytes() > 64 << 20);
         for (int peer = 1; peer < 4; peer++)
             peers.push_back(MemoryFile::open_of(getpid(), own.file()).map());
-        limit(RLIMIT_AS, used);
+        limit(RLIMIT_AS, used_addresses() + (3 << 20));  // too few for the smallest heap
         const std::string error = error_of([] { SymmetricHeap none(kPage, 2); });
         CHECK(error.find("RLIMIT_AS") != std::string::npos);
     });

@@ -1,6 +1,7 @@
 """Tensors in the heap as torch's storages; memory of other processes that cannot be mapped."""
 
 import os
+import threading
 import warnings
 
 import pytest
@@ -105,3 +106,32 @@ def test_a_fork_warns_once_of_memory_that_it_does_not_copy(monkeypatch: pytest.M
     del shown, own, small
     monkeypatch.setattr(memory, "_has_warned", False)
     assert warned() == 0
+
+
+def test_a_small_tensor_is_freed_while_another_thread_allocates_a_large_one() -> None:
+    """The system clears the large one page by page; the heap's file tells how far it is."""
+    large_bytes = 1 << 29
+
+    def file_bytes() -> int:
+        return os.fstat(native.heap_identity()[2]).st_blocks * 512
+
+    def freed_meanwhile() -> bool:
+        native.heap_trim()
+        small = [heap_empty(1024)]
+        before = file_bytes()
+        kept: list[torch.Tensor] = []
+        thread = threading.Thread(
+            target=lambda: kept.append(heap_empty(large_bytes, dtype=torch.uint8))
+        )
+        thread.start()
+        while file_bytes() < before + large_bytes // 64 and not kept:
+            pass
+        small.clear()
+        after = file_bytes()
+        thread.join()
+        return after < before + large_bytes
+
+    try:
+        assert any(freed_meanwhile() for _ in range(10))
+    finally:
+        native.heap_trim()

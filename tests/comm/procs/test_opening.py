@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,3 +135,45 @@ def test_idle_group_of_2_ranks_uses_no_processor(tmp_path):
         for switches in ranks.values():
             assert isinstance(switches, int)
             assert switches < 12  # a thread that polled would have 60
+
+
+def _joins_under(slot: Slot, what: int, limit: int) -> object:
+    """Limit this process to `limit` bytes more than it uses, and join."""
+    page = resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * page
+    more = used if what == resource.RLIMIT_AS else 0
+    resource.setrlimit(what, (more + limit, resource.RLIM_INFINITY))
+    try:
+        backend = join(slot)
+    except RendezvousError as error:
+        return error.seen, error.fix
+    x = torch.ones(1 << 18)
+    shared = backend.allocate(1 << 20, False).view(torch.float32)
+    shared.fill_(1)
+    for tensor in (x, shared):
+        backend.all_reduce(tensor, ReduceOp.SUM, False)
+    backend.close(False)
+    return x[-1].item(), shared[-1].item()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("what", "limit"),
+    [
+        (resource.RLIMIT_AS, 1 << 30),  # the heap of one rank alone would take it
+        (resource.RLIMIT_FSIZE, 64 << 20),
+    ],
+)
+def test_a_limit_makes_heaps_smaller(tmp_path, size, what, limit):
+    with Ranks(size, tmp_path, _joins_under, what, limit) as ranks:
+        assert ranks.values() == [(size, size)] * size
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [(resource.RLIMIT_AS, "RLIMIT_AS"), (resource.RLIMIT_FSIZE, "RLIMIT_FSIZE")]
+)
+def test_a_limit_that_leaves_no_room_is_named_on_all_ranks(tmp_path, what, name):
+    with Ranks(2, tmp_path, _joins_under, what, 3 << 20) as ranks:
+        for seen, fix in ranks.values():
+            assert name in seen
+            assert "limit" in fix
