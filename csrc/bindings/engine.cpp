@@ -133,11 +133,25 @@ void Engine::raise(const Outcome& outcome) {
     throw nb::python_error();
 }
 
+// Let go of what calls that have ended worked on, whether or not Python waits for them: a tensor
+// that is dropped may refer to its Request, in a circle that Python cannot see. What ends with it
+// may call us again.
+void Engine::release_ended() {
+    const auto first = std::partition(pending_.begin(), pending_.end(),
+                                      [](const auto& call) { return !call->request->done(); });
+    const std::vector<std::shared_ptr<PendingCall>> ended(first, pending_.end());
+    pending_.erase(first, pending_.end());
+    for (const auto& call : ended) {
+        call->one.reset();
+        call->other.reset();
+    }
+}
+
 // Hand out a Request, and hold on to what it works on, though it be dropped.
 nb::object Engine::started(const std::shared_ptr<Request>& request, const Site* site,
                            nb::handle one, nb::handle other) {
     if (pending_.size() >= sweep_at_) {
-        std::erase_if(pending_, [](const auto& call) { return call->request->done(); });
+        release_ended();
         sweep_at_ = 2 * pending_.size() + 16;
     }
     auto call = std::make_shared<PendingCall>(request, site, nb::borrow(one), nb::borrow(other));
@@ -249,13 +263,16 @@ void Engine::close() {
     if (PythonCall::inside(group_.get()) || PythonCall::inside(mailbox_.get())) {
         return group_->leave();
     }
-    const WithoutGil release;
-    std::lock_guard hold(closing_);
-    if (closed_) return;
-    closed_ = true;
-    group_->close();
-    mailbox_->stop();
-    group_->release();
+    {
+        const WithoutGil release;
+        std::lock_guard hold(closing_);
+        if (closed_) return;
+        closed_ = true;
+        group_->close();
+        mailbox_->stop();
+        group_->release();
+    }
+    release_ended();
 }
 
 }  // namespace dure

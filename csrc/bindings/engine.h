@@ -153,6 +153,7 @@ class Engine {
                            nanobind::handle other);
     nanobind::object started(const std::shared_ptr<Request>& request, const Site* site,
                              nanobind::handle one, nanobind::handle other = nanobind::none());
+    void release_ended();
     nanobind::object plain_message(const Message& message, nanobind::handle tensor, bool counts);
     nanobind::object failed(Status status, Op op);
 

@@ -209,13 +209,19 @@ bool Group::await_record() const {
     }
 }
 
-// Copy the segment's record into `failure_`, once.
+// Copy the segment's record into `failure_`, once. It is awaited without the lock, which others
+// need to close the group, or to ask how it failed.
 Status Group::adopt_abort() {
     AbortRecord& v = header().abort_record;
+    {
+        std::lock_guard hold(failure_lock_);
+        if (failed_) return failure_.status;
+    }
+    const bool readable = await_record();
     std::lock_guard hold(failure_lock_);
     if (failed_) return failure_.status;
     Outcome out;
-    if (await_record()) {
+    if (readable) {
         out.status = v.status;
         out.op = v.op;
         out.channel = v.channel;

@@ -28,6 +28,11 @@
 // *The bell.* A sender writes, and then looks whom to wake; a thread that is about to sleep says
 // so, and then looks at the rings once more. Both are fenced, so one of them sees the other.
 //
+// A sender takes `wake` before it rings. One that is stopped between the two, some instructions
+// apart, keeps all messages waiting until a thread that waits for them looks by itself, within 5 s
+// (rpc/workers.py). The other way round each message of a burst would ring, which costs as much as
+// all else of it; and a sender that clears `wake` late could clear the wish of a later sleeper.
+//
 // A sender that dies in the middle of a message has not shown it: `written` moves last. Its ring is
 // free again when the owner says so (`forget`), with what was shown read before.
 //

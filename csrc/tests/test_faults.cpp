@@ -164,6 +164,28 @@ TEST(an_abort_record_is_waited_for_while_its_writer_lives) {
     });
 }
 
+TEST(a_group_tells_how_it_is_while_an_abort_record_is_waited_for) {
+    on_threads(2, [](Group& g) {
+        AbortRecord& record = g.header().abort_record;
+        CHECK(g.run({Op::barrier}) == Status::ok);
+        if (g.rank() == 0) {
+            record.phase = kWriting + 1;
+            std::thread waiting([&] { CHECK(g.run({Op::barrier}) == Status::timeout); });
+            for (int i = 0; i < 50; i++) {
+                CHECK(g.failure().status == Status::ok);
+                usleep(1000);
+            }
+            record.status = Status::timeout;
+            record.peer = 1;
+            record.phase = kReadable;
+            waiting.join();
+        } else {
+            while (record.phase != kReadable) usleep(100);
+        }
+        CHECK(g.run({Op::barrier}) == Status::timeout);
+    });
+}
+
 // A writer that is stopped too long, and goes on when others have given up: all hear the same, and
 // name the writer.
 TEST(ranks_agree_on_the_outcome_of_a_writer_that_was_given_up) {
