@@ -69,6 +69,20 @@ def test_names_used_of_dure_are_loaded_with_it(tmp_path: Path) -> None:
     assert {"dure:broadcast", "dure:init_process_group"} <= set(names)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.optim.SGD",
+        "from torch import optim\noptim.SGD",
+        "import torch.optim as o",
+        "from torch.optim import SGD",
+        "from torch.optim.lr_scheduler import StepLR",
+    ],
+)
+def test_program_with_an_optimizer_needs_what_optimizers_import(tmp_path: Path, text: str) -> None:
+    assert "torch._dynamo" in found(tmp_path, text)
+
+
 def test_computed_import_may_be_of_dure(tmp_path: Path) -> None:
     text = "import importlib, sys, torch\nimportlib.import_module(sys.argv[1])"
     assert "dure:init_process_group" in found(tmp_path, text)
