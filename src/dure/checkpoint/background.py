@@ -103,7 +103,7 @@ class Background:
                     "the checkpoint was not saved",
                     lambda: begin(folder, replace) if self._ranks.rank == 0 else 0,
                 )[0]
-                return metadata_of(saving.write(path, number))
+                return metadata_of(saving.write(folder, path, number))
             except BaseException as e:
                 e.add_note(f"while {path} was saved in the background")
                 raise

@@ -145,7 +145,7 @@ class Checkpointer:
             saving = Saving(ranks, lambda: self._taken(number, objects), begin)
             made, job = saving.begun
             note_job(job)
-            saving.write(made, 1)
+            saving.write(self._folder, made, 1)
             committing = True
             return ranks.all_or_none("the checkpoint was not saved", commit)[0] or made
         except CheckpointException as e:

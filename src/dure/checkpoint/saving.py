@@ -38,7 +38,7 @@ from dure.checkpoint.catalog import (
     remove,
 )
 from dure.checkpoint.files import can_be_named
-from dure.checkpoint.folder import Folder, make
+from dure.checkpoint.folder import Folder, Unflushed, make
 from dure.checkpoint.lock import sees_lock
 from dure.checkpoint.objects import few, own_state
 from dure.checkpoint.planning import Division, Known, Offer, digest_of, known_to, marked_of
@@ -281,8 +281,10 @@ class Saving:
 
         self._ranks.all_or_none(_NOT_SAVED, held)
 
-    def write(self, path: Path, number: int) -> Catalog:
+    def write(self, folder: Folder, path: Path, number: int) -> Catalog:
         """Write into the folder `path`, as its `number`-th save; return the manifest.
+
+        On rank 0 `folder` holds the lock: `path`, or the folder above it.
 
         Raises:
             CheckpointException: It failed on some ranks; what was saved before is as it was. If the
@@ -290,35 +292,52 @@ class Saving:
 
         Collective: all of the ranks. Two exchanges.
         """
-        ranks = self._ranks
+        ranks, wrote = self._ranks, False
 
         def write() -> list[int]:
+            nonlocal wrote
             if ranks.rank != 0 and not sees_lock(path):
                 seen = f"rank {ranks.rank} does not see the lock that rank 0 holds there"
                 raise not_shared(path, seen)
             layout = self._divided().layouts[ranks.rank]
             if not layout.begins:
                 return []
+            wrote = True
             try:
                 return write_slices(path / part_name(number, ranks.rank), layout, self._memory)
             except (FileNotFoundError, FileExistsError) as e:
+                wrote = False
                 if ranks.rank == 0:
                     raise
                 seen = f"rank 0 made the folder, and rank {ranks.rank} got: {e.strerror}"
                 raise not_shared(path, seen) from e
 
+        def publish_on_rank_0() -> Unflushed | None:
+            if ranks.rank != 0:
+                return None
+            folder.check()
+            return publish(path, catalog)
+
+        def clean_up() -> None:
+            """Remove all files on rank 0, and this rank's on others: hosts may not share them."""
+            with suppress(OSError):
+                if ranks.rank == 0:
+                    folder.check()  # if another job has taken over, these are its files
+                    remove(path, number=number)
+                elif wrote:
+                    remove(path, number=number, rank=ranks.rank)
+
         try:
             sums = ranks.all_or_none(_NOT_SAVED, write)
         except BaseException as e:
-            self._remove(path, number, ranks.rank == 0 or isinstance(e, CheckpointException))
+            if ranks.rank == 0 or isinstance(e, CheckpointException):
+                clean_up()
             raise
         catalog = self._catalog(sums, number)
         try:
-            unflushed = ranks.all_or_none(
-                _NOT_SAVED, lambda: publish(path, catalog) if ranks.rank == 0 else None
-            )[0]
+            unflushed = ranks.all_or_none(_NOT_SAVED, publish_on_rank_0)[0]
         except CheckpointException:  # rank 0 has not published; after other errors that is unknown
-            self._remove(path, number, True)
+            clean_up()
             raise
         try:
             if unflushed is not None:
@@ -331,16 +350,6 @@ class Saving:
             return catalog
         finally:
             del unflushed  # see `Ranks._outcomes`
-
-    def _remove(self, path: Path, number: int, failed: bool) -> None:
-        """Remove what was written, if it is known that the save has failed.
-
-        Rank 0 removes all files, other ranks their own, in case each host has its own folder.
-        """
-        if failed:
-            rank = None if self._ranks.rank == 0 else self._ranks.rank
-            with suppress(OSError):
-                remove(path, number=number, rank=rank)
 
     def _catalog(self, sums: list[list[int]], number: int) -> Catalog:
         """Combine what ranks sent with the checksums of what they wrote."""
@@ -423,6 +432,6 @@ def save_into(
         saving = Saving(
             ranks, state_dict, lambda: begin(folder, replace) if ranks.rank == 0 else None
         )
-        return saving.write(path, saving.begun)
+        return saving.write(folder, path, saving.begun)
     finally:
         folder.release()

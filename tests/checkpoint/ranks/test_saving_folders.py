@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,33 @@ def test_weights_whose_last_flush_fails_are_in_place_and_the_old_files_stay(
     assert state["a"].tolist() == state["b"].tolist() == [2, 2, 2]
     _save_weights(tmp_path, 3.0)
     assert len(_names(tmp_path)) == len(old)
+
+
+@pytest.mark.parametrize("when", ["before it writes", "after it has written"])
+@pytest.mark.parametrize("store", [_save, _save_in_background])
+def test_a_save_that_lost_its_lock_leaves_what_the_next_job_has_saved(
+    tmp_path, monkeypatch, store, when
+):
+    write, ours, theirs = saving.write_slices, tmp_path / "a", tmp_path / "b"
+    save({"x": torch.full((3,), 2.0)}, checkpoint_id=theirs)
+
+    def writing(path, *rest):  # a process that was suspended here for longer than the lease
+        if when == "before it writes":
+            (ours / ".lock").unlink()
+            shutil.copytree(theirs, ours, dirs_exist_ok=True)
+            return write(path, *rest)
+        found = write(path, *rest)
+        (ours / ".lock").unlink()
+        shutil.rmtree(ours)
+        shutil.copytree(theirs, ours)
+        return found
+
+    monkeypatch.setattr(saving, "write_slices", writing)
+    with pytest.raises(CheckpointException):
+        store({"x": torch.full((3,), 1.0)}, ours)
+    found = {"x": torch.zeros(3)}
+    load(found, checkpoint_id=ours)
+    assert found["x"].tolist() == [2, 2, 2]
 
 
 def test_a_save_of_weights_that_lost_its_lock_leaves_the_files_of_the_next_job(
