@@ -15,7 +15,7 @@ What all ranks share is saved once. An object wrapped in `PerRank` is saved by e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
@@ -161,7 +161,8 @@ def own_state(value: Any) -> Any:
 def check_fits(name: str, value: Any, saved: Any) -> None:
     """Compare an object with the state that was saved under `name`, as far as can be seen.
 
-    These are the tensors of a module, a dict or a list, and the groups of an optimizer.
+    These are the tensors of a module, a dict or a list, and the groups that an optimizer's state
+    has.
 
     Args:
         name: The object's.
@@ -180,9 +181,9 @@ def check_fits(name: str, value: Any, saved: Any) -> None:
         wanted = {key: kind_of(tensor) or tensor.dtype for key, tensor in tensors.items()}
         found = {key: kind for key, kind in state.items() if isinstance(kind, Kind)}
     elif isinstance(inner, torch.optim.Optimizer):
-        groups = state.get("param_groups", [])
-        wanted = {"parameters in groups": [len(group["params"]) for group in inner.param_groups]}
-        found = {"parameters in groups": [len(group.get("params", ())) for group in groups]}
+        if _has_groups(name, inner, state):
+            wanted = _groups_of({"param_groups": inner.param_groups})
+        found = _groups_of(state)
     both = [key for key in wanted if key in found and found[key] != wanted[key]]
     lines = [f"{key} is {found[key]} in the file, {wanted[key]} here" for key in both]
     lines += [f"{key} is not in the file" for key in wanted if key not in found]
@@ -195,6 +196,28 @@ def check_fits(name: str, value: Any, saved: Any) -> None:
             seen=few(lines, "; "),
             fix="Load it into the model that was saved, or save in another folder.",
         )
+
+
+def _groups_of(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return how many parameters the groups of an optimizer's state have; {}: it has no groups."""
+    groups = state.get("param_groups")
+    if not isinstance(groups, list):
+        return {}
+    sizes = [
+        len(cast(Sized, group["params"]))
+        for group in cast(list[Any], groups)
+        if isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
+    ]
+    return {"parameters in groups": sizes} if len(sizes) == len(groups) else {}
+
+
+def _has_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any]) -> bool:
+    """Return whether an optimizer's state has groups. Some classes have another form of state."""
+    plain = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    if isinstance(optimizer, Sharded) or (plain and _groups_of(saved)):
+        return True
+    own = state_of(name, optimizer)
+    return isinstance(own, Mapping) and bool(_groups_of(cast(Mapping[Any, Any], own)))
 
 
 def few(items: Sequence[str], between: str = ", ") -> str:
