@@ -361,17 +361,28 @@ def _without_plain(
             whole = (Replicate(),) * mesh.ndim
             replaced.append(_wrap(tensor, spec_of(mesh, whole, TensorMeta.of(tensor))))
         else:
+            is_unsharded = hasattr(tensor, "_dure_unsharded")
             raise UsageError(
                 f"{op} is given a plain tensor beside DTensors",
                 op=str(op),
                 seen=f"argument {name!r}, {tensor.dtype} {list(tensor.shape)}, beside "
                 + ", ".join(map(str, specs)),
-                fix="Make it a DTensor: distribute_tensor(t, mesh, placements) if all ranks have "
-                "the whole, DTensor.from_local if each has its part. Within "
-                "dure.tensor.experimental.implicit_replication() it is taken as replicated.",
+                fix=_FIX_UNSHARDED if is_unsharded else _FIX_PLAIN,
             )
     filled, named = fill(args, kwargs, places, replaced)
     return tuple(filled), named
+
+
+_FIX_PLAIN = (
+    "Make it a DTensor: distribute_tensor(t, mesh, placements) if all ranks have the whole, "
+    "DTensor.from_local if each has its part. Within "
+    "dure.tensor.experimental.implicit_replication() it is taken as replicated."
+)
+_FIX_UNSHARDED = (
+    "It is the unsharded parameter of a fully_shard module: a forward with gradients that no "
+    "backward has followed left it so. Call reshard() of the module first, or run that forward "
+    "under torch.no_grad()."
+)
 
 
 def _is_called_by_autograd() -> bool:

@@ -77,6 +77,7 @@ class ParameterGroup:
     sync: bool = True
     unsharded: bool = False
     _is_kept: bool = field(default=False, init=False)
+    _left: list[int] = field(default_factory=list[int], init=False)
     _dtypes: list[torch.dtype] = field(default_factory=list[torch.dtype], init=False)
 
     def __post_init__(self) -> None:
@@ -131,6 +132,32 @@ class ParameterGroup:
                 parameter.show_whole(tensor)
             self.unsharded, self._is_kept = True, False
 
+    def leave(self) -> None:
+        """Note that a forward has ended, and has perhaps left the group unsharded."""
+        self._left = [p.unsharded_version for p in self.parameters] if self.unsharded else []
+
+    def check_left(self) -> None:
+        """See that nothing was written into what a forward has left unsharded.
+
+        Raises:
+            ModuleError: A parameter was. It is no shard, so that this is lost, or was done by all
+                ranks to the memory that they share.
+        """
+        versions, self._left = self._left, []
+        for parameter, version in zip(self.parameters, versions, strict=False):
+            if parameter.unsharded_version != version:
+                with suppress(ModuleError):  # which would say less
+                    self.reshard()
+                raise ModuleError(
+                    "an unsharded parameter was written between steps",
+                    op="fully_shard",
+                    parameters=(parameter.name,),
+                    seen=f"{parameter.name} {list(parameter.whole_shape)}: a forward with "
+                    "gradients, without a backward, has left its module unsharded",
+                    fix="Call reshard() of the module before writing its parameters, or run that "
+                    "forward under torch.no_grad().",
+                )
+
     def reshard(self, for_backward: bool = False, keeps: bool = False) -> None:
         """Let modules have the shards, and free the wholes; see `Strategy.reshard`.
 
@@ -138,6 +165,7 @@ class ParameterGroup:
             for_backward: They are read again in this step's backward.
             keeps: Keep the memory of the wholes, which a graph reads.
         """
+        self.check_left()
         if self.unsharded:
             for parameter in self.parameters:
                 parameter.show_sharded()
@@ -199,6 +227,7 @@ class ParameterGroup:
 
     def forget(self) -> None:
         """Drop what a step that failed has left; wait for what others still read."""
+        self._left = []
         if self.reduction.is_begun:
             with suppress(CommError):
                 self.reduction.finish()

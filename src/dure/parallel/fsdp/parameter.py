@@ -113,6 +113,11 @@ class FSDPParameter:
         """A number that changes when this rank's shard is written in place."""
         return self.sharded._version + self.part._version
 
+    @property
+    def unsharded_version(self) -> int:
+        """A number that changes when the whole is written in place."""
+        return 0 if self.whole is None else self.whole._version + own_part(self.whole)._version
+
     def has_changed(self) -> None:
         """Let autograd refuse what it has saved of the whole, whose values are others now."""
         if self.whole is not None:
@@ -153,6 +158,8 @@ class FSDPParameter:
         if self.whole is None:
             with torch.inference_mode(False):  # in which it may be needed first
                 self.whole = nn.Parameter(self._made_of(tensor), self.sharded.requires_grad)
+            self.whole._dure_unsharded = True  # pyright: ignore
+            note_replaced(self.whole, self.now)  # for optimizers that are made while it is shown
             self._is_watched = False
         self.whole.requires_grad_(self.sharded.requires_grad)
         if not self._is_watched and self.whole.requires_grad:

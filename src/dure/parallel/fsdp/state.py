@@ -187,6 +187,8 @@ class Tree:
 
     def _enter(self, order: Order) -> Order:
         """Begin a step: what was written before is seen by all."""
+        for group in self.groups:
+            group.check_left()
         self.turns.leave(together=False)  # what an earlier forward reads is no longer awaited
         self._check_usable()
         for state in self.states:
@@ -233,6 +235,7 @@ class Tree:
         self._join(self._forward.end())
         for group in self.groups:
             group.strategy.check_unwritten()
+            group.leave()
         if not torch.is_grad_enabled():
             self.turns.leave(together=True)
 
@@ -295,6 +298,8 @@ class Tree:
                     parameter.show_sharded()
 
     def _enter_backward(self, orders: tuple[Order, Order]) -> tuple[Backward, list[FSDPParameter]]:
+        for group in self.groups:
+            group.check_left()
         self._backward = Backward(*orders)
         self._kept = {state for state in self.states if not state.is_sharded}
         for order in orders:

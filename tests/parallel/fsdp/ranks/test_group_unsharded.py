@@ -1,0 +1,108 @@
+"""A forward with gradients, and no backward, leaves the root's parameters unsharded."""
+
+# A gradient may be None to pyright.
+# pyright: reportArgumentType=false, reportOptionalOperand=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dure.errors import ModuleError, UsageError
+from dure.fsdp import fully_shard, strategy
+from dure.tensor import DTensor
+from dure.testing import run_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import filled, whole
+
+SIZE = 2
+X = torch.ones(1, 2)
+
+
+def made(way: str) -> Any:
+    """Return a model whose root has the weight [[-1, -1/3], [1/3, 1]]."""
+    model: Any = filled(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    with strategy(way):
+        return fully_shard(model)
+
+
+def averages(target: Any, source: Any) -> None:
+    """As an average of weights over steps is kept."""
+    for old, new in zip(target.parameters(), source.parameters(), strict=True):
+        old.lerp_(new, 0.5)
+
+
+def test_an_average_of_weights_names_the_way_out(way: str) -> None:
+    def body(rank: int) -> None:
+        average, model = made(way), made(way)
+        expected = 0.5 * whole(model[0].weight)
+        with torch.no_grad():
+            average[0].weight.zero_()
+        average(X)
+        with torch.no_grad(), pytest.raises(UsageError, match=r"reshard\(\).*no_grad"):
+            averages(average, model)
+        average.reshard()
+        with torch.no_grad():
+            averages(average, model)
+        assert torch.equal(whole(average[0].weight), expected)
+
+    run_ranks(SIZE, body)
+
+
+NEXT = {
+    "forward": lambda model, loss: model(X),
+    "backward": lambda model, loss: loss.backward(),
+    "state_dict": lambda model, loss: model.state_dict(),
+    "reshard": lambda model, loss: model.reshard(),
+}
+
+
+@pytest.mark.parametrize("then", NEXT)
+def test_a_write_into_it_is_refused_and_says_why(way: str, then: str) -> None:
+    def body(rank: int) -> None:
+        model = made(way)
+        loss = model(X).square().sum()
+        with torch.no_grad():
+            model[0].weight.mul_(1.0)
+        with pytest.raises(ModuleError, match=r"reshard\(\).*no_grad") as error:
+            NEXT[then](model, loss)
+        assert error.value.parameters == ("0.weight",)
+        model(X).sum().backward()
+        assert torch.equal(whole(model[0].weight.grad), torch.ones(2, 2))
+
+    run_ranks(SIZE, body)
+
+
+def test_writes_of_a_forward_into_its_own_copy_are_not_refused() -> None:
+    """With *gathered* each rank has a copy, which a module may change while it runs."""
+
+    def body(rank: int) -> None:
+        model = made("gathered")
+
+        def halve(module: Any, _: object) -> None:
+            with torch.no_grad():
+                module.weight.mul_(0.5)
+
+        model[0].register_forward_pre_hook(halve)
+        for _ in range(2):
+            model(X)
+        model(X).sum().backward()
+        assert torch.equal(whole(model[0].weight.grad), torch.ones(2, 2))
+
+    run_ranks(SIZE, body)
+
+
+def test_an_optimizer_that_is_made_meanwhile_is_given_the_shards(way: str) -> None:
+    def body(rank: int) -> None:
+        model = made(way)
+        before = whole(model[0].weight)
+        loss = model(X).sum()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loss.backward()
+        optimizer.step()
+        assert isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+        assert torch.equal(whole(model[0].weight), before - 1)
+
+    run_ranks(SIZE, body)
