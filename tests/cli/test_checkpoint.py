@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from dure.checkpoint import save
+from dure.checkpoint import HuggingFaceStorageWriter, save
 from dure.cli.app import USAGE_EXIT_CODE, run_command_line
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
@@ -55,6 +55,25 @@ def test_verify_finds_each_file_that_is_changed(tmp_path, capsys):
     first, second = out.splitlines()
     assert code == 1 and "model.w[0:2, 0:3]" in first and "checksum is wrong" in first
     assert short.name in second and "truncated" in second
+
+
+@pytest.mark.parametrize("max_bytes", [10**6, 20])
+def test_verify_finds_changed_weights(tmp_path, capsys, max_bytes):
+    state = {"v": torch.ones(4), "w": torch.ones(2, 3)}
+    save(state, storage_writer=HuggingFaceStorageWriter(tmp_path, max_bytes=max_bytes))
+    files = sorted(tmp_path.glob("*.safetensors"))
+    code, out = called(capsys, "verify", str(tmp_path))
+    assert (code, out) == (0, f"whole: {len(files)} files, 40 bytes\n")
+    assert "v     F32" in called(capsys, "show", str(tmp_path))[1]
+    files[-1].write_bytes(files[-1].read_bytes()[:-1] + b"\x7f")
+    code, out = called(capsys, "verify", str(tmp_path))
+    assert code == 1 and "w" in out and "checksum is wrong" in out
+
+
+def test_verify_refuses_weights_without_checksums(tmp_path, capsys):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    code, out = called(capsys, "verify", str(tmp_path))
+    assert code != 0 and "no checksums" in out
 
 
 def test_diff_tells_names_values_kinds_and_elements(tmp_path, capsys):

@@ -41,6 +41,7 @@ __all__ = [
     "SINGLE",
     "catalog_of_weights",
     "checksums_text",
+    "has_weights",
     "header_of",
     "indexed_files",
     "journaled",
@@ -80,6 +81,14 @@ def catalog_of_weights(folder: Path) -> Catalog:
     except (Unreadable, OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         seen = f"{type(e).__name__}: {e}; in {folder}"
         raise CheckpointError("the weights cannot be used", path=str(folder), seen=seen) from e
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has an index, or files of weights."""
+    try:
+        return (folder / INDEX).exists() or bool(_files(folder))
+    except OSError:
+        return False
 
 
 def _catalog(folder: Path) -> Catalog:

@@ -10,12 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dure.errors import CheckpointError
+
 if TYPE_CHECKING:
     from dure.checkpoint.catalog import Catalog
 
 __all__ = ["commands"]
 
 Folder = Annotated[Path, typer.Argument(help="The folder of a checkpoint.")]
+Readable = Annotated[Path, typer.Argument(help="The folder of a checkpoint, or of weights.")]
 
 _NUM_SHOWN = 20
 _LONGEST_VALUE = 60
@@ -24,13 +27,17 @@ commands = typer.Typer(no_args_is_help=True)
 
 
 def _read(folder: Path) -> Catalog:
-    from dure.checkpoint.catalog import catalog_of  # lazy: torch
+    """Return what is in a checkpoint, or else in a folder of weights."""
+    from dure.checkpoint.catalog import NAME, catalog_of  # lazy: torch
+    from dure.checkpoint.weight_reading import catalog_of_weights, has_weights  # lazy: torch
 
+    if not (folder / NAME).exists() and has_weights(folder):
+        return catalog_of_weights(folder)
     return catalog_of(folder)
 
 
 @commands.command(help="List the tensors and values of a checkpoint.")
-def show(folder: Folder) -> None:
+def show(folder: Readable) -> None:
     """Print names, kinds, slices and bytes; then values."""
     catalog, console = _read(folder), Console()
     table = Table(box=None, pad_edge=False)
@@ -54,11 +61,18 @@ def show(folder: Folder) -> None:
 
 
 @commands.command(help="Read every byte of a checkpoint, and compare it with its checksum.")
-def verify(folder: Folder) -> None:
+def verify(folder: Readable) -> None:
     """Print each file that is not what was written; exit with 1 if there is one."""
     from dure.checkpoint.reading import faults  # lazy: torch
 
     catalog = _read(folder)
+    if any(s.crc32c is None for slices in catalog.slices.values() for s in slices.values()):
+        raise CheckpointError(
+            "the weights cannot be verified",
+            path=str(folder),
+            seen=f"they have no checksums; in {folder}",
+            fix="Only weights that Dure saved have checksums.",
+        )
     found = faults(folder, catalog)
     for fault in found:
         print(fault)
