@@ -340,7 +340,8 @@ def _without_plain(
 
     It is meant of numbers, and of what torch's C++ code made for itself: in formulas of gradients,
     which can have it from nothing else than DTensors and constants; elsewhere only of single
-    elements, of integers, such as the index of ``x[[0, 2]]``, and of masks, as attention makes.
+    elements, of integers, such as the index of ``x[[0, 2]]``, of masks, as attention makes, and of
+    tensors without values, by which torch finds the shape of a gradient of zeros.
     """
     specs = [t.spec for t in operands if type(t) is _DTensor]
     implicit = state.implicit_replication.get()
@@ -353,13 +354,17 @@ def _without_plain(
             continue
         name = schema_of(op).names[where] if isinstance(where, int) else where
         exact = not (tensor.is_floating_point() or tensor.is_complex())
-        small = tensor.numel() == 1 or exact or _is_mask(tensor)
+        small = tensor.numel() == 1 or exact or tensor.is_meta or _is_mask(tensor)
         own = small and (where, inside) in unseen and not is_shared(tensor)
-        constant = (backward or own) and name not in mutated and not tensor.requires_grad
+        constant = (backward or own or tensor.is_meta) and name not in mutated
+        constant = constant and not tensor.requires_grad
         if tensor.ndim == 0 or implicit or constant:
             mesh = specs[0].mesh
             whole = (Replicate(),) * mesh.ndim
-            replaced.append(_wrap(tensor, spec_of(mesh, whole, TensorMeta.of(tensor))))
+            part = tensor
+            if tensor._is_zerotensor():  # of a formula of torch's; it has no memory
+                part = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            replaced.append(_wrap(part, spec_of(mesh, whole, TensorMeta.of(part))))
         else:
             is_unsharded = hasattr(tensor, "_dure_unsharded")
             raise UsageError(
@@ -673,7 +678,7 @@ def _replicated(
     stuck = not all(call.operands[number].is_replicated() for number in written(call))
     if stuck:
         raise _refused(call, "writes its operand")
-    if moved:
+    if moved and not _at((args, kwargs), call.places[0]).is_meta:  # else nothing is sent
         if state.strict.get():
             raise _refused(call, "would be computed replicated, which strict() forbids")
         if op not in _warned:

@@ -343,6 +343,9 @@ class DTensor(torch.Tensor):
             The first read after backward, where autograd left terms: all ranks of the mesh.
         """
         grad = _get_grad(self)
+        if grad is not None and type(grad) is not DTensor:
+            grad = _divided(grad, self.spec)
+            _grad.__set__(self, grad)
         copied = type(grad) is DTensor and grad.copied_at is not None  # it is autograd's, no view
         if type(grad) is DTensor and (copied or grad.spec.partial):
             spec = grad.spec
@@ -654,6 +657,23 @@ def _moved(grad: DTensor, placements: Sequence[Placement]) -> DTensor:
     return wrap(redistribute(grad.part, spec, target), target.compact())
 
 
+def _divided(grad: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a gradient as a DTensor, also where torch's formulas made a plain one.
+
+    Some, such as that of `sgn`, make zeros of the full shape from nothing: every rank has them.
+
+    Args:
+        grad: The gradient, a DTensor or the full one.
+        spec: Of the tensor whose gradient it is.
+    """
+    if isinstance(grad, DTensor):
+        return grad
+    if grad._is_zerotensor():  # it has no memory
+        grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    full = spec_of(spec.mesh, spec.replicated().placements, TensorMeta.of(grad))
+    return _moved(wrap(grad, full), spec.without_terms().placements)
+
+
 class _FromLocal(torch.autograd.Function):
     """Wraps a part; its gradient is the part of the DTensor's gradient."""
 
@@ -674,7 +694,8 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        (grad,), spec = grad_outputs, ctx.spec
+        spec = ctx.spec
+        grad = _divided(grad_outputs[0], spec)
         placements: list[Placement] = [
             wanted or (lies if lies.is_partial() else Replicate())
             for wanted, lies in zip(ctx.grads, grad.spec.placements, strict=True)
@@ -709,6 +730,8 @@ class _ToLocal(torch.autograd.Function):
             _warn_of_assumption(op, before, site, _open_axes(source))
         reduced = source.without_terms()
         spec = (reduced if ctx.grads is None else source.with_placements(ctx.grads)).compact()
+        if grad._is_zerotensor():
+            grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         if grad.dtype != spec.meta.dtype:
             spec = spec.with_dtype(grad.dtype)
         grad = laid(grad, spec.order)
@@ -790,13 +813,13 @@ class _Redistribute(torch.autograd.Function):
         forward_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
     ) -> DTensor:
-        ctx.placements = tensor.spec.without_terms().placements
+        ctx.placements, ctx.target = tensor.spec.without_terms().placements, target
         ctx.dtypes = tensor.spec.meta.dtype, backward_dtype
         return _redistributed(tensor, target, async_op, forward_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        (grad,) = grad_outputs
+        grad: Any = _divided(grad_outputs[0], ctx.target)
         dtype, backward_dtype = ctx.dtypes
         if backward_dtype is not None and grad.dtype != backward_dtype:
             grad = grad.to(backward_dtype)

@@ -318,6 +318,8 @@ def redistribute(
     steps, order, back, subject = way_of(source, target)
     if not steps:
         return local
+    if local.is_meta:  # it has no values, and nothing is sent
+        return local.new_empty(target.local_shape)
     if order is not None:
         local = local.permute(order)
     about(subject)

@@ -19,6 +19,7 @@ __all__ = ["forget_results", "leaves", "results_of"]
 
 Results = tuple[TensorMeta | None, ...]
 _MOST = 1 << 16
+_FEW_ELEMENTS = 1 << 20
 _known: dict[Any, Results] = {}
 
 
@@ -59,13 +60,41 @@ def _without_placements(key: Any) -> Any:
 
 
 def _run(call: OpCall) -> Results:
-    metas, outs = [spec.meta.empty() for spec in call.operands], outs_of(call)
-    for number in outs:
-        metas[number] = metas[number].new_empty(0)  # it takes the shape of the result
-    args, kwargs = fill(call.args, call.kwargs, call.places, metas)
-    if "device" in kwargs:
-        kwargs["device"] = "meta"
-    found = leaves(call.op(*args, **kwargs))
+    outs = outs_of(call)
+    metas, found = _run_on(call, [spec.meta.empty() for spec in call.operands], outs)
     for number in outs:
         check_out(call, number, metas[number].shape)
     return tuple(None if t is None else TensorMeta.of(t) for t in found)
+
+
+def _run_on(
+    call: OpCall, tensors: list[torch.Tensor], outs: Sequence[int]
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Run an operator on tensors without memory; return them, and its results.
+
+    Torch has formulas for such tensors that fail if there are no elements, where its kernels do
+    not: `mse_loss_backward` divides by their number. Then it is run on a few zeros instead. If that
+    fails as well, it is the operator's own error, the same on all ranks.
+    """
+    try:
+        return tensors, _results_on(call, tensors, outs, "meta")
+    except Exception as error:
+        draws = torch.Tag.nondeterministic_seeded in call.op.tags
+        if draws or sum(t.numel() for t in tensors) > _FEW_ELEMENTS:
+            raise
+        zeros = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_() for t in tensors]
+        try:
+            return zeros, _results_on(call, zeros, outs, "cpu")
+        except NotImplementedError:
+            raise error from None
+
+
+def _results_on(
+    call: OpCall, tensors: list[torch.Tensor], outs: Sequence[int], device: str
+) -> list[Any]:
+    for number in outs:
+        tensors[number] = tensors[number].new_empty(0)  # it takes the shape of the result
+    args, kwargs = fill(call.args, call.kwargs, call.places, tensors)
+    if "device" in kwargs:
+        kwargs["device"] = device
+    return leaves(call.op(*args, **kwargs))

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
+from torch.nn import functional
 
 from dure.tensor import Replicate, Shard, init_device_mesh, results
 from dure.testing import run_ranks
@@ -48,3 +51,29 @@ def test_results_of_the_default_dtype():
             torch.set_default_dtype(torch.float32)
 
     run_ranks(1, body)
+
+
+def test_losses_of_nothing_are_nan_and_have_gradients_of_nothing() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        losses = (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss)
+        for loss, placement in product(losses, (Shard(0), Shard(1), Replicate())):
+            learned = made(mesh, torch.ones(6, 3), [placement]).requires_grad_()
+            wanted = made(mesh, torch.zeros(6, 3), [placement])
+            found = loss(learned[:0], wanted[:0])
+            found.backward()
+            assert found.full_tensor().isnan()
+            assert torch.equal(learned.grad.full_tensor(), torch.zeros(6, 3))
+
+    run_ranks(2, body)
+
+
+def test_error_of_an_operator_is_that_of_its_kernel_on_all_ranks() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(4, 3), [Shard(0)])
+        with pytest.raises(RuntimeError, match="size"):
+            x + made(mesh, torch.ones(2), [Replicate()])
+        assert torch.equal((x + 1).full_tensor(), torch.full((4, 3), 2.0))
+
+    run_ranks(2, body)

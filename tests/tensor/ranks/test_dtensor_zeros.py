@@ -1,0 +1,66 @@
+"""Gradients that torch's formulas make of nothing, as those of `sgn`: zeros without memory."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from dure.testing import run_ranks
+from tests.tensor.ranks.parts import made
+
+BEFORE: dict[str, Callable[[Any, Any], Any]] = {
+    "nothing": lambda x, y: x,
+    "a product": lambda x, y: x @ y,
+    "factors": lambda x, y: x * y.t(),
+    "a number": lambda x, y: x * y.sum(),
+    "a quotient": lambda x, y: x / y.t(),
+    "a difference": lambda x, y: x - y.t(),
+    "a mean": lambda x, y: x.mean(0),
+    "rows": lambda x, y: x[1:3],
+    "a redistribution": lambda x, y: (x @ y).redistribute(placements=[Shard(1)]),
+    "a part": lambda x, y: (
+        DTensor.from_local(
+            x.to_local(grad_placements=[Replicate()]) * 2, x.device_mesh, [Replicate()]
+        )
+        if x.placements == (Replicate(),)
+        else x
+    ),
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_gradient_behind_sgn_is_zeros_with_the_placements_of_its_tensor(before: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+            x = made(mesh, torch.arange(1.0, 25).reshape(6, 4), [placement]).requires_grad_()
+            y = made(mesh, torch.arange(1.0, 25).reshape(4, 6), [Shard(0)]).requires_grad_()
+            BEFORE[before](x, y).sgn().sum().backward()
+            for one in (x, y):
+                if one.grad is None:
+                    assert one is y
+                    continue
+                assert isinstance(one.grad, DTensor)
+                assert not any(p.is_partial() for p in one.grad.placements)
+                one.grad.add_(1)  # it has memory
+                assert torch.equal(one.grad.full_tensor(), torch.ones(one.shape))
+
+    run_ranks(2, body)
+
+
+def test_gradient_of_a_part_behind_sgn_is_zeros() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(4), [Shard(0)]).requires_grad_()
+        x.to_local().sgn().sum().backward()
+        x.grad.add_(1)
+        assert torch.equal(x.grad.full_tensor(), torch.ones(4))
+
+    run_ranks(2, body)
