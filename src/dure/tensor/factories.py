@@ -74,7 +74,8 @@ def _made(
     if make not in _RANDOM:
         local = make(spec.local_shape, *args, **kind)
     else:
-        whole = drawn(mesh, lambda: make(shape, **kind))
+        equal_along = [axis for axis, p in enumerate(given) if not p.is_shard()]
+        whole = drawn(mesh, lambda: make(shape, **kind), equal_along=equal_along)
         inside = spec.coordinate is not None
         local = redistribute(whole, spec.replicated(), spec) if inside else whole.new_empty(0)
     return wrap(local, spec).requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]

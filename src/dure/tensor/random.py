@@ -5,9 +5,12 @@ values are those of one rank bit for bit, and all generators are left as one ran
 That takes the time and, for a moment, the memory of the whole tensor on each rank.
 
 Where only the shape decides what is drawn (`normal_`, dropout's mask), no values are sent; where
-values do (probabilities), they are gathered. Ranks that draw from generators in different states
-would hold parts of different tensors, and replicas would differ: before each draw the ranks of the
-mesh compare a checksum of the states, as a rank may have drawn something by itself in between.
+values do (probabilities), they are gathered.
+
+Ranks that have parts of one tensor may draw from generators in different states (each has a seed
+for its own data, say): the parts are then random, but not those of the unsharded run. Replicas
+would differ. So before a draw whose result is replicated along an axis of the mesh, the ranks along
+that axis compare a checksum of their states, as a rank may have drawn something by itself.
 
 Threads: ranks that are threads of one process share torch's generator. The mesh's first rank reads
 its state, and each draws from that, one after another.
@@ -42,16 +45,23 @@ R = Replicate()
 _turn = threading.Lock()
 
 
-def drawn(mesh: DeviceMesh, draw: Callable[[], T], generator: torch.Generator | None = None) -> T:
-    """Return what `draw` makes, the same on all ranks of a mesh.
+def drawn(
+    mesh: DeviceMesh,
+    draw: Callable[[], T],
+    generator: torch.Generator | None = None,
+    *,
+    equal_along: Sequence[int],
+) -> T:
+    """Return what `draw` makes.
 
     Args:
         mesh: The mesh.
         draw: Draws the whole.
         generator: What it draws from; torch's own where None.
+        equal_along: Axes of the mesh along which all ranks must draw the same.
 
     Raises:
-        Desync: On all ranks: their generators are in different states.
+        Desync: On all ranks: along such an axis generators are in different states.
 
     Collective:
         All ranks of the mesh.
@@ -65,7 +75,7 @@ def drawn(mesh: DeviceMesh, draw: Callable[[], T], generator: torch.Generator | 
             made = draw()
         _meet(mesh)  # who goes on may seed the generator that others still draw from
         return made
-    _compare(mesh, torch.default_generator if generator is None else generator)
+    _compare(mesh, torch.default_generator if generator is None else generator, equal_along)
     return draw()
 
 
@@ -84,37 +94,45 @@ def _meet(mesh: DeviceMesh) -> None:
         mesh.get_group(axis).barrier()
 
 
-def _compare(mesh: DeviceMesh, generator: torch.Generator) -> None:
-    """Raise on all ranks of a mesh unless their generators are in the same state.
+def _compare(mesh: DeviceMesh, generator: torch.Generator, axes: Sequence[int]) -> None:
+    """Raise on all ranks of a mesh unless generators are in the same state along some axes.
 
     Collective: all ranks of the mesh.
-    Cost: one all_reduce of 16 bytes for each axis.
+    Cost: one all_reduce of 16 bytes for each axis; none without `axes`.
     """
-    mine = zlib.crc32(generator.get_state().numpy().tobytes())
-    groups = [g for g in map(mesh.get_group, range(mesh.ndim)) if g.size() > 1]
-    if not groups:
+    groups = {axis: mesh.get_group(axis) for axis in range(mesh.ndim)}
+    groups = {axis: group for axis, group in groups.items() if group.size() > 1}
+    compared = [group for axis, group in groups.items() if axis in axes]
+    if not compared:
         return
-    types = groups[0].device_types
+    mine = zlib.crc32(generator.get_state().numpy().tobytes())
+    types = compared[0].device_types
     most = torch.tensor([mine, -mine], device="cpu" if "cpu" in types else min(types))
-    for group in groups:
+    for group in compared:
         group.all_reduce(most, ReduceOp.MAX)
-    largest, minus_smallest = most.tolist()
-    if largest == -minus_smallest:
+    most = most.sum()  # 0 where all are the same
+    for axis, group in groups.items():
+        if axis not in axes:
+            group.all_reduce(most, ReduceOp.MAX)
+    if not most.item():
         return
     states: dict[int, str] = {mesh.get_rank(): f"{mine:08x}"}
-    for group in groups:
+    for group in groups.values():
         found: list[dict[int, str]] = [{} for _ in range(group.size())]
         all_gather_object(found, states, group)
         states = {rank: state for each in found for rank, state in each.items()}
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    along = ", ".join(str(names[axis]) for axis in axes)
     raise Desync(
         "the ranks' random generators are in different states",
         op="random operator",
-        group=groups[0].group_name,
+        group=compared[0].group_name,
         rank=mesh.get_rank(),
         calls={rank: f"state {state}" for rank, state in states.items()},
         seen="; ".join(f"rank {rank}: state {state}" for rank, state in sorted(states.items())),
-        fix="Call torch.manual_seed with one seed on all ranks of the mesh. Draw what only some "
-        "ranks need from a torch.Generator of its own, or within torch.random.fork_rng().",
+        fix=f"The result is replicated along the mesh's axis {along}: call torch.manual_seed with "
+        "one seed on the ranks along it. Draw what only some ranks need from a torch.Generator of "
+        "its own, or within torch.random.fork_rng().",
     )
 
 
@@ -160,13 +178,27 @@ def _run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = [wholes.get(name, named[name]) for name in names]
     rest = {name: wholes.get(name, value) for name, value in kwargs.items()}
     mesh = first.spec.mesh
-    result = drawn(mesh, lambda: op(*given, **rest), named.get("generator"))
+    written = [tensors[name].spec.placements for name in schema.mutated]
+    if None in schema.returned:
+        written.append(_placements_of(op, list(tensors.values())))
+    equal_along = [i for i in range(mesh.ndim) if any(not p[i].is_shard() for p in written)]
+    result = drawn(
+        mesh, lambda: op(*given, **rest), named.get("generator"), equal_along=equal_along
+    )
     for name in schema.mutated:
         tensors[name].part.copy_(_part(wholes[name], mesh, tensors[name].spec.placements))
     if any(schema.returned):
         return tensors[str(schema.returned[0])]
     results = [_wrapped(one, first) for one in (result if isinstance(result, tuple) else [result])]
     return tuple(results) if isinstance(result, tuple) else results[0]
+
+
+def _placements_of(op: Op, tensors: Sequence[DTensor]) -> tuple[Placement, ...]:
+    """Return where the results of an operator will be: as its first operand, or replicated."""
+    spec = tensors[0].spec
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    same = op is not aten.multinomial.default and shape == spec.shape
+    return tuple(p if same and not p.is_partial() else R for p in spec.placements)
 
 
 def _blank(tensor: DTensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from dure.errors import Desync, PlacementError
 from dure.tensor import Partial, Replicate, Shard, init_device_mesh
-from dure.testing import run_ranks
+from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks.operators import check
 from tests.tensor.ranks.parts import made
 
@@ -105,13 +105,73 @@ def test_a_generator_of_ones_own():
 
 def test_generators_that_differ_are_named():
     def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        x = made(mesh, torch.ones(4), [Shard(0)])
-        with pytest.raises(Desync) as caught:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = made(mesh, torch.ones(4), [R])
+        with pytest.raises(Desync, match="axis tp") as caught:
             x.normal_(generator=torch.Generator().manual_seed(rank))
         assert sorted(caught.value.calls) == [0, 1]
 
     run_ranks(2, body)
+
+
+PARTS = {
+    "normal_": lambda x, generator: x.normal_(generator=generator),
+    "bernoulli": lambda x, generator: x.mul_(0.5).bernoulli(generator=generator),
+    "normal": lambda x, generator: torch.normal(x, x, generator=generator),
+    "multinomial": lambda x, generator: x.multinomial(1, generator=generator),
+}
+
+
+@pytest.mark.parametrize("name", ["normal_", "bernoulli", "normal"])
+def test_parts_are_drawn_from_generators_in_different_states(name):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = made(mesh, torch.ones(5, 3), [Shard(0)])
+        generator = torch.Generator().manual_seed(rank)
+        with CommRecorder() as recorder:
+            part = PARTS[name](x, generator).to_local()
+        assert name != "normal_" or not recorder.ops  # only values are sent, nothing is compared
+        whole = PARTS[name](torch.ones(5, 3), torch.Generator().manual_seed(rank))
+        assert torch.equal(part, whole[3 * rank : 3 + 2 * rank])
+
+    run_ranks(2, body)
+
+
+def test_a_replicated_result_of_parts_needs_equal_generators():
+    def body(rank):
+        x = made(init_device_mesh("cpu", (2,)), torch.ones(4, 3), [Shard(0)])
+        with pytest.raises(Desync):
+            PARTS["multinomial"](x, torch.Generator().manual_seed(rank))
+        again = PARTS["multinomial"](x, torch.Generator().manual_seed(7))
+        assert again.placements == (R,)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "differ"),
+    [([1, 2, 1, 2], False), ([1, 2, 3, 2], True), ([1, 2, 3, 4], True)],
+    ids=str,
+)
+def test_replicas_of_parts_need_equal_generators(seeds, differ):
+    """As of a model that is replicated over one axis and sharded over the other."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        x = made(mesh, torch.zeros(4), [R, Shard(0)])
+        generator = torch.Generator().manual_seed(seeds[rank])
+        if not differ:
+            return x.normal_(generator=generator).to_local()
+        with pytest.raises(Desync, match="axis replicas") as caught:  # on all four
+            x.normal_(generator=generator)
+        assert sorted(caught.value.calls) == [0, 1, 2, 3]
+        assert not x.to_local().any()
+        return x.to_local()
+
+    found = run_ranks(4, body)
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    assert differ or not torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 4)], ids=str)
