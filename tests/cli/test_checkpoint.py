@@ -64,7 +64,8 @@ def test_verify_finds_changed_weights(tmp_path, capsys, max_bytes):
     files = sorted(tmp_path.glob("*.safetensors"))
     code, out = called(capsys, "verify", str(tmp_path))
     assert (code, out) == (0, f"whole: {len(files)} files, 40 bytes\n")
-    assert "v     F32" in called(capsys, "show", str(tmp_path))[1]
+    shown = called(capsys, "show", str(tmp_path))[1]
+    assert "v F32 [4] 1 16" in " ".join(shown.split())
     files[-1].write_bytes(files[-1].read_bytes()[:-1] + b"\x7f")
     code, out = called(capsys, "verify", str(tmp_path))
     assert code == 1 and "w" in out and "checksum is wrong" in out
