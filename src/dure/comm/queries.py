@@ -14,7 +14,7 @@ from dure import env
 from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.registry import known_backends
 from dure.comm.group import ProcessGroup
-from dure.comm.world import GroupMember, current_world, resolve
+from dure.comm.world import GroupMember, World, current_world, resolve, world_to_compile
 from dure.errors import UsageError
 from dure.native import available as native_available
 
@@ -25,50 +25,60 @@ def _outside(group: object) -> bool:
     return group is GroupMember.NON_GROUP_MEMBER
 
 
+def _world() -> World:
+    return world_to_compile() if torch.compiler.is_dynamo_compiling() else current_world()
+
+
+def _found(group: ProcessGroup | None, op: str) -> ProcessGroup:
+    if group is None and torch.compiler.is_dynamo_compiling():
+        return world_to_compile().need_default()
+    return resolve(group, op)
+
+
 def get_rank(group: ProcessGroup | None = None) -> int:
     """Return this rank's number in `group` (None: the world), -1 if it is not a member."""
-    return -1 if _outside(group) else resolve(group, "get_rank").rank()
+    return -1 if _outside(group) else _found(group, "get_rank").rank()
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
     """Return how many ranks `group` (None: the world) has, -1 if this rank is not a member."""
-    return -1 if _outside(group) else resolve(group, "get_world_size").size()
+    return -1 if _outside(group) else _found(group, "get_world_size").size()
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """Return the rank in `group` of `global_rank`; raise `NotInGroupError` if it has none."""
-    return resolve(group, "get_group_rank").group_rank(global_rank)
+    return _found(group, "get_group_rank").group_rank(global_rank)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     """Return the global rank of rank `group_rank` of `group`."""
-    pg = resolve(group, "get_global_rank")
+    pg = _found(group, "get_global_rank")
     return pg.global_ranks[pg.peer(None, group_rank, "get_global_rank", "rank")]
 
 
 def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
     """Return the global ranks of `group`'s members, in the order of their ranks in it."""
-    return list(resolve(group, "get_process_group_ranks").global_ranks)
+    return list(_found(group, "get_process_group_ranks").global_ranks)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
     """Return the name of the group's backend, such as "shm"."""
-    return resolve(group, "get_backend").backend_name
+    return _found(group, "get_backend").backend_name
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
     """Return which backend serves which kind of device, such as "cpu:shm"."""
-    return resolve(group, "get_backend_config").backend_config
+    return _found(group, "get_backend_config").backend_config
 
 
 def get_pg_count() -> int:
     """Return how many groups this rank is a member of."""
-    return len(current_world().groups)
+    return len(_world().groups)
 
 
 def is_initialized() -> bool:
     """Tell whether the default group exists."""
-    return current_world().default is not None
+    return _world().default is not None
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

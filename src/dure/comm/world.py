@@ -66,6 +66,9 @@ _current = contextvars.ContextVar("dure_world", default=_process_world)
 os.register_at_fork(after_in_child=_process_world.clear)
 
 
+_has_thread_ranks = False
+"""Whether this process has had thread-ranks; a condition of compiled code."""
+
 when_left: list[Callable[[], object]] = []
 """Called when a rank has left its job: tables of other modules forget what belongs to groups."""
 
@@ -73,6 +76,15 @@ when_left: list[Callable[[], object]] = []
 def current_world() -> World:
     """Return the world of the calling rank."""
     return _current.get()
+
+
+def world_to_compile() -> World:
+    """Return the world of the calling rank; read by the compiler, which takes no context variable.
+
+    What is read of the process's world becomes a condition of the compiled code: it is compiled
+    again for another default group. Where ranks are threads the graph breaks instead.
+    """
+    return _current.get() if _has_thread_ranks else _process_world
 
 
 def is_thread_rank() -> bool:
@@ -83,6 +95,8 @@ def is_thread_rank() -> bool:
 @contextmanager
 def new_world() -> Iterator[World]:
     """Give the calling thread an empty world of its own, for the length of a `with` block."""
+    global _has_thread_ranks
+    _has_thread_ranks = True
     token = _current.set(World())
     try:
         yield current_world()

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dure as dist
 from dure.comm import functional as F
 from dure.errors import UsageError
+from dure.testing import ProcessPool
 
 pytestmark = pytest.mark.needs("engine")
 
@@ -99,6 +100,14 @@ def _method(x: torch.Tensor) -> torch.Tensor:
     return y + 1
 
 
+def _asynchronous(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    work = dist.all_reduce(y, group=dist.group.WORLD, async_op=True)
+    assert work is not None
+    work.wait()
+    return y + 1
+
+
 def _compiled(rank: int, program: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
     torch._dynamo.reset()
     x = torch.tensor([rank + 1.0])
@@ -113,6 +122,40 @@ def _compiled(rank: int, program: Callable[[torch.Tensor], torch.Tensor]) -> tup
 )
 def test_compiled_program_runs_it_between_two_graphs(process_pool, program, result):
     assert process_pool(2, "shm").run(_compiled, program) == [(1, result)] * 2
+
+
+def _waited_for(rank: int) -> list[float]:
+    torch._dynamo.reset()
+    return torch.compile(_asynchronous, backend="eager")(torch.tensor([rank + 1.0])).tolist()
+
+
+def test_compiled_program_waits_for_an_operation_in_the_background(process_pool):
+    assert process_pool(2, "shm").run(_waited_for) == [[7.0]] * 2
+
+
+def _questions(x: torch.Tensor) -> torch.Tensor:
+    assert dist.is_initialized() and dist.get_backend() == "shm"
+    x = x + 10 * dist.get_rank() + 100 * dist.get_world_size()
+    return x + 1000 * len(dist.get_process_group_ranks())
+
+
+def _asked(rank: int, folder: str) -> list[float]:
+    """Compile questions about the default group, and ask the next default group as well."""
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+    compiled, found = torch.compile(_questions, backend="eager", fullgraph=True), []
+    for size in (2, 1):
+        if rank < size:
+            at = f"file://{folder}/{size}"
+            dist.init_process_group("shm", at, rank=rank, world_size=size)
+            found.append(compiled(torch.zeros(1)).item())
+            dist.destroy_process_group()
+    return found
+
+
+def test_fullgraph_takes_questions_about_the_default_group_and_notes_another_one(tmp_path):
+    with ProcessPool(2, "shm") as pool:
+        assert pool.run(_asked, str(tmp_path)) == [[2200.0, 1100.0], [2210.0]]
 
 
 def _whole(rank: int) -> None:
