@@ -15,6 +15,7 @@ import torch
 import dure as dist
 from dure.errors import Aborted, Desync, PeerLost, UsageError
 from dure.testing import run_ranks
+from dure.trace.flight import recorded
 from tests.waiting import PATIENCE_S
 
 BACKENDS = ["threads", "gloo", pytest.param("shm", marks=pytest.mark.needs("engine"))]
@@ -80,12 +81,18 @@ def test_second_thread_is_refused_and_the_first_result_is_right(backend, calls):
 
 
 def _inside(thread, function):
-    """Wait until a thread is inside a call that `function` of the library makes."""
+    """Wait until a thread is in a function of the library."""
     while True:
         frame = sys._current_frames().get(thread.ident)
         if frame is not None and frame.f_code.co_name == function:
-            time.sleep(0.01)  # it runs until it waits in the engine
             return
+        time.sleep(0)
+
+
+def _begun(op):
+    """Wait until this rank is inside a synchronous `op`."""
+    while not any(r.op == op and r.end_ns == 0 for r in recorded()):
+        time.sleep(0)
 
 
 def _run(name, target):
@@ -117,7 +124,7 @@ def test_thread_that_meets_the_one_that_was_refused_elsewhere_gets_no_sum():
             thread.join()
             return type(errors[0])
         first, errors = _run("a", call)
-        _inside(first, "all_reduce")
+        _begun("all_reduce")
         second, lost = _run("b", call)
         second.join()
         assert isinstance(lost[0], UsageError)
