@@ -61,7 +61,9 @@ def empty(
             fix="On GPUs use torch.distributed._symmetric_memory.",
         )
     whole = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    return heap.heap_empty(*(int(n) for n in whole), dtype=dtype or torch.get_default_dtype())  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    sizes = (int(n) for n in whole)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    made = heap.heap_empty(*sizes, dtype=dtype or torch.get_default_dtype())
+    return heap.shown_to_children(made)
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
