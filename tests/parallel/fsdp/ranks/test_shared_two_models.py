@@ -26,7 +26,9 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor, side: str) -> torch.Tensor:
         return self.base(x) + getattr(self, side)(x)

@@ -27,8 +27,12 @@ class Net(nn.Module):
         self.embed, self.body = nn.Embedding(6, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 6)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.body(self.embed(words)))
+    def forward(self, words: torch.Tensor, within: bool = False) -> torch.Tensor:
+        """With `within`, chunks of a loss run backward before forward has ended."""
+        hidden = self.body(self.embed(words))
+        for chunk in hidden.detach().split(2) if within else ():
+            self.head(chunk).square().sum().backward()
+        return self.norm(hidden)
 
 
 def in_chunks(model: Net, words: torch.Tensor) -> None:
@@ -51,6 +55,10 @@ def checkpointed_chunks(model: Net, words: torch.Tensor) -> None:
     hidden = model(words)
     chunks = (checkpoint(model.head, c, use_reentrant=False) for c in hidden.split(2))
     torch.cat(list(chunks)).square().sum().backward()
+
+
+def chunks_within_forward(model: Net, words: torch.Tensor) -> None:
+    model(words, within=True).square().sum().backward()
 
 
 def norm_alone(model: Net, words: torch.Tensor) -> None:
@@ -81,6 +89,7 @@ STEPS = [
     in_chunks,
     one_loss_of_chunks,
     checkpointed_chunks,
+    chunks_within_forward,
     norm_alone,
     head_alone,
     looks_between,
