@@ -53,6 +53,7 @@ MARKED, ALIKE, LOWEST = 1, 2, 4
 """How a tensor is handled. MARKED: its mark is sent. ALIKE: it must be equal on all ranks that have
 it. LOWEST: the lowest rank that has it writes it, instead of the one with the least to write."""
 
+_EXTRA = "_extra_state"  # the end of its key in a module's state
 _NUM_SAMPLED = 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIX = (
@@ -88,7 +89,8 @@ def rule_of(key: Any, value: Any, state: Any) -> Rule:
     """Return the rule of an object that is saved under `key`, and has this state.
 
     Parameters of a module and the state of an optimizer must be equal. Buffers and extra state of a
-    module may differ, as under DistributedDataParallel, and so may values in a dict.
+    module may differ, as under DistributedDataParallel, and so may values in a dict. A module may
+    return parameters under other names (`state_dict` hooks); they must be equal, too.
     """
     inner = bare(value)
     if isinstance(inner, torch.optim.Optimizer):
@@ -97,8 +99,21 @@ def rule_of(key: Any, value: Any, state: Any) -> Rule:
         return Rule()
     names = Names(inner)
     parameters = {name for places in names.of_parameter.values() for name in places}
-    others = (k for k in state if names.of_key(k) not in parameters)
+    name_of = {k: names.of_key(k) for k in state}
+    others = [k for k, name in name_of.items() if name not in parameters]
+    if not parameters <= set(name_of.values()):
+        # The module has left parameters out, or has given them other names, which are among these.
+        buffers = {_memory_of(buffer) for buffer in inner.buffers()}
+        others = [k for k in others if k.endswith(_EXTRA) or _memory_of(state[k]) in buffers]
     return Rule(values=True, free=frozenset(f"{key}.{k}" for k in others))
+
+
+def _memory_of(value: Any) -> Any:
+    """Return the address of a tensor's storage; None for other values."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.untyped_storage().data_ptr()
 
 
 def handling(name: str, tensor: torch.Tensor, rule: Rule, num_ranks: int) -> int:

@@ -50,6 +50,17 @@ def _two(rank: int) -> torch.Tensor:
 
 
 # What a rank passes to Checkpointer.save, and the name that the error gives.
+def _renamed(module):
+    """Let a module's `state_dict` have other names than its parameters, as its older versions."""
+
+    def rename(_, state, *__):
+        for key in list(state):
+            state[f"its.{key}"] = state.pop(key)
+
+    module._register_state_dict_hook(rename)
+    return module
+
+
 DIFFERENT = {
     "other names": (lambda r: nn.ModuleDict({f"l{r}": _filled(nn.Linear(2, 2), 1)}), "x.l1.weight"),
     "other shapes": (lambda r: _filled(nn.Linear(2, 2 + r), 1), "x.weight"),
@@ -62,6 +73,7 @@ DIFFERENT = {
         lambda r: nn.ParameterList([torch.ones(99), torch.full((99,), float(r))]),
         "x.1",
     ),
+    "parameters under other keys": (lambda r: _renamed(_filled(nn.Linear(2, 2), r)), "x.its.bias"),
     "other moments": (lambda r: _stepped(_filled(nn.Linear(2, 2), r)), "x.state.0.exp_avg"),
     "other options": (lambda r: _stepped(_filled(nn.Linear(2, 2), 1), lr=r + 1), "x.param_groups"),
     "more parameters": (
@@ -358,3 +370,15 @@ def test_entries_of_two_ranks_that_read_alike_are_refused(tmp_path):
         return caught.value.failures[rank][0].seen
 
     assert all("a.b" in seen for seen in run_ranks(2, body))
+
+
+def test_buffers_of_a_module_with_other_keys_may_differ(tmp_path):
+    def body(rank):
+        module = _renamed(nn.BatchNorm1d(2))
+        module.running_mean.fill_(rank)
+        Checkpointer(tmp_path).save(1, x=module)
+
+    run_ranks(2, body)
+    saved = {}
+    Checkpointer(tmp_path).load(x=saved)
+    assert saved["its.running_mean"].tolist() == [0, 0]
