@@ -13,19 +13,9 @@ from torch import nn
 
 import dure as dist
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
+from dure.tensor import Replicate
 from dure.testing import run_ranks
-
-SMALL = 2.0**-10
-
-
-class Scale(nn.Module):
-    def __init__(self, mesh: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
+from tests.parallel.pending_terms import SMALL, Scale, backward, rows
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["at once", "after no_sync"])
@@ -49,16 +39,12 @@ def test_terms_over_tensor_parallel_ranks_4_ranks(
         ddp = dist.DistributedDataParallel(
             Scale(mesh["tp"]), mesh=mesh["dp"], mixed_precision=precision
         )
-        term = torch.full((1, 2), SMALL if mesh.get_local_rank("tp") else 1.0)
-        x = DTensor.from_local(term, mesh["tp"], [Shard(0)])
-
-        def backward() -> None:
-            ddp(x).to_local(grad_placements=[Shard(0)]).sum().backward()
+        x = rows(mesh)
 
         if is_kept:
             with ddp.no_sync():
-                backward()
-        backward()
+                backward(ddp, x)
+        backward(ddp, x)
         grad: Any = ddp.module.weight.grad
         assert grad.dtype == torch.float32 and grad.placements == (Replicate(),)
         return grad.to_local().tolist()

@@ -10,21 +10,10 @@ from torch import nn
 
 from dure.fsdp import MixedPrecisionPolicy, fully_shard, strategy
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
+from dure.tensor import DTensor
 from dure.tensor.parallel import SequenceParallel, parallelize_module
 from dure.testing import run_ranks
-
-SMALL = 2.0**-10
-"""1 + SMALL is 1 in bfloat16, and exact in float32."""
-
-
-class Scale(nn.Module):
-    def __init__(self, mesh: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
+from tests.parallel.pending_terms import SMALL, Scale, backward, rows
 
 
 @pytest.mark.parametrize("way", ["shared", "gathered"])
@@ -42,11 +31,10 @@ def test_terms_are_added_in_reduce_dtype_with_and_without_accumulation_4_ranks(
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
         with strategy(way):
             model: Any = fully_shard(Scale(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
-        term = torch.full((1, 2), SMALL if mesh.get_local_rank("tp") else 1.0)
-        x = DTensor.from_local(term, mesh["tp"], [Shard(0)])
+        x = rows(mesh)
         for number in range(num_backwards):
             model.set_requires_gradient_sync(number == num_backwards - 1)
-            model(x).to_local(grad_placements=[Shard(0)]).sum().backward()
+            backward(model, x)
         assert model.weight.grad.dtype == torch.float32
         return model.weight.grad.full_tensor().tolist()
 
