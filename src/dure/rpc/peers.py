@@ -9,6 +9,12 @@ it at the end, by compare-and-set, so that all read the same, in the same order;
 reads it all before, and so knows whether its name is free. A fixed world of one host needs no log,
 for there the kernel tells of deaths, and who leaves tells each (`transport`).
 
+The log does not grow with the number of processes that came and went. The process that writes every
+64th event also writes a *snapshot* of what all events until then amount to, and removes events that
+are older than the last 64 of it. A process that finds its next event removed takes the snapshot in
+its place; one that has written an event where others had been removed takes it back. Snapshots are
+set by compare-and-set, too, so that a late one does not replace a newer one.
+
 An id is never used again: a process that was given up stays so, and who comes again under its name
 has another id.
 """
@@ -19,7 +25,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import msgspec
@@ -37,8 +44,17 @@ _NAMED_S = 5.0
 is perhaps gone."""
 
 _LOOK_S = 0.1
+_SNAPSHOT_EVENTS = 64
+"""How many events there are from one snapshot to the next."""
+_KEPT_EVENTS = 64
+"""How many events before a snapshot are kept, for those who are about to read them."""
+_KEPT_REASONS = 64
+"""Of how many of those that are gone a snapshot says how they ended."""
+_NONE = b"-"
+"""Stands for a key that is not there; no value is this."""
 _CLOSE_S = 5.0
-_LONG = timedelta(hours=1)
+_LONG = timedelta(minutes=1)
+"""How long a process may not notice that it missed events."""
 MOST_IDS = 1 << 16
 """How many processes there can be in the life of a world: numbers of contexts begin with an id."""
 
@@ -79,9 +95,26 @@ class _Event(msgspec.Struct, array_like=True, frozen=True):
     how: str = ""
 
 
+class _Snapshot(msgspec.Struct, array_like=True, frozen=True):
+    """What all events before `next` amount to.
+
+    Args:
+        next: The first event that it does not know.
+        there: The processes that are there.
+        gone: The ids of those that are gone, as pairs of first and last.
+        reasons: How the last ones of them ended.
+    """
+
+    next: int
+    there: tuple[Peer, ...]
+    gone: tuple[tuple[int, int], ...]
+    reasons: dict[int, str]
+
+
 _pack = msgspec.msgpack.Encoder().encode
 _read_peer = msgspec.msgpack.Decoder(Peer).decode
 _read_event = msgspec.msgpack.Decoder(_Event).decode
+_read_snapshot = msgspec.msgpack.Decoder(_Snapshot).decode
 
 
 class Peers:
@@ -224,11 +257,11 @@ class Peers:
 
     def _free_id(self, wanted: int) -> int:
         """Return the id for one who wants this one, or any (-1)."""
-        if wanted >= 0 and wanted not in self._by_id:
+        had = self._by_id.keys() | self._gone.keys()
+        if wanted >= 0 and wanted not in had:
             return wanted
-        last = max(self._by_id, default=-1)
-        for id in (last + 1, *range(MOST_IDS)):  # somebody may have wanted the last one
-            if id < MOST_IDS and id not in self._by_id:
+        for id in (max(had, default=-1) + 1, *range(MOST_IDS)):  # the last one may have been wanted
+            if id < MOST_IDS and id not in had:
                 return id
         raise RendezvousError(
             "there is no id left for one more process",
@@ -248,23 +281,79 @@ class Peers:
 
     def _write(self, event: _Event) -> bool:
         """Write the event that is next; False: another has written it."""
-        packed = _pack(event)
-        return self._store.compare_set(f"event/{self._next}", "", packed) == packed
+        packed, number = _pack(event), self._next
+        if self._store.compare_set(f"event/{number}", "", packed) != packed:
+            return False
+        snapshot = self._snapshot()
+        if snapshot is not None and number < snapshot.next - _KEPT_EVENTS:
+            self._store.delete_key(f"event/{number}")
+            return False
+        if (number + 1) % _SNAPSHOT_EVENTS == 0:
+            self._read()
+            self._compact()
+        return True
+
+    def _peek(self, key: str) -> bytes | None:
+        """Return the value of a key, at once; None: it is not there."""
+        found = self._store.compare_set(key, _NONE, _NONE)
+        return None if found == _NONE else found
+
+    def _snapshot(self) -> _Snapshot | None:
+        packed = self._peek("snapshot")
+        return None if packed is None else _read_snapshot(packed)
 
     def _read(self) -> None:
         """Read the events that are new."""
         with self._reading:
-            while self._store.check([f"event/{self._next}"]):
-                event = _read_event(self._store.get(f"event/{self._next}"))
-                with self._lock:
-                    self._next += 1
-                    if event.joined is not None:
-                        self._by_id[event.joined.id] = event.joined
-                    elif event.gone in self._gone:
-                        continue
-                    else:
-                        self._gone[event.gone] = event.how
-                self._untold.append(event)
+            while True:
+                packed = self._peek(f"event/{self._next}")
+                if packed is not None:
+                    self._take(_read_event(packed))
+                    continue
+                snapshot = self._snapshot()
+                if snapshot is None or self._next >= snapshot.next - _KEPT_EVENTS:
+                    return
+                self._catch_up(snapshot)
+
+    def _take(self, event: _Event) -> None:
+        with self._lock:
+            self._next += 1
+            if event.joined is not None:
+                self._by_id[event.joined.id] = event.joined
+            elif event.gone in self._gone:
+                return
+            else:
+                self._gone[event.gone] = event.how
+        self._untold.append(event)
+
+    def _catch_up(self, snapshot: _Snapshot) -> None:
+        """Take a snapshot in the place of events that were removed."""
+        with self._lock:
+            ids = [id for first, last in snapshot.gone for id in range(first, last + 1)]
+            lost = {id: snapshot.reasons.get(id, "") for id in ids if id not in self._gone}
+            new = [peer for peer in snapshot.there if peer.id not in self._by_id]
+            self._gone.update(lost)
+            self._by_id.update({peer.id: peer for peer in new})
+            self._next = snapshot.next
+        self._untold.extend(_Event(gone=id, how=how) for id, how in lost.items())
+        self._untold.extend(_Event(joined=peer) for peer in new)
+
+    def _compact(self) -> None:
+        """Write a snapshot, unless there is a newer one, and remove events that it stands for."""
+        with self._lock:
+            there = [peer for id, peer in self._by_id.items() if id not in self._gone]
+            reasons = dict(list(self._gone.items())[-_KEPT_REASONS:])
+            mine = _Snapshot(self._next, tuple(there), _ranges_of(self._gone), reasons)
+        packed = _pack(mine)
+        while True:
+            old = self._peek("snapshot")
+            first = 0 if old is None else _read_snapshot(old).next
+            if first >= mine.next:
+                return
+            if self._store.compare_set("snapshot", old or "", packed) == packed:
+                break
+        for number in range(max(0, first - _KEPT_EVENTS), mine.next - _KEPT_EVENTS):
+            self._store.delete_key(f"event/{number}")
 
     def _wait(self, joined: Callable[[Peer], None], gone: Callable[[int, str], None]) -> None:
         """In a thread of its own: wait for events, and tell of them."""
@@ -280,14 +369,24 @@ class Peers:
             if self._closed or self.own_id in self._gone:
                 return
             try:
-                self._store.wait([awaited], _LONG)
+                with suppress(StoreTimeout):
+                    self._store.wait([awaited], _LONG)
                 self._read()
-            except StoreTimeout:
-                continue
             except StoreError as error:
                 if not self._closed:
                     _log.warning("who joins and leaves RPC is no longer known: %s", error)
                 return
+
+
+def _ranges_of(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return numbers as pairs of first and last."""
+    ranges: list[tuple[int, int]] = []
+    for id in sorted(ids):
+        if ranges and ranges[-1][1] == id - 1:
+            ranges[-1] = (ranges[-1][0], id)
+        else:
+            ranges.append((id, id))
+    return tuple(ranges)
 
 
 def _check_name(peer: Peer) -> None:
