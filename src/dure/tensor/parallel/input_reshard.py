@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dure.comm.pending import wait_tensor
+from dure.comm.untraced import untraced_here
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Replicate, Shard
@@ -38,19 +41,34 @@ def input_reshard(
     """
     if input_reshard_dim is None:
         return module
-    saving: list[_Saving] = []
-
-    def before(_: nn.Module, inputs: object) -> None:
-        saving.append(_Saving(module, tp_device_mesh, input_reshard_dim))
-        saving[-1].__enter__()
-
-    def after(_: nn.Module, inputs: object, output: object) -> None:
-        if saving:  # else a hook before `before` raised
-            saving.pop().__exit__()
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
+    module._dure_input_reshard = tp_device_mesh, input_reshard_dim  # pyright: ignore
+    if not isinstance(module, _Resharding):
+        module.__class__ = _class_of(type(module))
     return module
+
+
+class _Resharding:
+    """A module whose forward keeps parts.
+
+    Not by hooks of the module: torch runs none after a KeyboardInterrupt or SystemExit, and what
+    later forwards save would be divided too.
+    """
+
+    _dure_input_reshard: tuple[DeviceMesh, int]
+
+    @untraced_here
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module (Any: whatever it takes and returns)."""
+        assert isinstance(self, nn.Module)
+        with _Saving(self, *self._dure_input_reshard):
+            return super().__call__(*args, **kwargs)  # pyright: ignore
+
+
+@cache
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass that keeps parts, of the same name."""
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (_Resharding, kind), named)
 
 
 class _Saving(torch.autograd.graph.saved_tensors_hooks):

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dure.errors import ShapeError
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor, distribute_module
+from dure.tensor import DTensor, Replicate, distribute_module
 from dure.tensor.debug import CommDebugMode
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.tensor.parallel.input_reshard import input_reshard
@@ -128,5 +128,27 @@ def test_parameters_and_plain_tensors_are_left_as_they_are():
         # The input and the output; the weight is replicated.
         assert mode.get_total_counts() == 2
         assert input_reshard(nn.Tanh(), mesh)._forward_hooks == {}
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_a_forward_that_is_interrupted_leaves_nothing_switched_on(error):
+    """What autograd saves later, of any operator, is not divided."""
+
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise error
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        model = input_reshard(Raises(), mesh, 0)
+        assert type(model).__name__ == "Raises"
+        with pytest.raises(error):
+            model(torch.ones(2))
+        x = DTensor.from_local(torch.ones(4), mesh, [Replicate()]).requires_grad_()
+        with CommDebugMode() as mode:
+            (x * x).exp().sum().backward()
+        assert mode.get_total_counts() == 0
 
     run_ranks(2, body)
