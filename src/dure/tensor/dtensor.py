@@ -8,7 +8,8 @@ A gradient that autograd leaves as terms of a sum (`Partial`), where its tensor 
 when `.grad` is first read, once: several backward passes add their terms before.
 
 Threads: as any tensor. Collective: an operator that has to move an operand, and reading a value
-(`item`, `print`, a reduced `.grad`), are collectives of the mesh: all its ranks run the same.
+(`item`, a reduced `.grad`), are collectives of the mesh: all its ranks run the same. `repr` and
+`print` show this rank's part, and send nothing.
 """
 
 from __future__ import annotations
@@ -340,7 +341,8 @@ class DTensor(torch.Tensor):
         """The gradient, with this tensor's placements where it would be terms of a sum.
 
         Collective:
-            The first read after backward, where autograd left terms: all ranks of the mesh.
+            The first read after backward, where autograd left terms: all ranks of the mesh. If
+            one rank alone reads it, `Desync` names the lines.
         """
         grad = _get_grad(self)
         if grad is not None and type(grad) is not DTensor:
@@ -368,21 +370,17 @@ class DTensor(torch.Tensor):
     grad = property(_read_grad, _set_grad, _delete_grad)  # pyright: ignore
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        """Return this rank's part, mesh and placements; sends nothing (`print` shows the whole)."""
+        """Return this rank's part, mesh and placements, as `print` does. Sends nothing.
+
+        So one rank alone may print a tensor; ``full_tensor()`` returns all values.
+        """
         return (
             f"DTensor(local_tensor={self.part}, device_mesh={self.spec.mesh!r}, "
             f"placements={self.spec.placements})"
         )
 
-    def __str__(self) -> str:
-        """Return the whole tensor's values and the placements: a collective of the mesh."""
-        dispatch.check_copy("print", self)
-        with torch.no_grad():
-            whole = wrap(self.part, self.spec).full_tensor()
-        return f"DTensor({whole}, placements={self.spec.placements})"
-
     def __format__(self, spec: str) -> str:
-        """Format as a plain tensor: a single element as its number. A collective of the mesh."""
+        """Format a single element as its number, a collective of the mesh; others as `repr`."""
         return format(self.item(), spec) if self.ndim == 0 else format(str(self), spec)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
