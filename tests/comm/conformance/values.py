@@ -13,6 +13,8 @@ import warnings
 
 import torch
 
+_PERIOD = 420
+"""After how many elements the numbers of a rank repeat, for every dtype."""
 LARGE = 131_101
 """A prime; as float32 just over 512 KiB, more than one chunk of any backend."""
 
@@ -99,11 +101,24 @@ def tensor_of(values: list, dtype: torch.dtype) -> torch.Tensor:
 
 def contribution(rank: int, count: int, dtype: torch.dtype, op: str) -> torch.Tensor:
     """Return what rank `rank` contributes to the reduction `op`, [count]."""
-    return tensor_of(numbers(rank, count, dtype, op == "PRODUCT"), dtype)
+    values = numbers(rank, min(count, _PERIOD), dtype, op == "PRODUCT")
+    return _repeated(tensor_of(values, dtype), count)
+
+
+def _repeated(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `count` elements, which repeat those of `tensor`; computed once in plain Python."""
+    if count <= _PERIOD:
+        return tensor
+    data = tensor.view(torch.uint8).repeat(-(-count // _PERIOD))
+    return data.view(tensor.dtype)[:count].clone()
 
 
 def reduced(n: int, count: int, dtype: torch.dtype, op: str) -> torch.Tensor:
     """Return what `op` makes of the contributions of `n` ranks, [count]."""
+    return _repeated(_reduced(n, min(count, _PERIOD), dtype, op), count)
+
+
+def _reduced(n: int, count: int, dtype: torch.dtype, op: str) -> torch.Tensor:
     columns = zip(*(numbers(r, count, dtype, op == "PRODUCT") for r in range(n)), strict=True)
     if dtype is torch.bool:
         fold = {"SUM": any, "MAX": any, "BOR": any, "PRODUCT": all, "MIN": all, "BAND": all}

@@ -24,6 +24,23 @@ def wrapped(n: int = 2, **options: Any) -> dist.DistributedDataParallel:
     return dist.DistributedDataParallel(Layers(n), bucket_cap_mb=1e-6, **options)
 
 
+def stepped(
+    hook: Any, state: object = None, n: int = 2, value: float = 1.0
+) -> dist.DistributedDataParallel:
+    """Return `n` layers with a hook, and gradients of `value`."""
+    ddp = wrapped(n)
+    ddp.register_comm_hook(state, hook)
+    ddp(torch.full((1, 2), value), *range(n)).backward()
+    return ddp
+
+
+def error_of(hook: Any, kind: type[Exception] = HookError) -> Any:
+    """Return the error of a step whose hook fails."""
+    with pytest.raises(kind) as caught:
+        stepped(hook)
+    return caught.value
+
+
 def finished(value: object) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
@@ -65,12 +82,9 @@ def test_hook_that_fails_is_named_and_the_ranks_stay_together_2_ranks(
     hook: Any, cause: type
 ) -> None:
     def rank_main(rank: int) -> HookError:
-        ddp = wrapped()
-        ddp.register_comm_hook(None, hook)
-        with pytest.raises(HookError) as caught:
-            ddp(torch.ones(1, 2), 0, 1).backward()
+        error = error_of(hook)
         dist.barrier()
-        return caught.value
+        return error
 
     for error in run_ranks(2, rank_main):
         assert error.parameters == ("layers.1.weight",)
@@ -84,12 +98,9 @@ def test_hook_that_fails_after_its_collectives_on_one_rank_is_an_error_on_all_3_
             good = dist.allreduce_hook(None, bucket)
             return good.then(lambda f: f.value() if rank != 1 else 1 / 0)
 
-        ddp = wrapped()
-        ddp.register_comm_hook(None, hook)
-        with pytest.raises(HookError) as caught:
-            ddp(torch.ones(1, 2), 0, 1).backward()
+        error = error_of(hook)
         dist.barrier()
-        return caught.value
+        return error
 
     errors = run_ranks(3, rank_main)
     assert isinstance(errors[1].__cause__, ZeroDivisionError)
@@ -104,11 +115,7 @@ def test_hook_that_fails_before_its_collective_on_one_rank_stops_all_3_ranks() -
                 raise KeyError("mine")
             return dist.allreduce_hook(None, bucket)
 
-        ddp = wrapped()
-        ddp.register_comm_hook(None, hook)
-        with pytest.raises(HookError if rank == 1 else Desync) as caught:
-            ddp(torch.ones(1, 2), 0, 1).backward()
-        return caught.value
+        return error_of(hook, HookError if rank == 1 else Desync)
 
     first, failed, last = run_ranks(3, rank_main)
     assert isinstance(failed.__cause__, KeyError)
@@ -120,13 +127,7 @@ def test_an_error_of_communication_in_a_hook_stays_what_it_is_2_ranks() -> None:
     def fails(state: object, bucket: dist.GradBucket) -> Any:
         raise PeerLost("gone")
 
-    def rank_main(rank: int) -> None:
-        ddp = wrapped()
-        ddp.register_comm_hook(None, fails)
-        with pytest.raises(PeerLost):
-            ddp(torch.ones(1, 2), 0, 1).backward()
-
-    run_ranks(2, rank_main)
+    run_ranks(2, lambda rank: error_of(fails, PeerLost))
 
 
 def bad_bucket(state: object, bucket: int) -> Future[torch.Tensor]: ...
@@ -162,13 +163,7 @@ CHANNELS = partial(dist.quantization_perchannel_hook, bucket_size=3)
 
 @pytest.mark.parametrize("hook", [CallableHook(), without_annotations, dist.noop_hook, CHANNELS])
 def test_any_callable_that_fits_is_a_hook_1_rank(hook: Any) -> None:
-    def rank_main(rank: int) -> list[torch.Tensor]:
-        ddp = wrapped()
-        ddp.register_comm_hook(None, hook)
-        ddp(torch.ones(1, 2), 0, 1).backward()
-        return gradients(ddp)
-
-    for gradient in run_ranks(1, rank_main)[0]:
+    for gradient in run_ranks(1, lambda rank: gradients(stepped(hook)))[0]:
         torch.testing.assert_close(gradient, torch.ones(2, 2), rtol=0, atol=1e-2)
 
 
@@ -214,9 +209,7 @@ def test_callbacks_start_collectives_in_one_order_on_the_ranks_own_threads_4_ran
             work = group.all_reduce(bucket.buffer(), async_op=True)
             return work.get_future().then(again)
 
-        ddp = wrapped(6)
-        ddp.register_comm_hook(dist.group.WORLD, hook)
-        ddp(torch.full((1, 2), rank + 1.0), *range(6)).backward()
+        ddp = stepped(hook, dist.group.WORLD, 6, rank + 1.0)
         return gradients(ddp), order, threads == {threading.get_ident()}
 
     for found, order, on_own_thread in run_ranks(4, rank_main):
@@ -236,10 +229,7 @@ def test_hook_may_collect_futures_and_wait_in_its_body_2_ranks() -> None:
         return torch.futures.collect_all(futures).then(lambda _: bucket.buffer())
 
     def rank_main(rank: int) -> list[torch.Tensor]:
-        ddp = wrapped()
-        ddp.register_comm_hook(dist.group.WORLD, hook)
-        ddp(torch.full((1, 2), rank + 1.0), 0, 1).backward()
-        return gradients(ddp)
+        return gradients(stepped(hook, dist.group.WORLD, value=rank + 1.0))
 
     for found in run_ranks(2, rank_main):
         assert all(torch.equal(g, torch.full((2, 2), 1.5)) for g in found)
