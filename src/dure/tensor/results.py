@@ -20,6 +20,14 @@ __all__ = ["forget_results", "leaves", "results_of"]
 Results = tuple[TensorMeta | None, ...]
 _MOST = 1 << 16
 _FEW_ELEMENTS = 1 << 20
+_OF_SUGGESTED_FORMAT = {
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_batch_norm_backward.default,
+}
+"""Operators whose first result is stored as rows, or as channels last if the input is so.
+
+On tensors without memory torch keeps the order of the input, whatever it is.
+"""
 _known: dict[Any, Results] = {}
 
 
@@ -64,6 +72,10 @@ def _run(call: OpCall) -> Results:
     metas, found = _run_on(call, [spec.meta.empty() for spec in call.operands], outs)
     for number in outs:
         check_out(call, number, metas[number].shape)
+    if call.op in _OF_SUGGESTED_FORMAT:
+        like = metas[call.operand("input") or 0]
+        layout = torch._prims_common.suggest_memory_format(like)  # pyright: ignore
+        found[0] = found[0] if found[0] is None else torch.empty_like(like, memory_format=layout)
     return tuple(None if t is None else TensorMeta.of(t) for t in found)
 
 

@@ -77,3 +77,20 @@ def test_error_of_an_operator_is_that_of_its_kernel_on_all_ranks() -> None:
         assert torch.equal((x + 1).full_tensor(), torch.full((4, 3), 2.0))
 
     run_ranks(2, body)
+
+
+def test_batch_norm_of_transposed_inputs_has_the_strides_of_one_process() -> None:
+    given = torch.arange(240.0).reshape(4, 5, 6, 2).transpose(1, 2)
+    expected = {"rows": (60, 10, 2, 1), "channels last": (60, 1, 12, 6)}
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Shard(0), Shard(1), Replicate()):
+            rows = made(mesh, given, [placement], "as it is").requires_grad_()
+            found = functional.batch_norm(rows, None, None, training=True)
+            assert found.stride() == expected["rows"]
+            last = made(mesh, given.contiguous(memory_format=torch.channels_last), [placement])
+            found = functional.batch_norm(last, None, None, training=True)
+            assert found.stride() == expected["channels last"]
+
+    run_ranks(2, body)
