@@ -132,6 +132,8 @@ def state_of(name: str, value: Any) -> Any:
 
 def is_stateful(value: Any) -> bool:
     """Tell whether an object has both `state_dict` and `load_state_dict`; tensors have neither."""
+    if isinstance(value, torch.Tensor):  # a state may have thousands; the next line takes 10 us
+        return False
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
