@@ -94,7 +94,9 @@ def test_objects_that_differ_between_ranks_are_refused_by_name(tmp_path, what, s
         checkpointer.save(1, x={"before": 1})
         with pytest.raises(CheckpointMismatch) as caught:
             checkpointer.save(2, x=made(rank))
-        return caught.value.seen, "PerRank" in caught.value.fix
+        found = caught.value.seen, "PerRank" in caught.value.fix
+        del caught  # which refers to this frame, and so to the Checkpointer and its lock
+        return found
 
     for seen, has_advice in run_ranks(2, body):
         assert seen.startswith(name) and has_advice
@@ -249,13 +251,15 @@ def test_sharded_optimizer_of_a_stage_is_refused_by_a_checkpointer(tmp_path):
         optimizer = _optimizer_of_stage(rank)
         with pytest.raises(CheckpointMismatch) as caught:
             Checkpointer(tmp_path).save(1, optimizer=optimizer)
+        refused = caught.value.seen.split()[0]
+        del caught  # which refers to this frame, and so to Checkpointers and their lock
         stage = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")).get_local_rank("pp")
         Checkpointer(tmp_path).save(1, **{f"optimizer{stage}": optimizer})
         wanted = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
         optimizer.state.clear()
         Checkpointer(tmp_path).load(**{f"optimizer{stage}": optimizer})
         found = [s["exp_avg"].to_local() for s in optimizer.state.values()]
-        return caught.value.seen.split()[0], list(map(torch.equal, found, wanted))
+        return refused, list(map(torch.equal, found, wanted))
 
     assert run_ranks(4, body) == [("optimizer.state.0.exp_avg", [True, True])] * 4
 
