@@ -63,7 +63,11 @@ class Messages(Identity):
     # ---------------------------------------------------------------- several operations as one
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
-        """Begin to collect works. What an earlier failed block has left behind is forgotten."""
+        """Begin to collect works. What an earlier failed block has left behind is forgotten.
+
+        Other threads are not kept out, as `dure.coalescing_manager` does: torch calls no end of a
+        block that fails, so they would be kept out for good. Their works are not collected.
+        """
         del device
         self.ours.coalesced = []
 
