@@ -12,8 +12,9 @@ a parameter with exactly the entries that the checkpoint has, and reuses the ten
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import cache
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from dure.tensor import DTensor
 
 __all__ = ["fresh_state", "like_saved", "state_to_fill"]
 
+_CONTAINERS = dict, list, set, deque
 _BEFORE_STEPS = {"step": 0, "mu_product": 1}
 
 
@@ -49,7 +51,10 @@ def fresh_state(
     scratch.grad = torch.zeros_like(scratch.detach())
     kind = type(optimizer)
     twin = cast(Any, object.__new__(kind))
-    vars(twin).update(vars(optimizer))
+    # Shallow copies of what a step may append to: tensors in them stay shared.
+    vars(twin).update(
+        {k: copy(v) if isinstance(v, _CONTAINERS) else v for k, v in vars(optimizer).items()}
+    )
     twin.state = defaultdict[Any, Any](dict)
     twin.param_groups = [{**group, "params": [scratch]}]
     twin._optimizer_step_pre_hooks = OrderedDict()

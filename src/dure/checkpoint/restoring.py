@@ -111,6 +111,9 @@ class _Loading:
             return state
         if not {"state", "param_groups"} <= state.keys():  # it has a form of its own
             return state
+        packed_groups = [len(group["params"]) for group in state["param_groups"]]
+        if packed_groups != [len(group["params"]) for group in value.param_groups]:  # by its hooks
+            return state
         saved = self._saved_state(key)
         made = state["state"] if self._partial else {}
         for name, entry in saved.items():

@@ -273,3 +273,50 @@ def test_an_optimizer_whose_state_has_another_form_comes_back(tmp_path):
     optimizer = _stepped(made, 3)
     load({"optimizer": optimizer}, checkpoint_id=tmp_path)
     assert optimizer.count.tolist() == [2]
+
+
+class Noting(Decaying):
+    """Writes down its steps outside of its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.steps, self.last = list[int](), dict[str, int]()
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(closure)
+        self.steps.append(len(self.steps))
+        self.last["step"] = len(self.steps)
+
+
+def test_lists_and_dicts_of_a_fresh_optimizer_are_not_changed_by_a_load(tmp_path: Path) -> None:
+    saved, loaded = Net(), Net()
+    optimizer, fresh = Noting(saved.parameters()), Noting(loaded.parameters())
+    saved(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    load({"optimizer": fresh}, checkpoint_id=tmp_path)
+    assert (fresh.steps, fresh.last) == ([], {})
+    assert len(fresh.state) == len(optimizer.state) == 2
+
+
+def test_optimizer_whose_hooks_leave_out_a_group_is_loaded(tmp_path: Path) -> None:
+    net = Net()
+    groups = [{"params": net.always.parameters()}, {"params": net.late.parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+    def without_the_last(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return state | {"param_groups": state["param_groups"][:1]}
+
+    def with_the_last(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        last = optimizer.state_dict()["param_groups"][0] | {"params": [2, 3]}
+        return state | {"param_groups": [*state["param_groups"], last]}
+
+    optimizer.register_state_dict_post_hook(without_the_last)
+    optimizer.register_load_state_dict_pre_hook(with_the_last)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    wanted = optimizer.state[net.always.weight]["momentum_buffer"].clone()
+    optimizer.state[net.always.weight]["momentum_buffer"].zero_()
+    load({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    assert torch.equal(optimizer.state[net.always.weight]["momentum_buffer"], wanted)
