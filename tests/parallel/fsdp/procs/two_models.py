@@ -71,8 +71,9 @@ class Trained:
 
     @property
     def hides_outputs(self) -> bool:
-        """Whether blocks return tensors in objects that nothing can look into."""
-        return any("box" in shape for shape in self.model.program.shapes)
+        """Whether modules return nothing, or tensors in objects that nothing can look into."""
+        program = self.model.program
+        return program.returns != "tensor" or any("box" in shape for shape in program.shapes)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
