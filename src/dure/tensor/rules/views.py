@@ -259,7 +259,14 @@ def _reshaped_local(call: OpCall) -> Callable[..., Any]:
         return lambda tensor, size: tensor.reshape(shape)
     full = spec.meta.empty()
     if call.op is aten.view.default or _is_alias(full.reshape(call.output.shape), full):
-        return lambda tensor, size: view_or_copy(view, spec, tensor, shape)
+
+        def viewed(tensor: torch.Tensor, size: object) -> torch.Tensor:
+            try:  # a call of `view_or_copy` less
+                return view(tensor, shape)
+            except RuntimeError:
+                return view_or_copy(view, spec, tensor, shape)
+
+        return viewed
 
     def copy(tensor: torch.Tensor, size: object) -> torch.Tensor:
         made = tensor.reshape(shape)
