@@ -6,14 +6,16 @@ for each tensor that is cut; whatever has another spec is the same in each micro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dure.errors import ShapeError, UsageError
 from dure.tensor.dtensor import DTensor
+from dure.tensor.placement_types import Replicate
 
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks", "split_tensor"]
 
@@ -52,10 +54,17 @@ def _default_spec(value: object) -> TensorChunkSpec | None:
 def split_tensor(
     tensor: torch.Tensor, spec: TensorChunkSpec, chunks: int
 ) -> Sequence[torch.Tensor]:
-    """Return `tensor` as `chunks` tensors; a DTensor's local part is cut, its placement kept.
+    """Return `tensor` as `chunks` tensors; those of a DTensor have its placements.
+
+    If the chunks divide the rows of each rank, each rank cuts its own: chunk i has rows of all
+    ranks. Else the rows of a chunk are those that one process would have. `merge_chunks` puts
+    results of either kind into the order of the batch.
 
     Raises:
         ShapeError: It has fewer than `chunks` along the dimension.
+
+    Collective: all ranks of the DTensor's mesh, if it is sharded along the dimension and the chunks
+    do not divide the rows of each rank.
     """
     size = tensor.size(spec.split_dim)
     if size < chunks:
@@ -71,17 +80,36 @@ def split_tensor(
             for part in parts:
                 part.retain_grad()
         return parts
-    made: list[torch.Tensor] = []
+    shards = _num_shards(tensor, spec.split_dim)
+    if shards != 1 and size % (shards * chunks) != 0:
+        parts = torch.tensor_split(_whole_along(tensor, spec.split_dim), chunks, spec.split_dim)
+        return [cast(DTensor, p).redistribute(placements=tensor.placements) for p in parts]
     quotient, remainder = divmod(size, chunks)
     local: torch.Tensor = tensor.to_local()
-    for i, part in enumerate(torch.tensor_split(local, chunks, spec.split_dim)):
-        shape = list(tensor.shape)
-        shape[spec.split_dim] = quotient + (i < remainder)
-        made.append(_distributed(part, tensor, shape))
-    return made
+    return [
+        _distributed(part, tensor, spec.split_dim, quotient + (i < remainder))
+        for i, part in enumerate(torch.tensor_split(local, chunks, spec.split_dim))
+    ]
 
 
-def _distributed(local: torch.Tensor, like: DTensor, shape: list[int]) -> torch.Tensor:
+def _num_shards(tensor: DTensor, dim: int) -> int:
+    """Return among how many ranks a dimension is divided."""
+    mesh, dim = tensor.device_mesh, dim % tensor.dim()
+    return math.prod(mesh.size(i) for i, p in enumerate(tensor.placements) if p.is_shard(dim))
+
+
+def _whole_along(tensor: DTensor, dim: int) -> DTensor:
+    """Return `tensor` with a dimension that is not divided."""
+    dim %= tensor.dim()
+    return tensor.redistribute(
+        placements=[Replicate() if p.is_shard(dim) else p for p in tensor.placements]
+    )
+
+
+def _distributed(local: torch.Tensor, like: DTensor, dim: int, size: int) -> DTensor:
+    """Return a DTensor of such parts, with `size` elements along `dim`."""
+    shape = list(like.shape)
+    shape[dim] = size
     return DTensor.from_local(
         local,
         like.device_mesh,
@@ -173,10 +201,18 @@ def _merge(values: list[Any], spec: Any) -> Any:
             return torch.stack(values)
         if not isinstance(first, DTensor):
             return torch.cat(values, dim=spec.split_dim)
-        shape = list(first.shape)
-        shape[spec.split_dim] = sum(v.shape[spec.split_dim] for v in values)
-        local = torch.cat([v.to_local() for v in values], dim=spec.split_dim)
-        return _distributed(local, first, shape)
+        return _joined(values, spec.split_dim)
     if not all(bool(value == first) for value in values[1:]):
         raise UsageError("values that are not joined differ between microbatches", seen=f"{values}")
     return first
+
+
+def _joined(parts: list[DTensor], dim: int) -> DTensor:
+    """Put DTensors together; see `split_tensor`."""
+    sizes, first = [part.size(dim) for part in parts], parts[0]
+    shards = _num_shards(first, dim)
+    if shards != 1 and (len(set(sizes)) > 1 or sizes[0] % shards != 0):
+        joined = torch.cat([_whole_along(part, dim) for part in parts], dim)
+        return cast(DTensor, joined).redistribute(placements=first.placements)
+    local = torch.cat([part.to_local() for part in parts], dim)
+    return _distributed(local, first, dim, sum(sizes))
