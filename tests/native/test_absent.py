@@ -8,7 +8,8 @@ from dure.native import _absent
 
 IN_PYTHON = {
     "Outcome", "Subject", "call_site", "copy_bytes", "copy_from_file", "crc32c", "kernel_isa",
-    "know_torch", "reduce", "select_kernel_isa", "set_library_folders", "set_subject", "subject",
+    "know_torch", "not_copied_in_children", "reduce", "select_kernel_isa", "set_library_folders",
+    "set_subject", "subject",
 }  # fmt: skip
 
 

@@ -379,6 +379,11 @@ class DTensor(torch.Tensor):
             f"placements={self.spec.placements})"
         )
 
+    def __str__(self) -> str:
+        """Return what `repr` does, but refuse a copy that a write made stale."""
+        dispatch.check_copy("print", self)
+        return repr(self)
+
     def __format__(self, spec: str) -> str:
         """Format a single element as its number, a collective of the mesh; others as `repr`."""
         return format(self.item(), spec) if self.ndim == 0 else format(str(self), spec)

@@ -82,7 +82,7 @@ def test_no_memory_for_a_checkpoint_is_not_damage(tmp_path, monkeypatch):
     assert not isinstance(caught.value, CheckpointDamaged)
 
 
-def _without_memory(text: bytes) -> None:
+def _without_memory(text: bytes, **options: object) -> None:
     raise MemoryError
 
 
