@@ -73,7 +73,7 @@ def test_an_error_of_the_system_keeps_its_number_and_the_names_of_files() -> Non
     error = travel(travel(FileNotFoundError(errno.ENOENT, "none such", b"a\xff", None, 3)))
     assert type(error) is FileNotFoundError
     assert (error.errno, error.filename, error.filename2) == (errno.ENOENT, "a\udcff", 3)
-    assert "none such" in error.strerror
+    assert "none such" in str(error.strerror)
     assert "worker1" in str(error)
     assert "raise error" in error.remote_traceback
     assert "raise error" in error.__notes__[0]

@@ -6,6 +6,7 @@ it failed, or a `Request` where ``async_op`` is true.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -371,7 +372,7 @@ def know_torch(
     reductions: list[object],
     c: object,
     sample: Tensor,
-    hooks: list[object],
+    hooks: list[Any],
     /,
 ) -> bool:
     """Learn torch's types, our reductions and the hooks of `dure.trace`, for the `plain_` calls.

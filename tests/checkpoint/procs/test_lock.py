@@ -61,7 +61,7 @@ class _Job:
 
 
 @contextmanager
-def _job(folder, host="", key=b"of a program that was executed", context=None):
+def _job(folder, host="", key: bytes | None = b"of a program that was executed", context=None):
     context = context or start_server()
     here, there = context.Pipe()
     process = context.Process(target=_be_a_job, args=(folder, there, host, key))

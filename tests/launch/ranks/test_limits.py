@@ -13,7 +13,6 @@ from dure.launch.ranks.zygote import zygote_for
 from dure.launch.spec import JobSpec
 from tests.launch.ranks.kernel_files import write
 
-
 MEMORY = {
     "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  2000 kB",
     "proc/self/cgroup": "0::/a/b",

@@ -73,7 +73,7 @@ def test_error_of_an_operator_is_that_of_its_kernel_on_all_ranks() -> None:
         mesh = init_device_mesh("cpu", (2,))
         x = made(mesh, torch.ones(4, 3), [Shard(0)])
         with pytest.raises(RuntimeError, match="size"):
-            x + made(mesh, torch.ones(2), [Replicate()])
+            _ = x + made(mesh, torch.ones(2), [Replicate()])
         assert torch.equal((x + 1).full_tensor(), torch.full((4, 3), 2.0))
 
     run_ranks(2, body)

@@ -32,6 +32,7 @@ from dure.comm.backends.engine.work import (
     EngineWork,
     ExitRecords,
     MessageRequest,
+    drop_engines,
     keep_engine,
 )
 from dure.comm.backends.request import Request, finished
@@ -333,6 +334,7 @@ class EngineGroup:
             keep_engine(engine, works)
         else:
             engine.leave()
+        drop_engines()
 
 
 def _copying_back(

@@ -297,11 +297,16 @@ _keeping = threading.Lock()
 
 
 def keep_engine(engine: object, works: list[EngineWork]) -> None:
-    """Keep `engine`, also when this interpreter ends; drop those kept whose work has ended."""
+    """Keep `engine`, also when this interpreter ends, until `works` have ended."""
     with _keeping:
         if works:
             _kept.append((engine, works))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+
+
+def drop_engines() -> None:
+    """Drop the engines that were kept for works that have ended since."""
+    with _keeping:
         for entry in [e for e in _kept if all(work.is_completed() for work in e[1])]:
             _kept.remove(entry)
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(entry[0]))
