@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure import symmetric_memory
+from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp
 from dure.comm.signals import Signals, bytes_of_signals, signals_in
 from dure.errors import PeerLost
@@ -32,14 +33,18 @@ if TYPE_CHECKING:
 __all__ = ["Turns", "TurnsOfModel", "leave_all", "prepare"]
 
 
-def prepare(group: ProcessGroup) -> None:
+def prepare(group: ProcessGroup) -> Signals:
     """Have the ranks of a group find each other's memory, so that making turns sends nothing.
+
+    Returns:
+        Signals between the ranks, those of the group.
 
     Collective: the first time, all ranks of the group.
     """
     if Signals not in group.belongings:
-        tensor = symmetric_memory.empty(1)
+        tensor = heap_empty(1)  # not the program's: nothing to warn of at a fork
         group.belongings[Signals] = symmetric_memory.rendezvous(tensor, group)
+    return group.belongings[Signals]
 
 
 class Turns:
@@ -53,8 +58,7 @@ class Turns:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        prepare(group)
-        known, counters = group.belongings[Signals], 8 * group.size()
+        known, counters = prepare(group), 8 * group.size()
         memory = node_shared_zeros(group, counters + bytes_of_signals(group.size()))
         self._wrote = memory[:counters].view(torch.int64)
         self._signals = known if group.size() == 1 else signals_in(memory[counters:], known)
@@ -75,10 +79,6 @@ class Turns:
         # A call of the group, so that ranks which call something else are told at once.
         self._group.all_reduce(self._token, ReduceOp.BXOR)
         self._reading = True
-
-    def meet(self) -> None:
-        """Wait until all ranks are here, within a step."""
-        self._signals.barrier(channel=1)
 
     def leave(self, together: bool) -> None:
         """Tell all that this rank reads no more; with `together`, wait until nobody does."""

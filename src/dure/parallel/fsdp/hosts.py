@@ -87,8 +87,7 @@ class SharedByHost(Shared):
         gathered = self._gathered()
         if gathered is not None:
             self._spread(gathered)
-            assert self._turns is not None
-            self._turns.meet()
+            self._signals.barrier(channel=1)
             self._is_gathered = True
         return super().wait()
 

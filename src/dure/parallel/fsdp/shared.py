@@ -92,7 +92,7 @@ class Shared(Strategy):
     ) -> None:
         super().__init__(parameters, axes)
         self._group = group = group or axes.shard_group
-        prepare(group)
+        self._signals = prepare(group)
         self._turns: Turns | None = None
         kept, read = [p.spec.meta.dtype for p in parameters], [p.dtype for p in parameters]
         self._full = _Block(parameters, kept, axes, group)

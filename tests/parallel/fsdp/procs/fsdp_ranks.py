@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
@@ -14,6 +16,7 @@ from torch import nn
 
 import dure as dist
 import dure.fsdp
+from dure.comm import memory
 from dure.comm.memory import heap_trim
 from dure.errors import PeerLost
 from dure.fsdp import fully_shard, strategy
@@ -166,3 +169,18 @@ def _resident() -> float:
     """MB of memory that this process has."""
     with open("/proc/self/smaps_rollup") as file:
         return next(int(row.split()[1]) / 1e3 for row in file if row.startswith("Rss:"))
+
+
+def warnings_of_a_fork(rank: int) -> list[str]:
+    """Fork after a step with shared parameters, and return the warnings."""
+    with strategy("shared"):
+        model = fully_shard(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        patch.setattr(memory, "_has_warned", False)
+        warnings.simplefilter("always")
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    return [str(w.message) for w in seen if "shared_empty" in str(w.message)]

@@ -51,6 +51,11 @@ def test_survivors_of_a_death_learn_the_state_of_the_weights(tmp_path, way, phas
     assert note in " ".join(notes)
 
 
+@pytest.mark.needs("engine")
+def test_a_fork_after_a_step_does_not_warn_of_memory_that_the_program_did_not_make(process_pool):
+    assert process_pool(2, "shm").run(fsdp_ranks.warnings_of_a_fork) == [[], []]
+
+
 @pytest.mark.slow  # the system may take memory back by itself, so its measure is for a drill
 @pytest.mark.parametrize("way", ["shared", "gathered"])
 def test_offloaded_memory_is_not_resident_2_ranks(process_pool, tmp_path, way):

@@ -54,6 +54,20 @@ def test_a_host_gathers_what_it_lacks_once_per_step(pool):
     assert pool.run(_gathers) == [[(2, 2 * 8 * 4)] * 2] * 4
 
 
+def _unsharded_first(rank: int) -> list[float]:
+    """Return the weights that a rank has whole before any forward."""
+    model = _sharded(nn.Linear(1, 6, bias=False))
+    with torch.no_grad():
+        model[0].weight.part.fill_(rank)
+    model.unshard()
+    return model[0].weight.flatten().tolist()
+
+
+def test_parameters_may_be_unsharded_before_the_first_forward(pool):
+    """Six rows of four ranks."""
+    assert pool.run(_unsharded_first) == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 4
+
+
 def _writes_seen(rank: int) -> list[float]:
     """Rows are written between steps, by one rank of one host; all see it in the next forward."""
     model = _sharded(nn.Linear(2, 7, bias=False))
