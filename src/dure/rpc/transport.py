@@ -377,7 +377,13 @@ class HostTransport(Transport, Told):
             return None
 
     def _send_again(self, way: _Way, message: bytes) -> None:
-        """Send a message again whose receiver cannot reach this process's memory."""
+        """Send a message again whose receiver cannot reach this process's memory.
+
+        Only a process of this host returns one: another has been sent no offset in this memory, and
+        would read with those that it has made up.
+        """
+        if way.process is None:
+            raise ValueError(f"{way.peer.id} returns a message that had no shared memory")
         with self._claiming:
             way.outbox = way.shares = None
         envelope, own_memory = _decode(message), native.heap_peer(*self.peers.me.heap)

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,10 +28,13 @@ from dure.errors import PeerLost, RendezvousError, RpcError
 from dure.rpc import meeting
 from dure.rpc.agent import Agent
 from dure.rpc.current import current
+from dure.rpc.envelope import Envelope, Kind
 from dure.rpc.meeting import Meeting, connect
-from dure.rpc.memory import share
+from dure.rpc.memory import Memory, share
+from dure.rpc.message import Body
 from dure.rpc.names import WorkerInfo
-from dure.rpc.transport import HostTransport
+from dure.rpc.transport import _UNREAD, HostTransport, _encode
+from dure.rpc.transport import _log as transport_log
 from dure.testing import ProcessPool
 from tests.comm.forked_ranks import Ranks, Slot
 from tests.store.procs.relay import Relay
@@ -145,6 +149,34 @@ def everything(rank: int, url: str, shared: bool) -> None:
 @both
 def test_messages_and_memory_arrive_whole(process_pool, url: str, shared: bool) -> None:
     process_pool(2).run(everything, url, shared)
+
+
+def forgery(rank: int, url: str) -> None:
+    """Process 1 returns a message that it was never sent, to get memory of process 0."""
+    agent = joined(url, rank, 2, shared_memory=False)
+    wire = transport_of(agent)
+    secret = share(torch.full((1 << 14,), 7, dtype=torch.uint8))
+    offset = native.heap_offset(secret.data_ptr(), len(secret))
+    dure.barrier()
+    if rank == 0:
+        with patch.object(transport_log, "exception") as told:
+            dure.barrier()
+            until(lambda: told.called or secret[8] != 7, "the forged message")
+            assert told.called
+        assert secret.eq(7).all()
+        assert not wire._sockets.leads_to(1)
+    else:
+        there = Memory(offset=offset, nbytes=len(secret), hold=offset + 8)
+        forged = Body(_encode(Envelope(Kind.ANSWER, 0, 1 << 20, memories=(there,))))
+        dure.barrier()
+        wire._send_through_socket(wire._ways[0], Envelope(_UNREAD, 1, body=forged), ())
+    closed(agent)
+
+
+def test_nobody_gets_memory_by_the_return_of_a_message_that_was_never_sent(
+    process_pool, url: str
+) -> None:
+    process_pool(2).run(forgery, url)
 
 
 @contextmanager
