@@ -133,9 +133,9 @@ void Engine::raise(const Outcome& outcome) {
     throw nb::python_error();
 }
 
-// Let go of what calls that have ended worked on, whether or not Python waits for them: a tensor
-// that is dropped may refer to its Request, in a circle that Python cannot see. What ends with it
-// may call us again.
+// Release the tensors of calls that have ended, even if Python never waits for them: a dropped
+// tensor may refer to its Request, in a cycle that the garbage collector cannot see. Their
+// destructors may call this object again.
 void Engine::release_ended() {
     const auto first = std::partition(pending_.begin(), pending_.end(),
                                       [](const auto& call) { return !call->request->done(); });

@@ -26,7 +26,7 @@ struct Torch {
     PyObject* is_neg = nullptr;
     const dlpack::ExchangeApi* api = nullptr;
     std::array<PyObject*, kReductions> reductions{};  // ReduceOp objects, by code
-    PyObject* hooks = nullptr;  // the list of what listens to calls (dure.trace)
+    PyObject* hooks = nullptr;                        // the list of hooks of dure.trace
 
     // The note "Torch's own functions"; each is nullptr where it was not found.
     const void* const* (*tracing_state)() = nullptr;  // a shared pointer, null outside of a trace

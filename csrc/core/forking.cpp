@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "process.h"
@@ -112,7 +113,11 @@ void prepare() {
     fork.pid = getpid();
     fork.heap = SymmetricHeap::lock_for_fork();
     registry().lock.lock();
-    copy_pieces(fork);
+    try {
+        copy_pieces(fork);
+    } catch (const std::bad_alloc&) {  // fork() takes no exceptions; the child then has no copies
+        fork.copies.clear();
+    }
 }
 
 void after_in_parent() { release(under_way()); }

@@ -58,7 +58,7 @@ MemoryFile MemoryFile::create(const char* label, size_t bytes) {
     file.fd_ = create_file(label);
     if (file.fd_ < 0) fail("memfd_create");
     if (fchmod(file.fd_, 0600) != 0) fail("fchmod of a memory file");
-    // To exceed the limit of file sizes would raise SIGXFSZ.
+    // Exceeding the file size limit would raise SIGXFSZ.
     const bool fits = bytes <= limit_on(RLIMIT_FSIZE);
     if (!fits) errno = EFBIG;
     if (!fits || ftruncate(file.fd_, static_cast<off_t>(bytes)) != 0) {

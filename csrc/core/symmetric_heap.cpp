@@ -94,7 +94,7 @@ SymmetricHeap& SymmetricHeap::of_process(int num_processes) {
     return *now;
 }
 
-// What was computed from the limits may not fit all the same: then half of it is tried, and so on.
+// The computed size may still not fit; then half of it is tried, and so on.
 SymmetricHeap::SymmetricHeap(size_t page_bytes, int num_processes)
     : page_(page_bytes), pid_(getpid()) {
     for (size_t bytes = heap_bytes(num_processes) / page_ * page_;;
@@ -152,7 +152,7 @@ uint64_t SymmetricHeap::take(Lock& hold, size_t bytes, bool& warm) {
         warm = false;
         if (const uint64_t offset = take_from(false, bytes); offset != kNowhere) {
             if (without(hold, [&] { return give_memory(offset, bytes); })) return offset;
-            // Some pages may have got memory.
+            // Some pages may already have memory.
             const bool cold = without(hold, [&] { return take_memory(offset, bytes); });
             put_back(offset, bytes, !cold);
         }

@@ -16,8 +16,9 @@
 // first, and if that does not help the allocation fails, instead of the first touch of a page
 // (SIGBUS). A freed piece is kept warm up to a limit; `trim` gives all warm pieces back. The system
 // is asked for memory, and given it back, without the lock: it clears some 4 GiB per second, and
-// who frees a small tensor does not wait for that. What is under way is on no list; an allocation
-// that fails meanwhile waits for it and tries again.
+// a thread that frees a small tensor does
+// not wait for that. Pages that the system is working on are on no list; an allocation that fails
+// in the meantime waits for them and tries again.
 //
 // *Retired.* When a reduction fails after its header exchange, a peer that was kept from its core
 // may still write its slice of the result into our tensor, whenever it goes on. So the piece's

@@ -21,7 +21,7 @@ import time
 from dure.errors import UsageError
 
 _forks = 0
-"""How many forks lie between this process and the one that imported this module."""
+"""The number of forks since this module was imported."""
 
 
 def _count_fork() -> None:

@@ -135,7 +135,7 @@ class GroupCore:
         store: Store,
         second: Callable[[str], dict[str, Backend]],
     ) -> None:
-        # CPython looks attributes up at fixed places only in objects that have at most 30 of them.
+        # CPython finds attributes quickly only in objects that have at most 30 of them.
         self.group_name, self._rank, self.global_ranks = spec.name, rank, spec.global_ranks
         self.timeout, self.store, self.desc = spec.timeout, store, spec.desc or spec.name
         self.creation_timeout = spec.creation_limit

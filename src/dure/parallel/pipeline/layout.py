@@ -123,7 +123,7 @@ def _pickled(leaf: object) -> bytes:
     """
     if any(tensor.requires_grad for tensor in tensors_of(leaf)):
         raise UsageError(
-            "a stage hands over an object of a class that torch's pytrees do not know",
+            "a stage returned an object whose class is not registered as a pytree",
             op="pipeline",
             seen=f"a {type(leaf).__qualname__} with tensors that require gradients",
             fix="Return tensors, tuples, lists or dicts; or register the class with "

@@ -261,7 +261,7 @@ def _reshaped_local(call: OpCall) -> Callable[..., Any]:
     if call.op is aten.view.default or _is_alias(full.reshape(call.output.shape), full):
 
         def viewed(tensor: torch.Tensor, size: object) -> torch.Tensor:
-            try:  # a call of `view_or_copy` less
+            try:  # saves a call
                 return view(tensor, shape)
             except RuntimeError:
                 return view_or_copy(view, spec, tensor, shape)
