@@ -26,7 +26,6 @@ from _queue import Empty, SimpleQueue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -89,8 +88,12 @@ class Waiters:
 
 
 def starts_threads() -> bool:
-    """Tell whether `threading` starts threads of the system, which gevent and eventlet change."""
-    return isinstance(_thread.start_new_thread, BuiltinFunctionType)
+    """Tell whether `threading` starts threads of the system, which gevent and eventlet change.
+
+    Debuggers replace the function too, and start such threads.
+    """
+    made_by = getattr(_thread.start_new_thread, "__module__", None) or ""
+    return made_by.partition(".")[0] not in ("gevent", "eventlet")
 
 
 def _start_thread(run: Callable[[], None], name: str) -> None:
