@@ -63,6 +63,14 @@ def test_a_tensor_in_the_heap_that_grows_keeps_its_values() -> None:
     assert _used() == before
 
 
+@pytest.mark.parametrize("nbytes", [0, 100])
+def test_memory_of_the_heap_is_on_the_cpu_whatever_the_default_device(nbytes: int) -> None:
+    with torch.device("meta"):
+        made = heap_empty(nbytes, dtype=torch.uint8, zeroed=True)
+    assert made.is_cpu
+    assert made.sum() == 0
+
+
 def test_memory_of_the_heap_is_held_by_whatever_refers_to_its_storage() -> None:
     before = _used()
     tensor = heap_empty(4096).fill_(1.0)

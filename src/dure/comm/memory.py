@@ -48,10 +48,11 @@ def storage_of(memory: HeapMemory) -> torch.UntypedStorage:
 def tensor_of(memory: HeapMemory, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return `memory` as a tensor [shape], which holds it."""
     if len(memory) == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     storage = storage_of(memory)
     # No view of anything: autograd lets nobody change views in place that a Function returns.
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
+    made = torch.empty(0, dtype=dtype, device="cpu")
+    return made.set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
 
 
 def heap_empty(
@@ -79,7 +80,7 @@ def heap_empty(
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if not _HAS_HEAP or nbytes == 0:
-        return (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype)
+        return (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device="cpu")
     memory = native.heap_allocate(nbytes, zeroed, copied)
     if memory is None:
         used, kept, pieces = native.heap_usage()
@@ -185,7 +186,9 @@ def own_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None
     """As `shared_empty`, of memory that the program does not know of."""
     nbytes = math.prod(shape) * dtype.itemsize
     memory = resolve(group, "shared_empty").allocate("shared_empty", nbytes, False)
-    return torch.zeros(shape, dtype=dtype) if memory is None else memory.view(dtype).view(shape)
+    if memory is None:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    return memory.view(dtype).view(shape)
 
 
 def node_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> torch.Tensor:

@@ -431,5 +431,5 @@ def _read_memory(process: native.Process | None, row: Memory) -> torch.Tensor:
         assert process is not None
         return take(process, row)
     if not row.data:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(row.data), dtype=torch.uint8)
