@@ -305,8 +305,8 @@ class _Position:
             return state
         taken = self.walk.delivered * self._batch_size
         left = 0 if self.walk.ended else max(0, self._exact.share(self._exact.start) - taken)
-        consumed = state["sampler"]["consumed"]
-        return {"replica": self._exact.rank, "consumed": consumed, "left": left}
+        at = {key: state["sampler"][key] for key in ("epoch", "consumed")}
+        return {"replica": self._exact.rank, **at, "left": left}
 
     def state_at(
         self, state: Mapping[str, Any], positions: Sequence[Mapping[str, Any]], rank: int, size: int
@@ -328,21 +328,33 @@ class _Position:
     ) -> Mapping[str, Any]:
         """Return a state whose position leaves this rank the samples that it had left.
 
-        If all ranks have the samples left that they would have at one position of the order, that
-        is the position of any number of ranks.
+        If all ranks have the samples left that they would have at one position of one epoch's
+        order, that is the position of any number of ranks.
         """
-        by_replica = {int(p["replica"]): p for p in positions}
-        found = {int(p["consumed"]) for p in positions}
-        if len(found) == 1 or "consumed" not in state.get("sampler", ()):
+        self._check(state)
+        saved = state["sampler"]
+        if "consumed" not in saved:  # a sampler that has a state of another kind
             return state
-        same = len(by_replica) == sampler.num_replicas and sampler.rank in by_replica
-        at = int(by_replica[sampler.rank]["consumed"]) if same else None
-        if not same:
-            at = _prefix_of(by_replica, found, len(sampler.dataset), sampler)
+        sampler.check_state(saved)
+        by_replica = {int(p["replica"]): p for p in positions}
+        found = {_at(p, saved) for p in positions}
+        if len(found) == 1:
+            return state
+        epochs = {epoch for epoch, _ in found}
+        at = None
+        if len(by_replica) == sampler.num_replicas and sampler.rank in by_replica:
+            at = _at(by_replica[sampler.rank], saved)
+        elif len(epochs) == 1:
+            places = {consumed for _, consumed in found}
+            prefix = _prefix_of(by_replica, places, len(sampler.dataset), sampler)
+            at = None if prefix is None else (*epochs, prefix)
         if at is None:
-            seen = f"{len(by_replica)} ranks, which had used {min(found)} to {max(found)} samples"
+            (first, low), (last, high) = min(found), max(found)
+            seen = f"{len(by_replica)} ranks, from epoch {first}, sample {low}"
+            seen += f" to epoch {last}, sample {high}"
             raise _not_in_step(f"{seen}; here {sampler.num_replicas} ranks")
-        return {**state, "sampler": {**state["sampler"], "consumed": at}}
+        epoch, consumed = at
+        return {**state, "sampler": {**saved, "epoch": epoch, "consumed": consumed}}
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raise UsageError if a state is not of this order."""
@@ -378,6 +390,11 @@ class _Position:
         running = self.walk
         self.set_epoch(int(state["epoch"]))
         self.walk, running.replaced = _Walk(skipped=int(state["batches"])), LOADED
+
+
+def _at(position: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the epoch and the samples consumed; older checkpoints have one epoch, rank 0's."""
+    return int(position.get("epoch", saved["epoch"])), int(position["consumed"])
 
 
 def _prefix_of(

@@ -217,6 +217,16 @@ class DistributedSampler(Sampler[int]):
             UsageError: The state is of another order (dataset length, seed or shuffle differ), or
                 lacks a field. Nothing is changed.
         """
+        self.check_state(state)
+        start = min(_whole(int(state["consumed"])), len(self.dataset))
+        self._move(int(state["epoch"]), start, LOADED)
+
+    def check_state(self, state: Mapping[str, int | bool]) -> None:
+        """Check that `load_state_dict` accepts a state. Nothing is changed.
+
+        Raises:
+            UsageError: As `load_state_dict`.
+        """
         own = {"seed": self.seed, "shuffle": self.shuffle, "length": len(self.dataset)}
         absent = [k for k in ("epoch", "consumed", *own) if k not in state]
         other = [
@@ -228,8 +238,6 @@ class DistributedSampler(Sampler[int]):
                 seen="; ".join([*(f"no {k!r} in the state" for k in absent), *other]),
                 fix="Resume with the dataset, seed and shuffle of the saved job.",
             )
-        start = min(_whole(int(state["consumed"])), len(self.dataset))
-        self._move(int(state["epoch"]), start, LOADED)
 
     @property
     def start(self) -> int:

@@ -353,3 +353,59 @@ def test_ranks_that_end_a_batch_apart_continue_in_any_number(tmp_path, steps, nu
     """Six samples are rank 0's, and five rank 1's."""
     first = _saved_once(tmp_path, steps, pad=False)
     assert sorted(first + _resumed(tmp_path, num_ranks, pad=False)) == list(range(11))
+
+
+def _loader_at(rank, epoch, steps, num_ranks=2):
+    """Return a loader of five samples after `steps` batches of an epoch."""
+    sampler = dure.DistributedSampler(range(5), num_ranks, rank, shuffle=False, pad=False)
+    loader = dure.DataLoader(range(5), sampler=sampler)
+    loader.set_epoch(epoch)
+    for _ in zip(range(steps), loader, strict=False):
+        pass
+    return loader
+
+
+def _load_both(rank, folder, num_ranks):
+    loader, model = _loader_at(rank, 0, 0, num_ranks), model_of(9)
+    before = values_of(model)
+    Checkpointer(folder).load(model=model, loader=loader)
+    return loader.epoch, [int(i) for i in loader], values_of(model) != before
+
+
+def test_ranks_in_different_epochs_continue_where_each_was(tmp_path):
+    """Rank 1 has fewer samples per epoch, and is ahead in a program without a barrier."""
+
+    def body(rank):
+        Checkpointer(tmp_path).save(1, model=model_of(1), loader=_loader_at(rank, rank, 1 + rank))
+
+    run_ranks(2, body)
+    resumed = run_ranks(2, _load_both, tmp_path, 2)
+    assert resumed == [(0, [2, 4], True), (1, [], True)]
+    with pytest.raises(CheckpointMismatch, match="different positions"):
+        _load_both(0, tmp_path, 1)
+
+
+def test_positions_of_older_checkpoints_are_of_the_epoch_of_rank_0():
+    loaders = [_loader_at(0, 3, 2), _loader_at(1, 3, 1)]
+    positions = [{k: v for k, v in each.own_position().items() if k != "epoch"} for each in loaders]
+    found = [
+        each.state_at(loaders[0].state_dict(), positions, rank, 2)["sampler"]
+        for rank, each in enumerate(loaders)
+    ]
+    assert [(each["epoch"], each["consumed"]) for each in found] == [(3, 4), (3, 2)]
+
+
+@pytest.mark.parametrize("saved", ["other length", "other kind"])
+def test_state_of_another_loader_is_refused_before_anything_is_changed(tmp_path, saved):
+    loaders = {
+        "other length": dure.DataLoader(range(7)),
+        "other kind": dure.DataLoader(
+            range(5), sampler=torch.utils.data.SequentialSampler(range(5))
+        ),
+    }
+    Checkpointer(tmp_path).save(1, model=model_of(1), loader=loaders[saved])
+    model = model_of(2)
+    before = values_of(model)
+    with pytest.raises(CheckpointMismatch, match="another order"):
+        Checkpointer(tmp_path).load(model=model, loader=_loader_at(0, 0, 0))
+    assert values_of(model) == before
