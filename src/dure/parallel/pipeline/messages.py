@@ -36,7 +36,7 @@ from dure.schedules import Action, Kind
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["FIRST_TAG", "Messages"]
+__all__ = ["FIRST_TAG", "Incoming", "Messages"]
 
 FIRST_TAG = 1 << 16
 """Above the tags that programs use; some MPIs have tags of 20 bits."""
@@ -91,13 +91,22 @@ class _Wire:
 
 
 @dataclass(slots=True)
-class _Incoming:
-    """A receive that was posted."""
+class Incoming:
+    """What was posted of a transfer, and has come: a `take` that was interrupted is taken up again.
+
+    Attributes:
+        header: Its numbers.
+        works: The receives of the header and of the tensors that are expected.
+        room: These tensors.
+        description: Bytes of a description, or of a report; and their receive.
+        late: The tensors that were not expected, and their receives.
+    """
 
     header: torch.Tensor
-    arrival: Work
-    room: list[torch.Tensor]
-    works: list[Work]
+    works: list[Work] = field(default_factory=list[Work])
+    room: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    description: tuple[torch.Tensor, Work] | None = None
+    late: list[tuple[torch.Tensor, Work]] = field(default_factory=list[tuple[torch.Tensor, Work]])
 
 
 class Messages:
@@ -130,7 +139,7 @@ class Messages:
         self.header_device = device if group.backend_name == "nccl" else torch.device("cpu")
         self._wires: dict[tuple[int, Kind, bool], _Wire] = {}
         self._used: set[tuple[int, Kind, bool]] = set()
-        self._posted: dict[Action, _Incoming | None] = {}
+        self._posted: dict[Action, Incoming] = {}
         self._sends: deque[tuple[Work, torch.Tensor]] = deque()
         self._training = False
 
@@ -209,10 +218,9 @@ class Messages:
         """Post the receives of a transfer."""
         tag, source = self._tag(transfer), self._placement[transfer.stage]
         header = torch.empty(2, dtype=torch.int64, device=self.header_device)
-        arrival = self._group.irecv(header, source, tag)
         room = [t.empty(self._device) for t in self._wire(transfer).expect(_microbatch(transfer))]
-        works = [self._group.irecv(tensor, source, tag) for tensor in room]
-        self._posted[transfer] = _Incoming(header, arrival, room, works)
+        works = [self._group.irecv(tensor, source, tag) for tensor in (header, *room)]
+        self._posted[transfer] = Incoming(header, works, room)
 
     def take(self, transfer: Action) -> Packed:
         """Wait for a transfer whose receives were posted; return what came.
@@ -221,40 +229,45 @@ class Messages:
             Poisoned: There is no value.
             CommError: The sender died, or did not send in time.
         """
-        wire = self._wire(transfer)
-        incoming = self._posted.pop(transfer)
-        assert incoming is not None
-        tag, source = self._tag(transfer), self._placement[transfer.stage]
-        incoming.arrival.wait()
-        number, nbytes = incoming.header.tolist()
+        incoming, wire = self._posted[transfer], self._wire(transfer)
         for work in incoming.works:
             work.wait()
+        number, nbytes = incoming.header.tolist()
         layout = self._layout_told(transfer, number, nbytes)
-        if wire.expected.get(_microbatch(transfer)) == number:
-            return Packed(layout, incoming.room)
-        tensors = [each.empty(self._device) for each in layout.tensors]
-        works = [self._group.irecv(tensor, source, tag + 1) for tensor in tensors]
-        for work in works:
-            work.wait()
+        tensors = incoming.room
+        if wire.expected.get(_microbatch(transfer)) != number:
+            tag, source = self._tag(transfer) + 1, self._placement[transfer.stage]
+            for each in layout.tensors[len(incoming.late) :]:
+                tensor = each.empty(self._device)
+                incoming.late.append((tensor, self._group.irecv(tensor, source, tag)))
+            for _, work in incoming.late:
+                work.wait()
+            tensors = [tensor for tensor, _ in incoming.late]
+        del self._posted[transfer]
         return Packed(layout, tensors)
 
     def _layout_told(self, transfer: Action, number: int, nbytes: int) -> Layout:
         """Return the layout that a header names; learn it, if its description follows."""
-        wire, source = self._wire(transfer), self._placement[transfer.stage]
-        told: Any = None
-        if nbytes:
-            told = self._receive_object(nbytes, source, self._tag(transfer) + 1)
+        wire = self._wire(transfer)
+        told = self._described(transfer, nbytes) if nbytes else None
         if number == self.POISON:
             assert isinstance(told, FailureReport)
+            del self._posted[transfer]
             raise Poisoned(told)
-        if told is not None:
+        if told is not None and number == len(wire.layouts):
             wire.learn(told)
         wire.carried[_microbatch(transfer)] = number
         return wire.layouts[number]
 
-    def _receive_object(self, nbytes: int, source: int, tag: int) -> object:
-        data = torch.empty(nbytes, dtype=torch.uint8, device=self.header_device)
-        self._group.irecv(data, source, tag).wait()
+    def _described(self, transfer: Action, nbytes: int) -> Any:
+        """Return the description or report that follows a header (Any: `pickle`'s)."""
+        incoming = self._posted[transfer]
+        if incoming.description is None:
+            data = torch.empty(nbytes, dtype=torch.uint8, device=self.header_device)
+            source, tag = self._placement[transfer.stage], self._tag(transfer) + 1
+            incoming.description = data, self._group.irecv(data, source, tag)
+        data, work = incoming.description
+        work.wait()
         return pickle.loads(data.cpu().numpy().tobytes())
 
     # ---------------------------------------------------------------- a step's end
@@ -277,7 +290,8 @@ class Messages:
     def abandon(self) -> None:
         """Forget what is under way: the group is broken."""
         for incoming in self._posted.values():
-            for work in () if incoming is None else (incoming.arrival, *incoming.works):
+            later = [] if incoming.description is None else [incoming.description]
+            for work in (*incoming.works, *(work for _, work in (*later, *incoming.late))):
                 work.disown()
         for work, _ in self._sends:
             work.disown()

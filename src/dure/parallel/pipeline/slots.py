@@ -24,13 +24,15 @@ import torch
 from dure.comm import memory as heap
 from dure.errors import PeerLost
 from dure.parallel.pipeline.layout import Layout, Packed
-from dure.parallel.pipeline.messages import Messages
+from dure.parallel.pipeline.messages import Incoming, Messages
 from dure.schedules import Action
 
 __all__ = ["Slots", "has_slots"]
 
 _LINE = 64
 _FREE, _USED = 0, 1
+_NOT_COME = -2
+"""In a header that is still to be received, in place of a layout's number."""
 
 
 def has_slots(backend: str, device: torch.device) -> bool:
@@ -123,16 +125,16 @@ class Slots(Messages):
 
     def post(self, transfer: Action) -> None:
         """Note that a transfer will be taken."""
-        self._posted[transfer] = None
+        self._posted[transfer] = Incoming(torch.full((7,), _NOT_COME))
 
     def take(self, transfer: Action) -> Packed:
         """See `Messages.take`."""
-        del self._posted[transfer]
-        source, tag = self._placement[transfer.stage], self._tag(transfer)
-        message = torch.empty(7, dtype=torch.int64)
-        self._group.recv(message, source, tag)
-        number, nbytes, *place = message.tolist()
+        header = self._posted[transfer].header
+        if header[0] == _NOT_COME:
+            self._group.recv(header, self._placement[transfer.stage], self._tag(transfer))
+        number, nbytes, *place = header.tolist()
         layout = self._layout_told(transfer, number, nbytes)
+        del self._posted[transfer]
         slot = self._peer_slots.get(tuple(place))
         if slot is None:
             slot = self._peer_slots[tuple(place)] = _PeerSlot(place)

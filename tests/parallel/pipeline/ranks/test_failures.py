@@ -7,7 +7,11 @@ import pytest
 import dure.pipelining as pp
 from dure.errors import PipelineError
 from dure.testing import run_ranks
-from tests.parallel.pipeline.ranks.pipeline_failing import fail_everywhere, interrupt_stages
+from tests.parallel.pipeline.ranks.pipeline_failing import (
+    fail_everywhere,
+    interrupt_receives,
+    interrupt_stages,
+)
 from tests.parallel.pipeline.ranks.pipeline_models import (
     SCHEDULES,
     Pipeline,
@@ -31,6 +35,14 @@ def test_a_stage_that_is_interrupted_raises_that_and_the_next_step_works(name: s
     parts = dense(2 * SCHEDULES[name][1])
     found = run_ranks(2, interrupt_stages, name, 2, parts, eager_bytes=0)
     verify_same(found, one_process(parts, batches(2), 4))
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_rank_that_is_interrupted_in_a_receive_leaves_no_message_for_the_next_step(before: int):
+    parts = dense(2)
+    expected = one_process(parts, batches(3), 4)
+    for found in zip(*run_ranks(2, interrupt_receives, before, parts), strict=True):
+        verify_same(found, expected)
 
 
 @pytest.mark.parametrize(("nan_watch", "action"), [(True, "0F1"), (False, "")])

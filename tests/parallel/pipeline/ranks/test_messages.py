@@ -62,7 +62,7 @@ def test_receives_are_posted_ahead_only_if_shapes_are_steady(
 
     def watched(self: Any, transfer: Any) -> None:
         post(self, transfer)
-        posted.append(len(self._posted[transfer].works))
+        posted.append(len(self._posted[transfer].room))
 
     monkeypatch.setattr(Messages, "_send", counted)
     monkeypatch.setattr(Messages, "post", watched)
