@@ -38,10 +38,12 @@ class Names:
 
     Attributes:
         of_parameter: For each parameter, the places where it is.
+        of_buffers: The places of all buffers.
     """
 
     def __init__(self, model: nn.Module, modifiers: str = "_fqn_modifiers") -> None:
         self.of_parameter: dict[nn.Parameter, list[str]] = {}
+        self.of_buffers: set[str] = set()
         self._modules: dict[nn.Module, str] = {}
         self._prefixes: dict[str, str] = {}
         self._modifiers = modifiers
@@ -52,6 +54,8 @@ class Names:
         self._prefixes.setdefault(key, name)
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             self.of_parameter.setdefault(parameter, []).append(name + own)
+        for own, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+            self.of_buffers.add(name + own)
         left_out = self._left_out(module)
         children = cast(dict[str, nn.Module | None], vars(module)["_modules"])
         for child, inner in children.items():

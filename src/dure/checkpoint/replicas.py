@@ -103,17 +103,23 @@ def rule_of(key: Any, value: Any, state: Any) -> Rule:
     others = [k for k, name in name_of.items() if name not in parameters]
     if not parameters <= set(name_of.values()):
         # The module has left parameters out, or has given them other names, which are among these.
-        buffers = {_memory_of(buffer) for buffer in inner.buffers()}
-        others = [k for k in others if k.endswith(_EXTRA) or _memory_of(state[k]) in buffers]
+        free = {k for k in others if k.endswith(_EXTRA) or name_of[k] in names.of_buffers}
+        buffers = {_memory_of(buffer) for buffer in inner.buffers()} - {None}
+        others = [k for k in others if k in free or _memory_of(state[k]) in buffers]
     return Rule(values=True, free=frozenset(f"{key}.{k}" for k in others))
 
 
 def _memory_of(value: Any) -> Any:
-    """Return the address of a tensor's storage; None for other values."""
+    """Return the address of a tensor's storage; None for values that have none."""
     if not isinstance(value, torch.Tensor):
         return None
     local = value.to_local() if isinstance(value, DTensor) else value
-    return local.untyped_storage().data_ptr()
+    if local.layout != torch.strided:
+        return None
+    try:
+        return local.untyped_storage().data_ptr()
+    except RuntimeError:  # NotImplementedError, too: a subclass without memory
+        return None
 
 
 def handling(name: str, tensor: torch.Tensor, rule: Rule, num_ranks: int) -> int:

@@ -386,3 +386,22 @@ def test_buffers_of_a_module_with_other_keys_may_differ(tmp_path):
     saved = {}
     Checkpointer(tmp_path).load(x=saved)
     assert saved["its.running_mean"].tolist() == [0, 0]
+
+
+def test_buffers_that_a_hook_has_copied_may_differ_and_sparse_ones_are_no_obstacle(tmp_path):
+    """The hook leaves frozen parameters out, and saves the others in another dtype."""
+
+    def body(rank):
+        module = nn.ModuleDict({"frozen": _filled(nn.Linear(2, 2), 1), "bn": nn.BatchNorm1d(2)})
+        module.register_buffer("graph", torch.eye(2).to_sparse(), persistent=False)
+        module._register_state_dict_hook(
+            lambda _, state, *__: {k: v.half() for k, v in state.items() if "frozen" not in k}
+        )
+        module["bn"].running_mean.fill_(rank)
+        Checkpointer(tmp_path).save(1, x=module)
+
+    run_ranks(2, body)
+    saved = {}
+    Checkpointer(tmp_path).load(x=saved)
+    assert saved["bn.running_mean"].tolist() == [0, 0]
+    assert "frozen.weight" not in saved
