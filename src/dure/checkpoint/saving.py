@@ -267,7 +267,7 @@ class Saving:
             return self._division
         raise copy(self._division)  # whose traceback refers to this object
 
-    def hold(self, copy: Callable[[dict[Slice, torch.Tensor]], dict[Slice, torch.Tensor]]) -> None:
+    def hold(self, stage: Callable[[dict[Slice, torch.Tensor]], dict[Slice, torch.Tensor]]) -> None:
         """Keep copies of what this rank writes: the program may change its tensors from now on.
 
         Raises:
@@ -277,7 +277,7 @@ class Saving:
         """
 
         def held() -> None:
-            self._memory = copy(self.mine())
+            self._memory = stage(self.mine())
 
         self._ranks.all_or_none(_NOT_SAVED, held)
 
