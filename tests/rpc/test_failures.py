@@ -118,6 +118,11 @@ def test_half_a_character_is_told() -> None:
     assert travel(ValueError("\udcff")).args[0].startswith("\\udcff")
 
 
+def test_a_name_that_no_file_has_is_told() -> None:
+    got = travel(FileNotFoundError(errno.ENOENT, "no such file", "\ud800x"))
+    assert (type(got), got.errno, got.filename) == (FileNotFoundError, errno.ENOENT, "\\ud800x")
+
+
 def test_the_fields_of_our_errors_come_along() -> None:
     lost = travel(travel(PeerLost("gone", peer=2, exit="exit code 5", host="there", fix="Look.")))
     assert (lost.peer, lost.exit, lost.host, lost.pid) == (2, "exit code 5", "there", None)

@@ -90,7 +90,7 @@ def _describe_system(error: OSError) -> _SystemError | None:
 def _encode_name(name: Any) -> bytes | int | None:
     if name is None or type(name) is int:
         return name
-    with suppress(TypeError):
+    with suppress(TypeError, UnicodeError):  # text that is no name of a file
         return os.fsencode(name)
     return _printable(str(name)).encode()
 
