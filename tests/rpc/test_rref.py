@@ -140,6 +140,21 @@ def test_a_value_whose_owner_dies_while_it_makes_it_is_lost_with_its_owner(break
             assert caught.value.peer == 1
 
 
+def test_the_trace_of_an_error_does_not_grow_with_those_who_ask() -> None:
+    with Cluster(2) as cluster, cluster.on(0):
+        rref = api.remote("worker1", add, (1, 2))
+        assert rref.to_here() == 3
+        assert rref._call is not None
+        rref._call.outcome = PeerLost("gone", peer=1)  # of a worker that is not removed yet
+
+        def depth() -> int:
+            with pytest.raises(PeerLost) as caught:
+                rref.to_here()
+            return len(caught.traceback)
+
+        assert depth() == depth() == depth()
+
+
 def test_a_reference_that_was_guessed_or_dropped_is_not_answered() -> None:
     with Cluster(3, allow=Allowed([add, keep])) as cluster:
         with cluster.on(1) as owner:

@@ -196,7 +196,7 @@ class RRef(Generic[T]):
             raise lost
         outcome = self._call.outcome if self._call is not None else None
         if isinstance(outcome, PeerLost):  # of a worker that the directory has not removed yet
-            raise outcome
+            raise outcome.with_traceback(None)  # or it would grow with each who asks
         if isinstance(outcome, Exception):
             raise RpcError(f"RRef creation via rpc.remote() failed: {outcome}") from outcome
         error = None if self._known else RpcError("this reference came with a call given up")
