@@ -153,6 +153,26 @@ def test_a_process_of_another_host_that_is_busy_is_looked_for_as_long_as_hosts_m
     assert opened._patience_s(way) == 3600
 
 
+def test_an_end_whose_callback_fails_keeps_no_other_from_being_seen(opened: Sockets) -> None:
+    seen: list[str] = []
+
+    def fail() -> None:
+        seen.append("failed")
+        raise ValueError
+
+    opened.look(lambda: True, fail)
+    opened.look(lambda: "failed" in seen, lambda: seen.append("other"))
+    while opened._left:
+        left = opened._left.popleft()
+        assert callable(left)
+        left()
+    with pytest.raises(ValueError):
+        opened._look()
+    opened._look()
+    opened._look()
+    assert seen == ["failed", "other"]
+
+
 def test_processes_are_looked_for_again_after_a_pause_of_this_one(opened: Sockets) -> None:
     late, lost = [0.0], Lost()
     opened._clock = ListeningClock(lambda: time.monotonic() + late[0])

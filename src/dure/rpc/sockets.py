@@ -384,12 +384,11 @@ class Sockets:
         self._guarded.peers.tidy(now)
 
     def _look(self) -> None:
-        looked_at, self._looked_at = self._looked_at, []
-        for happened, then in looked_at:
+        for one in list(self._looked_at):
+            happened, then = one
             if happened():
+                self._looked_at.remove(one)  # first: one that fails keeps no other from being seen
                 then()
-            else:
-                self._looked_at.append((happened, then))
 
     def _patience_s(self, way: _Outgoing) -> float:
         """Return how long a process of another host is looked for."""
