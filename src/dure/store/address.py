@@ -16,6 +16,7 @@ Elsewhere a name that is unknown is mostly misspelt, and waiting would not help.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 import threading
@@ -203,6 +204,10 @@ def is_refused(endpoint: str, limit_s: float = 1.0) -> bool:
     return False
 
 
+_NO_WAY = {errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
+"""Errors that tell of the network; others may tell of this process, as too many open files do."""
+
+
 def why_unreachable(endpoint: str) -> str:
     """Return the system's reason why nothing can be sent to a TCP endpoint of ZeroMQ's; "" if none.
 
@@ -218,7 +223,7 @@ def why_unreachable(endpoint: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(to)
     except OSError as error:
-        return (error.strerror or "").lower()
+        return (error.strerror or "").lower() if error.errno in _NO_WAY else ""
     return ""
 
 
