@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from dure.errors import RendezvousError
+from dure.errors import RendezvousError, StoreLost
 from dure.rpc.peers import MOST_IDS, Peer, Peers, _Event
 from dure.store import HashStore
 from dure.store.identity import Identity, myself, start_of
@@ -193,6 +193,31 @@ def test_the_store_does_not_grow_with_those_who_come_and_go() -> None:
     assert host.named("late") == late.me
     with pytest.raises(RendezvousError):
         Peers.join(store, peer("host"))
+
+
+class Unsteady(HashStore):
+    """A store that fails for a moment when keys are deleted."""
+
+    fails = False
+
+    def delete_key(self, key: str) -> bool:
+        if self.fails:
+            raise StoreLost("gone for a moment")
+        return super().delete_key(key)
+
+
+def test_a_join_whose_event_is_written_does_not_fail_with_the_tidying_after_it() -> None:
+    store = Unsteady()
+    Peers.join(store, peer("host"))
+    come_and_go(store, 63)
+    store.fails = True
+    assert Peers.join(store, peer("new")).named("new")
+    store.fails = False
+    assert [each.name for each in Peers.join(store, peer("other")).all()] == [
+        "host",
+        "new",
+        "other",
+    ]
 
 
 def test_who_was_behind_is_told_what_is_so_now() -> None:
