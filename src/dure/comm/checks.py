@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -97,6 +98,9 @@ def _check_memory(tensor: torch.Tensor, op: str) -> None:
             seen=f"{name} {list(tensor.shape)}",
             fix="Pass this rank's part, t.to_local(); or move the tensor with t.redistribute().",
         )
+    with suppress(RuntimeError):  # the error of a storage that stands for none
+        tensor.untyped_storage().data_ptr()
+        return
     inner, _ = tensor.__tensor_flatten__()  # pyright: ignore
     raise UsageError(
         f"the tensor is a {name}, which is made of other tensors and has no memory of its own",

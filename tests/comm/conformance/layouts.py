@@ -221,6 +221,30 @@ class _Scaled(torch.Tensor):
         raise NotImplementedError(f"{func} of scaled tensors")
 
 
+class _Tagged(torch.Tensor):
+    """A tensor that has memory of its own, and tells `torch.compile` of it."""
+
+    plain = property(lambda self: self.as_subclass(torch.Tensor))
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> _Tagged:
+        return torch.Tensor._make_subclass(cls, values)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["plain"], None
+
+
+def case_tensors_that_have_memory_of_their_own_are_taken_whatever_their_type(rank, n):
+    tagged, empty = _Tagged(torch.ones(3)), _Tagged(torch.ones(0))
+    dist.all_reduce(tagged)
+    dist.all_reduce(empty)
+    assert tagged.tolist() == [n] * 3
+    work = dist.broadcast(tagged, 0, async_op=True)
+    assert work is not None
+    work.wait()
+    assert type(tagged) is _Tagged
+
+
 def case_tensors_made_of_others_are_refused_by_their_type(rank, n):
     mesh = init_device_mesh("cpu", (n,))
     divided = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
