@@ -135,3 +135,16 @@ def test_failed_call_keeps_neither_the_lock_nor_the_next_checkpointer_from_savin
         assert sorted(p.name for p in tmp_path.iterdir()) == ["000001-step-1", "000002-step-3"]
     finally:
         gc.enable()
+
+
+def test_group_that_is_made_after_the_checkpointer_saves_together_2_ranks(tmp_path):
+    made = [Checkpointer(tmp_path), Checkpointer(tmp_path)]
+
+    def body(rank):
+        path = made[rank].save(3, values=[7], own=PerRank([rank]))
+        values, own = [0], [-1]
+        step = made[rank].load(values=values, own=PerRank(own))
+        return path.name, step, values, own
+
+    assert run_ranks(2, body) == [("000001-step-3", 3, [7], [0]), ("000001-step-3", 3, [7], [1])]
+    assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == ["000001-step-3"]

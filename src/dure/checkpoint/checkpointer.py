@@ -75,8 +75,8 @@ class Checkpointer:
             job at a time may save there: from its first save on it holds a lock on the folder,
             until this object or the process ends, however that ends. Any job may load.
         keep: How many checkpoints to keep; None: all.
-        process_group: The ranks that save and load together; None: the default group, or this
-            process alone where there is none.
+        process_group: The ranks that save and load together; None: the default group at the time
+            of the call, or this process alone if there is none then.
         sharded: Whether all ranks write, instead of rank 0.
 
     Attributes:
@@ -104,7 +104,13 @@ class Checkpointer:
         self.keep, self.sharded = keep, sharded
         self.refused: dict[str, str] = {}
         self._folder = Folder(Path(folder).absolute(), for_job=True)
-        self._ranks = Ranks(process_group)
+        self._process_group = process_group
+        _ = self._ranks  # refuses what is no group
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The ranks now: the default group may have been made after this object."""
+        return Ranks(self._process_group)
 
     def save(self, step: SupportsIndex, /, **objects: Any) -> Path:
         """Save `objects` as they are after `step`; return where.
