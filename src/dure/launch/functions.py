@@ -25,6 +25,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -45,10 +46,13 @@ from dure.errors import LaunchError, UsageError
 from dure.launch.job import run_job
 from dure.launch.ranks.forking import home_of
 from dure.launch.spec import JobSpec, Line
+from dure.trace.plain_files import read_plain
 
 __all__ = ["spawn"]
 
 _PATH = "PYTHONPATH"
+_GUARD = re.compile(rb"""__name__\s*==\s*["']__main__["']|["']__main__["']\s*==\s*__name__""")
+_MOST_BYTES = 16 << 20  # of a program
 _HARMLESS = ("ZMQ",)  # how names of threads begin that a copy does without
 
 
@@ -77,12 +81,19 @@ def spawn(
     Raises:
         LaunchError: A rank failed. Its traceback is the error's cause, `report` its result; the
             other ranks have been ended.
-        UsageError: `start="fork"` is not safe here (the message says why), or there is no memory
-            for so many ranks.
+        UsageError: `start="fork"` is not safe here (the message says why), there is no memory for
+            so many ranks, or this is a process of multiprocessing that still imports its main
+            module, which would start ranks without end.
         KeyboardInterrupt: Ctrl-C, or "interrupt the kernel"; no rank is left.
 
     Cost: some 50 ms to start for forked ranks; spawned ones start as with `dure run`.
     """
+    if getattr(current_process(), "_inheriting", False):
+        raise UsageError(
+            "this process has not yet imported its main module",
+            seen="multiprocessing imports it in each process that it spawns",
+            fix='Call spawn below `if __name__ == "__main__":`.',
+        )
     why_not = None if start == "spawn" else _why_not_fork()
     if start == "fork" and why_not is not None:
         raise UsageError("this process cannot be forked", seen=why_not, fix='Use start="spawn".')
@@ -144,8 +155,10 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
-        name = str(getattr(obj, "__name__", ""))
-        if reduced is not NotImplemented and vars(sys.modules["__main__"]).get(name) is obj:
+        if reduced is NotImplemented:
+            return reduced
+        name = str(getattr(obj, "__name__", ""))  # of a function, class or module
+        if vars(sys.modules["__main__"]).get(name) is obj:
             self.defined[name] = obj
         return reduced
 
@@ -155,6 +168,8 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], path: list[str]) -> by
     main = sys.modules["__main__"]
     spec: ModuleSpec | None = getattr(main, "__spec__", None)
     place = (getattr(main, "__file__", None), None if spec is None else spec.name)
+    if not _is_guarded(place[0]):
+        place = (None, None)
     needed = (path, sys.argv, env.raw(_PATH), place, _key())
     file = io.BytesIO()
     file.write(pickle.dumps(needed))
@@ -162,6 +177,13 @@ def _pickled(fn: Callable[..., Any], args: Sequence[Any], path: list[str]) -> by
     pickler.dump((fn, tuple(args)))
     pickler.dump(pickler.defined)
     return file.getvalue()
+
+
+def _is_guarded(file: str | None) -> bool:
+    """Tell whether a program can be imported without being run."""
+    with contextlib.suppress(OSError):
+        return file is not None and _GUARD.search(read_plain(file, _MOST_BYTES)) is not None
+    return False
 
 
 def _result(path: Path) -> Any:
@@ -246,7 +268,8 @@ def _stand_in(file: str | None, name: str | None) -> ModuleType:
     """Replace `__main__` by a module for the names of the caller's, and return it.
 
     With its file and name, processes that the rank starts by multiprocessing's "spawn" find the
-    caller's main module as they would find it from there.
+    caller's main module as they would find it from there. They import it, so it has neither if that
+    would run the program again.
     """
     module = ModuleType("__main__")
     if file is not None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +171,94 @@ def test_odd_results(told: dict[str, Any]) -> None:
 
 def test_libraries_threads_forbid_a_fork(told: dict[str, Any]) -> None:
     assert "a library has threads of its own" in told["threads"]
+
+
+DATA = """
+import torch
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, i):
+        return i
+
+def load(data):
+    options = {"num_workers": 1, "multiprocessing_context": "spawn", "timeout": 60}
+    loader = torch.utils.data.DataLoader(data, batch_size=None, **options)
+    return [int(x) for x in loader]
+"""
+
+TOP_LEVEL = """
+import dure, data
+print("run as", __name__, flush=True)
+print(dure.spawn(data.load, 1, (data.Numbers(),), start="spawn"))
+"""
+
+GUARDED = """
+import dure, data
+print("run as", __name__, flush=True)
+class Own(data.Numbers):
+    pass
+def main():
+    print(dure.spawn(data.load, 1, (Own(),), start="spawn"))
+if __name__ == "__main__":
+    main()
+"""
+
+BADLY_GUARDED = GUARDED.replace("if __name__", "main()\nif __name__")
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        (TOP_LEVEL, ["run as __main__", "[[0, 1]]"]),
+        (GUARDED, ["run as __main__", "[0] run as __mp_main__", "[[0, 1]]"]),
+    ],
+)
+def test_program_runs_once_however_ranks_start_their_workers(
+    tmp_path: Path, program: str, printed: list[str]
+) -> None:
+    done = run_program(tmp_path, program)
+    assert (done.stdout.splitlines(), done.returncode) == (printed, 0), done.stderr
+
+
+def test_spawn_in_a_worker_that_still_imports_its_main_module_is_refused(tmp_path: Path) -> None:
+    done = run_program(tmp_path, BADLY_GUARDED)
+    assert done.stdout.count("run as") == 2
+    assert "UsageError" in done.stderr
+    assert "this process has not yet imported its main module" in done.stderr
+
+
+ODD = """
+import dure
+class Settings(dict):
+    __getattr__ = dict.__getitem__
+class Lazy:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+    def __reduce__(self):
+        return Lazy, ()
+def rate(settings, lazy):
+    return settings["rate"]
+print(dure.spawn(rate, 1, (Settings(rate=3), Lazy()), start="spawn"))
+"""
+
+
+def test_arguments_need_not_answer_questions_for_attributes(tmp_path: Path) -> None:
+    done = run_program(tmp_path, ODD)
+    assert done.stdout == "[3]\n", done.stderr
+
+
+def run_program(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
+    (directory / "data.py").write_text(DATA)
+    (directory / "program.py").write_text(program)
+    return subprocess.run(
+        [sys.executable, str(directory / "program.py")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
 
 
 KERNEL = """
