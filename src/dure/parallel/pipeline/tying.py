@@ -170,7 +170,8 @@ def _layout_of(parameter: torch.Tensor) -> str:
     """Return a text that is the same for parameters with the same parts on the same ranks."""
     if not isinstance(parameter, DTensor):
         return ""
-    return f"{parameter.spec.placements} of {parameter.spec.mesh.shape}"
+    ranks = parameter.spec.mesh.mesh
+    return f"{parameter.spec.placements} of {(ranks - ranks.min()).tolist()}"
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -12,7 +12,7 @@ import dure as dist
 import dure.pipelining as pp
 from dure.fsdp import fully_shard
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor, Replicate
+from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import run_ranks
 from tests.parallel.pipeline.ranks.pipeline_models import (
@@ -186,3 +186,31 @@ def test_tied_ends_that_are_cut_over_the_vocabulary_have_one_gradient_4_ranks(
     (alone[tokens] @ alone.t()).square().sum().backward()  # twice the mean of two microbatches
     for found in [g for each in run_ranks(4, rank_main) for g in each]:
         torch.testing.assert_close(found, alone.grad)
+
+
+class _Scaled(nn.Module):
+    """Multiplies by the sum of this rank's part of the weight."""
+
+    def __init__(self, weight: DTensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.to_local().sum()  # pyright: ignore[reportCallIssue]
+
+
+def test_tied_ends_that_are_cut_over_different_axes_of_one_size_have_one_value_8_ranks():
+    def rank_main(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        stage = mesh.get_local_rank("pp")
+        values = torch.arange(4.0) + 10 * stage
+        cut = distribute_tensor(values, mesh["tp" if stage else "dp"], [Shard(0)])
+        part = _Scaled(cut)
+        group, tied = mesh["pp"].get_group(), {"e": "weight"}
+        made = pp.PipelineStage(part, stage, 2, CPU, group=group, tied=tied)
+        schedule = pp.ScheduleGPipe(made, 2, loss_fn=lambda y, _: y.sum())
+        x = torch.ones(4, 1)
+        schedule.step(*([] if stage else [x]), target=x if stage else None)
+        return part.weight.full_tensor().tolist()  # pyright: ignore[reportCallIssue]
+
+    assert run_ranks(8, rank_main) == [[0.0, 1.0, 2.0, 3.0]] * 8
