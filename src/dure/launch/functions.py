@@ -51,6 +51,7 @@ from dure.trace.plain_files import read_plain
 __all__ = ["spawn"]
 
 _PATH = "PYTHONPATH"
+_NEEDED_FIRST = ("cloudpickle", "dure", "numpy", "torch", "typing_extensions")
 _GUARD = re.compile(rb"""__name__\s*==\s*["']__main__["']|["']__main__["']\s*==\s*__name__""")
 _MOST_BYTES = 16 << 20  # of a program
 _HARMLESS = ("ZMQ",)  # how names of threads begin that a copy does without
@@ -110,7 +111,7 @@ def spawn(
             args=(directory,),
             nproc=nproc,
             call=call,
-            env={} if forks else {_PATH: os.pathsep.join(map(os.path.abspath, path))},
+            env={} if forks else {_PATH: os.pathsep.join(_path_to_start(path))},
             preload=("torch",) if torch else (),
             stdin="none",
             on_line=_show,
@@ -144,6 +145,21 @@ def _search_path() -> list[str]:
             known.add(os.path.realpath(home))
             path.append(os.path.abspath(home))
     return path
+
+
+def _path_to_start(path: list[str]) -> list[str]:
+    """Return the part of a path with which a rank gets as far as to set the complete one.
+
+    What the program has put on the path may hide modules that interpreters start with.
+    """
+    modules = (sys.modules.get(name) for name in _NEEDED_FIRST)
+    homes = {os.path.realpath(home_of(module) or "") for module in modules if module is not None}
+    given = (env.raw(_PATH) or "").split(os.pathsep)
+    return [
+        os.path.abspath(entry)
+        for entry in path
+        if os.path.realpath(entry) in homes or entry in given
+    ]
 
 
 class _Pickler(cloudpickle.Pickler):

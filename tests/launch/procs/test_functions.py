@@ -249,6 +249,22 @@ def test_arguments_need_not_answer_questions_for_attributes(tmp_path: Path) -> N
     assert done.stdout == "[3]\n", done.stderr
 
 
+HIDING = """
+import enum, sys, torch, dure
+sys.path.insert(0, sys.path[0] + "/hiding")
+import found_there
+print(dure.spawn(lambda: __import__("found_there").X, 1, start="spawn"))
+"""
+
+
+def test_folder_of_the_caller_may_hide_modules_that_interpreters_start_with(tmp_path: Path) -> None:
+    (tmp_path / "hiding").mkdir()
+    (tmp_path / "hiding" / "enum.py").write_text("raise RuntimeError('not for starting')")
+    (tmp_path / "hiding" / "found_there.py").write_text("X = 7")
+    done = run_program(tmp_path, HIDING)
+    assert done.stdout == "[7]\n", done.stderr
+
+
 def run_program(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
     (directory / "data.py").write_text(DATA)
     (directory / "program.py").write_text(program)
