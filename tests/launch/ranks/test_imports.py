@@ -83,6 +83,24 @@ def test_program_with_an_optimizer_needs_what_optimizers_import(tmp_path: Path, 
     assert "torch._dynamo" in found(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nself.optim.step()",
+        "import torch\nfrom mine import optim\noptim.SGD",
+        "import torch\nos.environ['TORCHDYNAMO_VERBOSE'] = '1'\ntorch.optim.SGD",
+        "import torch\nos.environ.update(found)\ntorch.optim.SGD",
+        "from torch import optim\ndef main():\n    os.putenv('TORCH_LOGS', '+dynamo')",
+    ],
+)
+def test_program_without_one_or_with_variables_for_it_imports_that_itself(
+    tmp_path: Path, text: str
+) -> None:
+    names = found(tmp_path, text)
+    assert "torch" in names
+    assert "torch._dynamo" not in names
+
+
 def test_computed_import_may_be_of_dure(tmp_path: Path) -> None:
     text = "import importlib, sys, torch\nimportlib.import_module(sys.argv[1])"
     assert "dure:init_process_group" in found(tmp_path, text)

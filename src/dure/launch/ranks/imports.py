@@ -35,7 +35,10 @@ _READ_BY_TORCH = (
 """What the names begin with of variables that torch, or a library of its, reads at its import."""
 
 _OF_OPTIMIZERS = "torch._dynamo"
-"""What the first optimizer imports: for 1.3 s, if each rank does it."""
+"""What the first optimizer imports: for 1.3 s, if each rank does it.
+
+At its import it reads variables that begin with TORCH, and a program may set them until then.
+"""
 
 _CORE = {"init_process_group", "destroy_process_group", "all_reduce"}
 
@@ -55,7 +58,7 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
     if not _need_torch(names, first):
         return ()
     torch = sorted(name for name in names if name.startswith("torch."))
-    if "optim" in attributes or any(name.startswith("torch.optim") for name in torch):
+    if _has_early_optimizer(_parsed(file)):
         torch.append(_OF_OPTIMIZERS)
     of_dure = sorted(name for name in names if name.partition(".")[0] == "dure")
     if not of_dure and "import_module" not in attributes:  # a computed import may mean it
@@ -113,6 +116,24 @@ def _variables_set(node: ast.stmt | ast.Call) -> list[str | None]:
         for each in flat
         if isinstance(each, ast.Subscript) and _is_environ(each.value)
     ]
+
+
+def _has_early_optimizer(tree: ast.Module) -> bool:
+    """Tell whether a program uses `torch.optim`, and sets nothing that is read at its import."""
+    used = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            used |= any(f"{alias.name}.".startswith("torch.optim.") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            used |= any(f"{name}.".startswith("torch.optim.") for name in names)
+        elif isinstance(node, ast.Attribute):
+            used |= node.attr == "optim" and getattr(node.value, "id", "") == "torch"
+        if isinstance(node, ast.stmt | ast.Call):
+            for name in _variables_set(node):
+                if name is None or name.startswith("TORCH"):
+                    return False
+    return used
 
 
 def _is_environ(node: ast.expr) -> bool:
