@@ -20,6 +20,9 @@ from dure.plan import Job, configured_model
         ({"num_attention_heads": 7}, "do not divide the width"),
         ({"hidden_size": 16}, "no model has width 16"),
         ({"hidden_size": "abc"}, "hidden_size of .* must be a whole number"),
+        ({"hidden_size": "--5"}, "hidden_size of .* must be a whole number"),
+        ({"hidden_size": "1" * 5000}, "hidden_size of .* must be a whole number"),
+        ({"hidden_size": 1e300}, "hidden_size of .* must be a whole number"),
         ({"hidden_size": [1024]}, "hidden_size of .* must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers of .* must be a whole number"),
         ({"vocab_size": 1000.5}, "vocab_size of .* must be a whole number"),
@@ -41,7 +44,7 @@ def test_configurations_that_are_not_planned_for(config, said, tmp_path):
 def test_whole_numbers_are_read_in_every_spelling(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(
-        '{"hidden_size": 1024.0, "n_layer": "8", "num_attention_heads": 16, "vocab_size": 1e3}'
+        '{"hidden_size": 1024.0, "n_layer": "8", "num_attention_heads": "16.0", "vocab_size": 1e3}'
     )
     model = configured_model(path)
     assert (model.width, model.layers, model.vocabulary) == (1024, 8, 1000)

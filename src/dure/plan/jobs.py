@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log2
@@ -182,13 +183,12 @@ def _object(value: Any, what: str) -> dict[str, Any]:
 
 
 def _whole_number(value: Any, what: str) -> int:
-    if not isinstance(value, int | str | float) or isinstance(value, bool):
-        number = None
-    else:
-        number = int(value) if str(value).removesuffix(".0").lstrip("-").isdecimal() else None
-    if number is None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    text = str(value).removesuffix(".0") if isinstance(value, str | float) else ""
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
         raise UsageError(f"{what} must be a whole number", op=_OP, seen=_shown(value))
-    return number
+    return int(text)
 
 
 def _shown(value: Any) -> str:
