@@ -35,10 +35,7 @@ _READ_BY_TORCH = (
 """What the names begin with of variables that torch, or a library of its, reads at its import."""
 
 _OF_OPTIMIZERS = "torch._dynamo"
-"""What the first optimizer imports: for 1.3 s, if each rank does it.
-
-At its import it reads variables that begin with TORCH, and a program may set them until then.
-"""
+"""What the first optimizer imports: for 1.3 s, if each rank does it."""
 
 _CORE = {"init_process_group", "destroy_process_group", "all_reduce"}
 
@@ -57,8 +54,11 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
     names, attributes = _read(file, package)
     if not _need_torch(names, first):
         return ()
+    tree = _parsed(file)
     torch = sorted(name for name in names if name.startswith("torch."))
-    if _has_early_optimizer(_parsed(file)):
+    if _sets_variables_for_torch(tree):
+        torch = []
+    elif _uses_optimizers(tree):
         torch.append(_OF_OPTIMIZERS)
     of_dure = sorted(name for name in names if name.partition(".")[0] == "dure")
     if not of_dure and "import_module" not in attributes:  # a computed import may mean it
@@ -118,22 +118,29 @@ def _variables_set(node: ast.stmt | ast.Call) -> list[str | None]:
     ]
 
 
-def _has_early_optimizer(tree: ast.Module) -> bool:
-    """Tell whether a program uses `torch.optim`, and sets nothing that is read at its import."""
-    used = False
+def _sets_variables_for_torch(tree: ast.Module) -> bool:
+    """Tell whether a program sets variables that a module of torch may read at its import."""
+    return any(
+        name is None or name.startswith("TORCH")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt | ast.Call)
+        for name in _variables_set(node)
+    )
+
+
+def _uses_optimizers(tree: ast.Module) -> bool:
+    """Tell whether a program imports `torch.optim`, or names it."""
     for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            used |= any(f"{alias.name}.".startswith("torch.optim.") for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            used |= any(f"{name}.".startswith("torch.optim.") for name in names)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            used |= node.attr == "optim" and getattr(node.value, "id", "") == "torch"
-        if isinstance(node, ast.stmt | ast.Call):
-            for name in _variables_set(node):
-                if name is None or name.startswith("TORCH"):
-                    return False
-    return used
+            names = [f"{getattr(node.value, 'id', '')}.{node.attr}"]
+        if any(f"{name}.".startswith("torch.optim.") for name in names):
+            return True
+    return False
 
 
 def _is_environ(node: ast.expr) -> bool:
