@@ -25,15 +25,17 @@ class NotAFile(OSError):
     """There is something of that name, and it is not a regular file."""
 
 
-def open_plain(path: str | os.PathLike[str], *, follow: bool = True) -> int:
+def open_plain(path: str | os.PathLike[str], *, follow: bool = True, pipe: bool = False) -> int:
     """Return a descriptor to read a regular file with; a link is followed if `follow`.
+
+    With `pipe` it may be a pipe, too. One that nobody writes into at this time has no bytes.
 
     Raises:
         NotAFile: It is a pipe, a folder, a socket, a device, or a link that is not followed.
         OSError: It does not exist, or may not be read.
     """
     kind = os.stat(path, follow_symlinks=follow).st_mode
-    if not stat.S_ISREG(kind):
+    if not _may_be_read(kind, pipe):
         raise NotAFile(errno.EINVAL, f"is not a regular file but {_named(kind)}", os.fspath(path))
     try:
         descriptor = os.open(path, _OPEN | (0 if follow else os.O_NOFOLLOW))
@@ -44,12 +46,18 @@ def open_plain(path: str | os.PathLike[str], *, follow: bool = True) -> int:
             ) from None
         raise
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not _may_be_read(os.fstat(descriptor).st_mode, pipe):
             raise NotAFile(errno.EINVAL, "is not a regular file", os.fspath(path))
+        if pipe:
+            os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _may_be_read(kind: int, pipe: bool) -> bool:
+    return stat.S_ISREG(kind) or (pipe and stat.S_ISFIFO(kind))
 
 
 def _named(kind: int) -> str:
@@ -62,15 +70,17 @@ def _named(kind: int) -> str:
     return next((name for test, name in kinds if test(kind)), "a device")
 
 
-def read_plain(path: str | os.PathLike[str], most_bytes: int, *, follow: bool = True) -> bytes:
-    """Return the bytes of a regular file.
+def read_plain(
+    path: str | os.PathLike[str], most_bytes: int, *, follow: bool = True, pipe: bool = False
+) -> bytes:
+    """Return the bytes of a regular file, or with `pipe` those of a pipe until it ends.
 
     Raises:
         OSError: As `open_plain`; or the file is larger than `most_bytes`.
     """
     parts: list[bytes] = []
     left = most_bytes + 1
-    with os.fdopen(open_plain(path, follow=follow), "rb") as file:
+    with os.fdopen(open_plain(path, follow=follow, pipe=pipe), "rb") as file:
         while left and (part := file.read(min(left, _PART_BYTES))):
             parts.append(part)
             left -= len(part)

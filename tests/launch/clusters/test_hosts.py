@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,26 @@ def test_hostfile_of_any_mpi(tmp_path):
     )
     found = [("a", 2), ("b", 3), ("node1", 4), ("node2", 4), ("c", None)]
     assert pairs(read_hostfile(path)) == found
+
+
+def test_hostfile_may_be_a_pipe_of_a_command():
+    command = ["bash", "-c", "sleep 0.2; printf 'a\\nb slots=2\\n'"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as listing:
+        assert listing.stdout is not None
+        path = Path(f"/dev/fd/{listing.stdout.fileno()}")
+        assert pairs(read_hostfile(path)) == [("a", None), ("b", 2)]
+
+
+def test_hostfile_without_an_end_is_refused(monkeypatch):
+    monkeypatch.setattr(hosts_module, "_MOST_BYTES", 1 << 20)
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+        assert endless.stdout is not None
+        path = Path(f"/dev/fd/{endless.stdout.fileno()}")
+        with pytest.raises(UsageError, match="is larger than 1 MiB"):
+            read_hostfile(path)
+        endless.kill()
+    with pytest.raises(UsageError, match="is not a regular file but a device"):
+        read_hostfile(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize("text", ["a slots=x", "a what", "# nothing", "a slots=0"])

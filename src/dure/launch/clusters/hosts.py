@@ -68,13 +68,13 @@ def read_hosts(text: str) -> tuple[Slots, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Slots, ...]:
-    """Return the hosts of a hostfile.
+    """Return the hosts of a hostfile, which may be a pipe: `--hostfile <(scontrol show hostnames)`.
 
     Raises:
         UsageError: The file cannot be read or understood, or ClusterShell is missing.
     """
     try:
-        lines = read_plain(path, _MOST_BYTES).decode().splitlines()
+        lines = read_plain(path, _MOST_BYTES, pipe=True).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("the hostfile cannot be read", seen=f"{path}: {error}") from None
     found: list[Slots] = []
