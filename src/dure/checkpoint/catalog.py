@@ -243,7 +243,7 @@ def _read(folder: Path) -> Catalog:
         digest, _, body = read_file(folder / NAME).partition(b"\n")
     except FileNotFoundError:
         check_link(folder)
-        raise Unreadable(f"there is no {NAME}: it was never finished") from None
+        raise Unreadable(_why_none(folder)) from None
     except NotAFile as e:
         raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
     if digest != _digest(body):
@@ -252,6 +252,18 @@ def _read(folder: Path) -> Catalog:
         return _catalog(cast(dict[str, Any], parse_json(body)))
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:
         raise Unreadable(f"{NAME} has another form: {type(e).__name__}: {e}") from None
+
+
+def _why_none(folder: Path) -> str:
+    """Return why there is no manifest in a folder."""
+    if not folder.exists():
+        return "there is no such folder"
+    inner = sorted(path.parent.name for path in folder.glob(f"*/{NAME}"))
+    if inner:
+        return f"the folder has checkpoints in it: name one of them, such as {folder / inner[-1]}"
+    if not any(folder.iterdir()):
+        return "the folder is empty"
+    return f"there is no {NAME}: the folder is not a checkpoint, or was never finished"
 
 
 def _digest(body: bytes) -> bytes:

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from dure.checkpoint import (
+    Checkpointer,
     CheckpointException,
     load,
 )
+from dure.checkpoint.catalog import catalog_of
+from dure.errors import CheckpointDamaged
 from dure.tensor import (
     Replicate,
     Shard,
@@ -59,3 +62,20 @@ def test_a_manifest_that_lies_is_refused(tmp_path, lie):
     _lies(tmp_path, LIES[lie])
     with pytest.raises(CheckpointException, match=str(tmp_path)):
         load({"w": torch.zeros(4, 2)}, checkpoint_id=tmp_path)
+
+
+def test_folders_that_are_no_checkpoints_say_what_they_are(tmp_path):
+    def seen(folder):
+        with pytest.raises(CheckpointDamaged) as caught:
+            catalog_of(folder)
+        return str(caught.value)
+
+    assert "there is no such folder" in seen(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "the folder is empty" in seen(tmp_path / "empty")
+    Checkpointer(tmp_path / "run").save(3, values=[1])
+    assert "name one of them, such as" in (text := seen(tmp_path / "run"))
+    assert "run/000001-step-3" in text
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").touch()
+    assert "not a checkpoint, or was never finished" in seen(tmp_path / "other")

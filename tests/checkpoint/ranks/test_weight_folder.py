@@ -192,7 +192,7 @@ def test_what_a_folder_of_weights_does_not_take(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(dure.UsageError, match="FileSystemWriter"):
         async_save({}, storage_writer=writer)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(CheckpointError, match="no manifest"):
+    with pytest.raises(CheckpointError, match="the folder is empty"):
         FileSystemReader(tmp_path).read_metadata()
 
 
