@@ -86,14 +86,14 @@ class Map:
     ) -> torch.Tensor:
         """Return memory for a result: contiguous, of the dtype and on the device of `like`.
 
-        Large ones lie in the symmetric heap where ranks of the group share memory: this
-        collective, and the next one of the result, need no copy through staging.
+        Large ones lie in the symmetric heap, if they fit, where ranks of the group share memory:
+        this collective, and the next one of the result, need no copy through staging.
         """
         if shape is None:
             shape = like.shape
         large = math.prod(shape) * like.itemsize >= _LARGE_BYTES and like.is_cpu
         if large and len(self.group.hosts) < self.group.size():
-            return heap_empty(*shape, dtype=like.dtype, zeroed=zero, copied=True)
+            return heap_empty(*shape, dtype=like.dtype, zeroed=zero, copied=True, must=False)
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=like.dtype, device=like.device)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import warnings
 import weakref
 from typing import TYPE_CHECKING
@@ -56,7 +57,11 @@ def tensor_of(memory: HeapMemory, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def heap_empty(
-    *shape: int, dtype: torch.dtype = torch.float32, zeroed: bool = False, copied: bool = False
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    zeroed: bool = False,
+    copied: bool = False,
+    must: bool = True,
 ) -> torch.Tensor:
     """Allocate a tensor in this process's symmetric heap; no other rank need call.
 
@@ -70,18 +75,20 @@ def heap_empty(
         zeroed: Whether it is filled with zeros.
         copied: Whether forked children get a copy of its own, as of ordinary memory; see the note
             "Forked children" (csrc/core/forking.h). Otherwise they see what is written to it later.
+        must: Whether it must lie in the heap; else it is an ordinary tensor where it does not fit.
 
     Cost:
         Whole pages. Some 2 us where freed memory of the heap fits; else 0.2 to 0.3 us for each
         page of 4 KiB, which the system gives and clears.
 
     Raises:
-        CommError: The host has no memory left, even after what the heap had kept was given back.
+        CommError: It does not fit, even after what the heap had kept was given back.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    if not _HAS_HEAP or nbytes == 0:
+    in_heap = _HAS_HEAP and nbytes > 0
+    memory = native.heap_allocate(nbytes, zeroed, copied) if in_heap else None
+    if memory is None and not (in_heap and must):
         return (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device="cpu")
-    memory = native.heap_allocate(nbytes, zeroed, copied)
     if memory is None:
         used, kept, pieces = native.heap_usage()
         raise CommError(
@@ -89,9 +96,22 @@ def heap_empty(
             op="shared_empty",
             seen=f"{nbytes:,} bytes were asked for; the symmetric heap holds {used:,} bytes in "
             f"{pieces} tensors, and keeps {kept:,} bytes for new ones",
-            fix="Free memory, or raise the limit of the container.",
+            fix=f"{limits_of_heap()} Free memory, or raise the limit of the container.".lstrip(),
         )
     return tensor_of(memory, shape, dtype)
+
+
+def limits_of_heap() -> str:
+    """Say which limits of this process keep its heap small, in a sentence; "" if none."""
+    limits = [
+        f"{resource.getrlimit(kind)[0]:,} bytes of {what} (`ulimit -{letter}`)"
+        for kind, what, letter in (
+            (resource.RLIMIT_FSIZE, "a file", "f"),
+            (resource.RLIMIT_AS, "address space", "v"),
+        )
+        if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY
+    ]
+    return f"Raise the limit of {' or '.join(limits)}: the heap has less." if limits else ""
 
 
 def heap_address(tensor: torch.Tensor) -> HeapAddress | None:
@@ -134,8 +154,9 @@ def shared_empty(
     """Allocate a zeroed tensor that the ranks of a host reduce where it lies, without staging.
 
     Each rank gets a tensor of its own, in its symmetric heap; collectives of any group of ranks
-    of this host take it without copies. Where the backend has no shared memory, it is an ordinary
-    tensor, and everything still works. Other ranks need not call, and may free in another order.
+    of this host take it without copies. Where the backend has no shared memory, or the heap no room
+    (`ulimit -f` and `-v` limit it), it is an ordinary tensor, and everything still works. Other
+    ranks need not call, and may free in another order.
 
     Args:
         *shape: Of the tensor.
@@ -144,9 +165,6 @@ def shared_empty(
 
     Cost:
         That of `heap_empty`; the memory is the tensor, on each rank that calls.
-
-    Raises:
-        CommError: The host has no memory left.
     """
     return shown_to_children(own_empty(*shape, dtype=dtype, group=group))
 

@@ -73,7 +73,7 @@ class SharedByHost(Shared):
         """Begin to gather the rows of other hosts, once a step."""
         if self._is_gathered or self._begun is not None:
             return None
-        gathered = heap_empty(self._far.size(), sum(self._rooms), dtype=torch.uint8)
+        gathered = heap_empty(self._far.size(), sum(self._rooms), dtype=torch.uint8, must=False)
         flat = gathered[self._far.rank()]
         for shard, there in zip(self._read.shards, flat.split(self._rooms), strict=True):
             there[: shard.nbytes].copy_(shard.detach().view(-1).view(torch.uint8))

@@ -159,7 +159,7 @@ class Reduction:
             room = self.reduce_scatter.allocate((rows * columns,), dtype=dtype, device=device)
             return room.view(rows, columns)
         if device.type == "cpu":
-            return heap_empty(rows, columns, dtype=dtype)
+            return heap_empty(rows, columns, dtype=dtype, must=False)
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
 

@@ -24,11 +24,11 @@ from dure.comm.backends.shm.copying import CopyPlan
 from dure.comm.backends.shm.flight import EngineFlight
 from dure.comm.call import KIND_CODES, Call
 from dure.comm.codes import dtype_code
-from dure.comm.memory import heap_empty, tensor_of
+from dure.comm.memory import heap_empty, limits_of_heap, tensor_of
 from dure.errors import DureError
 from dure.native import Channel, Group, HeapMemory, Outcome
 from dure.native import Request as EngineRequest
-from dure.native.status import error_of
+from dure.native.status import Status, error_of
 from dure.trace import flight
 
 __all__ = ["ShmBackend"]
@@ -175,10 +175,13 @@ class ShmBackend:
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor:
         """See `Backend.allocate`; what is not node-shared, this rank allocates alone."""
         if not node_shared:
-            return heap_empty(nbytes, dtype=torch.uint8, zeroed=True)
+            return heap_empty(nbytes, dtype=torch.uint8, zeroed=True, must=False)
         made = self.group.host_shared_empty(nbytes)
         if not isinstance(made, HeapMemory):
-            raise self.error(made)
+            error = self.error(made)
+            if made.status == Status.NO_MEMORY and (limits := limits_of_heap()):
+                error.advise(limits)
+            raise error
         return tensor_of(made, (nbytes,), torch.uint8)
 
     def leave_unrecorded(self) -> None:

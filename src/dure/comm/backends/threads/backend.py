@@ -121,7 +121,7 @@ class ThreadBackend:
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
         """See `Backend.allocate`: threads share all memory; one node's is that of rank 0."""
-        memory = heap_empty(nbytes, dtype=torch.uint8, zeroed=True)
+        memory = heap_empty(nbytes, dtype=torch.uint8, zeroed=True, must=False)
         if node_shared:
             self.run(Call(op="host_shared_empty", outputs=(memory,)), False)
         return memory
