@@ -352,13 +352,16 @@ class _Weights:
         Raises:
             CheckpointNotWritten: This rank does not see the files that rank 0 made.
             OSError: The disk is full, or a file cannot be written.
+            RuntimeError: There is not enough memory for the exchange.
         """
         targets = self._targets()
         for path in {target.path for each in targets.values() for target in each}:
             if not path.exists():
                 rank = self._ranks.rank
                 raise not_shared(self._folder, f"rank {rank} does not see what rank 0 made there")
-        return self._writer.write(targets)
+        written = self._writer.write(targets)
+        self._writer.reserve(targets)
+        return written
 
     def _targets(self) -> dict[str, list[Target]]:
         places = self.files.tensors()

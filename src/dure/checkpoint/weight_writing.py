@@ -11,8 +11,9 @@ separately. So ranks exchange tensors that are divided into runs shorter than `M
    blocks of its own, and writes them.
 
 All ranks compute the same steps. A rank that fails takes part in the remaining ones, since others
-wait for it. For n ranks, memory is three portions per rank if all have the same share of each, and
-n + 2 if one rank has everything. So portions are smaller if there are many ranks.
+wait for it; so memory for what a step sends and receives is allocated before the first one. For n
+ranks, memory is three portions per rank if all have the same share of each, and n + 2 if one rank
+has everything. So portions are smaller if there are many ranks.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ PORTION_BYTES = 16 << 20
 _STEP_BYTES = 64 << 20
 """The most that a rank sends in a step."""
 _MOST_OPEN = 64
+_ALIGNMENT = 64
 
 Sums = dict[str, dict[Box, int]]
 """CRC-32C of slices, by tensor."""
@@ -52,6 +54,17 @@ class Target(NamedTuple):
 
     path: Path
     begin: int
+
+
+class _Step(NamedTuple):
+    """One exchange, as one rank sees it."""
+
+    portions: list[list[Slice]]
+    """The portion that each rank writes."""
+    sent: list[int]
+    """Bytes that this rank sends to each."""
+    received: list[int]
+    """Bytes that this rank receives from each."""
 
 
 @contextmanager
@@ -82,17 +95,18 @@ class WeightWriter:
         ranks: Ranks,
     ) -> None:
         self._kinds, self._memory, self._ranks = kinds, memory, ranks
-        self._held: dict[str, list[tuple[int, Box]]] = {name: [] for name in kinds}
-        """The slices of all ranks, by tensor."""
+        self._held: dict[str, dict[int, list[Box]]] = {name: {} for name in kinds}
+        """The slices of all ranks, by tensor and rank."""
         for rank, slices in enumerate(parts):
             for part in slices:
-                self._held[part.name].append((rank, part.box))
+                self._held[part.name].setdefault(rank, []).append(part.box)
         self.boxes: dict[str, list[Box]] = {}
         """The slices that have checksums, by tensor. Each is a run."""
         self.exchanged: list[str] = []
         """Tensors that ranks exchange."""
         for name, kind in kinds.items():
-            boxes, whole = [box for _, box in self._held[name]], whole_box(kind.shape)
+            whole = whole_box(kind.shape)
+            boxes = [box for own in self._held[name].values() for box in own]
             if any(_has_short_runs(box, kind) for box in boxes):
                 self.exchanged.append(name)
             else:
@@ -103,6 +117,8 @@ class WeightWriter:
         for name, whole in wholes.items():
             itemsize = kinds[name].torch_dtype.itemsize
             self.boxes[name] = list(_runs(whole, whole, self._most // itemsize))
+        self._steps: list[_Step] = []
+        self._outgoing = self._incoming = torch.empty(0, dtype=torch.uint8)
 
     def write(self, targets: Mapping[str, list[Target]]) -> Sums:
         """Write and flush the runs that this rank has; return their checksums.
@@ -112,15 +128,36 @@ class WeightWriter:
         """
         return self._write(self._own_runs(targets), targets)
 
+    def reserve(self, targets: Mapping[str, list[Target]]) -> None:
+        """Compute the steps of `exchange`, and allocate what a step sends and receives.
+
+        Raises:
+            RuntimeError: There is not enough memory.
+        """
+        rank, size = self._ranks.rank, self._ranks.size
+        portions = self._portions(targets)
+        for begin in range(0, len(portions), size):
+            step = portions[begin : begin + size]
+            step += [[] for _ in range(size - len(step))]
+            sent = [0 if w == rank else self._count(step[w], rank) for w in range(size)]
+            received = [0 if r == rank else self._count(step[rank], r) for r in range(size)]
+            self._steps.append(_Step(step, sent, received))
+        outgoing = max((_room(step.sent) for step in self._steps), default=0)
+        incoming = max((_room(step.received) for step in self._steps), default=0)
+        self._outgoing = torch.empty(outgoing, dtype=torch.uint8)
+        self._incoming = torch.empty(incoming, dtype=torch.uint8)
+
     def exchange(self, targets: Mapping[str, list[Target]]) -> Sums:
         """Exchange the other tensors, write and flush this rank's blocks; return their checksums.
+
+        All ranks must have called `reserve` without an error.
 
         Raises:
             OSError: As `write`.
 
         Collective: all of the ranks.
         """
-        blocks = self._own_blocks(targets)
+        blocks = self._own_blocks()
         try:
             return self._write(blocks, targets)
         except Exception:
@@ -152,38 +189,33 @@ class WeightWriter:
         self, targets: Mapping[str, list[Target]]
     ) -> Iterator[tuple[Slice, torch.Tensor]]:
         rank = self._ranks.rank
-        mine = {name for name, held in self._held.items() if rank in {r for r, _ in held}}
+        mine = {name for name, held in self._held.items() if rank in held}
         for name in sorted(mine.difference(self.exchanged), key=targets.__getitem__):
-            for box in sorted(box for r, box in self._held[name] if r == rank):
+            for box in sorted(self._held[name][rank]):
                 memory = self._memory(Slice(name, box))
                 for run in _runs(box, whole_box(self._kinds[name].shape)):
                     yield Slice(name, run), memory[run.within(box)]
 
-    def _own_blocks(
-        self, targets: Mapping[str, list[Target]]
-    ) -> Iterator[tuple[Slice, torch.Tensor]]:
+    def _own_blocks(self) -> Iterator[tuple[Slice, torch.Tensor]]:
         """Yield this rank's blocks. Each portion is a step that all ranks take.
 
         Raises:
             Exception: At the end, if this rank could not send or assemble something.
         """
         rank, size, failed = self._ranks.rank, self._ranks.size, None
-        portions = self._portions(targets)
-        for begin in range(0, len(portions), size):
-            step = portions[begin : begin + size]
-            step += [[] for _ in range(size - len(step))]
-            sent = [self._empty([] if w == rank else step[w], rank) for w in range(size)]
-            received = [self._empty([] if r == rank else step[rank], r) for r in range(size)]
+        for step in self._steps:
+            sent = _divided(self._outgoing, step.sent)
+            received = _divided(self._incoming, step.received)
             try:
-                for writer, portion in enumerate(step):
-                    if len(sent[writer]):
-                        sent[writer] = self._sent(portion)
+                for portion, memory in zip(step.portions, sent, strict=True):
+                    if len(memory):
+                        self._fill(memory, portion)
             except Exception as e:
                 failed = e
             if size > 1:
                 all_to_all(received, sent, self._ranks.group)
             begins = [0] * size
-            for block in step[rank]:
+            for block in step.portions[rank]:
                 if failed is None:
                     try:
                         block_memory = self._assembled(block, received, begins)
@@ -211,32 +243,30 @@ class WeightWriter:
                 filled += num_bytes
         return portions
 
-    def _pieces(self, block: Slice) -> Iterator[tuple[int, Box, Box]]:
-        """Yield what ranks have of a block: the rank, its slice, and what both have."""
-        for rank, box in self._held[block.name]:
+    def _pieces(self, block: Slice, rank: int) -> Iterator[tuple[Box, Box]]:
+        """Yield what a rank has of a block: its slice, and what both have."""
+        for box in self._held[block.name].get(rank, ()):
             both = box.meet(block.box)
             if both is not None:
-                yield rank, box, both
+                yield box, both
 
-    def _empty(self, portion: list[Slice], rank: int) -> torch.Tensor:
-        """Return memory for what a rank has of a portion."""
-        count = sum(
+    def _count(self, portion: list[Slice], rank: int) -> int:
+        """Return the bytes that a rank has of a portion."""
+        return sum(
             self._kinds[block.name].num_bytes(both)
             for block in portion
-            for r, _, both in self._pieces(block)
-            if r == rank
+            for _, both in self._pieces(block, rank)
         )
-        return torch.empty(count, dtype=torch.uint8)
 
-    def _sent(self, portion: list[Slice]) -> torch.Tensor:
-        """Return this rank's elements of a portion, as bytes."""
-        found = [
-            as_bytes(self._memory(Slice(block.name, box))[both.within(box)].cpu().contiguous())
-            for block in portion
-            for rank, box, both in self._pieces(block)
-            if rank == self._ranks.rank
-        ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+    def _fill(self, memory: torch.Tensor, portion: list[Slice]) -> None:
+        """Copy this rank's elements of a portion, as bytes."""
+        at = 0
+        for block in portion:
+            for box, both in self._pieces(block, self._ranks.rank):
+                part = self._memory(Slice(block.name, box))[both.within(box)]
+                data = as_bytes(part.cpu().contiguous())
+                memory[at : at + len(data)] = data
+                at += len(data)
 
     def _assembled(
         self, block: Slice, received: list[torch.Tensor], begins: list[int]
@@ -250,14 +280,15 @@ class WeightWriter:
         """
         dtype = self._kinds[block.name].torch_dtype
         block_memory = torch.empty(block.box.sizes, dtype=dtype)
-        for rank, box, both in self._pieces(block):
-            if rank == self._ranks.rank:
-                piece = self._memory(Slice(block.name, box))[both.within(box)]
-            else:
-                begin, count = begins[rank], both.num_elements * dtype.itemsize
-                piece = received[rank][begin : begin + count].view(dtype).view(both.sizes)
-                begins[rank] += count
-            block_memory[both.within(block.box)] = piece
+        for rank in self._held[block.name]:
+            for box, both in self._pieces(block, rank):
+                if rank == self._ranks.rank:
+                    piece = self._memory(Slice(block.name, box))[both.within(box)]
+                else:
+                    begin, count = begins[rank], both.num_elements * dtype.itemsize
+                    piece = received[rank][begin : begin + count].view(dtype).view(both.sizes)
+                    begins[rank] += count
+                block_memory[both.within(block.box)] = piece
         return block_memory
 
 
@@ -288,6 +319,22 @@ class _Outputs:
         """Flush all open files; OSError if that fails."""
         for descriptor in self._open.values():
             os.fsync(descriptor)
+
+
+def _aligned(count: int) -> int:
+    """Return at least `count` bytes, so that elements after them are aligned."""
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
+def _room(counts: Sequence[int]) -> int:
+    """Return the bytes that `_divided` needs."""
+    return sum(_aligned(count) for count in counts)
+
+
+def _divided(memory: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Return parts of memory that have these many bytes; each is aligned."""
+    ends = itertools.accumulate(map(_aligned, counts), initial=0)
+    return [memory[at : at + count] for at, count in zip(ends, counts, strict=False)]
 
 
 def _first_divided(box: Box, within: Box) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from dure.checkpoint import (
     save,
     weight_writing,
 )
+from dure.checkpoint.agreement import Ranks
+from dure.checkpoint.slice_files import Kind, Slice
+from dure.checkpoint.slices import Box
 from dure.checkpoint.weight_folder import SINGLE
+from dure.checkpoint.weight_writing import Target, WeightWriter
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
 from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
@@ -146,3 +151,39 @@ def test_failure_between_exchanges_fails_on_all_ranks(tmp_path, tiny, monkeypatc
     run_ranks(3, body)
     assert list(tmp_path.iterdir()) == []
     assert len(calls) >= 2
+
+
+def test_rank_without_memory_for_the_exchange_fails_all(tmp_path, tiny, monkeypatch):
+    def empty(*args, **options):
+        if options.get("dtype") == torch.uint8 and args != (0,) and dure.get_rank() == 1:
+            raise MemoryError
+        return torch.empty(*args, **options)
+
+    def body(rank):
+        state = _distributed("ae")
+        with pytest.raises(CheckpointException) as caught:
+            save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
+        assert list(caught.value.failures) == [1]
+        assert "MemoryError" in str(caught.value.failures[1][0])
+
+    stand_in = SimpleNamespace(**{**vars(torch), "empty": empty})
+    monkeypatch.setattr(weight_writing, "torch", stand_in)
+    run_ranks(3, body)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_rank_looks_at_its_own_slices_and_at_those_of_its_blocks(tmp_path, tiny, monkeypatch):
+    """The steps are computed in a time that does not grow with the square of the ranks."""
+    meets, plain = [], Box.meet
+
+    def meet(self, other):
+        meets.append(other)
+        return plain(self, other)
+
+    ranks = Ranks(None, alone=True)
+    ranks.size = 40
+    parts = [[Slice("w", Box((0, r), (80, 1)))] for r in range(40)]
+    writer = WeightWriter({"w": Kind("F32", (80, 40))}, parts, lambda _: torch.empty(0), ranks)
+    monkeypatch.setattr(Box, "meet", meet)
+    writer.reserve({"w": [Target(tmp_path, 0)]})
+    assert 0 < len(meets) <= 3 * len(writer.boxes["w"])
