@@ -281,7 +281,7 @@ class _AtEnd:
 def at_end_else(ended: Callable[[], None], failed: Callable[[], None]) -> None:
     """Have `ended` called when the running backward ends, or `failed` when it has raised.
 
-    `failed` is called by a destructor, so it only makes a note.
+    `failed` is called by a destructor: it must not raise or wait, nor communicate.
     """
     at_end(_AtEndElse(ended, failed))
 

@@ -68,7 +68,8 @@ class Turns:
             group.rank(),
             [r for r in range(group.size()) if r != group.rank()],
         )
-        self._reading = self._awaiting = self._writes_in_step = False
+        self._reading = self._writes_in_step = False
+        self._awaited: list[int] = []  # peers that may read on since this rank has left
 
     def enter(self) -> None:
         """Wait until all ranks are here, and have written what they wrote."""
@@ -83,7 +84,7 @@ class Turns:
     def leave(self, together: bool) -> None:
         """Tell all that this rank reads no more; with `together`, wait until nobody does."""
         if self._reading:
-            self._reading, self._awaiting = False, True
+            self._reading, self._awaited = False, [*self._peers]
             for peer in self._peers:
                 self._signals.put_signal(peer)
         if together:
@@ -131,10 +132,9 @@ class Turns:
             error.add_note(note)
 
     def _await_readers(self) -> None:
-        if self._awaiting:
-            self._awaiting = False
-            for peer in self._peers:
-                self._signals.wait_signal(peer)
+        while self._awaited:  # also those of a wait that was interrupted
+            self._signals.wait_signal(self._awaited[-1])
+            self._awaited.pop()
 
 
 class TurnsOfModel:

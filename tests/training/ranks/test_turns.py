@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dure
+from dure.comm.signals import Signals
 from dure.comm.world import resolve
 from dure.testing import CommRecorder, run_ranks
 from dure.training.turns import Turns, prepare
@@ -49,3 +50,31 @@ def test_turns_of_another_model_are_made_without_messages() -> None:
         return recorder.ops
 
     assert run_ranks(2, body) == [[], []]
+
+
+def test_a_wait_for_readers_that_was_interrupted_is_taken_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a later wait would take the signals that this one has left."""
+    taken: list[int] = []
+    wait = Signals.wait_signal
+
+    def interrupting(self: Signals, src_rank: int) -> None:
+        if self.rank == 0 and len(taken) == 1:
+            taken.append(-1)
+            raise KeyboardInterrupt
+        wait(self, src_rank)
+        if self.rank == 0:
+            taken.append(src_rank)
+
+    def body(rank: int) -> None:
+        turns = Turns(resolve(None, "test"))
+        turns.enter()
+        if rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                turns.leave(together=True)
+        turns.leave(together=True)
+
+    monkeypatch.setattr(Signals, "wait_signal", interrupting)
+    run_ranks(3, body)
+    assert sorted(taken) == [-1, 1, 2]

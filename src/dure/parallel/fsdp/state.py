@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -48,7 +48,7 @@ from torch import nn
 
 from dure.comm.call import NOTHING, about, subject_of
 from dure.comm.untraced import untraced
-from dure.errors import Desync, ModuleError, PeerLost, UsageError
+from dure.errors import Desync, DureError, ModuleError, PeerLost, UsageError
 from dure.parallel.fsdp.backward import Backward
 from dure.parallel.fsdp.group import ParameterGroup, deliver
 from dure.parallel.fsdp.order import Order
@@ -227,6 +227,8 @@ class Tree:
         if self.entry is not module:
             return
         assert self._forward is not None
+        if self._backward is not None and self._backward.has_failed:  # which this forward called
+            self._forget_backward()
         self.entry = None
         for each in self.states:
             if each.to_run:  # of a list of modules, forward has called some
@@ -276,7 +278,10 @@ class Tree:
     def _running_backward(self) -> Backward | None:
         """Return the backward that has begun; what another has left that raised is dropped."""
         if self._backward is not None and self._backward.has_failed:
-            self.forget()
+            if self.entry is None:
+                self.forget()
+            else:
+                self._forget_backward()
         return self._backward
 
     def _follow_autograd(self, entry: nn.Module) -> tuple[Backward, list[FSDPParameter]]:
@@ -290,8 +295,13 @@ class Tree:
         return backward, written
 
     def _fail(self, backward: Backward) -> None:
-        """Note that a backward has raised; let modules have the shards, for their `zero_grad`."""
+        """Note that a backward has raised; let modules have the shards, for their `zero_grad`.
+
+        Not within a forward, which may catch the error and go on.
+        """
         backward.has_failed = True
+        if self.entry is not None:
+            return
         for state in self.states:
             if not state.running:
                 for parameter in state.parameters:
@@ -442,18 +452,27 @@ class Tree:
 
     def forget(self) -> None:
         """End a step that failed: reshard all, and drop its gradients."""
-        self.entry, self._forward, self._backward = None, None, None
+        self.entry, self._forward = None, None
         self.keeps_unsharded = False
-        self._reducing.clear()
         self.clock.forget()
+        self._forget_backward()
         for state in self.states:
-            state.in_backward = state.waits_for_backward = False
+            state.waits_for_backward = False
             state.running = 0
             state.to_run.clear()
         for group in self.groups:
-            group.forget()
-            group.reshard()
+            with suppress(ModuleError):  # a write: what has raised is told
+                group.reshard()
         self.turns.leave(together=False)
+
+    def _forget_backward(self) -> None:
+        """Drop a backward that failed, and its gradients."""
+        self._backward = None
+        self._reducing.clear()
+        for state in self.states:
+            state.in_backward = False
+        for group in self.groups:
+            group.forget()
 
 
 class FSDPState:
@@ -664,9 +683,10 @@ class FSDPState:
         return trained or any(t.requires_grad for t in tensors_of(inputs))
 
     def forward_raised(self) -> None:
-        """A forward of one of the modules was left by an exception."""
+        """A forward of one of the modules was left by an exception, which is the one to be told."""
         if self.tree is not None and not autograd_hooks.in_backward():
-            self.tree.forward_raised(self)
+            with suppress(DureError):
+                self.tree.forward_raised(self)
 
     def run(
         self,

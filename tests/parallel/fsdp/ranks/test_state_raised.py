@@ -153,3 +153,93 @@ def test_a_forward_within_an_except_block_is_not_taken_for_one_that_raised(way: 
         assert whole(two.a.grad).tolist() == [2.0, 8.0]
 
     run_ranks(SIZE, body)
+
+
+class Inner(nn.Module):
+    """y = b * a * x, after backwards within forward of which the first raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scale(), Scale()
+        self.failures = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def fail(_: torch.Tensor) -> None:
+            raise KeyError
+
+        y = self.first(x)
+        for _ in range(self.failures):
+            hooked = y * 1
+            hooked.register_hook(fail)
+            with suppress(KeyError):
+                self.second(hooked).sum().backward(retain_graph=True)
+            y = self.first(x)
+        return self.second(y)
+
+
+@pytest.mark.parametrize("frees", [True, False])
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_backward_in_forward_that_raised_leaves_the_parameters(
+    way: str, failures: int, frees: bool
+) -> None:
+    def body(rank: int) -> None:
+        with making:
+            model: Any = Inner()
+        with strategy(way):
+            for part in (model.first, model.second):
+                fully_shard(part, reshard_after_forward=frees)
+            fully_shard(model)
+        for model.failures in (0, failures, 0):
+            out = model(X)
+            assert out.tolist() == [2.0, 16.0]
+            out.sum().backward()
+            assert whole(model.first.a.grad).tolist() == [2.0, 8.0]
+            assert whole(model.second.a.grad).tolist() == [2.0, 8.0]
+            model.zero_grad()
+
+    run_ranks(SIZE, body)
+
+
+class Writes(nn.Module):
+    """y = a * x; or changes the parameter, and raises `error`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.error: type[BaseException] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            with torch.no_grad():
+                self.a.mul_(1)
+            raise self.error
+        return self.a * x
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("call", ["forward", "generate"])
+def test_a_forward_that_wrote_parameters_and_raised_raises_that(
+    way: str, call: str, within: bool
+) -> None:
+    def body(rank: int) -> None:
+        with making:
+            part = Writes()
+        with strategy(way):
+            fully_shard(part)
+            model: Any = fully_shard(nn.Sequential(part)) if within else part
+        if call == "generate":
+            register_fsdp_forward_method(part, "generate")
+        run = part.generate if call == "generate" and not within else model
+        run(X).sum().backward()
+        part.error = KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            run(X)
+        part.error = None
+        part.zero_grad()
+        run(X).sum().backward()
+        assert whole(part.a.grad).tolist() == [2.0, 4.0]
+
+    run_ranks(SIZE, body)
