@@ -228,26 +228,46 @@ def node_empty(*shape: int, dtype: torch.dtype, group: ProcessGroup | None = Non
 
 # ---- forked children -----------------------------------------------------------------------------
 
-_shown: dict[int, weakref.ref[torch.Tensor]] = {}
-"""The program's tensors in memory that forked children see, by their number."""
+_shown: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+"""The program's storages in memory that forked children see, by their address."""
 
 
 def shown_to_children(tensor: torch.Tensor) -> torch.Tensor:
     """Note, for a warning at a fork, that a child sees what is written to `tensor`; return it."""
-    key = id(tensor)
     if heap_address(tensor) is not None:
-        _shown[key] = weakref.ref(tensor, lambda _: _shown.pop(key, None))
+        note_shown(tensor)
     return tensor
+
+
+def note_shown(tensor: torch.Tensor) -> None:
+    """Note that a child sees what is written to `tensor`, as long as it or a view of it is there.
+
+    A storage is one object in Python as long as it lives, whether or not the program holds it.
+    """
+    storage = tensor.untyped_storage()
+    key = storage._cdata  # pyright: ignore[reportPrivateUsage]
+    _shown[key] = weakref.ref(storage, lambda _: _shown.pop(key, None))
+
+
+def _number_shown() -> int:
+    return sum(_is_shown(reference()) for reference in list(_shown.values()))
+
+
+def _is_shown(storage: torch.UntypedStorage | None) -> bool:
+    if storage is None or not storage.resizable():  # one that another process has shared is not
+        return storage is not None
+    nbytes = storage.nbytes()  # 0, or ordinary memory, once it was resized
+    return nbytes > 0 and native.heap_offset(storage.data_ptr(), nbytes) >= 0
 
 
 def _warn_before_fork() -> None:
     """Warn, once, of memory that a forked child will share instead of having a copy of it."""
     global _has_warned
-    not_copied = native.not_copied_in_children()
-    if _has_warned or not (_shown or not_copied):
+    shown, not_copied = _number_shown(), native.not_copied_in_children()
+    if _has_warned or not (shown or not_copied):
         return
     _has_warned = True
-    seen = [f"{len(_shown)} tensors of shared_empty and the like"] if _shown else []
+    seen = [f"{shown} tensors of shared_empty and the like"] if shown else []
     if not_copied:
         seen.append(f"{not_copied:,} bytes of results, which are more than a fork copies")
     warnings.warn(

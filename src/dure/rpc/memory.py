@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from dure import native
-from dure.comm.memory import shown_to_children, tensor_of
+from dure.comm.memory import note_shown, shown_to_children, tensor_of
 from dure.errors import RpcError, UsageError
 from dure.rpc.checks import check
 
@@ -96,7 +96,10 @@ def take(giver: native.Process, row: Memory) -> torch.Tensor:
     """Return memory [bytes] that a process of this host has given or shared."""
     taken = native.heap_take(giver, row.offset, row.nbytes, row.hold)
     memory = torch.frombuffer(taken, dtype=torch.uint8)  # 7 us less than what can be resized
-    crowded = not row.hold and native.heap_taken() > _MOST_TAKEN_BYTES
+    if row.hold:
+        note_shown(memory)
+        return memory
+    crowded = native.heap_taken() > _MOST_TAKEN_BYTES
     return memory.clone() if crowded else memory
 
 
