@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import threading
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from dure.checkpoint import lock
 from dure.checkpoint.folder import Folder
-from dure.store.identity import Identity
+from dure.store.identity import Identity, start_of
 from tests.waiting import until
 
 FAR = Identity(4711, "81234", "node7", "another boot")
@@ -81,6 +82,28 @@ def test_a_record_of_this_host_ends_with_its_process(tmp_path, shared, monkeypat
     _record(tmp_path, me)
     with pytest.raises(OSError, match="another job"):
         _saves(tmp_path)
+
+
+def test_a_holder_that_lives_is_not_taken_for_ended_if_its_lock_is_missing(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(lock, "_clock", lambda: clock[0])
+    monkeypatch.setattr(lock, "_pause", lambda s: clock.__setitem__(0, clock[0] + s))
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        try:
+            start = start_of(other.pid)
+            assert start is not None
+            process = msgspec.structs.replace(lock.myself(), pid=other.pid, start=start)
+            path = tmp_path / ".lock"
+            path.touch()
+            record = lock._Record("their job", process, inode=path.stat().st_ino)
+            path.write_bytes(msgspec.json.encode(record))
+            with pytest.raises(OSError, match=f"pid {other.pid} on "):
+                _saves(tmp_path)
+        finally:
+            other.kill()
+    assert 1 <= clock[0] < 2
+    _saves(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("data", [b"", b'{"job": "x", "proc'])

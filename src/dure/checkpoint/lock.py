@@ -1,6 +1,8 @@
 """The lock on a checkpoint folder: its holder, and when it is released.
 
-    .lock       the holder: process number, start time, host, and the job's tokens
+    .lock         the holder: process number, start time, host, and the job's tokens
+    .lock-turn    while a process of the holder's job takes the lock over
+    .lock-<hex>   a file that becomes `.lock`, or that shows the time of the file system
 
 The file exists while a process holds the lock. A record whose process has ended has no effect: the
 next job takes the lock over. Three things show whether the process still runs:
@@ -14,8 +16,8 @@ next job takes the lock over. Three things show whether the process still runs:
    another host expires when it was not renewed for `LEASE_S` seconds. Both times are those of the
    file system, so clocks of hosts may differ.
 
-A lock is taken over by removing the file and making another one. A holder that was considered dead
-(it was suspended for longer than the lease) finds that its file is gone, and saves no more.
+A lock is taken over by putting another file in the place of the file. A holder that was considered
+dead (it was suspended for longer than the lease) finds that its file is gone, and saves no more.
 
 Processes of one job do not exclude each other between their saves. A process is of the holder's job
 
@@ -24,8 +26,9 @@ Processes of one job do not exclude each other between their saves. A process is
   starts ranks. They have one multiprocessing key; a program that is executed has another key.
 
 The kernel's lock is exclusive during a save and shared between two saves. A process of the same job
-that gets a shared lock, too, takes the folder over. If another process is rank 0 in a later save,
-the previous one releases the lock.
+that gets a shared lock, too, takes the folder over: it makes a locked file and renames it to
+`.lock`, so that no other job finds the folder without a lock. If another process is rank 0 in a
+later save, the previous one releases the lock.
 
 A copy of a folder also has a copy of the file. The record contains the inode number of its file, so
 a copy does not hold because its process runs, but only until its lease expires.
@@ -47,14 +50,15 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet, WeakValueDictionary, finalize
 
 import msgspec
 
 from dure.comm.world import current_world
-from dure.store.identity import Identity, alive, myself
+from dure.store.identity import Identity, alive, myself, stat_of
 from dure.store.lifetime import at_process_end
 
 __all__ = ["LEASE_S", "RENEW_S", "FolderLock", "give_up", "lock_of", "note_job", "sees_lock"]
@@ -62,10 +66,11 @@ __all__ = ["LEASE_S", "RENEW_S", "FolderLock", "give_up", "lock_of", "note_job",
 _log = logging.getLogger("dure.checkpoint")
 
 NAME = ".lock"
+_TURN = f"{NAME}-turn"
 RENEW_S, LEASE_S = 10.0, 60.0
 _ENDING_S = 1.0  # a process that ends has closed its files after this time, or others have copies
 _POLL_S = 0.05
-_MAX_BYTES = 4096
+_MAX_BYTES = 1 << 16
 
 _ONE_HOST = frozenset(
     {
@@ -89,7 +94,7 @@ class _Record(msgspec.Struct, frozen=True):
     job: str
     process: Identity
     jobs: tuple[str, ...] = ()
-    """Tokens of all jobs that the holder is in."""
+    """Tokens of the jobs that the holder was in when it took the lock: its own, its world's."""
     program: str = ""
     """Equal for a process and those that it starts by fork, multiprocessing or `dure.spawn`."""
     inode: int = 0
@@ -138,6 +143,7 @@ class _Held:
         while self.descriptor is not None and self.lasts() and _clock() < end:
             if _flock(self.descriptor) is not False:
                 return self.lasts()
+            _flock(self.descriptor, fcntl.LOCK_SH)  # the attempt has given up that lock, too
             _pause(_POLL_S)  # another process of the job takes it at this moment
         return False
 
@@ -214,7 +220,7 @@ class FolderLock:
             self._held.release()
         with self._guard:
             self._owner = None
-            self._free.notify()
+            self._free.notify_all()  # one that is interrupted would lose the notice
 
     def give_up(self) -> None:
         """Release the lock, unless a save is using it."""
@@ -262,76 +268,119 @@ class _Taking:
             except BaseException:
                 os.close(descriptor)
                 raise
+            if descriptor != self._held.descriptor:
+                os.close(descriptor)
             if taken:
                 return
-            os.close(descriptor)
 
     def _try(self, descriptor: int, made: bool) -> bool:
-        """Try to take the lock; False: the file has changed, so try again."""
+        """Try to take the lock; False: the file has changed or may change, so try again."""
         locked = _flock(descriptor)
-        if not _is_at(self._path, descriptor):
-            return False  # the holder has just removed it
         found = _read(descriptor)
-        if locked is False:
-            self._wait_for_end(descriptor, found)
+        if not _is_at(self._path, descriptor):  # the holder has just removed it
+            if self._waited() > 2 * LEASE_S:
+                raise self._refusal(found)
+            _pause(_POLL_S)
             return False
+        if locked is False:
+            return self._wait_for_end(descriptor, found)
         if not made:
             if not self._has_ended(descriptor, found, bool(locked)):
-                raise self._refusal(found)
-            if _is_at(self._path, descriptor):
+                if not locked or self._shared or self._waited() > _ENDING_S:
+                    raise self._refusal(found)
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # the holder may want it
+                _pause(_POLL_S)
+            elif _is_at(self._path, descriptor):
                 self._path.unlink(missing_ok=True)
             return False
+        self._begin(descriptor)
+        return True
+
+    def _begin(self, descriptor: int, at: Path | None = None) -> None:
+        """Write the record into a file, rename the file if it is not yet `.lock`, and hold it."""
         record = _record(os.fstat(descriptor).st_ino)
         with suppress(OSError):  # a full disk: the save that follows may make room
             os.pwrite(descriptor, msgspec.json.encode(record), 0)
+        if at is not None:
+            at.replace(self._path)
         self._held.begin(descriptor, record, self._shared)
-        return True
 
-    def _wait_for_end(self, descriptor: int, found: _Record | None) -> None:
-        """Handle a lock that the kernel reports as held: return to try again, or refuse.
+    def _waited(self) -> float:
+        return _clock() - self._since
+
+    def _wait_for_end(self, descriptor: int, found: _Record | None) -> bool:
+        """Handle a lock that the kernel reports as held.
 
         A process of the same job waits for the end of the holder's save. A holder that is ending
         gets a moment. After that, a record of a dead process is void: the file is still locked
         because a process that it had forked has a copy of the descriptor.
+
+        Returns:
+            Whether the lock was taken over; if not, try again.
+
+        Raises:
+            OSError: Another process holds it, and is not expected to release it soon.
         """
-        waited = _clock() - self._since
         ours = found is not None and _is_of_this_job(found)
         lives = None if found is None else _lives(found.process)
-        if ours and _flock(descriptor, fcntl.LOCK_SH):
-            self._take_over(descriptor)
-        elif ours and lives is not False and waited < LEASE_S:
+        if ours and self._take_over(descriptor):
+            return True
+        waited = self._waited()
+        if ours and lives is not False and waited < LEASE_S:
             _pause(_POLL_S)
         elif found is not None and lives is not False:
             raise self._refusal(found, ours)
         elif waited < _ENDING_S:
             _pause(_POLL_S)
-        elif found is None:
+        elif found is None or waited > 2 * LEASE_S:
             raise self._refusal(found)
         else:
-            self._path.unlink(missing_ok=True)
+            with _turn(self._path) as mine:
+                if mine and _is_at(self._path, descriptor):
+                    self._path.unlink(missing_ok=True)
+            if not mine:
+                _pause(_POLL_S)
+        return False
 
-    def _take_over(self, descriptor: int) -> None:
-        """Remove the file of a lock that this job holds, and that no save is using.
+    def _take_over(self, descriptor: int) -> bool:
+        """Take a lock that this job holds; False: a save is using it, or another takes it now.
 
-        Several processes may share the lock on that file, but one after another removes it.
+        The shared lock shows that no save is using the file. It ends when another file is in its
+        place, so no other job finds this one without a lock.
         """
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if _flock(folder) is not False and _is_at(self._path, descriptor):
-                self._path.unlink(missing_ok=True)
-        finally:
-            os.close(folder)
+        with _turn(self._path) as mine:
+            if not mine or not _flock(descriptor, fcntl.LOCK_SH):
+                return False
+            if not _is_at(self._path, descriptor):
+                return False
+            new = self._path.with_name(f"{NAME}-{secrets.token_hex(8)}")
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            taken = os.open(new, flags, 0o666)
+            try:
+                _flock(taken)
+                self._begin(taken, new)
+            except BaseException:
+                if self._held.descriptor != taken:
+                    os.close(taken)
+                    new.unlink(missing_ok=True)
+                raise
+        return True
 
     def _has_ended(self, descriptor: int, found: _Record | None, locked: bool) -> bool:
-        """Return whether the holder has ended, if the kernel does not report a lock."""
+        """Return whether the holder has ended, if the kernel does not report a lock.
+
+        The lock of a holder that lives may be missing for a moment: while it is converted (flock(2)
+        releases it before), or while the process ends.
+        """
+        lives = None if found is None else _lives(found.process)
+        if found is not None and lives and not _is_of_this_job(found):
+            inode = os.fstat(descriptor).st_ino
+            if found.inode == inode or (found.inode == 0 and (self._shared or not locked)):
+                return False
         if locked and not self._shared:
             return True
-        if found is not None:
-            lives = _lives(found.process)
-            if lives is False or _is_of_this_job(found):
-                return True
-            if lives and found.inode in (0, os.fstat(descriptor).st_ino):
-                return False
+        if found is not None and (lives is False or _is_of_this_job(found)):
+            return True
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may try in the meantime
         return self._lease_is_over(found)
@@ -387,6 +436,28 @@ def _flock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool | None:
     except OSError:
         return None
     return True
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[bool]:
+    """Exclude other processes from taking over the lock at a path; False: one is doing so.
+
+    The file is not the folder itself, which others lock (`flock FOLDER python train.py`). A file
+    that a killed process has left excludes nobody.
+    """
+    file = path.with_name(_TURN)
+    flags = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(file, flags, 0o666)
+    mine = False
+    try:
+        mine = _flock(descriptor) is not False and _is_at(file, descriptor)
+        yield mine
+    finally:
+        if mine:
+            file.unlink(missing_ok=True)
+            with suppress(OSError):  # closing alone would leave it to a child forked meanwhile
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -500,15 +571,18 @@ def _record(inode: int) -> _Record:
     if not _own:
         _own.append(secrets.token_hex(16))
         note_job(_own[0])
-    _note_world()
-    return _Record(_own[0], _me(), tuple(sorted(_jobs)), _program(), inode)
+    jobs = {_own[0], _note_world() or _own[0]}
+    return _Record(_own[0], _me(), tuple(sorted(jobs)), _program(), inode)
 
 
-def _note_world() -> None:
-    """Record that this process belongs to the job of its world."""
+def _note_world() -> str | None:
+    """Record that this process belongs to the job of its world; return that job's token."""
     rendezvous = current_world().rendezvous
-    if rendezvous is not None:
-        note_job(rendezvous.members[0].token)
+    if rendezvous is None:
+        return None
+    token = rendezvous.members[0].token
+    note_job(token)
+    return token
 
 
 def _program() -> str:
@@ -526,8 +600,7 @@ def _descends(process: Identity, ancestor: Identity) -> bool:
     pid = process.pid
     try:
         while pid not in (0, ancestor.pid):
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            pid = int(stat.rpartition(")")[2].split()[1])  # the name before it may be anything
+            pid = int(stat_of(pid)[1])
     except OSError:
         return False
     return pid != 0

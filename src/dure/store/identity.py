@@ -16,7 +16,7 @@ import msgspec
 from dure import env
 from dure.errors import UsageError
 
-__all__ = ["Identity", "alive", "myself", "start_of"]
+__all__ = ["Identity", "alive", "myself", "start_of", "stat_of"]
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
@@ -74,13 +74,23 @@ def start_of(pid: int) -> str | None:
         return None
 
 
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of a process that follow its name in /proc: its state, its parent, ...
+
+    Raises:
+        OSError: There is no such process, or the system refuses to say.
+    """
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    # The name before them may contain anything, also a part of a character.
+    return stat.rpartition(b")")[2].decode("ascii").split()
+
+
 def _read_start(pid: int) -> str | None:
     """Do what `start_of` does; raise if the system refuses to say."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = stat_of(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may contain anything
     return None if fields[0] in "ZX" else fields[19]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import shutil
@@ -169,6 +170,65 @@ def test_processes_that_the_holder_started_save_and_so_does_the_holder(tmp_path,
         with _job(tmp_path) as foreign:
             assert f"another job is saving there: pid {job.process.pid} on " in foreign.ask(4)
     mine.save(5, state={})
+
+
+def test_a_folder_is_never_without_a_lock_while_a_process_of_the_job_takes_it_over(
+    tmp_path, monkeypatch
+):
+    mine, path, seen = Checkpointer(tmp_path), tmp_path / ".lock", list[bool]()
+
+    def seeing(path):
+        seen.append(path.exists())
+        return opened(path)
+
+    with _job(tmp_path, key=None, context=get_context("fork")) as job:
+        job.ask(1)
+        opened = lock._open
+        monkeypatch.setattr(lock, "_open", seeing)
+        before = path.stat().st_ino
+        mine.save(2, state={})
+        assert seen == [True] and path.stat().st_ino != before
+        assert sorted(p.name for p in tmp_path.glob(".*")) == [".lock"]
+
+
+def test_a_lock_on_the_folder_itself_does_not_keep_processes_of_the_job_waiting(tmp_path):
+    mine, folder = Checkpointer(tmp_path), os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # as `flock FOLDER python train.py`
+    try:
+        mine.save(0, state={})
+        with _job(tmp_path, key=None, context=get_context("fork")) as job:
+            assert job.ask(1) == "000002-step-1"
+    finally:
+        os.close(folder)
+
+
+def test_a_process_waits_while_another_takes_the_lock_over_and_ignores_what_a_killed_one_left(
+    tmp_path, monkeypatch
+):
+    mine, turn = Checkpointer(tmp_path), os.open(tmp_path / ".lock-turn", os.O_CREAT)
+    clock = [0.0]
+    monkeypatch.setattr(lock, "_clock", lambda: clock[0])
+    monkeypatch.setattr(lock, "_pause", lambda _: clock.__setitem__(0, clock[0] + 10))
+    with _job(tmp_path, key=None, context=get_context("fork")) as job:
+        job.ask(1)
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointNotWritten, match="of this job has been saving there for 60"):
+            mine.save(2, state={})
+        fcntl.flock(turn, fcntl.LOCK_UN)  # the other process has a copy of it
+        os.close(turn)
+        mine.save(2, state={})
+    assert sorted(p.name for p in tmp_path.glob(".*")) == [".lock"]
+
+
+def test_a_process_that_was_in_many_jobs_shares_a_folder_with_those_that_it_starts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(lock, "_jobs", {f"{n:032}" for n in range(300)})
+    mine = Checkpointer(tmp_path)
+    mine.save(0, state={})
+    assert (tmp_path / ".lock").stat().st_size < 1000
+    with _job(tmp_path, key=None, context=get_context("fork")) as job:
+        assert job.ask(1) == "000002-step-1"
 
 
 def test_a_copy_of_a_held_folder_holds_for_a_lease_if_hosts_share_it(tmp_path, monkeypatch):
