@@ -120,12 +120,11 @@ else:
     heap_give, heap_take = _found.heap_give, _found.heap_take
     heap_identity, heap_offset = _found.heap_identity, _found.heap_offset
     heap_peer, heap_usage = _found.heap_peer, _found.heap_usage
-    change_word = _found.change_word
+    change_word, put_into_storage = _found.change_word, _found.put_into_storage
+    not_copied_in_children = _found.not_copied_in_children
     # An extension that was built before it had them leaves sums and reading to Python,
     # counts nothing, and lends nothing.
     heap_taken = getattr(_found, "heap_taken", int)
-    put_into_storage = getattr(_found, "put_into_storage", lambda *_: False)
-    not_copied_in_children = getattr(_found, "not_copied_in_children", int)
     heap_lend = getattr(_found, "heap_lend", lambda address, to: 0)
     heap_share = getattr(_found, "heap_share", _found.heap_allocate)
     crc32c = getattr(_found, "crc32c", _slow_crc32c)
