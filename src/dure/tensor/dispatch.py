@@ -30,6 +30,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dure.comm.untraced import untraced_below
 from dure.comm.world import when_left
@@ -67,6 +68,7 @@ __all__ = [
     "has_own_way",
     "plans",
     "special",
+    "unsharded",
 ]
 
 _MOST_PLANS = 1 << 16
@@ -366,7 +368,7 @@ def _without_plain(
                 part = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             replaced.append(_wrap(part, spec_of(mesh, whole, TensorMeta.of(part))))
         else:
-            is_unsharded = hasattr(tensor, "_dure_unsharded")
+            is_unsharded = tensor in unsharded
             raise UsageError(
                 f"{op} is given a plain tensor beside DTensors",
                 op=str(op),
@@ -377,6 +379,9 @@ def _without_plain(
     filled, named = fill(args, kwargs, places, replaced)
     return tuple(filled), named
 
+
+unsharded = WeakTensorKeyDictionary()
+"""What sharded modules compute with for a time, and a `WeakMethod` that tells the shard."""
 
 _FIX_PLAIN = (
     "Make it a DTensor: distribute_tensor(t, mesh, placements) if all ranks have the whole, "

@@ -12,6 +12,7 @@ share are written when nobody reads them (turns.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakMethod
 
 import torch
 from torch.optim.optimizer import (
@@ -20,10 +21,18 @@ from torch.optim.optimizer import (
 )
 
 from dure.errors import OptimizerError, PeerLost
+from dure.tensor.dispatch import unsharded
 from dure.tensor.dtensor import DTensor
 from dure.training.turns import Turns, leave_all
 
-__all__ = ["forget_replaced", "mark_offloaded", "note_replaced", "present", "rebind"]
+__all__ = [
+    "forget_replaced",
+    "mark_offloaded",
+    "note_replaced",
+    "note_unsharded",
+    "present",
+    "rebind",
+]
 
 _REPLACED = "_dure_replaced"
 _OFFLOADED = "_dure_offloaded"
@@ -38,6 +47,23 @@ def note_replaced(old: torch.Tensor, by: Replacement) -> None:
     vars(old)[_REPLACED] = by
 
 
+def note_unsharded(whole: torch.Tensor, by: Replacement) -> None:
+    """Note the same of what a module computes with; weakly, and not in what is pickled of it.
+
+    Args:
+        whole: What the module has for a time.
+        by: A method, which may belong to what holds `whole`.
+    """
+    unsharded[whole] = WeakMethod(by)
+
+
+def _replacement(old: torch.Tensor) -> Replacement | None:
+    by: Replacement | None = vars(old).get(_REPLACED)
+    if by is None and old in unsharded:
+        by = unsharded[old]()
+    return by
+
+
 def forget_replaced(old: torch.Tensor) -> None:
     """Take back `note_replaced`."""
     vars(old).pop(_REPLACED, None)
@@ -45,7 +71,7 @@ def forget_replaced(old: torch.Tensor) -> None:
 
 def present(parameter: torch.Tensor) -> torch.Tensor:
     """Return the parameter that the model has now instead of `parameter`, if it was replaced."""
-    by: Replacement | None = vars(parameter).get(_REPLACED)
+    by = _replacement(parameter)
     return parameter if by is None else by()[0]
 
 
@@ -69,12 +95,11 @@ def rebind(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         parameters: list[torch.Tensor] = group["params"]
         for number, old in enumerate(parameters):
-            attributes = vars(old)
-            if _OFFLOADED in attributes:
+            if _OFFLOADED in vars(old):
                 raise _refused(
                     optimizer, "the model is offloaded", "", "Call fsdp.onload(model) first."
                 )
-            by: Replacement | None = attributes.get(_REPLACED)
+            by = _replacement(old)
             new, name = (old, "") if by is None else by()
             if new is old:
                 continue

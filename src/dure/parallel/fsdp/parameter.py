@@ -28,7 +28,7 @@ from dure.tensor.placement_types import chunk
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 from dure.training.grad_views import own_part, part_in, unreduced_gradient
 from dure.training.mapped_files import Files
-from dure.training.optimizers import forget_replaced, note_replaced
+from dure.training.optimizers import forget_replaced, note_replaced, note_unsharded
 
 __all__ = ["FSDPParameter", "run_hooks"]
 
@@ -158,8 +158,7 @@ class FSDPParameter:
         if self.whole is None:
             with torch.inference_mode(False):  # in which it may be needed first
                 self.whole = nn.Parameter(self._made_of(tensor), self.sharded.requires_grad)
-            self.whole._dure_unsharded = True  # pyright: ignore
-            note_replaced(self.whole, self.now)  # for optimizers that are made while it is shown
+            note_unsharded(self.whole, self.now)  # for optimizers that are made while it is shown
             self._is_watched = False
         self.whole.requires_grad_(self.sharded.requires_grad)
         if not self._is_watched and self.whole.requires_grad:

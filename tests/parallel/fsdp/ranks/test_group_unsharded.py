@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import gc
+import io
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 
 from dure.errors import ModuleError, UsageError
 from dure.fsdp import fully_shard, strategy
+from dure.parallel.fsdp.state import state_of
 from dure.tensor import DTensor
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import filled, whole
@@ -47,6 +51,24 @@ def test_an_average_of_weights_names_the_way_out(way: str) -> None:
         with torch.no_grad():
             averages(average, model)
         assert torch.equal(whole(average[0].weight), expected)
+
+    run_ranks(SIZE, body)
+
+
+def test_unsharded_parameters_can_be_saved_and_go_with_their_model(way: str) -> None:
+    def body(rank: int) -> None:
+        model = made(way)
+        model(X)
+        stream = io.BytesIO()
+        torch.save(dict(model.named_parameters()), stream)
+        stream.seek(0)
+        loaded = torch.load(stream)["0.weight"]
+        assert type(loaded) is nn.Parameter and torch.equal(loaded, model[0].weight)
+        assert not vars(loaded)
+        gone = weakref.ref(state_of(model).groups[0].parameters[0])
+        del model
+        gc.collect()
+        assert gone() is None
 
     run_ranks(SIZE, body)
 
