@@ -51,7 +51,7 @@ _KEPT_EVENTS = 64
 _KEPT_REASONS = 64
 """Of how many of those that are gone a snapshot says how they ended."""
 _NONE = b"-"
-"""Stands for a key that is not there; no value is this."""
+"""Marks a missing key; never used as a value."""
 _CLOSE_S = 5.0
 _LONG = timedelta(minutes=1)
 """How long a process may not notice that it missed events."""
