@@ -135,7 +135,7 @@ def test_misuse_is_refused(tmp_path, misuse):
 
 
 def test_a_checkpoint_that_is_absent_or_may_not_be_replaced(tmp_path):
-    with pytest.raises(CheckpointException, match="manifest"):
+    with pytest.raises(CheckpointException, match="the folder is empty"):
         load({}, checkpoint_id=tmp_path)
     once = FileSystemWriter(tmp_path, overwrite=False)
     save({"a": 1}, storage_writer=once)
