@@ -51,7 +51,11 @@ def test_no_place_in_a_world(arguments: dict[str, Any], what: str) -> None:
 
 
 def test_patched_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+    def spawned(*_: Any) -> int:
+        raise AssertionError("a greenlet was started")
+
+    spawned.__module__ = "gevent.thread"
+    monkeypatch.setattr(_thread, "start_new_thread", spawned)
     place: dict[str, Any] = {"name": "w", "rank": 0, "world_size": 1, "store": HashStore()}
     assert "needs threads of the system" in refused(lambda: rpc.init_rpc(**place))
     assert not rpc._is_current_rpc_agent_set()
