@@ -62,7 +62,7 @@ struct Copy {
     std::byte* from;
 };
 
-// From `prepare` to the end of the handlers; `lock` of the registry is held meanwhile.
+// From `prepare` to the end of the handlers; the lock of the registry is held until then.
 struct Fork {
     int pid = 0;  // of the parent
     SymmetricHeap* heap = nullptr;

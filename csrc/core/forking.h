@@ -29,7 +29,7 @@ namespace dure {
 
 constexpr size_t kMostCopied = size_t{256} << 20;
 
-// Copies [data, data + bytes), which lies in a heap, in forked children for as long as this lives.
+// Copies [data, data + bytes), which is in a heap, in forked children for as long as this lives.
 class CopiedInChildren {
   public:
     CopiedInChildren(std::byte* data, size_t bytes);

@@ -61,7 +61,7 @@ class Process : public std::enable_shared_from_this<Process> {
 
     int pid() const { return pid_; }
     bool is_self() const { return self_; }
-    // Map its heap anew, at its address, so that what this process writes stays in it. False: the
+    // Map its heap again, at its address, so that what this process writes stays in it. False: the
     // process has ended, or the system refused.
     bool map_privately() const;
     ProcessPage& page() const { return *reinterpret_cast<ProcessPage*>(heap_->data()); }

@@ -61,7 +61,7 @@ size_t heap_bytes(int num_processes) {
 }
 
 // The heap of this process, and the lock under which it is made. Never destroyed: tensors of any
-// age lie in the heap.
+// age are in the heap.
 struct Made {
     std::mutex lock;
     std::atomic<SymmetricHeap*> heap{nullptr};

@@ -184,7 +184,7 @@ TEST(a_forked_child_has_a_heap_of_its_own) {
     CHECK(heap().usage().num_pieces >= 1);
 }
 
-// A forked child that does `body` when it is told to.
+// A forked child that runs `body` on request.
 class Child {
   public:
     explicit Child(const std::function<void()>& body) {

@@ -200,13 +200,8 @@ def test_a_backward_in_forward_that_raised_leaves_the_parameters(
     run_ranks(SIZE, body)
 
 
-class Writes(nn.Module):
+class Writes(Scale):
     """y = a * x; or changes the parameter, and raises `error`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor([1.0, 2.0]))
-        self.error: type[BaseException] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.error is not None:
