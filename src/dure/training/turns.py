@@ -24,7 +24,7 @@ from dure import symmetric_memory
 from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp
 from dure.comm.signals import Signals, bytes_of_signals, signals_in
-from dure.errors import PeerLost
+from dure.errors import CommTimeout, PeerLost
 from dure.training.memory import node_shared_zeros
 
 if TYPE_CHECKING:
@@ -133,7 +133,16 @@ class Turns:
 
     def _await_readers(self) -> None:
         while self._awaited:  # also those of a wait that was interrupted
-            self._signals.wait_signal(self._awaited[-1])
+            peer = self._awaited[-1]
+            try:
+                self._signals.wait_signal(peer)
+            except CommTimeout as error:
+                error.add_note(
+                    f"Rank {peer} has not ended the step of this model that rank {self._rank} has "
+                    "ended. Ranks that share parameters run a model together: if only some run "
+                    "it, such as for an evaluation on rank 0, let all of them run it."
+                )
+                raise
             self._awaited.pop()
 
 

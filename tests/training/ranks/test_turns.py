@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
@@ -78,3 +80,27 @@ def test_a_wait_for_readers_that_was_interrupted_is_taken_up_again(
     monkeypatch.setattr(Signals, "wait_signal", interrupting)
     run_ranks(3, body)
     assert sorted(taken) == [-1, 1, 2]
+
+
+def test_a_rank_that_runs_the_model_alone_is_told_to_let_all_run_it() -> None:
+    """As in an evaluation on rank 0, which waits for a rank that trains on, until the timeout."""
+
+    def body(rank: int) -> str:
+        group = resolve(dure.new_group(), "test")
+        turns = Turns(group)
+        turns.enter()
+        group.set_timeout(timedelta(seconds=0.2))
+        if rank == 1:
+            dure.barrier()
+            return ""
+        with pytest.raises(dure.CommTimeout) as caught:
+            turns.leave(together=True)
+        dure.barrier()
+        return caught.value.__notes__[0]
+
+    assert run_ranks(2, body) == [
+        "Rank 1 has not ended the step of this model that rank 0 has ended. Ranks that share "
+        "parameters run a model together: if only some run it, such as for an evaluation on "
+        "rank 0, let all of them run it.",
+        "",
+    ]
