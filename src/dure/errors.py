@@ -17,6 +17,18 @@
     │                         CheckpointException
     └── InternalError         ours; please report
 
+torch's names for the same kinds of failure are classes between `DureError` and ours:
+
+    DistError
+    ├── DistBackendError      CommError
+    ├── DistNetworkError      StoreLost, StoreRefused, RendezvousError
+    └── DistStoreError        StoreError, RendezvousTimeout
+        └── QueueEmptyError
+
+When the plug-in for stock PyTorch is imported, these also derive from torch's classes of the same
+names (`derive_from`), so `except torch.distributed.DistBackendError` catches a `CommError`. Without
+torch, they are Dure's alone.
+
 Every error has fields, and its message is made from them in one place, `_message`:
 what failed; where (rank, group, operation number); what was seen and expected; what to try.
 Tests match types and fields, never wording.
@@ -41,6 +53,10 @@ __all__ = [
     "DataError",
     "Desync",
     "DeviceError",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
     "DtypeError",
     "DureError",
     "HookError",
@@ -53,6 +69,7 @@ __all__ = [
     "PeerLost",
     "PipelineError",
     "PlacementError",
+    "QueueEmptyError",
     "RendezvousError",
     "RendezvousTimeout",
     "ReplicasDiffer",
@@ -225,7 +242,31 @@ class HookError(ModuleError, TypeError):
     """A communication hook is not what DDP can call, or failed; `parameters` are the bucket's."""
 
 
-class CommError(DureError, RuntimeError):
+class DistError(DureError, RuntimeError):
+    """A failure of communication, of the network or of the store; torch's name."""
+
+
+class DistBackendError(DistError):
+    """An operation of a process group failed; torch's name."""
+
+
+class DistNetworkError(DistError):
+    """Processes could not reach each other; torch's name."""
+
+
+class DistStoreError(DistError):
+    """The key-value store failed; torch's name."""
+
+
+def derive_from(torch_names: object) -> None:
+    """Let the classes with torch's names derive from those of `torch_names` (torch.distributed)."""
+    for cls in (DistError, DistBackendError, DistNetworkError, DistStoreError, QueueEmptyError):
+        base = getattr(torch_names, cls.__name__, None)
+        if base is not None and not issubclass(cls, base):
+            cls.__bases__ = (cls.__bases__[0], base, *cls.__bases__[1:])
+
+
+class CommError(DistBackendError):
     """The job is in trouble; the group must be rebuilt."""
 
 
@@ -295,8 +336,12 @@ class Aborted(CommError):
     """The group was destroyed, or aborted, while the operation was pending."""
 
 
-class StoreError(DureError, RuntimeError):
+class StoreError(DistStoreError):
     """The key-value store cannot do what was asked."""
+
+
+class QueueEmptyError(StoreError):
+    """`Store.queue_pop(key, block=False)` found nothing in the queue."""
 
 
 class StoreTimeout(StoreError, TimeoutError):
@@ -307,11 +352,11 @@ class StoreTimeout(StoreError, TimeoutError):
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
 
-class StoreLost(StoreError, ConnectionError):
+class StoreLost(StoreError, DistNetworkError, ConnectionError):
     """The process that holds the store ended, or the way to it broke; a new connection may work."""
 
 
-class StoreRefused(StoreError, ConnectionError):
+class StoreRefused(StoreError, DistNetworkError, ConnectionError):
     """Somebody answered, but will not talk: another job key, or no store of Dure's at all.
 
     `foreign` says that it does not even speak as a store does.
@@ -320,11 +365,11 @@ class StoreRefused(StoreError, ConnectionError):
     foreign = False
 
 
-class RendezvousError(DureError, RuntimeError):
+class RendezvousError(DistNetworkError):
     """The ranks could not find each other, or do not agree on who they are."""
 
 
-class RendezvousTimeout(RendezvousError, TimeoutError):
+class RendezvousTimeout(RendezvousError, DistStoreError, TimeoutError):
     """Not all ranks came; `came` and `missing` say who did and who did not."""
 
     def __init__(

@@ -6,14 +6,18 @@ import atexit
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed
 from torch._C import _distributed_c10d as c10d
 
+from dure.errors import derive_from
 from dure.torch_backend import NAME
 from dure.torch_backend.engine import Plan
 from dure.torch_backend.group import TorchGroup, make
 from dure.torch_backend.identity import live_groups
 
 __all__ = ["create", "create_dist2"]
+
+derive_from(torch.distributed)
 
 
 def create(options: Any, backend_options: object = None) -> TorchGroup:
