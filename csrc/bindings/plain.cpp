@@ -24,8 +24,6 @@ bool is_integer(DType d) { return d >= DType::i8 && d <= DType::u64; }
 // As `check_reducible` in comm/ops.py, for the dtypes of plain tensors.
 bool has_meaning(Reduction reduction, DType dtype) {
     switch (reduction) {
-        case Reduction::avg:
-            return is_float(dtype);
         case Reduction::band:
         case Reduction::bor:
         case Reduction::bxor:

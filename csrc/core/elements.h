@@ -87,6 +87,16 @@ struct Average : Sum {
     }
 };
 
+// An average of integers, which are summed as unsigned ones: the quotient is truncated towards zero.
+template <typename Integer>
+struct IntegerAverage : Sum {
+    template <typename T>
+    static T finish(T x, int n) {
+        using Wide = decltype(Integer{} + Integer{});  // holds any number of ranks
+        return static_cast<T>(static_cast<Wide>(static_cast<Integer>(x)) / static_cast<Wide>(n));
+    }
+};
+
 // Keeps the compiler from fusing the multiplication that made `x` with what follows: GCC 12 does so
 // when it vectorises a complex product, even with -ffp-contract=off.
 template <typename T>

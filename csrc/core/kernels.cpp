@@ -260,10 +260,12 @@ ReduceFn complex_valued(Reduction reduction) {
     }
 }
 
-// Sums, products and bits do not care for signs; comparisons do.
+// Sums, products and bits do not care for signs; comparisons and quotients do.
 template <typename Signed, typename Unsigned>
 ReduceFn integral(Reduction reduction) {
     switch (reduction) {
+        case Reduction::avg:
+            return reduce<Native<Unsigned>, IntegerAverage<Signed>>;
         case Reduction::min:
             return reduce<Native<Signed>, Minimum>;
         case Reduction::max:

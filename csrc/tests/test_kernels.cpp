@@ -199,7 +199,7 @@ TEST(minimum_and_maximum_hand_on_nan) {
 TEST(undefined_pairs_have_no_kernel) {
     CHECK(reduce_kernel(DType::f32, Reduction::bxor) == nullptr);
     CHECK(reduce_kernel(DType::c64, Reduction::max) == nullptr);
-    CHECK(reduce_kernel(DType::i32, Reduction::avg) == nullptr);
+    CHECK(reduce_kernel(DType::boolean, Reduction::avg) == nullptr);
     CHECK(reduce_kernel(DType::opaque, Reduction::sum) == nullptr);
     CHECK(reduce_kernel(DType::i32, Reduction::premul_sum) == nullptr);
     CHECK(reduce_kernel(DType::bf16, DType::f16, Reduction::sum) == nullptr);

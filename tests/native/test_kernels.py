@@ -149,6 +149,9 @@ def _as_python_says(op, dtype, x, y):
     if dtype == torch.bool:
         return {"SUM": x | y, "MAX": x | y, "BOR": x | y, "BXOR": x ^ y}.get(op.name, x & y)
     bits = 8 * dtype.itemsize
+    if op.name == "AVG":
+        total = _as_python_says(ReduceOp.SUM, dtype, x, y)
+        return abs(total) // 2 * (-1 if total < 0 else 1)
     z = {
         "SUM": x + y, "PRODUCT": x * y, "MIN": min(x, y), "MAX": max(x, y),
         "BAND": x & y, "BOR": x | y, "BXOR": x ^ y,

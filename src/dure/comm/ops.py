@@ -14,7 +14,8 @@ class ReduceOp:
 
     The members are objects, so that `premul_sum(factor)` can carry its factor. Compare with `==`.
     Reductions run in the order of the ranks; 16 and 8 bit floats accumulate in float32 and are
-    rounded once. MIN and MAX hand on NaN. Integer sums and products wrap around.
+    rounded once. MIN and MAX hand on NaN. Integer sums and products wrap around; averages of
+    integers are truncated towards zero.
     """
 
     __slots__ = ("code", "factor", "name")
@@ -99,7 +100,7 @@ _BOOL = {torch.bool}
 # the nearest power of two, as torch's own conversion does.
 _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     "SUM": frozenset(_FLOATS | _INTEGERS | _COMPLEX | _BOOL),
-    "AVG": frozenset(_FLOATS | _COMPLEX),
+    "AVG": frozenset(_FLOATS | _INTEGERS | _COMPLEX),
     "PRODUCT": frozenset(_FLOATS | _INTEGERS | _BOOL),
     "MIN": frozenset(_FLOATS | _INTEGERS | _BOOL),
     "MAX": frozenset(_FLOATS | _INTEGERS | _BOOL),

@@ -11,7 +11,8 @@ What the accumulator is made of depends on the dtype:
 * unsigned integers are folded as signed ones of the same width: sums, products and bit operations
   wrap around to the same bits; for MIN and MAX the top bit is flipped, which maps the unsigned
   order onto the signed one (torch's CPU operators lack most of uint16, uint32 and uint64);
-* AVG divides the accumulator by the number of ranks, before it is rounded.
+* AVG divides the accumulator by the number of ranks, before it is rounded; the quotient of integers
+  is truncated towards zero, as NCCL's is.
 
 The threads backend reduces with this, torch engines do so where the engine itself cannot, and the
 tests of every other backend are held against it.
@@ -99,9 +100,29 @@ def _fold(flats: Sequence[torch.Tensor], name: str, target: torch.Tensor) -> Non
     for t in flats[1:]:
         fold(acc, t.to(wide))
     if name == "AVG":
-        acc.div_(len(flats))
+        divide(acc, len(flats), acc)
     if not in_place:
         target.copy_(acc)
+
+
+def divide(total: torch.Tensor, size: int, out: torch.Tensor) -> None:
+    """Write `total` / `size` into `out`, which may be `total`; truncate integers towards zero.
+
+    Args:
+        total: The sum of `size` ranks, in the accumulator's dtype.
+        size: Ranks, at least one.
+        out: Of the shape of `total`.
+    """
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        torch.div(total, size, out=out)
+        return
+    if total.dtype != torch.uint64:
+        out.copy_(torch.div(total.to(torch.int64), size, rounding_mode="trunc"))
+        return
+    # Half of it is a positive int64. Twice the quotient of that is right, or one too small.
+    bits = total.view(torch.int64)
+    quotient = (bits >> 1 & torch.iinfo(torch.int64).max) // size * 2
+    out.view(torch.int64).copy_(quotient + (bits - quotient * size >= size))
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -115,6 +136,10 @@ def _reduce_unsigned(flats: Sequence[torch.Tensor], op: ReduceOp, target: torch.
     """Reduce uint16, uint32 or uint64 as signed integers of the same width."""
     twin = _SIGNED_TWIN[target.dtype]
     signed = [t.view(twin) for t in flats]
+    if op.name == "AVG":
+        _fold(signed, "SUM", target.view(twin))
+        divide(target, len(flats), target)
+        return
     if op.name not in ("MIN", "MAX"):
         _fold(signed, op.name, target.view(twin))
         return

@@ -41,7 +41,7 @@ MISTAKES: list[tuple[type[Exception], Callable[[int], object]]] = [
     # dtypes, devices, layouts
     (DtypeError, lambda n: dist.all_reduce(X, dist.ReduceOp.BXOR)),
     (DtypeError, lambda n: dist.all_reduce(COMPLEX, dist.ReduceOp.MAX)),
-    (DtypeError, lambda n: dist.all_reduce(INTS, dist.ReduceOp.AVG)),
+    (DtypeError, lambda n: dist.all_reduce(INTS > 0, dist.ReduceOp.AVG)),
     (DtypeError, lambda n: dist.all_gather([INTS] * n, X)),
     (DeviceError, lambda n: dist.all_reduce(torch.zeros(3, device="meta"))),
     (DeviceError, lambda n: dist.broadcast(torch.eye(3).to_sparse(), src=0)),

@@ -125,7 +125,10 @@ def _reduced(n: int, count: int, dtype: torch.dtype, op: str) -> torch.Tensor:
         return tensor_of([fold.get(op, _odd)(c) for c in columns], dtype)
     if dtype.is_floating_point or dtype.is_complex:
         return _reduced_floats([list(c) for c in columns], n, dtype, op)
-    return tensor_of([_wrapped(_FOLDS[op](c), dtype) for c in columns], dtype)
+    folded = [_wrapped(_FOLDS[op](c), dtype) for c in columns]
+    if op == "AVG":
+        folded = [abs(total) // n * (-1 if total < 0 else 1) for total in folded]
+    return tensor_of(folded, dtype)
 
 
 def _odd(column: tuple) -> bool:

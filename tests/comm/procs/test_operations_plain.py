@@ -90,7 +90,7 @@ def _wrong_calls(rank: int) -> None:
     plain, ones = _plain(), torch.ones
     for done in (
         plain.plain_all_reduce(ones(2), "sum", False),
-        plain.plain_all_reduce(ones(2, dtype=torch.int64), dist.ReduceOp.AVG, False),
+        plain.plain_all_reduce(ones(2, dtype=torch.int64), dist.ReduceOp.PREMUL_SUM, False),
         plain.plain_all_reduce(ones(2, dtype=torch.bool), dist.ReduceOp.SUM, False),
         plain.plain_all_gather(ones(3), ones(2), False),
         plain.plain_all_gather(ones(4), ones(2, dtype=torch.float64), False),

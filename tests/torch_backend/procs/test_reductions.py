@@ -19,6 +19,9 @@ def reductions(rank: int, folder: str) -> None:
             whole = torch.tensor([3 if rank == 0 else 6])
             td.all_reduce(whole, getattr(td.ReduceOp, name))
             assert whole.item() == value, name
+        average = torch.tensor([-3, 2]) - rank  # -7 / 2 and 3 / 2
+        td.all_reduce(average, td.ReduceOp.AVG)
+        assert average.tolist() == [-3, 1]
         scaled = torch.ones(1)
         td.all_reduce(scaled, td._make_nccl_premul_sum(0.5 + rank))
         assert scaled.item() == 2

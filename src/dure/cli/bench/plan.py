@@ -95,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         _one_of("redop", self.redop, _REDUCTIONS)
         integers = [d for d in self.dtypes if "int" in d]
         if self.redop == "avg" and integers:
-            raise UsageError("an average needs floating-point numbers", seen=", ".join(integers))
+            raise UsageError("avg is measured with floats only", seen=", ".join(integers))
         if self.root >= min(self.ranks):
             raise UsageError(
                 "the root must be one of the ranks",

@@ -8,10 +8,10 @@ reduce-scatter needs.
 
 | dtype, operation                         | on the wire                                       |
 |------------------------------------------|---------------------------------------------------|
-| int8, uint8, int32, int64                | as it is                                          |
+| int8, uint8, int32, int64, but for AVG   | as it is                                          |
 | 16 and 8 bit floats, SUM PRODUCT AVG     | float32; rounded once in copying back             |
 | complex, SUM AVG                         | real and imaginary parts, then as floats          |
-| AVG                                      | SUM, divided before it is rounded                 |
+| AVG                                      | SUM, divided before it is rounded or truncated    |
 
 All else has no wire dtype: the engine gathers the tensors of all ranks and
 `reduction.reduce_in_order` does the rest. That is what engines do wrong (MIN and MAX of floats,
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.comm.reduction import accumulator_dtype
+from dure.comm.reduction import accumulator_dtype, divide
 
 __all__ = ["WireTensor", "as_wire"]
 
@@ -66,13 +66,15 @@ def as_wire(
         bitwise: Whether the engine has BAND, BOR and BXOR.
 
     Cost:
-        None for float32, float64, int8, uint8, int32 and int64; elsewhere one or two passes over
-        the tensor before and after, and a tensor of the wire form's size.
+        None for float32, float64, int8, uint8, int32 and int64, but a pass after their average;
+        elsewhere one or two passes over the tensor before and after, and a tensor of the wire
+        form's size.
     """
     flat = tensor.detach().view(-1)
-    if flat.dtype in _INTEGERS:
+    if flat.dtype in _INTEGERS and op.name != "AVG":
         return WireTensor(wire=flat, op=op.name) if bitwise or op.name not in _BITWISE else None
-    if op.name not in _FOLDED or not (flat.dtype.is_floating_point or flat.dtype.is_complex):
+    folded = flat.dtype.is_floating_point or flat.dtype.is_complex or flat.dtype in _INTEGERS
+    if op.name not in _FOLDED or not folded:
         return None
     if flat.dtype.is_complex:
         if op.name == "PRODUCT":
@@ -87,7 +89,7 @@ def as_wire(
         )
     wide = flat.to(accumulator_dtype(flat.dtype))
     if op.name == "AVG":
-        return WireTensor(wire=wide, op="SUM", copy_back=lambda wire, out: out.copy_(wire / size))
+        return WireTensor(wire=wide, op="SUM", copy_back=lambda wire, out: divide(wire, size, out))
     return WireTensor(wire=wide, op=op.name, copy_back=None if wide is flat else _copy_back)
 
 

@@ -50,7 +50,7 @@ from dure.comm.backends.hybrid.subcomms import COLLECTIVE_TAG, Hosts, SubComms
 from dure.comm.backends.request import Request
 from dure.comm.call import Call
 from dure.comm.ops import ReduceOp
-from dure.comm.reduction import accumulator_dtype, reduce_in_order
+from dure.comm.reduction import accumulator_dtype, divide, reduce_in_order
 
 __all__ = ["Collectives"]
 
@@ -414,7 +414,7 @@ def _fold_by_host(
 def _copy_back(total: torch.Tensor, out: torch.Tensor, op: ReduceOp, size: int) -> None:
     flat = out.detach().view(-1)
     if op.name == "AVG":
-        torch.div(total, size, out=flat)
+        divide(total, size, flat)
     elif flat.data_ptr() != total.data_ptr():
         flat.copy_(total)
 
