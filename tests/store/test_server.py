@@ -28,10 +28,12 @@ def test_port_zero_picks_a_port_on_the_given_address_only(master: TCPStore) -> N
         assert probe.connect_ex(("127.0.0.2", master.port)) != 0
 
 
-def test_a_taken_port_is_an_error_at_once(master: TCPStore, key: JobKey) -> None:
-    with pytest.raises(StoreError) as caught:
-        TCPStore("127.0.0.1", master.port, is_master=True, timeout=TIMEOUT, key=key)
-    assert f"127.0.0.1:{master.port}" in caught.value.what
+def test_a_taken_port_is_an_error_at_once(key: JobKey) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(StoreError) as caught:
+            TCPStore("127.0.0.1", taken, is_master=True, timeout=TIMEOUT, key=key)
+    assert f"127.0.0.1:{taken}" in caught.value.what
     assert not isinstance(caught.value, StoreTimeout)
 
 
@@ -40,6 +42,21 @@ def test_a_port_is_free_again_after_close(key: JobKey, port: int) -> None:
         store = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
         assert store.add("rounds", 1) == 1, f"round {round_} met old keys"
         store.close()
+
+
+def test_masters_at_one_address_share_a_server_until_the_last_closes(master: TCPStore) -> None:
+    key, masters = master.key, [master]
+    for _ in range(2):
+        shared = TCPStore("127.0.0.1", master.port, 1, is_master=True, timeout=TIMEOUT, key=key)
+        masters.append(shared)
+    masters[0].set("k", "v")
+    for store in masters[:2]:
+        store.close()
+    assert masters[2].get("k") == b"v"
+    masters[2].close()
+    again = TCPStore("127.0.0.1", master.port, is_master=True, timeout=TIMEOUT, key=key)
+    assert not again.check(["k"])
+    again.close()
 
 
 def test_a_retired_server_serves_those_who_are_left(key: JobKey) -> None:

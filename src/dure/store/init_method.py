@@ -110,7 +110,7 @@ class TcpPlace:
         return not self.hosted
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
-        """Connect; rank 0 serves first, or takes back the server it left a moment ago."""
+        """Connect; rank 0 serves first, unless its process has a server there already."""
         began = time.monotonic()
         await_name(self.host, patience_for_names(timeout_s), _log.warning)
         host = self._own_name() if rank == 0 else self.host

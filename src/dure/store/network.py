@@ -219,7 +219,7 @@ class NetworkStore(AskingStore):
 
 
 class TCPStore(NetworkStore):
-    """A store that one process serves over TCP; the first six arguments are torch's.
+    """A store that one process serves over TCP; the arguments but `key` are torch's.
 
     Args:
         host_name: Name or address of the master's host. The master listens on this address alone,
@@ -227,9 +227,11 @@ class TCPStore(NetworkStore):
             `dure.store.address`).
         port: The port; 0 lets the master pick a free one (see `port`).
         world_size: How many stores, the master's included, will connect; None: any number.
-        is_master: Whether this process runs the server.
+        is_master: Whether this process runs the server. If it runs one at this address already, for
+            another store, a process group or RPC, that one is used, and it holds their keys too.
         timeout: How long `get`, `wait` and connecting wait.
         wait_for_workers: Whether the master waits until `world_size` stores are connected.
+        multi_tenant: Accepted: a process's server at an address is always shared.
         key: The job key; None finds it as `dure.store.key` says, or, with `DURE_INSECURE=1`,
             talks in the clear to everybody.
 
@@ -250,6 +252,7 @@ class TCPStore(NetworkStore):
         is_master: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
         wait_for_workers: bool = True,
+        multi_tenant: bool = False,
         key: JobKey | None = None,
     ) -> None:
         host_name = text_of(host_name, "TCPStore", "host_name")
@@ -262,17 +265,16 @@ class TCPStore(NetworkStore):
         if is_master:
             bind = env.text("DURE_STORE_BIND")
             at = resolve(bind, port, "DURE_STORE_BIND") if bind else address
-            retired = adopt(at.endpoint)
-            if retired is not None:  # of this process; its port must be free again
-                retired.stop()
-            listener = listen(at)
-            try:
-                key = key or job_key(host_name, name_of(host_name, listener.port))
-            except BaseException:
-                os.close(listener.fd)
-                raise
-            server = StoreServer(listener, key)
-            address = resolve(host_name, listener.port)
+            server = adopt(at.endpoint, afresh=True)
+            if server is None:
+                listener = listen(at)
+                try:
+                    key = key or job_key(host_name, name_of(host_name, listener.port))
+                except BaseException:
+                    os.close(listener.fd)
+                    raise
+                server = StoreServer(listener, key)
+                address = resolve(host_name, listener.port)
         key = key or job_key(host_name, name_of(host_name, port))
         self._host, self._port = host_name, address.port
         super().__init__(address.endpoint, key, timeout, server)
@@ -290,10 +292,11 @@ class TCPStore(NetworkStore):
         return self._port
 
     def _meet(self, world_size: int) -> None:
-        if self.add("dure/workers", 1) == world_size:
-            self.set("dure/all workers", b"")
+        meeting, came = divmod(self.add("dure/workers", 1) - 1, world_size)  # a server may see many
+        if came == world_size - 1:
+            self.set(f"dure/all workers/{meeting}", b"")
         if self._server is not None:
-            self.wait(["dure/all workers"])
+            self.wait([f"dure/all workers/{meeting}"])
 
 
 def job_key(host: str, job: str, wait_s: float = 0.0) -> JobKey | None:

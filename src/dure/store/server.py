@@ -8,10 +8,13 @@ its I/O thread. A stranger fails in the handshake, so not one byte of his is eve
 many of them there may be is decided in `tracker`, and what they can make ZeroMQ hold is one frame
 of 64 KiB each (see `wire`).
 
-Ending. A server that is merely stopped would cut off ranks that still read their last keys. So its
-owner *retires* it: it goes on until its last client has left or the linger time has passed. A
-process that opens the same address again meanwhile *adopts* the retired server with all its
-clients and keys, which lets ranks destroy and re-create their world at their own pace.
+Owners. A process that opens the address of a server that it has already *adopts* this server, with
+all its clients and keys: a process group, RPC and stores of the program meet at one port.
+
+Ending. A server that is merely stopped would cut off ranks that still read their last keys. So each
+owner *retires* it. After the last one has, it continues until its last client has left or the
+linger time has passed. If it is adopted in the meantime, it is retired no more, which lets ranks
+destroy and re-create their world at their own pace.
 """
 
 from __future__ import annotations
@@ -82,6 +85,7 @@ class StoreServer:
         self._listen_fd = listener.fd
         self._board, self._clock = Board(secrets.token_bytes(8), presence), ListeningClock()
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
+        self._num_owners = 1
         self._retired: tuple[float, float] | None = None  # when it may end, and when it must
         self._at_least_s = 0.0
         self._stopping = False
@@ -101,25 +105,32 @@ class StoreServer:
 
     @property
     def retired(self) -> bool:
-        """Whether its owner has left it, so that it can be adopted."""
+        """Whether all its owners have left it, so that it ends soon."""
         return self._retired is not None
 
     def retire(self, at_least_s: float = 0.0, linger_s: float = _LINGER_S) -> None:
         """Let it end by itself, when the last client leaves or `linger_s` from now.
 
+        Each owner calls this once; before the last one has, it does nothing.
+
         Args:
             at_least_s: How long to go on even without clients, for those who come late.
             linger_s: How long to go on for clients that stay.
         """
-        now = time.monotonic()
-        self._at_least_s = at_least_s
-        self._retired = now + at_least_s, now + linger_s
+        with self._ending:
+            self._num_owners -= 1
+            if self._num_owners > 0:
+                return
+            now = time.monotonic()
+            self._at_least_s = at_least_s
+            self._retired = now + at_least_s, now + linger_s
         self._wake()
 
     def adopt(self) -> bool:
-        """Take back a retired server; False, and it is gone, if it was ending already."""
+        """Become one of its owners; False, and it is gone, if it was ending already."""
         with self._ending:
             if not self._stopping:
+                self._num_owners = 1 if self._retired else self._num_owners + 1
                 self._retired = None
                 return True
         self._thread.join()
@@ -132,7 +143,8 @@ class StoreServer:
         self._thread.join()
 
     def finish(self) -> None:
-        """Give clients a moment to leave, then stop."""
+        """Give clients a moment to leave, then stop; at the end of the process, for all owners."""
+        self._num_owners = 1
         self.retire(self._at_least_s, _EXIT_LINGER_S)
         self._thread.join(_EXIT_LINGER_S + 1)
         self.stop()
@@ -271,10 +283,19 @@ _inherited: list[StoreServer] = []
 """The parent's servers, in a forked child: kept so that nothing is ever torn down there."""
 
 
-def adopt(endpoint: str) -> StoreServer | None:
-    """Return the retired server of this process at `endpoint`, no longer retired."""
+def adopt(endpoint: str, afresh: bool = False) -> StoreServer | None:
+    """Return the server of this process at `endpoint`, with one more owner.
+
+    Args:
+        endpoint: Where it listens.
+        afresh: Stop a retired server instead, so that its keys are gone.
+    """
     for server in list(_servers):
-        if server.endpoint == endpoint and server.retired and server.adopt():
+        if server.endpoint != endpoint:
+            continue
+        if afresh and server.retired:
+            server.stop()
+        elif server.adopt():
             return server
     return None
 
