@@ -7,9 +7,10 @@ where it would gather.
 
 from __future__ import annotations
 
-import sys
+import torch
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils
 
-from dure import mesh
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.tensor import debug, experimental, random, rules, updates
 from dure.tensor.clipping import clip_grad_norm_
@@ -19,6 +20,7 @@ from dure.tensor.factories import empty, full, ones, rand, randn, zeros
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.state import strictly as strict
 from dure.tensor.watching import explain
+from dure.torch_names import getter
 
 __all__ = [
     "DTensor",
@@ -47,4 +49,14 @@ __all__ = [
 _REGISTERED = rules, random, updates
 """Imported for what they register."""
 
-sys.modules[f"{__name__}.device_mesh"] = mesh  # torch's path
+__getattr__ = getter(__name__)
+
+# As torch.distributed.tensor does: `torch.load` loads DTensors, meshes and placements by default,
+# and `torch.nn.utils.clip_grad_norm_` and optimizers treat DTensors in lists.
+torch.serialization.add_safe_globals(safe_globals())
+for _types in (
+    _optimizer._foreach_supported_types,  # pyright: ignore
+    _foreach_utils._foreach_supported_types,  # pyright: ignore
+):
+    if DTensor not in _types:
+        _types.append(DTensor)  # pyright: ignore

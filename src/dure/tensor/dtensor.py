@@ -288,9 +288,16 @@ class DTensor(torch.Tensor):
             )
         if placements is None:
             raise PlacementError("redistribute needs placements", op="redistribute")
-        target = spec.with_placements(
-            as_placements(placements, spec.mesh, self.ndim, "redistribute")
-        )
+        given = as_placements(placements, spec.mesh, self.ndim, "redistribute")
+        if any(p.is_partial() and p != q for p, q in zip(given, spec.placements, strict=True)):
+            raise PlacementError(
+                "a tensor cannot be redistributed to Partial",
+                op="redistribute",
+                seen=f"{spec}, asked for {given}",
+                fix="Redistribute to Replicate or Shard; distribute_tensor() and "
+                "DTensor.from_local() make Partial tensors.",
+            )
+        target = spec.with_placements(given)
         return to_target(self, target, async_op, forward_dtype, backward_dtype)
 
     # ---------------------------------------------------------------- what it is
@@ -596,9 +603,10 @@ def _rebuild(
 
 
 def safe_globals() -> list[Any]:
-    """Return what `torch.load(weights_only=True)` must be told of to load DTensors.
+    """Return what `torch.load(weights_only=True)` needs to load DTensors, meshes and placements.
 
-    Use it as ``torch.serialization.add_safe_globals(dure.tensor.safe_globals())``.
+    Importing `dure.tensor` registers it. After `torch.serialization.clear_safe_globals()`, use
+    ``torch.serialization.add_safe_globals(dure.tensor.safe_globals())``.
     """
     return [
         _rebuild, spec_of, restore_mesh, TensorMeta,

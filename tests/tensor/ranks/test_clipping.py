@@ -60,6 +60,31 @@ def test_one_norm_over_several_meshes(p: float, largest: float) -> None:
     run_ranks(4, body)
 
 
+def test_torchs_functions_exchange_the_norms_of_a_mesh_at_once() -> None:
+    def body(rank: int) -> None:
+        line, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+        weights = [
+            nn.Parameter(
+                distribute_tensor(torch.zeros(2), mesh, [Shard(0), Replicate()][: mesh.ndim])
+            )
+            for mesh in (line, line, line, grid)
+        ]
+        wholes = [torch.tensor(w) for w in ([1.0, 1.0], [1.0, 2.0], [3.0, 0.0], [3.0, 0.0])]
+        with_gradients(weights, wholes)
+        for some, norm, count in ((weights[:3], 4.0, 1), (weights, 5.0, 2)):
+            with CommRecorder() as seen:
+                total: Any = nn.utils.get_total_norm([w.grad for w in some])
+            assert seen.ops == ["all_gather_single"] * count  # one per mesh
+            assert total.item() == norm
+        with CommRecorder() as seen:
+            clipped: Any = nn.utils.clip_grad_norm_(weights[:3], 2.0)
+        assert seen.ops == ["all_gather_single"]
+        assert clipped.full_tensor().item() == 4.0
+        torch.testing.assert_close(weights[1].grad.full_tensor(), torch.tensor([0.5, 1.0]))
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize(("p", "norm"), [(2.0, 5.0), (1.0, 7.0), (math.inf, 4.0)])
 def test_one_norm_over_stages_that_have_other_parameters(p: float, norm: float) -> None:
     def body(rank: int) -> None:

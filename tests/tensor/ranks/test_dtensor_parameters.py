@@ -25,7 +25,7 @@ from dure.tensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from dure.tensor.dtensor import safe_globals
+from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
 
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
@@ -143,6 +143,9 @@ def test_copies_are_copies() -> None:
     run_ranks(2, body)
 
 
+PLACEMENTS = (Shard(1), Replicate(), Partial("max"), StridedShard(0, split_factor=2))
+
+
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_saved_and_loaded(weights_only: bool) -> None:
     def body(rank: int) -> None:
@@ -153,6 +156,12 @@ def test_saved_and_loaded(weights_only: bool) -> None:
         file.seek(0)
         parameter.seek(0)
         state = torch.load(file, weights_only=weights_only)
+        torch.save({"mesh": x.device_mesh, "placements": PLACEMENTS}, layout := io.BytesIO())
+        layout.seek(0)
+        assert torch.load(layout, weights_only=weights_only) == {
+            "mesh": x.device_mesh,
+            "placements": PLACEMENTS,
+        }
         loaded = torch.load(parameter, weights_only=weights_only)
         assert isinstance(loaded, nn.Parameter)
         assert loaded.requires_grad
@@ -161,8 +170,7 @@ def test_saved_and_loaded(weights_only: bool) -> None:
             assert state[key].placements == model.state_dict()[key].placements
             assert torch.equal(whole(state[key]), value)
 
-    with torch.serialization.safe_globals(safe_globals() if weights_only else []):
-        run_ranks(2, body)
+    run_ranks(2, body)
 
 
 def test_what_is_done_to_parameters() -> None:
