@@ -162,8 +162,13 @@ class _Nccl(EngineCalls):
     device_types = frozenset({"cuda"})
     in_stream, bitwise, any_source = True, False, False
 
+    def __init__(self, engine: Engine, options: BackendOptions, store: _StoreBridge) -> None:
+        super().__init__(engine, options)
+        self._store = store  # see `_StoreBridge`
+        self._device = options.device_id or torch.device("cuda")
+
     def barrier(self) -> EngineWork:
-        return self._engine.allreduce([torch.zeros(1, dtype=torch.uint8, device="cuda")])
+        return self._engine.allreduce([torch.zeros(1, dtype=torch.uint8, device=self._device)])
 
     def leave(self) -> None:
         self._engine.shutdown()
@@ -173,11 +178,20 @@ class _Nccl(EngineCalls):
 
 
 class _StoreBridge(c10d.Store):
-    """Our store, as torch's classes want to see one."""
+    """Our store, as torch's classes want to see one.
+
+    C++ keeps only its own half of such an object. If Python's half is collected, calls from C++
+    fail; so the backend keeps the bridge, and the bridge its clones.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._store = store
+        self._clones: list[_StoreBridge] = []
+
+    def clone(self) -> _StoreBridge:
+        self._clones.append(_StoreBridge(self._store))
+        return self._clones[-1]
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, value)
@@ -197,8 +211,23 @@ class _StoreBridge(c10d.Store):
     def deleteKey(self, key: str) -> bool:
         return self._store.delete_key(key)
 
+    def getNumKeys(self) -> int:
+        return self._store.num_keys()
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._store.append(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get(keys)
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        self._store.multi_set(keys, values)
+
     def has_extended_api(self) -> bool:
-        return False
+        return True
 
 
 class _Addresses(c10d.Store):
@@ -327,7 +356,7 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
     settings._timeout = options.timeout
     store = _StoreBridge(options.store)
     make = lambda: cls(store, options.rank, options.size, settings)  # noqa: E731
-    return EngineGroup(_Nccl(_connect("nccl", make, options), options), options)
+    return EngineGroup(_Nccl(_connect("nccl", make, options), options, store), options)
 
 
 def _connect(name: str, make: Callable[[], Engine], options: BackendOptions) -> Engine:
