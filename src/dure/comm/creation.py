@@ -90,7 +90,10 @@ def create_groups(
         3 visits to the store, and what backends need besides that make no offer.
     """
     members = () if world.rendezvous is None else world.rendezvous.members
-    births = [_Birth(spec, my_global_rank, store, members, world.eager_bytes) for spec in specs]
+    alone = world.rendezvous is not None and world.rendezvous.alone
+    births = [
+        _Birth(spec, my_global_rank, store, members, world.eager_bytes, alone) for spec in specs
+    ]
     try:
         for birth in births:
             birth.open()
@@ -125,7 +128,9 @@ class _Birth:
         store: Store,
         members: Sequence[Member],
         eager_bytes: int | None,
+        alone: bool,
     ) -> None:
+        self.alone = alone  # the others do not exist
         self.spec, self.rank = spec, spec.global_ranks.index(my_global_rank)
         self._store, self._members, self._eager_bytes = store, members, eager_bytes
         self.watched = WatchedStore(store, spec, members)
@@ -146,6 +151,14 @@ class _Birth:
 
     def open(self) -> None:
         for name in dict.fromkeys(parse_backend(self.spec.backend).values()):
+            if self.alone and name != "fake":
+                raise UsageError(
+                    f"the backend {name!r} needs the other ranks, which do not exist",
+                    group=self.spec.name,
+                    rank=self.rank,
+                    seen="the default group is of the backend 'fake'",
+                    fix="Make groups of a dry run without backend=, or with backend='fake'.",
+                )
             options = self._options[name] = BackendOptions(
                 store=PrefixStore(name, self.watched),
                 rank=self.rank,
@@ -203,7 +216,7 @@ class _Birth:
         """Build the backends once more, for a second channel of theirs; all members call."""
         spec = replace(self.spec, name=name)
         me = spec.global_ranks[self.rank]
-        twin = _Birth(spec, me, self._store, self._members, self._eager_bytes)
+        twin = _Birth(spec, me, self._store, self._members, self._eager_bytes, self.alone)
         try:
             twin.open()
             _exchange(self._store, [twin])
@@ -232,6 +245,9 @@ def member_keys(name: str, size: int) -> list[str]:
 
 def _exchange(store: Store, births: Sequence[_Birth], watcher: Watcher | None = None) -> None:
     """Let the members of all groups read each other's words, and compare them."""
+    births = [b for b in births if not b.alone]
+    if not births:
+        return
     site = call_site()
     began = time.monotonic()
     store.multi_set([b.keys[b.rank] for b in births], [b.word(site) for b in births])

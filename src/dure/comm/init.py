@@ -36,7 +36,7 @@ from dure.native import available as native_available
 from dure.placement import System, detect
 from dure.store.base import Store
 from dure.store.lifetime import at_process_end
-from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_at
+from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_alone, rendezvous_at
 
 _log = logging.getLogger("dure.comm")
 
@@ -53,6 +53,7 @@ class Backend(str):
     HYBRID = "hybrid"
     HYBRID_MPI = "hybrid_mpi"
     THREADS = "threads"
+    FAKE = "fake"
     GLOO = "gloo"
     NCCL = "nccl"
     MPI = "mpi"
@@ -82,8 +83,10 @@ def init_process_group(
 
     Args:
         backend: "shm", "hybrid", "hybrid_mpi", "threads", "gloo", "mpi", "nccl", or one for each
-            kind of device such as "cpu:hybrid,cuda:nccl". None: "shm" if all ranks share a host,
-            else "hybrid", which is shared memory inside a host and gloo between hosts.
+            kind of device such as "cpu:hybrid,cuda:nccl". "fake": a dry run of a
+            world of any size in one process; nothing is sent (comm/backends/fake.py). None: "shm"
+            if all ranks share a host, else "hybrid", which is shared memory inside a host and gloo
+            between hosts.
         init_method: "env://", "tcp://HOST:PORT", "file:///PATH" or "etcd://HOST:PORT/JOB". None:
             "env://"; what RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT leave open is found where
             Slurm, an MPI launcher or another cluster started the ranks (`dure env` shows what).
@@ -117,12 +120,13 @@ def init_process_group(
     if store is not None and init_method is not None:
         raise UsageError("give either store or init_method, not both", op="init_process_group")
     limit = as_timeout(timeout, default_pg_timeout)
-    if backend is not None:
-        parse_backend(Backend(backend))
+    named = set() if backend is None else set(parse_backend(Backend(backend)).values())
     _check_variables(rank)
     told = not (init_method is None and store is None and rank < 0 and world_size < 0)
     soon = RENDEZVOUS_LIMIT if timeout is None else limit
-    if not told and _wants_mpi(backend):
+    if named == {"fake"}:
+        found = rendezvous_alone(_given("RANK", rank), _given("WORLD_SIZE", world_size))
+    elif not told and _wants_mpi(backend):
         found = _rendezvous_by_mpi(soon, group_name)
     else:
         found = rendezvous(init_method, rank, world_size, store, soon, group_name)
@@ -147,6 +151,12 @@ def init_process_group(
     except BaseException:
         leave(world, abort=True)
         raise
+
+
+def _given(name: str, argument: int) -> int:
+    """Return an argument, or, if it was left out, what the variable says; -1 if neither does."""
+    number = env.integer(name) if argument == -1 else argument
+    return -1 if number is None else number
 
 
 def _check_variables(rank: int) -> None:

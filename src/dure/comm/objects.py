@@ -29,8 +29,14 @@ def _pack(obj: object, device: Device) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(device)
 
 
-def _unpack(data: torch.Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().tobytes())
+def _unpack(data: torch.Tensor, place: Any = None) -> Any:
+    """Return the object; what is in its place if nothing was sent (the backend `fake`)."""
+    return pickle.loads(data.cpu().numpy().tobytes()) if data.numel() else place
+
+
+def _unpack_all(data: torch.Tensor, lengths: list[int], places: list[Any]) -> None:
+    """Replace the objects in `places` by those sent."""
+    places[:] = [_unpack(p, old) for p, old in zip(data.split(lengths), places, strict=True)]
 
 
 def _pack_all(objects: list[Any], device: Device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +150,7 @@ def broadcast_object_list(
     lengths: list[int] = sizes.tolist()
     data = _empty(sum(lengths), where)
     pg.broadcast(data, root)
-    object_list[:] = [_unpack(p) for p in data.split(lengths)]
+    _unpack_all(data, lengths, object_list)
 
 
 def scatter_object_list(
@@ -175,11 +181,11 @@ def scatter_object_list(
         _need_places(scatter_object_input_list, pg, op, what)
         packed = [_pack(o, where) for o in scatter_object_input_list or ()]
         sizes = [torch.tensor([p.numel()], device=where) for p in packed]
-    size = torch.empty(1, dtype=torch.int64, device=where)
+    size = torch.zeros(1, dtype=torch.int64, device=where)
     pg.scatter(size, sizes, root)
     data = _empty(int(size.item()), where)
     pg.scatter(data, packed, root)
-    scatter_object_output_list[0] = _unpack(data)
+    scatter_object_output_list[0] = _unpack(data, scatter_object_output_list[0])
 
 
 def send_object_list(
@@ -221,10 +227,10 @@ def recv_object_list(
     op = "recv_object_list"
     pg, where = _group(group, op, device)
     peer = pg.source(src, group_src, op)
-    sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
+    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=where)
     sender = pg.recv(sizes, peer)
     lengths: list[int] = sizes.tolist()
     data = _empty(sum(lengths), where)
     pg.recv(data, sender)
-    object_list[:] = [_unpack(p) for p in data.split(lengths)]
+    _unpack_all(data, lengths, object_list)
     return pg.global_ranks[sender]

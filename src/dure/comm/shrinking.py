@@ -158,6 +158,14 @@ class _Shrinking:
                 "the process group has been destroyed", op=op, group=self.parent.group_name
             )
         self.rendezvous: Rendezvous = self.world.rendezvous
+        if self.rendezvous.alone:
+            raise UsageError(
+                "the other ranks do not exist: none of them can have failed",
+                op=op,
+                group=self.parent.group_name,
+                seen="the default group is of the backend 'fake'",
+                fix="Make a smaller group with dure.new_group.",
+            )
 
     def run(self) -> ProcessGroup:
         """Make attempts until one stands."""

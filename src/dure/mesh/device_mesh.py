@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -592,8 +593,8 @@ def _check_ranks(ranks: tuple[int, ...], world_size: int | None, shape: tuple[in
             seen=f"shape {shape} has {len(ranks)} ranks, the world {world_size}",
             fix=f"Start {len(ranks)} ranks, or make the mesh smaller.",
         )
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    if twice:
+    if len(set(ranks)) < len(ranks):
+        twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
         raise MeshError("a rank is in the mesh twice", seen=f"ranks {twice}")
     beyond = [r for r in ranks if r < 0 or (world_size is not None and r >= world_size)]
     if beyond:

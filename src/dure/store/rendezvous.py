@@ -44,10 +44,11 @@ from dure.store.base import DEFAULT_TIMEOUT, Store
 from dure.store.identity import Identity, alive, myself
 from dure.store.init_method import Place, Spot, find_place
 from dure.store.lifetime import at_process_end
+from dure.store.memory import HashStore
 from dure.store.network import NetworkStore
 from dure.store.prefix import PrefixStore
 
-__all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_at"]
+__all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_alone", "rendezvous_at"]
 
 _GOODBYE = timedelta(seconds=1)
 _WATCH_S = 1.0
@@ -102,12 +103,14 @@ class Rendezvous:
         rank: This rank.
         world_size: How many there are.
         members: All of them, by rank.
+        alone: The other ranks do not exist, and are never waited for; see `rendezvous_alone`.
     """
 
     store: Store
     rank: int
     world_size: int
     members: tuple[Member, ...]
+    alone: bool = False
     _base: Store = field(repr=False)
     _keys: Store = field(repr=False)
     _generation: int = field(repr=False)
@@ -280,6 +283,30 @@ def rendezvous_at(
             out_of_time = time.monotonic() > min(deadline, lost_at + _COMEBACK_S)
             if not isinstance(error, StoreLost) or out_of_time:
                 raise _translated(error, me) from None
+
+
+def rendezvous_alone(rank: int, world_size: int) -> Rendezvous:
+    """Return the rendezvous of a rank whose peers do not exist; all members are this process.
+
+    Raises:
+        RendezvousError: The rank or the world size cannot be.
+    """
+    me, store = _myself(rank, world_size), HashStore()
+    result = Rendezvous(
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        members=tuple(replace(me, rank=each) for each in range(world_size)),
+        alone=True,
+        _base=store,
+        _keys=store,
+        _generation=0,
+        _owns=True,
+        _holder=None,
+        _number=rank,
+    )
+    _open.add(result)
+    return result
 
 
 def _myself(rank: int, world_size: int) -> Member:

@@ -90,6 +90,7 @@ _OURS: Mapping[str, _Entry] = {
     "hybrid": _Entry(("cpu",), "hybrid.creation:create_over_gloo"),
     "hybrid_mpi": _Entry(("cpu",), "hybrid.creation:create_over_mpi"),
     "nccl": _Entry(("cuda",), "torch_engine:create_nccl"),
+    "fake": _Entry(("cpu", "cuda", "hpu", "xpu"), "fake:FakeBackend"),
 }
 _registered: dict[str, _Entry] = {}
 
