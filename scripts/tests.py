@@ -248,6 +248,8 @@ def main(arguments: list[str]) -> int:
     queue = Queue(times, options.lanes, options.below or ["tests"])
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ)
+        # Hundreds of processes import the package: it is compiled once, whatever the shell says.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         pytest = ForkedPytest(Path(sys.executable), ROOT, environment, BATCH_LIMIT_S, MODULES)
         lanes = [
             Lane(pytest, queue, results, words, Path(folder, f"lane-{number}"))
