@@ -340,10 +340,10 @@ def _without_plain(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Take plain tensors as replicated where that is meant; raise where it may not be.
 
-    It is meant of numbers, and of what torch's C++ code made for itself: in formulas of gradients,
-    which can have it from nothing else than DTensors and constants; elsewhere only of single
-    elements, of integers, such as the index of ``x[[0, 2]]``, of masks, as attention makes, and of
-    tensors without values, by which torch finds the shape of a gradient of zeros.
+    It is meant of tensors of one element, and of what torch's C++ code made for itself: in formulas
+    of gradients, which can have it from nothing else than DTensors and constants; elsewhere only of
+    integers, such as the index of ``x[[0, 2]]``, of masks, as attention makes, and of tensors
+    without values, by which torch finds the shape of a gradient of zeros.
     """
     specs = [t.spec for t in operands if type(t) is _DTensor]
     implicit = state.implicit_replication.get()
@@ -356,11 +356,11 @@ def _without_plain(
             continue
         name = schema_of(op).names[where] if isinstance(where, int) else where
         exact = not (tensor.is_floating_point() or tensor.is_complex())
-        small = tensor.numel() == 1 or exact or tensor.is_meta or _is_mask(tensor)
+        small = exact or tensor.is_meta or _is_mask(tensor)
         own = small and (where, inside) in unseen and not is_shared(tensor)
         constant = (backward or own or tensor.is_meta) and name not in mutated
         constant = constant and not tensor.requires_grad
-        if tensor.ndim == 0 or implicit or constant:
+        if tensor.numel() == 1 or implicit or constant:
             mesh = specs[0].mesh
             whole = (Replicate(),) * mesh.ndim
             part = tensor
