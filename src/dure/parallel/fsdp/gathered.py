@@ -91,11 +91,13 @@ class Gathered(Strategy):
         for parameter in self._parameters:
             self._file(parameter)
 
-    def is_stale(self) -> bool:
-        """Ask all ranks, as each knows of its own shards only."""
+    def is_stale(self, accumulates: bool = False) -> bool:
+        """Ask all ranks, as each knows of its own shards only, unless `accumulates`."""
         if not self._is_whole and self._kept is None:
             return False
         stale = self._versions != [p.version for p in self._parameters]
+        if accumulates:
+            return stale
         flag = torch.tensor([stale], dtype=torch.int32, device=self._parameters[0].part.device)
         self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
         return bool(flag.item())

@@ -66,6 +66,7 @@ class ParameterGroup:
         strategy: How the parameters become whole.
         sync: Reduce at this backward; else gradients are kept whole.
         unsharded: Modules have the wholes.
+        accumulates: The last backward kept its gradients whole, for the next one to add to.
     """
 
     parameters: list[FSDPParameter]
@@ -76,6 +77,7 @@ class ParameterGroup:
     strategy: Strategy = field(init=False)
     sync: bool = True
     unsharded: bool = False
+    accumulates: bool = field(default=False, init=False)
     _is_kept: bool = field(default=False, init=False)
     _left: list[int] = field(default_factory=list[int], init=False)
     _dtypes: list[torch.dtype] = field(default_factory=list[torch.dtype], init=False)
@@ -115,7 +117,7 @@ class ParameterGroup:
             if self._dtypes != [p.sharded.dtype for p in self.parameters]:
                 self.remake()
             self.strategy.attach()
-        is_stale = self.strategy.is_stale()
+        is_stale = self.strategy.is_stale(self.accumulates or not self.sync)
         if is_stale:
             self.reshard()
             self.strategy.reshard()
@@ -183,7 +185,7 @@ class ParameterGroup:
 
     def end_backward(self) -> None:
         """Begin to reduce the gradients that the wholes got, or keep them where `sync` is off."""
-        dtype = self.reduction.dtype
+        dtype, self.accumulates = self.reduction.dtype, not self.sync
         if not any(p.is_trained for p in self.parameters):
             return
         if not self.sync:

@@ -139,11 +139,16 @@ class FSDPModule(InPlace):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], object], *, stream: object = None
     ) -> None:
-        """Have a function called with each group's reduced gradients, before they are divided.
+        """Have a function called with each group's reduced gradients.
 
         Args:
             hook: Gets this rank's parts, flat, and changes them in place: such as an all_reduce
-                over ranks that the mesh has not. All ranks call it in one order.
+                over ranks that the mesh has not. All ranks call it in one order. Parts that were
+                reduced in float32 or bfloat16 are averages (the sum divided by
+                `set_gradient_divide_factor`). With `set_force_sum_reduction_for_comms(True)` they
+                are sums, which are divided after the hook. In any other dtype they are sums
+                divided by a power of two near the root of the number of ranks (8 ranks: by 4), and
+                divided by the rest after the hook. All of this is as in torch.
             stream: Nothing on CPU.
         """
         for group in self._groups(recurse=False):
@@ -234,7 +239,16 @@ class FSDPModule(InPlace):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accepted. A buffer goes as soon as the ranks have read it."""
+        """Accepted. A buffer goes as soon as the ranks have read it.
+
+        Raises:
+            TypeError: `max_input_buffers` is not an int.
+            UsageError: It is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
         if max_input_buffers < 1:
             raise UsageError("at least one buffer is needed", seen=f"{max_input_buffers}")
 

@@ -9,6 +9,14 @@ read it where it lies. The collective runs on the group's channel 1, so that gat
 need not wait for it.
 
 With replicas (HSDP) the parts are reduced once more, over the axis of replicas.
+
+The sum is divided by a *factor*, the number of ranks or the program's. The collective averages, or
+the division comes after it. Only a hook can see where: it gets what torch gives it, which is
+
+    float32, bfloat16     the sum, divided by the factor
+    other dtypes          the sum, divided by a power of two near the factor's root (see
+                          `_power_above_root`): before the sum, and by the rest after the hook
+    with `force_sum`      as other dtypes; in float32 and bfloat16 the sum, not divided
 """
 
 from __future__ import annotations
@@ -55,6 +63,16 @@ class CustomCollective(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """How a sum is divided: by `op`, by `before` first, by `rest` before or after the hook."""
+
+    op: ReduceOp
+    before: float = 1
+    rest: float = 1
+    after_hook: bool = False
+
+
 @dataclass(slots=True)
 class Reduction:
     """How gradients of a group are reduced; methods of `FSDPModule` change it.
@@ -66,7 +84,8 @@ class Reduction:
         divisor: What the sum is divided by; None for the number of ranks.
         force_sum: Use a plain sum and a division instead of the collective's average.
         replicate: Reduce over the axis of replicas, too, at this backward.
-        hook: Called with the reduced parts of a group's gradients, flat, which it may change.
+        hook: Called with the reduced parts of a group's gradients, flat, which it may change; the
+            text of this module says how they are divided.
         reduce_scatter: The program's own; None for Dure's.
     """
 
@@ -79,7 +98,7 @@ class Reduction:
     hook: Callable[[torch.Tensor], object] | None = None
     reduce_scatter: CustomCollective | None = None
     _carry: torch.Tensor | None = field(default=None, init=False)
-    _begun: tuple[Work | None, torch.Tensor, list[int], ReduceOp] | None = field(
+    _begun: tuple[Work | None, torch.Tensor, list[int], _Division] | None = field(
         default=None, init=False
     )
 
@@ -108,8 +127,10 @@ class Reduction:
                 piece.zero_()
             if gradient is not None:
                 _copy_in(piece, gradient, parameter)
-        average = self.divisor is None and not self.force_sum
-        op = ReduceOp.AVG if average else ReduceOp.SUM
+        division = self._division(flat.dtype)
+        op = division.op
+        if division.before != 1:
+            flat[:, : sum(sizes)].div_(division.before)
         if self.reduce_scatter is None:
             output = flat.new_empty(flat.shape[1])
             work = self.group.reduce_scatter_single(output, flat.view(-1), op, async_op=True)
@@ -118,13 +139,22 @@ class Reduction:
             output = allocate((flat.shape[1],), dtype=flat.dtype, device=flat.device)
             group = self.axes.shard_group
             work = self.reduce_scatter(output, flat.view(-1), group, op, async_op=True)
+        self._begun = work, output, sizes, division
 
-        self._begun = work, output, sizes, op
+    def _division(self, dtype: torch.dtype) -> _Division:
+        replicas = self.axes.replicate_group
+        ranks = self.axes.size * (1 if replicas is None else replicas.size())
+        factor = ranks if self.divisor is None else self.divisor
+        splits = self.hook is not None and dtype not in (torch.float32, torch.bfloat16)
+        if self.divisor is None and not self.force_sum and not splits:
+            return _Division(ReduceOp.AVG)
+        before = _power_above_root(factor) if splits else 1
+        return _Division(ReduceOp.SUM, before, factor / before, splits or self.force_sum)
 
     def finish(self) -> Sequence[torch.Tensor | None]:
         """Wait for what was begun; return this rank's parts, None where no rank had a gradient."""
         assert self._begun is not None
-        (work, output, sizes, op), self._begun = self._begun, None
+        (work, output, sizes, division), self._begun = self._begun, None
         if work is not None:
             work.wait()
         replicas = self.axes.replicate_group
@@ -134,12 +164,14 @@ class Reduction:
         if replicas is not None:
             if self._carry is not None:
                 output, self._carry = output.add_(self._carry), None
-            replicas.channel(1).all_reduce(output, op)
+            replicas.channel(1).all_reduce(output, division.op)
+        reduced = output[: sum(sizes)]
+        if division.rest != 1 and not division.after_hook:
+            reduced.div_(division.rest)
         if self.hook is not None:
-            self.hook(output[: sum(sizes)])
-        if op is not ReduceOp.AVG:
-            ranks = self.axes.size * (replicas.size() if replicas is not None else 1)
-            output[: sum(sizes)].div_(ranks if self.divisor is None else self.divisor)
+            self.hook(reduced)
+        if division.rest != 1 and division.after_hook:
+            reduced.div_(division.rest)
         *pieces, used = output.split([*sizes, len(sizes)])
         return [
             self._unpadded(piece, parameter) if some else None
@@ -161,6 +193,14 @@ class Reduction:
         if device.type == "cpu":
             return heap_empty(rows, columns, dtype=dtype, must=False)
         return torch.empty(rows, columns, dtype=dtype, device=device)
+
+
+def _power_above_root(factor: float) -> int:
+    """Return the least power of two that does not divide `factor`, or is at least its root."""
+    power = 1
+    while factor % power == 0 and factor / power > power:
+        power *= 2
+    return power
 
 
 def padded_shape(parameter: FSDPParameter, size: int) -> torch.Size:

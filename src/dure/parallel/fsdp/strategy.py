@@ -56,10 +56,13 @@ class Strategy:
         """Put what others are to read where they read it; `enter` comes next."""
         self._gathered()  # what a step that failed has begun
 
-    def is_stale(self) -> bool:
+    def is_stale(self, accumulates: bool = False) -> bool:
         """Whether any rank's shards were written since the wholes, which were kept, were made.
 
-        Collective: all ranks of the group.
+        Args:
+            accumulates: Gradients are accumulated: shards are not written, or on all ranks.
+
+        Collective: all ranks of the group, unless `accumulates`.
         """
         return False
 

@@ -58,6 +58,7 @@ def test_unsharded_parameters_are_not_gathered_again() -> None:
     def body(rank: int) -> tuple[int, int, int]:
         with CommRecorder() as seen:
             microbatches(sharded("gathered"), 0, 2, rank)
+        assert {*seen.ops} == {"all_gather_single", "reduce_scatter_single"}
         model = sharded("gathered")
         with CommRecorder() as freed:
             by_step(model, 0, 2, rank)
@@ -69,6 +70,25 @@ def test_unsharded_parameters_are_not_gathered_again() -> None:
         return gathers(seen), gathers(freed), gathers(kept)
 
     assert run_ranks(2, body) == [(4 + 3 * 3, 4 + 3, 4)] * 2
+
+
+def test_a_write_on_all_ranks_between_microbatches_is_seen() -> None:
+    def body(rank: int) -> None:
+        model: Any = nn.Linear(2, 4, bias=False)
+        with strategy("gathered"):
+            fully_shard(model)
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        weight = model.weight  # the shard; between microbatches, the module has another
+        for value in (1.0, 3.0):
+            with torch.no_grad():
+                weight.to_local().fill_(value)
+            out = model(torch.ones(1, 2))
+            assert out.tolist() == [[2 * value] * 4]
+            out.sum().backward()
+            model.set_requires_gradient_sync(True)
+
+    run_ranks(2, body)
 
 
 def test_replicas_are_reduced_at_the_last_microbatch(way: str) -> None:
@@ -147,6 +167,51 @@ def test_a_hook_gets_reduced_gradients_once_per_group(way: str) -> None:
 
     for found in run_ranks(2, body):
         assert_same(found, scaled({"": 2.0}))
+
+
+HOOKED = [
+    # dtype, ranks, the program's factor, force_sum, what the hook gets: gradients are 12 per rank
+    (torch.float32, 4, None, False, 12.0),
+    (torch.bfloat16, 4, None, False, 12.0),
+    (torch.float32, 4, 8.0, False, 6.0),
+    (torch.float32, 4, None, True, 48.0),
+    (torch.float16, 4, None, False, 24.0),  # divided by 2, and by 2
+    (torch.float64, 4, None, True, 24.0),
+    (torch.float64, 4, 8.0, False, 12.0),  # divided by 4, and by 2
+    (torch.float64, 3, None, False, 18.0),  # divided by 2, and by 1.5
+]
+
+
+@pytest.mark.parametrize(("dtype", "ranks", "factor", "force", "expected"), HOOKED)
+def test_a_hook_gets_gradients_divided_as_in_torch(
+    dtype: torch.dtype, ranks: int, factor: float | None, force: bool, expected: float
+) -> None:
+    """What is left to divide is divided after the hook, which has added 6."""
+    total, divisor = 12.0 * ranks, factor or ranks
+    rest = total / divisor / expected
+
+    def body(rank: int) -> None:
+        model: Any = nn.Linear(1, ranks, bias=False, dtype=dtype)
+        seen: list[set[float]] = []
+
+        def hook(flat: torch.Tensor) -> None:
+            seen.append({*flat.tolist()})
+            flat.add_(6.0)
+
+        with strategy("gathered"):
+            fully_shard(model)
+        model.set_all_reduce_hook(hook)
+        model.set_force_sum_reduction_for_comms(force)
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        model(torch.full((1, 1), 12.0, dtype=dtype)).sum().backward()
+        assert seen == [{expected}]
+        torch.testing.assert_close(
+            model.weight.grad.to_local().flatten(),
+            torch.tensor([(expected + 6.0) * rest], dtype=dtype),
+        )
+
+    run_ranks(ranks, body)
 
 
 def test_modules_are_gathered_ahead_as_the_program_says() -> None:
@@ -237,6 +302,9 @@ def test_methods_that_change_nothing_are_accepted(way: str) -> None:
         models[0].set_reduce_scatter_max_input_buffers(1)
         with pytest.raises(UsageError):
             models[0].set_reduce_scatter_max_input_buffers(0)
+        for wrong in (2.5, True):
+            with pytest.raises(TypeError):
+                models[0].set_reduce_scatter_max_input_buffers(wrong)  # pyright: ignore
         by_step(models[0], 1, 2, rank)
 
     run_ranks(2, body)
