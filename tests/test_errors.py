@@ -1,5 +1,6 @@
 """The exception tree: who catches what."""
 
+import copy
 import pickle
 
 import pytest
@@ -21,6 +22,30 @@ def test_every_class_is_exported():
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert classes == set(errors.__all__)
     assert [name for name in errors.__all__ if getattr(dure, name, None) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "caught_as"),
+    [
+        ("UsageError", (ValueError, RuntimeError)),
+        ("ShapeError", (ValueError, RuntimeError)),
+        ("PlacementError", (ValueError, RuntimeError)),
+        ("MeshError", (ValueError, RuntimeError, KeyError)),
+        ("AxisError", (errors.MeshError, ValueError, RuntimeError, KeyError, IndexError)),
+        ("DtypeError", (ValueError, RuntimeError, TypeError)),
+        ("OptimizerError", (ValueError, RuntimeError, TypeError)),
+        ("HookError", (errors.ModuleError, ValueError, RuntimeError, TypeError)),
+    ],
+)
+def test_mistakes_are_caught_as_torchs_and_read_as_they_were_written(name, caught_as):
+    error = getattr(errors, name)("it failed", rank=1, seen="this")
+    for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        for base in caught_as:
+            with pytest.raises(base):
+                raise one
+        assert (str(one), one.rank) == ("it failed (rank 1): this", 1)
+    error.advise("Do that.")
+    assert str(error) == "it failed (rank 1): this. Do that."
 
 
 @pytest.mark.parametrize("name", WITH_TORCHS_NAME)
@@ -55,5 +80,5 @@ def test_what_ranks_tell_each_other_is_caught_by_torchs_names(name, caught_as):
     for base in (getattr(errors, caught_as), getattr(torch_dist, caught_as), RuntimeError):
         with pytest.raises(base):
             raise getattr(errors, name)("it failed", rank=1)
-    copy = pickle.loads(pickle.dumps(getattr(errors, name)("it failed", rank=1)))
-    assert (type(copy).__name__, copy.rank) == (name, 1)
+    again = pickle.loads(pickle.dumps(getattr(errors, name)("it failed", rank=1)))
+    assert (type(again).__name__, again.rank) == (name, 1)

@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _HOMES: dict[str, tuple[str, ...]] = {
     "dure.errors": (
         "Aborted",
+        "AxisError",
         "CheckpointDamaged",
         "CheckpointError",
         "CheckpointMismatch",

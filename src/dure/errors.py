@@ -2,7 +2,7 @@
 
     DureError
     ├── UsageError            the caller is wrong, and the same call will fail again
-    │   ├── ShapeError, DtypeError, DeviceError, PlacementError, MeshError
+    │   ├── ShapeError, DtypeError, DeviceError, PlacementError, MeshError (AxisError)
     │   ├── NotInGroupError, DataError, ModuleError (HookError), OptimizerError
     │   └── ScheduleError         a pipeline's schedule that is not whole, or would deadlock
     ├── CommError             the job is in trouble; the group must be rebuilt
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Aborted",
+    "AxisError",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointException",
@@ -167,8 +168,11 @@ def _rebuild(cls: type[DureError], args: tuple[str, ...], state: dict[str, objec
     return error
 
 
-class UsageError(DureError, ValueError):
-    """The caller is wrong, and the same call will fail again."""
+class UsageError(DureError, ValueError, RuntimeError):
+    """The caller is wrong, and the same call will fail again.
+
+    torch raises ValueError for some such mistakes, RuntimeError for others.
+    """
 
 
 class ShapeError(UsageError):
@@ -187,8 +191,14 @@ class PlacementError(UsageError):
     """A DTensor placement that makes no sense here."""
 
 
-class MeshError(UsageError):
+class MeshError(UsageError, KeyError):
     """A device mesh that does not fit the world, or an axis that it does not have."""
+
+    __str__ = Exception.__str__  # KeyError's would show the message with quotation marks
+
+
+class AxisError(MeshError, IndexError):
+    """The number of a mesh axis is out of range."""
 
 
 class NotInGroupError(UsageError):
@@ -199,7 +209,7 @@ class DataError(UsageError):
     """A data file is missing, truncated, or not what its name says."""
 
 
-class ModuleError(UsageError, RuntimeError):
+class ModuleError(UsageError):
     """A module cannot be wrapped as asked; `parameters` are the paths of those concerned."""
 
     def __init__(self, what: str, *, parameters: tuple[str, ...] = (), **fields: object) -> None:
@@ -207,7 +217,7 @@ class ModuleError(UsageError, RuntimeError):
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
 
-class OptimizerError(UsageError, RuntimeError, TypeError):
+class OptimizerError(UsageError, TypeError):
     """A sharded optimizer cannot be made, or used, as asked."""
 
 

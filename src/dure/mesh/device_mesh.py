@@ -22,7 +22,7 @@ from dure.comm.group import ProcessGroup
 from dure.comm.init import init_process_group
 from dure.comm.subgroups import Kind
 from dure.comm.world import current_world
-from dure.errors import MeshError, NotInGroupError
+from dure.errors import AxisError, MeshError, NotInGroupError
 from dure.layout import Axis, Layout
 from dure.mesh.picture import draw
 from dure.mesh.root import Root, live_roots
@@ -198,8 +198,12 @@ class DeviceMesh:
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The global ranks, an int tensor of the mesh's shape; of a sub-mesh, this rank's."""
-        if self._coordinate is None and self is not self._root.first:
+        """The global ranks, an int tensor of the mesh's shape; of a sub-mesh, this rank's.
+
+        Raises:
+            MeshError: This rank is in none of several sub-meshes that are cut alike.
+        """
+        if self._coordinate is None and self._layout.size < len(self._root.ranks):
             raise MeshError(
                 "a rank outside the mesh has no sub-mesh of it",
                 seen=f"rank {self._root.rank} is none of {list(self._root.ranks)}",
@@ -312,12 +316,14 @@ class DeviceMesh:
 
     def _axis(self, mesh_dim: int | str) -> int:
         """Return the number of an axis that is given by name or number."""
+        error = AxisError
         if isinstance(mesh_dim, str):
             if self._names is not None and mesh_dim in self._names:
                 return self._names.index(mesh_dim)
+            error = MeshError
         elif -self.ndim <= mesh_dim < self.ndim:
             return mesh_dim % self.ndim
-        raise MeshError(f"the mesh has no axis {mesh_dim!r}", seen=f"{self!r}")
+        raise error(f"the mesh has no axis {mesh_dim!r}", seen=f"{self!r}")
 
     def _flat_names(self) -> list[str]:
         """Return names made by `_flatten` whose ranks are all in this mesh."""
@@ -515,7 +521,7 @@ def restore_mesh(
 
     A function of the module, whose name restricted unpicklers can be told.
     """
-    array = torch.tensor(ranks, dtype=torch.int).reshape(shape)
+    array = torch.tensor(ranks, dtype=torch.int, device="cpu").reshape(shape)
     default = current_world().default
     alone = DeviceMesh(
         device_type, array, mesh_dim_names=names, _init_backend=False,

@@ -14,7 +14,7 @@ import dure as dist
 from dure.comm import functional
 from dure.comm.world import new_world
 from dure.device_mesh import DeviceMesh, init_device_mesh
-from dure.errors import Desync, MeshError, NotInGroupError, UsageError
+from dure.errors import AxisError, Desync, MeshError, NotInGroupError, UsageError
 from dure.mesh import current_mesh
 from dure.testing import run_ranks
 
@@ -334,3 +334,24 @@ def test_ranks_that_give_different_meshes_are_told_apart():
     for calls in run_ranks(4, body):
         assert set(calls) == {0, 1, 2, 3}
         assert "test_device_mesh.py" in calls[0]
+
+
+def test_a_wrong_axis_is_the_error_that_torch_has():
+    """A number that is out of range is an IndexError, a name that does not exist a KeyError."""
+    names = {"mesh_dim_names": ("a", "b")}
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 1), **names)
+        for call in (mesh.size, mesh.get_group, mesh.get_local_rank):
+            for axis in (2, -3):
+                with pytest.raises(IndexError) as caught:
+                    call(axis)
+                assert isinstance(caught.value, AxisError)
+        for call in (mesh.get_group, mesh.get_local_rank, mesh.__getitem__):
+            with pytest.raises(KeyError) as missing:
+                call("c")
+            assert type(missing.value) is MeshError
+        with pytest.raises(RuntimeError):
+            init_device_mesh("cpu", (2,))["a"]
+
+    run_ranks(2, body)
