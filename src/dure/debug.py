@@ -23,8 +23,11 @@ from dure.data.sampler import DATA_AXES
 from dure.errors import ReplicasDiffer
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor
+from dure.torch_names import getter
 
 __all__ = ["check_batch", "check_replicas"]
+
+__getattr__ = getter(__name__)
 
 
 def check_replicas(
@@ -92,7 +95,7 @@ def check_batch(batch: object, mesh: DeviceMesh, *, step: int | None = None) -> 
     groups = [mesh.get_group(axis) for axis in reversed(range(mesh.ndim)) if axis not in data]
     leaves, structure = pytree.tree_flatten_with_path(batch)
     mine = {pytree.keystr(path): _hash_of(leaf) for path, leaf in leaves}
-    hashes = torch.tensor([_hash_of((str(structure), mine))])
+    hashes = torch.tensor([_hash_of((str(structure), mine))], device="cpu")
     for group in groups:
         hashes = _gathered(hashes.tolist(), group)
     if len(hashes.unique()) == 1:

@@ -53,12 +53,16 @@ class RecordedError:
         return name if colon and name.replace(".", "").isidentifier() else ""
 
 
-def record(fn: Callable[P, T]) -> Callable[P, T | None]:
+def record(fn: Callable[P, T], error_handler: Any = None) -> Callable[P, T | None]:
     """Decorate a program's main function, so that what it raises is left in the error file.
 
     As torch's decorator of this name: the error goes on, `sys.exit(0)` becomes a return, and
     faults of native code print where they were. Without a launcher nothing is written.
     An error that carries another rank's report (`LaunchError`) leaves that rank's.
+
+    Args:
+        fn: The function.
+        error_handler: Its `record_exception(error)` is called instead, as torch's ErrorHandler.
     """
 
     @functools.wraps(fn)
@@ -72,7 +76,7 @@ def record(fn: Callable[P, T]) -> Callable[P, T | None]:
                 return None
             raise
         except Exception as error:
-            _leave(error)
+            (error_handler.record_exception if error_handler else _leave)(error)
             raise
 
     return recorded

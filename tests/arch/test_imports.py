@@ -3,6 +3,7 @@
 import ast
 import re
 
+from dure.torch_names import table
 from tests.arch.sources import (
     CSRC,
     PACKAGE,
@@ -19,6 +20,11 @@ MAY_IMPORT_TORCH_DISTRIBUTED = {
     PACKAGE / "comm" / "backends" / "torch_engine.py",
     *(PACKAGE / "torch_backend").glob("*.py"),
     PACKAGE / "cli" / "bench" / "rank.py",  # as the rival of a benchmark, and nothing else
+    *(  # parts of torch that know nothing of process groups, at torch's paths
+        PACKAGE / f"{path.replace('.', '/')}.py"
+        for path, homes in table()["paths"].items()
+        if any(home.startswith("torch.") for home in homes)
+    ),
 }
 IMPORT_NOTHING_OF_DURE = {PACKAGE / "launch" / "ranks" / n for n in ("forking.py", "child.py")}
 """They begin a rank, and put the environment of a forked one in place."""

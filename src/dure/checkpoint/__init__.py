@@ -56,6 +56,7 @@ from dure.checkpoint.sharded import (
 from dure.checkpoint.storage import StorageReader, StorageWriter
 from dure.checkpoint.weight_folder import consolidate
 from dure.errors import CheckpointException
+from dure.torch_names import getter
 
 __all__ = [
     "AsyncCheckpointerType",
@@ -93,3 +94,5 @@ __all__ = [
     "save",
     "save_state_dict",
 ]
+
+__getattr__ = getter(__name__)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
     "QuantizedHuggingFaceStorageReader",
+    "SerializationFormat",
     "absolute",
     "folder_of",
 ]
@@ -57,6 +59,13 @@ def _is_url(where: Where) -> bool:
     return "://" in os.fspath(where)
 
 
+class SerializationFormat(Enum):
+    """torch's formats of a writer's files. Dure has one, whatever is asked for."""
+
+    TORCH_SAVE = "torch_save"
+    SAFETENSORS = "safetensors"
+
+
 @dataclass(frozen=True)
 class FileSystemWriter:
     """The folder that `save` writes to.
@@ -76,9 +85,20 @@ class FileSystemWriter:
     per_thread_copy_ahead: int = 10_000_000
     cache_staged_state_dict: bool = False
     overwrite: bool = True
+    _extensions: Sequence[object] | None = None
+    serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute(self.path))
+        if self._extensions:
+            raise UsageError(
+                "FileSystemWriter does not transform what it writes", seen="_extensions="
+            )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        """Return whether it can be a folder."""
+        return not _is_url(checkpoint_id)
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,10 @@ class HuggingFaceStorageWriter:
     Args:
         path: The folder; made if absent.
         fqn_to_index_mapping: The number of some tensors' files, from 1 on, by name.
+        thread_count: No effect; a rank writes in one thread.
+        save_distributed: No effect; every rank writes its slices.
+        enable_consolidation: No effect; the files are complete tensors.
+        thread_count_consolidation: No effect.
         max_bytes: How large a file of the others gets.
         overwrite: Whether weights may be replaced that Dure did not write and no index names, or
             whose index cannot be used. Weights that Dure wrote, or an index names, are replaced in
@@ -97,12 +121,23 @@ class HuggingFaceStorageWriter:
     """
 
     path: Where
-    fqn_to_index_mapping: Mapping[str, int] = field(default_factory=dict[str, int])
+    fqn_to_index_mapping: Mapping[str, int] | None = None
+    thread_count: int = 1
+    save_distributed: bool = False
+    enable_consolidation: bool = False
+    thread_count_consolidation: int = 1
+    _: KW_ONLY
     max_bytes: int = MAX_FILE_BYTES
     overwrite: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", absolute(self.path))
+        object.__setattr__(self, "fqn_to_index_mapping", dict(self.fqn_to_index_mapping or {}))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        """Return whether it can be a folder."""
+        return not _is_url(checkpoint_id)
 
 
 class FolderReader(StorageReader):
@@ -119,6 +154,11 @@ class FolderReader(StorageReader):
     @abstractmethod
     def read_catalog(self, folder: Path) -> Catalog:
         """Return what is in the folder; CheckpointError where that cannot be used."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        """Return whether it can be a folder."""
+        return not _is_url(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Read another folder from now on."""
@@ -187,7 +227,12 @@ class HuggingFaceStorageReader(FolderReader):
 
     Args:
         path: The folder, with an index or without; its files may be links.
+        thread_count: No effect.
     """
+
+    def __init__(self, path: Where, thread_count: int = 1) -> None:
+        super().__init__(path)
+        self.thread_count = thread_count
 
     def read_catalog(self, folder: Path) -> Catalog:
         """Return what the files' headers say."""
@@ -214,7 +259,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
         target_dtype: torch.dtype = torch.float32,
         block_size: int = 128,
     ) -> None:
-        super().__init__(path)
+        super().__init__(path, thread_count)
         self.target_dtype, self.block_size = target_dtype, block_size
 
     def fill(self, wanted: list[tuple[Box, str, torch.Tensor]]) -> None:
@@ -230,11 +275,11 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
             first = tuple(at // size for at in box.offsets)
             last = tuple((end - 1) // size for end in box.ends)
             blocks = Box(first, tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
-            weight = torch.empty(box.sizes, dtype=kind.torch_dtype)
-            scale = torch.empty(blocks.sizes)
+            weight = torch.empty(box.sizes, dtype=kind.torch_dtype, device="cpu")
+            scale = torch.empty(blocks.sizes, device="cpu")
             super().fill([(box, name, weight), (blocks, f"{name}_scale_inv", scale)])
             rows, columns = (
-                torch.arange(a, a + n) // size - b
+                torch.arange(a, a + n, device="cpu") // size - b
                 for a, n, b in zip(box.offsets, box.sizes, first, strict=True)
             )
             to.copy_((weight.float() * scale[rows[:, None], columns]).to(self.target_dtype))

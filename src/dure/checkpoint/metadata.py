@@ -5,6 +5,7 @@ A view of the manifest for programs that ask: which names, of what shape and dty
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +35,19 @@ class ChunkStorageMetadata:
 
 @dataclass
 class TensorProperties:
-    """What a tensor is beside its size."""
+    """What a tensor is beside its size. Only `dtype` is stored."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """Describe a tensor."""
+        pinned, grad = tensor.is_pinned(), tensor.requires_grad
+        return TensorProperties(tensor.dtype, tensor.layout, grad, pin_memory=pinned)
 
 
 @dataclass
@@ -55,9 +66,12 @@ class BytesStorageMetadata:
 
 @dataclass
 class StorageMeta:
-    """What a storage tells a planner of itself."""
+    """What a storage reports about itself to a planner."""
 
-    version: str | None = None
+    checkpoint_id: str | os.PathLike[str] | None = None
+    save_id: str | None = None
+    load_id: str | None = None
+    modules: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True)
@@ -82,12 +96,14 @@ class Metadata:
         planner_data: For each name, the keys that led to it.
         storage_data: What a storage of one's own keeps there.
         storage_meta: The same.
+        version: The version of the format, of storages that have one.
     """
 
     state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
     planner_data: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     storage_data: Any = None
     storage_meta: StorageMeta | None = None
+    version: str | None = None
 
 
 def metadata_of(catalog: Catalog) -> Metadata:

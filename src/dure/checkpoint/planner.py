@@ -13,6 +13,7 @@ import math
 import pickle
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -48,6 +49,7 @@ __all__ = [
     "WriteItemType",
     "box_of",
     "bytes_of_value",
+    "read_items",
     "value_of_bytes",
 ]
 
@@ -178,13 +180,21 @@ class LoadPlanner(ABC):
         """Return what each rank reads; on the coordinator."""
         return global_plan
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return this rank's plan as it is carried out."""
-        return central_plan
+        return new_plan
 
     @abstractmethod
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take a value that was read."""
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        """Return where bytes are read to, for storages that ask; Dure's call `load_bytes`.
+
+        Raises:
+            NotImplementedError: As in torch, unless a subclass has it.
+        """
+        raise NotImplementedError("LoadPlanner.resolve_bytes is not implemented")
 
     @abstractmethod
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -241,18 +251,19 @@ def _write_items(name: str, value: Any) -> list[WriteItem]:
     return items
 
 
-def _read_items(name: str, saved: TensorStorageMetadata, value: torch.Tensor) -> list[ReadItem]:
+def read_items(name: str, saved: TensorStorageMetadata, boxes: Iterable[Box]) -> list[ReadItem]:
+    """Return what is read of a saved tensor to fill some boxes of it."""
     items: list[ReadItem] = []
-    for here, piece in enumerate(pieces_of(name, value)):
+    for here, wanted in enumerate(boxes):
         for number, chunk in enumerate(saved.chunks):
             box = box_of(chunk)
-            both = box.meet(piece.box)
+            both = box.meet(wanted)
             if both is not None:
-                to, at = both.begin_in(piece.box), both.begin_in(box)
+                to, at = both.begin_in(wanted), both.begin_in(box)
                 items.append(
                     ReadItem(
                         LoadItemType.TENSOR,
-                        MetadataIndex(name, torch.Size(piece.box.offsets), here),
+                        MetadataIndex(name, torch.Size(wanted.offsets), here),
                         torch.Size(to),
                         MetadataIndex(name, chunk.offsets, number),
                         torch.Size(at),
@@ -463,7 +474,8 @@ class DefaultLoadPlanner(_Flat, LoadPlanner):
                     raise CheckpointMismatch(
                         f"Size mismatch between saved {saved.size} and current: {size} for {name}"
                     )
-                items += _read_items(name, saved, value)
+                boxes = [piece.box for piece in pieces_of(name, value)]
+                items += read_items(name, saved, boxes)
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -120,7 +120,7 @@ def _save(
     wait_for_saves(path)
     state = state_dict if own is None else taken_of(state_dict, own, ranks, coordinator)
     if isinstance(writer, HuggingFaceStorageWriter):
-        files = writer.fqn_to_index_mapping, writer.max_bytes
+        files = writer.fqn_to_index_mapping or {}, writer.max_bytes
         return metadata_of(save_weights(path, state, ranks, *files, writer.overwrite))
     return metadata_of(save_into(path, state, ranks, _may_replace(writer)))
 

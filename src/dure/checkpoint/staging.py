@@ -6,10 +6,12 @@ what it holds, and `close` gives it back. The names are torch's; there is one wa
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from torch.utils import _pytree as pytree
 
 from dure.checkpoint.slice_files import Slice
 from dure.comm.checksum import copy_bytes
@@ -60,7 +62,7 @@ class BlockingAsyncStager:
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         self.cache_staged_state_dict = cache_staged_state_dict
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +82,7 @@ class BlockingAsyncStager:
             end += num_bytes + -num_bytes % _ALIGNMENT
         if end > self.num_bytes or not self.cache_staged_state_dict:
             self.close()  # before there is another
-            self._buffer = torch.empty(end, dtype=torch.uint8)
+            self._buffer = torch.empty(end, dtype=torch.uint8, device="cpu")
         found: dict[Slice, torch.Tensor] = {}
         for begin, (part, tensor) in zip(begins, memory.items(), strict=True):
             num_bytes = tensor.numel() * tensor.element_size()
@@ -92,9 +94,22 @@ class BlockingAsyncStager:
                 found[part].copy_(tensor)
         return found
 
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state, in the CPU's memory. `async_save` calls `hold` instead."""
+        return pytree.tree_map(_copied, state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Return at once: `stage` has copied."""
+
     def close(self) -> None:
         """Give the memory back, after the save that uses it."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return deepcopy(value)
 
 
 def _bytes(flat: torch.Tensor) -> memoryview:

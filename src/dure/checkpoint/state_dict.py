@@ -34,8 +34,15 @@ from dure.errors import CheckpointMismatch, UsageError
 from dure.tensor import DTensor, distribute_tensor
 
 __all__ = [
+    "FQNS_T",
+    "DictValueType",
     "IncompatibleKeys",
+    "ListDictValueType",
+    "OptimizerStateType",
+    "PrimitiveType",
     "StateDictOptions",
+    "ValueType",
+    "_init_optim_state",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -47,6 +54,14 @@ __all__ = [
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 State = dict[str, Any]
 Path = tuple[Any, ...]
+
+# torch's names of types, for annotations.
+FQNS_T = set[str]
+PrimitiveType = torch.Tensor | int | float | str
+ValueType = PrimitiveType | list[PrimitiveType] | tuple[PrimitiveType] | dict[str, Any]
+DictValueType = dict[str, ValueType]
+ListDictValueType = list[DictValueType]
+OptimizerStateType = dict[str, DictValueType | ListDictValueType]
 
 _NUM_SENT_AS_VALUE = 16
 """Elements up to which a tensor is sent along with the values."""
@@ -500,7 +515,7 @@ class _View:
             target = like(path)
             tensor = whole.get(path)
             if tensor is None:
-                tensor = torch.empty(value.shape, dtype=value.dtype)
+                tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             tensor = tensor.to(self._device(target)).contiguous()
             broadcast(tensor, src=0, group=group)
             return None if target is None else _cut_like(tensor, target)
@@ -515,6 +530,17 @@ class _View:
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 return tensor.device
         return torch.device("cpu")
+
+
+def _init_optim_state(optim: torch.optim.Optimizer) -> None:
+    """Give an optimizer the state of its first step, unless it has some; torch's private name."""
+    if optim.state:
+        return
+    for group in optim.param_groups:
+        for parameter in group["params"]:
+            state = fresh_state(optim, group, parameter) if parameter.requires_grad else {}
+            if state:
+                optim.state[parameter] = state
 
 
 def _several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

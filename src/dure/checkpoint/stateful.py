@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-__all__ = ["Stateful"]
+__all__ = ["Stateful", "StatefulT"]
 
 
 @runtime_checkable
@@ -18,3 +18,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Take what `state_dict` returned."""
         ...
+
+
+StatefulT = TypeVar("StatefulT", bound=Stateful)

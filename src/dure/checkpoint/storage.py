@@ -40,6 +40,11 @@ class StorageWriter(ABC):
         """Learn that another checkpoint will be written, and where."""
         return
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether the storage can have a checkpoint there."""
+        return True
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin."""
         return
@@ -71,6 +76,11 @@ class StorageReader(ABC):
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
         """Learn that another checkpoint will be read, and which."""
         return
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether the storage can have a checkpoint there."""
+        return True
 
     @abstractmethod
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -27,8 +27,11 @@ __all__ = ["main"]
 _CTRL_C = 128 + signal.SIGINT
 
 
-def main(*words: str) -> None:
-    """Run `dure WORDS` and what follows, and exit with its code; Ctrl-C is 130, as in a shell."""
+def main(*words: str, args: list[str] | None = None) -> None:
+    """Run `dure WORDS` with `args`, or those of the command line, and exit with its code.
+
+    Ctrl-C is 130, as in a shell.
+    """
     mine = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and is not ignored
     if mine:
         signal.signal(signal.SIGINT, _leave)
@@ -41,7 +44,7 @@ def main(*words: str) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     try:
-        code = app.run_command_line([*words, *sys.argv[1:]], loaded)
+        code = app.run_command_line([*words, *(sys.argv[1:] if args is None else args)], loaded)
         if isinstance(sys.stdout, io.TextIOBase):  # and not None, where a shell has closed it
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -45,11 +45,14 @@ __all__ = [
     "AsyncCollectiveTensor",
     "Group",
     "HasGroup",
+    "all_gather_into_tensor_coalesced",
     "all_gather_single",
     "all_gather_single_autograd",
+    "all_gather_single_coalesced",
     "all_gather_tensor",
     "all_gather_tensor_autograd",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all_single",
     "all_to_all_single_autograd",
     "broadcast",
@@ -57,8 +60,10 @@ __all__ = [
     "permute_tensor",
     "reduce_scatter_single",
     "reduce_scatter_single_autograd",
+    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_autograd",
+    "reduce_scatter_tensor_coalesced",
     "wait_tensor",
 ]
 
@@ -299,3 +304,37 @@ all_gather_single = all_gather_single_autograd = all_gather_tensor_autograd = al
 reduce_scatter_single = reduce_scatter_single_autograd = reduce_scatter_tensor
 reduce_scatter_tensor_autograd = reduce_scatter_tensor
 all_to_all_single_autograd = all_to_all_single
+
+
+def all_reduce_coalesced(
+    self: Sequence[torch.Tensor], reduceOp: object, group: Group = None, tag: str = ""
+) -> list[torch.Tensor]:
+    """Return the reductions of several tensors; see `all_reduce`."""
+    return [all_reduce(tensor, reduceOp, group, tag) for tensor in self]
+
+
+def all_gather_single_coalesced(
+    self: Sequence[torch.Tensor], group: Group = None, tag: str = ""
+) -> list[torch.Tensor]:
+    """Return all ranks' tensors joined along dim 0, for several tensors."""
+    return [all_gather_tensor(tensor, 0, group, tag) for tensor in self]
+
+
+def reduce_scatter_single_coalesced(
+    inputs: Sequence[torch.Tensor],
+    reduceOp: object,
+    scatter_dim: Sequence[int],
+    group: Group = None,
+    tag: str = "",
+) -> list[torch.Tensor]:
+    """Return this rank's parts of the reductions of several tensors; see `reduce_scatter_tensor`.
+
+    Args:
+        scatter_dim: One dim for each tensor.
+    """
+    pairs = zip(inputs, scatter_dim, strict=True)
+    return [reduce_scatter_tensor(tensor, reduceOp, dim, group, tag) for tensor, dim in pairs]
+
+
+all_gather_into_tensor_coalesced = all_gather_single_coalesced
+reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

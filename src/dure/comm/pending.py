@@ -45,6 +45,8 @@ class AsyncCollectiveTensor(torch.Tensor):
         """Wait for the values; return this tensor, which is an ordinary one now."""
         return wait_tensor(self)
 
+    trigger_wait = wait
+
     @classmethod
     @partial(untraced_here, reason=_NOT_WAITED_FOR)
     def __torch_function__(

@@ -12,5 +12,8 @@ from __future__ import annotations
 from dure.elastic.preempt import on_preempt, preempted
 from dure.elastic.running import Options, run
 from dure.elastic.state import Recovery, State
+from dure.torch_names import getter
 
 __all__ = ["Options", "Recovery", "State", "on_preempt", "preempted", "run"]
+
+__getattr__ = getter(__name__)

@@ -10,6 +10,9 @@ Where to read: `job` (start to result), `agent` (what the hosts of a job decide 
 happens), `supervisor` (what to do about it), `ranks` (a rank's process), `show` (what users see).
 """
 
+import importlib
+from typing import Any
+
 from dure.launch import _linux as _linux  # first: it raises where there is no launching
 from dure.launch.job import run_job
 from dure.launch.spec import (
@@ -23,6 +26,7 @@ from dure.launch.spec import (
     Std,
     StreamChoice,
 )
+from dure.torch_names import attribute
 
 __all__ = [
     "Crash",
@@ -36,3 +40,10 @@ __all__ = [
     "StreamChoice",
     "run_job",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the command for `main`, torch's name."""
+    if name == "main":
+        return importlib.import_module("dure.run").main
+    return attribute(__name__, name)

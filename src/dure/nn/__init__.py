@@ -17,6 +17,7 @@ from dure.nn.functional import (
     reduce_scatter,
     scatter,
 )
+from dure.torch_names import attribute
 
 if TYPE_CHECKING:
     from dure.rpc.remote_module import RemoteModule
@@ -40,4 +41,4 @@ def __getattr__(name: str) -> Any:
     """Import RPC when its module is first used."""
     if name == "RemoteModule":
         return importlib.import_module("dure.rpc.remote_module").RemoteModule
-    raise AttributeError(f"module 'dure.nn' has no attribute {name!r}")
+    return attribute(__name__, name)

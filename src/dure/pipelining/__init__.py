@@ -16,6 +16,7 @@ from dure.parallel.pipeline.schedules import (
 )
 from dure.parallel.pipeline.schedules import ScheduleForwardOnly as _ScheduleForwardOnly
 from dure.parallel.pipeline.stage import PipelineStage
+from dure.torch_names import getter
 
 __all__ = [
     "Pipe",
@@ -38,3 +39,5 @@ __all__ = [
     "pipe_split",
     "pipeline",
 ]
+
+__getattr__ = getter(__name__)

@@ -18,6 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from dure.torch_names import attribute
+
 _HOMES: dict[str, tuple[str, ...]] = {
     "dure.rpc.api": (
         "_all_gather",
@@ -37,6 +39,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "shutdown",
     ),
     "dure.rpc.backend_registry": (
+        "BackendValue",
         "RpcBackendOptions",
         "TensorPipeRpcBackendOptions",
         "backend_registered",
@@ -47,7 +50,6 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.rpc.names": ("WorkerInfo",),
     "dure.rpc.rref": ("RRef",),
 }
-_MODULES = ("api", "backend_registry", "functions")
 _OWNERS = {name: home for home, names in _HOMES.items() for name in names}
 
 _OWNERS["BackendType"] = "dure.rpc.backend_registry"
@@ -56,12 +58,10 @@ __all__ = [n for n in _OWNERS if not n.startswith("_")]  # pyright: ignore[repor
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"dure.rpc.{name}")
     if name == "BackendType":  # another one after each `register_backend`
         return importlib.import_module("dure.rpc.backend_registry").BackendType
     if name not in _OWNERS:
-        raise AttributeError(f"module 'dure.rpc' has no attribute {name!r}")
+        return attribute(__name__, name)
     value = getattr(importlib.import_module(_OWNERS[name]), name)
     globals()[name] = value
     return value

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dure.rpc.names import WorkerInfo
     from dure.rpc.references import RefId
 
-__all__ = ["RRef"]
+__all__ = ["RRef", "RRefProxy"]
 
 T = TypeVar("T")
 
@@ -123,15 +123,15 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
         """Return a proxy: methods called on it run on the value at the owner; returns results."""
-        return _Proxy(self, self._agent.rpc_sync, timeout)
+        return RRefProxy(self, self._agent.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
         """Return a proxy: as `rpc_sync`, methods return futures."""
-        return _Proxy(self, self._agent.rpc_async, timeout)
+        return RRefProxy(self, self._agent.rpc_async, timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
         """Return a proxy: as `rpc_sync`, methods return references."""
-        return _Proxy(self, self._agent.remote, timeout)
+        return RRefProxy(self, self._agent.remote, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass from the value, which is a loss, at its owner.
@@ -242,12 +242,12 @@ def value_type(rref: RRef[Any]) -> type:
     return type(rref.local_value())
 
 
-class _Proxy:
+class RRefProxy:
     """Calls methods of a value at its owner."""
 
-    def __init__(self, rref: RRef[Any], way: Callable[..., Any], timeout: float) -> None:
+    def __init__(self, rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = -1.0) -> None:
         self.rref, self.rpc_timeout = rref, timeout
-        self._way = way
+        self._way = rpc_api
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._call, name)

@@ -41,6 +41,7 @@ from dure.errors import (
     StoreTimeout,
 )
 from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.handlers import found_by_handler
 from dure.store.identity import Identity, alive, myself
 from dure.store.init_method import Place, Spot, find_place
 from dure.store.lifetime import at_process_end
@@ -240,6 +241,10 @@ def rendezvous(
     Collective:
         All ranks call. A rank that does not is named in the others' `RendezvousTimeout`.
     """
+    if store is None and init_method is not None:
+        found = found_by_handler(init_method, rank, world_size, timeout=timeout)
+        if found is not None:
+            store, rank, world_size = next(found)
     if store is None:
         return rendezvous_at(find_place(init_method, rank, world_size), timeout, group_name)
     if rank == -1 or world_size == -1:

@@ -415,11 +415,11 @@ class PipelineScheduleMulti(PipelineSchedule):
             backward.
         args_chunk_spec, kwargs_chunk_spec: How arguments are cut; None: along dimension 0.
         output_merge_spec: How outputs are put together; None: along dimension 0.
+        use_full_backward: No effect.
         scale_grads: Divide losses by the number of microbatches before backward: for a loss that is
             a mean. Gradients of earlier steps that were not zeroed are left as they are.
         backward_requires_autograd: Refuse `step` where gradients are switched off.
         defer_pp_recv: Post receives as late as can be, not as early.
-        use_full_backward: Accepted.
         options: What torch has not.
 
     Raises:
@@ -434,11 +434,11 @@ class PipelineScheduleMulti(PipelineSchedule):
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         *,
-        use_full_backward: bool | None = None,
         options: PipelineOptions | None = None,
     ) -> None:
         del use_full_backward
@@ -450,6 +450,38 @@ class PipelineScheduleMulti(PipelineSchedule):
 
 class PipelineScheduleRuntime(PipelineScheduleMulti):
     """A schedule whose lists a subclass gives, or a file (`_load_csv`)."""
+
+
+class _Named(PipelineScheduleRuntime):
+    """A schedule of torch that has a name; it has no `use_full_backward`."""
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        options: PipelineOptions | None = None,
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            None,
+            scale_grads,
+            backward_requires_autograd,
+            defer_pp_recv,
+            options=options,
+        )
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
@@ -470,31 +502,31 @@ class ScheduleForwardOnly(PipelineScheduleSingle):
     name = "forward-only"
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleRuntime):
+class ScheduleInterleaved1F1B(_Named):
     """1F1B with several stages a rank, round and round: a shorter bubble, more transfers."""
 
     name = "interleaved-1f1b"
 
 
-class ScheduleInterleavedZeroBubble(PipelineScheduleRuntime):
+class ScheduleInterleavedZeroBubble(_Named):
     """Interleaved, with gradients of weights in the gaps."""
 
     name = "interleaved-zero-bubble"
 
 
-class ScheduleZBVZeroBubble(PipelineScheduleRuntime):
+class ScheduleZBVZeroBubble(_Named):
     """Two stages a rank, there and back, with gradients of weights in the gaps."""
 
     name = "zb-v"
 
 
-class ScheduleDualPipeV(PipelineScheduleRuntime):
+class ScheduleDualPipeV(_Named):
     """Two stages a rank, there and back, with forwards and backwards side by side."""
 
     name = "dualpipe-v"
 
 
-class ScheduleLoopedBFS(PipelineScheduleRuntime):
+class ScheduleLoopedBFS(_Named):
     """Several stages a rank, all microbatches through each of them in turn."""
 
     name = "looped-bfs"

@@ -14,6 +14,7 @@ from dure.tensor.parallel.styles import (
     SequenceParallel,
 )
 from dure.tensor.state import replicating as loss_parallel
+from dure.torch_names import getter
 
 __all__ = [
     "ColwiseParallel",
@@ -27,3 +28,5 @@ __all__ = [
     "loss_parallel",
     "parallelize_module",
 ]
+
+__getattr__ = getter(__name__)

@@ -21,6 +21,7 @@ from dure.parallel.fsdp import (
     strategy,
     stream_full,
 )
+from dure.torch_names import getter
 from dure.training.tokens import scale_by
 
 __all__ = [
@@ -43,3 +44,5 @@ __all__ = [
     "strategy",
     "stream_full",
 ]
+
+__getattr__ = getter(__name__)

@@ -1,0 +1,13 @@
+"""torch's path `torch.distributed._composable`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure._composable.checkpoint_activation import checkpoint
+from dure._composable.replicate import replicate
+from dure.fsdp import fully_shard
+from dure.torch_names import getter
+
+__all__ = ["checkpoint", "fully_shard", "replicate"]
+
+__getattr__ = getter(__name__)

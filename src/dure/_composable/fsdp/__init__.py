@@ -1,0 +1,18 @@
+"""torch's path `torch.distributed._composable.fsdp`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.fsdp import (
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle,
+    register_fsdp_forward_method
+)
+from dure._composable.fsdp.fully_shard import fully_shard
+from dure.torch_names import getter
+
+__all__ = [
+    "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
+    "fully_shard", "register_fsdp_forward_method"
+]
+
+__getattr__ = getter(__name__)

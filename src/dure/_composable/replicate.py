@@ -1,0 +1,8 @@
+"""torch's path `torch.distributed._composable.replicate`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.parallel.ddp.replicate import replicate
+
+__all__ = ["replicate"]

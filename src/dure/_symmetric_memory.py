@@ -1,0 +1,11 @@
+"""torch's path `torch.distributed._symmetric_memory`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.symmetric_memory import empty, is_symm_mem_tensor, rendezvous
+from dure.torch_names import getter
+
+__all__ = ["empty", "is_symm_mem_tensor", "rendezvous"]
+
+__getattr__ = getter(__name__)

@@ -1,0 +1,17 @@
+"""torch's path `torch.distributed._tensor`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.tensor import (
+    DTensor, DeviceMesh, Partial, Placement, Replicate, Shard, distribute_module,
+    distribute_tensor, empty, full, init_device_mesh, ones, rand, randn, zeros
+)
+from dure.torch_names import getter
+
+__all__ = [
+    "DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "distribute_module",
+    "distribute_tensor", "empty", "full", "init_device_mesh", "ones", "rand", "randn", "zeros"
+]
+
+__getattr__ = getter(__name__)

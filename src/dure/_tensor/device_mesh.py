@@ -1,0 +1,8 @@
+"""torch's path `torch.distributed._tensor.device_mesh`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["DeviceMesh", "init_device_mesh"]

@@ -1,0 +1,11 @@
+"""torch's path `torch.distributed.algorithms`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.training.join import Join, JoinHook, Joinable
+from dure.torch_names import getter
+
+__all__ = ["Join", "JoinHook", "Joinable"]
+
+__getattr__ = getter(__name__)

@@ -1,0 +1,16 @@
+"""torch's path `torch.distributed.checkpoint.default_planner`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.checkpoint.planner import DefaultLoadPlanner, DefaultSavePlanner
+from dure.checkpoint.default_plans import (
+    create_default_global_load_plan, create_default_global_save_plan,
+    create_default_local_load_plan, create_default_local_save_plan
+)
+
+__all__ = [
+    "DefaultLoadPlanner", "DefaultSavePlanner", "create_default_global_load_plan",
+    "create_default_global_save_plan", "create_default_local_load_plan",
+    "create_default_local_save_plan"
+]

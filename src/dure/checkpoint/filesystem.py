@@ -1,0 +1,11 @@
+"""torch's path `torch.distributed.checkpoint.filesystem`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.checkpoint.file_storages import FileSystemReader, FileSystemWriter, SerializationFormat
+from dure.torch_names import getter
+
+__all__ = ["FileSystemReader", "FileSystemWriter", "SerializationFormat"]
+
+__getattr__ = getter(__name__)

@@ -1,0 +1,8 @@
+"""torch's path `torch.distributed.checkpoint.state_dict_loader`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.checkpoint.sharded import load, load_state_dict
+
+__all__ = ["load", "load_state_dict"]

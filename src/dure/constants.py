@@ -1,0 +1,11 @@
+"""torch's path `torch.distributed.constants`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.comm.creation import default_pg_timeout
+from dure.torch_names import getter
+
+__all__ = ["default_pg_timeout"]
+
+__getattr__ = getter(__name__)

@@ -1,0 +1,12 @@
+"""torch's path `torch.distributed.elastic.multiprocessing.errors`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.errorfile import record
+from dure.errors import LaunchError as ChildFailedError
+from dure.torch_names import getter
+
+__all__ = ["ChildFailedError", "record"]
+
+__getattr__ = getter(__name__)

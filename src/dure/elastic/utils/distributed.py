@@ -1,0 +1,11 @@
+"""torch's path `torch.distributed.elastic.utils.distributed`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from torch.distributed.elastic.utils.distributed import get_free_port
+from dure.torch_names import getter
+
+__all__ = ["get_free_port"]
+
+__getattr__ = getter(__name__)

@@ -1,0 +1,18 @@
+"""torch's path `torch.distributed.fsdp._fully_shard`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.fsdp import (
+    CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, OffloadPolicy,
+    UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+)
+from dure.torch_names import getter
+
+__all__ = [
+    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy",
+    "OffloadPolicy", "UnshardHandle", "fully_shard", "register_fsdp_forward_method",
+    "share_comm_ctx"
+]
+
+__getattr__ = getter(__name__)

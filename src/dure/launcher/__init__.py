@@ -1,0 +1,11 @@
+"""torch's path `torch.distributed.launcher`. Written by scripts/torch_names."""
+
+# fmt: off
+# ruff: noqa
+# pyright: reportPrivateUsage=false, reportUnusedImport=false
+from dure.launch.torch_launcher import LaunchConfig, elastic_launch
+from dure.torch_names import getter
+
+__all__ = ["LaunchConfig", "elastic_launch"]
+
+__getattr__ = getter(__name__)

@@ -1,0 +1,88 @@
+"""Names of torch that do not exist in Dure, and submodules that are imported on first use.
+
+The table `torch_names.toml` has a replacement for every public name of torch.distributed that has
+no equivalent here. A module that such names could be imported from ends with::
+
+    __getattr__ = getter(__name__)
+
+`from dure.fsdp import FullyShardedDataParallel` is then an ImportError that says what to write
+instead. `scripts/torch_names` writes the modules that exist only at torch's paths.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["attribute", "getter", "listed", "refuse", "table"]
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Read the table: `paths` and `listed`."""
+    import tomllib  # lazy: needed only after a mistake
+
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+def listed(module: str, name: str = "*") -> str | None:
+    """Return what to write instead of a name of a module of torch; None if it is not listed.
+
+    Args:
+        module: The path without `torch.distributed.`, or "" for torch.distributed itself.
+        name: "*" for the module itself.
+    """
+    for row in table()["listed"]:
+        for path in row["module"].split():
+            everything = row["names"] == "*" and f"{module}.".startswith(f"{path}.")
+            if everything or (path == module and _matches(name, row["names"])):
+                return f"{row['use']}. Reason: {row['why']}."
+    return None
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split())
+
+
+def refuse(module: str, name: str = "*") -> NoReturn:
+    """Raise the ImportError of a name, or of a module that is listed as a whole.
+
+    Raises:
+        ImportError: Always.
+    """
+    what = module if name == "*" else f"{module}.{name}"
+    text = re.sub(r"\[(.*?)\]\(.*?\)", r"docs/\1", listed(_path(module), name) or "")
+    raise ImportError(f"{what} does not exist; use {text}", name=module)
+
+
+def attribute(module: str, name: str) -> Any:
+    """Return a submodule, which is imported; `__getattr__` of modules ends here.
+
+    Raises:
+        ImportError: torch has the name, and Dure has something else instead.
+        AttributeError: Neither has it.
+    """
+    if not name.startswith("__"):
+        if listed(_path(module), name):
+            refuse(module, name)
+        path = f"{module}.{name}"
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name not in {path, module}:
+                raise
+    raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+
+
+def getter(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module that has no other names to import on first use."""
+    return partial(attribute, module)
+
+
+def _path(module: str) -> str:
+    return module.removeprefix("dure").removeprefix(".")
