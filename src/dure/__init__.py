@@ -15,7 +15,6 @@ __version__ = "0.1.0"
 _HOMES: dict[str, tuple[str, ...]] = {
     "dure.errors": (
         "Aborted",
-        "AxisError",
         "CheckpointDamaged",
         "CheckpointError",
         "CheckpointMismatch",
@@ -59,6 +58,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.errorfile": ("record",),
     "dure.store": ("EtcdStore", "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "dure.comm.ops": ("ReduceOp",),
+    "dure.store.handlers": ("register_rendezvous_handler", "rendezvous"),
     "dure.comm.work": ("Work",),
     "dure.comm.world": ("GroupMember", "group"),
     "dure.comm.group": ("ProcessGroup",),
@@ -193,21 +193,18 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.trace.publishing": ("log",),
     "dure.parallel.metrics": ("StepMeter", "StepReport", "StepSplit", "TensorBoardWriter"),
 }
-_MODULES = frozenset({"autograd", "checkpoint", "debug", "device_mesh", "elastic", "trace"})
-"""Modules that are used under their own name, as `dure.trace.dump()`."""
-
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [n for n in _HOME_OF if not n.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of a public name on its first use."""
+    """Import the home of a public name, or a submodule, on its first use."""
     module = _HOME_OF.get(name)
-    if name in _MODULES:
-        return importlib.import_module(f"dure.{name}")
     if module is None:
-        raise AttributeError(f"module 'dure' has no attribute {name!r}")
+        from dure.torch_names import attribute  # lazy: most programs have no other names
+
+        return attribute("dure", name)
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

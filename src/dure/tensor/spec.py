@@ -28,7 +28,15 @@ from dure.tensor.placement_types import (
     chunk,
 )
 
-__all__ = ["DTensorSpec", "TensorMeta", "as_placements", "cuts_of", "resolved", "spec_of"]
+__all__ = [
+    "DTensorSpec",
+    "TensorMeta",
+    "as_placements",
+    "compute_local_shape_and_global_offset",
+    "cuts_of",
+    "resolved",
+    "spec_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,3 +334,26 @@ def resolved(placement: Placement, ndim: int, op: str) -> Placement:
             seen=f"{placement!r} of a tensor of {ndim} dimensions",
         )
     return placement if placement.dim >= 0 else replace(placement, dim=placement.dim % ndim)
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    skip_offset: bool = False,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's part of a tensor, and where the part begins; torch's name.
+
+    Args:
+        global_shape: Shape of the full tensor.
+        mesh: The mesh.
+        placements: One for each axis.
+        skip_offset: Return () in place of the offset.
+    """
+    meta = TensorMeta.of(torch.empty(tuple(global_shape), device="meta"))
+    op = "compute_local_shape_and_global_offset"
+    spec = spec_of(mesh, as_placements(placements, mesh, len(meta.shape), op), meta)
+    if spec.coordinate is None:
+        return (0,), ()
+    offset = () if skip_offset else tuple(spec.runs(dim)[0][1] for dim in range(spec.ndim))
+    return tuple(spec.local_shape), offset
