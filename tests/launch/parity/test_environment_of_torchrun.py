@@ -6,7 +6,6 @@ torchrun needs seconds to start, so all its runs of this module go on at once.
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -43,12 +42,6 @@ def main():
     if os.environ["RANK"] == "1":
         raise ValueError("the bug of rank 1")
 main()
-"""
-
-SIGNALLED = """
-trap 'echo asked > "$OUT/$RANK.asked"; exit 0' TERM
-echo "ready $RANK"
-while :; do sleep 0.05; done
 """
 
 DIFFERENT = {
@@ -105,14 +98,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "show.py").write_text(SHOW)
     (folder / "recorded.py").write_text(RECORDED)
-    (folder / "signalled.sh").write_text(SIGNALLED)
     flags = ("--standalone", "--nproc_per_node", "2", "--role=trainer")
     program = ("--module", "show", "--epochs=3", "-m", "${local_rank}")
     started = {
         name: {
             "show": Run(name, folder, *flags, *program, PET_MAX_RESTARTS="2"),
             "recorded": Run(name, folder, *flags, "recorded.py"),
-            "signalled": Run(name, folder, *flags, "--no-python", "sh", "signalled.sh"),
         }
         for name in LAUNCHERS
     }
@@ -156,21 +147,6 @@ def told(done: Finished) -> int:
 def test_recorded_error_is_told_once(runs: Runs, launcher: str) -> None:
     done = runs[launcher]["recorded"].wait()
     assert (done.code, told(done)) == (1, 2), done.out  # by the interpreter, and in the summary
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_program_is_asked_to_end(runs: Runs, launcher: str) -> None:
-    run = runs[launcher]["signalled"]
-    assert run.process.stdout is not None
-    waiting = {"ready 0", "ready 1"}
-    while waiting:
-        line = run.process.stdout.readline()
-        assert line, "it ended before it was ready"
-        waiting = {text for text in waiting if text not in line}
-    run.process.send_signal(signal.SIGTERM)
-    done = run.wait()
-    assert done.code != 0, done.out
-    assert all((run.out / f"{rank}.asked").exists() for rank in (0, 1))
 
 
 def test_torchs_recorded_error_is_told_by_dure(tmp_path: Path) -> None:

@@ -178,13 +178,23 @@ def test_ctrl_c_at_the_very_beginning_is_one_line(job: Launching, event: str, wh
         assert len(done.err.splitlines()) == 1
 
 
-def test_ctrl_c_lets_ranks_clean_up(job: Launching) -> None:
-    text = "import time\ntry:\n    print('up')\n    time.sleep(600)\nfinally: print('saved')"
-    process = job.start("-n", "2", "--timeout-term", NEVER_S, job.write(text))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_lets_ranks_clean_up(job: Launching, number: int) -> None:
+    program = job.write("""
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        try:
+            print("up")
+            time.sleep(600)
+        finally:
+            print("saved")
+    """)
+    process = job.start("-n", "2", "--timeout-term", NEVER_S, program)
     wait_for_lines(process, 2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     done = job.finish(process)
     assert done.lines(0) == done.lines(1) == ["saved"]
+    assert done.code == 128 + number
 
 
 def test_second_ctrl_c_kills(job: Launching) -> None:
