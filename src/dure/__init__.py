@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _HOMES: dict[str, tuple[str, ...]] = {
     "dure.errors": (
         "Aborted",
+        "AxisError",
         "CheckpointDamaged",
         "CheckpointError",
         "CheckpointMismatch",
@@ -62,8 +63,23 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dure.comm.work": ("Work",),
     "dure.comm.world": ("GroupMember", "group"),
     "dure.comm.group": ("ProcessGroup",),
-    "dure.comm.init": (
+    "dure.comm.names": (
+        "AllToAllOptions",
+        "AllreduceCoalescedOptions",
+        "AllreduceOptions",
         "Backend",
+        "BackendConfig",
+        "BarrierOptions",
+        "BroadcastOptions",
+        "GatherOptions",
+        "ProcessGroupGloo",
+        "ReduceOptions",
+        "ReduceScatterOptions",
+        "ScatterOptions",
+        "supports_complex",
+    ),
+    "dure.comm.breakpoint": ("breakpoint",),
+    "dure.comm.init": (
         "destroy_process_group",
         "init_process_group",
         "process_group",
