@@ -67,9 +67,9 @@ class SyncBatchNorm(_BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device, dtype, bias=bias
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # torch before 2.13 has no such argument
+            self.register_parameter("bias", None)
         self.process_group = process_group
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

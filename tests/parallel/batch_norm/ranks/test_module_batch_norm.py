@@ -205,3 +205,18 @@ def test_conversion_keeps_tensors_sharing_and_mode() -> None:
     assert (net[1].training, net[2][1].training) == (True, False)
     with pytest.raises(ModuleError):
         convert(nn.LazyBatchNorm1d())
+
+
+def test_no_bias_is_learned_with_a_torch_that_has_no_such_argument(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = nn.modules.batchnorm._BatchNorm.__init__
+
+    def older(self: Any, num_features: int, eps: float, momentum: float, *rest: Any) -> None:
+        plain(self, num_features, eps, momentum, *rest)  # no keywords, as before torch 2.13
+
+    monkeypatch.setattr(nn.modules.batchnorm._BatchNorm, "__init__", older)
+    layer = dist.SyncBatchNorm(3, bias=False)
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+    assert layer(torch.ones(2, 3)).tolist() == [[0.0] * 3] * 2
+    assert convert(dist.SyncBatchNorm(3)).bias.tolist() == [0, 0, 0]
