@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.errors import StoreError, StoreTimeout
+from dure.errors import QueueEmptyError, StoreError, StoreTimeout
 from dure.store import Store
 
 from .conftest import KINDS, TIMEOUT, opened
@@ -35,6 +35,40 @@ class TestContract:
             assert not done.done()
             pair[0].set("a", "")
             done.result()
+
+    def test_a_queue_gives_each_value_once_in_order(self, pair: Pair) -> None:
+        first, second = pair
+        assert first.queue_len("q") == 0
+        with pytest.raises(QueueEmptyError):
+            second.queue_pop("q", block=False)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(second.queue_pop, "q")
+            first.queue_push("q", "a")
+            assert waits.result() == b"a"
+        for value in ("b", b"c", "d"):
+            first.queue_push("q", value)
+        assert second.queue_len("q") == 3
+        with ThreadPoolExecutor(2) as pool:
+            popped = [pool.submit(store.queue_pop, "q", False) for store in (first, second)]
+            assert {p.result() for p in popped} == {b"b", b"c"}
+        assert (first.queue_pop("q"), second.queue_len("q")) == (b"d", 0)
+
+    def test_a_barrier_is_passed_together_and_again(self, pair: Pair) -> None:
+        for _ in range(2):
+            with pytest.raises(StoreTimeout):
+                pair[0].barrier("b", 2, SOON)
+            pair[1].barrier("b", 2)
+
+    def test_a_clone_has_the_keys_and_its_own_timeout(self, pair: Pair) -> None:
+        clone = pair[1].clone()
+        try:
+            clone.set_timeout(SOON)
+            clone.set("k", "v")
+            assert type(clone) is type(pair[1])
+            assert (pair[0].get("k"), pair[1].timeout) == (b"v", TIMEOUT)
+        finally:
+            clone.close()
+        assert pair[1].get("k") == b"v"
 
     def test_wait_for_nothing_returns(self, pair: Pair) -> None:
         pair[0].wait([])

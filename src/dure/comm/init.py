@@ -29,7 +29,9 @@ from dure.comm.creation import (
 )
 from dure.comm.futures import waiters
 from dure.comm.group import ProcessGroup
+from dure.comm.names import Backend
 from dure.comm.recording import begin_recording, end_recording
+from dure.comm.subgroups import split_group
 from dure.comm.world import GroupMember, World, current_world, resolve, when_left
 from dure.errors import DureError, RendezvousError, UsageError
 from dure.native import available as native_available
@@ -38,34 +40,9 @@ from dure.store.base import Store
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_alone, rendezvous_at
 
+ProcessGroup.splitter = split_group  # pyright: ignore[reportAttributeAccessIssue]
+
 _log = logging.getLogger("dure.comm")
-
-
-class Backend(str):
-    """A backend's name in lower case; `Backend("SHM")` checks that it is a string.
-
-    As torch's, it has a member for each well-known name: `Backend.GLOO`, `Backend.SHM`, ...
-    """
-
-    __slots__ = ()
-
-    SHM = "shm"
-    HYBRID = "hybrid"
-    HYBRID_MPI = "hybrid_mpi"
-    THREADS = "threads"
-    FAKE = "fake"
-    GLOO = "gloo"
-    NCCL = "nccl"
-    MPI = "mpi"
-    UCC = "ucc"
-    XCCL = "xccl"
-    UNDEFINED = "undefined"
-
-    def __new__(cls, name: str) -> Backend:
-        """Return the name in lower case; raise for anything that is not a string."""
-        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError("a backend is named by a string", seen=f"got {name!r}")
-        return super().__new__(cls, name.lower())
 
 
 def init_process_group(

@@ -190,6 +190,10 @@ class Work:
         """Make the results visible to the caller; on CPU the same as `wait`."""
         self.wait()
 
+    def block_current_stream(self) -> None:
+        """Make the current stream wait; on CPU the same as `wait`."""
+        self.synchronize()
+
     def source_rank(self) -> int:
         """Return the global rank that a finished receive came from; -1 for other operations."""
         source = self._request.source if self._request is not None else -1
@@ -208,6 +212,17 @@ class Work:
             if self._future is None:
                 self._future = collected(self._later) or self._awaited()
         return self._future
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Return a future of how the operation ended, as torch numbers it.
+
+        0: well; 1: a timeout; 2: another error. The future itself holds no error.
+        """
+        return self.get_future().then(lambda done: self._result_number())
+
+    def _result_number(self) -> int:
+        error = self.exception()
+        return 0 if error is None else 1 if isinstance(error, CommTimeout) else 2
 
     def _devices(self) -> list[torch.device]:
         names = sorted({str(t.device) for t in self._outputs if t.device.type != "cpu"})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Self
 
-from dure.store.arguments import duration_of, keys_of, pairs_of
+from dure.errors import QueueEmptyError
+from dure.store.arguments import duration_of, integer_of, keys_of, pairs_of, text_of
 
 __all__ = ["DEFAULT_TIMEOUT", "Store"]
 
@@ -92,6 +96,85 @@ class Store(ABC):
         """Store each of `values` under the key at the same place of `keys`."""
         for key, value in pairs_of(keys, values, "multi_set"):
             self.set(key, value)
+
+    def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
+        """Return when `world_size` callers have called with the same `key`.
+
+        A key may be used again: every `world_size` calls form one barrier.
+
+        Args:
+            key: The barrier's name.
+            world_size: How many callers.
+            timeout: How long to wait; the store's where None.
+
+        Raises:
+            StoreTimeout: Not all have called.
+        """
+        key = text_of(key, "barrier")
+        world_size = integer_of(world_size, "barrier", "world_size")
+        meeting, came = divmod(self.add(f"{key}/barrier/count", 1) - 1, max(1, world_size))
+        done = f"{key}/barrier/{meeting}"
+        if came == world_size - 1:
+            self.set(done, b"")
+        self.wait([done], timeout)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Append `value` to the queue `key`; each value is popped once.
+
+        A queue is a few keys that begin with `key` and "/queue/"; the key itself is not one.
+        """
+        number = self.add(f"{text_of(key, 'queue_push')}/queue/pushed", 1)
+        self.set(f"{key}/queue/{number}", value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Remove the oldest value of the queue `key` and return it.
+
+        Args:
+            key: The queue.
+            block: Wait until there is one, as long as the store's timeout.
+
+        Raises:
+            QueueEmptyError: There is none, and `block` is False.
+            StoreTimeout: There is none yet.
+
+        Cost: five visits to the store, more if several pop at once.
+        """
+        text_of(key, "queue_pop")
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            before, number = self._popped(key)
+            item = f"{key}/queue/{number + 1}"
+            if not self.check([item]):
+                if not block:
+                    raise QueueEmptyError("the queue is empty", op="queue_pop", seen=repr(key))
+                left_s = deadline - time.monotonic()
+                self.wait([item], timedelta(seconds=max(0.0, left_s)))
+            # With a word of its own: of several that claim one number, one sees that it has it.
+            mine = f"{number + 1} {secrets.token_hex(8)}"
+            if self.compare_set(f"{key}/queue/popped", before, mine) == mine.encode():
+                value = self.get(item)
+                self.delete_key(item)
+                return value
+
+    def queue_len(self, key: str) -> int:
+        """Return how many values the queue `key` holds."""
+        pushed = f"{text_of(key, 'queue_len')}/queue/pushed"
+        if not self.check([pushed]):
+            return 0
+        return int(self.get(pushed)) - self._popped(key)[1]
+
+    def _popped(self, key: str) -> tuple[str, int]:
+        """Return the word under which the last value was popped, and how many have been."""
+        name = f"{key}/queue/popped"
+        word = self.get(name).decode() if self.check([name]) else ""
+        return word, int(word.partition(" ")[0] or 0)
+
+    def clone(self) -> Self:
+        """Return a store of the same keys, with a timeout of its own.
+
+        One store serves any number of threads, so threads need no clones.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define clone")
 
     def has_extended_api(self) -> bool:
         """Tell that append, multi_get and multi_set exist (torch asks)."""

@@ -102,6 +102,9 @@ class EtcdStore(AskingStore):
         if last_clears:
             self.add(_USERS, 1)
 
+    def clone(self) -> EtcdStore:
+        return EtcdStore(self._options, self._job, self._timeout, self._last_clears)
+
     @classmethod
     def from_url(
         cls, url: str, timeout: timedelta = DEFAULT_TIMEOUT, last_clears: bool = False

@@ -98,6 +98,9 @@ class FileStore(AskingStore):
         """The file's path."""
         return str(self._log.path)
 
+    def clone(self) -> FileStore:
+        return FileStore(self.path, self._world_size, self._timeout)
+
     def close(self) -> None:
         """Say that this process is done; the last of `world_size` deletes the file.
 

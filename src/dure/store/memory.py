@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
@@ -30,6 +31,9 @@ class HashStore(AskingStore):
         self._answers: dict[bytes, Reply] = {}
         self._changed = threading.Condition()
         self._numbers = itertools.count()
+
+    def clone(self) -> HashStore:
+        return copy.copy(self)
 
     @property
     def _named(self) -> str:

@@ -102,6 +102,9 @@ class NetworkStore(AskingStore):
         """
         return self._replaced or is_refused(self._endpoint)
 
+    def clone(self) -> NetworkStore:
+        return NetworkStore(self._endpoint, self._key, self._timeout)
+
     def close(self, serve_s: float = 0.0) -> None:
         """Say goodbye; a server that this store owns goes on until its last client has left.
 
@@ -290,6 +293,12 @@ class TCPStore(NetworkStore):
     def port(self) -> int:
         """The master's port."""
         return self._port
+
+    def clone(self) -> TCPStore:
+        made = TCPStore.__new__(TCPStore)
+        NetworkStore.__init__(made, self._endpoint, self._key, self._timeout)
+        made._host, made._port = self._host, self._port
+        return made
 
     def _meet(self, world_size: int) -> None:
         meeting, came = divmod(self.add("dure/workers", 1) - 1, world_size)  # a server may see many

@@ -78,6 +78,9 @@ class PrefixStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self._store.multi_set(self._full(keys, "multi_set"), values)
 
+    def clone(self) -> PrefixStore:
+        return PrefixStore(self._prefix[:-1], self._store.clone())
+
     def _one(self, key: str, op: str) -> str:
         """Return a key's name in the underlying store."""
         return self._prefix + text_of(key, op)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 import dure as dist
 from dure.comm.world import current_world
+from dure.errors import UsageError
 from dure.testing import run_ranks
 
 
@@ -17,3 +21,39 @@ def _attributes(rank: int) -> None:
 
 def test_group_has_so_few_attributes_that_python_finds_them_at_fixed_places_2_ranks():
     run_ranks(2, _attributes)
+
+
+def _methods(rank: int) -> None:
+    group = dist.new_group([0, 1], group_desc="pair")
+    assert isinstance(group, dist.ProcessGroup)
+    assert (group.group_desc, group.bound_device_id) == ("pair", None)
+    group.bound_device_id = torch.device("cpu")
+    assert group.channel(1).bound_device_id == torch.device("cpu")
+    default = current_world().need_default()
+    assert default.group_desc == "default_pg"
+    assert dist.new_group([0, 1]).group_desc == "undefined"  # pyright: ignore
+    group.get_group_store().set(f"from {rank}", "")
+    group.get_group_store().wait(["from 0", "from 1"])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    work = group.allreduce([x := torch.tensor([float(rank)])], options)
+    work.block_current_stream()
+    assert x.item() == 1
+    assert work.get_future_result().wait() == 0
+    alone = group.split_group([rank])
+    assert alone is not None
+    assert alone.global_ranks == (rank,)
+    late = torch.zeros(1)
+    if rank == 1:
+        work = group.irecv(late, 0)
+        group.abort()
+        assert work.get_future_result().wait() == 2
+    group.shutdown()
+    with pytest.raises(UsageError):
+        group.barrier()
+    dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_methods_of_torchs_groups_2_ranks():
+    run_ranks(2, _methods)

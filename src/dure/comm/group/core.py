@@ -149,7 +149,7 @@ class GroupCore:
         self._manager: _Manager | None = None
         self._threads = _Threads()
         self.closed, self._failed = False, False
-        self.belongings: dict[type, Any] = {}
+        self.belongings: dict[type, Any] = {torch.device: spec.device_id}
         self.companions: list[Self] = []
         self._second = second
         self._channel, self._channels = 0, [self]
@@ -266,6 +266,24 @@ class GroupCore:
         """What its backends hold in this process."""
         backends = {id(b): b for b in self._backends.values()}.values()
         return [getattr(b, "footprint", Footprint()) for b in backends]
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, as the user described it; "undefined" if not at all."""
+        return self.desc if self.desc != self.group_name else "undefined"
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The device that this rank is bound to (`device_id`)."""
+        return self.belongings.get(torch.device)
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        self.belongings[torch.device] = device
+
+    def get_group_store(self) -> Store:
+        """Return the group's own key space in the store."""
+        return self.store
 
     def group_rank(self, global_rank: int) -> int:
         """Return the group rank of `global_rank`."""
@@ -615,6 +633,14 @@ class GroupCore:
                 first = first or e
         if first is not None and not abort:
             raise first
+
+    def shutdown(self) -> None:
+        """Leave the group as `destroy_process_group` does, but keep its place in the world."""
+        self.close()
+
+    def abort(self) -> None:
+        """Leave the group at once: what is pending ends with `Aborted`, here and on the peers."""
+        self.close(abort=True)
 
 
 class Hold:

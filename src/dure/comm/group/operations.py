@@ -29,10 +29,10 @@ without a source takes the first message with its tag, whoever sent it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -59,6 +59,9 @@ class ProcessGroup(GroupCore):
     Threads: `Work` objects may be used from any thread. Tensors belong to an operation until it has
     ended.
     """
+
+    splitter: ClassVar[Callable[..., ProcessGroup | None]]
+    """`dure.split_group`, which makes groups of this class; set by comm/init.py."""
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -406,7 +409,7 @@ class ProcessGroup(GroupCore):
         """Allocate as `Backend.allocate` does; a group of one shares a tensor of its own."""
         backend = self._backend(op)
         if nbytes == 0 or (node_shared and self._size == 1):
-            return torch.zeros(nbytes, dtype=torch.uint8)
+            return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         return backend.allocate(nbytes, node_shared)
 
     @property
@@ -482,6 +485,28 @@ class ProcessGroup(GroupCore):
     ) -> Work:
         """Start `all_to_all`."""
         return started(self.all_to_all(outputs, inputs, async_op=True))
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> ProcessGroup | None:
+        """Make a group of some of this group's ranks; None on the others.
+
+        Args:
+            ranks: Ranks of this group.
+            timeout: As in `new_group`; this group's where None.
+            opts: `pg_options` of the new group.
+            group_name: Its description if there is no `group_desc`; groups are named by Dure.
+            group_desc: Its description.
+
+        Collective:
+            The ranks named call.
+        """
+        return type(self).splitter(self, [ranks], timeout, opts, group_desc or group_name)
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
