@@ -26,6 +26,19 @@ def test_all_reduce_returns_a_new_tensor(n):
     assert run_ranks(n, body) == [([n, total], [1, r]) for r in range(n)]
 
 
+def test_coalesced_forms_take_several_tensors():
+    def body(rank):
+        one, two = torch.full((2,), float(rank)), torch.full((2, 2), rank + 1.0)
+        summed = F.all_reduce_coalesced([one, two], "sum")
+        joined = F.all_gather_into_tensor_coalesced([one, two])
+        parts = F.reduce_scatter_tensor_coalesced([one, two], "sum", [0, 1])
+        return [[t.tolist() for t in tensors] for tensors in (summed, joined, parts)]
+
+    summed = [[1, 1], [[3, 3], [3, 3]]]
+    joined = [[0, 0, 1, 1], [[1, 1], [1, 1], [2, 2], [2, 2]]]
+    assert run_ranks(2, body) == [[summed, joined, [[1], [[3], [3]]]]] * 2
+
+
 def test_broadcast_takes_a_rank_of_the_group():
     def body(rank):
         group = dist.new_group([1, 2])
