@@ -22,6 +22,7 @@ from types import ModuleType
 
 import dure
 import dure.errors
+from dure.torch_names import listed, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "dure"
@@ -48,6 +49,16 @@ MORE_PARAMETERS = {
     "bench": OF_TYPER,
 }
 """Functions with more parameters than others may have, and why."""
+
+AT_PATHS_OF_TORCH = frozenset(table()["paths"])
+"""Modules that import names from their homes; scripts/torch_names writes them."""
+
+
+def of_torch(path: Path) -> bool:
+    """Return whether the name of a module is torch's, and not ours."""
+    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return name in AT_PATHS_OF_TORCH or listed(name) is not None
+
 
 VAGUE = {"utils", "common", "helper", "helpers", "manager", "misc"}
 
@@ -127,7 +138,7 @@ def parameter_lists_are_short() -> FAULTS:
 def names_are_not_vague() -> FAULTS:
     """No module and no function is called `utils`, `helper` or the like."""
     for path in python_files("src"):
-        if path.stem in VAGUE:
+        if path.stem in VAGUE and not of_torch(path):
             yield f"{shown(path)}: a vague name"
         for _, node in functions_of(path):
             if node.name in VAGUE:
@@ -235,7 +246,10 @@ WITHOUT_ENTRY = {
     "native": "the engine, for comm and rpc alone",
     "parallel": "its names are dure's, and those of torch's paths",
     "placement": "what `dure run` finds out",
+    "rendezvous": "its names are dure's",
+    "run": "torchrun's functions by name",
     "store": "its names are dure's",
+    "torch_names": "what a missing name is answered with",
 }
 """Modules that list names but have no entry, and why."""
 AS_IN_TORCH = (
@@ -258,6 +272,7 @@ def _public_names() -> list[tuple[str, str, object]]:
     """Return (module, name, value) of all public names."""
     found = [m.name for m in pkgutil.iter_modules(dure.__path__) if not m.name.startswith("_")]
     assert set(WITHOUT_ENTRY) <= set(found), "a module that has no entry is gone"
+    found = [name for name in found if name not in AT_PATHS_OF_TORCH and not listed(name)]
     wanted = [name for name in [*found, *AS_IN_TORCH] if name not in WITHOUT_ENTRY]
     names: list[tuple[str, str, object]] = []
     for path in ["dure", *(f"dure.{name}" for name in wanted)]:

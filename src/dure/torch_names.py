@@ -37,6 +37,7 @@ def listed(module: str, name: str = "*") -> str | None:
         module: The path without `torch.distributed.`, or "" for torch.distributed itself.
         name: "*" for the module itself.
     """
+    module = module or "."
     for row in table()["listed"]:
         for path in row["module"].split():
             everything = row["names"] == "*" and f"{module}.".startswith(f"{path}.")

@@ -47,6 +47,14 @@ class AsyncStager(Protocol):
         """Return copies, which are valid until the next call."""
         ...
 
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state. `async_save` calls `hold` instead."""
+        ...
+
+    def synchronize_staging(self) -> None:
+        """Wait until `stage` has copied."""
+        ...
+
     def close(self) -> None:
         """Give the memory back, after the save that uses it."""
         ...

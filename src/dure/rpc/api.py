@@ -25,6 +25,7 @@ from dure.rpc.peers import MOST_IDS
 from dure.rpc.rref import RRef
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from dure.store.base import Store
+from dure.torch_names import getter
 from dure.trace import signals
 from dure.trace.flight import recording
 
@@ -38,6 +39,8 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
+
+__getattr__ = getter(__name__)
 
 _log = logging.getLogger("dure.rpc")
 

@@ -13,6 +13,7 @@ import torch
 
 from dure.errors import RpcError, UsageError
 from dure.rpc.checks import check, check_seconds
+from dure.torch_names import getter
 
 __all__ = [
     "BackendType",
@@ -22,6 +23,8 @@ __all__ = [
     "construct_rpc_backend_options",
     "register_backend",
 ]
+
+__getattr__ = getter(__name__)
 
 Device = int | str | torch.device
 

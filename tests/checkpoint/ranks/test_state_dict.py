@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR
 import dure
 from dure.checkpoint.state_dict import (
     StateDictOptions,
+    _init_optim_state,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -463,3 +464,18 @@ def test_shapes_that_differ():
 
 def test_arguments_are_stateful():
     assert isinstance(nn.Linear(1, 1), Stateful) and not isinstance(object(), Stateful)
+
+
+def test_init_optim_state_makes_the_state_of_an_optimizer_that_has_none():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([weight, nn.Parameter(torch.ones(1), requires_grad=False)])
+    _init_optim_state(optimizer)
+    assert {k: v.tolist() for k, v in optimizer.state[weight].items()} == {
+        "step": 0,
+        "exp_avg": [0, 0],
+        "exp_avg_sq": [0, 0],
+    }
+    assert (list(optimizer.state), weight.tolist(), weight.grad) == ([weight], [1, 1], None)
+    optimizer.state[weight]["step"] += 1
+    _init_optim_state(optimizer)
+    assert optimizer.state[weight]["step"] == 1

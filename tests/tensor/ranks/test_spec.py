@@ -13,6 +13,7 @@ import dure as dist
 from dure.fsdp import fully_shard
 from dure.mesh import init_device_mesh
 from dure.tensor import Partial, Replicate, Shard, distribute_tensor
+from dure.tensor._utils import compute_local_shape_and_global_offset
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import run_ranks
 
@@ -41,3 +42,17 @@ def test_nothing_keeps_meshes_and_groups_that_were_left():
     gc.collect()
     gc.collect()  # what C++ releases in the first round may hold more
     assert [ref() for rank in refs for ref in rank] == [None] * 6
+
+
+def test_shape_and_offset_of_each_part_are_found_by_the_name_of_torch():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        outside = dist.DeviceMesh("cpu", [0])
+        found = compute_local_shape_and_global_offset((4, 2), mesh, [Shard(-2)])
+        assert compute_local_shape_and_global_offset((4,), mesh, [Replicate()], True) == ((4,), ())
+        if rank:
+            empty = compute_local_shape_and_global_offset((4, 2), outside, [Shard(0)])
+            assert empty == ((0,), ())
+        return found
+
+    assert run_ranks(3, body) == [((2, 2), (0, 0)), ((2, 2), (2, 0)), ((0, 2), (4, 0))]

@@ -1,0 +1,31 @@
+"""Private names of torch that many programs import."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+import dure as dist
+from dure import distributed_c10d as c10d
+from dure.errors import UsageError
+from dure.testing import run_ranks
+
+
+def test_private_names_of_torch_lead_to_the_groups_of_this_rank():
+    def body(rank):
+        world, group = c10d._get_default_group(), dist.new_group([1, 0])
+        assert c10d._world.default_pg is world
+        assert c10d._world.pg_group_ranks == {world: {0: 0, 1: 1}, group: {1: 0, 0: 1}}
+        assert c10d._world.pg_map[world] == (world.backend_name, c10d._get_default_store())
+        name = c10d._get_process_group_name(group)
+        assert c10d._world.pg_names[group] == name
+        assert c10d._resolve_process_group(name) is group
+        with pytest.raises(UsageError):
+            c10d._resolve_process_group("no group")
+        c10d._set_pg_timeout(timedelta(seconds=7), group)
+        assert c10d._get_pg_default_device(group) == torch.device("cpu")
+        return group.timeout.total_seconds()
+
+    assert run_ranks(2, body) == [7, 7]
