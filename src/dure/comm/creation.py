@@ -27,7 +27,7 @@ import msgspec
 
 from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
-from dure.comm.backends.registry import Opening, open_backend, parse_backend
+from dure.comm.backends.registry import Opening, check_pg_options, open_backend, parse_backend
 from dure.comm.checks import duration
 from dure.comm.group import GroupSpec, ProcessGroup
 from dure.comm.world import World
@@ -150,7 +150,10 @@ class _Birth:
         return f"ranks {list(self.spec.global_ranks)}, backend {self.spec.backend!r}"
 
     def open(self) -> None:
-        for name in dict.fromkeys(parse_backend(self.spec.backend).values()):
+        names = dict.fromkeys(parse_backend(self.spec.backend).values())
+        if self._members:  # else the group is the plug-in's, whose options are torch's
+            check_pg_options(names, self.spec.pg_options)
+        for name in names:
             if self.alone and name != "fake":
                 raise UsageError(
                     f"the backend {name!r} needs the other ranks, which do not exist",

@@ -75,7 +75,8 @@ def init_process_group(
         store: A store that all ranks share, in place of `init_method`; then `rank` and
             `world_size` must be given.
         group_name: Sets jobs apart that use one store.
-        pg_options: Handed to the backend untouched.
+        pg_options: Options of the backend: ``{"verify": True}`` of any, ProcessGroupNCCL.Options
+            of nccl, anything of a registered one. What no backend would use is refused.
         device_id: The device that this rank is bound to.
 
     Raises:

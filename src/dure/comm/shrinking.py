@@ -104,7 +104,7 @@ def shrink_group(
         ranks_to_exclude: Ranks of `group`, dead or alive; at least one, and not all.
         group: The group to shrink; the default group where None.
         shrink_flags: `SHRINK_DEFAULT`, or `SHRINK_ABORT` to abort what is pending in the old group.
-        pg_options: Handed to the new backend untouched.
+        pg_options: Options of the new backend, as in `new_group`.
 
     Returns:
         The new group; what becomes of the old one, and of others, is told at `shrink`.

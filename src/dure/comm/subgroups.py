@@ -82,7 +82,8 @@ def new_group(
             Where None, the world's: what `init_process_group` was given; without that operations
             wait 30 minutes, and creation 5.
         backend: Its backend; that of the world where None.
-        pg_options: Handed to the backend untouched.
+        pg_options: Options of the backend: ``{"verify": True}`` of any, ProcessGroupNCCL.Options
+            of nccl, anything of a registered one. What no backend would use is refused.
         use_local_synchronization: Only the members call, in place of all ranks of the world; one
             such group at a time.
         group_desc: What the group is for, shown in messages.

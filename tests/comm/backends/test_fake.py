@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 import dure
 from dure.comm import functional
 from dure.device_mesh import init_device_mesh
-from dure.errors import RendezvousError, UsageError
+from dure.errors import CommError, RendezvousError, UsageError
 from dure.fsdp import fully_shard
 from dure.tensor import DTensor, Shard
 
@@ -139,3 +139,17 @@ def test_a_mesh_of_ten_thousand_ranks_holds_dtensors_and_fully_shard() -> None:
     assert isinstance(weight, DTensor)
     assert weight.grad is not None
     assert weight.to_local().shape == (1, 8)
+
+
+def test_options_are_used_or_refused() -> None:
+    class Options:
+        error_on_collective = True
+
+    dure.init_process_group("fake", rank=0, world_size=2, pg_options=Options())
+    with pytest.raises(CommError):
+        dure.barrier()
+    dure.destroy_process_group()
+    with pytest.raises(UsageError):
+        dure.init_process_group(
+            "gloo", store=dure.HashStore(), rank=0, world_size=1, pg_options=Options()
+        )

@@ -55,3 +55,32 @@ def test_name_that_is_taken_or_malformed_is_refused(own_backend, name):
 def test_only_registered_backends_can_be_removed():
     with pytest.raises(UsageError):
         registry.unregister_backend("shm")
+
+
+class ProcessGroupNCCL:
+    """Stands for torch's class, which builds without NCCL do not have."""
+
+    class Options:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "used"),
+    [
+        (["shm"], None, True),
+        (["gloo"], {"verify": True}, True),
+        (["shm", "nccl"], ProcessGroupNCCL.Options(), True),
+        (["mine"], object(), True),
+        (["fake"], object(), True),
+        (["gloo"], {"verify": True, "threads": 4}, False),
+        (["shm"], ProcessGroupNCCL.Options(), False),
+        (["nccl"], object(), False),
+    ],
+)
+@pytest.mark.usefixtures("own_backend")
+def test_options_that_no_backend_uses_are_refused(names, given, used):
+    if used:
+        registry.check_pg_options(names, given)
+    else:
+        with pytest.raises(UsageError):
+            registry.check_pg_options(names, given)

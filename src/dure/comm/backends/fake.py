@@ -16,6 +16,8 @@ So no output is uninitialized memory, except those of scatter on other ranks and
 keep what the program put there. The other ranks do not exist: a group of this backend can be made
 without them (`Rendezvous.alone`).
 
+`pg_options` with a true attribute `error_on_collective` let every collective fail.
+
 Source: torch's backend of the same name (FakeProcessGroup.hpp), with the same values.
 """
 
@@ -30,6 +32,7 @@ from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request, finished
 from dure.comm.call import Call
 from dure.comm.memory import heap_empty
+from dure.errors import CommError
 
 __all__ = ["FakeBackend"]
 
@@ -44,11 +47,18 @@ class FakeBackend:
 
     def __init__(self, options: BackendOptions) -> None:
         self._rank, self._size = options.rank, options.size
+        self._fails = bool(getattr(options.pg_options, "error_on_collective", False))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Do nothing: no operation waits."""
 
     def run(self, call: Call, async_op: bool) -> Request | None:
+        if self._fails:
+            raise CommError(
+                "a collective of a fake group failed as asked",
+                op=call.op,
+                seen="error_on_collective",
+            )
         with torch.no_grad():
             self._write(call)
         return finished() if async_op else None

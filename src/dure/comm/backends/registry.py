@@ -169,6 +169,34 @@ def parse_backend(spec: str) -> dict[str, str]:
     return parsed
 
 
+def check_pg_options(names: Iterable[str], given: object) -> None:
+    """Raise unless one of a group's backends uses the `pg_options` that the program gave.
+
+    Every backend takes ``{"verify": True}`` (comm/backends/verify.py), nccl torch's options of its
+    groups, and registered backends whatever their factory makes of them.
+
+    Raises:
+        UsageError: None of the backends would use them.
+    """
+    if given is None or any(name in _registered or name == "fake" for name in names):
+        return
+    if isinstance(given, Mapping):
+        unknown = sorted(map(str, set(given) - {"verify"}))  # pyright: ignore[reportUnknownArgumentType]
+        if not unknown:
+            return
+        seen = f"unknown: {', '.join(unknown)}"
+    elif type(given).__qualname__ == "ProcessGroupNCCL.Options" and "nccl" in names:
+        return
+    else:
+        seen = f"got a {type(given).__module__}.{type(given).__qualname__}"
+    raise UsageError(
+        f"pg_options mean nothing to the backend {', '.join(names)}",
+        seen=seen,
+        fix="Leave pg_options out, or give {'verify': True}; nccl also takes "
+        "ProcessGroupNCCL.Options.",
+    )
+
+
 def _entry(name: str) -> _Entry:
     entry = _OURS.get(name.lower()) or _registered.get(name.lower())
     if entry is None:

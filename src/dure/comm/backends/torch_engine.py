@@ -352,7 +352,8 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
         )
     if options.device_id is not None:
         torch.cuda.set_device(options.device_id)
-    settings = cls.Options()
+    given = options.pg_options
+    settings = given if isinstance(given, cls.Options) else cls.Options()
     settings._timeout = options.timeout
     store = _StoreBridge(options.store)
     make = lambda: cls(store, options.rank, options.size, settings)  # noqa: E731
