@@ -21,7 +21,7 @@ import torch
 
 from dure.comm.untraced import untraced_below
 from dure.tensor.dtensor import DTensor, to_target, wrap
-from dure.tensor.rules.foreach import Specs, are_parts, parts_like
+from dure.tensor.rules.foreach import Specs, are_parts, number, parts_like
 from dure.tensor.spec import DTensorSpec
 from dure.tensor.strides import stored_like, with_equal_strides, write_back
 
@@ -59,17 +59,17 @@ def _updated(
     named: dict[str, Any],
 ) -> Any:
     count = sum(type(arg) is list for arg in args)
-    lists, rest = args[:count], args[count:]
+    lists, rest = args[:count], [*map(number, args[count:])]  # a tensor as learning rate, say
+    given_options, options = options, {name: number(o) for name, o in options.items()}
     specs: Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
-    beside = DTensor in {*map(type, rest), *map(type, options.values())}
     found: list[list[Any] | None] = []
-    if are_parts(specs) and not beside:
+    if are_parts(specs):
         found = [parts_like(given, specs) for given in lists]
         if found[1] is None:
             found[1] = parts_like([*map(_beside, lists[1], specs)], specs)
     parts = [each for each in found if each is not None]
     if len(parts) < count:
-        return update(*args, **options)
+        return update(*args, **given_options)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     if named.get("fused"):
         parts, copies = with_equal_strides(parts)

@@ -135,6 +135,45 @@ def test_a_step_between_forward_and_backward_is_noticed(form: str) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize(
+    ("number", "form"),
+    [
+        (n, f)
+        for n in ("step", "lr")
+        for f in ("loop", "foreach", "fused")
+        if (n, f) != ("lr", "foreach")
+    ],
+)
+def test_numbers_of_an_optimizer_may_be_replicated_on_any_mesh(
+    name: str, number: str, form: str
+) -> None:
+    options: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
+
+    def step(weight: Any, replicated: Any) -> Any:
+        lr = torch.tensor(0.1)
+        made = getattr(torch.optim, name)
+        optimizer = made([weight], lr=replicated(lr) if number == "lr" else 0.1, **options)
+        for _ in range(2):
+            weight.grad = torch.cos(weight.detach())
+            optimizer.step()
+            state = optimizer.state[weight]
+            state["step"] = replicated(state["step"]) if number == "step" else state["step"]
+        return weight.detach(), float(optimizer.state[weight]["step"])
+
+    expected = step(nn.Parameter(WEIGHT.clone()), lambda t: t)
+
+    def body(rank: int) -> None:
+        line, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+        for mesh in (line, grid):
+            weight = nn.Parameter(placed(WEIGHT, line, Shard(0)))
+            found = step(weight, lambda t, m=mesh: placed(t, m, *[Replicate()] * m.ndim))
+            torch.testing.assert_close(found[0].full_tensor(), expected[0])
+            assert found[1] == 2.0
+
+    run_ranks(2, body)
+
+
 def test_what_does_not_lie_alike_goes_operator_by_operator() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -8,6 +8,7 @@ parameter that several stages use belongs to each of them, and is tied.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo  # pyright: ignore[reportPrivateUsage]
 from torch.fx.node import has_side_effect
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from dure.errors import ModuleError
 from dure.parallel.pipeline.stage import PipelineStage
@@ -78,24 +79,43 @@ class Pipe(nn.Module):
 
     Attributes:
         num_stages: How many there are.
+        split_gm: Has the stages as submodules `submod_0`, `submod_1`, ..., and calls them in order.
     """
 
     def __init__(self, stages: list[fx.GraphModule], graph: fx.Graph) -> None:
         super().__init__()
-        self._stages = nn.ModuleList(stages)
+        self.split_gm = _joined(stages)
         self._graph = graph
         self.num_stages = len(stages)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model (Any: as the model)."""
-        value: Any = self._stages[0](*args, **kwargs)
-        for stage in list(self._stages)[1:]:
-            value = stage(*value)
-        return value
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Run the model (Any: as the model) and return its outputs as a flat tuple, as in torch.
+
+        A stage that a schedule runs returns what the model returns.
+        """
+        return tuple(tree_leaves(self.split_gm(*args, **kwargs)))
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """Return a stage."""
-        return self._stages[stage_idx]
+        """Return a stage.
+
+        Raises:
+            ModuleError: `stage_idx` is negative or too large.
+        """
+        if not 0 <= stage_idx < self.num_stages:
+            raise ModuleError(
+                "there is no such stage",
+                op="get_stage_module",
+                seen=f"{stage_idx}, of {self.num_stages} stages",
+            )
+        return self.split_gm.get_submodule(f"submod_{stage_idx}")
+
+    @property
+    def _stages(self) -> list[nn.Module]:
+        return [self.get_stage_module(i) for i in range(self.num_stages)]
+
+    def print_readable(self) -> None:
+        """Print the code of the model and of its stages."""
+        self.split_gm.print_readable()
 
     def info(self) -> PipeInfo:
         """Return what `build_stage` needs."""
@@ -113,11 +133,27 @@ class Pipe(nn.Module):
         self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
     ) -> PipelineStage:
         """Return a stage that a schedule takes; see `build_stage`."""
-        return build_stage(self._stages[stage_index], stage_index, self.info(), device, group)
+        stage = self.get_stage_module(stage_index)
+        return build_stage(stage, stage_index, self.info(), device, group)
 
     def __str__(self) -> str:
         codes = (cast("fx.GraphModule", stage).code for stage in self._stages)
         return "\n".join(f"# stage {i}\n{code.strip()}" for i, code in enumerate(codes))
+
+
+def _joined(stages: list[fx.GraphModule]) -> fx.GraphModule:
+    """Return a module that calls the stages one after the other."""
+    graph, info = fx.Graph(), getattr(stages[0].graph._codegen, "pytree_info", None)  # pyright: ignore[reportPrivateUsage]
+    inputs = [n.name for n in stages[0].graph.nodes if n.op == "placeholder"]
+    given = [graph.placeholder(name) for name in (inputs if info is None else info.orig_args)]
+    value = graph.call_module("submod_0", tuple(given))
+    for i, stage in enumerate(stages[1:], 1):
+        count = sum(node.op == "placeholder" for node in stage.graph.nodes)
+        each = [graph.call_function(operator.getitem, (value, k)) for k in range(count)]
+        value = graph.call_module(f"submod_{i}", tuple(each))
+    graph.output(value)
+    modules: dict[str, Any] = {f"submod_{i}": stage for i, stage in enumerate(stages)}
+    return fx.GraphModule(modules, graph, class_name="Pipe")
 
 
 def build_stage(

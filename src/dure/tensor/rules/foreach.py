@@ -36,6 +36,7 @@ __all__ = [
     "norm_of_norms",
     "norms_by_mesh",
     "norms_of",
+    "number",
     "parts_like",
 ]
 
@@ -60,14 +61,15 @@ _EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # pyright: ignore
 
 
 def are_parts(specs: Specs) -> bool:
-    """Tell whether this rank has a part of such tensors, and no terms; plain ones are fine."""
-    return not any(s is not None and (s.partial or s.coordinate is None) for s in {*specs})
+    """Tell whether ranks have parts of such tensors, and no terms; plain ones are fine."""
+    return not any(s is not None and s.partial for s in {*specs})
 
 
 def parts_like(given: Sequence[Any], specs: Specs) -> list[Any] | None:
     """Return the parts of tensors that lie as `specs` say; None if one does not.
 
-    Plain tensors stand for plain ones, or are numbers, such as counts of steps.
+    Plain tensors stand for plain ones, or are numbers, such as counts of steps. Numbers may also be
+    DTensors, replicated on any mesh that has this rank.
     """
     if len(given) not in (0, len(specs)):
         return None
@@ -77,12 +79,19 @@ def parts_like(given: Sequence[Any], specs: Specs) -> list[Any] | None:
     lie: Specs = []
     for tensor, spec in zip(given, specs, strict=True):
         if type(tensor) is DTensor:
-            lie.append(tensor.spec if spec is not None and _alike(tensor.spec, spec) else None)
+            own = tensor.spec
+            alike = spec is not None and _alike(own, spec)
+            lie.append(own if alike or _is_number(own) else None)
         elif tensor is None or tensor.ndim == 0 or spec is None:
             lie.append(None)
         else:
             return None
     return parts_of(given, lie)
+
+
+def _is_number(spec: DTensorSpec) -> bool:
+    """Tell whether this rank has all of a tensor without dimensions."""
+    return spec.ndim == 0 and not spec.partial and spec.coordinate is not None
 
 
 def _alike(one: DTensorSpec, other: DTensorSpec) -> bool:
@@ -104,7 +113,7 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             holder[where] = parts_like(arg, specs) if alike else None
             alike = holder[where] is not None
         elif type(arg) is DTensor:
-            holder[where] = _number(arg)
+            holder[where] = number(arg)
     if not alike and op in _FUSED:
         raise PlacementError(
             f"{op} is given lists whose tensors lie differently, or terms of a reduction",
@@ -145,8 +154,8 @@ def _wrapped(parts: Sequence[torch.Tensor], specs: Specs) -> list[Any]:
     return made
 
 
-def _number(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of what is one number."""
+def number(tensor: Any) -> Any:
+    """Return the plain number that a DTensor is; everything else as it is."""
     if type(tensor) is not DTensor:
         return tensor
     return redistribute(tensor.part, tensor.spec, tensor.spec.replicated())
@@ -168,8 +177,8 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             seen=str(terms),
             fix="Redistribute the gradient to Replicate() or Shard() first.",
         )
-    flag = _number(found)
-    op([t.part if type(t) is DTensor else t for t in grads], flag, _number(inverse), **kwargs)
+    flag = number(found)
+    op([t.part if type(t) is DTensor else t for t in grads], flag, number(inverse), **kwargs)
     for mesh, axes in dict.fromkeys(_cut_axes(spec) for spec in specs):
         for axis in axes:
             mesh.get_group(axis).all_reduce(flag, ReduceOp.MAX)
@@ -311,7 +320,7 @@ def norms_of(
     Cost:
         One all_gather along each axis that cuts tensors, for all that are cut by the same axes.
     """
-    found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    found: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(tensors)
     for norms in norms_by_mesh(tensors, p, in_total=False):
         mesh = norms.mesh
         for number, part, norm in zip(

@@ -50,10 +50,31 @@ def test_exported_models_train_in_stages_on_2_ranks():
         pp.pipeline(model, (x[:3],), kwargs, {"nowhere": pp.SplitPoint.END})
     assert pipes[0].num_stages == 2
     assert "table" in dict(pipes[0].get_stage_module(1).named_parameters())
-    torch.testing.assert_close(pipes[0](x[:3], **kwargs), model(x[:3], **kwargs))
+    torch.testing.assert_close(pipes[0](x[:3], **kwargs), (model(x[:3], **kwargs),))
+    assert [name for name, _ in pipes[0].split_gm.named_children()] == ["submod_0", "submod_1"]
+    assert pipes[0].split_gm.submod_1 is pipes[0].get_stage_module(1)
+    for missing in (2, -1):
+        with pytest.raises(ModuleError):
+            pipes[0].get_stage_module(missing)
     found = run_ranks(2, _of_export, pipes, x, y)
     for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
         (mse(model(a, scale=a[:, :1]), b) / 2).backward()
     expected: Any = {name: p.grad for name, p in model.named_parameters()}
     for gradients in found:
         assert_gradients(gradients, expected)
+
+
+class _Named(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        more = x + 1
+        pp.pipe_split()
+        return {"more": more, "twice": 2 * x}
+
+
+def test_a_pipe_returns_its_outputs_as_a_tuple_and_shows_its_stages(capsys):
+    pipe = pp.pipeline(_Named(), (torch.ones(2),))
+    assert [t.tolist() for t in pipe(torch.tensor([1.0, 3.0]))] == [[2.0, 4.0], [2.0, 6.0]]
+    assert isinstance(pipe(torch.ones(2)), tuple)
+    pipe.print_readable()
+    shown = capsys.readouterr().out
+    assert shown.count("def forward") == 3  # the pipe and its two stages
