@@ -205,6 +205,12 @@ def test_signatures_are_those_of_torch():
             if callable(a) and b is not None:
                 seen.add(id(a))
                 found += _differences(f"{path}.{name}", a, b)
+    for a, b in (
+        (torch.nn.parallel.DistributedDataParallel, dure.DistributedDataParallel),
+        (torch.nn.SyncBatchNorm, dure.SyncBatchNorm),
+        (torch.utils.data.DistributedSampler, dure.DistributedSampler),
+    ):
+        found += _differences(f".{b.__name__}", a, b)
     assert [fault for fault in found if not _is_known(fault)] == []
 
 

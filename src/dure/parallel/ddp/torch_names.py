@@ -15,6 +15,8 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.utils import _pytree as pytree
 
 from dure import env
 from dure.errors import ModuleError
@@ -169,6 +171,7 @@ class TorchNames:
     process_group: ProcessGroup
     parameters_to_ignore: set[str]
     static_graph: bool
+    dim: int
     forward_sync_buffers: bool
     _report: Report
     _buffer_sync: BufferSync | None
@@ -226,6 +229,22 @@ class TorchNames:
     def modules_buffers(self) -> list[torch.Tensor]:
         """The buffers that are kept alike, as they are now."""
         return list(self.named_module_buffers.values())
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
+        """Divide arguments over devices, as torch's; nothing here calls it."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Move arguments to a device; returns one tuple of each, as torch's."""
+        device = torch.device(self.device_type, device_id)
+        return tuple(
+            (pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), given),)
+            for given in (inputs, kwargs or {})
+        )
+
+    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
+        """Join the outputs of devices, as torch's; nothing here calls it."""
+        return gather(outputs, output_device, dim=self.dim)
 
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finished()

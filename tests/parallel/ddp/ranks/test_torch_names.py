@@ -63,3 +63,12 @@ def test_shapes_that_differ_are_refused_on_all_ranks_2_ranks() -> None:
             verify_shapes(dist.group.WORLD, [torch.zeros(2), torch.zeros(3 + rank)])
 
     run_ranks(2, rank_main)
+
+
+def test_arguments_are_moved_to_a_device() -> None:
+    def rank_main(rank: int) -> object:
+        ddp = dist.DistributedDataParallel(nn.Linear(1, 1))
+        (args,), (kwargs,) = ddp.to_kwargs((torch.ones(1), 2), {"x": torch.zeros(1)}, 0)
+        return args[0].item(), args[1], kwargs["x"].item()
+
+    assert run_ranks(2, rank_main) == [(1, 2, 0)] * 2
