@@ -76,10 +76,10 @@ def _get_process_group_name(pg: ProcessGroup) -> str:
 
 def _resolve_process_group(group_name: str) -> ProcessGroup:
     """Return the group of a name."""
-    try:
-        return current_world().groups[group_name]
-    except KeyError:
-        raise UsageError("this rank has no such group", seen=repr(group_name)) from None
+    group = current_world().named(group_name)
+    if group is None:
+        raise UsageError("this rank has no such group", seen=repr(group_name))
+    return group
 
 
 def _set_pg_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:

@@ -42,7 +42,7 @@ def group_named(name: str, op: str) -> ProcessGroup:
     """
     world = current_world()
     world.need_default()
-    group = world.groups.get(name)
+    group = world.named(name)
     if group is not None:
         return group
     parent = world.groups.get(name.removesuffix("[1]"))

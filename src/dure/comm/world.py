@@ -47,6 +47,11 @@ class World:
         self.num_created = 0
         self.created_locally: dict[tuple[int, ...], int] = {}
 
+    def named(self, name: str) -> ProcessGroup | None:
+        """Return the group of that name; "0" is the default group, which torch calls so."""
+        group = self.groups.get(name)
+        return self.default if group is None and name == "0" else group
+
     def need_default(self) -> ProcessGroup:
         """Return the default group, or say that there is none; waits while it comes about."""
         if self.default is None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import dure as dist
+from dure.comm.aliases import _resolve_process_group
+from dure.comm.operators import group_named
 from dure.comm.world import current_world, new_world
 from dure.errors import UsageError
 from dure.testing import run_ranks
@@ -62,3 +64,16 @@ def test_what_is_called_during_backward_keeps_its_own_group():
         return x.grad.tolist()
 
     assert run_ranks(4, body) == [[4.0] * 3] * 4
+
+
+def test_groups_are_found_by_name_and_the_default_one_as_0():
+    def body(rank):
+        default, other = dist.group.WORLD, dist.new_group([0])
+        for name in ("0", default.group_name):
+            assert _resolve_process_group(name) is default
+        assert _resolve_process_group(other.group_name) is other
+        with pytest.raises(UsageError):
+            _resolve_process_group("nosuch")
+        assert group_named("0", "all_reduce") is default
+
+    run_ranks(1, body)
