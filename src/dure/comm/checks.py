@@ -60,7 +60,7 @@ def check_tensor(tensor: object, op: str, device_types: frozenset[str]) -> None:
             fix="Pass a torch.Tensor.",
         )
     if type(tensor) not in _PLAIN_TYPES:
-        _check_memory(tensor, op)
+        check_memory(tensor, op)
     if tensor.layout is not torch.strided:
         raise DeviceError(
             f"the tensor has layout {tensor.layout}",
@@ -86,7 +86,7 @@ def check_tensor(tensor: object, op: str, device_types: frozenset[str]) -> None:
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 
-def _check_memory(tensor: torch.Tensor, op: str) -> None:
+def check_memory(tensor: torch.Tensor, op: str) -> None:
     """Raise if a tensor is made of other tensors, as a DTensor is, and has no memory of its own."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return

@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 import torch
 
 from dure.comm.capture import capturing, in_transform, is_jit_tracing
+from dure.comm.checks import check_memory
 from dure.comm.group import ProcessGroup
 from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp, as_reduce_op
@@ -227,6 +228,7 @@ class Broadcast(Map):
     src: int
 
     def start(self, inputs: Tensors, async_op: bool) -> Started:
+        check_memory(inputs[0], "broadcast")  # on each rank, though that of `src` alone is read
         output = self.copy(inputs[0]) if self.group.rank() == self.src else self.allocate(inputs[0])
         return (output,), self.group.broadcast(output, self.src, async_op)
 

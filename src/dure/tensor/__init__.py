@@ -8,8 +8,8 @@ where it would gather.
 from __future__ import annotations
 
 import torch
-from torch.optim import optimizer as _optimizer
-from torch.utils import _foreach_utils
+from torch.optim.optimizer import _foreach_supported_types as _in_optimizers  # pyright: ignore
+from torch.utils._foreach_utils import _foreach_supported_types as _in_lists  # pyright: ignore
 
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.tensor import debug, experimental, random, rules, updates
@@ -54,9 +54,6 @@ __getattr__ = getter(__name__)
 # As torch.distributed.tensor does: `torch.load` loads DTensors, meshes and placements by default,
 # and `torch.nn.utils.clip_grad_norm_` and optimizers treat DTensors in lists.
 torch.serialization.add_safe_globals(safe_globals())
-for _types in (
-    _optimizer._foreach_supported_types,  # pyright: ignore
-    _foreach_utils._foreach_supported_types,  # pyright: ignore
-):
+for _types in (_in_optimizers, _in_lists):
     if DTensor not in _types:
         _types.append(DTensor)  # pyright: ignore

@@ -9,6 +9,7 @@ import dure as dist
 from dure.comm import functional as F
 from dure.errors import NotInGroupError, ShapeError, UsageError
 from dure.nn import functional as nnF
+from dure.tensor import DTensor, Shard, init_device_mesh
 from dure.testing import run_ranks
 
 
@@ -125,5 +126,24 @@ def test_misuse_is_refused():
         x = torch.ones(2, requires_grad=True)
         with pytest.raises(UsageError, match="gradient"):
             F.all_reduce(x, "max").sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_dtensor_is_refused_with_what_to_pass():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        own = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        for x in (own, own.detach().requires_grad_()):
+            for name, call in (
+                ("all_reduce", lambda x=x: F.all_reduce(x, "sum", mesh)),
+                ("broadcast", lambda x=x: F.broadcast(x, 0, mesh)),
+                ("all_gather", lambda x=x: F.all_gather_tensor(x, 0, mesh)),
+                ("reduce_scatter", lambda x=x: F.reduce_scatter_tensor(x, "sum", 0, mesh)),
+            ):
+                with pytest.raises(UsageError, match=r"to_local\(\)") as caught:
+                    call()
+                assert name in str(caught.value)
+        assert F.all_reduce(own.to_local(), "sum", mesh).tolist() == [2, 2]
 
     run_ranks(2, body)

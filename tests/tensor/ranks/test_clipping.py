@@ -73,7 +73,8 @@ def test_torchs_functions_exchange_the_norms_of_a_mesh_at_once() -> None:
         with_gradients(weights, wholes)
         for some, norm, count in ((weights[:3], 4.0, 1), (weights, 5.0, 2)):
             with CommRecorder() as seen:
-                total: Any = nn.utils.get_total_norm([w.grad for w in some])
+                grads: Any = [w.grad for w in some]
+                total = nn.utils.get_total_norm(grads)
             assert seen.ops == ["all_gather_single"] * count  # one per mesh
             assert total.item() == norm
         with CommRecorder() as seen:

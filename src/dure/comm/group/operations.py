@@ -113,6 +113,7 @@ class ProcessGroup(GroupCore):
                 return None
             if done:
                 return self._plain_work("all_reduce", done, output)
+        checks.check_memory(input, "all_reduce")  # the copy of a DTensor would say less
         output.copy_(input)
         return self.all_reduce(output, op, async_op)
 
