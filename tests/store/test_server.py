@@ -45,16 +45,19 @@ def test_a_port_is_free_again_after_close(key: JobKey, port: int) -> None:
 
 
 def test_masters_at_one_address_share_a_server_until_the_last_closes(master: TCPStore) -> None:
-    key, masters = master.key, [master]
-    for _ in range(2):
-        shared = TCPStore("127.0.0.1", master.port, 1, is_master=True, timeout=TIMEOUT, key=key)
-        masters.append(shared)
+    def another() -> TCPStore:
+        at, key = master.port, master.key
+        return TCPStore("127.0.0.1", at, 1, is_master=True, timeout=TIMEOUT, key=key)
+
+    masters = [master, another()]
     masters[0].set("k", "v")
-    for store in masters[:2]:
+    for first in range(2):
+        masters[first].close()
+        masters.append(another())
+        assert [store.get("k") for store in masters[first + 1 :]] == [b"v", b"v"]
+    for store in masters:
         store.close()
-    assert masters[2].get("k") == b"v"
-    masters[2].close()
-    again = TCPStore("127.0.0.1", master.port, is_master=True, timeout=TIMEOUT, key=key)
+    again = another()
     assert not again.check(["k"])
     again.close()
 
