@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
+import dure
 from dure.torch_names import listed, table
 from tests.arch.sources import ROOT, tree_of
 
