@@ -30,6 +30,7 @@ def test_every_class_is_exported():
         ("UsageError", (ValueError, RuntimeError)),
         ("ShapeError", (ValueError, RuntimeError)),
         ("PlacementError", (ValueError, RuntimeError)),
+        ("DimError", (errors.PlacementError, ValueError, RuntimeError, IndexError)),
         ("MeshError", (ValueError, RuntimeError, KeyError)),
         ("AxisError", (errors.MeshError, ValueError, RuntimeError, KeyError, IndexError)),
         ("DtypeError", (ValueError, RuntimeError, TypeError)),

@@ -26,6 +26,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "DataError",
         "Desync",
         "DeviceError",
+        "DimError",
         "DistBackendError",
         "DistError",
         "DistNetworkError",

@@ -2,7 +2,8 @@
 
     DureError
     ├── UsageError            the caller is wrong, and the same call will fail again
-    │   ├── ShapeError, DtypeError, DeviceError, PlacementError, MeshError (AxisError)
+    │   ├── ShapeError, DtypeError, DeviceError, PlacementError (DimError),
+    │   ├── MeshError (AxisError)
     │   ├── NotInGroupError, DataError, ModuleError (HookError), OptimizerError
     │   └── ScheduleError         a pipeline's schedule that is not whole, or would deadlock
     ├── CommError             the job is in trouble; the group must be rebuilt
@@ -54,6 +55,7 @@ __all__ = [
     "DataError",
     "Desync",
     "DeviceError",
+    "DimError",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -189,6 +191,10 @@ class DeviceError(UsageError):
 
 class PlacementError(UsageError):
     """A DTensor placement that makes no sense here."""
+
+
+class DimError(PlacementError, IndexError):
+    """A placement shards a dimension that the tensor does not have."""
 
 
 class MeshError(UsageError, KeyError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dure.comm.world import when_left
-from dure.errors import PlacementError
+from dure.errors import DimError, PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor.placement_types import (
     Partial,
@@ -322,13 +322,13 @@ def resolved(placement: Placement, ndim: int, op: str) -> Placement:
     """Return a placement of a tensor of `ndim` dimensions with its dimension counted from 0.
 
     Raises:
-        PlacementError: The tensor does not have that dimension.
+        DimError: The tensor does not have that dimension.
     """
     if not isinstance(placement, Shard):
         assert isinstance(placement, (Replicate, Partial))
         return placement
     if not -ndim <= placement.dim < ndim:
-        raise PlacementError(
+        raise DimError(
             "the tensor has no such dimension to shard",
             op=op,
             seen=f"{placement!r} of a tensor of {ndim} dimensions",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.errors import MeshError, ModuleError, PlacementError, UsageError
+from dure.errors import DimError, MeshError, ModuleError, PlacementError, UsageError
 from dure.tensor import (
     DTensor,
     Partial,
@@ -96,7 +96,7 @@ def test_what_a_tensor_is_it_stays() -> None:
 # Each: tensor, placements, options, and the error.
 REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any], type[Exception]]] = {
     "Partial": (torch.ones(4), [Partial()], {}, PlacementError),
-    "no such dimension": (torch.ones(4), [Shard(1)], {}, PlacementError),
+    "no such dimension": (torch.ones(4), [Shard(1)], {}, DimError),
     "no placement": (torch.ones(4), ["S(0)"], {}, PlacementError),
     "too many placements": (torch.ones(4), [Shard(0), R], {}, PlacementError),
     "the result of an operator": (torch.ones(2, requires_grad=True) * 2, [R], {}, UsageError),
