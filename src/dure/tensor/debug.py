@@ -36,37 +36,48 @@ _PLAIN = {
     "all_to_all_single": "alltoall_base_",
     "reduce_scatter": "reduce_scatter_",
     "reduce_scatter_single": "_reduce_scatter_base_",
+    "barrier": "barrier",
+    "send": "send",
 }
 """Names of torch's operators; others are those of Dure with an underscore."""
 _TRIVIAL = ("aten.detach.", "aten.t.", "aten.view.", "aten.alias.", "aten.transpose.")
 
 
-def _name(key: Any) -> str:
-    """Return the name under which an operator is counted; torch's packets by their name."""
-    return str(key).removeprefix("torch.ops.").replace("_c10d_functional.", "c10d_functional.")
+def _operator(key: Any) -> Any:
+    """Return the operator of torch that an operator or a name counts as; a name if torch has none.
+
+    Torch counts its functional collectives under their older names, without the underscore.
+    """
+    name = str(key).removeprefix("torch.ops.").replace("_c10d_functional.", "c10d_functional.")
+    space, _, operator = name.partition(".")
+    operator = operator.partition(".")[0]  # without the overload
+    return getattr(getattr(torch.ops, space), operator, name) if operator else name
 
 
-class CommCounts(dict[str, int]):
+class CommCounts(dict[Any, int]):
     """How often each collective was called; 0 for others.
 
-    Keys are names such as "c10d_functional.all_reduce". Torch's own operators find them too, as
-    ``counts[torch.ops.c10d_functional.all_reduce]``: they are compared by name.
+    Keys are operators of torch, such as ``torch.ops.c10d_functional.all_reduce``. Counts are found
+    by ``torch.ops._c10d_functional.all_reduce`` and by names ("c10d_functional.all_reduce"), too.
     """
 
     def __getitem__(self, key: Any) -> int:
-        return dict.get(self, _name(key), 0)
+        return dict.get(self, _operator(key), 0)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a count, or `default` where there is none."""
-        return dict.get(self, _name(key), default)
+        return dict.get(self, _operator(key), default)
 
     def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, _name(key))
+        return dict.__contains__(self, _operator(key))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mapping):
             return NotImplemented
-        return dict(self) == {_name(key): count for key, count in other.items()}  # pyright: ignore
+        return dict(self) == {_operator(key): n for key, n in other.items()}  # pyright: ignore
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
@@ -76,7 +87,12 @@ def _counts(operations: list[Operation]) -> CommCounts:
     for one in operations:
         found.update(_MOVES[step.move] for step in one.steps)
         found.update("c10d." + _PLAIN.get(name, name + "_") for name in one.plain)
-    return CommCounts(found)
+    return CommCounts({_operator(name): count for name, count in found.items()})
+
+
+def _by_name(operations: list[Operation]) -> dict[str, int]:
+    """Return the counts under the operators' names, in their order."""
+    return dict(sorted((str(key), count) for key, count in _counts(operations).items()))
 
 
 class CommDebugMode:
@@ -195,7 +211,7 @@ class CommDebugMode:
         lines: list[str] = []
         for title, backward in (("FORWARD PASS", False), ("BACKWARD PASS", True)):
             operations = self._of(module, backward)
-            told = [f"{indent}  *{key}: {n}" for key, n in sorted(_counts(operations).items())]
+            told = [f"{indent}  *{key}: {n}" for key, n in _by_name(operations).items()]
             own = [one for one in operations if one.module == (module or "") and one.name]
             for one in own:
                 quiet = one.name.startswith(_TRIVIAL)
@@ -216,7 +232,7 @@ class CommDebugMode:
             found: dict[str, Any] = {}
             for key, backward in (("forward", False), ("backward", True)):
                 operations = self._of(module, backward)
-                found[key] = {"collectives": dict(_counts(operations))}
+                found[key] = {"collectives": _by_name(operations)}
                 if noise_level >= 1:
                     found[key]["operations"] = [
                         {"name": one.name, "inputs": [str(s) for s in one.inputs],

@@ -10,6 +10,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -17,12 +18,13 @@ from torch import nn
 
 from dure.comm.call import NOTHING, about
 from dure.comm.differentiable import Map
+from dure.comm.group import ProcessGroup
 from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, ModuleError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
 from dure.tensor.placement_types import Placement, Replicate
-from dure.tensor.redistribute import parts_along, pieces_of, way_of
+from dure.tensor.redistribute import can_be_split, parts_along, pieces_of, term_of, way_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
 
 __all__ = ["distribute_module", "distribute_tensor", "share_hooks"]
@@ -43,8 +45,13 @@ def distribute_tensor(
     Args:
         tensor: A leaf of the whole shape, on every rank; the source's values count. A Parameter
             stays one, and a leaf keeps its ``requires_grad``. On the meta device nothing is sent.
+            Of a subclass without memory the tensors that it is made of are sent; its operators
+            cut it.
         device_mesh: The mesh; that of ``with mesh:`` where None.
-        placements: `Shard` or `Replicate` for each axis; replicated where None.
+        placements: `Shard`, `Replicate` or `Partial` for each axis; replicated where None. Terms of
+            an average, maximum or minimum are the tensor itself. Of a sum each rank gets an equal
+            share if that is exact, else the first rank along the axis has the tensor and the others
+            have zeros.
         src_data_rank: Which rank along each axis has the values. None: every rank has them, and
             keeps its part without communication.
 
@@ -52,9 +59,11 @@ def distribute_tensor(
         The DTensor. A whole part may share memory with `tensor`, as in torch; a cut one does not.
 
     Raises:
-        PlacementError: `Partial`; placements that do not fit; a DTensor of other placements.
+        PlacementError: Terms of a product; placements that do not fit; a DTensor of other
+            placements.
         MeshError: No mesh; a DTensor of another mesh.
-        UsageError: The tensor is a result of autograd; there is no such source.
+        UsageError: The tensor is a result of autograd; there is no such source; a subclass has
+            neither memory nor ``__tensor_flatten__``.
         Desync: Ranks gave different shapes, dtypes or placements.
 
     Collective:
@@ -68,9 +77,9 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return _unchanged(tensor, mesh, placements)
     given = as_placements(placements, mesh, tensor.ndim, op)
-    if any(p.is_partial() for p in given):
+    if any(p.is_partial() and not can_be_split(p) for p in given):
         raise PlacementError(
-            "a whole tensor is not distributed as terms",
+            "a tensor can only be split into terms of sum, avg, max or min",
             op=op,
             seen=f"{given}",
             fix="Use Replicate(), or DTensor.from_local with Partial() for terms that ranks have.",
@@ -93,13 +102,16 @@ def distribute_tensor(
         local = local.to(mesh.device_type)
     spec = spec_of(mesh, given, TensorMeta.of(tensor))
     if spec.coordinate is None:
-        local = local.new_empty(0)
+        local = spec.part_outside()
     else:
         about(way_of(spec, spec).subject)
         try:
             local = _received(local, spec, None if local.is_meta else src_data_rank)
         finally:
             about(NOTHING)
+        for axis, placement in enumerate(given):
+            if placement.is_partial():
+                local = term_of(local, spec, axis)
     if not (tensor.is_contiguous() or (src_data_rank is None and spec.is_replicated())):
         # Parts that were received or cut are row-major, whatever the tensor was.
         local = local.contiguous()
@@ -141,6 +153,9 @@ def _received(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> tor
                 local = torch.cat(pieces_of(local, dim, runs[index]), dim)
                 continue
             what = Map(mesh.get_group(cut.axis))
+            if _is_made_of_others(local):
+                local = _scattered(local, dim, runs, index, what.group, source)
+                continue
             shape = list(local.shape)
             shape[dim] = sum(length for length, _ in runs[index])
             part = what.allocate(local, shape)
@@ -155,12 +170,72 @@ def _received(local: torch.Tensor, spec: DTensorSpec, source: int | None) -> tor
             local = part
     if source is not None:
         for axis, placement in enumerate(spec.placements):
-            if placement.is_replicate():
+            if not placement.is_shard():
                 what = Map(mesh.get_group(axis))
                 own = mesh.get_local_rank(axis) == source
+                if _is_made_of_others(local):
+                    local = local.clone(memory_format=torch.contiguous_format)
+                    for one in _plain_tensors(local):
+                        what.group.broadcast(one, source)
+                    continue
                 local = local.contiguous() if own else what.allocate(local)
                 what.group.broadcast(local, source)
     return local
+
+
+def _is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is of a subclass without memory.
+
+    Raises:
+        UsageError: It does not say which tensors it is made of.
+    """
+    if type(tensor) is torch.Tensor:
+        return False
+    with suppress(RuntimeError):  # the error of a storage that stands for none
+        tensor.untyped_storage().data_ptr()
+        return False
+    if hasattr(tensor, "__tensor_flatten__"):
+        return True
+    raise UsageError(
+        "the tensor is of a subclass without memory or __tensor_flatten__",
+        op="distribute_tensor",
+        seen=f"{type(tensor).__name__} {list(tensor.shape)}",
+        fix="Define __tensor_flatten__, or pass src_data_rank=None: then nothing is sent.",
+    )
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that a tensor is made of."""
+    if not _is_made_of_others(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # pyright: ignore
+    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
+
+
+def _scattered(
+    local: torch.Tensor,
+    dim: int,
+    runs: Sequence[list[tuple[int, int]]],
+    index: int,
+    group: ProcessGroup,
+    source: int,
+) -> torch.Tensor:
+    """Return this rank's part of what the source has, of a subclass without memory.
+
+    Args:
+        local: On all ranks a tensor of the same subclass, whose own parts give the shapes.
+        dim: The dimension that is cut.
+        runs: For each rank its runs, as (length, offset).
+        index: This rank's number.
+        group: The ranks.
+        source: The rank whose values count.
+    """
+    parts = [torch.cat(pieces_of(local, dim, one), dim) for one in runs]
+    part = parts[index].clone(memory_format=torch.contiguous_format)
+    given = [_plain_tensors(one) for one in parts]
+    for number, plain in enumerate(_plain_tensors(part)):
+        group.scatter(plain, [one[number] for one in given] if index == source else None, source)
+    return part
 
 
 # ---- modules -------------------------------------------------------------------------------------

@@ -289,14 +289,15 @@ class DTensor(torch.Tensor):
         if placements is None:
             raise PlacementError("redistribute needs placements", op="redistribute")
         given = as_placements(placements, spec.mesh, self.ndim, "redistribute")
-        if any(p.is_partial() and p != q for p, q in zip(given, spec.placements, strict=True)):
-            raise PlacementError(
-                "a tensor cannot be redistributed to Partial",
-                op="redistribute",
-                seen=f"{spec}, asked for {given}",
-                fix="Redistribute to Replicate or Shard; distribute_tensor() and "
-                "DTensor.from_local() make Partial tensors.",
-            )
+        for axis, (old, new) in enumerate(zip(spec.placements, given, strict=True)):
+            if new.is_partial() and old != new:
+                raise PlacementError(
+                    "a tensor cannot be redistributed to Partial",
+                    op="redistribute",
+                    seen=f"{old} -> {new} on axis {axis}",
+                    fix="Redistribute to Replicate or Shard; distribute_tensor() and "
+                    "DTensor.from_local() make Partial tensors.",
+                )
         target = spec.with_placements(given)
         return to_target(self, target, async_op, forward_dtype, backward_dtype)
 
@@ -321,6 +322,22 @@ class DTensor(torch.Tensor):
     def _spec(self) -> DTensorSpec:
         """What is known without values, under torch's name."""
         return self.spec
+
+    def storage_offset(self) -> int:
+        """Return where a view begins in the memory of the full tensor that it is a view of."""
+        base = self._base
+        if type(base) is not DTensor:
+            return 0
+        offset, source, full = self.part.storage_offset(), base.part, base.spec.meta.stride
+        if not _one_memory(self.part, source):  # of what was moved for the view
+            source, full = self.part, self.spec.meta.stride
+        else:
+            offset -= source.storage_offset()
+        found = 0
+        for own, whole in sorted(zip(source.stride(), full, strict=True), reverse=True):
+            if own:
+                found, offset = found + offset // own * whole, offset % own
+        return found + offset
 
     def _read_data(self) -> torch.Tensor:
         """The tensor without autograd; setting it takes over another DTensor's part and spec."""
@@ -521,7 +538,8 @@ def from_part(
     """
     if not (local.requires_grad and torch.is_grad_enabled()):
         refuse_in_jit_trace("DTensor.from_local")
-        return wrap(local.detach(), spec)
+        outside = spec.coordinate is None
+        return wrap(spec.part_outside() if outside else local.detach(), spec)
     return _FromLocal.apply(local, spec, grads)  # pyright: ignore
 
 
@@ -701,11 +719,14 @@ class _FromLocal(torch.autograd.Function):
             ctx.save_for_backward(wait_tensor(local))
         if capturing((local,)):  # a graph of the forward alone has other gradients than DTensors
             return wrap(local.detach(), spec)
-        return wrap(local.view_as(local), spec)
+        outside = spec.coordinate is None
+        return wrap(spec.part_outside() if outside else local.view_as(local), spec)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         spec = ctx.spec
+        if spec.coordinate is None:
+            return None, None, None
         grad = _divided(grad_outputs[0], spec)
         placements: list[Placement] = [
             wanted or (lies if lies.is_partial() else Replicate())

@@ -5,6 +5,11 @@ that axis. Among equals the one wins that leaves the most operands as they are, 
 comes first in the rule. Axes are chosen one after another, from the first; what has been chosen for
 earlier ones is what later ones see.
 
+So that results have the placements that torch gives them, costs are torch's (`price_of`), and two
+of its limits hold. Nothing is sharded where no operand is, on any axis: terms alone become
+replicated, though to scatter them would cost less. And no operand is exchanged or scattered into
+more parts than its dimension has elements; a replicated one may be cut so, which sends nothing.
+
 An operator that writes one of its operands cannot move it: only strategies that keep its placement,
 and give the result the same, are considered; unless nobody else has it (`movable`): then it must
 only come out as it goes in.
@@ -18,7 +23,7 @@ from collections.abc import Sequence
 from dure.errors import PlacementError
 from dure.tensor.call import OpCall, Strategy, schema_of
 from dure.tensor.placement_types import Placement, Replicate
-from dure.tensor.redistribute import cost_of
+from dure.tensor.redistribute import price_of
 from dure.tensor.spec import DTensorSpec
 
 __all__ = ["Choice", "choose", "written"]
@@ -43,6 +48,8 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
     fixed = written(call)
     whole = Strategy((Replicate(),) * len(operands), (Replicate(),) * len(results))
     options = [*strategies, whole]
+    if not any(p.is_shard() for spec in call.operands for p in spec.placements):
+        options = [o for o in options if not any(p.is_shard() for p in o.inputs)]
     for axis in range(len(operands[0])):
         best: tuple[float, int, int] | None = None
         chosen = whole
@@ -105,11 +112,20 @@ def _cost(
     for spec, placements, wanted in zip(specs, chosen, option.inputs, strict=True):
         if placements[axis] == wanted:
             continue
+        target = [*placements[:axis], wanted, *placements[axis + 1 :]]
         if wanted.is_shard() and wanted.dim >= spec.ndim:
             return math.inf
-        target = [*placements[:axis], wanted, *placements[axis + 1 :]]
-        total += cost_of(spec.with_placements(placements), spec.with_placements(target))
+        sliced = placements[axis].is_replicate()
+        if wanted.is_shard() and not (sliced or _fits(spec, target, wanted.dim)):
+            return math.inf
+        total += price_of(spec.with_placements(placements), spec.with_placements(target))
     return total
+
+
+def _fits(spec: DTensorSpec, placements: Sequence[Placement], dim: int) -> bool:
+    """Tell whether a dimension has an element for each part that placements make of it."""
+    sizes = zip(spec.mesh.shape, placements, strict=True)
+    return spec.shape[dim] >= math.prod(n for n, p in sizes if p.is_shard(dim))
 
 
 def _unmovable(call: OpCall, axis: int, fixed: Sequence[int]) -> PlacementError:

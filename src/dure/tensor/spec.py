@@ -160,14 +160,19 @@ class DTensorSpec:
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's part; of a rank outside the mesh, empty."""
+        """Shape of this rank's part; on a rank outside the mesh [0], or [] if there are no dims."""
         if self._local_shape is None:
             if self.coordinate is None:
-                self._local_shape = torch.Size([0])
+                self._local_shape = torch.Size([0] if self.shape else [])
             else:
                 sizes = [sum(n for n, _ in self.runs(dim)) for dim in range(self.ndim)]
                 self._local_shape = torch.Size(sizes)
         return self._local_shape
+
+    def part_outside(self) -> torch.Tensor:
+        """Return what a rank outside the mesh has in the place of a part."""
+        device = self.mesh.device_type
+        return torch.zeros(self.local_shape, dtype=self.meta.dtype, device=device)
 
     def cuts(self, dim: int) -> tuple[Cut, ...]:
         """Return the cuts through a dimension, in their order."""

@@ -28,6 +28,18 @@ def cube() -> DeviceMesh:
 # ---- what it is ----------------------------------------------------------------------------------
 
 
+def test_a_rank_outside_knows_the_ranks_of_slices_with_all_axes() -> None:
+    def body(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [[1, 0]], mesh_dim_names=("a", "b"))
+        assert mesh["b"].mesh.tolist() == mesh._flatten("all").mesh.tolist() == [1, 0]
+        assert mesh["b", "a"].mesh.tolist() == [[1], [0]]
+        if rank == 2:
+            with pytest.raises(MeshError):  # of two slices it is in none
+                _ = mesh["a"].mesh
+
+    run_ranks(3, body)
+
+
 def test_an_explicit_array_may_be_part_of_the_world():
     def body(rank):
         mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])

@@ -37,6 +37,24 @@ GATHER = Packet("c10d_functional.all_gather_into_tensor")
 REDUCE = Packet("_c10d_functional.all_reduce")
 
 
+def test_counts_are_kept_under_the_operators_of_torch() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        with CommDebugMode() as mode:
+            x.full_tensor()
+            mesh.get_group().all_reduce(torch.ones(1))
+        counts = mode.get_comm_counts()
+        gather = torch.ops.c10d_functional.all_gather_into_tensor
+        assert set(counts) == {gather, torch.ops.c10d.allreduce_}
+        assert counts == {gather: 1, torch.ops.c10d.allreduce_: 1}
+        assert (counts != dict(counts)) is False
+        assert counts != {gather: 2, torch.ops.c10d.allreduce_: 1}
+        assert counts[torch.ops._c10d_functional.all_gather_into_tensor] == 1
+
+    run_ranks(2, body)
+
+
 def test_counts_are_found_by_the_names_of_torch() -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dure.errors import PlacementError, ShapeError
+from dure.errors import NotInGroupError, PlacementError, ShapeError
+from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
     Partial,
@@ -26,7 +27,7 @@ from dure.tensor import (
     dtensor,
     init_device_mesh,
 )
-from dure.testing import run_ranks
+from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks.operators import check
 from tests.tensor.ranks.parts import made
 
@@ -73,6 +74,44 @@ def twice(function: Any) -> Any:
 )
 def test_both_ways_compute_alike(way: str, function: Any) -> None:
     check(twice(function), X, ROW, meshes=[(2,)])
+
+
+def test_ranks_outside_the_mesh_run_operators_and_send_nothing() -> None:
+    def body(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [0, 1])
+        local = torch.ones(2, 4, requires_grad=True)
+        x = DTensor.from_local(local, mesh, [Shard(0)])
+        assert x.shape == (4, 4)
+        if rank < 2:
+            assert (x @ x).sum().item() == 64
+            return
+        assert x.to_local().shape == (0,)
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+        with CommRecorder() as seen:
+            results = {
+                (4, 4): (x + 1, x @ weight, x.softmax(0), torch.cat([x, x])[:4], x.sort(0)[0]),
+                (2, 4): (x.split(2)[1], torch.linalg.inv(x)[:2], x.view(2, 8)[:, 4:]),
+                (): (x.sum(), x.std(), torch.stack([x.mean(), x.amax()])[0]),
+                (4,): (x.max(1)[1], x.unbind(1)[0], torch.nn.functional.mse_loss(x, x).expand(4)),
+            }
+            (x @ weight).sum().backward()
+            for fused in (False, True):
+                torch.optim.AdamW([weight], fused=fused).step()
+            with torch.no_grad():
+                weight.mul_(2)
+            assert torch.equal(x, x)
+            assert torch.allclose(x, x)
+            assert x.full_tensor().shape == (0,)
+        for shape, found in results.items():
+            for one in found:
+                assert one.shape == shape
+                assert one.to_local().shape == ((0,) if shape else ())
+                assert one.to_local().dtype == one.dtype
+        assert seen.ops == []
+        with pytest.raises(NotInGroupError):
+            x.sum().item()
+
+    run_ranks(3, body)
 
 
 def test_both_ways_make_the_same_tensor() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dure.errors import DimError, MeshError, ModuleError, PlacementError, UsageError
 from dure.tensor import (
@@ -93,9 +94,64 @@ def test_what_a_tensor_is_it_stays() -> None:
     run_ranks(2, body)
 
 
+def test_a_tensor_is_split_into_terms() -> None:
+    """Equal shares where they are exact; integers, and shares of three, stay on the first rank."""
+
+    def body(rank: int) -> None:
+        meshes = {2: init_device_mesh("cpu", (2, 1)), 3: init_device_mesh("cpu", (3,))}
+        for size, op, dtype, share in (
+            (2, "sum", torch.float32, [0.5, 1.5]),
+            (2, "sum", torch.int64, [1, 3] if rank == 0 else [0, 0]),
+            (3, "sum", torch.float64, [1, 3] if rank == 0 else [0, 0]),
+            (3, "avg", torch.float64, [1, 3]),
+            (2, "max", torch.int64, [1, 3]),
+            (2, "min", torch.float32, [1, 3]),
+        ):
+            mesh = meshes[size]
+            full = torch.tensor([1, 3], dtype=dtype) * (1 if rank == 0 else -5)
+            terms: list[Placement] = [Partial(op), R]
+            x = distribute_tensor(full, mesh, terms[: mesh.ndim])
+            if rank < size:
+                assert x.to_local().tolist() == share, (size, op, dtype)
+                assert x.full_tensor().tolist() == [1, 3]
+                assert x.dtype == x.to_local().dtype == dtype
+
+    run_ranks(3, body)
+
+
+def test_a_subclass_without_memory_is_distributed_by_its_tensors() -> None:
+    def body(rank: int) -> None:
+        full = torch.arange(10.0).reshape(5, 2)
+        for placement in (Shard(0), Shard(1), R, Partial("max")):
+            given = TwoTensor(full + 100 * rank, -full - 100 * rank)
+            x = distribute_tensor(given, init_device_mesh("cpu", (2,)), [placement])
+            part = x.to_local()
+            own = full.chunk(2, placement.dim)[rank] if isinstance(placement, Shard) else full
+            assert isinstance(part, TwoTensor)
+            assert torch.equal(part.a, own)
+            assert torch.equal(part.b, -own)
+            assert given.a[0, 0] == 100 * rank  # what the ranks gave is not written
+
+    run_ranks(2, body)
+
+
+class _OfNothing(torch.Tensor):
+    """A subclass without memory that does not say what it is made of."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.Tensor._make_wrapper_subclass(_OfNothing, (4,))
+
+
 # Each: tensor, placements, options, and the error.
 REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any], type[Exception]]] = {
-    "Partial": (torch.ones(4), [Partial()], {}, PlacementError),
+    "terms of a product": (torch.ones(4), [Partial("product")], {}, PlacementError),
+    "a subclass of unknown tensors": (
+        torch.Tensor._make_wrapper_subclass(_OfNothing, (4,)),
+        [Shard(0)],
+        {},
+        UsageError,
+    ),
     "no such dimension": (torch.ones(4), [Shard(1)], {}, DimError),
     "no placement": (torch.ones(4), ["S(0)"], {}, PlacementError),
     "too many placements": (torch.ones(4), [Shard(0), R], {}, PlacementError),

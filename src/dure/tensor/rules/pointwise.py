@@ -1,8 +1,14 @@
 """Pointwise operators: each element of the result needs the elements at its place.
 
 A dimension of the result may be sharded if every operand that has it (operands are aligned at their
-last dimension, sizes of 1 are repeated) is sharded alike. Terms of a sum go through what is linear:
-all operands of an addition as terms, or one factor of a product while the other is whole.
+last dimension, sizes of 1 are repeated) is sharded alike.
+
+Terms of a reduction go through what keeps the reduction. A sum goes through what is linear: all
+operands of an addition as terms, or one factor of a product while the other is whole. A maximum or
+a minimum goes through what never decreases, and what never increases makes one of the other. An
+average, a maximum or a minimum stays one if the same is added to each term.
+
+``out=`` lies as the result does.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dure.tensor.call import LINEAR, OpCall, R, Strategy, alike, with_one
+from dure.tensor.call import LINEAR, SUM, TERMS, Op, OpCall, R, Strategy, alike, outs_of, with_one
 from dure.tensor.placement_types import Partial, Placement, Shard
 from dure.tensor.registry import by_value, rule
 from dure.tensor.spec import DTensorSpec
@@ -37,7 +43,7 @@ def aligned_cuts(call: OpCall, shape: Sequence[int]) -> list[tuple[Shard, tuple[
 # The tag, and operators that torch does not give it.
 @rule(
     torch.Tag.pointwise,
-    aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.fill_.Scalar, aten.fill_.Tensor,
+    aten.masked_fill.Tensor, aten.masked_fill_.Tensor,
 )  # fmt: skip
 def pointwise(call: OpCall) -> list[Strategy]:
     """Return what is legal for every pointwise operator: shards of the result's dimensions."""
@@ -46,34 +52,126 @@ def pointwise(call: OpCall) -> list[Strategy]:
     return [Strategy(inputs, (cut,) * count) for cut, inputs in aligned_cuts(call, shape)]
 
 
+def _through(call: OpCall, *found: tuple[Placement, ...]) -> list[Strategy]:
+    """Return what is legal for every operator, and what goes through this one.
+
+    Args:
+        call: The call.
+        found: Placements of the result and of each operand but `out`, of as many operands as
+            operators of this name may have; the others are left out.
+    """
+    outs = outs_of(call) if len(call.outputs) == 1 else []
+    strategies = pointwise(call)
+    for result, *inputs in found:
+        if len(inputs) == len(call.operands) - len(outs):
+            there = [*inputs]
+            for number in outs:
+                there.insert(number, result)
+            strategies.append(Strategy(tuple(there), (result,) * len(call.outputs)))
+    return strategies
+
+
+def _named(names: str) -> list[Op]:
+    """Return operators that make, write into `out`, or change in place."""
+    found = [getattr(aten, name) for name in names.split()]
+    found += [getattr(aten, f"{name}_") for name in names.split() if hasattr(aten, f"{name}_")]
+    return [getattr(one, o) for one in found for o in one.overloads() if o in _FORMS]
+
+
+_FORMS = ("default", "out", "decimals", "decimals_out")
+AVG, MAX, MIN = map(Partial, ("avg", "max", "min"))
+_ONE_LINEAR = ((SUM, SUM), (AVG, AVG))
+_RISING = ((MAX, MAX), (MIN, MIN))
+_FALLING = ((MIN, MAX), (MAX, MIN))
+_EITHER = tuple(both for p in ORDERED for both in ((p, p, R), (p, R, p)))
+
+
+@rule(aten.zeros_like.default, aten.zero_.default)
+def _zeros(call: OpCall) -> list[Strategy]:
+    return pointwise(call) + alike(call, TERMS)
+
+
+@rule(aten.fill_.Scalar, aten.fill_.Tensor)
+def _filled(call: OpCall) -> list[Strategy]:
+    terms = (AVG, MAX, MIN)
+    return _through(call, *((p, p) for p in terms), *((p, p, R) for p in terms))
+
+
+@rule(aten.clone.default, aten.positive.default)
+def _same(call: OpCall) -> list[Strategy]:
+    return _through(call, *_ONE_LINEAR, *_RISING)
+
+
+@rule(*_named("neg"))
+def _negative(call: OpCall) -> list[Strategy]:
+    return _through(call, *_ONE_LINEAR, *_FALLING)
+
+
 @rule(
-    aten.neg.default, aten.clone.default, aten.neg_.default, aten.positive.default,
-    aten.zeros_like.default, aten.zero_.default,
+    *_named(
+        "asinh atan ceil deg2rad erf exp exp2 expm1 floor hardshrink rad2deg relu round sgn "
+        "sigmoid sign sinh special_modified_bessel_i1 tanh trunc"
+    ),
+    aten.clamp_min_.default, aten.clamp_max_.default,
 )  # fmt: skip
-def _unary_linear(call: OpCall) -> list[Strategy]:
-    terms = LINEAR if "neg" in call.name else (*LINEAR, *ORDERED)
-    return pointwise(call) + alike(call, terms)
+def _rising(call: OpCall) -> list[Strategy]:
+    return _through(call, *_RISING)
+
+
+@rule(*_named("erfc special_erfcx"))
+def _falling(call: OpCall) -> list[Strategy]:
+    return _through(call, *_FALLING)
+
+
+by_value.update(_named("threshold"))
+
+
+@rule(*_named("threshold"))
+def _threshold(call: OpCall) -> list[Strategy]:
+    return _through(call, *(_RISING if call.arg("value") <= call.arg("threshold") else ()))
 
 
 @rule(
-    aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor, aten.add.out,
+    *(getattr(op, form) for op in (aten.add, aten.sub) for form in ("Tensor", "out")),
+    aten.add_.Tensor, aten.sub_.Tensor,
 )  # fmt: skip
 def _sum(call: OpCall) -> list[Strategy]:
-    both = len(call.operands) == len([n for n in ("self", "other") if call.operand(n) is not None])
-    return pointwise(call) + (alike(call, LINEAR) if both and len(call.operands) > 1 else [])
+    return _through(
+        call, (SUM, SUM, SUM), (AVG, AVG, AVG), (AVG, AVG, R), (MAX, MAX, R), (MIN, MIN, R),
+        (AVG, R, AVG),
+    )  # fmt: skip
 
 
-@rule(aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar)
+@rule(
+    aten.mul.Tensor, aten.mul.out, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar,
+)  # fmt: skip
 def _product(call: OpCall) -> list[Strategy]:
-    found = pointwise(call)
-    for number in range(len(call.operands)):
-        found += with_one(call, number=number)
-    return found
+    two = [(p, *both) for p in LINEAR for both in ((p, R), (R, p))]
+    return _through(call, *_ONE_LINEAR, *two)
 
 
-@rule(aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar)
+@rule(
+    aten.div.Tensor, aten.div.out, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar,
+    aten.special_xlog1py.default,
+)  # fmt: skip
 def _quotient(call: OpCall) -> list[Strategy]:
-    return pointwise(call) + (with_one(call) if call.operand("self") == 0 else [])
+    alone = _ONE_LINEAR if call.operand("self") == 0 and "div" in call.name else ()
+    return _through(call, *alone, (SUM, SUM, R), (AVG, AVG, R))
+
+
+@rule(*_named("logaddexp logaddexp2"))
+def _rising_in_both(call: OpCall) -> list[Strategy]:
+    return _through(call, *_EITHER)
+
+
+@rule(*_named("maximum"), aten.clamp_min.Tensor, aten.clamp_min_.Tensor)
+def _larger(call: OpCall) -> list[Strategy]:
+    return _through(call, *_EITHER, (MAX, MAX, MAX))
+
+
+@rule(*_named("minimum"), aten.clamp_max.Tensor, aten.clamp_max_.Tensor)
+def _smaller(call: OpCall) -> list[Strategy]:
+    return _through(call, *_EITHER, (MIN, MIN, MIN))
 
 
 by_value.update({aten.masked_fill.Scalar, aten.masked_fill_.Scalar})
@@ -100,5 +198,5 @@ def _casts_terms(given: torch.dtype, to: torch.dtype) -> bool:
 @rule(aten.copy_.default)
 def _copy(call: OpCall) -> list[Strategy]:
     to, given = call.operands[0].meta, call.operands[-1].meta
-    same = to.shape == given.shape and _casts_terms(given.dtype, to.dtype)
-    return pointwise(call) + (alike(call, (*LINEAR, *ORDERED)) if same else [])
+    terms = (*LINEAR, *ORDERED) if _casts_terms(given.dtype, to.dtype) else ()
+    return pointwise(call) + alike(call, terms)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dure.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks.operators import Sample, failures, ways
 
 
@@ -41,6 +43,21 @@ RESHAPES = [
     ((2, 6, 2), [(12, 2), (24,)]),
     ((36,), [(6, 6), (36,), (4, 9)]),
 ]
+
+
+def test_a_view_beside_a_sharded_dimension_of_size_1_sends_nothing():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.arange(6.0).reshape(1, 2, 3), mesh, [Shard(0)])
+        with CommRecorder() as seen:
+            made = [x.view(1, 6), x.view(1, 1, 6), x.reshape(1, 3, 2)]
+        assert seen.ops == []
+        assert [y.placements for y in made] == [(Shard(0),)] * 3
+        assert [y.to_local().shape for y in made] == [(1 - rank, *y.shape[1:]) for y in made]
+        assert all(y.full_tensor().flatten().tolist() == [0, 1, 2, 3, 4, 5] for y in made)
+        assert x.view(6).placements == (Replicate(),)  # torch refuses
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 3), (2, 1, 2)], ids=str)

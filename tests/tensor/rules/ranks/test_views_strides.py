@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dure.errors import PlacementError
-from dure.tensor import DTensor, Replicate, Shard, init_device_mesh
+from dure.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.dtensor import use_native
 from dure.testing import run_ranks
 from tests.tensor.ranks.parts import ORDERS, made
@@ -20,6 +20,20 @@ def way(request: pytest.FixtureRequest):
     use_native(request.param)
     yield
     use_native(True)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_a_view_begins_where_that_of_the_full_tensor_does(placement: Shard | Replicate) -> None:
+    def body(rank: int) -> None:
+        x = distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (2,)), [placement])
+        views = {
+            0: x, 1: x[:, 1:], 4: x[1:], 8: x[2], 2: x.t()[2:], 3: x.view(32)[3:],
+            24: x.split(2)[3],
+        }  # fmt: skip
+        assert [view.storage_offset() for view in views.values()] == list(views)
+        assert x[:, 1:].clone().storage_offset() == 0
+
+    run_ranks(2, body)
 
 
 @pytest.mark.usefixtures("way")
