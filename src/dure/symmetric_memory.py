@@ -129,8 +129,8 @@ class SymmetricMemory(Signals):
         mine = [_host(), -1, 0, 0, 0, 0, 0, tensor.storage_offset() * tensor.element_size()]
         if address is not None and pad is not None:
             mine[1:7] = [*address, pad[3], self.buffer_size]
-        table = torch.empty(self.world_size * len(mine), dtype=torch.int64)
-        group.all_gather_single(table, torch.tensor(mine, dtype=torch.int64))
+        table = torch.empty(self.world_size * len(mine), dtype=torch.int64, device="cpu")
+        group.all_gather_single(table, torch.tensor(mine, dtype=torch.int64, device="cpu"))
         places: list[list[int]] = table.view(self.world_size, -1).tolist()
         self._check(places)
         peers = [self._process(r, place) for r, place in enumerate(places)]

@@ -148,7 +148,7 @@ class BroadcastingTorchSaveReader(StorageReader):
         leads, leaves = ranks.rank == self.coordinator_rank, dict[str, torch.Tensor]()
         ranks.each(lambda: leaves.update(_tensors(path, wanted)) if leads else None)
         for name, value in wanted.items():
-            whole = torch.empty(value.shape, dtype=value.dtype)
+            whole = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             if leads:
                 whole.copy_(leaves[name])
             if ranks.group is not None:

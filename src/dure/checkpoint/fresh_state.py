@@ -145,7 +145,7 @@ def like_saved(saved: Any, found: Any, kinds: Mapping[str, Kind]) -> Any:
     if isinstance(saved, Named):
         shape, dtype = kinds[saved].shape, kinds[saved].torch_dtype
         fits = isinstance(found, torch.Tensor) and tuple(found.shape) == shape
-        return found if fits else torch.empty(shape, dtype=dtype)
+        return found if fits else torch.empty(shape, dtype=dtype, device="cpu")
     if isinstance(saved, Mapping):
         entries = cast(Mapping[Any, Any], saved).items()
         return {key: like_saved(value, item_at(found, key), kinds) for key, value in entries}

@@ -48,7 +48,7 @@ def load_sharded_optimizer_state_dict(
             continue
         value: Any = None
         if isinstance(saved, TensorStorageMetadata):
-            value = torch.empty(saved.size, dtype=saved.properties.dtype)
+            value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             parameter = model_state_dict.get(path[2]) if len(path) > 2 else None
             if isinstance(parameter, DTensor) and parameter.shape == saved.size:
                 value = torch.empty_like(parameter, dtype=saved.properties.dtype)

@@ -127,7 +127,7 @@ def taken_of(
             if data is None:
                 leaves[name] = value_of_bytes(cast(Any, planner.resolve_data(item)), name)
                 continue
-            leaves[name] = torch.empty(())
+            leaves[name] = torch.empty((), device="cpu")
             dtype, box = data.properties.dtype, box_of(data.chunk)
             kind = kind_of(torch.empty(data.size, dtype=dtype, device="meta"))
             if kind is None:

@@ -70,7 +70,7 @@ class Mapped:
         whole, dtype = whole_box(kind.shape), kind.torch_dtype
         if whole in boxes:
             return self._slice(Slice(name, whole), dtype)
-        made = torch.empty(kind.shape, dtype=dtype)
+        made = torch.empty(kind.shape, dtype=dtype, device="cpu")
         for box in boxes:
             made[box.within(whole)] = self._slice(Slice(name, box), dtype)
         return made

@@ -167,7 +167,11 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _places(count: int, device: torch.device) -> torch.Tensor:
-    every = torch.arange(_NUM_SAMPLED, dtype=torch.int64) * (count - 1) // (_NUM_SAMPLED - 1)
+    every = (
+        torch.arange(_NUM_SAMPLED, dtype=torch.int64, device="cpu")
+        * (count - 1)
+        // (_NUM_SAMPLED - 1)
+    )
     return every.to(device)
 
 

@@ -169,7 +169,7 @@ class FileMap:
         """Return the slice that begins at byte `at`. It keeps the map alive."""
         count = box.num_elements
         if not count:
-            return torch.empty(box.sizes, dtype=dtype)
+            return torch.empty(box.sizes, dtype=dtype, device="cpu")
         return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=at).view(box.sizes)
 
     def piece(self, at: int, count: int) -> memoryview | None:
@@ -378,7 +378,7 @@ class SliceFile:
                 self._map = FileMap(descriptor, self.layout.num_bytes)
             return self._map.tensor(at, part.box, dtype)
         except OSError:
-            read = torch.empty(part.box.sizes, dtype=dtype)
+            read = torch.empty(part.box.sizes, dtype=dtype, device="cpu")
             self._pread(descriptor, memoryview(cast(Any, as_bytes(read).numpy())), at, False)
             return read
 

@@ -473,7 +473,9 @@ def consolidate(
     alone = Ranks(None, alone=True)
 
     def read(part: Slice) -> torch.Tensor:
-        tensor = torch.empty(part.box.sizes, dtype=catalog.kinds[part.name].torch_dtype)
+        tensor = torch.empty(
+            part.box.sizes, dtype=catalog.kinds[part.name].torch_dtype, device="cpu"
+        )
         reads = [
             Read(Slice(part.name, box), stored_at, box, tensor[box.within(part.box)])
             for box, stored_at in catalog.slices[part.name].items()

@@ -118,7 +118,7 @@ class WeightWriter:
             itemsize = kinds[name].torch_dtype.itemsize
             self.boxes[name] = list(_runs(whole, whole, self._most // itemsize))
         self._steps: list[_Step] = []
-        self._outgoing = self._incoming = torch.empty(0, dtype=torch.uint8)
+        self._outgoing = self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def write(self, targets: Mapping[str, list[Target]]) -> Sums:
         """Write and flush the runs that this rank has; return their checksums.
@@ -144,8 +144,8 @@ class WeightWriter:
             self._steps.append(_Step(step, sent, received))
         outgoing = max((_room(step.sent) for step in self._steps), default=0)
         incoming = max((_room(step.received) for step in self._steps), default=0)
-        self._outgoing = torch.empty(outgoing, dtype=torch.uint8)
-        self._incoming = torch.empty(incoming, dtype=torch.uint8)
+        self._outgoing = torch.empty(outgoing, dtype=torch.uint8, device="cpu")
+        self._incoming = torch.empty(incoming, dtype=torch.uint8, device="cpu")
 
     def exchange(self, targets: Mapping[str, list[Target]]) -> Sums:
         """Exchange the other tensors, write and flush this rank's blocks; return their checksums.
@@ -279,7 +279,7 @@ class WeightWriter:
             begins: Where this block begins in that, for each rank; set to where it ends.
         """
         dtype = self._kinds[block.name].torch_dtype
-        block_memory = torch.empty(block.box.sizes, dtype=dtype)
+        block_memory = torch.empty(block.box.sizes, dtype=dtype, device="cpu")
         for rank in self._held[block.name]:
             for box, both in self._pieces(block, rank):
                 if rank == self._ranks.rank:

@@ -197,7 +197,7 @@ def _marks(tensors: Tensors) -> torch.Tensor:
     """Return how many of `tensors` use each byte of the memory that they span."""
     spans = [_span(t) for t in tensors]
     base = min(start for start, _ in spans)
-    marks = torch.zeros(max(end for _, end in spans) - base, dtype=torch.uint8)
+    marks = torch.zeros(max(end for _, end in spans) - base, dtype=torch.uint8, device="cpu")
     for tensor, (start, _) in zip(tensors, spans, strict=True):
         size = tensor.element_size()
         strides = [size * s for s in tensor.stride()]

@@ -269,7 +269,7 @@ class DistributedSampler(Sampler[int]):
         if not self.shuffle:
             return list(range(count))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return cast(list[int], torch.randperm(count, generator=generator).tolist())  # pyright: ignore[reportUnknownMemberType]
+        return cast(list[int], torch.randperm(count, generator=generator, device="cpu").tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def _walk(self, walk: _Pass) -> Iterator[int]:
         """Yield this rank's places of the order from ``walk.start`` on, counting them."""

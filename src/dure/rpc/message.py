@@ -329,7 +329,7 @@ def _rebuild(row: TensorRow, memories: Sequence[torch.Tensor]) -> torch.Tensor:
         raise ValueError(f"a tensor that is larger than its memory: {row}")
     storage, begin = memory.untyped_storage(), int(memory.storage_offset()) * memory.itemsize
     offset = begin // dtype.itemsize + row.offset
-    tensor = torch.empty(0, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     tensor.set_(storage, offset, row.shape, row.stride)  # pyright: ignore[reportCallIssue]
     return tensor if row.device == "cpu" else tensor.to(row.device)
 
@@ -448,7 +448,7 @@ class _Pickler(pickle.Pickler):
         for storage, (first, end) in zip(self._storages, self._seen, strict=True):
             begin = min(first, end) // _ALIGNED * _ALIGNED
             begins.append(begin)
-            seen = torch.empty(0, dtype=torch.uint8)
+            seen = torch.empty(0, dtype=torch.uint8, device="cpu")
             seen.set_(storage, begin, (end - begin,))  # pyright: ignore[reportCallIssue]
             memories.append(seen)
         rows = self._rows

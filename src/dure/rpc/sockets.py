@@ -134,7 +134,9 @@ class Assembly:
             if min(opening.memories, default=0) < 0:
                 raise ValueError("memory of negative length")
             self._body = opening.body
-            self._memories = [torch.empty(n, dtype=torch.uint8) for n in opening.memories]
+            self._memories = [
+                torch.empty(n, dtype=torch.uint8, device="cpu") for n in opening.memories
+            ]
             self._open.extend(memory.numpy().data for memory in self._memories if len(memory))
         if self._open:
             return None

@@ -64,7 +64,7 @@ def positions_of(length: int, n: int, rank: int) -> torch.Tensor:
             seen=f"length {length}, {n} ranks",
             fix=f"Pad it to a multiple of {2 * n}; context_parallel_batch does, and masks.",
         )
-    chunks = torch.arange(length).chunk(2 * n)
+    chunks = torch.arange(length, device="cpu").chunk(2 * n)
     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
 
 

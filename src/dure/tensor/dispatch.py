@@ -256,9 +256,7 @@ def _miss(
     call = OpCall(op, tuple(bare), named, specs, places)
     found = rule_of(op)
     if found is None or _depends_on_values(call):
-        if specs[0].coordinate is not None:
-            return _without_rule(call, args, kwargs, unseen)
-        found = _UNKNOWN
+        return _without_rule(call, args, kwargs, unseen)
     call.outputs = results_of(call, key)
     try:
         plan = _plan(call, found)
@@ -272,10 +270,6 @@ def _miss(
         with suppress(TypeError):
             plans[tuple(key)] = plan
     return _run(plan, args, kwargs)
-
-
-_UNKNOWN = Rule(lambda call: [])
-"""The rule of operators without one, on ranks outside the mesh."""
 
 
 def _depends_on_values(call: OpCall) -> bool:
@@ -536,7 +530,7 @@ def _plan(call: OpCall, found: Rule) -> Plan:
     return Plan(
         places=call.places,
         moves=moves,
-        local=_untraced(local or direct(call.op)) if inside else _nothing(schema.kinds, outputs),
+        local=_untraced(local or direct(call.op)) if inside else _nothing(len(outputs)),
         outputs=outputs,
         output=output,
         written=written if isinstance(written, int) else None,
@@ -555,15 +549,9 @@ def _place_of(call: OpCall, name: str | None) -> Place | None:
     return None if number is None else call.places[number]
 
 
-def _nothing(kinds: Sequence[str], outputs: Sequence[DTensorSpec | None]) -> Callable[..., Any]:
-    """Return what a rank outside the mesh runs: it has no elements, and sends nothing."""
-    is_list = len(kinds) == 1 and kinds[0].startswith("List")
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = [None if spec is None else spec.part_outside() for spec in outputs]
-        return found if is_list else found[0] if len(found) == 1 else tuple(found)
-
-    return run
+def _nothing(count: int) -> Callable[..., Any]:
+    """Return what a rank outside the mesh runs."""
+    return lambda *args, **kwargs: tuple(torch.empty(0, device="cpu") for _ in range(count))
 
 
 # ---- every call ----------------------------------------------------------------------------------

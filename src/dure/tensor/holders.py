@@ -29,7 +29,7 @@ class _Probe(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return torch.tensor(sys.getrefcount(args[1]))
+        return torch.tensor(sys.getrefcount(args[1]), device="cpu")
 
 
 def _references_of_none() -> int:
@@ -41,7 +41,7 @@ def _references_of_none() -> int:
     torch may count otherwise; if the least that a program can hold counts less here, so does this.
     """
     probe = torch.Tensor._make_wrapper_subclass(_Probe, ())  # pyright: ignore
-    return min(3, int(torch.add(probe, torch.ones(()))) - 1)
+    return min(3, int(torch.add(probe, torch.ones((), device="cpu"))) - 1)
 
 
 _REFERENCES = _references_of_none()

@@ -94,7 +94,10 @@ def _run_on(
         draws = torch.Tag.nondeterministic_seeded in call.op.tags
         if draws or sum(t.numel() for t in tensors) > _FEW_ELEMENTS:
             raise
-        zeros = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_() for t in tensors]
+        zeros = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu").zero_()
+            for t in tensors
+        ]
         try:
             return zeros, _results_on(call, zeros, outs, "cpu")
         except NotImplementedError:

@@ -75,11 +75,11 @@ def gather_texts(group: ProcessGroup, text: bytes) -> list[list[str]]:
 
     Collective: all ranks of the group.
     """
-    length = torch.tensor([len(text)])
+    length = torch.tensor([len(text)], device="cpu")
     lengths = [torch.empty_like(length) for _ in range(group.size())]
     group.all_gather(lengths, length)
     longest = max(int(n) for n in lengths)
-    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     mine[: len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[: len(text)]
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     group.all_gather(theirs, mine)

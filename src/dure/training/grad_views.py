@@ -154,7 +154,7 @@ class GradView:
         self.used = False
         # Not what holds the buffer: a cycle would keep its shared memory until the garbage
         # collector comes round.
-        self._flat = self.tensor = torch.empty(0)
+        self._flat = self.tensor = torch.empty(0, device="cpu")
         self._offset = self._address = 0
         self._saved: torch.Tensor | None = None
 
@@ -190,7 +190,7 @@ class GradView:
         if sys.getrefcount(self.tensor) > _REFS_OF_UNHELD_VIEW:
             self.tensor.data = self.tensor.clone()
         self.buffer_index = DORMANT
-        self._flat = self.tensor = torch.empty(0)
+        self._flat = self.tensor = torch.empty(0, device="cpu")
         self._address = self.tensor.data_ptr()
 
     def will_be_filled(self) -> bool:

@@ -61,7 +61,7 @@ class Files:
             CommError: The disk has no room.
         """
         if shape.numel() == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         try:
             descriptor, name = tempfile.mkstemp(prefix="dure-", dir=self._folder)
         except OSError as error:
@@ -80,7 +80,7 @@ class Files:
         Raises:
             UsageError, CommError: As `zeros`; on all ranks.
         """
-        number = torch.tensor([secrets.randbits(62)])
+        number = torch.tensor([secrets.randbits(62)], device="cpu")
         group.broadcast(number, 0)
         name = self._folder / f"dure-{int(number):x}"
         failed: Exception | None = None

@@ -51,7 +51,7 @@ class SharedParameters:
         self._group = group
         self._parameters: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.add(parameters)
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -128,6 +128,6 @@ def _common_extent(cluster: Sequence[torch.Tensor]) -> tuple[int, int]:
 def _placed(parameter: torch.Tensor, room: torch.UntypedStorage, start: int) -> torch.Tensor:
     """Return a tensor shaped as `parameter`, in `room`, which stands for the memory at `start`."""
     offset = (parameter.data_ptr() - start) // parameter.element_size()
-    place = torch.empty(0, dtype=parameter.dtype)
+    place = torch.empty(0, dtype=parameter.dtype, device="cpu")
     place.set_(room, offset, tuple(parameter.shape), tuple(parameter.stride()))  # pyright: ignore[reportUnknownMemberType]
     return place

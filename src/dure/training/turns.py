@@ -63,7 +63,7 @@ class Turns:
         self._wrote = memory[:counters].view(torch.int64)
         self._signals = known if group.size() == 1 else signals_in(memory[counters:], known)
         self._group, self._group_name = group, group.group_name
-        self._token = torch.zeros(5, dtype=torch.uint8)  # what no program reduces so
+        self._token = torch.zeros(5, dtype=torch.uint8, device="cpu")  # what no program reduces so
         self._rank, self._peers = (
             group.rank(),
             [r for r in range(group.size()) if r != group.rank()],

@@ -146,7 +146,7 @@ class _Gloo(EngineCalls):
 
     def break_off(self) -> None:
         """Let a receive time out at once: see the text of this module."""
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for peer in self._peers:
             try:
                 self._engine.recv([nothing], peer, _POISON_TAG).wait(_POISON)

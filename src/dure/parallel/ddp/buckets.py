@@ -275,7 +275,7 @@ class BucketAssignment:
 
     def _cut_one(self, index: int, views: Sequence[GradView], extra: int) -> Bucket:
         if views and _is_sparse(views[0]):
-            nothing = torch.empty(0)
+            nothing = torch.empty(0, device="cpu")
             views[0].place(nothing, index, 0)
             return Bucket(index, nothing, nothing, views)
         numel = sum(view.numel for view in views)

@@ -160,7 +160,7 @@ def _seeds(modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]) 
     together = [m.training and d.type == "cpu" for m, d in zip(modules, devices, strict=True)]
     if sum(together) < 2:
         return [None] * len(modules)
-    base = int(torch.randint(1 << 62, ()))
+    base = int(torch.randint(1 << 62, (), device="cpu"))
     return [base + i if drawing else None for i, drawing in enumerate(together)]
 
 

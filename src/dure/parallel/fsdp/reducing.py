@@ -121,7 +121,7 @@ class Reduction:
         sizes = [padded_numel(p, size) if p.is_trained else 0 for p in self.parameters]
         flat = self._empty(size, sum(sizes) + len(sizes))
         *pieces, used = flat.split([*sizes, len(sizes)], dim=1)
-        used.copy_(torch.tensor([g is not None for g in gradients]))
+        used.copy_(torch.tensor([g is not None for g in gradients], device="cpu"))
         for piece, parameter, gradient in zip(pieces, self.parameters, gradients, strict=True):
             if gradient is None or parameter.whole_shape[parameter.dim] % size:
                 piece.zero_()

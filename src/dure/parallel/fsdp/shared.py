@@ -271,4 +271,4 @@ class _Block:
 
 def _over(memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     room = piece_of(memory, start, shape.numel() * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(room, 0, shape)  # pyright: ignore
+    return torch.empty(0, dtype=dtype, device="cpu").set_(room, 0, shape)  # pyright: ignore

@@ -342,7 +342,7 @@ class Executor:
         batch = self._batch
         assert batch is not None
         room = 2 * self._microbatches if self._losses_everywhere else 0
-        told = torch.zeros(1 + room, dtype=torch.float64)
+        told = torch.zeros(1 + room, dtype=torch.float64, device="cpu")
         told[0] = has_failed
         if self._losses_everywhere and self._last_is_here:
             for microbatch, loss in batch.losses.items():
@@ -354,7 +354,9 @@ class Executor:
         if not self._last_is_here:
             for i in range(self._microbatches if known else 0):
                 if known[2 * i]:
-                    batch.losses[i] = torch.tensor(known[2 * i + 1], dtype=torch.float64)
+                    batch.losses[i] = torch.tensor(
+                        known[2 * i + 1], dtype=torch.float64, device="cpu"
+                    )
         return failed > 0
 
     @property

@@ -107,7 +107,7 @@ class Slots(Messages):
         self._send_bytes(data, self._receiver(transfer), self._tag(transfer) + 1)
 
     def _tell(self, transfer: Action, numbers: list[int]) -> None:
-        message = torch.tensor(numbers)
+        message = torch.tensor(numbers, device="cpu")
         self._group.send(message, self._receiver(transfer), self._tag(transfer))
 
     def _filled(self, packed: Packed) -> _Slot:
@@ -125,7 +125,7 @@ class Slots(Messages):
 
     def post(self, transfer: Action) -> None:
         """Note that a transfer will be taken."""
-        self._posted[transfer] = Incoming(torch.full((7,), _NOT_COME))
+        self._posted[transfer] = Incoming(torch.full((7,), _NOT_COME, device="cpu"))
 
     def take(self, transfer: Action) -> Packed:
         """See `Messages.take`."""
@@ -152,5 +152,5 @@ class Slots(Messages):
 def _placed(
     storage: torch.UntypedStorage, offset: int, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     return tensor.set_(storage, offset // dtype.itemsize, tuple(shape))  # pyright: ignore

@@ -55,7 +55,7 @@ _delayed: Any = torch._C._functions.DelayedError  # pyright: ignore
 """A node of torch's, made without its dispatcher, that raises an error where it is executed."""
 
 _alone = _delayed(_ELSEWHERE, 1)
-_anchor = torch.empty(0, requires_grad=True)
+_anchor = torch.empty(0, requires_grad=True, device="cpu")
 """Makes torch see tensors that were received as part of a graph."""
 
 _alias: Any = torch.ops.aten.alias.default
@@ -291,7 +291,7 @@ class LocalGraph(Generic[Root]):
                 self.leaves[leaf] = gradient
 
 
-_one = torch.ones(())
+_one = torch.ones((), device="cpu")
 
 
 class _Handing(torch.autograd.Function):
@@ -305,7 +305,7 @@ class _Handing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
-        return torch.empty(())
+        return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore

@@ -86,7 +86,7 @@ def _batch_norm(call: OpCall) -> list[Strategy]:
     training = call.arg("training")
     saved = Shard(0) if training else R
     if not training and call.operands[0].mesh.device_type == "cpu":  # nothing is saved there
-        none = TensorMeta.of(torch.empty(0, dtype=call.operands[0].meta.dtype))
+        none = TensorMeta.of(torch.empty(0, dtype=call.operands[0].meta.dtype, device="cpu"))
         call.outputs = (call.outputs[0], none, none)
     if call.operands[0].ndim < 2:
         return []

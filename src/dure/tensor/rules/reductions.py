@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from dure.errors import NotInGroupError
 from dure.tensor.call import SUM, Op, OpCall, R, Strategy
 from dure.tensor.dispatch import special
 from dure.tensor.placement_types import Partial, Placement, Shard
@@ -233,14 +232,6 @@ def _norm(call: OpCall) -> list[Strategy]:
 @special(aten._local_scalar_dense.default)
 def _read(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
-    if tensor.spec.coordinate is None:
-        raise NotInGroupError(
-            "a value was read on a rank outside the mesh",
-            op="item",
-            rank=tensor.spec.mesh.get_rank(),
-            seen=str(tensor.spec),
-            fix="Read it on ranks of the mesh: device_mesh.get_coordinate() is None on others.",
-        )
     return op(redistribute(tensor.part, tensor.spec, tensor.spec.replicated()))
 
 
@@ -255,11 +246,10 @@ def _equal(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     a, b = (redistribute(t.part, t.spec, t.spec.with_placements(where)) for t in (left, right))
     scalar = TensorMeta(torch.Size([]), (), torch.bool)
     flag = spec_of(spec.mesh, (MIN,) * spec.mesh.ndim, scalar)
-    same = torch.tensor(op(a, b))
+    same = torch.tensor(op(a, b), device=left.part.device)
     return bool(redistribute(same, flag, flag.replicated()))
 
 
 @special(aten.allclose.default)
 def _allclose(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    close = aten.isclose.default(*args, **kwargs).all()
-    return close.spec.coordinate is None or bool(close.item())
+    return bool(aten.isclose.default(*args, **kwargs).all().item())

@@ -113,8 +113,10 @@ def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     whole = spec.replicated()
     part, moved = redistribute(tensor.part, spec, whole), not spec.is_replicated()
     if part.stride() != spec.meta.stride and is_dense(spec.meta.empty()):
-        copy = torch.empty_strided(spec.shape, spec.meta.stride, dtype=part.dtype)
-        part, moved = copy.to(part.device).copy_(part), True
+        copy = torch.empty_strided(
+            spec.shape, spec.meta.stride, dtype=part.dtype, device=part.device
+        )
+        part, moved = copy.copy_(part), True
     beside = moved and tensor._is_view() and (*args[3:], *kwargs.values()) not in ((), (None,))
     if beside or part.stride() != spec.meta.stride:
         raise PlacementError(
@@ -316,11 +318,7 @@ def _through(
     wanted: list[tuple[int, list[Digit]]] = []
     for dims, made in groups_of(before, after):
         axes = [a for a, p in enumerate(placements) if isinstance(p, Shard) and p.dim in dims]
-        if not axes:
-            continue
         long = [d for d in dims if before[d] > 1], [d for d in made if after[d] > 1]
-        if len(dims) == len(made) == 1:  # of any size, 1 as well
-            long = dims, made
         if len(long[0]) == len(long[1]) == 1 and all(
             placements[a].is_shard(long[0][0]) for a in axes
         ):

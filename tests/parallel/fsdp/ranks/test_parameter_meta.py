@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import dure as dist
 from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor, Replicate
 from dure.testing import run_ranks
@@ -52,6 +53,25 @@ def test_modules_reset_their_parameters(way: str) -> None:
     assert weight.abs().max() <= 1 / 6**0.5
     assert not torch.equal(weight[0], weight[4])
     assert torch.equal(first["blocks.0.norm.weight"], torch.ones(6).double())
+
+
+def test_a_model_is_sharded_and_trained_within_a_block_of_another_device(way: str) -> None:
+    """The block gives the model its device; Dure's own tensors stay on the CPU."""
+
+    def body(rank: int) -> None:
+        with torch.device("meta"):
+            model = sharded(way, Net().double())
+            model.to_empty(device="cpu")
+            for parameter in model.parameters():
+                nn.init.ones_(parameter)
+            model(torch.tensor([[rank, 2], [3, 4]], device="cpu")).sum().backward()
+            gathered: list[Any] = [None, None]
+            dist.all_gather_object(gathered, rank)
+            assert gathered == [0, 1]
+            total = dist.clip_grad_norm_(model.parameters(), 1.0)
+        assert total.device.type == "cpu" and total > 0
+
+    run_ranks(2, body)
 
 
 def test_tied_parameters_stay_tied(way: str) -> None:

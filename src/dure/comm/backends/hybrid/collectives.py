@@ -159,7 +159,7 @@ class Collectives:
             gives = [t.clone() for t in gives]  # each is read before its place is written
         # The data of an all_to_all begin with a table of lengths; a root's operation needs none.
         lengths = [t.nbytes for t in gives] if call.kind == "all_to_all" else []
-        data = [torch.tensor(lengths, dtype=torch.int32), *gives]
+        data = [torch.tensor(lengths, dtype=torch.int32, device="cpu"), *gives]
         headers = self._headers.run(data if self._fits(data) else None)
         if any(other.data is None for other in headers):
             self._exchange_large(call, gives, takes)
@@ -305,7 +305,9 @@ class Collectives:
         key = number % _DEPTH
         have = self._scratch.get(key)
         if have is None or have.numel() < nbytes:
-            have = self._scratch[key] = torch.empty(max(nbytes, 4096), dtype=torch.uint8)
+            have = self._scratch[key] = torch.empty(
+                max(nbytes, 4096), dtype=torch.uint8, device="cpu"
+            )
         return have[:nbytes].view(dtype)
 
     def _reduce_scatter(self, call: Call) -> None:
@@ -341,7 +343,7 @@ class Collectives:
         if len(hosts.mine) == rails:
             _copy_back(sums[0], output, op, hosts.size)
             return
-        result = torch.empty(sum(lengths), dtype=output.dtype)
+        result = torch.empty(sum(lengths), dtype=output.dtype, device="cpu")
         _copy_back(sums[0], result, op, hosts.size)
         gives, takes = [result[:0]] * len(hosts.mine), [result[:0]] * len(hosts.mine)
         for rank, part in zip(mine, result.split(lengths), strict=True):
@@ -377,7 +379,7 @@ def _as_tensor(data: bytes | None, dtype: torch.dtype) -> torch.Tensor:
     """Return bytes that travelled with a header as a flat tensor of its own."""
     assert data is not None
     if not data:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
 
 
@@ -404,7 +406,7 @@ def _fold_by_host(
     wire, partial = accumulator_dtype(out.dtype), _partial(op)
     sums: list[torch.Tensor] = []
     for ranks in hosts.ranks:
-        total = torch.empty(out.numel(), dtype=wire)
+        total = torch.empty(out.numel(), dtype=wire, device="cpu")
         reduce_in_order([parts[r].to(wire) for r in ranks], partial, total)
         sums.append(total)
     reduce_in_order(sums, partial, sums[0])

@@ -169,7 +169,7 @@ class MpiBackend:
         nothing, here = self._nothing, self._rank == dst
         for slices in self._segments(tensor):
             mine = slices[self._rank]
-            result = torch.empty(0 if here else mine[1], dtype=torch.uint8)
+            result = torch.empty(0 if here else mine[1], dtype=torch.uint8, device="cpu")
             out = mine if here else (result.data_ptr(), mine[1])
             yield from self._reduce_slices(slices, out, tensor.dtype, op)
             gives = [out if r == dst else NOTHING for r in range(self._size)]

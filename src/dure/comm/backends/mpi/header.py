@@ -57,7 +57,7 @@ class Headers:
 
     def __init__(self, mpi: Any, comm: MPI.Intracomm, tag: int) -> None:
         self._mpi, self._rank, self._size = mpi, comm.Get_rank(), comm.Get_size()
-        self._memory = torch.zeros((2, self._size, HEADER), dtype=torch.uint8)
+        self._memory = torch.zeros((2, self._size, HEADER), dtype=torch.uint8, device="cpu")
         start = self._memory.data_ptr()
         slots = [mpi.memory.fromaddress(start + i * HEADER, HEADER) for i in range(2 * self._size)]
         self._out = [memoryview(slot) for slot in slots[: self._size]]

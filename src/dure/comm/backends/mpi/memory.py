@@ -64,7 +64,7 @@ def cut(piece: Piece, begin: int, longest: int) -> Piece:
 def staging(nbytes: int, n: int) -> tuple[torch.Tensor, list[Piece]]:
     """Make room for `n` times `nbytes`; the tensor owns the memory."""
     step = (nbytes + _LINE - 1) // _LINE * _LINE
-    owner = torch.empty(step * n, dtype=torch.uint8)
+    owner = torch.empty(step * n, dtype=torch.uint8, device="cpu")
     start = owner.data_ptr()
     return owner, [(start + i * step, nbytes) for i in range(n)]
 

@@ -385,7 +385,7 @@ def first_basis(seed: Hashable, shape: tuple[int, int, int], like: torch.Tensor)
     """
     digest = hashlib.blake2b(repr(seed).encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-    return torch.randn(shape, generator=generator).to(like)
+    return torch.randn(shape, generator=generator, device="cpu").to(like)
 
 
 def _worth_compressing(gradient: torch.Tensor, rank: int, min_rate: float) -> int | None:

@@ -1,0 +1,43 @@
+"""The package's own tensors are on the CPU, whatever device a program has made the default."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).parents[2] / "src" / "dure"
+
+OF_THE_PROGRAM = ("cli", "data/images.py", "nn/experts.py", "tensor/factories.py")
+"""Programs, and what makes the caller's tensors."""
+
+FACTORIES = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),
+    *("ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+)
+"""Functions that `torch.set_default_device` and `with torch.device(...)` give another device."""
+
+
+def calls_without_device(source: str) -> Iterator[int]:
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
+            and not {keyword.arg for keyword in node.keywords} & {"device", None}
+        ):
+            yield node.lineno
+
+
+def test_every_tensor_that_the_package_makes_names_its_device() -> None:
+    found = [
+        f"{path.relative_to(SOURCES)}:{line}"
+        for path in sorted(SOURCES.rglob("*.py"))
+        if not str(path.relative_to(SOURCES)).startswith(OF_THE_PROGRAM)
+        for line in calls_without_device(path.read_text())
+    ]
+    assert not found
+
+
+def test_a_call_without_a_device_is_found() -> None:
+    source = "torch.empty(3)\ntorch.empty(3, device='cpu')\ntorch.ones(3, **options)\n"
+    assert list(calls_without_device(source)) == [1]
