@@ -42,6 +42,7 @@ MORE_PARAMETERS = {
     "PowerSGDState.__init__": OF_TORCH,
     "PipelineStage.__init__": OF_TORCH,
     "PipelineScheduleMulti.__init__": OF_TORCH,
+    "_Named.__init__": "the signature of torch's schedules that have a name",
     "DureError.__init__": "every field of an error, keyword-only",
     "demo": OF_TYPER,
     "layouts": OF_TYPER,

@@ -19,10 +19,10 @@ from dure import (
     is_gloo_available, is_initialized, is_mpi_available, is_nccl_available,
     is_torchelastic_launched, is_ucc_available, is_xccl_available, isend, monitored_barrier,
     new_group, new_subgroups, new_subgroups_by_enumeration, recv, recv_object_list, reduce,
-    reduce_op, reduce_scatter, reduce_scatter_single, reduce_scatter_tensor,
-    register_rendezvous_handler, rendezvous, scatter, scatter_object_list, send, send_object_list,
-    shrink_group, split_group, supports_complex
+    reduce_op, reduce_scatter, reduce_scatter_single, reduce_scatter_tensor, scatter,
+    scatter_object_list, send, send_object_list, shrink_group, split_group, supports_complex
 )
+from dure.store.handlers import register_rendezvous_handler, rendezvous
 from dure.comm.aliases import (
     _get_default_store, _get_pg_default_device, _get_process_group_name, _resolve_process_group,
     _set_pg_timeout, _world

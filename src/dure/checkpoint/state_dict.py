@@ -58,7 +58,9 @@ Path = tuple[Any, ...]
 # torch's names of types, for annotations.
 FQNS_T = set[str]
 PrimitiveType = torch.Tensor | int | float | str
+"""A leaf of a state."""
 ValueType = PrimitiveType | list[PrimitiveType] | tuple[PrimitiveType] | dict[str, Any]
+"""A value of a state."""
 DictValueType = dict[str, ValueType]
 ListDictValueType = list[DictValueType]
 OptimizerStateType = dict[str, DictValueType | ListDictValueType]

@@ -21,3 +21,4 @@ class Stateful(Protocol):
 
 
 StatefulT = TypeVar("StatefulT", bound=Stateful)
+"""A class that has a state."""
