@@ -179,6 +179,14 @@ def test_modules_and_document_are_what_the_table_says():
     assert list(_script("torch_names").faults(write=False)) == []
 
 
+def test_modules_at_the_paths_of_torch_have_their_names():
+    for path, homes in table()["paths"].items():
+        module = importlib.import_module(_ours(path))
+        for words in homes.values():
+            for name in words.replace(" as ", "=").split():
+                assert getattr(module, name.split("=")[-1]) is not None
+
+
 def test_modules_at_the_paths_of_torch_are_thin():
     files = [file for file, _ in _script("torch_names").modules()]
     assert sum(map(_script("weights").code_lines, files)) <= 400

@@ -8,9 +8,12 @@ from dure.checkpoint.default_plans import (
     create_default_global_load_plan, create_default_global_save_plan,
     create_default_local_load_plan, create_default_local_save_plan
 )
+from dure.torch_names import getter
 
 __all__ = [
     "DefaultLoadPlanner", "DefaultSavePlanner", "create_default_global_load_plan",
     "create_default_global_save_plan", "create_default_local_load_plan",
     "create_default_local_save_plan"
 ]
+
+__getattr__ = getter(__name__)

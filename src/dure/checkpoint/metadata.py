@@ -14,6 +14,7 @@ import torch
 from dure.checkpoint.catalog import Catalog
 
 __all__ = [
+    "STATE_DICT_TYPE",
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
     "Metadata",
@@ -23,6 +24,10 @@ __all__ = [
     "TensorStorageMetadata",
     "metadata_of",
 ]
+
+
+STATE_DICT_TYPE = dict[str, Any]
+"""A state, for annotations; torch's name."""
 
 
 @dataclass

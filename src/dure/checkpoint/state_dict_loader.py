@@ -4,5 +4,8 @@
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from dure.checkpoint.sharded import load, load_state_dict
+from dure.torch_names import getter
 
 __all__ = ["load", "load_state_dict"]
+
+__getattr__ = getter(__name__)

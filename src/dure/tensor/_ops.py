@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint.logger` has no equivalent; see docs/differences.md. Written by scripts/torch_names."""
+"""`torch.distributed.tensor._ops` has no equivalent; see docs/differences.md. Written by scripts/torch_names."""
 
 # fmt: off
 # ruff: noqa

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint.resharding` has no equivalent; see docs/differences.md. Written by scripts/torch_names."""
+"""`torch.distributed._shard` has no equivalent; see docs/differences.md. Written by scripts/torch_names."""
 
 # fmt: off
 # ruff: noqa

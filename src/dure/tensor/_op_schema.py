@@ -1,4 +1,4 @@
-"""`torch.distributed.rpc.server_process_global_profiler` has no equivalent; see docs/differences.md. Written by scripts/torch_names."""
+"""`torch.distributed.tensor._op_schema` has no equivalent; see docs/differences.md. Written by scripts/torch_names."""
 
 # fmt: off
 # ruff: noqa

@@ -1,8 +1,0 @@
-"""`torch.distributed.c10d_logger` has no equivalent; see docs/differences.md. Written by scripts/torch_names."""
-
-# fmt: off
-# ruff: noqa
-# pyright: reportPrivateUsage=false, reportUnusedImport=false
-from dure.torch_names import refuse
-
-refuse(__name__)
