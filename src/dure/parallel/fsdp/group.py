@@ -123,6 +123,12 @@ class ParameterGroup:
             self.strategy.reshard()
         return is_stale
 
+    def adopt_replaced(self) -> None:
+        """Take over shards that the program has replaced, before an unshard outside of a step."""
+        if not self.unsharded and any(p.is_replaced for p in self.parameters):
+            self.adopt()
+            self.strategy.publish()
+
     def unshard(self) -> ProcessGroup | None:
         """Begin to make the parameters whole; see `Strategy.unshard`."""
         return None if self.unsharded else self.strategy.unshard()

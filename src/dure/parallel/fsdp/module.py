@@ -90,6 +90,8 @@ class FSDPModule(InPlace):
         Collective: All ranks of the mesh.
         """
         state = self._state()
+        for group in state.groups:
+            group.adopt_replaced()
         state.unshard()
         handle = UnshardHandle(state)
         if async_op:

@@ -123,6 +123,13 @@ class FSDPParameter:
         if self.whole is not None:
             torch.autograd.graph.increment_version(self.whole)
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the module has another parameter than the shard or the whole."""
+        module, name = self.places[0]
+        found = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+        return found is not self.sharded and found is not self.whole
+
     def adopt(self) -> bool:
         """Take the parameter that the module has now, if it was replaced; tell whether it was.
 

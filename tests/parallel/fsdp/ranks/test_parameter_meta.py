@@ -9,7 +9,7 @@ from torch import nn
 
 import dure as dist
 from dure.fsdp import fully_shard, strategy
-from dure.tensor import DTensor, Replicate
+from dure.tensor import DTensor, Replicate, distribute_tensor
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Net,
@@ -72,6 +72,30 @@ def test_a_model_is_sharded_and_trained_within_a_block_of_another_device(way: st
         assert total.device.type == "cpu" and total > 0
 
     run_ranks(2, body)
+
+
+def test_weights_assigned_before_an_unshard_are_kept(way: str) -> None:
+    """A program may look at its parameters after loading, before the first step."""
+
+    def body(rank: int) -> Any:
+        model = on_meta(way)
+        full = {name: value.clone() for name, value in made().double().state_dict().items()}
+        shards = model.state_dict()
+        for name, value in full.items():
+            like = shards[name]
+            shards[name] = distribute_tensor(value, like.device_mesh, like.placements)
+        model.load_state_dict(shards, assign=True)
+        dist.barrier()
+        model.unshard()
+        assert model.embed.weight.device.type == "cpu"
+        model.reshard()
+        dist.barrier()
+        assert_same(full_weights(model), full)
+        by_step(model, 0, 2, rank)
+        return full_gradients(model)
+
+    for rank, gradients in enumerate(run_ranks(2, body)):
+        assert gradients, rank
 
 
 def test_tied_parameters_stay_tied(way: str) -> None:
