@@ -5,19 +5,44 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from dure.cli import plan_layouts
+from dure.cli.app import run_command_line
 from dure.cli.plan_layouts import show
 from dure.plan import Gpu, Job, Machine, find_gpu, find_model, plan
 from tests.cli.planned import LLAMA, answered, called
 
 GPT = ["--model", "gpt2-xl", "--gpu", "a100"]
 OWN = ["--layers", "12", "--hidden", "768", "--heads", "12", "--vocab", "50000"]
+
+
+class Reached(Exception):
+    """The planner was called."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Job, Machine]]:
+    """Return what gives the job and the machine that a command line asks about, unplanned."""
+
+    def reach(*asked_about: Any, **_: Any) -> None:
+        raise Reached(*asked_about)
+
+    monkeypatch.setattr(plan_layouts, "plan_layouts", reach)
+
+    def ask(*words: str) -> tuple[Job, Machine]:
+        with pytest.raises(Reached) as reached:
+            run_command_line(["plan", *words])
+        return reached.value.args
+
+    return ask
 
 
 def test_options_alone_are_those_of_layouts():
@@ -153,37 +178,36 @@ ONE_A100 = [*OWN, "--gpu", "a100", "--gpus-per-node", "1", "--seq"]
         ([*LLAMA, "--nodes", "128"], 1024 * 8192),
     ],
 )
-def test_a_batch_has_units_and_a_default(words, tokens):
-    assert answered(*words)["job"]["batch_tokens"] == tokens
+def test_a_batch_has_units_and_a_default(asked, words, tokens):
+    assert asked(*words)[0].batch_tokens == tokens
 
 
-def test_a_model_by_its_configuration_is_that_of_its_sizes(tmp_path):
+def test_a_model_by_its_configuration_is_that_of_its_sizes(asked, tmp_path):
     config = tmp_path / "config.json"
     sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
     more = {"num_key_value_heads": 4, "intermediate_size": 3000, "vocab_size": 50000}
     config.write_text(json.dumps(sizes | more | {"hidden_act": "silu"}))
     on = ["--seq", "1024", "--gpu", "a100"]
-    by_file = answered("--config", str(config), *on)
-    assert by_file == answered(*OWN, "--kv-heads", "4", "--ffn", "3000", *on)
-    assert by_file["job"]["model"]["gated"] == 1
-    assert answered(*OWN, "--gelu", *on)["job"]["model"]["hidden"] == 4 * 768
+    by_file = asked("--config", str(config), *on)
+    assert by_file == asked(*OWN, "--kv-heads", "4", "--ffn", "3000", *on)
+    assert by_file[0].model.gated
+    assert asked(*OWN, "--gelu", *on)[0].model.hidden == 4 * 768
 
 
-def test_seq_compile_precision_and_memory_are_heard():
+def test_seq_compile_precision_and_memory_are_heard(asked):
     words = [*LLAMA, "--seq", "4096", "--compile", "--precision", "fp8", "--memory", "141"]
-    found = answered(*words)
-    assert found["job"]["model"]["length"] == 4096
-    assert (found["job"]["compiled"], found["job"]["precision"]) == (True, "fp8")
-    assert found["machine"]["gpu"]["memory_gb"] == 141
+    job, machine = asked(*words)
+    assert job.model.length == 4096
+    assert (job.compiled, job.precision) == (True, "fp8")
+    assert machine.gpu.memory_gb == 141
 
 
-def test_a_file_of_ones_own_has_gpus(tmp_path):
+def test_a_file_of_ones_own_has_gpus(asked, tmp_path):
     own = tmp_path / "own.toml"
     figures = "memory_gb = 48\nmemory_tb_s = 0.9\nlink_gb_s = 32\nnetwork_gb_s = 3\n"
     own.write_text(f'[gpu.mine]\nkind = "a100"\nbf16_tflops = 150\ngpus_per_node = 2\n{figures}')
-    found = answered("--model", "gpt2", "--gpu", "mine", "--machines", str(own))
-    assert found["machine"]["gpu"]["memory_gb"] == 48
-    assert found["machine"]["gpus_per_node"] == 2
+    _, machine = asked("--model", "gpt2", "--gpu", "mine", "--machines", str(own))
+    assert (machine.gpu.memory_gb, machine.gpus_per_node) == (48, 2)
     own.write_text(own.read_text().replace("0.9", "900"))  # GB/s
     code, _, err = called("--model", "gpt2", "--gpu", "mine", "--machines", str(own))
     assert code == 2

@@ -76,7 +76,7 @@ def test_experts_keep_what_is_planned_more_than_an_mlp(active: int, shared: int)
     "sizes", [{}, {"fsdp": 2}, {"dp": 2, "tp": 2}, {"fsdp": 2, "cp": 2}, {"fsdp": 2, "tp": 2}]
 )
 def test_parameters_gradients_and_state_are_those_of_the_parts(sizes: dict[str, int]) -> None:
-    flags = train.Flags(**sizes, batch=8, microbatches=1)
+    flags = train.Flags(**sizes, batch=8, microbatches=1, steps=1)
 
     def run(_: int) -> tuple[int, int, int]:
         trainer = train.Trainer(flags)
