@@ -30,6 +30,7 @@ from dure.tensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dure.tensor.call import Op, OpCall, Strategy, schema_of
 from dure.tensor.dtensor import wrap
 from dure.tensor.registry import Rule, _rules, rule_of
+from dure.tensor.rules import attention
 from dure.tensor.spec import TensorMeta, spec_of
 from dure.tensor.watching import Watch
 from dure.testing import run_ranks
@@ -171,7 +172,11 @@ WITHOUT_A_RULE = (
     "torch.cdist(x, x)", "F.grid_sample(image, grid)",
 )  # fmt: skip
 
-NOT_ON_CPU = {torch.ops.aten._fused_rms_norm_backward.default}
+NOT_ON_CPU = {
+    torch.ops.aten._fused_rms_norm_backward.default,
+    *attention.FORWARD,
+    *attention.BACKWARD,
+}
 
 
 def tensors() -> dict[str, Any]:

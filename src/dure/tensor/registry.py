@@ -123,9 +123,14 @@ def zeros_where_empty(call: OpCall) -> Local | None:
     ):
         return None
     made = [None if r is None else (r.local_shape, r.meta.dtype) for r in call.results]
+    kinds = schema_of(call.op).kinds
+    numbers = {n for n, kind in enumerate(kinds) if kind == "int"}
 
     def zeros(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        parts = [None if m is None else first.new_zeros(m[0], dtype=m[1]) for m in made]
+        parts = [
+            (0 if n in numbers else None) if m is None else first.new_zeros(m[0], dtype=m[1])
+            for n, m in enumerate(made)
+        ]
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     return zeros
