@@ -31,6 +31,7 @@ __all__ = [
     "check_out",
     "direct",
     "fill",
+    "linear_in",
     "outs_of",
     "schema_of",
     "with_one",
@@ -260,11 +261,24 @@ def alike(call: OpCall, placements: Iterable[Placement]) -> list[Strategy]:
     return [Strategy((p,) * len(call.operands), (p,) * len(call.outputs)) for p in placements]
 
 
+def linear_in(call: OpCall) -> tuple[Partial, ...]:
+    """Return the terms that go through what is linear; not averages of integers, which are cut."""
+    dtypes = [spec.meta.dtype for spec in call.operands]
+    return LINEAR if all(d.is_floating_point or d.is_complex for d in dtypes) else (SUM,)
+
+
 def with_one(
-    call: OpCall, placements: Iterable[Placement] = LINEAR, number: int = 0
+    call: OpCall, placements: Iterable[Placement] | None = None, number: int = 0
 ) -> list[Strategy]:
-    """Return strategies in which the results lie as one operand does, and the others are whole."""
+    """Return strategies in which the results lie as one operand does, and the others are whole.
+
+    Args:
+        call: The call.
+        placements: Of the operand; those of `linear_in` if None.
+        number: Of the operand.
+    """
     others = range(len(call.operands))
+    placements = linear_in(call) if placements is None else placements
     return [
         Strategy(tuple(p if i == number else R for i in others), (p,) * len(call.outputs))
         for p in placements

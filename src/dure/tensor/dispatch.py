@@ -256,7 +256,9 @@ def _miss(
     call = OpCall(op, tuple(bare), named, specs, places)
     found = rule_of(op)
     if found is None or _depends_on_values(call):
-        return _without_rule(call, args, kwargs, unseen)
+        if specs[0].coordinate is not None:
+            return _without_rule(call, args, kwargs, unseen)
+        found = _UNKNOWN
     call.outputs = results_of(call, key)
     try:
         plan = _plan(call, found)
@@ -270,6 +272,10 @@ def _miss(
         with suppress(TypeError):
             plans[tuple(key)] = plan
     return _run(plan, args, kwargs)
+
+
+_UNKNOWN = Rule(lambda call: [])
+"""The rule of operators without one, on ranks outside the mesh."""
 
 
 def _depends_on_values(call: OpCall) -> bool:
@@ -530,7 +536,7 @@ def _plan(call: OpCall, found: Rule) -> Plan:
     return Plan(
         places=call.places,
         moves=moves,
-        local=_untraced(local or direct(call.op)) if inside else _nothing(len(outputs)),
+        local=_untraced(local or direct(call.op)) if inside else _nothing(schema.kinds, outputs),
         outputs=outputs,
         output=output,
         written=written if isinstance(written, int) else None,
@@ -549,9 +555,15 @@ def _place_of(call: OpCall, name: str | None) -> Place | None:
     return None if number is None else call.places[number]
 
 
-def _nothing(count: int) -> Callable[..., Any]:
-    """Return what a rank outside the mesh runs."""
-    return lambda *args, **kwargs: tuple(torch.empty(0, device="cpu") for _ in range(count))
+def _nothing(kinds: Sequence[str], outputs: Sequence[DTensorSpec | None]) -> Callable[..., Any]:
+    """Return what a rank outside the mesh runs: it has no elements, and sends nothing."""
+    is_list = len(kinds) == 1 and kinds[0].startswith("List")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = [None if spec is None else spec.part_outside() for spec in outputs]
+        return found if is_list else found[0] if len(found) == 1 else tuple(found)
+
+    return run
 
 
 # ---- every call ----------------------------------------------------------------------------------

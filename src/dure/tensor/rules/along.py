@@ -84,8 +84,9 @@ def _joined(call: OpCall) -> list[Strategy]:
     ndim = len(call.output.shape)
     nothing = [spec.shape == (0,) and ndim != 1 for spec in call.operands]
     found: list[Strategy] = []
+    cut = {p.dim for spec in call.operands for p in spec.placements if isinstance(p, Shard)}
     for d in range(ndim):
-        if d != call.arg("dim") % ndim:
+        if d != call.arg("dim") % ndim and d in cut:  # as torch; others would be exchanged
             inputs = tuple(R if empty else Shard(d) for empty in nothing)
             found.append(Strategy(inputs, (Shard(d),)))
     dtypes = {spec.meta.dtype for spec in call.operands}

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import LINEAR, SUM, OpCall, R, Strategy
+from dure.tensor.call import SUM, OpCall, R, Strategy, linear_in
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule
 
 aten = torch.ops.aten
 
 
-def _products(batch: bool) -> list[tuple[Placement, Placement, Placement]]:
+def _products(call: OpCall, batch: bool) -> list[tuple[Placement, Placement, Placement]]:
     """Return what is legal for left, right, and their product."""
     b = int(batch)
     found: list[tuple[Placement, Placement, Placement]] = [
@@ -29,14 +29,14 @@ def _products(batch: bool) -> list[tuple[Placement, Placement, Placement]]:
     ]
     if batch:
         found.append((Shard(0), Shard(0), Shard(0)))
-    for term in LINEAR:
+    for term in linear_in(call):
         found += [(term, R, term), (R, term, term)]
     return found
 
 
 @rule(aten.mm.default, aten.bmm.default)
 def _product(call: OpCall) -> list[Strategy]:
-    return [Strategy((a, b), (c,)) for a, b, c in _products(call.op is aten.bmm.default)]
+    return [Strategy((a, b), (c,)) for a, b, c in _products(call, call.op is aten.bmm.default)]
 
 
 def _added_once(call: OpCall) -> Callable[..., Any] | None:
@@ -58,7 +58,7 @@ def _addmm(call: OpCall) -> list[Strategy]:
     batch = "baddbmm" in call.name
     bias, ndim = call.operands[0], 2 + batch
     found: list[Strategy] = []
-    for a, b, c in _products(batch):
+    for a, b, c in _products(call, batch):
         if isinstance(c, Shard):
             own = c.dim - (ndim - bias.ndim)
             whole = own < 0 or bias.shape[own] == 1

@@ -17,7 +17,19 @@ from collections.abc import Sequence
 
 import torch
 
-from dure.tensor.call import LINEAR, SUM, TERMS, Op, OpCall, R, Strategy, alike, outs_of, with_one
+from dure.tensor.call import (
+    LINEAR,
+    SUM,
+    TERMS,
+    Op,
+    OpCall,
+    R,
+    Strategy,
+    alike,
+    linear_in,
+    outs_of,
+    with_one,
+)
 from dure.tensor.placement_types import Partial, Placement, Shard
 from dure.tensor.registry import by_value, rule
 from dure.tensor.spec import DTensorSpec
@@ -25,7 +37,8 @@ from dure.tensor.spec import DTensorSpec
 __all__ = ["aligned", "aligned_cuts", "pointwise"]
 
 aten = torch.ops.aten
-ORDERED = (Partial("min"), Partial("max"))
+AVG, MAX, MIN = map(Partial, ("avg", "max", "min"))
+ORDERED = (MIN, MAX)
 
 
 def aligned(spec: DTensorSpec, shape: Sequence[int], dim: int) -> Placement:
@@ -62,8 +75,9 @@ def _through(call: OpCall, *found: tuple[Placement, ...]) -> list[Strategy]:
     """
     outs = outs_of(call) if len(call.outputs) == 1 else []
     strategies = pointwise(call)
+    averages = AVG in linear_in(call)
     for result, *inputs in found:
-        if len(inputs) == len(call.operands) - len(outs):
+        if (averages or result != AVG) and len(inputs) == len(call.operands) - len(outs):
             there = [*inputs]
             for number in outs:
                 there.insert(number, result)
@@ -79,7 +93,6 @@ def _named(names: str) -> list[Op]:
 
 
 _FORMS = ("default", "out", "decimals", "decimals_out")
-AVG, MAX, MIN = map(Partial, ("avg", "max", "min"))
 _ONE_LINEAR = ((SUM, SUM), (AVG, AVG))
 _RISING = ((MAX, MAX), (MIN, MIN))
 _FALLING = ((MIN, MAX), (MAX, MIN))

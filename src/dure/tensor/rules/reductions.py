@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dure.errors import NotInGroupError
 from dure.tensor.call import SUM, Op, OpCall, R, Strategy
 from dure.tensor.dispatch import special
 from dure.tensor.placement_types import Partial, Placement, Shard
@@ -232,6 +233,14 @@ def _norm(call: OpCall) -> list[Strategy]:
 @special(aten._local_scalar_dense.default)
 def _read(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
+    if tensor.spec.coordinate is None:
+        raise NotInGroupError(
+            "a value was read on a rank outside the mesh",
+            op="item",
+            rank=tensor.spec.mesh.get_rank(),
+            seen=str(tensor.spec),
+            fix="Read it on ranks of the mesh: device_mesh.get_coordinate() is None on others.",
+        )
     return op(redistribute(tensor.part, tensor.spec, tensor.spec.replicated()))
 
 
@@ -252,4 +261,5 @@ def _equal(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 @special(aten.allclose.default)
 def _allclose(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return bool(aten.isclose.default(*args, **kwargs).all().item())
+    close = aten.isclose.default(*args, **kwargs).all()
+    return close.spec.coordinate is None or bool(close.item())

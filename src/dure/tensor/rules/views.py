@@ -318,7 +318,11 @@ def _through(
     wanted: list[tuple[int, list[Digit]]] = []
     for dims, made in groups_of(before, after):
         axes = [a for a, p in enumerate(placements) if isinstance(p, Shard) and p.dim in dims]
+        if not axes:
+            continue
         long = [d for d in dims if before[d] > 1], [d for d in made if after[d] > 1]
+        if len(dims) == len(made) == 1:  # of any size, 1 as well
+            long = dims, made
         if len(long[0]) == len(long[1]) == 1 and all(
             placements[a].is_shard(long[0][0]) for a in axes
         ):
