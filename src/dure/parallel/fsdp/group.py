@@ -66,7 +66,7 @@ class ParameterGroup:
         strategy: How the parameters become whole.
         sync: Reduce at this backward; else gradients are kept whole.
         unsharded: Modules have the wholes.
-        accumulates: The last backward kept its gradients whole, for the next one to add to.
+        accumulates: The last backward left its gradients to a later one, which adds to them.
     """
 
     parameters: list[FSDPParameter]
@@ -89,6 +89,12 @@ class ParameterGroup:
         axes = self.reduction.axes
         self.strategy = strategy_for(self.parameters, axes, self.asked, self.near, self.all_gather)
         self._dtypes = [p.sharded.dtype for p in self.parameters]
+
+    @property
+    def _defers(self) -> bool:
+        """Whether backwards leave gradients to a later one, which reduces them over all ranks."""
+        in_part = self.reduction.axes.replicate_group is not None and not self.reduction.replicate
+        return in_part or not self.sync
 
     def remake(self) -> None:
         """Change the strategy, between steps: parameters are others, or what was asked for."""
@@ -117,7 +123,7 @@ class ParameterGroup:
             if self._dtypes != [p.sharded.dtype for p in self.parameters]:
                 self.remake()
             self.strategy.attach()
-        is_stale = self.strategy.is_stale(self.accumulates or not self.sync)
+        is_stale = self.strategy.is_stale(self.accumulates or self._defers)
         if is_stale:
             self.reshard()
             self.strategy.reshard()
@@ -191,7 +197,7 @@ class ParameterGroup:
 
     def end_backward(self) -> None:
         """Begin to reduce the gradients that the wholes got, or keep them where `sync` is off."""
-        dtype, self.accumulates = self.reduction.dtype, not self.sync
+        dtype, self.accumulates = self.reduction.dtype, self._defers
         if not any(p.is_trained for p in self.parameters):
             return
         if not self.sync:

@@ -72,6 +72,27 @@ def test_unsharded_parameters_are_not_gathered_again() -> None:
     assert run_ranks(2, body) == [(4 + 3 * 3, 4 + 3, 4)] * 2
 
 
+@pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_parameters_that_stay_unsharded_are_used_again_without_a_message(method: str) -> None:
+    """Also if gradients are reduced over the shards already, but not over the replicas."""
+
+    def body(rank: int) -> None:
+        model: Any = nn.Linear(2, 4, bias=False)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+        with strategy("gathered"):
+            fully_shard(model, mesh=mesh)
+        for is_last in (False, False, True):
+            getattr(model, method)(is_last)
+            model.set_reshard_after_backward(is_last)
+            with CommRecorder() as seen:
+                out = model(torch.ones(1, 2))
+            gathered = seen.ops
+            out.sum().backward()
+        assert gathered == []
+
+    run_ranks(2, body)
+
+
 def test_a_write_on_all_ranks_between_microbatches_is_seen() -> None:
     def body(rank: int) -> None:
         model: Any = nn.Linear(2, 4, bias=False)
