@@ -333,11 +333,12 @@ class DTensor(torch.Tensor):
             source, full = self.part, self.spec.meta.stride
         else:
             offset -= source.storage_offset()
+        strides: list[tuple[int, int]] = [*zip(source.stride(), full, strict=True)]
         found = 0
-        for own, whole in sorted(zip(source.stride(), full, strict=True), reverse=True):
+        for own, whole in sorted(strides, reverse=True):
             if own:
                 found, offset = found + offset // own * whole, offset % own
-        return found + offset
+        return int(found + offset)
 
     def _read_data(self) -> torch.Tensor:
         """The tensor without autograd; setting it takes over another DTensor's part and spec."""
