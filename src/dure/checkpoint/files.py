@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ __all__ = [
     "pieces",
     "read_file",
     "readable",
+    "start_flush",
     "unreadable",
     "write_all",
 ]
@@ -93,6 +94,13 @@ def write_all(descriptor: int, data: memoryview, at: int | None = None) -> None:
         else:
             count = os.pwrite(descriptor, data, at)
             data, at = data[count:], at + count
+
+
+def start_flush(descriptor: int, at: int, count: int) -> None:
+    """Let the disk start to write bytes of a file. `os.fsync` waits for them, and raises errors."""
+    if hasattr(os, "posix_fadvise"):  # on Linux; pages that are being written stay in memory
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, at, count, os.POSIX_FADV_DONTNEED)
 
 
 def open_file(path: Path) -> int:

@@ -14,6 +14,9 @@ All ranks compute the same steps. A rank that fails takes part in the remaining 
 wait for it; so memory for what a step sends and receives is allocated before the first one. For n
 ranks, memory is three portions per rank if all have the same share of each, and n + 2 if one rank
 has everything. So portions are smaller if there are many ranks.
+
+The disk starts to write after every `_FLUSH_BYTES`, while ranks exchange and copy the next ones. So
+the flush at the end has little left to wait for.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from dure.checkpoint.agreement import Ranks
-from dure.checkpoint.files import PIECE_BYTES, pieces, write_all
+from dure.checkpoint.files import PIECE_BYTES, pieces, start_flush, write_all
 from dure.checkpoint.slice_files import Kind, Slice
 from dure.checkpoint.slices import Box, whole_box
 from dure.comm.checksum import crc32c
@@ -42,6 +45,7 @@ MIN_RUN_BYTES = 1 << 20
 PORTION_BYTES = 16 << 20
 _STEP_BYTES = 64 << 20
 """The most that a rank sends in a step."""
+_FLUSH_BYTES = 4 << 20
 _MOST_OPEN = 64
 _ALIGNMENT = 64
 
@@ -175,11 +179,10 @@ class WeightWriter:
                 run, crc = box.run_in(whole_box(kind.shape)), 0
                 assert run is not None
                 for number, target in enumerate(targets[name]):
-                    descriptor = outputs.descriptor(target.path)
                     at = target.begin + run[0] * kind.torch_dtype.itemsize
                     for data in pieces(memory):
                         crc = crc if number else crc32c(data, crc)
-                        write_all(descriptor, data, at)
+                        outputs.write(target.path, data, at)
                         at += len(data)
                 sums.setdefault(name, {})[box] = crc
             outputs.flush()
@@ -297,6 +300,8 @@ class _Outputs:
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
+        self._unflushed: dict[Path, tuple[int, int]] = {}
+        """Where the last consecutive bytes begin and end whose flush has not started."""
         self._stack = ExitStack()
 
     def __enter__(self) -> _Outputs:
@@ -306,8 +311,18 @@ class _Outputs:
         self._stack.close()
         self._open.clear()
 
-    def descriptor(self, path: Path) -> int:
-        """Return the descriptor of a file, which is opened if it is not."""
+    def write(self, path: Path, data: memoryview, at: int) -> None:
+        """Write bytes to a file, which is opened if it is not; OSError if that fails."""
+        descriptor = self._descriptor(path)
+        write_all(descriptor, data, at)
+        begin, end = self._unflushed.get(path, (at, at))
+        begin, end = (begin if end == at else at), at + len(data)
+        if end - begin >= _FLUSH_BYTES:
+            start_flush(descriptor, begin, end - begin)
+            begin = end
+        self._unflushed[path] = begin, end
+
+    def _descriptor(self, path: Path) -> int:
         if path not in self._open:
             if len(self._open) == _MOST_OPEN:
                 self.flush()

@@ -14,6 +14,7 @@ from dure.checkpoint import (
     CheckpointException,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
+    files,
     load,
     save,
     weight_writing,
@@ -107,6 +108,24 @@ def test_columns_are_written_together_by_all_ranks(tmp_path, writes):
         run_ranks(2, body)
     data = counted(32, 2).numpy().tobytes()
     assert sorted(writes) == [(0, data), (1, data)]
+
+
+@pytest.mark.parametrize(("dim", "count"), [(0, 48), (1, 24)])
+def test_disk_starts_to_write_while_the_rest_is_exchanged(tmp_path, tiny, monkeypatch, dim, count):
+    """By rows, a rank writes 192 consecutive bytes; by columns, every second portion of 24."""
+    started = []
+    monkeypatch.setattr(files, "PIECE_BYTES", 24)
+    monkeypatch.setattr(weight_writing, "_FLUSH_BYTES", count)
+    monkeypatch.setattr(weight_writing, "start_flush", lambda _, *part: started.append(part))
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        state = {"w": distribute_tensor(counted(48, 2), mesh, [Shard(dim)])}
+        save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
+
+    run_ranks(2, body)
+    begin = (tmp_path / SINGLE).stat().st_size - 384
+    assert sorted(started) == [(begin + at, count) for at in range(0, 384, count)]
 
 
 def test_long_runs_are_written_by_the_rank_that_has_them(tmp_path, writes, monkeypatch):
