@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dure.device_mesh import init_device_mesh
 from dure.errors import CommError, RendezvousError, UsageError
 from dure.fsdp import fully_shard
 from dure.tensor import DTensor, Shard
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,8 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 def start(rank: int = 1, size: int = 3) -> None:
-    dure.init_process_group("fake", rank=rank, world_size=size)
+    limit = timedelta(seconds=PATIENCE_S)
+    dure.init_process_group("fake", rank=rank, world_size=size, timeout=limit)
 
 
 def test_it_is_named_as_in_torch() -> None:
