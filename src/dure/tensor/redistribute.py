@@ -427,6 +427,8 @@ def _run(step: Step, local: torch.Tensor, async_op: bool, own: bool) -> torch.Te
 
 
 def _move(step: Step, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+    if step.before.mesh.shape[step.axis] == 1:  # a copy, which may be written like what is moved
+        return local.clone(memory_format=torch.contiguous_format)
     group = step.before.mesh.get_group(step.axis)
     match step.move:
         case Move.ALL_REDUCE:

@@ -14,6 +14,7 @@ from dure.errors import PlacementError
 from dure.tensor import (
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_tensor,
@@ -35,6 +36,30 @@ class Packet:
 
 GATHER = Packet("c10d_functional.all_gather_into_tensor")
 REDUCE = Packet("_c10d_functional.all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Partial(), Replicate()),
+        (Partial("avg"), Shard(0)),
+        (Shard(0), Replicate()),
+        (Shard(0), Shard(1)),
+    ],
+)
+def test_nothing_is_sent_along_an_axis_of_one_rank(before: Placement, after: Placement) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1))
+        local = torch.arange(6.0).reshape(2, 3)
+        x = DTensor.from_local(local, mesh, [Replicate(), before])
+        with CommDebugMode() as counts:
+            moved = x.redistribute(placements=[Replicate(), after]).to_local()
+        assert counts.get_total_counts() == 0
+        assert torch.equal(moved, local)
+        moved.zero_()
+        assert local.sum() == 15
+
+    run_ranks(2, body)
 
 
 def test_counts_are_kept_under_the_operators_of_torch() -> None:
