@@ -148,10 +148,6 @@ struct Cut {
     size_t rows, ranks, block;  // elements of a block
 
     size_t run() const { return block / rows; }
-    // Where element `i` of a rank's block lies.
-    size_t at(size_t rank, size_t i) const {
-        return i / run() * ranks * run() + rank * run() + i % run();
-    }
     Runs runs() const { return {rows, ranks * run() * sizeof(int32_t)}; }
     std::vector<Block> blocks(int32_t* tensor) const {
         std::vector<Block> out;
@@ -160,32 +156,42 @@ struct Cut {
         }
         return out;
     }
+    // A tensor whose block of each rank `r` is first[r], first[r] + 1, ...
+    std::vector<int32_t> tensor(const std::vector<int>& first) const {
+        std::vector<int32_t> made(ranks * block);
+        for (size_t row = 0; row < rows; row++) {
+            for (size_t r = 0; r < ranks; r++) {
+                fill(&made[(row * ranks + r) * run()], run(),
+                     first[r] + static_cast<int>(row * run()), 1);
+            }
+        }
+        return made;
+    }
 };
 
 // What is given lies in the heap or, on all ranks or on one, elsewhere.
 void exchange_runs(Group& g, size_t block, size_t given_rows, size_t taken_rows) {
     const auto n = static_cast<size_t>(g.size()), me = static_cast<size_t>(g.rank());
     const Cut given{given_rows, n, block}, taken{taken_rows, n, block};
-    const auto value = [](size_t from, size_t to, size_t i) {
-        return static_cast<int32_t>(from * 100'000'000 + to * 10'000'000 + i);
-    };
+    std::vector<int> to_others, from_others;
+    for (size_t r = 0; r < n; r++) {
+        to_others.push_back(static_cast<int>(me * 100'000'000 + r * 10'000'000));
+        from_others.push_back(static_cast<int>(r * 100'000'000 + me * 10'000'000));
+    }
     const auto shared = g.heap().allocate(n * block * 4, false);
-    std::vector<int32_t> own(n * block), out(n * block);
+    auto own = given.tensor(to_others);
+    const auto expected = taken.tensor(from_others);
+    std::memcpy(shared->data, own.data(), n * block * 4);
     for (size_t in_heap : {size_t{0}, n - 1, n}) {
         int32_t* in = me < in_heap ? reinterpret_cast<int32_t*>(shared->data) : own.data();
-        for (size_t r = 0; r < n; r++) {
-            for (size_t i = 0; i < block; i++) in[given.at(r, i)] = value(me, r, i);
-        }
-        std::fill(out.begin(), out.end(), -1);
+        std::vector<int32_t> out(n * block, -1);
         Call call{Op::all_to_all, DType::i32, Reduction::none, -1, {}, {}};
         call.inputs = given.blocks(in);
         call.outputs = taken.blocks(out.data());
         call.given = given.runs();
         call.taken = taken.runs();
         CHECK(g.run(call) == Status::ok);
-        for (size_t r = 0; r < n; r++) {
-            for (size_t i = 0; i < block; i++) CHECK(out[taken.at(r, i)] == value(r, me, i));
-        }
+        CHECK(out == expected);
     }
 }
 
