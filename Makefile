@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up everything in .venv first, and only once: see scripts/setup.
 # What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, DRILL_ARGS,
-# STRESS_ARGS, MUTANTS_ARGS.
+# STRESS_ARGS, MUTANTS_ARGS, NATIVE.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -10,6 +10,7 @@ SHELL := /bin/bash
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3.14 python3) python3)
 VENV ?= .venv
 KILLS ?= 500
+NATIVE ?=
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 export PYTHON VENV
@@ -46,11 +47,11 @@ mutants: $(STAMPS)/package $(STAMPS)/test ## put 150 faults into a copy of the s
 kills: $(STAMPS)/package $(STAMPS)/test ## kill 500 random processes of jobs (KILLS=500)
 	@$(BIN)/python -m drills --kills $(KILLS) $(DRILL_ARGS)
 
-native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers
-	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build
+native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers, or NATIVE="plain thread"
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build $(NATIVE)
 
 native-test: $(STAMPS)/venv ## run the C++ tests, plain and under the sanitizers
-	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test $(NATIVE)
 
 lint: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint ## run every static check
 	@scripts/lint check $(PYTHON_TREES) -- $(CPP_SOURCES) -- $(wildcard $(SPELLED))
@@ -77,7 +78,9 @@ wheel-pure: $(STAMPS)/release ## build the wheel without the engine, for macOS
 wheel-test: $(STAMPS)/release ## try the wheel in an empty environment; write dist/sbom.json
 	@scripts/wheel try dist/dure-*manylinux*.whl
 
-setup: $(STAMPS)/package $(STAMPS)/test $(STAMPS)/lint $(STAMPS)/docs $(STAMPS)/release ## install everything, run nothing
+setup: $(STAMPS)/package ## install everything, run nothing
+	@scripts/setup extra test lint docs release
+	@touch $(addprefix $(STAMPS)/,test lint docs release)
 
 clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
