@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from zlib import crc32
 
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.checkpoint.tree import decode, encode, encode_state, merged
+from dure.checkpoint.tree import decode, encode, encode_state, flatten, merged, put
 from dure.errors import CheckpointMismatch, UsageError
 
 LEAVES = st.one_of(
@@ -205,6 +206,63 @@ def test_values_that_would_come_back_with_another_type_are_refused_by_name(what)
         with pytest.raises(UsageError, match=path) as caught:
             encode(holder, "", {})
         assert caught.value.fix
+
+
+@dataclass
+class Pair:
+    left: object
+    right: object = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    inner: object
+    rate: float = 0.5
+
+
+@dataclass
+class Named(str):
+    text: str = ""
+
+
+def test_a_dataclass_is_stored_as_its_fields_and_put_back_into_an_instance():
+    weight, tensors = torch.ones(2), {}
+    tree = encode({"c": Pair(Frozen(weight), [Pair(1)])}, "", tensors)
+    assert list(tensors) == ["c.left.inner"] and "$" not in tree["c"]
+    saved = decode(tree, tensors.__getitem__)
+    assert saved == {
+        "c": {"left": {"inner": weight, "rate": 0.5}, "right": [{"left": 1, "right": 2}]}
+    }
+    pair, frozen = Pair(Frozen(0, 0.0), [Pair(0, 0)]), Frozen(0, 0.0)
+    pair.left = frozen
+    state = {"c": pair}
+    assert flatten(state).keys() == flatten(saved).keys()
+    for name, leaf in flatten(state).items():
+        put(state, leaf.path, flatten(saved)[name].value)
+    assert state["c"] is pair and pair.right == [Pair(1)]
+    assert pair.left.inner is weight and pair.left.rate == 0.5 and frozen == Frozen(0, 0.0)
+
+
+def _with_more():
+    pair = Pair(1)
+    pair.more = 3
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Pair(object()), r"a\.left is"),
+        (_with_more(), "a is"),
+        (Named("x"), "a is"),
+        (object.__new__(Frozen), "a is"),
+        ({Frozen(1)}, r"a\.0 is"),
+        ({(Frozen(1),): 2}, r"a\.\(key\)\.0 is"),
+    ],
+)
+def test_a_dataclass_that_fields_do_not_describe_is_refused_by_name(value, path):
+    with pytest.raises(UsageError, match=path):
+        encode({"a": value}, "", {})
 
 
 @pytest.mark.parametrize("key", [Word("a"), Color.RED])

@@ -42,6 +42,11 @@ class Ranks:
         self.size = 1 if self.group is None else self.group.size()
 
     @property
+    def global_ranks(self) -> frozenset[int]:
+        """Their ranks in the job; without a group, one that stands for this process."""
+        return frozenset((0,) if self.group is None else self.group.global_ranks)
+
+    @property
     def num_threads(self) -> int:
         """Threads that a rank may copy with: its share of the cores, as if all were on one host."""
         linux = hasattr(os, "sched_getaffinity")

@@ -186,7 +186,7 @@ class Checkpointer:
                     lowest=not self.sharded,
                 )
         run = {"step": step, "ranks": {str(self._ranks.rank): own}}
-        return take(shared | {RUN: run}, self._ranks.size, rules)
+        return take(shared | {RUN: run}, self._ranks.global_ranks, rules)
 
     def _not_written(self, rank: int, error: OSError, committing: bool) -> CheckpointNotWritten:
         what, fix = "the checkpoint could not be written", _fix_of(error)

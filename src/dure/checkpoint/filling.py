@@ -2,9 +2,10 @@
 
 A dict may hold a module's parameters, a list averaged weights. Other objects refer to these
 tensors, too, so elements are copied into them; dicts and lists inside are filled the same way.
+So are the fields of dataclasses; a frozen instance is replaced by a copy.
 Everything else is replaced: values, and tensors that are missing or empty. Keys and items that were
-not saved are removed. If a dict was returned by a module's `state_dict()`, its names must be those
-in the file, as for the module.
+not saved are removed. Fields must be those in the file. If a dict was returned by a module's
+`state_dict()`, its names must be those in the file, as for the module.
 
 If one tensor or container is in two places, and two different ones were saved there, the first
 place is filled, and the second gets a new object.
@@ -19,7 +20,7 @@ import torch
 
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.slices import pieces_of, whole_box
-from dure.checkpoint.tree import Named, decode, item_at
+from dure.checkpoint.tree import Named, decode, fields_of, item_at, with_fields
 from dure.tensor import DTensor
 
 __all__ = ["fill", "unlike"]
@@ -54,6 +55,10 @@ def _differences(found: Any, saved: Any, path: str) -> Iterator[str]:
         keys = cast(dict[Any, Any], found)
     elif isinstance(found, list | tuple):
         keys = range(len(cast(Sequence[Any], found)))
+    elif isinstance(saved, dict) and (fields := fields_of(found)) is not None:
+        keys, names = fields, cast(dict[Any, Any], saved).keys()
+        for name in sorted(fields.keys() ^ names, key=str):
+            yield f"{path}.{name} is {'not in the file' if name in fields else 'in the file only'}"
     for key in keys:
         inner = f"{path}.{key}" if path else str(key)
         yield from _differences(item_at(found, key), item_at(saved, key), inner)
@@ -91,6 +96,9 @@ class _Filling:
             return self._tensor(found, saved)
         if isinstance(saved, dict):
             entries = cast(dict[Any, Any], saved)
+            if fields_of(found) is not None:
+                values = {key: self.filled(item_at(found, key), v) for key, v in entries.items()}
+                return with_fields(found, values, copied=not self._enters(found, object))
             into = cast(dict[Any, Any], found if self._enters(found, dict) else saved)
             made = {key: self.filled(item_at(found, key), inner) for key, inner in entries.items()}
             into.clear()

@@ -24,7 +24,7 @@ from dure.checkpoint.planner import (
     value_of_bytes,
 )
 from dure.checkpoint.replicas import marks_by_name, require_alike
-from dure.checkpoint.restoring import give_back
+from dure.checkpoint.restoring import give_back, in_order
 from dure.checkpoint.saving import OnDemand, Taken
 from dure.checkpoint.slice_files import Slice, kind_of
 from dure.checkpoint.storage import StorageReader, StorageWriter
@@ -53,7 +53,7 @@ def _planned(
 
     def local() -> tuple[SavePlan, dict[str, int]]:
         state = {key: own_state(value) for key, value in state_dict.items()}
-        marks = marks_by_name(state_dict, state, ranks.size)
+        marks = marks_by_name(state_dict, state, ranks.global_ranks)
         about = None if writer is None else writer.storage_meta()
         planner.set_up_planner(state_dict=state, storage_meta=about, is_coordinator=leads)
         if writer is None:
@@ -185,7 +185,7 @@ def load_planned(
     state: dict[str, Any] = {}
 
     def local() -> Any:
-        state.update((key, own_state(value)) for key, value in state_dict.items())
+        state.update((key, own_state(state_dict[key])) for key in in_order(state_dict))
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata, leads)
         reader.set_up_storage_reader(metadata, leads)

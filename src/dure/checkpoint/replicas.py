@@ -10,8 +10,8 @@ ranks are compared, in the exchange that a save makes anyway:
   have equal marks; different weights, or moments of different weights, do not.
 
 A `Rule` specifies for each entry of a state what must be equal. If an entry may differ, the lowest
-rank's is saved. A DTensor whose mesh has all ranks has no mark: its copies are equal by contract.
-On several smaller meshes (sharded pipeline stages) one name may refer to different tensors.
+rank's is saved. A DTensor whose mesh has all ranks that save has no mark: its copies are equal by
+contract. On other meshes (sharded pipeline stages) one name may refer to different tensors.
 """
 
 from __future__ import annotations
@@ -122,14 +122,23 @@ def _memory_of(value: Any) -> Any:
         return None
 
 
-def handling(name: str, tensor: torch.Tensor, rule: Rule, num_ranks: int) -> int:
-    """Return how a tensor is handled: MARKED, ALIKE and LOWEST, added."""
+def handling(name: str, tensor: torch.Tensor, rule: Rule, ranks: frozenset[int]) -> int:
+    """Return how a tensor is handled: MARKED, ALIKE and LOWEST, added.
+
+    Args:
+        name: Its name.
+        tensor: The tensor.
+        rule: The rule of the entry that it is in.
+        ranks: The global ranks that save.
+    """
+    if len(ranks) == 1:
+        return 0
     free = rule.exempts(name)
     if isinstance(tensor, DTensor):
-        everywhere = tensor.device_mesh.size() >= num_ranks
+        mesh = tensor.device_mesh
+        inside = mesh.get_coordinate() is not None
+        everywhere = inside and ranks.issubset(mesh.mesh.view(-1).tolist())
         return 0 if everywhere else MARKED if free else MARKED | ALIKE
-    if num_ranks == 1:
-        return 0
     if free:
         return LOWEST
     return MARKED | (ALIKE if rule.values else 0) | (LOWEST if rule.lowest else 0)
@@ -176,16 +185,16 @@ def _places(count: int, device: torch.device) -> torch.Tensor:
 
 
 def marks_by_name(
-    state_dict: Mapping[Any, Any], state: Mapping[Any, Any], num_ranks: int
+    state_dict: Mapping[Any, Any], state: Mapping[Any, Any], ranks: frozenset[int]
 ) -> dict[str, int]:
     """Return marks of what must be equal on all ranks, where a planner decides what is saved.
 
     Args:
         state_dict: Objects by key.
         state: Their states.
-        num_ranks: The number of ranks that save.
+        ranks: The global ranks that save.
     """
-    if num_ranks == 1:
+    if len(ranks) == 1:
         return {}
     rules = {str(key): rule_of(key, value, state[key]) for key, value in state_dict.items()}
     found: dict[str, int] = {}
@@ -195,7 +204,7 @@ def marks_by_name(
         if not isinstance(leaf.value, torch.Tensor):
             if rule.values and not rule.exempts(name):
                 found[name] = crc32(repr(leaf.value).encode())
-        elif handling(name, leaf.value, rule, num_ranks) & ALIKE:
+        elif handling(name, leaf.value, rule, ranks) & ALIKE:
             with suppress(UsageError):  # the planner deals with tensors that have no slices
                 pieces |= {f"{name}{p.box}": p.memory for p in pieces_of(name, leaf.value)}
     marks = np.frombuffer(marks_of(list(pieces.values())), np.uint32).tolist()

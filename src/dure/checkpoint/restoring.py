@@ -27,7 +27,7 @@ from dure.checkpoint.tree import Leaf, Named, decode, entries_of, flatten, put
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DTensor
 
-__all__ = ["Loaded", "Read", "give_back", "load_from", "read_slices", "was_written"]
+__all__ = ["Loaded", "Read", "give_back", "in_order", "load_from", "read_slices", "was_written"]
 
 _NOT_LOADED = "the checkpoint was not loaded"
 _MOST_OPEN = 64
@@ -97,7 +97,7 @@ class _Loading:
     ) -> None:
         self._path, self._given = path, state_dict
         self.catalog, self._partial = catalog, partial
-        self._state = {key: self._own_state(key, value) for key, value in state_dict.items()}
+        self._state = {key: self._own_state(key, state_dict[key]) for key in in_order(state_dict)}
         self._leaves = flatten(self._state)
         self._num_read = 0
 
@@ -264,9 +264,15 @@ def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: in
             file.close()
 
 
+def in_order(state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the keys in the order of loading: objects may communicate, so ranks must agree."""
+    return sorted(state_dict, key=str)
+
+
 def give_back(given: MutableMapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Give objects their state, and put the rest in its place."""
-    for key, value in given.items():
+    """Give objects their state, and put the rest in its place; all ranks in the same order."""
+    for key in in_order(given):
+        value = given[key]
         if is_stateful(value):
             bare(value).load_state_dict(state[key])
         else:

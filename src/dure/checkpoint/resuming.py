@@ -23,7 +23,7 @@ from dure.checkpoint.folder import Place
 from dure.checkpoint.objects import PerRank, Positioned, bare, check_fits, is_divided, load_into
 from dure.checkpoint.randomness import restore_random_state, seed_new_rank
 from dure.checkpoint.reading import Mapped, share_of
-from dure.checkpoint.restoring import load_from
+from dure.checkpoint.restoring import in_order, load_from
 from dure.checkpoint.tree import decode
 from dure.errors import CheckpointException, CheckpointMismatch
 
@@ -72,7 +72,8 @@ class Resuming:
         Raises:
             CheckpointMismatch: They are others.
         """
-        for name, value in objects.items():
+        for name in in_order(objects):
+            value = objects[name]
             try:
                 saved = decode(self._tree(name, value), self.catalog.kinds.__getitem__)
                 check_fits(name, value, saved)
@@ -84,7 +85,8 @@ class Resuming:
 
     def load(self, objects: dict[str, Any]) -> None:
         """Put all objects back, then the random generators."""
-        for name, value in objects.items():
+        for name in in_order(objects):
+            value = objects[name]
             position = self._position(name, value)
             if is_divided(value) and not isinstance(value, PerRank):
                 self._load_parts(name, bare(value))

@@ -103,13 +103,13 @@ class _Sent:
 
 
 def take(
-    state_dict: Mapping[str, Any], num_ranks: int = 1, rules: dict[str, Rule] | None = None
+    state_dict: Mapping[str, Any], ranks: frozenset[int], rules: dict[str, Rule] | None = None
 ) -> Taken:
     """Take a state apart into slices and a tree. No communication.
 
     Args:
         state_dict: The state, or objects that have one.
-        num_ranks: The number of ranks that save.
+        ranks: The global ranks that save.
         rules: What ranks must have in common, by key; None: as `rule_of` the objects.
 
     Raises:
@@ -126,7 +126,7 @@ def take(
     def may_differ(key: Any, name: str) -> bool:
         # A buffer may be saved with another rank's values, so entries of this rank alone that are
         # the same tensor are stored separately.
-        return num_ranks > 1 and rules.get(str(key), Rule()).exempts(name)
+        return len(ranks) > 1 and rules.get(str(key), Rule()).exempts(name)
 
     tree, key_of = encode_state(state, tensors, may_differ)
     taken = Taken({}, {}, tree, rules)
@@ -134,7 +134,7 @@ def take(
         pieces, kind = pieces_of(name, tensor), kind_of(tensor)
         if kind is None:
             raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {tensor.dtype}")
-        how = handling(name, tensor, rules.get(str(key_of[name]), Rule()), num_ranks)
+        how = handling(name, tensor, rules.get(str(key_of[name]), Rule()), ranks)
         taken.offer[name] = kind, tuple(piece.box for piece in pieces), how
         for piece in pieces:
             taken.memory[Slice(name, piece.box)] = piece.memory.resolve_conj().resolve_neg()
@@ -190,7 +190,7 @@ class Saving:
             if isinstance(state_dict, Taken):
                 mine.append(state_dict)
             elif isinstance(state_dict, Mapping):
-                mine.append(take(state_dict, ranks.size))
+                mine.append(take(state_dict, ranks.global_ranks))
             else:
                 mine.append(state_dict())
             taken, digest = mine[0], digest_of(mine[0].offer)

@@ -16,13 +16,19 @@ of values that differ the first rank's is kept.
 
 A state is also one level of names, as torch names it (`flatten`). Dicts are always entered; lists
 and tuples where there is a tensor, a dict or a list of such in them. All else is a value.
+
+An instance of a dataclass is stored as the dict of its fields, without its class. It is loaded into
+an instance that the program has (`with_fields`), so no file decides what is created.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from typing import Any, cast
 
@@ -42,6 +48,7 @@ __all__ = [
     "encode",
     "encode_state",
     "entries_of",
+    "fields_of",
     "flatten",
     "item_at",
     "merged",
@@ -49,6 +56,7 @@ __all__ = [
     "put",
     "require_dense",
     "tensor_node",
+    "with_fields",
     "without_marks",
 ]
 
@@ -108,7 +116,7 @@ def encode_state(
 
     if all(_is_plain(key) for key in state):
         return {key: encoded(key, value) for key, value in state.items()}, key_of
-    pairs = [[encoder.encode(key, "(key)"), encoded(key, v)] for key, v in state.items()]
+    pairs = [[encoder.hashed(key, "(key)"), encoded(key, v)] for key, v in state.items()]
     return _tagged("map", pairs), key_of
 
 
@@ -120,6 +128,8 @@ class _Encoder:
     ) -> None:
         self._tensors, self._within_key = tensors, within_key
         self._name_of: dict[object, str] = {}
+        self._is_hashed = False
+        """Whether the value is in a set or in a key, which a dict of fields cannot be."""
         self.key: Any = None
         """The dict's key that is being encoded."""
 
@@ -131,18 +141,30 @@ class _Encoder:
         if isinstance(value, Mapping):
             return self._mapping(cast(Mapping[object, object], value), path)
         if type(value) in _SEQUENCES and not _holds_tensors_without_order(value):
-            items = [self.encode(v, _within(path, i)) for i, v in enumerate(_ordered(value))]
             kind = _SEQUENCES[type(value)]
+            encode = self.hashed if kind in ("set", "frozenset") else self.encode
+            items = [encode(v, _within(path, i)) for i, v in enumerate(_ordered(value))]
             return items if kind == "list" else _tagged(kind, items)
+        fields = None if self._is_hashed else fields_of(value)
+        if fields is not None:
+            return self._mapping(fields, path)
         found = encode_value(value, path)
         return value if found is None else _tagged(*found)
 
-    def _mapping(self, value: Mapping[object, object], path: str) -> Any:
+    def hashed(self, value: object, path: str) -> Any:
+        """Encode a key, or an element of a set."""
+        before, self._is_hashed = self._is_hashed, True
+        try:
+            return self.encode(value, path)
+        finally:
+            self._is_hashed = before
+
+    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
         kind = _MAPPINGS.get(type(value), "map")
         if kind == "map" and all(_is_plain(key) for key in value):
             return {cast(str, k): self.encode(v, _within(path, k)) for k, v in value.items()}
         pairs = [
-            [self.encode(k, _within(path, "(key)")), self.encode(v, _within(path, k))]
+            [self.hashed(k, _within(path, "(key)")), self.encode(v, _within(path, k))]
             for k, v in value.items()
         ]
         tagged = _tagged(kind, pairs)
@@ -199,6 +221,33 @@ def tensor_node(name: str) -> dict[str, Any]:
     return _tagged("tensor", name)
 
 
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a dataclass's instance; None: it is none, or it has more than these."""
+    named = getattr(type(value), "__dataclass_fields__", None)
+    if named is None or isinstance(value, _NOT_OF_FIELDS):
+        return None
+    names = [field.name for field in dataclasses.fields(value)]
+    others = getattr(value, "__dict__", {}).keys() - set(names)
+    if others or not all(hasattr(value, name) for name in names):
+        return None
+    return {name: getattr(value, name) for name in names}
+
+
+def with_fields(instance: Any, values: Mapping[str, Any], copied: bool = False) -> Any:
+    """Set fields of a dataclass's instance; return it. A frozen one is copied first.
+
+    Args:
+        instance: An instance of which `fields_of` returned the fields.
+        values: The values of some of them.
+        copied: Whether to leave the instance as it is, and return a copy.
+    """
+    if copied or type(instance).__dataclass_params__.frozen:
+        instance = copy.copy(instance)
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+    return instance
+
+
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {"$": kind, "v": value}
 
@@ -245,6 +294,11 @@ _FACTORIES: dict[str | None, type | None] = {
     **{kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)},
 }
 _KINDS_OF_MAPPINGS = ("map", *_MAPPINGS.values())
+_NOT_OF_FIELDS = (
+    *(Mapping, list, tuple, set, frozenset, torch.Tensor, torch.nn.Module, Enum, BaseException),
+    *(int, float, complex, str, bytes, bytearray),
+)
+"""Subclasses of these have contents of their own, in addition to the fields of a dataclass."""
 
 
 def _ordered(value: object) -> list[object]:
@@ -322,7 +376,7 @@ def item_at(value: Any, key: Any) -> Any:
     if isinstance(value, list | tuple) and isinstance(key, int):
         items = cast(Sequence[Any], value)
         return items[key] if key < len(items) else None
-    return None
+    return (fields_of(value) or {}).get(key)
 
 
 def _dotted(keys: Keys) -> str:
@@ -484,6 +538,8 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, Leaf]:
 def _enter(path: Path, value: Any, found: dict[str, Leaf]) -> None:
     if isinstance(value, Mapping):
         items = cast(Mapping[Any, Any], value).items()
+    elif (fields := fields_of(value)) is not None:
+        items = fields.items()
     elif _is_value(value):
         name = ".".join(map(str, path))
         if name in found:
@@ -505,15 +561,23 @@ def _is_value(value: Any, within: bool = False) -> bool:
     if isinstance(value, Mapping):
         return False
     if not isinstance(value, list | tuple):
-        return not isinstance(value, torch.Tensor | Named) or not within
+        return fields_of(value) is None and (
+            not within or not isinstance(value, torch.Tensor | Named)
+        )
     return all(_is_value(inner, within=True) for inner in cast(list[Any], value))
 
 
 def put(state: Any, path: Path, value: Any) -> Any:
-    """Put a value where a leaf of that path was; return `state`, a tuple made anew."""
+    """Put a value where a leaf of that path was; return `state`, or the object that replaces it.
+
+    Tuples and frozen dataclasses are replaced.
+    """
     key, *rest = path
+    fields = fields_of(state)
     if rest:
-        value = put(state[key], tuple(rest), value)
+        value = put((state if fields is None else fields)[key], tuple(rest), value)
+    if fields is not None:
+        return with_fields(state, {key: value})
     if isinstance(state, tuple):
         before, after = cast(Path, state[:key]), cast(Path, state[key + 1 :])
         return (*before, value, *after)

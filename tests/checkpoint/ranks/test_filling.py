@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -58,6 +59,33 @@ def test_containers_and_tensors_that_are_there_are_kept(tmp_path):
     assert found["weight"] is weight and weight.tolist() == [3, 4]
     assert found["items"] is items and items == [first, "x"] and first == 8.0
     assert list(found) == ["inner", "weight", "items", "new"] and found["new"].tolist() == [2] * 3
+
+
+@dataclass
+class Averages:
+    decay: float
+    shadow: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    decay: float
+
+
+def test_dataclasses_in_a_dict_are_filled_if_they_have_the_fields_of_the_file(tmp_path):
+    saved = Averages(0.9, [torch.ones(3)])
+    Checkpointer(tmp_path).save(1, state={"a": saved, "b": saved, "o": Options(0.5)})
+    one, options = Averages(0.0, [torch.zeros(3)]), Options(0.0)
+    state, shadow = {"a": one, "b": one, "o": options}, one.shadow[0]
+    Checkpointer(tmp_path).load(state=state)
+    assert state["a"] is one and one.shadow[0] is shadow
+    assert one.decay == state["b"].decay == 0.9 and shadow.tolist() == [1, 1, 1]
+    assert state["o"] == Options(0.5) and options == Options(0.0)
+    with pytest.raises(DureError, match=r"a.shadow is in the file only"):
+        Checkpointer(tmp_path).load(state={**state, "a": Options(0.0)})
+    plain = {}
+    Checkpointer(tmp_path).load(state=plain)
+    assert plain["o"] == {"decay": 0.5}
 
 
 def test_a_tensor_without_elements_is_replaced_and_one_of_another_kind_refused(tmp_path):

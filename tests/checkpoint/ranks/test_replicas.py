@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dure import new_group
 from dure.checkpoint import (
     Checkpointer,
     CheckpointException,
@@ -22,7 +23,7 @@ from dure.checkpoint.replicas import marks_of
 from dure.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from dure.errors import CheckpointMismatch
 from dure.fsdp import fully_shard
-from dure.tensor import Shard, distribute_tensor, init_device_mesh
+from dure.tensor import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted
 
@@ -276,6 +277,28 @@ def test_equal_tensors_of_two_meshes_are_saved(tmp_path):
         return whole["w"].flatten().tolist()
 
     assert run_ranks(4, body) == [list(range(8))] * 4
+
+
+@pytest.mark.parametrize("way", ["save", "planner"])
+def test_replicated_tensors_of_two_meshes_that_differ_are_refused_by_one_rank_of_each(
+    tmp_path, way
+):
+    """The group that saves is as large as each mesh, but has other ranks."""
+
+    def body(rank):
+        meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+        group = new_group([0, 2])
+        if rank in (1, 3):
+            return None
+        state = {
+            "w": distribute_tensor(_two(rank), meshes[rank // 2], [Replicate()], src_data_rank=None)
+        }
+        planner = {"save": None, "planner": _Planner()}[way]
+        with pytest.raises(CheckpointException) as caught:
+            save(state, checkpoint_id=tmp_path, process_group=group, planner=planner)
+        return type(caught.value.failures[0][0])
+
+    assert run_ranks(4, body) == [CheckpointMismatch, None] * 2
 
 
 def test_what_differs_in_a_dict_is_that_of_the_lowest_rank_and_logged(tmp_path, caplog):

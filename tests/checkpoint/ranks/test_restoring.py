@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.checkpoint import (
+    Checkpointer,
     CheckpointException,
     DefaultLoadPlanner,
     FileSystemReader,
@@ -15,10 +18,7 @@ from dure.checkpoint import (
     save,
 )
 from dure.errors import CheckpointMismatch
-from dure.tensor import (
-    Replicate,
-    Shard,
-)
+from dure.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted, load_one, save_one
@@ -103,6 +103,71 @@ def test_elements_are_converted_to_the_dtype_that_is_there(tmp_path):
     state = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
     load(state, checkpoint_id=tmp_path)
     assert state["w"].dtype == torch.bfloat16 and state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@dataclass
+class Position:
+    step: int
+    mean: torch.Tensor
+    seen: list[int]
+
+
+def test_a_dataclass_in_a_state_is_filled_and_its_tensors_keep_their_mesh(tmp_path):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def position(step, value):
+            whole = torch.full((4,), float(value))
+            return Position(step, distribute_tensor(whole, mesh, [Shard(0)]), [step])
+
+        saved, found = position(7, 3), position(0, 0)
+        save({"at": saved}, checkpoint_id=tmp_path)
+        state, mean = {"at": found}, found.mean
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        for how in (None, planner):
+            found.step, found.seen = 0, [0]
+            load(state, checkpoint_id=tmp_path, planner=how)
+            assert state["at"] is found and found.mean is mean
+            assert (found.step, found.seen, mean.to_local().tolist()) == (7, [7], [3, 3])
+
+    run_ranks(2, body)
+
+
+class _Planner(DefaultLoadPlanner):
+    pass
+
+
+@pytest.mark.parametrize("way", ["load", "planner", "Checkpointer"])
+def test_objects_are_loaded_in_one_order_on_all_ranks(tmp_path, way):
+    class Noting:
+        def __init__(self, name, calls):
+            self.name, self.calls = name, calls
+
+        def state_dict(self):
+            self.calls.append(f"state of {self.name}")
+            return {"x": torch.zeros(1)}
+
+        def load_state_dict(self, state):
+            self.calls.append(f"load {self.name}")
+
+    def body(rank):
+        calls = []
+        names = ["first", "second"][:: -1 if rank else 1]
+        state = {name: Noting(name, calls) for name in names}
+        if way == "Checkpointer":
+            Checkpointer(tmp_path).save(1, **state)
+            calls.clear()
+            Checkpointer(tmp_path).load(**state)
+        else:
+            save(state, checkpoint_id=tmp_path)
+            calls.clear()
+            planner = _Planner() if way == "planner" else None
+            load(state, checkpoint_id=tmp_path, planner=planner)
+        return calls
+
+    loads = ["load first", "load second"]
+    states = [] if way == "Checkpointer" else ["state of first", "state of second"]
+    assert run_ranks(2, body) == [states + loads] * 2
 
 
 def test_missing_and_unexpected_keys(tmp_path):
