@@ -478,6 +478,13 @@ def rows_of(family: str, examples: Sequence[str]) -> list[Called]:
     return list(found.values())
 
 
+def _is_pointwise(op: Op) -> bool:
+    """Tell whether torch tags an operator so, or the one that it is a form of: `relu.out`."""
+    name = op._schema.name.removeprefix("aten::").removesuffix("_")
+    base = getattr(getattr(torch.ops.aten, name), "default", op)
+    return torch.Tag.pointwise in {*op.tags, *base.tags}
+
+
 def rendered() -> str:
     """Return the text between the markers."""
     with warnings.catch_warnings():
@@ -487,10 +494,9 @@ def rendered() -> str:
         made = {text: parts_of(text) for text in MADE_OF_OTHERS}
         see([one for rows in (*families.values(), without) for one in rows])
     seen = {one.op for rows in families.values() for one in rows}
-    alike = {op for op in _rules if isinstance(op, Op) and torch.Tag.pointwise in op.tags}
-    missing = sorted(
-        str(op) for op in set(_rules) - seen - NOT_ON_CPU - {torch.Tag.pointwise} - alike
-    )
+    alike = {op for op in _rules if isinstance(op, Op) and _is_pointwise(op)}
+    without_row = set(_rules) - seen - NOT_ON_CPU - {torch.Tag.pointwise} - alike
+    missing = sorted(map(str, without_row))
     if missing:
         sys.exit(f"no example calls {', '.join(missing)}: give one in FAMILIES")
     lines: list[str] = []
