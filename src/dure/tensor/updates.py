@@ -59,8 +59,10 @@ def _updated(
     named: dict[str, Any],
 ) -> Any:
     count = sum(type(arg) is list for arg in args)
-    lists, rest = args[:count], [*map(number, args[count:])]  # a tensor as learning rate, say
-    given_options, options = options, {name: number(o) for name, o in options.items()}
+    lists, rest, plain = args[:count], args[count:], options
+    if DTensor in {*map(type, rest), *map(type, options.values())}:  # a learning rate, say
+        rest = tuple(map(number, rest))
+        plain = {name: number(option) for name, option in options.items()}
     specs: Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
     found: list[list[Any] | None] = []
     if are_parts(specs):
@@ -69,11 +71,11 @@ def _updated(
             found[1] = parts_like([*map(_beside, lists[1], specs)], specs)
     parts = [each for each in found if each is not None]
     if len(parts) < count:
-        return update(*args, **given_options)
+        return update(*args, **options)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     if named.get("fused"):
         parts, copies = with_equal_strides(parts)
-    result = update(*parts, *rest, **options)
+    result = update(*parts, *rest, **plain)
     write_back(copies)
     unscaled = lists[1] if named.get("grad_scale") is not None else []
     written = [t for given in (lists[0], unscaled, *lists[2:]) for t in given]
