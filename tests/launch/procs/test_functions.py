@@ -230,7 +230,7 @@ def test_spawn_in_a_worker_that_still_imports_its_main_module_is_refused(tmp_pat
 
 
 ODD = """
-import dure
+import enum, sys, torch, dure
 class Settings(dict):
     __getattr__ = dict.__getitem__
 class Lazy:
@@ -239,30 +239,20 @@ class Lazy:
     def __reduce__(self):
         return Lazy, ()
 def rate(settings, lazy):
-    return settings["rate"]
+    return settings["rate"], __import__("found_there").X
+sys.path.insert(0, sys.path[0] + "/hiding")
+import found_there
 print(dure.spawn(rate, 1, (Settings(rate=3), Lazy()), start="spawn"))
 """
 
 
-def test_arguments_need_not_answer_questions_for_attributes(tmp_path: Path) -> None:
-    done = run_program(tmp_path, ODD)
-    assert done.stdout == "[3]\n", done.stderr
-
-
-HIDING = """
-import enum, sys, torch, dure
-sys.path.insert(0, sys.path[0] + "/hiding")
-import found_there
-print(dure.spawn(lambda: __import__("found_there").X, 1, start="spawn"))
-"""
-
-
-def test_folder_of_the_caller_may_hide_modules_that_interpreters_start_with(tmp_path: Path) -> None:
+def test_arguments_and_folders_of_the_caller_may_be_odd(tmp_path: Path) -> None:
+    """Arguments raise at questions for attributes; a folder hides what interpreters start with."""
     (tmp_path / "hiding").mkdir()
     (tmp_path / "hiding" / "enum.py").write_text("raise RuntimeError('not for starting')")
     (tmp_path / "hiding" / "found_there.py").write_text("X = 7")
-    done = run_program(tmp_path, HIDING)
-    assert done.stdout == "[7]\n", done.stderr
+    done = run_program(tmp_path, ODD)
+    assert done.stdout == "[(3, 7)]\n", done.stderr
 
 
 def run_program(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
