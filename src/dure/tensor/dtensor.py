@@ -328,17 +328,17 @@ class DTensor(torch.Tensor):
         base = self._base
         if type(base) is not DTensor:
             return 0
-        offset, source, full = self.part.storage_offset(), base.part, base.spec.meta.stride
+        offset, source, full = int(self.part.storage_offset()), base.part, base.spec.meta.stride
         if not _one_memory(self.part, source):  # of what was moved for the view
             source, full = self.part, self.spec.meta.stride
         else:
-            offset -= source.storage_offset()
-        strides: list[tuple[int, int]] = [*zip(source.stride(), full, strict=True)]
+            offset -= int(source.storage_offset())
+        strides: list[tuple[int, int]] = [*zip(map(int, source.stride()), full, strict=True)]
         found = 0
         for own, whole in sorted(strides, reverse=True):
             if own:
                 found, offset = found + offset // own * whole, offset % own
-        return int(found + offset)
+        return found + offset
 
     def _read_data(self) -> torch.Tensor:
         """The tensor without autograd; setting it takes over another DTensor's part and spec."""

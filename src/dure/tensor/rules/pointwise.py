@@ -38,7 +38,7 @@ __all__ = ["aligned", "aligned_cuts", "pointwise"]
 
 aten = torch.ops.aten
 AVG, MAX, MIN = map(Partial, ("avg", "max", "min"))
-ORDERED = (MIN, MAX)
+ORDERED = (MAX, MIN)
 
 
 def aligned(spec: DTensorSpec, shape: Sequence[int], dim: int) -> Placement:
@@ -199,7 +199,7 @@ def _masked_fill(call: OpCall) -> list[Strategy]:
 def _cast(call: OpCall) -> list[Strategy]:
     found, dtype = pointwise(call), call.arg("dtype")
     if dtype is None or _casts_terms(call.operands[0].meta.dtype, dtype):
-        found += alike(call, LINEAR)
+        found += alike(call, (*LINEAR, *ORDERED))
     return found
 
 

@@ -51,7 +51,9 @@ OUTCOMES = {
     "threshold": (lambda x: F.threshold(x, 0.5, 0.0), "max max 0, sum R 1"),
     "threshold up": (lambda x: F.threshold(x, 0.5, 5.0), "max R 1"),
     "clamp": (lambda x: x.clamp(-1, 1), "max R 1, sum R 1, S S 0"),
-    "maximum": (torch.maximum, "max R max 0, R min min 0, max max max 0, min min min 1, sum R R 1"),
+    "maximum": (torch.maximum, "max R max 0, R min min 0, max max max 0, min min min 1, sum R R 1,"
+        "min max max 1"),
+    "to float": (lambda x: x.to(torch.float64), "sum sum 0, max max 0, min min 0"),
     "minimum": (torch.minimum, "max R max 0, R min min 0, min min min 0, sum sum R 2"),
     "logaddexp": (torch.logaddexp, "max R max 0, R min min 0, avg R R 1"),
     "where": (lambda x, y: torch.where(x > 0, x, y), "R sum R 1, R S S 0"),
