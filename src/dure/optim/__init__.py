@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedOptimizer", "PostLocalSGDOptimizer", "ZeroRedundancyOptimizer"]
 
-_HOMES = {
+_RARELY_USED = {
     "DistributedOptimizer": "dure.rpc.optimizer",
     "as_functional_optim": "dure.optim.utils",
     "_apply_optimizer_in_backward": "dure.optim.apply_optimizer_in_backward",
@@ -24,6 +24,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import what is rarely used, such as RPC's optimizer, on its first use."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _RARELY_USED:
+        return getattr(importlib.import_module(_RARELY_USED[name]), name)
     return attribute(__name__, name)
