@@ -14,6 +14,7 @@ OF_THE_PROGRAM = ("cli", "data/images.py", "nn/experts.py", "tensor/factories.py
 FACTORIES = (
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),
     *("ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+    *("sparse_compressed_tensor", "sparse_coo_tensor"),
 )
 """Functions that `torch.set_default_device` and `with torch.device(...)` give another device."""
 

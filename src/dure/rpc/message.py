@@ -304,7 +304,12 @@ def _rebuild_sparse(row: TensorRow, before: Sequence[torch.Tensor]) -> torch.Ten
         raise ValueError(f"no tensor: {row}")
     if row.layout == "sparse_coo":
         return torch.sparse_coo_tensor(
-            indices[0], values, row.shape, is_coalesced=row.coalesced, check_invariants=True
+            indices[0],
+            values,
+            row.shape,
+            device=values.device,
+            is_coalesced=row.coalesced,
+            check_invariants=True,
         )
     return torch.sparse_compressed_tensor(
         indices[0],
@@ -312,6 +317,7 @@ def _rebuild_sparse(row: TensorRow, before: Sequence[torch.Tensor]) -> torch.Ten
         values,
         row.shape,
         layout=getattr(torch, row.layout),
+        device=values.device,
         check_invariants=True,
     )
 

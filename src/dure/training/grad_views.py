@@ -437,6 +437,7 @@ class SparseGradView(GradView):
             torch.empty((0, *p.shape[1:]), dtype=self._reduce_dtype or p.dtype, device=p.device),
             tuple(p.shape),
             check_invariants=False,
+            device=p.device,
         )
 
 

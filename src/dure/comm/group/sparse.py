@@ -76,7 +76,11 @@ def sparse_all_reduce(
 
     def add_up() -> None:
         total = torch.sparse_coo_tensor(
-            torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
+            torch.cat(indices, 1),
+            torch.cat(values),
+            mine.shape,
+            device=mine.device,
+            check_invariants=False,
         )
         with torch.no_grad():  # detach() would not do: a sparse tensor's entries are replaced
             tensor.copy_(total.coalesce())

@@ -56,7 +56,7 @@ def test_an_average_of_weights_names_the_way_out(way: str) -> None:
 
 
 def test_unsharded_parameters_can_be_saved_and_go_with_their_model(way: str) -> None:
-    def body(rank: int) -> None:
+    def body(rank: int) -> weakref.ref[object]:
         model = made(way)
         model(X)
         stream = io.BytesIO()
@@ -65,12 +65,11 @@ def test_unsharded_parameters_can_be_saved_and_go_with_their_model(way: str) -> 
         loaded = torch.load(stream)["0.weight"]
         assert type(loaded) is nn.Parameter and torch.equal(loaded, model[0].weight)
         assert not vars(loaded)
-        gone = weakref.ref(state_of(model).groups[0].parameters[0])
-        del model
-        gc.collect()
-        assert gone() is None
+        return weakref.ref(state_of(model).groups[0].parameters[0])
 
-    run_ranks(SIZE, body)
+    gone = run_ranks(SIZE, body)
+    gc.collect()  # here: of two ranks that collect at once, one would do nothing
+    assert [one() for one in gone] == [None] * SIZE
 
 
 NEXT = {
