@@ -3,6 +3,6 @@
 # fmt: off
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
-from dure.parallel.ddp.replicate import replicate
+from dure.parallel.ddp.replicate import DDP, replicate
 
-__all__ = ["replicate"]
+__all__ = ["DDP", "replicate"]

@@ -112,26 +112,26 @@ def test_what_counts_as_nobodys_is_measured() -> None:
 
 @pytest.mark.parametrize("held", [False, True])
 def test_a_part_that_the_program_has_is_not_moved_away(held: bool) -> None:
-    # The first gradient is terms, the second one whole: autograd adds it to the first in place.
+    # The first gradient is terms, the second one sharded: autograd adds it to the first in place.
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        weight = made(mesh, torch.ones(1, 1, requires_grad=True), [Replicate()])
+        weight = made(mesh, torch.ones(2, 1, requires_grad=True), [Replicate()])
         parts: list[torch.Tensor] = []
         if held:
             weight.register_hook(lambda g: parts.append(g.to_local()))
-        rows = torch.tensor([[1.0], [2.0]])
+        rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
         def learn(placement: Any) -> None:
             (made(mesh, rows, [placement]) @ weight).sum().backward()
 
         learn(Shard(0))
         if not held:
-            learn(Replicate())
-            assert weight.grad.full_tensor().tolist() == [[6]]
+            learn(Shard(1))
+            assert weight.grad.full_tensor().tolist() == [[8], [12]]
             return
         with pytest.raises(PlacementError):
-            learn(Replicate())
-        assert parts[0].tolist() == [[rank + 1]]
+            learn(Shard(1))
+        assert parts[0].tolist() == [[[1], [2]], [[3], [4]]][rank]
 
     run_ranks(2, body)
 
