@@ -73,27 +73,23 @@ USERS: dict[str, Callable[[Slot, str, int], Group | Rpc | OwnStore]] = {
 PAIRS = [(a, b) for a in USERS for b in USERS if a != b or a == "store"]
 
 
-def meet(slot: Slot, way: str, port: int, key: str) -> list[str]:
-    """Open each pair of users twice, closing in either order; return what failed first."""
+def meet(slot: Slot, way: str, port: int, key: str, pair: tuple[str, str], order: int) -> None:
+    """Open two users of one address, use both, and close them in an order."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "DURE_JOB_KEY_FILE": key}
-    url = {"tcp": f"tcp://127.0.0.1:{port}", "file": slot.url}.get(way, "env://")
+    url = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{key}.meeting"}.get(way, "env://")
     if way == "torchrun":
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": str(slot.size)}
-    for pair in PAIRS if way != "torchrun" else PAIRS[:1]:  # the port is torchrun's
-        for order in (1, -1):
-            try:
-                users = [USERS[name](slot, url, port) for name in pair]
-                for user in users:
-                    user.use(slot, f"{pair} {order}")
-                for user in users[::order]:
-                    user.close()
-            except Exception as error:
-                return [f"{pair} {order}: {type(error).__name__}: {error}"]
-    return []
+    users = [USERS[name](slot, url, port) for name in pair]
+    for user in users:
+        user.use(slot, f"{pair} {order}")
+    for user in users[::order]:
+        user.close()
 
 
 @pytest.mark.parametrize("way", ["env", "tcp", "file", "torchrun"])
 def test_users_of_one_address_share_its_store(way: str, port: int, tmp_path: Path) -> None:
     key = str(key_file(tmp_path / "key"))
     with Ranks(2, tmp_path) as ranks:
-        assert ranks.run(meet, 2, way, port, key) == [[], []]
+        for pair in PAIRS if way != "torchrun" else PAIRS[:1]:  # the port is torchrun's
+            for order in (1, -1):  # at once after the one before has ended on both ranks
+                assert ranks.run(meet, 2, way, port, key, pair, order) == [None, None]
