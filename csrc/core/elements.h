@@ -87,7 +87,8 @@ struct Average : Sum {
     }
 };
 
-// An average of integers, which are summed as unsigned ones: the quotient is truncated towards zero.
+// An average of integers, which are summed as unsigned ones:
+// the quotient is truncated towards zero.
 template <typename Integer>
 struct IntegerAverage : Sum {
     template <typename T>

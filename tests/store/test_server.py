@@ -3,6 +3,8 @@
 import contextlib
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
 
@@ -60,6 +62,21 @@ def test_masters_at_one_address_share_a_server_until_the_last_closes(master: TCP
     again = another()
     assert not again.check(["k"])
     again.close()
+
+
+def test_a_client_takes_no_server_that_its_owners_have_left(key: JobKey, port: int) -> None:
+    """It would register with a server that ends, while the master waits for it at the next one."""
+    left = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
+    left.close(serve_s=TIMEOUT.total_seconds())  # as a process group does, for late ranks
+    with pytest.raises(StoreTimeout):
+        TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=0.2), key=key)
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(TCPStore, "127.0.0.1", port, 2, timeout=TIMEOUT, key=key)
+        again = TCPStore("127.0.0.1", port, 2, True, TIMEOUT, key=key)
+        late.result().set("came", "yes")
+        assert again.get("came") == b"yes"
+        late.result().close()
+        again.close()
 
 
 def test_a_retired_server_serves_those_who_are_left(key: JobKey) -> None:

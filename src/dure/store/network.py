@@ -43,6 +43,9 @@ _GRACE_S = 1.0
 _REDIAL_S = 2.0
 """How long a client whose server was there once looks for it again."""
 
+_LOOK_S = 0.05
+"""How often a client looks whether a server that was left has been replaced."""
+
 _log = logging.getLogger("dure.store")
 
 
@@ -280,9 +283,45 @@ class TCPStore(NetworkStore):
                 address = resolve(host_name, listener.port)
         key = key or job_key(host_name, name_of(host_name, port))
         self._host, self._port = host_name, address.port
-        super().__init__(address.endpoint, key, timeout, server)
-        if world_size is not None and world_size > 0 and wait_for_workers:
-            self._meet(world_size)
+        meets = world_size if world_size and world_size > 0 and wait_for_workers else None
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._opened(address.endpoint, key, timeout, server, meets):
+            if time.monotonic() > deadline:
+                raise StoreTimeout(
+                    "the master of the store did not open it", keys=(), seen=address.endpoint
+                )
+            time.sleep(_LOOK_S)
+
+    def _opened(
+        self,
+        endpoint: str,
+        key: JobKey | None,
+        timeout: timedelta,
+        server: StoreServer | None,
+        world_size: int | None,
+    ) -> bool:
+        """Connect, and meet the others; False if the server is one that its owners have left.
+
+        The master opens another one, or the same again, after it has left the one before. Who was
+        here first would else register with a server that ends.
+        """
+        super().__init__(endpoint, key, timeout, server)
+        try:
+            if world_size is not None and (server is not None or not self._is_left()):
+                self._meet(world_size)
+            if server is not None or not self._is_left():
+                return True
+            if world_size is not None:
+                self.add("dure/workers", -1)
+        except StoreLost:
+            if server is not None:
+                raise
+        self.close()
+        return False
+
+    def _is_left(self) -> bool:
+        reply = self._answered(Request("check", ()), self._timeout.total_seconds())
+        return reply is not None and reply.text == "retired"
 
     @property
     def host(self) -> str:

@@ -124,6 +124,7 @@ class StoreServer:
             now = time.monotonic()
             self._at_least_s = at_least_s
             self._retired = now + at_least_s, now + linger_s
+            self._board.is_retired = True
         self._wake()
 
     def adopt(self) -> bool:
@@ -131,7 +132,7 @@ class StoreServer:
         with self._ending:
             if not self._stopping:
                 self._num_owners = 1 if self._retired else self._num_owners + 1
-                self._retired = None
+                self._retired, self._board.is_retired = None, False
                 return True
         self._thread.join()
         return False

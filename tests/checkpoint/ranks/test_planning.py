@@ -154,9 +154,10 @@ class _Compared(dict[str, Any]):
 
 def test_trees_of_ranks_that_all_differ_are_compared_once_each(tmp_path):
     num_ranks = 10
+    ranks = frozenset(range(num_ranks))
 
     def body(rank):
-        taken = take({"model": {"w": torch.ones(2)}, f"own{rank}": rank}, range(num_ranks))
+        taken = take({"model": {"w": torch.ones(2)}, f"own{rank}": rank}, ranks)
         taken = replace(taken, tree=_Compared(taken.tree))
         save_into(tmp_path, taken, Ranks(None, "save"))
 

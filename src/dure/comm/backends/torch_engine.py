@@ -214,8 +214,10 @@ class _StoreBridge(c10d.Store):
     def getNumKeys(self) -> int:
         return self._store.num_keys()
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._store.compare_set(key, expected, desired)
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        return self._store.compare_set(key, expected_value, desired_value)
 
     def append(self, key: str, value: str | bytes) -> None:
         self._store.append(key, value)
@@ -269,7 +271,7 @@ class GlooOpening:
             )
         settings = cls._Options()
         settings._devices = [cls.create_device(hostname=_own_address(options))]
-        settings._timeout = options.timeout
+        settings._timeout = options.timeout  # pyright: ignore[reportAttributeAccessIssue]
         settings._threads = 2
         addresses = _Addresses()
 
@@ -354,7 +356,7 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
         torch.cuda.set_device(options.device_id)
     given = options.pg_options
     settings = given if isinstance(given, cls.Options) else cls.Options()
-    settings._timeout = options.timeout
+    settings._timeout = options.timeout  # pyright: ignore[reportAttributeAccessIssue]
     store = _StoreBridge(options.store)
     make = lambda: cls(store, options.rank, options.size, settings)  # noqa: E731
     return EngineGroup(_Nccl(_connect("nccl", make, options), options, store), options)
