@@ -138,9 +138,9 @@ class Turns:
                 self._signals.wait_signal(peer)
             except CommTimeout as error:
                 error.add_note(
-                    f"Rank {peer} has not ended the step of this model that rank {self._rank} has "
-                    "ended. Ranks that share parameters run a model together: if only some run "
-                    "it, such as for an evaluation on rank 0, let all of them run it."
+                    f"Rank {peer} has not finished the step of this model that rank {self._rank} "
+                    "has finished. All ranks that share parameters must run the model together; "
+                    "run an evaluation on all of them."
                 )
                 raise
             self._awaited.pop()

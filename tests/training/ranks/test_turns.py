@@ -99,8 +99,7 @@ def test_a_rank_that_runs_the_model_alone_is_told_to_let_all_run_it() -> None:
         return caught.value.__notes__[0]
 
     assert run_ranks(2, body) == [
-        "Rank 1 has not ended the step of this model that rank 0 has ended. Ranks that share "
-        "parameters run a model together: if only some run it, such as for an evaluation on "
-        "rank 0, let all of them run it.",
+        "Rank 1 has not finished the step of this model that rank 0 has finished. All ranks that "
+        "share parameters must run the model together; run an evaluation on all of them.",
         "",
     ]

@@ -123,7 +123,7 @@ class ParameterGroup:
             if self._dtypes != [p.sharded.dtype for p in self.parameters]:
                 self.remake()
             self.strategy.attach()
-        is_stale = self.strategy.is_stale(self.accumulates or self._defers)
+        is_stale = self.strategy.is_stale(self.accumulates)
         if is_stale:
             self.reshard()
             self.strategy.reshard()

@@ -11,7 +11,7 @@ need not wait for it.
 With replicas (HSDP) the parts are reduced once more, over the axis of replicas.
 
 The sum is divided by a *factor*, the number of ranks or the program's. The collective averages, or
-the division comes after it. Only a hook can see where: it gets what torch gives it, which is
+the division comes after it. Only a hook can observe this. As in torch, it receives:
 
     float32, bfloat16     the sum, divided by the factor
     other dtypes          the sum, divided by a power of two near the factor's root (see

@@ -60,7 +60,8 @@ class Strategy:
         """Whether any rank's shards were written since the wholes, which were kept, were made.
 
         Args:
-            accumulates: Gradients are accumulated: shards are not written, or on all ranks.
+            accumulates: Whether gradients are only being accumulated: no rank writes its shards, or
+                all ranks do.
 
         Collective: all ranks of the group, unless `accumulates`.
         """

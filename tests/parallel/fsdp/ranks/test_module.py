@@ -93,6 +93,25 @@ def test_parameters_that_stay_unsharded_are_used_again_without_a_message(method:
     run_ranks(2, body)
 
 
+def test_what_some_ranks_wrote_after_a_reduction_is_used_in_microbatches() -> None:
+    """As an optimizer writes: on ranks that have rows."""
+
+    def body(rank: int) -> Any:
+        model: Any = nn.Linear(2, 3, bias=False)
+        with strategy("gathered"):
+            fully_shard(model)
+        model.set_reshard_after_backward(False)
+        shard = model.weight.to_local()
+        model(torch.ones(1, 2)).sum().backward()
+        model.set_requires_gradient_sync(False)
+        with torch.no_grad():
+            if rank != 3:
+                shard.fill_(1.0)
+        return model(torch.ones(1, 2)).tolist()
+
+    assert run_ranks(4, body) == [[[2.0] * 3]] * 4
+
+
 def test_a_write_on_all_ranks_between_microbatches_is_seen() -> None:
     def body(rank: int) -> None:
         model: Any = nn.Linear(2, 4, bias=False)
