@@ -20,7 +20,7 @@ from dure.errors import NotInGroupError
 from dure.tensor.call import SUM, Op, OpCall, R, Strategy
 from dure.tensor.dispatch import special
 from dure.tensor.placement_types import Partial, Placement, Shard
-from dure.tensor.redistribute import redistribute
+from dure.tensor.redistribute import parts_along, redistribute
 from dure.tensor.registry import by_value, rule, zeros_where_empty
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
@@ -129,34 +129,31 @@ def _product(call: OpCall) -> list[Strategy]:
 _LEAST = {aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, aten.all.dims}
 
 
-def _worst(dtype: torch.dtype, least: bool) -> float | bool:
-    """Return the value that no other one loses to: where there is nothing to reduce."""
-    if dtype == torch.bool:
-        return least
-    if dtype.is_floating_point:
-        return math.inf if least else -math.inf
-    limits = torch.iinfo(dtype)
-    return limits.max if least else limits.min
+def _has_empty_part(spec: DTensorSpec, dim: int) -> bool:
+    """Tell whether any rank of the mesh has no element along a dimension."""
+    sizes = {spec.shape[dim]}
+    for cut in spec.cuts(dim):
+        n = spec.mesh.shape[cut.axis]
+        parts = [runs for size in sizes for runs in parts_along(size, cut, n)]
+        sizes = {sum(length for length, _ in runs) for runs in parts}
+    return 0 in sizes
 
 
-def _extreme_local(call: OpCall) -> Callable[..., Any] | None:
-    """Give the value that loses to every other where this rank has nothing to reduce."""
-    spec = call.operands[0]
-    if _local_count(spec, reduced_dims(call)):
-        return None
-    least = [True, False] if call.op is aten.aminmax.default else [call.op in _LEAST]
-    pairs = zip(call.results, least, strict=True)
-    made = [_filled(result, _worst(spec.meta.dtype, one)) for result, one in pairs]
-    return made[0] if len(made) == 1 else lambda *args, **kwargs: tuple(m(*args) for m in made)
+def _extremes(call: OpCall, *terms: Partial, linear: Sequence[Partial] = ()) -> list[Strategy]:
+    """Return what is legal for extremes, whose ranks' terms are all results of elements.
+
+    An empty part has no extreme. A filler in its place, such as the least integer, would lose to
+    every other term, but operators compute with terms, and afterwards it may win.
+    """
+    spec, dims = call.operands[0], reduced_dims(call)
+    empty = {Shard(dim) for dim in dims if _has_empty_part(spec, dim)}
+    return [s for s in reduction(call, terms, linear) if s.inputs[0] not in empty]
 
 
-@rule(
-    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
-    local=_extreme_local,
-)  # fmt: skip
+@rule(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 def _extreme(call: OpCall) -> list[Strategy]:
     term = MIN if call.op in _LEAST else MAX
-    return reduction(call, [term], [term])
+    return _extremes(call, term, linear=[term])
 
 
 @rule(
@@ -167,9 +164,9 @@ def _truth(call: OpCall) -> list[Strategy]:
     return reduction(call, [MIN if call.op in _LEAST else MAX])
 
 
-@rule(aten.aminmax.default, local=_extreme_local)
+@rule(aten.aminmax.default)
 def _both(call: OpCall) -> list[Strategy]:
-    return reduction(call, [MIN, MAX])
+    return _extremes(call, MIN, MAX)
 
 
 @rule(

@@ -64,6 +64,17 @@ def test_extremes(x):
         check(lambda x: (*x.aminmax(), *x.aminmax(dim=0)), x)
 
 
+def test_terms_of_extremes_where_parts_are_empty():
+    integers = torch.tensor([[3, -4], [5, 6]])  # two rows on four ranks
+
+    def computed(x):
+        return -x.amax(0), -x.amin(0), x.amax(0) + 1, x.amin(0) - 1, -x.max(), x.aminmax()[1] + 1
+
+    check(computed, integers)
+    check(computed, integers.double())
+    check(lambda x: x.amax() + math.inf, integers.double())
+
+
 def test_extremes_keep_what_is_not_a_number():
     check(lambda x: (x.amax(0), x.min()), torch.tensor([[1.0, math.nan], [2.0, 0.0], [3.0, 4.0]]))
 
