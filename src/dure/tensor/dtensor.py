@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -424,6 +424,18 @@ class DTensor(torch.Tensor):
             )
         return ["part"], (self.spec, self.requires_grad)
 
+    def __create_write_items__(self, fqn: str, value: object) -> NoReturn:
+        """Refuse torch's checkpoints: each rank would save its part as if it were alone.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise _for_torch(fqn)
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """Refuse to be loaded from torch's checkpoints; see `__create_write_items__`."""
+        raise _for_torch("")
+
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], context: Any, size: torch.Size, stride: tuple[int, ...]
@@ -609,6 +621,15 @@ def _warn_of_assumption(op: str, spec: DTensorSpec, site: str, axes: Sequence[in
         UserWarning,
         file,
         int(line),
+    )
+
+
+def _for_torch(name: str) -> UsageError:
+    return UsageError(
+        "torch.distributed.checkpoint met a DTensor of dure, whose other parts it cannot see",
+        op="checkpoint",
+        seen=name or "a DTensor",
+        fix="Import the checkpoint's functions from dure: import dure.checkpoint as dcp.",
     )
 
 

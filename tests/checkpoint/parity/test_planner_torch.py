@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ import torch.distributed.checkpoint.storage as their_storage
 import dure.checkpoint as ours
 import dure.checkpoint.planner as our_planner
 import dure.checkpoint.storage as our_storage
+from dure.device_mesh import init_device_mesh
+from dure.tensor import Shard, distribute_tensor
+from dure.testing import run_ranks
 
 BASES = (
     theirs.SavePlanner,
@@ -154,3 +158,20 @@ def test_hooks_are_called_in_torchs_order_with_equal_plans():
         assert mine == other
     assert our_state["a"].tolist() == [[0.5, 1.5, 2.5], [3.5, 4.5, 5.5]] and our_state["step"] == 7
     assert plain(our_state) == plain(their_state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoints_refuse_dtensors_and_say_where_to_import_from(tmp_path: Path) -> None:
+    """Each rank would save its part as if it were alone, and one would replace the others."""
+
+    def body(rank: int) -> None:
+        mesh, folder = init_device_mesh("cpu", (2,)), tmp_path / f"{rank}"
+        state: dict[str, Any] = {"w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}
+        for function in (theirs.save, theirs.load):
+            with pytest.raises(theirs.api.CheckpointException) as caught:
+                function(state, checkpoint_id=folder, no_dist=True)
+            (failure,) = caught.value.failures.values()
+            assert "import dure.checkpoint as dcp" in str(failure[0])
+            theirs.save({"w": torch.zeros(4)}, checkpoint_id=folder, no_dist=True)
+
+    run_ranks(2, body)
