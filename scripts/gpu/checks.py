@@ -38,16 +38,21 @@ class Check:
     cuda: bool = False
     alone: bool = False
     """It measures, so nothing else may run."""
+    may_refuse: bool = False
+    """An error that says "not supported" is what docs/gpu.md promises, not a failure."""
 
 
 CHECKS: list[Check] = []
 
 
-def check(part: str, name: str = "", cuda: bool = False, alone: bool = False) -> Callable[..., Any]:
+def check(
+    part: str, name: str = "", cuda: bool = False, alone: bool = False, may_refuse: bool = False
+) -> Callable[..., Any]:
     """Add a function to `CHECKS`."""
 
     def add(run: Callable[[], object]) -> Callable[[], object]:
-        CHECKS.append(Check(part, name or run.__name__.replace("_", " "), run, cuda, alone))
+        shown = name or run.__name__.replace("_", " ")
+        CHECKS.append(Check(part, shown, run, cuda, alone, may_refuse))
         return run
 
     return add
@@ -115,9 +120,9 @@ class Refused(Exception):
 REFUSALS = (Refused, UsageError, DtypeError, DeviceError)
 
 
-def outcome(error: BaseException) -> str:
+def outcome(error: BaseException, may_refuse: bool) -> str:
     """Return the result of a check that raised `error`."""
-    return "refused" if isinstance(error, REFUSALS) else "FAILED"
+    return "refused" if may_refuse and isinstance(error, REFUSALS) else "FAILED"
 
 
 def told(error: BaseException) -> str:

@@ -34,7 +34,7 @@ def in_child(one: Check, out: Connection, log: str) -> None:
         out.send(("ok", "" if said is None else str(said)))
     except BaseException as error:
         traceback.print_exc()
-        out.send((outcome(error), told(error)))
+        out.send((outcome(error, one.may_refuse), told(error)))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -64,6 +64,7 @@ class Running:
         if found is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()  # it may not have made its process group yet
             self.process.join()
         return found
 
