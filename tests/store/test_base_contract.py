@@ -53,6 +53,19 @@ class TestContract:
             assert {p.result() for p in popped} == {b"b", b"c"}
         assert (first.queue_pop("q"), second.queue_len("q")) == (b"d", 0)
 
+    @pytest.mark.parametrize("block", [True, False])
+    def test_many_pop_one_queue_and_each_gets_a_value(self, pair: Pair, block: bool) -> None:
+        values = [str(number).encode() for number in range(80)]
+        for value in values:
+            pair[0].queue_push("q", value)
+
+        def pops(place: int) -> list[bytes]:
+            return [pair[place % 2].queue_pop("q", block) for _ in range(len(values) // 4)]
+
+        with ThreadPoolExecutor(4) as pool:
+            popped = [value for part in pool.map(pops, range(4)) for value in part]
+        assert sorted(popped) == sorted(values)
+
     def test_a_barrier_is_passed_together_and_again(self, pair: Pair) -> None:
         for _ in range(2):
             with pytest.raises(StoreTimeout):

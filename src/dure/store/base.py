@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Self
 
-from dure.errors import QueueEmptyError
+from dure.errors import QueueEmptyError, StoreTimeout
 from dure.store.arguments import duration_of, integer_of, keys_of, pairs_of, text_of
 
 __all__ = ["DEFAULT_TIMEOUT", "Store"]
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+_LOOK_S = 0.2
+"""How often a caller that waits for a value of a queue looks which one is next."""
 
 
 class Store(ABC):
@@ -135,9 +138,9 @@ class Store(ABC):
 
         Raises:
             QueueEmptyError: There is none, and `block` is False.
-            StoreTimeout: There is none yet.
+            StoreTimeout: No value arrived within the store's timeout.
 
-        Cost: five visits to the store, more if several pop at once.
+        Cost: five round trips, more if several callers pop at once.
         """
         text_of(key, "queue_pop")
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -145,11 +148,19 @@ class Store(ABC):
             before, number = self._popped(key)
             item = f"{key}/queue/{number + 1}"
             if not self.check([item]):
+                if self._popped(key)[0] != before:  # another caller has popped the item
+                    continue
                 if not block:
                     raise QueueEmptyError("the queue is empty", op="queue_pop", seen=repr(key))
-                left_s = deadline - time.monotonic()
-                self.wait([item], timedelta(seconds=max(0.0, left_s)))
-            # With a word of its own: of several that claim one number, one sees that it has it.
+                left_s = max(0.0, deadline - time.monotonic())
+                try:
+                    self.wait([item], timedelta(seconds=min(left_s, _LOOK_S)))
+                except StoreTimeout:
+                    if left_s > _LOOK_S:
+                        continue
+                    raise
+            # The word is unique: of several callers that claim one number, exactly one reads back
+            # its own word.
             mine = f"{number + 1} {secrets.token_hex(8)}"
             if self.compare_set(f"{key}/queue/popped", before, mine) == mine.encode():
                 value = self.get(item)
