@@ -78,9 +78,7 @@ wheel-pure: $(STAMPS)/release ## build the wheel without the engine, for macOS
 wheel-test: $(STAMPS)/release ## try the wheel in an empty environment; write dist/sbom.json
 	@scripts/wheel try dist/dure-*manylinux*.whl
 
-setup: $(STAMPS)/package ## install everything, run nothing
-	@scripts/setup extra test lint docs release
-	@touch $(addprefix $(STAMPS)/,test lint docs release)
+setup: $(STAMPS)/package $(STAMPS)/extras ## install everything, run nothing
 
 clean: ## remove what was built and installed
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -93,6 +91,11 @@ $(STAMPS)/venv: constraints.txt scripts/setup
 $(STAMPS)/package: $(STAMPS)/venv pyproject.toml $(NATIVE_SOURCES)
 	@scripts/setup package
 	@touch $@
+
+# One pip for all of them takes less time than one for each.
+$(STAMPS)/extras: $(STAMPS)/venv pyproject.toml
+	@scripts/setup extra test lint docs release
+	@touch $(addprefix $(STAMPS)/,test lint docs release extras)
 
 $(STAMPS)/test: $(STAMPS)/venv pyproject.toml
 	@scripts/setup extra test

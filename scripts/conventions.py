@@ -250,7 +250,7 @@ WITHOUT_ENTRY = {
     "rendezvous": "its names are dure's",
     "run": "torchrun's functions by name",
     "store": "its names are dure's",
-    "torch_names": "what a missing name is answered with",
+    "torch_names": "answers missing names",
 }
 """Modules that list names but have no entry, and why."""
 AS_IN_TORCH = (

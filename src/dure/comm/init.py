@@ -60,10 +60,9 @@ def init_process_group(
 
     Args:
         backend: "shm", "hybrid", "hybrid_mpi", "threads", "gloo", "mpi", "nccl", or one for each
-            kind of device such as "cpu:hybrid,cuda:nccl". "fake": a dry run of a
-            world of any size in one process; nothing is sent (comm/backends/fake.py). None: "shm"
-            if all ranks share a host, else "hybrid", which is shared memory inside a host and gloo
-            between hosts.
+            kind of device such as "cpu:hybrid,cuda:nccl". "fake": a dry run of a world of any size
+            in one process; nothing is sent (comm/backends/fake.py). None: "shm" if all ranks share
+            a host, else "hybrid", which is shared memory inside a host and gloo between hosts.
         init_method: "env://", "tcp://HOST:PORT", "file:///PATH" or "etcd://HOST:PORT/JOB". None:
             "env://"; what RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT leave open is found where
             Slurm, an MPI launcher or another cluster started the ranks (`dure env` shows what).
