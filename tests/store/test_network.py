@@ -1,6 +1,7 @@
 """What only the network store can do wrong: addresses, keys, strangers, lost servers."""
 
 import logging
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout
-from dure.store import JobKey, TCPStore, network
+from dure.store import JobKey, Store, TCPStore, network
 from dure.store.connection import Connection, dial
+from dure.store.init_method import TcpPlace
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 from tests.waiting import until
@@ -53,6 +55,38 @@ def test_insecure_on_both_sides_works_and_warns(
     assert store.get("k") == b"v"
     other.close()
     store.close()
+
+
+def test_a_clone_keeps_the_server(master: TCPStore, server: StoreServer, key: JobKey) -> None:
+    owner = NetworkStore(server.endpoint, key, TIMEOUT, server)
+    for store, its in ((master, master._server), (owner, server)):
+        assert its is not None
+        with closing(store.clone()) as clone:
+            store.close()
+            assert not its.retired
+            clone.set("k", "v")
+        assert its.retired
+
+
+def test_threads_that_open_one_address_share_one_server() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together = threading.Barrier(4)
+
+    def opens(number: int) -> Store:
+        together.wait()
+        if number % 2:
+            return TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT)
+        return TcpPlace(host="127.0.0.1", port=port).open(0, 1, TIMEOUT.total_seconds())
+
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as pool:
+            stores = list(pool.map(opens, range(4)))
+        stores[0].set("k", "v")
+        assert stores[1].get("k") == b"v"
+        for store in stores:
+            store.close()
 
 
 def test_a_number_out_of_range_is_an_error(master: TCPStore) -> None:

@@ -44,7 +44,7 @@ from dure.store.identity import start_of
 from dure.store.key import SHARED_HOME_S, JobKey, name_of
 from dure.store.listener import Listener, listen
 from dure.store.network import NetworkStore, job_key
-from dure.store.server import StoreServer, adopt
+from dure.store.server import StoreServer, adopt_or_make
 from dure.store.silence import silence_s
 
 __all__ = ["EtcdPlace", "FilePlace", "LocalPlace", "Place", "Spot", "TcpPlace", "find_place"]
@@ -129,7 +129,7 @@ class TcpPlace:
         if rank == 0 and (server is None or server.retired):
             bind = env.text("DURE_STORE_BIND")
             at = resolve(bind, self.port, "DURE_STORE_BIND") if bind else address
-            server = adopt(at.endpoint) or StoreServer(listen(at), key)
+            server = adopt_or_make(at.endpoint, lambda: StoreServer(listen(at), key))
         return NetworkStore(address.endpoint, key, timedelta(seconds=timeout_s), server)
 
     def _own_name(self) -> str:
@@ -157,7 +157,7 @@ class LocalPlace:
         endpoint = f"ipc://@dure-{word}"
         server = None
         if rank == 0:
-            server = adopt(endpoint) or StoreServer(Listener(endpoint=endpoint), key)
+            server = adopt_or_make(endpoint, lambda: StoreServer(Listener(endpoint=endpoint), key))
         return NetworkStore(endpoint, key, timedelta(seconds=timeout_s), server)
 
 

@@ -24,14 +24,14 @@ import zmq
 
 from dure import env
 from dure.errors import StoreError, StoreLost, StoreTimeout
-from dure.store.address import LOOPBACK, is_refused, resolve
+from dure.store.address import LOOPBACK, Address, is_refused, resolve
 from dure.store.arguments import duration_of, integer_of, text_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.connection import Connection, dial, lost
 from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
-from dure.store.server import StoreServer, adopt
+from dure.store.server import StoreServer, adopt_or_make
 from dure.store.silence import silence_s
 from dure.store.wire import Reply, Request, pack, read_reply
 
@@ -106,7 +106,13 @@ class NetworkStore(AskingStore):
         return self._replaced or is_refused(self._endpoint)
 
     def clone(self) -> NetworkStore:
-        return NetworkStore(self._endpoint, self._key, self._timeout)
+        return NetworkStore(self._endpoint, self._key, self._timeout, self._adopted())
+
+    def _adopted(self) -> StoreServer | None:
+        """Return the server that this store owns, with one more owner: the clone."""
+        server = self._server
+        owned = server is not None and server.pid == os.getpid() and server.adopt()
+        return server if owned else None
 
     def close(self, serve_s: float = 0.0) -> None:
         """Say goodbye; a server that this store owns goes on until its last client has left.
@@ -225,7 +231,7 @@ class NetworkStore(AskingStore):
 
 
 class TCPStore(NetworkStore):
-    """A store that one process serves over TCP; the arguments but `key` are torch's.
+    """A store that one process serves over TCP; all arguments except `key` are torch's.
 
     Args:
         host_name: Name or address of the master's host. The master listens on this address alone,
@@ -271,17 +277,9 @@ class TCPStore(NetworkStore):
         if is_master:
             bind = env.text("DURE_STORE_BIND")
             at = resolve(bind, port, "DURE_STORE_BIND") if bind else address
-            server = adopt(at.endpoint, afresh=True)
-            if server is None:
-                listener = listen(at)
-                try:
-                    key = key or job_key(host_name, name_of(host_name, listener.port))
-                except BaseException:
-                    os.close(listener.fd)
-                    raise
-                server = StoreServer(listener, key)
-                address = resolve(host_name, listener.port)
-        key = key or job_key(host_name, name_of(host_name, port))
+            server = adopt_or_make(at.endpoint, lambda: _served(at, host_name, key), afresh=True)
+            address = resolve(host_name, server.port)
+        key = key or job_key(host_name, name_of(host_name, address.port))
         self._host, self._port = host_name, address.port
         meets = world_size if world_size and world_size > 0 and wait_for_workers else None
         deadline = time.monotonic() + timeout.total_seconds()
@@ -335,16 +333,28 @@ class TCPStore(NetworkStore):
 
     def clone(self) -> TCPStore:
         made = TCPStore.__new__(TCPStore)
-        NetworkStore.__init__(made, self._endpoint, self._key, self._timeout)
+        NetworkStore.__init__(made, self._endpoint, self._key, self._timeout, self._adopted())
         made._host, made._port = self._host, self._port
         return made
 
     def _meet(self, world_size: int) -> None:
-        meeting, came = divmod(self.add("dure/workers", 1) - 1, world_size)  # a server may see many
+        # a server may see several meetings
+        meeting, came = divmod(self.add("dure/workers", 1) - 1, world_size)
         if came == world_size - 1:
             self.set(f"dure/all workers/{meeting}", b"")
         if self._server is not None:
             self.wait([f"dure/all workers/{meeting}"])
+
+
+def _served(at: Address, host_name: str, key: JobKey | None) -> StoreServer:
+    """Open a server."""
+    listener = listen(at)
+    try:
+        key = key or job_key(host_name, name_of(host_name, listener.port))
+    except BaseException:
+        os.close(listener.fd)
+        raise
+    return StoreServer(listener, key)
 
 
 def job_key(host: str, job: str, wait_s: float = 0.0) -> JobKey | None:

@@ -13,7 +13,7 @@ all its clients and keys: a process group, RPC and stores of the program meet at
 
 Ending. A server that is merely stopped would cut off ranks that still read their last keys. So each
 owner *retires* it. After the last one has, it continues until its last client has left or the
-linger time has passed. If it is adopted in the meantime, it is retired no more, which lets ranks
+linger time has passed. If it is adopted in the meantime, it is no longer retired, so ranks can
 destroy and re-create their world at their own pace.
 """
 
@@ -41,7 +41,7 @@ from dure.store.silence import ListeningClock
 from dure.store.tracker import close_inherited
 from dure.store.wire import Reply, frames_of, join, pack, read_request
 
-__all__ = ["StoreServer", "adopt"]
+__all__ = ["StoreServer", "adopt", "adopt_or_make"]
 
 _LINGER_S = 10.0
 """How long a retired server waits for its clients to leave, in the background."""
@@ -280,6 +280,9 @@ class StoreServer:
 _servers: set[StoreServer] = set()
 """The servers of this process that run, retired ones included."""
 
+_making = threading.Lock()
+"""Held from the look for a server until the new one is there."""
+
 _inherited: list[StoreServer] = []
 """The parent's servers, in a forked child: kept so that nothing is ever torn down there."""
 
@@ -301,7 +304,25 @@ def adopt(endpoint: str, afresh: bool = False) -> StoreServer | None:
     return None
 
 
+def adopt_or_make(
+    endpoint: str, make: Callable[[], StoreServer], afresh: bool = False
+) -> StoreServer:
+    """Return the server of this process at `endpoint`, with one more owner, or make one.
+
+    Args:
+        endpoint: Where it listens.
+        make: Makes the server.
+        afresh: As for `adopt`.
+
+    Threads: of several that open one endpoint, one makes the server and the others adopt it.
+    """
+    with _making:
+        return adopt(endpoint, afresh) or make()
+
+
 def _forget_servers() -> None:
+    global _making
+    _making = threading.Lock()  # another thread of the parent may have held it
     for server in list(_servers):
         server.forget_inherited()
     _servers.clear()
