@@ -263,6 +263,11 @@ def _why_none(folder: Path) -> str:
         return f"the folder has checkpoints in it: name one of them, such as {folder / inner[-1]}"
     if not any(folder.iterdir()):
         return "the folder is empty"
+    if (folder / ".metadata").exists():
+        return (
+            "it is a checkpoint of torch.distributed.checkpoint: convert it with torch's "
+            "dcp_to_torch_save, and save it with dure.checkpoint"
+        )
     return f"there is no {NAME}: the folder is not a checkpoint, or was never finished"
 
 

@@ -79,3 +79,5 @@ def test_folders_that_are_no_checkpoints_say_what_they_are(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()
     assert "not a checkpoint, or was never finished" in seen(tmp_path / "other")
+    (tmp_path / "other/.metadata").touch()
+    assert "a checkpoint of torch.distributed.checkpoint" in seen(tmp_path / "other")
