@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from dure.errors import PlacementError
 from dure.tensor.call import OpCall, Strategy, schema_of
-from dure.tensor.placement_types import Placement, Replicate
+from dure.tensor.placement_types import Partial, Placement, Replicate
 from dure.tensor.redistribute import price_of
 from dure.tensor.spec import DTensorSpec
 
@@ -55,6 +55,10 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
         chosen = whole
         for number, option in enumerate(options):
             if not _keeps(call, option, axis, fixed, movable):
+                continue
+            after = [_with(here, axis, p) for here, p in zip(operands, option.inputs, strict=True)]
+            made = [[*here, p] for here, p in zip(results, option.outputs, strict=True)]
+            if any(map(_mixes_reductions, (*after, *made))):
                 continue
             moved = sum(
                 call.operands[i].placements[axis] != wanted
@@ -101,6 +105,17 @@ def _keeps(call: OpCall, option: Strategy, axis: int, fixed: Sequence[int], mova
     return True
 
 
+def _with(placements: Sequence[Placement], axis: int, one: Placement) -> list[Placement]:
+    """Return placements with another one on an axis."""
+    return [*placements[:axis], one, *placements[axis + 1 :]]
+
+
+def _mixes_reductions(placements: Sequence[Placement]) -> bool:
+    """Tell whether the terms are of reductions whose order would matter."""
+    found = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    return len(found) > 1 and found != {"sum", "avg"}
+
+
 def _cost(
     specs: Sequence[DTensorSpec],
     chosen: Sequence[Sequence[Placement]],
@@ -112,7 +127,7 @@ def _cost(
     for spec, placements, wanted in zip(specs, chosen, option.inputs, strict=True):
         if placements[axis] == wanted:
             continue
-        target = [*placements[:axis], wanted, *placements[axis + 1 :]]
+        target = _with(placements, axis, wanted)
         if wanted.is_shard() and wanted.dim >= spec.ndim:
             return math.inf
         sliced = placements[axis].is_replicate()

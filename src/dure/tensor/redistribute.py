@@ -206,9 +206,11 @@ def _next_states(
     wanted = {cut.axis: (dim, cut) for dim, cuts in enumerate(target.cuts) for cut in cuts}
     cut_axes = {cut.axis for cuts in state.cuts for cut in cuts}
     here = state.local_numel(shape, sizes) * itemsize
+    # A sum of products is not the product of sums: other terms are reduced before any are made.
+    settled = all(t is None or t == g for t, g in zip(state.terms, target.terms, strict=True))
     for axis, n in enumerate(sizes):
         term, given = state.terms[axis], target.terms[axis]
-        if given is not None and term is None and axis not in cut_axes:
+        if settled and given is not None and term is None and axis not in cut_axes:
             yield Move.SPLIT, axis, state.with_term(axis, given), _SLICE_BYTES
         if axis in cut_axes or given is not None:
             continue

@@ -117,13 +117,18 @@ def _same(call: OpCall) -> list[Strategy]:
 
 @rule(*_named("neg"))
 def _negative(call: OpCall) -> list[Strategy]:
-    return _through(call, *_ONE_LINEAR, *_FALLING)
+    return _through(call, *_ONE_LINEAR, *(_FALLING if _keeps_order(call) else ()))
+
+
+def _keeps_order(call: OpCall) -> bool:
+    """Tell whether sums and negatives keep or reverse the order: integers wrap around."""
+    return call.output.dtype.is_floating_point
 
 
 @rule(
     *_named(
-        "asinh atan ceil deg2rad erf exp exp2 expm1 floor hardshrink rad2deg relu round sgn "
-        "sigmoid sign sinh special_modified_bessel_i1 tanh trunc"
+        "asinh atan ceil deg2rad erf exp exp2 expm1 floor hardshrink rad2deg relu round "
+        "sigmoid sinh special_modified_bessel_i1 tanh trunc"
     ),
     aten.clamp_min_.default, aten.clamp_max_.default,
 )  # fmt: skip
@@ -149,10 +154,8 @@ def _threshold(call: OpCall) -> list[Strategy]:
     aten.add_.Tensor, aten.sub_.Tensor,
 )  # fmt: skip
 def _sum(call: OpCall) -> list[Strategy]:
-    return _through(
-        call, (SUM, SUM, SUM), (AVG, AVG, AVG), (AVG, AVG, R), (MAX, MAX, R), (MIN, MIN, R),
-        (AVG, R, AVG),
-    )  # fmt: skip
+    ordered = [(p, p, R) for p in ORDERED if _keeps_order(call)]
+    return _through(call, (SUM, SUM, SUM), (AVG, AVG, AVG), (AVG, AVG, R), *ordered, (AVG, R, AVG))
 
 
 @rule(

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.debug import CommDebugMode
 from dure.testing import run_ranks
 from tests.tensor.ranks.operators import check
@@ -100,5 +102,55 @@ def test_terms_become_what_torch_makes_of_them(name):
             assert torch.allclose(made.full_tensor(), own), line
             shape = own.chunk(2)[rank].shape if expected == "S" else own.shape
             assert made.to_local().shape == shape, line
+
+    run_ranks(2, body)
+
+
+def test_terms_of_several_reductions_are_not_made():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2))
+        rows, columns = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+        x = distribute_tensor(torch.tensor([2.0, 3.0]), mesh, rows)
+        y = distribute_tensor(torch.tensor([1.0, 1.0]), mesh, columns)
+        assert (x.prod() + y.sum()).full_tensor().item() == 8
+        largest = DTensor.from_local(
+            torch.tensor(1.0 + rank % 2), mesh, [Replicate(), Partial("max")]
+        )
+        total = DTensor.from_local(torch.tensor(1.0 + rank // 2), mesh, [Partial(), Replicate()])
+        made = -(largest + total)
+        assert made.full_tensor().item() == -5
+        assert made.redistribute(placements=made.placements) is not None
+
+    run_ranks(4, body)
+
+
+INEXACT = {
+    "negative of unsigned": (lambda x: -x, torch.uint8, (0, 5)),
+    "negative of the least": (lambda x: -x, torch.int8, (-128, 5)),
+    "difference of unsigned": (lambda x: x - one(x, 5), torch.uint8, (3, 10)),
+    "sum of unsigned": (lambda x: x + one(x, 100), torch.uint8, (200, 100)),
+    "sign": (torch.sign, torch.float32, (math.nan, 5)),
+    "sgn": (torch.sgn, torch.float32, (math.nan, 5)),
+}
+
+
+def one(x, value):
+    number = torch.tensor([value], dtype=x.dtype)
+    return distribute_tensor(number, x.device_mesh, [Replicate()])
+
+
+@pytest.mark.parametrize("name", INEXACT)
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_extremes_are_reduced_before_what_does_not_keep_their_order(name, reduction):
+    function, dtype, values = INEXACT[name]
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        terms = torch.tensor(values, dtype=dtype)
+        x = DTensor.from_local(terms[rank : rank + 1], mesh, [Partial(reduction)])
+        full = terms.amax() if reduction == "max" else terms.amin()
+        expected = function(distribute_tensor(full[None], mesh, [Replicate()]))
+        got = function(x).full_tensor()
+        assert torch.equal(got.nan_to_num(-99), expected.full_tensor().nan_to_num(-99))
 
     run_ranks(2, body)
