@@ -170,9 +170,9 @@ def test_torchs_checkpoints_refuse_dtensors_and_say_where_to_import_from(tmp_pat
         for function in (theirs.save, theirs.load):
             with pytest.raises(theirs.api.CheckpointException) as caught:
                 function(state, checkpoint_id=folder, no_dist=True)
-            (failure,) = caught.value.failures.values()
-            error = failure[0]  # torch reports that of loading as the cause of its own
+            error = caught.value.failures[0][0]  # what loading raised is the cause of torch's own
             assert "import dure.checkpoint as dcp" in f"{error} {error.__cause__}"
-            theirs.save({"w": torch.zeros(4)}, checkpoint_id=folder, no_dist=True)
+            if function is theirs.save:
+                theirs.save({"w": torch.zeros(4)}, checkpoint_id=folder, no_dist=True)
 
     run_ranks(2, body)
