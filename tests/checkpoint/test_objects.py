@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dure.checkpoint import Checkpointer, PerRank
-from dure.errors import (
-    CheckpointMismatch,
-)
+from dure.checkpoint import Checkpointer, PerRank, load, save
+from dure.errors import CheckpointMismatch
 from tests.checkpoint.small_runs import equal, small, trained
 
 
@@ -116,3 +116,88 @@ def test_a_module_learns_of_which_version_the_saved_one_was(tmp_path):
     other = nn.Sequential(Versioned())
     Checkpointer(tmp_path).load(model=other)
     assert other[0].found == 3
+
+
+@dataclass
+class Progress:
+    step: int = 0
+    moment: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
+
+
+@dataclass
+class OtherProgress:
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Rates:
+    beta: float = 0.0
+
+
+class Run:
+    def __init__(self, progress: Any) -> None:
+        self.progress, self.rates = progress, [Rates()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"progress": self.progress, "rates": (self.rates,)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.progress, (self.rates,) = state["progress"], state["rates"]
+
+
+class Optimizer(torch.optim.SGD):
+    """It has dataclasses in its groups, and in its state."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.ones(2, requires_grad=True)], lr=0.1)
+        self.param_groups[0]["rates"] = Rates()
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                progress = self.state[parameter].setdefault("progress", Progress())
+                progress.step += 1
+                progress.moment.add_(1)
+
+
+def _save_and_load(way: str, folder: Any, saved: Any, found: Any) -> None:
+    if way == "Checkpointer":
+        Checkpointer(folder).save(1, it=saved)
+        Checkpointer(folder).load(it=found)
+    else:
+        save({"it": saved}, checkpoint_id=folder)
+        load({"it": found}, checkpoint_id=folder)
+
+
+WAYS = pytest.mark.parametrize("way", ["Checkpointer", "load"])
+
+
+@WAYS
+def test_an_object_gets_its_dataclasses_back(tmp_path, way):
+    run, found = Run(Progress(7, torch.ones(2))), Run(Progress())
+    run.rates = [Rates(0.5)]
+    _save_and_load(way, tmp_path, run, found)
+    assert type(found.progress) is Progress and found.progress.step == 7
+    assert found.progress.moment.tolist() == [1, 1] and found.rates == [Rates(0.5)]
+
+
+@WAYS
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_an_optimizer_gets_its_dataclasses_back(tmp_path, way, has_stepped):
+    """Also one that has not stepped: a first step shows what its state will be."""
+    optimizer, found = Optimizer(), Optimizer()
+    optimizer.param_groups[0]["rates"] = Rates(0.5)
+    optimizer.step()
+    optimizer.step()
+    if has_stepped:
+        found.step()
+    _save_and_load(way, tmp_path, optimizer, found)
+    found.step()
+    progress = next(iter(found.state.values()))["progress"]
+    assert (progress.step, progress.moment.tolist()) == (3, [3, 3])
+    assert found.param_groups[0]["rates"] == Rates(0.5)
+
+
+def test_an_object_whose_dataclass_has_other_fields_is_refused(tmp_path):
+    with pytest.raises(CheckpointMismatch, match=r"it\.progress has the fields"):
+        _save_and_load("Checkpointer", tmp_path, Run(Progress()), Run(OtherProgress()))

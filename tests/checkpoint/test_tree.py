@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.checkpoint.tree import decode, encode, encode_state, flatten, merged, put
+from dure.checkpoint.tree import Fields, decode, encode, encode_state, flatten, merged, put
 from dure.errors import CheckpointMismatch, UsageError
 
 LEAVES = st.one_of(
@@ -228,7 +228,8 @@ class Named(str):
 def test_a_dataclass_is_stored_as_its_fields_and_put_back_into_an_instance():
     weight, tensors = torch.ones(2), {}
     tree = encode({"c": Pair(Frozen(weight), [Pair(1)])}, "", tensors)
-    assert list(tensors) == ["c.left.inner"] and "$" not in tree["c"]
+    assert list(tensors) == ["c.left.inner"] and tree["c"]["$"] == "fields"
+    assert type(decode(tree, str, Fields)["c"]["left"]) is Fields
     inner = {"inner": "c.left.inner", "rate": 0.5}
     saved = decode(tree, str)
     assert saved == {"c": {"left": inner, "right": [{"left": 1, "right": 2}]}}

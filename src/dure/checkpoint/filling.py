@@ -20,7 +20,15 @@ import torch
 
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.slices import pieces_of, whole_box
-from dure.checkpoint.tree import Named, decode, fields_of, item_at, with_fields
+from dure.checkpoint.tree import (
+    Fields,
+    Named,
+    decode,
+    fields_of,
+    item_at,
+    with_fields,
+    without_instance,
+)
 from dure.tensor import DTensor
 
 __all__ = ["fill", "unlike"]
@@ -79,7 +87,7 @@ def fill(found: Any, tree: Any, tensor_of: Callable[[str], torch.Tensor]) -> Non
         tree: The state as it was encoded.
         tensor_of: Returns the tensor of a name. Its memory stays as it is.
     """
-    _Filling(tensor_of).filled(found, decode(tree, Named))
+    _Filling(tensor_of).filled(found, decode(tree, Named, Fields))
 
 
 class _Filling:
@@ -90,29 +98,39 @@ class _Filling:
         self._entered: dict[int, Any] = {}
         """By id; the containers themselves are kept, so that no other gets the same id."""
 
-    def filled(self, found: Any, saved: Any) -> Any:
+    def filled(self, found: Any, saved: Any, path: str = "") -> Any:
         """Return `found`, filled, or the object that replaces it."""
         if isinstance(saved, Named):
             return self._tensor(found, saved)
         if isinstance(saved, dict):
             entries = cast(dict[Any, Any], saved)
             if fields_of(found) is not None:
-                values = {key: self.filled(item_at(found, key), v) for key, v in entries.items()}
+                values = self._all_filled(found, entries.items(), path)
                 return with_fields(found, values, copied=not self._enters(found, object))
+            if isinstance(saved, Fields):
+                entries = saved = without_instance(saved, path)
             into = cast(dict[Any, Any], found if self._enters(found, dict) else saved)
-            made = {key: self.filled(item_at(found, key), inner) for key, inner in entries.items()}
+            made = self._all_filled(found, entries.items(), path)
             into.clear()
             into.update(made)
             return into
         if isinstance(saved, list | tuple) and type(saved) is not torch.Size:
             inners = enumerate(cast(Sequence[Any], saved))
-            items = [self.filled(item_at(found, number), inner) for number, inner in inners]
+            items = [*self._all_filled(found, inners, path).values()]
             if isinstance(saved, tuple):
                 return tuple(items)
             into = cast(list[Any], found if self._enters(found, list) else saved)
             into[:] = items
             return into
         return saved
+
+    def _all_filled(
+        self, found: Any, entries: Iterable[tuple[Any, Any]], path: str
+    ) -> dict[Any, Any]:
+        return {
+            key: self.filled(item_at(found, key), inner, f"{path}.{key}" if path else str(key))
+            for key, inner in entries
+        }
 
     def _enters(self, found: Any, kind: type) -> bool:
         """Return whether `found` is a container of that type that was not filled before."""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dure.checkpoint.slice_files import Kind
-from dure.checkpoint.tree import Named, item_at
+from dure.checkpoint.tree import Fields, Named, fields_of, item_at, with_instances
 from dure.errors import CheckpointMismatch, UsageError
 from dure.tensor import DTensor
 
@@ -135,9 +135,20 @@ def state_to_fill(
             key: fill(value, *(lambda get=get, key=key: item_at(get(), key) for get in found))
             for key, value in items
         }
+        if isinstance(saved, Fields):
+            instances = (get() for get in found)
+            return _instance(inner, next((i for i in instances if fields_of(i) is not None), None))
         return inner if isinstance(saved, Mapping) else type(saved)(inner.values())
 
     return fill(saved, lambda: optimizer.state.get(parameter), fresh)
+
+
+def _instance(fields: dict[Any, Any], found: Any) -> Any:
+    """Return a copy of an instance that is to be filled; a dict if there is none."""
+    try:
+        return with_instances(Fields(fields), found, "a part of an optimizer's state")
+    except ValueError as e:
+        raise CheckpointMismatch("the checkpoint is of another optimizer", seen=f"{e}") from e
 
 
 def like_saved(saved: Any, found: Any, kinds: Mapping[str, Kind]) -> Any:
@@ -148,7 +159,8 @@ def like_saved(saved: Any, found: Any, kinds: Mapping[str, Kind]) -> Any:
         return found if fits else torch.empty(shape, dtype=dtype, device="cpu")
     if isinstance(saved, Mapping):
         entries = cast(Mapping[Any, Any], saved).items()
-        return {key: like_saved(value, item_at(found, key), kinds) for key, value in entries}
+        inner = {key: like_saved(value, item_at(found, key), kinds) for key, value in entries}
+        return _instance(inner, found) if isinstance(saved, Fields) else inner
     if type(saved) in (list, tuple):
         items = enumerate(saved)
         return type(saved)(like_saved(value, item_at(found, n), kinds) for n, value in items)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
@@ -24,11 +25,12 @@ import torch
 from torch import nn
 
 from dure.checkpoint.filling import fill, unlike
+from dure.checkpoint.fresh_state import fresh_state
 from dure.checkpoint.names import WRAPPERS
 from dure.checkpoint.scalers import set_stages
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.stateful import Stateful
-from dure.checkpoint.tree import decode, entries_of
+from dure.checkpoint.tree import Fields, decode, entries_of, with_instances
 from dure.errors import CheckpointMismatch, OptimizerError, UsageError
 from dure.tensor import DTensor
 from dure.training.pytrees import mapped
@@ -244,11 +246,19 @@ def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch
         if isinstance(inner, dict | list):
             fill(inner, tree, tensor_of)
             return
+        saved: list[Fields] = []
+
+        def fields_of_file(pairs: Any) -> Fields:
+            saved.append(Fields(pairs))
+            return saved[-1]
+
         if isinstance(inner, Sharded):
-            state = decode(tree, tensor_of)
+            state = decode(tree, tensor_of, fields_of_file)
         else:
             direct = _read_only(inner, tree) if isinstance(inner, nn.Module) else frozenset[str]()
-            state = decode(tree, lambda n: tensor_of(n) if n in direct else copy(n))
+            state = decode(tree, lambda n: tensor_of(n) if n in direct else copy(n), fields_of_file)
+        if saved:
+            state = with_instances(state, _state_with_instances(name, inner), name)
         cast(Stateful, inner).load_state_dict(state)
         set_stages(inner, {}, {})
         if isinstance(inner, Sharded):  # it has kept its part of what is mapped
@@ -257,6 +267,20 @@ def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch
         raise CheckpointMismatch(
             f"{name!r} does not take the saved state", seen=f"{type(e).__name__}: {e}"
         ) from e
+
+
+def _state_with_instances(name: str, value: Any) -> Any:
+    """Return an object's state; of an optimizer, also what the first step will make."""
+    state = state_of(name, value)
+    if isinstance(value, torch.optim.Optimizer) and _groups_of(state):
+        made = dict(state["state"])
+        for packed, group in zip(state["param_groups"], value.param_groups, strict=True):
+            for number, parameter in zip(packed["params"], group["params"], strict=True):
+                if number not in made:
+                    with suppress(UsageError):
+                        made[number] = fresh_state(value, group, parameter)
+        state = {**state, "state": made}
+    return state
 
 
 def _read_only(module: nn.Module, tree: Any) -> frozenset[str]:

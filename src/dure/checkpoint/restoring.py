@@ -23,7 +23,7 @@ from dure.checkpoint.fresh_state import like_saved, state_to_fill
 from dure.checkpoint.objects import bare, few, is_stateful, own_state
 from dure.checkpoint.slice_files import Slice, SliceFile
 from dure.checkpoint.slices import Box, Piece, pieces_of
-from dure.checkpoint.tree import Leaf, Named, decode, entries_of, flatten, put
+from dure.checkpoint.tree import Fields, Leaf, Named, decode, entries_of, flatten, put
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DTensor
 
@@ -134,7 +134,7 @@ class _Loading:
             if name == key:
                 for part, inner in entries_of(node):
                     if part == "state":
-                        found = decode(inner, Named)
+                        found = decode(inner, Named, Fields)
                         return cast(Mapping[Any, Any], found) if isinstance(found, dict) else {}
         return {}
 

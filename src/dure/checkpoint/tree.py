@@ -7,6 +7,7 @@ stand for themselves; everything else is an object with a kind and a value:
     {"$": "tensor", "v": "optimizer.state.0.exp_avg"}     {"$": "tuple", "v": [...]}
     {"$": "map", "v": [[key, value], ...]}                 dicts whose keys are not plain strings
     {"$": "ordered", "v": [...], "versions": {...}}        a module's state, and its formats
+    {"$": "fields", "v": [[name, value], ...]}             an instance of a dataclass
 
 Two leaves that are one tensor (tied weights) get one name, so its bytes are stored once. A type
 that is not in the tables below is refused by the path at which it was found. Ranks that have parts
@@ -17,14 +18,16 @@ of values that differ the first rank's is kept.
 A state is also one level of names, as torch names it (`flatten`). Dicts are always entered; lists
 and tuples where there is a tensor, a dict or a list of such in them. All else is a value.
 
-An instance of a dataclass is stored as the dict of its fields, without its class. It is loaded into
-an instance that the program has (`with_fields`), so no file decides what is created.
+An instance of a dataclass is stored as its fields, without its class. It is loaded into an instance
+that the program has (`with_fields`), so no file decides what is created; if it has none, a dict is
+loaded, with a warning.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +43,7 @@ from dure.tensor import DTensor
 
 __all__ = [
     "ABSENT",
+    "Fields",
     "Index",
     "Keys",
     "Leaf",
@@ -57,8 +61,12 @@ __all__ = [
     "require_dense",
     "tensor_node",
     "with_fields",
+    "with_instances",
+    "without_instance",
     "without_marks",
 ]
+
+_log = logging.getLogger("dure.checkpoint")
 
 Path = tuple[Any, ...]
 Keys = tuple[str, ...]
@@ -72,6 +80,10 @@ _NO_ELEMENTS = "empty"
 
 class Index(int):
     """A key that is a place in a list, and no key of a dict."""
+
+
+class Fields(dict[str, Any]):
+    """The fields of a dataclass's instance, as they were saved."""
 
 
 class Named(str):
@@ -147,7 +159,8 @@ class _Encoder:
             return items if kind == "list" else _tagged(kind, items)
         fields = None if self._is_hashed else fields_of(value)
         if fields is not None:
-            return self._mapping(fields, path)
+            names = fields.items()
+            return _tagged("fields", [[k, self.encode(v, _within(path, k))] for k, v in names])
         found = encode_value(value, path)
         return value if found is None else _tagged(*found)
 
@@ -248,6 +261,48 @@ def with_fields(instance: Any, values: Mapping[str, Any], copied: bool = False) 
     return instance
 
 
+def with_instances(saved: Any, found: Any, path: str) -> Any:
+    """Return a saved state with instances of dataclasses in the place of `Fields`.
+
+    Args:
+        saved: The state. Dicts in it are changed.
+        found: A state that has such instances where they were saved; they are copied.
+        path: The name of the state.
+
+    Raises:
+        ValueError: An instance has other fields; the message names the path.
+    """
+    if isinstance(saved, dict):
+        entries = cast(dict[Any, Any], saved)
+        for key, value in entries.items():
+            entries[key] = with_instances(value, item_at(found, key), _within(path, key))
+        if not isinstance(saved, Fields):
+            return entries
+        fields = fields_of(found)
+        if fields is None:
+            return without_instance(saved, path)
+        if fields.keys() != saved.keys():
+            raise ValueError(f"{path} has the fields {[*saved]} in the file, {[*fields]} here")
+        return with_fields(found, saved, copied=True)
+    if type(saved) in (list, tuple):
+        items = enumerate(cast(Sequence[Any], saved))
+        return type(saved)(
+            [with_instances(v, item_at(found, n), _within(path, n)) for n, v in items]
+        )
+    return saved
+
+
+def without_instance(saved: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return a dict of saved fields where the state has no instance, with a warning."""
+    _log.warning(
+        "%s was saved as a dataclass with the fields %s and is loaded as a dict: "
+        "the state has no instance there.",
+        path,
+        ", ".join(saved),
+    )
+    return dict(saved)
+
+
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {"$": kind, "v": value}
 
@@ -293,7 +348,7 @@ _FACTORIES: dict[str | None, type | None] = {
     None: None,
     **{kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)},
 }
-_KINDS_OF_MAPPINGS = ("map", *_MAPPINGS.values())
+_KINDS_OF_MAPPINGS = ("map", "fields", *_MAPPINGS.values())
 _NOT_OF_FIELDS = (
     *(Mapping, list, tuple, set, frozenset, torch.Tensor, torch.nn.Module, Enum, BaseException),
     *(int, float, complex, str, bytes, bytearray),
@@ -442,14 +497,21 @@ def entries_of(tree: Any) -> list[tuple[Any, Any]]:
     return list(_entries(tree).values()) if _kind(tree) in _KINDS_OF_MAPPINGS else []
 
 
-def decode(node: Any, tensor_of: Callable[[str], Any]) -> Any:
-    """Turn what `encode` returned back into values; `tensor_of` gives what is at a tensor's name.
+def decode(
+    node: Any, tensor_of: Callable[[str], Any], fields_as: Callable[[Any], Any] = dict
+) -> Any:
+    """Turn what `encode` returned back into values.
+
+    Args:
+        node: What `encode` returned.
+        tensor_of: Gives what is at a tensor's name.
+        fields_as: Makes what stands for a dataclass's instance, from names and values.
 
     Raises:
         ValueError: The JSON is not what `encode` makes; the message names the place.
     """
     try:
-        return _decoded(node, tensor_of)
+        return _decoded(node, tensor_of, fields_as)
     except DureError:  # of `tensor_of`
         raise
     except _FAULTS as e:
@@ -466,7 +528,7 @@ def _fault_of(
     """Return the path of the innermost node that cannot be decoded, and why."""
     for key, inner in _children(node):
         try:
-            _decoded(inner, tensor_of)
+            _decoded(inner, tensor_of, dict)
         except _FAULTS as e:
             return _fault_of(inner, tensor_of, e, _within(path, key))
     return path, f"{type(error).__name__}: {error}"
@@ -485,14 +547,14 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(cast(list[Any], node))) if isinstance(node, list) else []
 
 
-def _decoded(node: Any, tensor_of: Callable[[str], Any]) -> Any:
+def _decoded(node: Any, tensor_of: Callable[[str], Any], fields_as: Callable[[Any], Any]) -> Any:
     if isinstance(node, list):
-        return [_decoded(item, tensor_of) for item in cast(list[Any], node)]
+        return [_decoded(item, tensor_of, fields_as) for item in cast(list[Any], node)]
     if not isinstance(node, dict):
         return node
     fields = cast(dict[str, Any], node)
     if "$" not in fields:
-        return {key: _decoded(item, tensor_of) for key, item in fields.items()}
+        return {key: _decoded(item, tensor_of, fields_as) for key, item in fields.items()}
     kind, value = fields["$"], fields["v"]
     if kind == "tensor":
         return tensor_of(value)
@@ -500,13 +562,13 @@ def _decoded(node: Any, tensor_of: Callable[[str], Any]) -> Any:
         return decode_value(kind, value)
     if not isinstance(value, list):
         raise TypeError(f"expected a list, got a {type(value).__name__}")
-    make = _FROM_ITEMS[kind]
-    inner = [_decoded(item, tensor_of) for item in cast(list[Any], value)]
+    make = fields_as if kind == "fields" else _FROM_ITEMS[kind]
+    inner = [_decoded(item, tensor_of, fields_as) for item in cast(list[Any], value)]
     if kind in _KINDS_OF_MAPPINGS and not all(isinstance(item, list) for item in inner):
         raise TypeError("expected pairs of keys and values")
     made = make(inner)
     if "versions" in fields:
-        made._metadata = _decoded(fields["versions"], tensor_of)
+        made._metadata = _decoded(fields["versions"], tensor_of, fields_as)
     if kind == "defaultdict":
         made.default_factory = _FACTORIES[fields["factory"]]
     return made

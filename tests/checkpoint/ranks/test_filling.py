@@ -83,9 +83,17 @@ def test_dataclasses_in_a_dict_are_filled_if_they_have_the_fields_of_the_file(tm
     assert state["o"] == Options(0.5) and options == Options(0.0)
     with pytest.raises(DureError, match=r"a.shadow is in the file only"):
         Checkpointer(tmp_path).load(state={**state, "a": Options(0.0)})
-    plain = {}
-    Checkpointer(tmp_path).load(state=plain)
-    assert plain["o"] == {"decay": 0.5}
+
+
+def test_a_dataclass_for_which_there_is_no_instance_is_loaded_as_a_dict_with_a_warning(
+    tmp_path, caplog
+):
+    found = {"options": None, "items": [Options(0.0)]}
+    put_through(tmp_path, {"options": Options(0.5), "items": [Options(0.1), Options(0.2)]}, found)
+    assert found == {"options": {"decay": 0.5}, "items": [Options(0.1), {"decay": 0.2}]}
+    assert type(found["options"]) is dict
+    names = [message.split(" ")[0] for message in caplog.messages]
+    assert names == ["options", "items.1"] and "decay" in caplog.messages[0]
 
 
 def test_a_tensor_without_elements_is_replaced_and_one_of_another_kind_refused(tmp_path):
