@@ -262,8 +262,15 @@ def alike(call: OpCall, placements: Iterable[Placement]) -> list[Strategy]:
 
 
 def linear_in(call: OpCall) -> tuple[Partial, ...]:
-    """Return the terms that go through what is linear; not averages of integers, which are cut."""
-    dtypes = [spec.meta.dtype for spec in call.operands]
+    """Return the terms that pass through what is linear: of sums, and of averages if they are exact.
+
+    Averages of integers are truncated. So averages pass if the results are floating point or
+    complex, and so are the operands that have terms of an average; others may be integers.
+    """
+    dtypes = [meta.dtype for meta in call.outputs if meta is not None]
+    for spec in call.operands:
+        if any(p.is_partial("avg") for p in spec.placements):
+            dtypes.append(spec.meta.dtype)
     return LINEAR if all(d.is_floating_point or d.is_complex for d in dtypes) else (SUM,)
 
 

@@ -6,9 +6,10 @@ comes first in the rule. Axes are chosen one after another, from the first; what
 earlier ones is what later ones see.
 
 So that results have the placements that torch gives them, costs are torch's (`price_of`), and two
-of its limits hold. Nothing is sharded where no operand is, on any axis: terms alone become
-replicated, though to scatter them would cost less. And no operand is exchanged or scattered into
-more parts than its dimension has elements; a replicated one may be cut so, which sends nothing.
+of torch's restrictions apply. Nothing is sharded where no operand is, on any axis: terms alone
+become replicated, though to scatter them would cost less. And no operand is exchanged or scattered
+into more parts than its dimension has elements, except beside one that is written and so keeps its
+placement; a replicated one may be cut so, which sends nothing.
 
 An operator that writes one of its operands cannot move it: only strategies that keep its placement,
 and give the result the same, are considered; unless nobody else has it (`movable`): then it must
@@ -64,7 +65,8 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
                 call.operands[i].placements[axis] != wanted
                 for i, wanted in enumerate(option.inputs)
             )
-            price = (_cost(call.operands, operands, axis, option), moved, number)
+            cost = _cost(call.operands, operands, axis, option, limited=not fixed)
+            price = (cost, moved, number)
             if price[0] < math.inf and (best is None or price < best):
                 best, chosen = price, option
         if best is None:
@@ -121,8 +123,12 @@ def _cost(
     chosen: Sequence[Sequence[Placement]],
     axis: int,
     option: Strategy,
+    limited: bool,
 ) -> float:
-    """Return what it costs to bring the operands to an option's placements on one axis."""
+    """Return what it costs to bring the operands to an option's placements on one axis.
+
+    If `limited`, operands that would have to be cut into more parts than `_fits` allows cost inf.
+    """
     total = 0.0
     for spec, placements, wanted in zip(specs, chosen, option.inputs, strict=True):
         if placements[axis] == wanted:
@@ -131,7 +137,8 @@ def _cost(
         if wanted.is_shard() and wanted.dim >= spec.ndim:
             return math.inf
         sliced = placements[axis].is_replicate()
-        if wanted.is_shard() and not (sliced or _fits(spec, target, wanted.dim)):
+        free = sliced or not limited
+        if wanted.is_shard() and not (free or _fits(spec, target, wanted.dim)):
             return math.inf
         total += price_of(spec.with_placements(placements), spec.with_placements(target))
     return total

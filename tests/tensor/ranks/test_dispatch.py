@@ -299,3 +299,18 @@ def test_out_of_the_same_shape_is_written() -> None:
         assert halves[1].to_local().tolist() == [2, 3]
 
     run_ranks(2, body)
+
+
+def test_what_is_written_may_have_fewer_elements_than_ranks():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        columns = distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)])
+        terms = DTensor.from_local(torch.ones(3, 4), mesh, [Partial()])
+        for name, given, each in (
+            ("add_", terms, 4), ("add_", columns, 1), ("copy_", terms, 4), ("copy_", columns, 1),
+        ):  # fmt: skip
+            x = distribute_tensor(torch.zeros(3, 4), mesh, [Shard(0)])
+            getattr(x, name)(given)
+            assert torch.equal(x.full_tensor(), torch.full((3, 4), float(each)))
+
+    run_ranks(4, body)

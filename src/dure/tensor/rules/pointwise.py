@@ -66,7 +66,10 @@ def pointwise(call: OpCall) -> list[Strategy]:
 
 
 def _through(call: OpCall, *found: tuple[Placement, ...]) -> list[Strategy]:
-    """Return what is legal for every operator, and what goes through this one.
+    """Return the pointwise strategies, and those of `found` with as many operands as this call.
+
+    Averages of integers, and sums that the operator would cast term by term with another result
+    than that of the cast sum, are left out.
 
     Args:
         call: The call.
@@ -75,8 +78,12 @@ def _through(call: OpCall, *found: tuple[Placement, ...]) -> list[Strategy]:
     """
     outs = outs_of(call) if len(call.outputs) == 1 else []
     strategies = pointwise(call)
-    averages = AVG in linear_in(call)
+    averages, made = AVG in linear_in(call), call.output.dtype
+    added = [s for s in call.operands if any(p.is_partial("sum") for p in s.placements)]
+    sums = all(_casts_terms(spec.meta.dtype, made) for spec in added)
     for result, *inputs in found:
+        if result == SUM and not sums:
+            continue
         if (averages or result != AVG) and len(inputs) == len(call.operands) - len(outs):
             there = [*inputs]
             for number in outs:
@@ -202,17 +209,23 @@ def _masked_fill(call: OpCall) -> list[Strategy]:
 def _cast(call: OpCall) -> list[Strategy]:
     found, dtype = pointwise(call), call.arg("dtype")
     if dtype is None or _casts_terms(call.operands[0].meta.dtype, dtype):
-        found += alike(call, (*LINEAR, *ORDERED))
+        ordered = ORDERED if dtype is None or not dtype.is_complex else ()
+        found += alike(call, (*LINEAR, *ordered))
     return found
 
 
 def _casts_terms(given: torch.dtype, to: torch.dtype) -> bool:
     """Tell whether the sum of terms that are cast is the cast sum."""
-    return given == to or (given.is_floating_point and to.is_floating_point)
+    return (
+        given == to
+        or (given.is_floating_point and (to.is_floating_point or to.is_complex))
+        or (given.is_complex and to.is_complex)
+    )
 
 
 @rule(aten.copy_.default)
 def _copy(call: OpCall) -> list[Strategy]:
     to, given = call.operands[0].meta, call.operands[-1].meta
-    terms = (*LINEAR, *ORDERED) if _casts_terms(given.dtype, to.dtype) else ()
+    ordered = () if to.dtype.is_complex else ORDERED
+    terms = (*LINEAR, *ordered) if _casts_terms(given.dtype, to.dtype) else ()
     return pointwise(call) + alike(call, terms)

@@ -154,3 +154,36 @@ def test_extremes_are_reduced_before_what_does_not_keep_their_order(name, reduct
         assert torch.equal(got.nan_to_num(-99), expected.full_tensor().nan_to_num(-99))
 
     run_ranks(2, body)
+
+
+def test_averages_pass_beside_integers():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = DTensor.from_local(torch.full((2, 2), float(rank)), mesh, [Partial("avg")])
+        count = distribute_tensor(torch.tensor([[1, 2], [3, 4]]), mesh, [Replicate()])
+        mask = count > 2
+        made = x * count, x + count, x / torch.tensor(3), x * mask, x.masked_fill(mask, 0)
+        assert all(one.placements == (Partial("avg"),) for one in (*made, F.embedding(mask * 1, x)))
+        assert made[0].full_tensor().tolist() == [[0.5, 1.0], [1.5, 2.0]]
+        integers = DTensor.from_local(torch.tensor([2 * rank + 1]), mesh, [Partial("avg")])
+        assert (integers * 1.5).full_tensor().item() == 3
+
+    run_ranks(2, body)
+
+
+def test_sums_are_reduced_before_they_are_promoted():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        whole = distribute_tensor(torch.tensor([1.0]), mesh, [Replicate()])
+        for terms in (torch.tensor([100, 200], dtype=torch.uint8), torch.tensor([True, True])):
+            x = DTensor.from_local(terms[rank : rank + 1], mesh, [Partial()])
+            full = distribute_tensor(x.full_tensor(), mesh, [Replicate()])
+            for operator in (torch.add, torch.mul, torch.div):
+                assert torch.equal(
+                    operator(x, whole).full_tensor(), operator(full, whole).full_tensor()
+                )
+        half = DTensor.from_local(torch.ones(1, dtype=torch.float16), mesh, [Partial()])
+        assert (half * whole).placements == (Partial(),)
+        assert (half.float() * (1j * whole)).placements == (Partial(),)
+
+    run_ranks(2, body)
