@@ -122,7 +122,13 @@ def _memory_of(value: Any) -> Any:
         return None
 
 
-def handling(name: str, tensor: torch.Tensor, rule: Rule, ranks: frozenset[int]) -> int:
+def handling(
+    name: str,
+    tensor: torch.Tensor,
+    rule: Rule,
+    ranks: frozenset[int],
+    is_everywhere: dict[int, bool],
+) -> int:
     """Return how a tensor is handled: MARKED, ALIKE and LOWEST, added.
 
     Args:
@@ -130,14 +136,18 @@ def handling(name: str, tensor: torch.Tensor, rule: Rule, ranks: frozenset[int])
         tensor: The tensor.
         rule: The rule of the entry that it is in.
         ranks: The global ranks that save.
+        is_everywhere: Whether a mesh, by `id`, has all of them; filled here, for one save.
     """
     if len(ranks) == 1:
         return 0
     free = rule.exempts(name)
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
-        inside = mesh.get_coordinate() is not None
-        everywhere = inside and ranks.issubset(mesh.mesh.view(-1).tolist())
+        everywhere = is_everywhere.get(id(mesh))
+        if everywhere is None:
+            inside = mesh.get_coordinate() is not None and mesh.size() >= len(ranks)
+            everywhere = inside and ranks.issubset(mesh.mesh.view(-1).tolist())
+            is_everywhere[id(mesh)] = everywhere
         return 0 if everywhere else MARKED if free else MARKED | ALIKE
     if free:
         return LOWEST
@@ -199,12 +209,13 @@ def marks_by_name(
     rules = {str(key): rule_of(key, value, state[key]) for key, value in state_dict.items()}
     found: dict[str, int] = {}
     pieces: dict[str, torch.Tensor] = {}
+    is_everywhere: dict[int, bool] = {}
     for name, leaf in flatten(state).items():
         rule = rules[str(leaf.path[0])]
         if not isinstance(leaf.value, torch.Tensor):
             if rule.values and not rule.exempts(name):
                 found[name] = crc32(repr(leaf.value).encode())
-        elif handling(name, leaf.value, rule, ranks) & ALIKE:
+        elif handling(name, leaf.value, rule, ranks, is_everywhere) & ALIKE:
             with suppress(UsageError):  # the planner deals with tensors that have no slices
                 pieces |= {f"{name}{p.box}": p.memory for p in pieces_of(name, leaf.value)}
     marks = np.frombuffer(marks_of(list(pieces.values())), np.uint32).tolist()

@@ -130,11 +130,13 @@ def take(
 
     tree, key_of = encode_state(state, tensors, may_differ)
     taken = Taken({}, {}, tree, rules)
+    is_everywhere: dict[int, bool] = {}
     for name, tensor in tensors.items():
         pieces, kind = pieces_of(name, tensor), kind_of(tensor)
         if kind is None:
             raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {tensor.dtype}")
-        how = handling(name, tensor, rules.get(str(key_of[name]), Rule()), ranks)
+        rule = rules.get(str(key_of[name]), Rule())
+        how = handling(name, tensor, rule, ranks, is_everywhere)
         taken.offer[name] = kind, tuple(piece.box for piece in pieces), how
         for piece in pieces:
             taken.memory[Slice(name, piece.box)] = piece.memory.resolve_conj().resolve_neg()

@@ -20,6 +20,7 @@ from dure.checkpoint import (
     save,
 )
 from dure.checkpoint.replicas import marks_of
+from dure.checkpoint.saving import take
 from dure.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from dure.errors import CheckpointMismatch
 from dure.fsdp import fully_shard
@@ -428,3 +429,22 @@ def test_buffers_that_a_hook_has_copied_may_differ_and_sparse_ones_are_no_obstac
     Checkpointer(tmp_path).load(x=saved)
     assert saved["bn.running_mean"].tolist() == [0, 0]
     assert "frozen.weight" not in saved
+
+
+def test_a_mesh_is_compared_with_the_ranks_that_save_once(monkeypatch):
+    """Its list of ranks is made once, however many tensors there are."""
+    made: list[int] = []
+    mesh_of: Any = DeviceMesh.mesh
+
+    def counting(mesh: DeviceMesh) -> torch.Tensor:
+        made.append(1)
+        return mesh_of.fget(mesh)
+
+    def body(rank: int) -> int:
+        mesh = init_device_mesh("cpu", (2,))
+        state = {str(n): distribute_tensor(torch.ones(2), mesh, [Shard(0)]) for n in range(9)}
+        monkeypatch.setattr(DeviceMesh, "mesh", property(counting))
+        take(state, frozenset({0, 1}))
+        return len(made)
+
+    assert max(run_ranks(2, body)) == 2
