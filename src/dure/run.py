@@ -1,11 +1,12 @@
 """`python -m dure.run` is `dure run`, as `python -m torch.distributed.run` is torchrun.
 
-torchrun's own functions exist by name: their callers find out what to use instead.
+torchrun's own functions raise an error that names the replacement.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 from typing import NoReturn
 
 from dure.cli import main as command
@@ -18,8 +19,19 @@ __getattr__ = getter(__name__)
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run `dure run` with these arguments, or those of the command line, and exit."""
-    command("run", args=args)
+    """Run `dure run` with these arguments, or those of the command line; return if it succeeds.
+
+    Raises:
+        SystemExit: It failed; the code is that of `dure run`.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        command("run", args=args)
+    except SystemExit as end:
+        if end.code:
+            raise
+    if signal.getsignal(signal.SIGINT) is not before:  # the command leaves it for a program's end
+        signal.signal(signal.SIGINT, before)
 
 
 def get_args_parser() -> NoReturn:
@@ -50,4 +62,4 @@ def _refusal(name: str) -> UsageError:
 
 
 if __name__ == "__main__":
-    main()
+    command("run")
