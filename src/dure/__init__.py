@@ -219,6 +219,11 @@ def __getattr__(name: str) -> Any:
     """Import the home of a public name, or a submodule, on its first use."""
     module = _HOME_OF.get(name)
     if module is None:
+        if name == "ProcessGroupNCCL":  # for its Options
+            from dure.comm.backends import torch_engine  # lazy: it imports torch
+
+            if torch_engine.ProcessGroupNCCL is not None:
+                return torch_engine.ProcessGroupNCCL
         from dure.torch_names import attribute  # lazy: most programs have no other names
 
         return attribute("dure", name)

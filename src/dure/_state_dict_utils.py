@@ -3,8 +3,9 @@
 # fmt: off
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
-from torch.distributed._state_dict_utils import (
-    _copy_state_dict, _create_cpu_state_dict, _offload_state_dict_to_cpu
-)
+from torch.distributed._state_dict_utils import _copy_state_dict, _offload_state_dict_to_cpu
+from dure.torch_names import getter
 
 __all__: list[str] = []
+
+__getattr__ = getter(__name__)

@@ -58,11 +58,11 @@ def refuse(module: str, name: str = "*") -> NoReturn:
     """
     what = module if name == "*" else f"{module}.{name}"
     text = re.sub(r"\[(.*?)\]\(.*?\)", r"docs/\1", listed(_path(module), name) or "")
-    raise ImportError(f"{what} does not exist; use {text}", name=module)
+    raise ImportError(f"{what} does not exist. Instead: {text}", name=module)
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return a submodule, which is imported; `__getattr__` of modules ends here.
+    """Import a submodule and return it. The modules' `__getattr__` call this.
 
     Raises:
         ImportError: torch has the name, and Dure has something else instead.

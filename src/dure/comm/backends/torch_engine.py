@@ -339,6 +339,10 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
         raise
 
 
+ProcessGroupNCCL: Any = getattr(c10d, "ProcessGroupNCCL", None)
+"""Torch's class; None where this torch was built without NCCL."""
+
+
 def create_nccl(options: BackendOptions) -> EngineGroup:
     """Make this rank's part of an NCCL group; every rank must do so, with its device set.
 
@@ -346,7 +350,7 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
         UsageError: Torch has no NCCL (a CPU build), or there is no CUDA device.
         CommError: A rank did not come, or could not be connected to.
     """
-    cls = getattr(c10d, "ProcessGroupNCCL", None)
+    cls = ProcessGroupNCCL
     if cls is None or not torch.cuda.is_available():
         why = "this torch was built without NCCL" if cls is None else "there is no CUDA device"
         raise UsageError(
