@@ -262,7 +262,7 @@ def alike(call: OpCall, placements: Iterable[Placement]) -> list[Strategy]:
 
 
 def linear_in(call: OpCall) -> tuple[Partial, ...]:
-    """Return the terms that pass through what is linear: of sums, and of averages if they are exact.
+    """Return the terms that pass through what is linear: sums, and averages if they are exact.
 
     Averages of integers are truncated. So averages pass if the results are floating point or
     complex, and so are the operands that have terms of an average; others may be integers.

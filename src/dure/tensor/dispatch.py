@@ -258,6 +258,12 @@ def _miss(
     if found is None or _depends_on_values(call):
         if specs[0].coordinate is not None:
             return _without_rule(call, args, kwargs, unseen)
+        returned = schema_of(op).returned
+        if written(call) and all(returned):  # nothing is to be written here
+            places = [_place_of(call, name) for name in returned]
+            if None not in places:
+                own = tuple(_at((args, kwargs), place) for place in places if place is not None)
+                return own[0] if len(own) == 1 else own or None
         found = _UNKNOWN
     call.outputs = results_of(call, key)
     try:
@@ -560,7 +566,11 @@ def _nothing(kinds: Sequence[str], outputs: Sequence[DTensorSpec | None]) -> Cal
     is_list = len(kinds) == 1 and kinds[0].startswith("List")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = [None if spec is None else spec.part_outside() for spec in outputs]
+        numbers = {n for n, kind in enumerate(kinds) if kind == "int" and not is_list}
+        found = [
+            (0 if n in numbers else None) if spec is None else spec.part_outside()
+            for n, spec in enumerate(outputs)
+        ]
         return found if is_list else found[0] if len(found) == 1 else tuple(found)
 
     return run

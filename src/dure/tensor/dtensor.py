@@ -326,7 +326,7 @@ class DTensor(torch.Tensor):
     def storage_offset(self) -> int:
         """Return where a view begins in the memory of the full tensor that it is a view of."""
         base = self._base
-        if type(base) is not DTensor:
+        if type(base) is not DTensor or self.spec.coordinate is None:
             return 0
         offset, source, full = int(self.part.storage_offset()), base.part, base.spec.meta.stride
         if not _one_memory(self.part, source):  # of what was moved for the view

@@ -130,10 +130,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps in their order, and what they cost."""
+    """Steps in their order."""
 
     steps: tuple[Step, ...]
-    cost: float
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps)) or "nothing to do"
@@ -279,7 +278,7 @@ def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
                 heapq.heappush(queue, (cost + step_cost, next(pushed), after))
     if end not in best:
         raise InternalError("no way was found", seen=f"{source} -> {target}")
-    return Plan(tuple(_steps_back(came, start, end, source)), best[end])
+    return Plan(tuple(_steps_back(came, start, end, source)))
 
 
 def _steps_back(
@@ -307,7 +306,7 @@ def can_be_split(term: Placement) -> bool:
 
 
 def price_of(source: DTensorSpec, target: DTensorSpec) -> float:
-    """Return what a redistribution costs by torch's estimate, in us; infinite where there is none.
+    """Return what a redistribution costs by torch's estimate, in us; inf if it is not possible.
 
     Rules are chosen by it, so that operators have torch's placements. Torch takes collectives to be
     rings, and counts the bytes of even parts. An exchange costs 1 us more than an all_gather of as
@@ -500,13 +499,20 @@ def pieces_of(
     return [tensor.narrow(dim, offset, length) for length, offset in runs]
 
 
+_DIVIDED = (torch.float32, torch.float64, torch.bfloat16)
+"""Dtypes of which each rank has an equal share of a sum.
+
+Float16 would lose bits of small values, and complex infinities would become NaN.
+"""
+
+
 def term_of(local: torch.Tensor, spec: DTensorSpec, axis: int) -> torch.Tensor:
     """Return this rank's term of what all ranks of an axis have; see the head of this file."""
     n, coordinate = spec.mesh.shape[axis], spec.coordinate
     assert coordinate is not None
     if not spec.placements[axis].is_partial("sum") or n == 1:
         return local
-    if n & (n - 1) == 0 and (local.is_floating_point() or local.is_complex()):
+    if n & (n - 1) == 0 and local.dtype in _DIVIDED:
         return local / n
     return torch.zeros_like(local) if coordinate[axis] else local
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from dure.tensor import (
     dispatch,
     distribute_tensor,
     dtensor,
+    experimental,
     init_device_mesh,
 )
 from dure.testing import CommRecorder, run_ranks
@@ -314,3 +316,30 @@ def test_what_is_written_may_have_fewer_elements_than_ranks():
             assert torch.equal(x.full_tensor(), torch.full((3, 4), float(each)))
 
     run_ranks(4, body)
+
+
+def test_ranks_outside_the_mesh_write_nothing():
+    def body(rank):
+        mesh = DeviceMesh("cpu", [0, 1])
+        x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
+        row = torch.ones(1, 4)
+        with warnings.catch_warnings(), experimental.implicit_replication():
+            warnings.simplefilter("ignore")
+            for written in (
+                x.cumsum_(0), x.tril_(), x.addmm_(x, x), x.index_add_(0, torch.tensor([0]), row),
+            ):  # fmt: skip
+                assert written is x
+        assert x[1:].storage_offset() == (0 if rank == 2 else 4)
+
+    run_ranks(3, body)
+
+
+def test_averages_of_integers_are_reduced_before_they_are_added():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        index = distribute_tensor(torch.tensor([0]), mesh, [Replicate()])
+        terms = torch.tensor([1 if rank else 2])
+        x, y = (DTensor.from_local(terms, mesh, [Partial("avg")]) for _ in range(2))
+        assert x.index_add(0, index, y).full_tensor().item() == 2
+
+    run_ranks(3, body)

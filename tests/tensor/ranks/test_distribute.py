@@ -269,3 +269,16 @@ def test_functions_without_the_module_are_torchs_old_form() -> None:
         assert not isinstance(layer(distribute_tensor(torch.ones(2), mesh)), DTensor)
 
     run_ranks(1, body)
+
+
+def test_terms_of_a_sum_are_equal_shares_only_if_that_is_exact():
+    half = torch.tensor([6e-8, 2e-7, 1.5e-5], dtype=torch.float16)
+    infinite = torch.tensor([complex(math.inf, 1)])
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        for tensor in (half, infinite):
+            made = distribute_tensor(tensor, mesh, [Partial()])
+            assert torch.equal(made.full_tensor(), tensor)
+
+    run_ranks(4, body)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dure.tensor.call import LINEAR, SUM, OpCall, R, Strategy, alike, with_one
+from dure.tensor.call import SUM, OpCall, R, Strategy, alike, linear_in, with_one
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule, with_argument, zeros_where_empty
 from dure.tensor.spec import DTensorSpec
@@ -59,7 +59,7 @@ def _convolution(call: OpCall) -> list[Strategy]:
     if call.arg("groups") == 1:
         found.append(strategy(R, Shard(out), Shard(0), Shard(1)))
         found.append(strategy(Shard(1), Shard(into), R, SUM))
-    for term in LINEAR:
+    for term in linear_in(call):
         found += [strategy(term, R, term, term), strategy(R, term, term, term)]
     return found
 

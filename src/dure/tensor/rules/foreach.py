@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import PlacementError
+from dure.errors import NotInGroupError, PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor.call import Op, R, schema_of
 from dure.tensor.dispatch import check_copy, special
@@ -113,6 +113,7 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             holder[where] = parts_like(arg, specs) if alike else None
             alike = holder[where] is not None
         elif type(arg) is DTensor:
+            _check_number(op, arg.spec, specs)
             holder[where] = number(arg)
     if not alike and op in _FUSED:
         raise PlacementError(
@@ -159,6 +160,18 @@ def number(tensor: Any) -> Any:
     if type(tensor) is not DTensor:
         return tensor
     return redistribute(tensor.part, tensor.spec, tensor.spec.replicated())
+
+
+def _check_number(op: Op, spec: DTensorSpec, specs: Specs) -> None:
+    """Refuse a number that this rank does not have for tensors that it has."""
+    if spec.coordinate is None and any(s is None or s.coordinate is not None for s in specs):
+        raise NotInGroupError(
+            f"{op} is given a number on a mesh that does not have this rank",
+            op=str(op),
+            rank=spec.mesh.get_rank(),
+            seen=str(spec),
+            fix="Put the number on a mesh with all ranks that have the tensors.",
+        )
 
 
 # ---- scaling of gradients ------------------------------------------------------------------------

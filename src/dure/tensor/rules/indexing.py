@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dure.tensor.call import LINEAR, TERMS, OpCall, R, Strategy, alike, with_one
+from dure.tensor.call import LINEAR, TERMS, OpCall, R, Strategy, alike, linear_in, with_one
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule, with_local_size
 from dure.tensor.rules.views import without
@@ -45,7 +45,7 @@ def _scatter(call: OpCall) -> list[Strategy]:
     specs = call.operands
     found: list[Strategy] = []
     if call.op in (aten.scatter.src, aten.scatter_add.default):
-        found += [Strategy((term, R, term), (term,)) for term in LINEAR]
+        found += [Strategy((term, R, term), (term,)) for term in linear_in(call)]
     if specs[0].ndim and len({spec.ndim for spec in specs}) == 1:
         for d in range(specs[0].ndim):
             if d != _dim(call) and len({spec.shape[d] for spec in specs}) == 1:
@@ -76,7 +76,7 @@ def _index_written(call: OpCall) -> list[Strategy]:
     rest = call.operands[2:]
     found: list[Strategy] = []
     if call.op in (aten.index_add.default, aten.index_copy.default):
-        found += [Strategy((term, R, term), (term,)) for term in LINEAR]
+        found += [Strategy((term, R, term), (term,)) for term in linear_in(call)]
     for d in range(target.ndim):
         if d == _dim(call) or not (filled or rest[0].ndim == target.ndim):
             continue
@@ -139,7 +139,7 @@ def _index_put(call: OpCall) -> list[Strategy]:
     dims, begin, made = found_dims
     target, *indices, values = call.operands
     whole = (R,) * len(indices)
-    found = [Strategy((term, *whole, term), (term,)) for term in LINEAR]
+    found = [Strategy((term, *whole, term), (term,)) for term in linear_in(call)]
     result_ndim = target.ndim - len(dims) + made
     for d in range(target.ndim):
         if d in dims:

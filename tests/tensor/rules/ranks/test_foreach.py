@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from dure.errors import PlacementError, UsageError
-from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
+from dure.errors import NotInGroupError, PlacementError, UsageError
+from dure.mesh import DeviceMesh
+from dure.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from dure.tensor.rules.foreach import norm_of_norms, norms_by_mesh, norms_of
 from dure.testing import run_ranks
 from tests.tensor.ranks.parts import made
@@ -111,3 +120,18 @@ def test_what_one_rank_finds_not_finite_all_ranks_have_found() -> None:
             assert torch.equal(grads[1], torch.full((3,), 0.5))
 
     run_ranks(4, body)
+
+
+def test_a_number_on_a_mesh_without_this_rank_is_refused():
+    def body(rank):
+        mesh, half = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [0, 1])
+        weight = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+        rate = distribute_tensor(torch.tensor(0.5), half, [Replicate()])
+        if rank < 2:
+            torch._foreach_mul_([weight], rate)
+            assert weight.to_local().item() == 0.5
+            return
+        with pytest.raises(NotInGroupError, match="does not have this rank"):
+            torch._foreach_mul_([weight], rate)
+
+    run_ranks(3, body)
