@@ -7,6 +7,8 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -15,9 +17,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.checkpoint.tree import Fields, decode, encode, encode_state, flatten, merged, put
+from dure.checkpoint.tree import (
+    Fields,
+    decode,
+    encode,
+    encode_state,
+    flatten,
+    merged,
+    put,
+    with_instances,
+)
 from dure.errors import CheckpointMismatch, UsageError
 
+Side = TypeVar("Side")
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
@@ -243,6 +255,48 @@ def test_a_dataclass_is_stored_as_its_fields_and_put_back_into_an_instance():
     assert pair.left == Frozen("c.left.inner") and frozen == Frozen(0, 0.0)
 
 
+class WithSlot(Frozen):
+    __slots__ = ("extra",)
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        object.__setattr__(self, "extra", 2)
+
+
+@dataclass
+class Square(Generic[Side]):
+    side: Side
+
+    @cached_property
+    def area(self) -> int:
+        side: Any = self.side
+        return side * side
+
+
+def test_what_a_cached_property_keeps_is_no_attribute_and_is_worked_out_again():
+    square, found = Square[int](2), Square[int](5)
+    assert square.area == 4 and found.area == 25
+    tree = encode(square, "", {})
+    assert with_instances(decode(tree, str, Fields), found, "it").area == 4
+    for name, leaf in flatten({"s": square}).items():
+        assert name == "s.side"
+        put({"s": found}, leaf.path, leaf.value)
+    assert found.area == 4
+
+
+def _within_itself():
+    pair = Pair(1)
+    pair.left = pair
+    return pair
+
+
+def test_a_dataclass_that_refers_to_itself_has_no_leaves():
+    with pytest.raises(UsageError, match=r"a\.left is the Pair"):
+        flatten({"a": _within_itself()})
+    pair = Pair(1)
+    assert flatten({"a": pair, "b": [{}, pair]}).keys() >= {"a.left", "b.1.left"}
+
+
 def _with_more():
     pair = Pair(1)
     pair.more = 3
@@ -256,6 +310,9 @@ def _with_more():
         (_with_more(), "a is"),
         (Named("x"), "a is"),
         (object.__new__(Frozen), "a is"),
+        (_with_more(), "'more', which is not a field"),
+        (WithSlot(1), r"'extra', which is not a field"),
+        ([_within_itself()], r"a\.0\.left is the Pair"),
         ({Frozen(1)}, r"a\.0 is"),
         ({(Frozen(1),): 2}, r"a\.\(key\)\.0 is"),
     ],

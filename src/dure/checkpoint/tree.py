@@ -27,12 +27,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import islice
+from types import MemberDescriptorType
 from typing import Any, cast
 
 import torch
@@ -141,7 +144,10 @@ class _Encoder:
         self._tensors, self._within_key = tensors, within_key
         self._name_of: dict[object, str] = {}
         self._is_hashed = False
-        """Whether the value is in a set or in a key, which a dict of fields cannot be."""
+        """Whether the value is a key or an element of a set, or inside one: a dict cannot be
+        hashed."""
+        self._around: list[int] = []
+        """Instances of dataclasses that the value is in, by id."""
         self.key: Any = None
         """The dict's key that is being encoded."""
 
@@ -159,8 +165,20 @@ class _Encoder:
             return items if kind == "list" else _tagged(kind, items)
         fields = None if self._is_hashed else fields_of(value)
         if fields is not None:
+            if id(value) in self._around:
+                raise _is_within_itself(value, path)
+            self._around.append(id(value))
             names = fields.items()
-            return _tagged("fields", [[k, self.encode(v, _within(path, k))] for k, v in names])
+            pairs = [[k, self.encode(v, _within(path, k))] for k, v in names]
+            self._around.pop()
+            return _tagged("fields", pairs)
+        if _is_of_fields(value) and (others := _others_of(value)):
+            kind = type(value)
+            raise UsageError(
+                "a dataclass cannot be saved in a checkpoint",
+                seen=f"{path} is a {kind.__qualname__} with {others[0]!r}, which is not a field",
+                fix="Make it a field, or save dataclasses.asdict(...) of the instance.",
+            )
         found = encode_value(value, path)
         return value if found is None else _tagged(*found)
 
@@ -235,15 +253,49 @@ def tensor_node(name: str) -> dict[str, Any]:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass's instance; None: it is none, or it has more than these."""
-    named = getattr(type(value), "__dataclass_fields__", None)
-    if named is None or isinstance(value, _NOT_OF_FIELDS):
+    """Return the fields of a dataclass instance by name; None if it is not one, or has others.
+
+    Others are attributes that are not fields; see `_others_of`.
+    """
+    if not _is_of_fields(value):
         return None
     names = [field.name for field in dataclasses.fields(value)]
-    others = getattr(value, "__dict__", {}).keys() - set(names)
+    others = _others_of(value)
     if others or not all(hasattr(value, name) for name in names):
         return None
     return {name: getattr(value, name) for name in names}
+
+
+def _is_of_fields(value: Any) -> bool:
+    named = getattr(type(value), "__dataclass_fields__", None)
+    return named is not None and not isinstance(value, _NOT_OF_FIELDS)
+
+
+def _others_of(value: Any) -> list[str]:
+    """Return the attributes of a dataclass instance that are not fields.
+
+    Values that a `cached_property` keeps are left out, and what Python adds (`__orig_class__`).
+    """
+    kind: Any = type(value)
+    fields = kind.__dataclass_fields__
+    slots = [
+        name
+        for base in kind.__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
+    ]
+    names = dict.fromkeys([*getattr(value, "__dict__", {}), *slots])
+    return [
+        name
+        for name in names
+        if name not in fields
+        and not (name.startswith("__") and name.endswith("__"))
+        and not _is_cached(kind, name)
+    ]
+
+
+def _is_cached(kind: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
 
 
 def with_fields(instance: Any, values: Mapping[str, Any], copied: bool = False) -> Any:
@@ -258,7 +310,19 @@ def with_fields(instance: Any, values: Mapping[str, Any], copied: bool = False) 
         instance = copy.copy(instance)
     for name, value in values.items():
         object.__setattr__(instance, name, value)
+    attributes = getattr(instance, "__dict__", {})
+    for name in attributes.keys() - type(instance).__dataclass_fields__.keys():
+        if _is_cached(type(instance), name):  # of what the fields were
+            del attributes[name]
     return instance
+
+
+def _is_within_itself(value: object, path: str) -> UsageError:
+    return UsageError(
+        "a dataclass that refers to itself cannot be saved in a checkpoint",
+        seen=f"{path} is the {type(value).__qualname__} that it is in",
+        fix="Let the field be None in what is saved, and set it after loading.",
+    )
 
 
 def with_instances(saved: Any, found: Any, path: str) -> Any:
@@ -597,11 +661,13 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, Leaf]:
     return found
 
 
-def _enter(path: Path, value: Any, found: dict[str, Leaf]) -> None:
+def _enter(path: Path, value: Any, found: dict[str, Leaf], around: tuple[int, ...] = ()) -> None:
     if isinstance(value, Mapping):
         items = cast(Mapping[Any, Any], value).items()
     elif (fields := fields_of(value)) is not None:
-        items = fields.items()
+        if id(value) in around:
+            raise _is_within_itself(value, ".".join(map(str, path)))
+        items, around = fields.items(), (*around, id(value))
     elif _is_value(value):
         name = ".".join(map(str, path))
         if name in found:
@@ -615,7 +681,7 @@ def _enter(path: Path, value: Any, found: dict[str, Leaf]) -> None:
     else:
         items = ((Index(i), inner) for i, inner in enumerate(cast(list[Any], value)))
     for key, inner in items:
-        _enter((*path, key), inner, found)
+        _enter((*path, key), inner, found, around)
 
 
 def _is_value(value: Any, within: bool = False) -> bool:
