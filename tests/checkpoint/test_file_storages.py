@@ -15,8 +15,10 @@ from dure.checkpoint import (
     StorageReader,
     StorageWriter,
 )
+from dure.checkpoint.filesystem import SerializationFormat
 from dure.checkpoint.planner import DefaultLoadPlanner
 from dure.checkpoint.staging import AsyncStager, BlockingAsyncStager
+from dure.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,8 @@ def test_a_staged_state_does_not_see_later_writes() -> None:
     assert staged["weight"].tolist() == [1, 1]
     assert staged["steps"] == [1, 2]
     stager.close()
+
+
+def test_a_writer_of_another_format_is_named(tmp_path):
+    with pytest.raises(UsageError, match="HuggingFaceStorageWriter"):
+        FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)

@@ -60,7 +60,7 @@ def _is_url(where: Where) -> bool:
 
 
 class SerializationFormat(Enum):
-    """torch's formats of a writer's files. Dure has one, whatever is asked for."""
+    """torch's formats of a writer's files. A `FileSystemWriter` has one of its own."""
 
     TORCH_SAVE = "torch_save"
     SAFETENSORS = "safetensors"
@@ -93,6 +93,12 @@ class FileSystemWriter:
         if self._extensions:
             raise UsageError(
                 "FileSystemWriter does not transform what it writes", seen="_extensions="
+            )
+        if self.serialization_format is SerializationFormat.SAFETENSORS:
+            raise UsageError(
+                "FileSystemWriter writes a checkpoint's own format",
+                seen="serialization_format=SerializationFormat.SAFETENSORS",
+                fix="Use HuggingFaceStorageWriter, which writes files of safetensors.",
             )
 
     @classmethod

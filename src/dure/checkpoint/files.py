@@ -97,7 +97,10 @@ def write_all(descriptor: int, data: memoryview, at: int | None = None) -> None:
 
 
 def start_flush(descriptor: int, at: int, count: int) -> None:
-    """Let the disk start to write bytes of a file. `os.fsync` waits for them, and raises errors."""
+    """Start to write bytes of a file to the disk.
+
+    A later `os.fsync` waits for them and raises their errors.
+    """
     if hasattr(os, "posix_fadvise"):  # on Linux; pages that are being written stay in memory
         with suppress(OSError):
             os.posix_fadvise(descriptor, at, count, os.POSIX_FADV_DONTNEED)

@@ -40,7 +40,7 @@ class ChunkStorageMetadata:
 
 @dataclass
 class TensorProperties:
-    """What a tensor is beside its size. Only `dtype` is stored."""
+    """Properties of a tensor other than its size. Only `dtype` is stored."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from enum import Enum
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.background import AsyncSaveResponse, background_of, wait_for_saves
@@ -120,7 +120,7 @@ def _save(
     wait_for_saves(path)
     state = state_dict if own is None else taken_of(state_dict, own, ranks, coordinator)
     if isinstance(writer, HuggingFaceStorageWriter):
-        files = writer.fqn_to_index_mapping or {}, writer.max_bytes
+        files = cast(Mapping[str, int], writer.fqn_to_index_mapping), writer.max_bytes
         return metadata_of(save_weights(path, state, ranks, *files, writer.overwrite))
     return metadata_of(save_into(path, state, ranks, _may_replace(writer)))
 
@@ -187,6 +187,15 @@ def async_save(
     if not use_collectives:
         raise UsageError("a checkpoint has one manifest", seen="use_collectives is False")
     replace, own = _may_replace(storage_writer), _own(planner, SavePlanner, DefaultSavePlanner)
+    if async_stager is not None:
+        own_hold = getattr(type(async_stager), "hold", AsyncStager.hold)
+        if own_hold is AsyncStager.hold:
+            raise UsageError(
+                "a stager copies with hold(), which this one has not",
+                seen=f"async_stager={type(async_stager).__qualname__}",
+                fix="Define hold(memory), which returns copies of a dict of tensors, or derive "
+                "from BlockingAsyncStager.",
+            )
     path = folder_of(_where(checkpoint_id, storage_writer), "async_save")
     saves = background_of(Ranks(process_group, "async_save", no_dist))
     return saves.save(path, state_dict, replace, async_stager, own)

@@ -404,6 +404,8 @@ class _View:
         assign = any(isinstance(v, torch.Tensor) and v.is_meta for _, v in live.values())
         try:
             keys = self._model.load_state_dict(passed, strict=self._options.strict, assign=assign)
+        except UsageError:
+            raise
         except RuntimeError as e:
             raise CheckpointMismatch("the model does not take the state", seen=f"{e}") from e
         missing = [self._names.of_key(key) for key in keys.missing_keys]

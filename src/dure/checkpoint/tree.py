@@ -253,9 +253,9 @@ def tensor_node(name: str) -> dict[str, Any]:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass instance by name; None if it is not one, or has others.
+    """Return the fields of a dataclass instance by name.
 
-    Others are attributes that are not fields; see `_others_of`.
+    None if it is not one, or has other attributes.
     """
     if not _is_of_fields(value):
         return None

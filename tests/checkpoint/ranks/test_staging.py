@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
+import pytest
 import torch
 
-from dure.checkpoint import (
-    async_save,
-)
-from dure.checkpoint.staging import BlockingAsyncStager, DefaultStager
+from dure.checkpoint import async_save
+from dure.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager
+from dure.errors import UsageError
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import loaded
 from tests.waiting import PATIENCE_S
@@ -50,3 +51,19 @@ def test_a_rank_holds_only_what_it_writes(tmp_path):
         return stager.num_bytes
 
     assert run_ranks(2, body) == [128, 128]
+
+
+def test_a_stager_that_has_only_torchs_stage_is_refused(tmp_path):
+    class Copying(AsyncStager):
+        def stage(self, state_dict):
+            return dict(state_dict)
+
+    class Plain:
+        def stage(self, state_dict):
+            return dict(state_dict)
+
+    stagers: list[Any] = [Copying(), Plain()]  # pyright: ignore[reportAbstractUsage]
+    for stager in stagers:
+        with pytest.raises(UsageError, match="hold"):
+            async_save({"w": torch.ones(1)}, checkpoint_id=tmp_path, async_stager=stager)
+    assert not any(tmp_path.iterdir())

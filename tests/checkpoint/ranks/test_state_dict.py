@@ -479,3 +479,13 @@ def test_init_optim_state_makes_the_state_of_an_optimizer_that_has_none():
     optimizer.state[weight]["step"] += 1
     _init_optim_state(optimizer)
     assert optimizer.state[weight]["step"] == 1
+
+
+def test_a_usage_error_of_the_model_is_raised_as_it_is():
+    class Refusing(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            raise UsageError("not so")
+
+    with pytest.raises(UsageError, match="not so") as caught:
+        set_model_state_dict(Refusing(1, 1), nn.Linear(1, 1).state_dict())
+    assert type(caught.value) is UsageError
