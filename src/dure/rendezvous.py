@@ -6,7 +6,9 @@ the module can be called.
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 from dure.store.handlers import register_rendezvous_handler, rendezvous
@@ -16,6 +18,9 @@ __all__ = ["register_rendezvous_handler", "rendezvous"]
 
 class _Callable(ModuleType):
     __call__ = staticmethod(rendezvous)
+
+    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+        return importlib.import_module, (__name__,)
 
 
 sys.modules[__name__].__class__ = _Callable

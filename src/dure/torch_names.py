@@ -30,6 +30,7 @@ def table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
+@cache
 def listed(module: str, name: str = "*") -> str | None:
     """Return what to write instead of a name of a module of torch; None if it is not listed.
 
@@ -61,6 +62,10 @@ def refuse(module: str, name: str = "*") -> NoReturn:
     raise ImportError(f"{what} does not exist. Instead: {text}", name=module)
 
 
+_absent: set[str] = set()
+"""The submodules that were looked for in vain."""
+
+
 def attribute(module: str, name: str) -> Any:
     """Import a submodule and return it. The modules' `__getattr__` call this.
 
@@ -72,11 +77,13 @@ def attribute(module: str, name: str) -> Any:
         if listed(_path(module), name):
             refuse(module, name)
         path = f"{module}.{name}"
-        try:
-            return importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name not in {path, module}:
-                raise
+        if path not in _absent:
+            try:
+                return importlib.import_module(path)
+            except ModuleNotFoundError as error:
+                if error.name not in {path, module}:
+                    raise
+                _absent.add(path)
     raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
 
 

@@ -57,7 +57,7 @@ def _rank_not_in_group(group: Any) -> bool:
 
 
 def _get_default_store() -> Store:
-    """Return the store that the ranks of the default group met in."""
+    """Return the store of the default group's rendezvous."""
     _get_default_group()
     rendezvous = current_world().rendezvous
     assert rendezvous is not None

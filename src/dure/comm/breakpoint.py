@@ -15,7 +15,7 @@ from dure.comm.world import current_world
 __all__ = ["breakpoint"]
 
 _calls: Counter[tuple[int, str]] = Counter()
-"""How often this rank has come to each line with a breakpoint."""
+"""How often this rank has reached each line with a breakpoint."""
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:

@@ -159,7 +159,7 @@ class _Birth:
                     f"the backend {name!r} needs the other ranks, which do not exist",
                     group=self.spec.name,
                     rank=self.rank,
-                    seen="the default group is of the backend 'fake'",
+                    seen="the default group uses the backend 'fake'",
                     fix="Make groups of a dry run without backend=, or with backend='fake'.",
                 )
             options = self._options[name] = BackendOptions(

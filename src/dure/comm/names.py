@@ -2,8 +2,8 @@
 
 `Backend` is a backend's name and `BackendConfig` says which backend serves which kind of device.
 The classes that end in `Options` are what torch's C++ groups take in place of arguments; methods of
-a group that take `opts` read `reduceOp` of them. `ProcessGroupGloo` exists so that its error can
-say what to write instead.
+a group that take `opts` read `reduceOp` of them, and reductions refuse a `timeout`.
+`ProcessGroupGloo` exists so that its error can say what to write instead.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Backend(str, metaclass=_Listed):
     def __new__(cls, name: str) -> Backend:
         """Return the name in lower case; raise for anything that is not a string."""
         if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError("a backend is named by a string", seen=f"got {name!r}")
+            raise UsageError("the backend must be a string", seen=f"got {name!r}")
         return super().__new__(cls, name.lower())
 
     @classmethod
@@ -172,7 +172,7 @@ class _Options:
     """What all options have.
 
     Attributes:
-        timeout: A limit for the call; below zero: the group's.
+        timeout: Below zero: the group's limit. Methods of groups take no other.
         asyncOp: Whether the call only starts the operation; methods that take options always do.
     """
 

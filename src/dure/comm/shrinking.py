@@ -163,7 +163,7 @@ class _Shrinking:
                 "the other ranks do not exist: none of them can have failed",
                 op=op,
                 group=self.parent.group_name,
-                seen="the default group is of the backend 'fake'",
+                seen="the default group uses the backend 'fake'",
                 fix="Make a smaller group with dure.new_group.",
             )
 

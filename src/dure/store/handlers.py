@@ -70,4 +70,6 @@ def _opened(
     spot = find_place(url, rank, world_size)
     store = spot.place.open(spot.rank, spot.world_size, timeout.total_seconds())
     yield store, spot.rank, spot.world_size
-    raise RendezvousError("a rendezvous takes place once", fix="Call rendezvous() again.")
+    raise RendezvousError(
+        "this rendezvous has already returned its store", fix="Call rendezvous() again."
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
@@ -39,6 +41,9 @@ def _methods(rank: int) -> None:
     work = group.allreduce([x := torch.tensor([float(rank)])], options)
     work.block_current_stream()
     assert x.item() == 1
+    options.timeout = timedelta(seconds=5)
+    with pytest.raises(UsageError, match=r"wait\(timeout\)"):
+        group.allreduce([x], options)
     assert work.get_future_result().wait() == 0
     alone = group.split_group([rank])
     assert alone is not None

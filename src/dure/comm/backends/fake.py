@@ -6,17 +6,16 @@ are:
 
 | operation                   | outputs on this rank                                           |
 |-----------------------------|----------------------------------------------------------------|
-| all_gather, gather (root)   | this rank's input, in the place of every rank                 |
+| all_gather, gather (root)   | this rank's input, in every rank's place                      |
 | reduce_scatter              | this rank's part of its own input                             |
 | scatter (root)              | this rank's part                                              |
 | all_to_all                  | what this rank sends; cut, or filled with zeros, to the length |
 | all others                  | unchanged                                                     |
 
-So no output is uninitialized memory, except those of scatter on other ranks and of receives, which
-keep what the program put there. The other ranks do not exist: a group of this backend can be made
-without them (`Rendezvous.alone`).
+Outputs of receives, and of scatter on ranks other than the root, keep their values. The other ranks
+do not exist: a group of this backend can be made without them (`Rendezvous.alone`).
 
-`pg_options` with a true attribute `error_on_collective` let every collective fail.
+If `pg_options.error_on_collective` is true, every collective raises `CommError`.
 
 Source: torch's backend of the same name (FakeProcessGroup.hpp), with the same values.
 """
@@ -99,7 +98,7 @@ class FakeBackend:
         return heap_empty(nbytes, dtype=torch.uint8, zeroed=True, must=False)
 
     def close(self, abort: bool) -> None:
-        """Do nothing: no operation is pending, and nobody listens."""
+        """Do nothing: no operation is pending, and no rank listens."""
 
 
 def _copy(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

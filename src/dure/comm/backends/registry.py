@@ -15,7 +15,7 @@ every rank. Other backends are made by their factory and find each other through
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -169,7 +169,7 @@ def parse_backend(spec: str) -> dict[str, str]:
     return parsed
 
 
-def check_pg_options(names: Iterable[str], given: object) -> None:
+def check_pg_options(names: Collection[str], given: object) -> None:
     """Raise unless one of a group's backends uses the `pg_options` that the program gave.
 
     Every backend takes ``{"verify": True}`` (comm/backends/verify.py), nccl torch's options of its
@@ -190,7 +190,7 @@ def check_pg_options(names: Iterable[str], given: object) -> None:
     else:
         seen = f"got a {type(given).__module__}.{type(given).__qualname__}"
     raise UsageError(
-        f"pg_options mean nothing to the backend {', '.join(names)}",
+        f"the backend {', '.join(names)} does not use these pg_options",
         seen=seen,
         fix="Leave pg_options out, or give {'verify': True}; nccl also takes "
         "ProcessGroupNCCL.Options.",

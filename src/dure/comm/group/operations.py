@@ -469,7 +469,7 @@ class ProcessGroup(GroupCore):
     # ---- the names of torch's C++ groups, which start a `Work`; nothing of ours calls them ------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """Start `all_reduce`; `opts` is a reduction or an object with `reduceOp`."""
+        """Start `all_reduce`; `opts` is a reduction or has one as `reduceOp`, and no `timeout`."""
         return started(self.all_reduce(_one(tensors, "allreduce"), _reduction(opts), async_op=True))
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
@@ -537,6 +537,18 @@ out_of_graphs(
 
 
 def _reduction(opts: Any) -> object:
+    """Return the reduction of torch's options.
+
+    Raises:
+        UsageError: They have a limit of their own.
+    """
+    limit = getattr(opts, "timeout", None)
+    if limit is not None and limit >= timedelta(0):
+        raise UsageError(
+            "options of a group's operations have no limit",
+            seen=f"timeout={limit}",
+            fix="Leave `timeout` out and call `wait(timeout)` of the Work.",
+        )
     return ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
