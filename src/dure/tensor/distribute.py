@@ -45,8 +45,8 @@ def distribute_tensor(
     Args:
         tensor: A leaf of the whole shape, on every rank; the source's values count. A Parameter
             stays one, and a leaf keeps its ``requires_grad``. On the meta device nothing is sent.
-            Of a subclass without memory the tensors that it is made of are sent; its operators
-            cut it.
+            For a wrapper subclass, its inner tensors are sent; the subclass's own operators slice
+            it.
         device_mesh: The mesh; that of ``with mesh:`` where None.
         placements: `Shard`, `Replicate` or `Partial` for each axis; replicated where None. Terms of
             an average, maximum or minimum are the tensor itself. Of a sum each rank gets an equal
@@ -62,8 +62,8 @@ def distribute_tensor(
         PlacementError: Terms of a product; placements that do not fit; a DTensor of other
             placements.
         MeshError: No mesh; a DTensor of another mesh.
-        UsageError: The tensor is a result of autograd; there is no such source; a subclass has
-            neither memory nor ``__tensor_flatten__``.
+        UsageError: The tensor is a result of autograd; there is no such source; the tensor
+            subclass has neither storage nor ``__tensor_flatten__``.
         Desync: Ranks gave different shapes, dtypes or placements.
 
     Collective:
@@ -197,7 +197,7 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
     if hasattr(tensor, "__tensor_flatten__"):
         return True
     raise UsageError(
-        "the tensor is of a subclass without memory or __tensor_flatten__",
+        "the tensor subclass has neither storage nor `__tensor_flatten__`",
         op="distribute_tensor",
         seen=f"{type(tensor).__name__} {list(tensor.shape)}",
         fix="Define __tensor_flatten__, or pass src_data_rank=None: then nothing is sent.",

@@ -170,7 +170,7 @@ class DTensorSpec:
         return self._local_shape
 
     def part_outside(self) -> torch.Tensor:
-        """Return what a rank outside the mesh has in the place of a part."""
+        """Return the empty placeholder that ranks outside the mesh have as their part."""
         device = self.mesh.device_type
         return torch.zeros(self.local_shape, dtype=self.meta.dtype, device=device)
 

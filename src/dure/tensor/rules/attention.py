@@ -92,7 +92,7 @@ def _by_name(call: OpCall, cut: Shard, mask: list[Placement]) -> tuple[Placement
 def _check_dropout(call: OpCall) -> None:
     if call.arg("dropout_p"):
         raise PlacementError(
-            "attention drops nothing out of DTensors on a GPU",
+            "dropout in attention is not supported for DTensors on a GPU",
             op=call.name,
             seen=f"dropout_p={call.arg('dropout_p')}",
             fix="Use dropout_p=0, or sdpa_kernel(SDPBackend.MATH).",

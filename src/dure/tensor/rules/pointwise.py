@@ -4,11 +4,11 @@ A dimension of the result may be sharded if every operand that has it (operands 
 last dimension, sizes of 1 are repeated) is sharded alike.
 
 Terms of a reduction go through what keeps the reduction. A sum goes through what is linear: all
-operands of an addition as terms, or one factor of a product while the other is whole. A maximum or
-a minimum goes through what never decreases, and what never increases makes one of the other. An
-average, a maximum or a minimum stays one if the same is added to each term.
+operands of an addition as terms, or one factor of a product while the other is whole. Partial(max)
+and Partial(min) pass unchanged through non-decreasing functions; a non-increasing function turns
+one into the other. An average, a maximum or a minimum stays one if the same is added to each term.
 
-``out=`` lies as the result does.
+`out=` has the result's placements.
 """
 
 from __future__ import annotations
