@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections import Counter
 from datetime import timedelta
 
 import pytest
@@ -32,6 +33,7 @@ class Debugger:
 def test_one_rank_stops_while_the_others_wait_3_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     debugger, passed = Debugger(), threading.Barrier(3)
     monkeypatch.setattr(module, "_debugger", lambda: debugger)
+    monkeypatch.setattr(module, "_calls", Counter())
 
     def program(rank: int) -> None:
         group = current_world().need_default()
