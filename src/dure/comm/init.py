@@ -37,6 +37,7 @@ from dure.errors import DureError, RendezvousError, UsageError
 from dure.native import available as native_available
 from dure.placement import System, detect
 from dure.store.base import Store
+from dure.store.init_method import find_place
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_alone, rendezvous_at
 
@@ -102,6 +103,10 @@ def init_process_group(
     told = not (init_method is None and store is None and rank < 0 and world_size < 0)
     soon = RENDEZVOUS_LIMIT if timeout is None else limit
     if named == {"fake"}:
+        url = init_method or "env://"
+        if "?" in url and not url.startswith("env://"):  # it may have the numbers
+            spot = find_place(url, rank, world_size)
+            rank, world_size = spot.rank, spot.world_size
         found = rendezvous_alone(_given("RANK", rank), _given("WORLD_SIZE", world_size))
     elif not told and _wants_mpi(backend):
         found = _rendezvous_by_mpi(soon, group_name)

@@ -34,6 +34,11 @@ def start(rank: int = 1, size: int = 3) -> None:
     dure.init_process_group("fake", rank=rank, world_size=size, timeout=limit)
 
 
+def test_a_url_gives_the_numbers() -> None:
+    dure.init_process_group("fake", init_method="tcp://localhost:1?rank=2&world_size=5")
+    assert (dure.get_rank(), dure.get_world_size()) == (2, 5)
+
+
 def test_it_is_named_as_in_torch() -> None:
     start()
     assert dure.Backend.FAKE == dure.get_backend() == "fake"
