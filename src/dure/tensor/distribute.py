@@ -76,7 +76,7 @@ def distribute_tensor(
     mesh = mesh_or_current(device_mesh, op)
     if isinstance(tensor, DTensor):
         return _unchanged(tensor, mesh, placements)
-    given = as_placements(placements, mesh, tensor.ndim, op)
+    given = as_placements(placements, mesh, tensor.ndim, op, tensor.dtype)
     if any(p.is_partial() and not can_be_split(p) for p in given):
         raise PlacementError(
             "a tensor can only be split into terms of sum, avg, max or min",

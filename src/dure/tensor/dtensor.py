@@ -165,7 +165,9 @@ class DTensor(torch.Tensor):
             A few microseconds.
         """
         mesh = mesh_or_current(device_mesh, "DTensor.from_local")
-        given = as_placements(placements, mesh, local_tensor.ndim, "DTensor.from_local")
+        given = as_placements(
+            placements, mesh, local_tensor.ndim, "DTensor.from_local", local_tensor.dtype
+        )
         if (shape is None) != (stride is None):
             raise ShapeError("shape and stride are given together", op="DTensor.from_local")
         if shape is None or stride is None:
@@ -288,7 +290,7 @@ class DTensor(torch.Tensor):
             )
         if placements is None:
             raise PlacementError("redistribute needs placements", op="redistribute")
-        given = as_placements(placements, spec.mesh, self.ndim, "redistribute")
+        given = as_placements(placements, spec.mesh, self.ndim, "redistribute", self.dtype)
         for axis, (old, new) in enumerate(zip(spec.placements, given, strict=True)):
             if new.is_partial() and old != new:
                 raise PlacementError(

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 from dure.errors import PlacementError
 from dure.tensor.call import OpCall, Strategy, schema_of
-from dure.tensor.placement_types import Partial, Placement, Replicate
+from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import price_of
-from dure.tensor.spec import DTensorSpec
+from dure.tensor.spec import DTensorSpec, mixes_reductions
 
 __all__ = ["Choice", "choose", "written"]
 
@@ -47,6 +47,8 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
     operands = [list(spec.placements) for spec in call.operands]
     results: list[list[Placement]] = [[] for _ in call.outputs]
     fixed = written(call)
+    dtypes = [spec.meta.dtype for spec in call.operands]
+    dtypes += [None if meta is None else meta.dtype for meta in call.outputs]
     whole = Strategy((Replicate(),) * len(operands), (Replicate(),) * len(results))
     options = [*strategies, whole]
     if not any(p.is_shard() for spec in call.operands for p in spec.placements):
@@ -59,7 +61,7 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
                 continue
             after = [_with(here, axis, p) for here, p in zip(operands, option.inputs, strict=True)]
             made = [[*here, p] for here, p in zip(results, option.outputs, strict=True)]
-            if any(map(_mixes_reductions, (*after, *made))):
+            if any(map(mixes_reductions, (*after, *made), dtypes)):
                 continue
             moved = sum(
                 call.operands[i].placements[axis] != wanted
@@ -110,12 +112,6 @@ def _keeps(call: OpCall, option: Strategy, axis: int, fixed: Sequence[int], mova
 def _with(placements: Sequence[Placement], axis: int, one: Placement) -> list[Placement]:
     """Return placements with another one on an axis."""
     return [*placements[:axis], one, *placements[axis + 1 :]]
-
-
-def _mixes_reductions(placements: Sequence[Placement]) -> bool:
-    """Tell whether the terms are of reductions whose order would matter."""
-    found = {p.reduce_op for p in placements if isinstance(p, Partial)}
-    return len(found) > 1 and found != {"sum", "avg"}
 
 
 def _cost(

@@ -34,6 +34,7 @@ __all__ = [
     "as_placements",
     "compute_local_shape_and_global_offset",
     "cuts_of",
+    "mixes_reductions",
     "resolved",
     "spec_of",
 ]
@@ -287,9 +288,20 @@ def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMet
 
 
 def as_placements(
-    placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: int, op: str
+    placements: Sequence[Placement] | None,
+    mesh: DeviceMesh,
+    ndim: int,
+    op: str,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Placement, ...]:
     """Check placements that a user gave; None means replicated.
+
+    Args:
+        placements: One for each mesh axis.
+        mesh: The mesh.
+        ndim: Number of the tensor's dimensions.
+        op: Who asks, for errors.
+        dtype: The tensor's, if it decides which reductions commute.
 
     Raises:
         PlacementError: Not one for each axis; a dimension that the tensor does not have; terms of
@@ -315,12 +327,18 @@ def as_placements(
             op=op,
             seen=f"{list(found)} for a mesh of {mesh.ndim} axes",
         )
-    reductions = {p.reduce_op for p in found if isinstance(p, Partial)}
-    if len(reductions) > 1 and reductions != {"sum", "avg"}:
+    if mixes_reductions(found, dtype):
         raise PlacementError(
             "these reductions do not commute, so their order would matter", op=op, seen=f"{found}"
         )
     return tuple(resolved(placement, ndim, op) for placement in found)
+
+
+def mixes_reductions(placements: Sequence[Placement], dtype: torch.dtype | None) -> bool:
+    """Tell whether placements have reductions whose order matters; averages truncate integers."""
+    found = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    exact = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    return len(found) > 1 and (exact or found != {"sum", "avg"})
 
 
 def resolved(placement: Placement, ndim: int, op: str) -> Placement:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dure.errors import PlacementError
 from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.debug import CommDebugMode
 from dure.testing import run_ranks
@@ -187,3 +188,15 @@ def test_sums_are_reduced_before_they_are_promoted():
         assert (half.float() * (1j * whole)).placements == (Partial(),)
 
     run_ranks(2, body)
+
+
+def test_averages_of_integers_are_not_mixed_with_sums():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2))
+        mean = DTensor.from_local(torch.tensor(1 + rank % 2), mesh, [Replicate(), Partial("avg")])
+        total = DTensor.from_local(torch.tensor(rank // 2), mesh, [Partial(), Replicate()])
+        assert (mean + total).full_tensor().item() == 2
+        with pytest.raises(PlacementError, match="do not commute"):
+            DTensor.from_local(torch.tensor(rank), mesh, [Partial(), Partial("avg")])
+
+    run_ranks(4, body)
