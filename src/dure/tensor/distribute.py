@@ -77,9 +77,9 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return _unchanged(tensor, mesh, placements)
     given = as_placements(placements, mesh, tensor.ndim, op, tensor.dtype)
-    if any(p.is_partial() and not can_be_split(p) for p in given):
+    if any(p.is_partial() and not can_be_split(p, tensor.dtype) for p in given):
         raise PlacementError(
-            "a tensor can only be split into terms of sum, avg, max or min",
+            "a tensor can only be split into terms of sum, max, min, or avg if not of integers",
             op=op,
             seen=f"{given}",
             fix="Use Replicate(), or DTensor.from_local with Partial() for terms that ranks have.",

@@ -251,10 +251,11 @@ def plan_of(source: DTensorSpec, target: DTensorSpec) -> Plan:
         if (
             isinstance(new, Partial)
             and old != new
-            and not (old.is_replicate() and can_be_split(new))
+            and not (old.is_replicate() and can_be_split(new, source.meta.dtype))
         ):
             raise PlacementError(
-                "only a replicated tensor can be split into terms, of sum, avg, max or min",
+                "only a replicated tensor can be split into terms: of sum, max or min, and of avg "
+                "if it has no integers",
                 op="redistribute",
                 seen=f"{old} -> {new} on axis {axis}",
                 fix="Redistribute to Replicate or Shard.",
@@ -300,9 +301,14 @@ def _steps_back(
     return steps[::-1]
 
 
-def can_be_split(term: Placement) -> bool:
-    """Tell whether a replicated tensor can become terms of this reduction."""
-    return type(term) is Partial and term.reduce_op != "product"
+def can_be_split(term: Placement, dtype: torch.dtype) -> bool:
+    """Tell whether a replicated tensor can become terms of this reduction.
+
+    Integers cannot become an average: the sum of equal numbers may wrap before it is divided.
+    """
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    refused = ("product", "avg") if exact else ("product",)
+    return type(term) is Partial and term.reduce_op not in refused
 
 
 def price_of(source: DTensorSpec, target: DTensorSpec) -> float:

@@ -282,3 +282,21 @@ def test_terms_of_a_sum_are_equal_shares_only_if_that_is_exact():
             assert torch.equal(made.full_tensor(), tensor)
 
     run_ranks(4, body)
+
+
+def test_equal_integers_do_not_become_an_average() -> None:
+    """Their sum wraps: 200 + 200 is 144 as uint8, and its half 72."""
+
+    def body(rank: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.tensor([200], dtype=torch.uint8)
+        with pytest.raises(PlacementError, match="not of integers"):
+            distribute_tensor(whole, mesh, [Partial("avg")])
+        average = DTensor.from_local(whole // (rank + 2), mesh, [Partial("avg")])
+        return (
+            torch.cat([distribute_tensor(whole, mesh, [Replicate()]), average])
+            .full_tensor()
+            .tolist()
+        )
+
+    assert run_ranks(2, body) == [[200, 83]] * 2
