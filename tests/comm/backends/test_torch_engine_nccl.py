@@ -49,7 +49,7 @@ class NotNccl:
 
 @pytest.fixture
 def not_nccl(monkeypatch):
-    monkeypatch.setattr(c10d, "ProcessGroupNCCL", NotNccl, raising=False)
+    monkeypatch.setattr(torch_engine, "ProcessGroupNCCL", NotNccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
