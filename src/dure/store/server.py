@@ -57,6 +57,9 @@ _GUARDING = Guarding(what="store", waiting_requests=32, waiting_replies=16)
 
 _LONGEST_POLL_S = 3600.0
 
+_LEAVE_S = 1.0
+"""How long a client that has been closed may take to be gone here."""
+
 _LOOK_S = 1.0
 """How long the poll may take while there are leases, so that the server notices its own pauses."""
 
@@ -136,6 +139,15 @@ class StoreServer:
                 return True
         self._thread.join()
         return False
+
+    def is_left_by_all(self, within_s: float) -> bool:
+        """Wait until no client is connected; tell whether that was so within this time."""
+        deadline = time.monotonic() + within_s
+        while self._peers.strangers or self._peers.members:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.005)
+        return True
 
     def stop(self) -> None:
         """End now; returns when the thread, the sockets and the context are gone."""
@@ -292,12 +304,13 @@ def adopt(endpoint: str, afresh: bool = False) -> StoreServer | None:
 
     Args:
         endpoint: Where it listens.
-        afresh: Stop a retired server instead, so that its keys are gone.
+        afresh: Stop a retired server instead, so that its keys are gone; unless clients stay: one
+            of them may be of a rank that has opened the address again already.
     """
     for server in list(_servers):
         if server.endpoint != endpoint:
             continue
-        if afresh and server.retired:
+        if afresh and server.retired and server.is_left_by_all(_LEAVE_S):
             server.stop()
         elif server.adopt():
             return server
