@@ -220,10 +220,9 @@ def __getattr__(name: str) -> Any:
     module = _HOME_OF.get(name)
     if module is None:
         if name == "ProcessGroupNCCL":  # for its Options
-            from dure.comm.backends import torch_engine  # lazy: it imports torch
-
-            if torch_engine.ProcessGroupNCCL is not None:
-                return torch_engine.ProcessGroupNCCL
+            found = importlib.import_module("dure.comm.backends.torch_engine").ProcessGroupNCCL
+            if found is not None:
+                return found
         from dure.torch_names import attribute  # lazy: most programs have no other names
 
         return attribute("dure", name)

@@ -338,12 +338,13 @@ class TCPStore(NetworkStore):
         return made
 
     def _meet(self, world_size: int) -> None:
-        # a server may see several meetings
-        meeting, came = divmod(self.add("dure/workers", 1) - 1, world_size)
-        if came == world_size - 1:
-            self.set(f"dure/all workers/{meeting}", b"")
+        # A server may see several meetings, and a rank may open its next store before the master
+        # has opened this one: so the master's nth waits for n times as many as there are ranks.
+        came = self.add("dure/workers", 1)
+        if came % world_size == 0:
+            self.set(f"dure/all workers/{came // world_size}", b"")
         if self._server is not None:
-            self.wait([f"dure/all workers/{meeting}"])
+            self.wait([f"dure/all workers/{self.add('dure/masters', 1)}"])
 
 
 def _served(at: Address, host_name: str, key: JobKey | None) -> StoreServer:

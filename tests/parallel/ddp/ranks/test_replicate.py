@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from dure._composable.fsdp import FSDPModule  # pyright: ignore
-from dure._composable.replicate import DDP  # pyright: ignore
 from torch import nn
 
 from dure._composable import replicate
+from dure._composable.fsdp import FSDPModule  # pyright: ignore
+from dure._composable.replicate import DDP  # pyright: ignore
 from dure.errors import ModuleError, UsageError
 from dure.fsdp import fully_shard, strategy
 from dure.testing import CommRecorder, run_ranks
