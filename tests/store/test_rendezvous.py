@@ -1,5 +1,6 @@
 """Meetings, with ranks as threads: who meets, and what each mistake becomes on every rank."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -229,10 +230,12 @@ def test_four_variables_are_enough(monkeypatch: pytest.MonkeyPatch, port: int) -
 
 @pytest.mark.parametrize("local", [2, 1])
 def test_under_torchrun_the_agents_port_stays_the_agents(
-    monkeypatch: pytest.MonkeyPatch, local: int
+    monkeypatch: pytest.MonkeyPatch, local: int, port: int
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as agent:
-        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.getsockname()[1]}
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a server of another test is as good
+            stack.enter_context(socket.create_server(("127.0.0.1", port - 1)))
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port - 1}  # the store's is reserved
         told |= {"LOCAL_WORLD_SIZE": local, "TORCHELASTIC_USE_AGENT_STORE": True}
         for name, value in told.items():
             monkeypatch.setenv(name, str(value))
