@@ -494,8 +494,8 @@ def rendered() -> str:
         made = {text: parts_of(text) for text in MADE_OF_OTHERS}
         see([one for rows in (*families.values(), without) for one in rows])
     seen = {one.op for rows in families.values() for one in rows}
-    alike = {op for op in _rules if isinstance(op, Op) and _is_pointwise(op)}
-    without_row = set(_rules) - seen - NOT_ON_CPU - {torch.Tag.pointwise} - alike
+    pointwise = {op for op in _rules if isinstance(op, Op) and _is_pointwise(op)}
+    without_row = set(_rules) - seen - NOT_ON_CPU - {torch.Tag.pointwise} - pointwise
     missing = sorted(map(str, without_row))
     if missing:
         sys.exit(f"no example calls {', '.join(missing)}: give one in FAMILIES")

@@ -1,4 +1,4 @@
-"""What the checks of a GPU share: their list, the device, and how results are told apart."""
+"""What the checks of a GPU share: their list, the device, and the kinds of results."""
 
 from __future__ import annotations
 

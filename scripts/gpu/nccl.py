@@ -192,6 +192,17 @@ def asynchronous_work() -> None:
         work.wait(timeout=datetime.timedelta(seconds=5))
 
 
+def read_in_two_streams(work: Any, tensor: torch.Tensor) -> list[float]:
+    """Wait for an operation in each of two streams; return the mean that each reads after it."""
+    seen = []
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            work.wait()
+            seen.append(tensor.clone())
+    torch.cuda.synchronize()
+    return [t.float().mean().item() for t in seen]
+
+
 @check("nccl", cuda=True)
 def a_wait_orders_every_stream() -> None:
     """Two streams wait for one gather that runs late; both must read the result."""
@@ -200,14 +211,8 @@ def a_wait_orders_every_stream() -> None:
         dist.all_gather_single(out, source)
         torch.cuda.synchronize()
         late(source.fill_, 7.0)
-        work = dist.all_gather_single(out, source, async_op=True)
-        seen = []
-        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-            with torch.cuda.stream(stream):
-                work.wait()
-                seen.append(out.clone())
-        torch.cuda.synchronize()
-        assert [t.mean().item() for t in seen] == [7, 7], [t.mean().item() for t in seen]
+        seen = read_in_two_streams(dist.all_gather_single(out, source, async_op=True), out)
+        assert seen == [7, 7], seen
 
 
 @check("nccl", cuda=True)
@@ -217,16 +222,9 @@ def a_reduction_in_two_streams() -> None:
         t = torch.zeros(1 << 20, device=DEVICE, dtype=torch.bfloat16)
         dist.all_reduce(t)
         torch.cuda.synchronize()
-        first, second = torch.cuda.Stream(), torch.cuda.Stream()
         late(t.fill_, 7.0)
-        work = dist.all_reduce(t, async_op=True)
-        seen = []
-        for stream in (first, second):
-            with torch.cuda.stream(stream):
-                work.wait()
-                seen.append(t.clone())
-        torch.cuda.synchronize()
-        assert [x.float().mean().item() for x in seen] == [7, 7], [x.mean().item() for x in seen]
+        seen = read_in_two_streams(dist.all_reduce(t, async_op=True), t)
+        assert seen == [7, 7], seen
 
 
 @check("nccl", cuda=True)

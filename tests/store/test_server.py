@@ -79,6 +79,30 @@ def test_a_client_takes_no_server_that_its_owners_have_left(key: JobKey, port: i
         again.close()
 
 
+def test_a_master_takes_back_a_server_whose_clients_stay(key: JobKey, port: int) -> None:
+    """One of them may be of a rank that has opened the store again already."""
+    master = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
+    early = TCPStore("127.0.0.1", port, timeout=TIMEOUT, key=key)
+    early.set("came", "yes")
+    master.close()
+    again = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
+    assert again.get("came") == b"yes"
+    early.close()
+    again.close()
+
+
+def test_stores_that_a_rank_opens_in_turn_do_not_make_the_masters_meeting(
+    key: JobKey, port: int
+) -> None:
+    def opened(is_master: bool) -> TCPStore:
+        return TCPStore("127.0.0.1", port, 2, is_master, TIMEOUT, key=key)
+
+    first = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
+    ahead = [opened(False), opened(False)]
+    for store in (opened(True), opened(True), *ahead, first):
+        store.close()
+
+
 def test_a_retired_server_serves_those_who_are_left(key: JobKey) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)
     late = client(store, key)

@@ -43,7 +43,7 @@ class Ranks:
 
     @property
     def global_ranks(self) -> frozenset[int]:
-        """Global ranks of the group; without a group, 0 stands for this process."""
+        """Global ranks of the group; without a group, {0}: this process."""
         return frozenset((0,) if self.group is None else self.group.global_ranks)
 
     @property

@@ -569,7 +569,7 @@ def decode(
     Args:
         node: What `encode` returned.
         tensor_of: Gives what is at a tensor's name.
-        fields_as: Makes what stands for a dataclass's instance, from names and values.
+        fields_as: Builds what replaces a dataclass instance, from its names and values.
 
     Raises:
         ValueError: The JSON is not what `encode` makes; the message names the place.
