@@ -228,7 +228,7 @@ class OptimizerError(UsageError, TypeError):
 
 
 class ScheduleError(UsageError):
-    """A pipeline's schedule is not whole, or its ranks would wait for each other for ever.
+    """A pipeline's schedule is not whole, or its ranks would wait for each other forever.
 
     Args:
         what: What is wrong.

@@ -268,7 +268,7 @@ def _refuse(waits: dict[int, _Wait]) -> None:
         for r in path
     ]
     raise ScheduleError(
-        "ranks wait for each other for ever",
+        "ranks wait for each other forever",
         cycle=tuple((r, str(waits[r].action)) for r in path),
         seen=", ".join(steps),
         fix="Change the order of these actions on one of the ranks.",

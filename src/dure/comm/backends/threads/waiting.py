@@ -67,7 +67,7 @@ class Waiting:
         texts = {r: waits[r].text() for r in sorted(waits)}
         record = AbortRecord(
             kind="Desync",
-            what="all ranks wait for each other, for ever",
+            what="all ranks wait for each other forever",
             calls=texts,
             seen="; ".join(f"rank {r} waits in {text}" for r, text in texts.items()),
             fix="A send may have to wait for its receive: let one side receive first, or use isend "
