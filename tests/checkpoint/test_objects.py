@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dure.checkpoint import Checkpointer, PerRank, load, save
-from dure.errors import CheckpointMismatch
+from dure.errors import CheckpointMismatch, DureError, PeerLost, UsageError
 from tests.checkpoint.small_runs import equal, small, trained
 
 
@@ -201,3 +201,28 @@ def test_an_optimizer_gets_its_dataclasses_back(tmp_path, way, has_stepped):
 def test_an_object_whose_dataclass_has_other_fields_is_refused(tmp_path):
     with pytest.raises(CheckpointMismatch, match=r"it\.progress has the fields"):
         _save_and_load("Checkpointer", tmp_path, Run(Progress()), Run(OtherProgress()))
+
+
+class Failing:
+    def __init__(self, error: DureError) -> None:
+        self.error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (PeerLost("rank 1 is gone", peer=1), PeerLost),
+        (UsageError("of another order", seen="seed 1", fix="Use seed 2."), CheckpointMismatch),
+    ],
+)
+def test_only_an_error_about_the_state_becomes_a_mismatch(tmp_path, error, raised):
+    """A lost peer is not the checkpoint's matter, though its error is a RuntimeError."""
+    with pytest.raises(raised) as caught:
+        _save_and_load("Checkpointer", tmp_path, Failing(error), Failing(error))
+    assert caught.value.fix == error.fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -40,6 +41,11 @@ class Phase(StrEnum):
     WARMUP = "warmup"
 
 
+@dataclass
+class Best:
+    loss: float = 1.0
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -47,6 +53,8 @@ class Phase(StrEnum):
         [{"inner": defaultdict(list)}],
         Phase.WARMUP,
         bytearray(b"x"),
+        Best(),
+        {"best": [Best()]},
         torch.ones(2, requires_grad=True),
         nn.Parameter(torch.ones(2)),
     ],

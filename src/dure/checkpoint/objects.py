@@ -31,7 +31,7 @@ from dure.checkpoint.scalers import set_stages
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.stateful import Stateful
 from dure.checkpoint.tree import Fields, decode, entries_of, with_instances
-from dure.errors import CheckpointMismatch, OptimizerError, UsageError
+from dure.errors import CheckpointMismatch, DureError, OptimizerError, UsageError
 from dure.tensor import DTensor
 from dure.training.pytrees import mapped
 
@@ -241,6 +241,7 @@ def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch
         CheckpointMismatch: The object refuses the state.
     """
     inner = bare(value)
+    what = f"{name!r} does not take the saved state"
     copy = cache(lambda n: tensor_of(n).clone())  # what was one tensor in two places is so again
     try:
         if isinstance(inner, dict | list):
@@ -263,10 +264,13 @@ def load_into(name: str, value: Any, tree: Any, tensor_of: Callable[[str], torch
         set_stages(inner, {}, {})
         if isinstance(inner, Sharded):  # it has kept its part of what is mapped
             inner.state.update({k: mapped(v, torch.clone) for k, v in inner.state.items()})
+    except DureError as e:
+        if not isinstance(e, UsageError):  # a lost peer, a file that cannot be read
+            raise
+        seen = f"{e.what}: {e.seen}" if e.seen else e.what
+        raise CheckpointMismatch(what, seen=seen, fix=e.fix) from e
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as e:
-        raise CheckpointMismatch(
-            f"{name!r} does not take the saved state", seen=f"{type(e).__name__}: {e}"
-        ) from e
+        raise CheckpointMismatch(what, seen=f"{type(e).__name__}: {e}") from e
 
 
 def _state_with_instances(name: str, value: Any) -> Any:

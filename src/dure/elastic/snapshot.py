@@ -21,7 +21,7 @@ import torch
 from dure.checkpoint.objects import is_sharded, load_into, state_of
 from dure.checkpoint.randomness import random_state, restore_random_state, seed_new_rank
 from dure.checkpoint.scalers import Stages, set_stages, stages_of
-from dure.checkpoint.tree import decode, encode
+from dure.checkpoint.tree import decode, encode, fields_of
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -165,7 +165,9 @@ def require_returnable(value: object, path: str) -> None:
                 fix="Put it into a module (nn.Parameter, nn.ParameterDict) and that into the "
                 "state; or detach() it.",
             )
-    elif isinstance(value, Mapping | str | bytearray) and type(value) not in _RETURNED:
+    elif fields_of(value) is not None or (
+        isinstance(value, Mapping | str | bytearray) and type(value) not in _RETURNED
+    ):
         raise UsageError(
             f"the state's {path} would not come back as what it is after a failure",
             seen=f"it is a {type(value).__qualname__}",
