@@ -38,6 +38,18 @@ def living(tag: str) -> list[int]:
     return found
 
 
+def described(pids: list[int]) -> list[str]:
+    """Say of each process what it is and where in the kernel it waits."""
+    lines: list[str] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            wait = Path(f"/proc/{pid}/wchan").read_text()
+            lines.append(f"{pid}: {words[:200]}, state {stat[0]}, parent {stat[1]}, in {wait}")
+    return lines
+
+
 def _environment(pid: str) -> bytes:
     """Return what is in a process's `environ`; without `open`, which takes twice as long."""
     file = os.open(f"/proc/{pid}/environ", os.O_RDONLY)
@@ -163,7 +175,7 @@ class Launching:
 
     def wait_until_gone(self) -> None:
         """Wait until no process is left."""
-        until(lambda: not self.left(), lambda: f"the end of {self.left()}")
+        until(lambda: not self.left(), lambda: f"the end of {described(self.left())}")
 
     def kill(self) -> list[int]:
         """Kill what is left, wait for its end, and return what that was."""

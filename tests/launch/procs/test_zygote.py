@@ -12,7 +12,7 @@ import pytest
 
 from dure.launch import JobSpec, Line, run_job
 from dure.launch.ranks.zygote import INTERRUPTED, Zygote, usable, zygote_for
-from tests.launch.procs.launching import Launching
+from tests.launch.procs.launching import Launching, described
 from tests.launch.procs.zygote_programs import Stage, ended, put, staged
 from tests.waiting import until
 
@@ -153,7 +153,7 @@ def test_killed_launcher_leaves_no_zygote(job: Launching, when: str) -> None:
         assert started.stdout is not None
         started.stdout.readline()
     else:
-        until(lambda: len(job.left()) > 1)
+        until(lambda: len(job.left()) > 1, lambda: f"a zygote beside {described(job.left())}")
     started.kill()
     job.wait_until_gone()
 

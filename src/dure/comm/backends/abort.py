@@ -51,11 +51,13 @@ class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Why a group is broken; the fields are those of the errors it becomes.
 
     `after` is how many collectives it leaves whole; those after them will never take place.
+    `reporter` is the rank that has lost the connection to the host of `peer`, if one has.
     """
 
     kind: str
     what: str
     peer: int | None = None
+    reporter: int | None = None
     missing: tuple[int, ...] = ()
     whereabouts: dict[int, str] = {}
     calls: dict[int, str] = {}

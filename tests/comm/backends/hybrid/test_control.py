@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
+from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.hybrid import control
-from dure.comm.backends.hybrid.control import Watch, open_channel
+from dure.comm.backends.hybrid.control import ControlMessage, Watch, open_channel
 from dure.comm.backends.hybrid.subcomms import group_by_host
-from dure.errors import StoreTimeout
+from dure.errors import PeerLost, StoreTimeout
 from dure.store import HashStore
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 
 def _options(rank: int, store: HashStore, timeout_s: float = PATIENCE_S) -> BackendOptions:
@@ -113,3 +114,24 @@ def test_a_channel_that_breaks_after_its_leader_has_left_does_not_keep_the_watch
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
     other.stop(0)
+
+
+def test_a_host_that_another_counts_as_lost_has_lost_that_one(leaders):
+    """It would hear only that it was lost itself, which names nobody."""
+    (watch, _), (other, state) = leaders
+    lost: list[AbortRecord] = []
+    state.lose = lambda peer, what, after, patience_s, **said: lost.append(
+        AbortRecord(kind="PeerLost", what=what, peer=peer, after=after, **said)
+    )
+    channel = watch.channel_to(1)
+    seen = "its connection was closed"
+    told = AbortRecord(kind="PeerLost", what="lost", peer=1, seen=seen, reporter=0, after=7)
+    channel.say(ControlMessage(record=told))
+    thread = _started(other)
+    until(lambda: lost)
+    other.stop(0)
+    thread.join(PATIENCE_S)
+    (record,) = lost
+    assert (record.peer, record.after, record.what) == (0, 7, "host a (rank 0) is lost")
+    assert isinstance(record.error(rank=1), PeerLost)
+    watch.stop(0)

@@ -26,6 +26,7 @@ that runs out of time asks for them, and so knows which ranks did not come.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket as sockets
 import threading
@@ -321,7 +322,7 @@ class Watch:
                     # The group is broken, and only we can tell by whom: who waits runs out of time.
                     self._comms.local.group.set_timeout(0.0)
             if message.record is not None:
-                self._comms.state.settle(message.record)
+                self._settle(message.record)
             if message.left >= 0:
                 channel.left, channel.lost = message.left, time.monotonic()
 
@@ -338,16 +339,35 @@ class Watch:
 
     def _lose(self, channel: Channel) -> None:
         channel.lost = time.monotonic()
+        why = f"its process ended or its host did not answer for {silence_s()} s"
+        seen = f"because {why}, as rank {self._comms.hosts.rank} noticed"
+        self._lose_host(channel.host, self._headers.begun, seen, _END_S)
+
+    def _settle(self, record: AbortRecord) -> None:
+        """Break the group by another leader's record.
+
+        If its writer has lost the connection to this very host, then what is lost for the ranks
+        here is the writer's host.
+        """
+        hosts = self._comms.hosts
+        if record.reporter is None or record.peer not in hosts.mine:
+            self._comms.state.settle(record)
+            return
+        why = f"one of the two hosts did not answer the other for {silence_s()} s"
+        seen = f"because {why}, as rank {record.reporter} noticed"
+        self._lose_host(hosts.places[record.reporter][0], record.after, seen, math.inf)
+
+    def _lose_host(self, host: int, after: int, seen: str, patience_s: float) -> None:
         hosts = self._comms.hosts
         self._comms.state.lose(
-            hosts.ranks[channel.host][0],
-            f"{hosts.describe(channel.host)} is lost",
-            self._headers.begun,
-            seen="the connection to it was closed, because its process ended or its host did not "
-            f"answer for {silence_s()} s, as rank {hosts.rank} noticed",
+            hosts.ranks[host][0],
+            f"{hosts.describe(host)} is lost",
+            after,
+            seen=f"the connection to it was closed, {seen}",
             fix="See the output of its ranks, and whether the network is whole; "
             "then make a new group of the ranks that are left.",
-            patience_s=_END_S,
+            reporter=hosts.rank,
+            patience_s=patience_s,
         )
 
     # ---- questions and the end -------------------------------------------------------------------
