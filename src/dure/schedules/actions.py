@@ -147,6 +147,9 @@ class Action(NamedTuple):
             raise _no_action(text, f"{kind} with {wanted}")
         return Action(stage, kind, int(microbatch) if microbatch else None)
 
+    from_str = parse
+    """`parse` under its name in torch."""
+
 
 def _no_action(text: str, expected: str) -> UsageError:
     return UsageError(

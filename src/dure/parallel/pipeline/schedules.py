@@ -85,8 +85,8 @@ class PipelineSchedule:
     """
 
     name: str | None = None
-    """Of the lists of actions in `dure.schedules`; None: `pipeline_order` is set by a subclass, or
-    read from a file."""
+    """Of the lists of actions in `dure.schedules`; None: a subclass sets `pipeline_order` or
+    `pipeline_order_with_comms`, or they are read from a file."""
     _backward_requires_autograd = True
     _defer_pp_recv = False
 
@@ -173,7 +173,9 @@ class PipelineSchedule:
 
     def _ready(self) -> Executor:
         """Return the runtime; of lists that a subclass has set it is made now."""
-        if self._executor is None:
+        if self._executor is None and self.pipeline_order_with_comms:
+            self._prepare_schedule_with_comms(self.pipeline_order_with_comms, "compute_comms")
+        elif self._executor is None:
             self._prepare_schedule_with_comms(self.pipeline_order)
         assert self._executor is not None
         return self._executor

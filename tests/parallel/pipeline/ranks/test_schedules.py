@@ -11,6 +11,7 @@ from torch import nn
 import dure.pipelining as pp
 from dure.errors import UsageError
 from dure.pipelining.schedules import (
+    _Action,
     _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
@@ -114,13 +115,18 @@ def _with_file(rank: int, parts: list[nn.Module], folder: Any) -> Trained:
         assert read.pipeline_order_with_comms == made.schedule.pipeline_order_with_comms
         made.schedule = read
         losses.append(made.step(*batches(1)[0]))
+    own: Any = _PipelineScheduleRuntime(made.stages, 4, loss_fn=mse)
+    texts = {r: [str(action) for action in read.pipeline_order_with_comms[r]] for r in (0, 1)}
+    own.pipeline_order_with_comms = {r: [_Action.from_str(t) for t in texts[r]] for r in texts}
+    made.schedule = own
+    losses.append(made.step(*batches(1)[0]))
     return losses, made.weights()
 
 
-def test_schedules_are_written_and_read_on_2_ranks(tmp_path: Any):
+def test_schedules_are_written_read_and_set_on_2_ranks(tmp_path: Any):
     parts = dense(4)
     found = run_ranks(2, _with_file, parts, tmp_path)
-    verify_same(found, one_process(parts, batches(1) * 2, 4))
+    verify_same(found, one_process(parts, batches(1) * 3, 4))
 
 
 def test_schedule_classes_are_found_by_name():
