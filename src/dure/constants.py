@@ -4,8 +4,8 @@
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from dure.comm.creation import default_pg_timeout
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = ["default_pg_timeout"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,7 +27,8 @@ from dure.torch_names import getter
 
 __all__ = ["check_batch", "check_replicas"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)
 
 
 def check_replicas(

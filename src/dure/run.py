@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import signal
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dure.cli import main as command
 from dure.errors import UsageError
@@ -15,7 +15,8 @@ from dure.torch_names import getter
 
 __all__ = ["config_from_args", "get_args_parser", "main", "parse_args", "run"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)
 
 
 def main(args: list[str] | None = None) -> None:

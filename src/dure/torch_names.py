@@ -3,7 +3,8 @@
 The table `torch_names.toml` has a replacement for every public name of torch.distributed that has
 no equivalent here. A module that such names could be imported from ends with::
 
-    __getattr__ = getter(__name__)
+    if not TYPE_CHECKING:  # a type checker that saw a `__getattr__` would accept any name
+        __getattr__ = getter(__name__)
 
 `from dure.fsdp import FullyShardedDataParallel` is then an ImportError that says what to write
 instead. `scripts/torch_names` writes the modules that exist only at torch's paths.
@@ -17,9 +18,9 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-__all__ = ["attribute", "getter", "listed", "refuse", "table"]
+__all__ = ["TYPE_CHECKING", "attribute", "getter", "listed", "refuse", "table"]
 
 
 @cache

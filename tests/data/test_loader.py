@@ -188,6 +188,8 @@ def test_forgotten_set_epoch_is_said_once():
     assert again == list(sampler)
     sampler.set_epoch(1)
     assert list(sampler) != again
+    second = DistributedSampler(range(10), 2, 1)
+    assert list(second) == list(second)  # rank 0 alone warns
 
 
 @pytest.mark.parametrize("kind", [DistributedSampler, TorchSampler])

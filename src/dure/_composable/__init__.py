@@ -6,8 +6,8 @@
 from dure._composable.checkpoint_activation import checkpoint
 from dure._composable.replicate import replicate
 from dure.fsdp import fully_shard
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = ["checkpoint", "fully_shard", "replicate"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

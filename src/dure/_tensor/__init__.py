@@ -7,11 +7,11 @@ from dure.tensor import (
     DTensor, DeviceMesh, Partial, Placement, Replicate, Shard, distribute_module,
     distribute_tensor, empty, full, init_device_mesh, ones, rand, randn, zeros
 )
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = [
     "DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "distribute_module",
     "distribute_tensor", "empty", "full", "init_device_mesh", "ones", "rand", "randn", "zeros"
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

@@ -4,8 +4,8 @@
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from dure.training.join import Join, JoinHook, Joinable
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = ["Join", "JoinHook", "Joinable"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

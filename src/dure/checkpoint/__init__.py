@@ -16,6 +16,8 @@ optimizers that have not stepped (`fresh_state`).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dure.checkpoint.checkpointer import Checkpointer, Saved
 from dure.checkpoint.file_storages import (
     FileSystemReader,
@@ -95,4 +97,5 @@ __all__ = [
     "save_state_dict",
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dure.comm.call import NOTHING, about, subject_of
 from dure.comm.objects import all_gather_object
 from dure.comm.world import current_world, resolve
 from dure.errors import CheckpointError, CheckpointException, DureError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Ranks"]
 
 T = TypeVar("T")
+_subject = cache(subject_of)
 
 
 class Ranks:
@@ -29,7 +32,7 @@ class Ranks:
 
     Args:
         group: The ranks; None: the default group.
-        op: What they do, for messages.
+        op: The function of `dure.checkpoint` that they call, for messages.
         alone: This process alone, whatever groups there are.
     """
 
@@ -38,6 +41,7 @@ class Ranks:
     ) -> None:
         named = not alone and (group is not None or current_world().default is not None)
         self.group = resolve(group, op) if named else None
+        self._op = op
         self.rank = 0 if self.group is None else self.group.rank()
         self.size = 1 if self.group is None else self.group.size()
 
@@ -52,6 +56,20 @@ class Ranks:
         linux = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
         return min(8, max(1, cores // self.size))
+
+    def require_others(self) -> None:
+        """Raise if the other ranks do not exist, so that their parts cannot be written.
+
+        Raises:
+            UsageError: The group's backend is `fake`.
+        """
+        if self.group is not None and self.size > 1 and self.group.backend_name == "fake":
+            raise UsageError(
+                "a checkpoint cannot be saved with the backend 'fake'",
+                op=f"checkpoint.{self._op}",
+                seen=f"{self.size - 1} of {self.size} ranks do not exist, and write nothing",
+                fix="Do not save in a dry run.",
+            )
 
     def _outcomes(self, do: Callable[[], T]) -> list[Any]:
         """Call `do` on every rank; return its result, or its exception, of all of them."""
@@ -69,10 +87,12 @@ class Ranks:
         try:
             if self.group is not None and self.size > 1:
                 outcomes = [None] * self.size
+                about(_subject(f"checkpoint.{self._op}, which all ranks must call"))
                 all_gather_object(outcomes, mine, self.group)
                 outcomes[self.rank] = mine
             return outcomes
         finally:
+            about(NOTHING)
             # An exception refers to the frame that caught it, and to its callers. If one of them
             # refers to the exception, objects of the program, and a Checkpointer with its lock, are
             # not freed before the garbage is collected.

@@ -4,8 +4,8 @@
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from dure.checkpoint.sharded import load, load_state_dict
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = ["load", "load_state_dict"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

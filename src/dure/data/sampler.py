@@ -84,7 +84,7 @@ class DistributedSampler(Sampler[int]):
     """Gives each rank its share of the samples, in an order that changes with the epoch.
 
     Call `set_epoch` before each epoch, or every epoch has the same order (a sampler that shuffles
-    warns of it once). The length is that of this rank's share of the pass: after
+    warns once, on rank 0). The length is that of this rank's share of the pass: after
     `load_state_dict`, of what is left.
 
     Args:
@@ -245,10 +245,10 @@ class DistributedSampler(Sampler[int]):
         return self._pass.start
 
     def _warn_of_a_forgotten_epoch(self) -> None:
-        if self.shuffle and not self._warned:
+        if self.shuffle and self.rank == 0 and not self._warned:
             self._warned = True
             warnings.warn(
-                f"epoch {self.epoch} begins a second time, in the same order: "
+                f"epoch {self.epoch} is repeated with the same order of samples: "
                 "call set_epoch(epoch) before each epoch",
                 stacklevel=3,
             )

@@ -9,6 +9,8 @@ it in the job's store), `snapshot` (copies of the state).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dure.elastic.preempt import on_preempt, preempted
 from dure.elastic.running import Options, run
 from dure.elastic.state import Recovery, State
@@ -16,4 +18,5 @@ from dure.torch_names import getter
 
 __all__ = ["Options", "Recovery", "State", "on_preempt", "preempted", "run"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dure.parallel.fsdp import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -45,4 +47,5 @@ __all__ = [
     "stream_full",
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)

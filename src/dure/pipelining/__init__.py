@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dure.parallel.pipeline.cutting import StageCut, cut_by_cost, cut_into_stages, measured_costs
 from dure.parallel.pipeline.executor import PipelineOptions
 from dure.parallel.pipeline.exported import Pipe, SplitPoint, build_stage, pipe_split, pipeline
@@ -40,4 +42,5 @@ __all__ = [
     "pipeline",
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,7 +40,8 @@ __all__ = [
     "shutdown",
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)
 
 _log = logging.getLogger("dure.rpc")
 

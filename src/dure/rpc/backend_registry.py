@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,8 @@ __all__ = [
     "register_backend",
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)
 
 Device = int | str | torch.device
 

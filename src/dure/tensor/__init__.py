@@ -7,6 +7,8 @@ where it would gather.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.optim.optimizer import _foreach_supported_types as _in_optimizers  # pyright: ignore
 from torch.utils._foreach_utils import _foreach_supported_types as _in_lists  # pyright: ignore
@@ -49,7 +51,8 @@ __all__ = [
 _REGISTERED = rules, random, updates
 """Imported for what they register."""
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)
 
 # As torch.distributed.tensor does: `torch.load` loads DTensors, meshes and placements by default,
 # and `torch.nn.utils.clip_grad_norm_` and optimizers treat DTensors in lists.

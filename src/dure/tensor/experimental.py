@@ -22,7 +22,7 @@ from dure.tensor.context_parallel import (
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.registry import rule
-from dure.tensor.spec import DTensorSpec, as_placements, resolved
+from dure.tensor.spec import DTensorSpec, as_placements, import_instead_of, resolved
 from dure.tensor.state import replicating as implicit_replication
 
 __all__ = [
@@ -256,9 +256,10 @@ def _of_user(placement: Any, ndim: int, call: OpCall) -> Placement:
         return Replicate()
     if not isinstance(placement, Placement):
         raise PlacementError(
-            "a strategy has placements of dure.tensor, or None",
+            "placements of a strategy must be Shard, Replicate or Partial of dure.tensor, or None",
             op=call.name,
             seen=f"{placement!r}, a {type(placement).__module__}.{type(placement).__name__}",
+            fix=import_instead_of(placement),
         )
     return resolved(placement, ndim, call.name)
 

@@ -34,6 +34,7 @@ __all__ = [
     "as_placements",
     "compute_local_shape_and_global_offset",
     "cuts_of",
+    "import_instead_of",
     "mixes_reductions",
     "resolved",
     "spec_of",
@@ -311,13 +312,13 @@ def as_placements(
         return (Replicate(),) * mesh.ndim
     if isinstance(placements, Placement):
         raise PlacementError(
-            "placements are a list, one for each mesh axis", op=op, seen=f"{placements!r}"
+            "placements must be a list, one for each mesh axis", op=op, seen=f"{placements!r}"
         )
     found = tuple(placements)
     foreign = next((p for p in found if not isinstance(p, Placement)), None)  # pyright: ignore
     if foreign is not None:
         raise PlacementError(
-            "a placement is a Shard, Replicate or Partial of dure.tensor",
+            "placements must be Shard, Replicate or Partial of dure.tensor",
             op=op,
             seen=f"{foreign!r}, a {type(foreign).__module__}.{type(foreign).__name__}",
         )
@@ -367,6 +368,7 @@ def compute_local_shape_and_global_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of a tensor, and where the part begins; torch's name.
 
+            fix=import_instead_of(foreign),
     Args:
         global_shape: Shape of the full tensor.
         mesh: The mesh.
@@ -380,3 +382,11 @@ def compute_local_shape_and_global_offset(
         return (0,), ()
     offset = () if skip_offset else tuple(spec.runs(dim)[0][1] for dim in range(spec.ndim))
     return tuple(spec.local_shape), offset
+def import_instead_of(value: object, home: str = "dure.tensor") -> str:
+    """Return the advice for an object of torch.distributed that was passed; "" for others."""
+    kind = value if isinstance(value, type) else type(value)
+    if not kind.__module__.startswith("torch.distributed."):
+        return ""
+    return f"Import {kind.__name__} from {home} instead of torch.distributed."
+
+

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -92,8 +93,10 @@ def test_ranks_that_do_not_all_save(tmp_path):
             else:
                 dure.all_reduce(torch.zeros(3))
 
-        with pytest.raises(Desync):
+        with pytest.raises(Desync) as caught:
             call()
+        assert f"{Path(__file__).name}:" in caught.value.calls[0]
+        assert "checkpoint.save," in caught.value.calls[0]
 
     run_ranks(2, body)
     assert not (tmp_path / "manifest.json").exists()

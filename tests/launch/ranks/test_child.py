@@ -43,7 +43,7 @@ def test_errors_that_come_of_being_a_rank_are_explained(monkeypatch: pytest.Monk
         dist.barrier()
         return child._hint(torchs)
 
-    assert all("import dure" in hint for hint in run_ranks(2, body))
+    assert all("import from dure" in hint for hint in run_ranks(2, body))
     monkeypatch.setenv("RANK", "0")
     assert child._hint(EOFError("EOF when reading a line")) == ""
     monkeypatch.setenv("RANK", "1")

@@ -181,6 +181,10 @@ def test_a_dtensor_is_not_distributed_again() -> None:
             distribute_tensor(made, init_device_mesh("cpu", (1, 2)), [R, Shard(0)])
         with pytest.raises(MeshError):
             distribute_tensor(torch.ones(4, 4))
+        torch_shard = type("Shard", (), {"__module__": "torch.distributed.tensor.placement_types"})
+        with pytest.raises(PlacementError) as caught:
+            distribute_tensor(torch.ones(4), made.device_mesh, [torch_shard()])
+        assert caught.value.fix.startswith("Import Shard from dure.tensor ")
 
     run_ranks(2, body)
 

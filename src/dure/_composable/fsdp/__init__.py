@@ -8,11 +8,11 @@ from dure.fsdp import (
     register_fsdp_forward_method
 )
 from dure._composable.fsdp.fully_shard import fully_shard
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = [
     "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
     "fully_shard", "register_fsdp_forward_method"
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

@@ -4,8 +4,8 @@
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from dure.parallel.ddp.hooks import DDPCommHookType, register_ddp_comm_hook
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

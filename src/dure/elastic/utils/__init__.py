@@ -3,8 +3,8 @@
 # fmt: off
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__: list[str] = []
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

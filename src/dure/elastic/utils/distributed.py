@@ -4,8 +4,8 @@
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from torch.distributed.elastic.utils.distributed import get_free_port
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = ["get_free_port"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

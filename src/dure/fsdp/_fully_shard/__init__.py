@@ -7,7 +7,7 @@ from dure.fsdp import (
     CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, OffloadPolicy,
     UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 )
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = [
     "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy",
@@ -15,4 +15,4 @@ __all__ = [
     "share_comm_ctx"
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)

@@ -257,8 +257,9 @@ def _hint(error: BaseException) -> str:
     where = f"{own[-1].filename}:{own[-1].lineno}" if own else "the program"
     if world is not None and world.current_world().groups and _NO_TORCH_GROUP in _text(error):
         return (
-            f"{where} asks torch.distributed, and the process group is Dure's: import dure there "
-            "in place of torch.distributed (or use Dure in torch: dure.torch_backend)"
+            f"{where} uses torch.distributed, but the process group is Dure's: import from dure "
+            "instead, also DistributedDataParallel, DistributedSampler and SyncBatchNorm, or "
+            "make Dure a backend of torch.distributed (docs/torch_backend.md)"
         )
     if isinstance(error, EOFError) and os.environ.get("RANK", "0") != "0":
         return (

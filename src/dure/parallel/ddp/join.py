@@ -156,9 +156,9 @@ class JoinableReplica(Joinable):
         killed = isinstance(error, PeerLost) and "signal" in (error.exit or error.seen)
         steps = self.reducer.num_reduced
         if self.join_slot is None and steps and not killed:
-            went = "1 step went" if steps == 1 else f"{steps} steps went"
+            completed = "1 step was" if steps == 1 else f"{steps} steps were"
             error.advise(
-                f"{went} well before: if the ranks have different numbers of batches, put the "
+                f"{completed} completed before: if ranks have different numbers of batches, put the "
                 "loop into `with ddp.join():` (docs/uneven.md)."
             )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dure.tensor.parallel.experts import ExpertParallel
 from dure.tensor.parallel.plan import parallelize_module
 from dure.tensor.parallel.styles import (
@@ -29,4 +31,5 @@ __all__ = [
     "parallelize_module",
 ]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING:
+    __getattr__ = getter(__name__)

@@ -14,6 +14,7 @@ from dure.mesh import DeviceMesh
 from dure.tensor import state
 from dure.tensor.dtensor import mesh_or_current
 from dure.tensor.parallel.styles import ColwiseParallel, ParallelStyle, share_inputs
+from dure.tensor.spec import import_instead_of
 
 __all__ = ["parallelize_module"]
 
@@ -72,17 +73,20 @@ def parallelize_module(
         parallelize_plan = {"": parallelize_plan}
     if not isinstance(parallelize_plan, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
-            "a plan is a style, or a dict of paths to styles",
+            "parallelize_plan must be a style, or a dict of module paths to styles, of "
+            "dure.tensor.parallel",
             op="parallelize_module",
             seen=f"{parallelize_plan!r}",
+            fix=import_instead_of(parallelize_plan, "dure.tensor.parallel"),
         )
     for path, style in parallelize_plan.items():
         if not isinstance(style, ParallelStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(
-                f"the plan's entry {path!r} is no style",
+                f"the plan's entry {path!r} is not a style of dure.tensor.parallel",
                 op="parallelize_module",
                 seen=f"{style!r}",
-                fix="Make one, as ColwiseParallel().",
+                fix=import_instead_of(style, "dure.tensor.parallel")
+                or "Write an instance, such as ColwiseParallel().",
             )
         modules = module.named_modules(remove_duplicate=False)
         found = [(name, target) for name, target in modules if _matches(name, path)]

@@ -44,6 +44,8 @@ def test_paths_match_by_component_and_a_path_without_a_match_warns():
 
 
 def test_plans_that_do_not_fit_name_the_module():
+    torch_style = type("SequenceParallel", (), {"__module__": "torch.distributed.tensor.parallel"})
+
     def body(rank):
         mesh = init_device_mesh("cpu", (3,))
         wrong = [
@@ -51,7 +53,9 @@ def test_plans_that_do_not_fit_name_the_module():
             ({"layers.*.attention.wk": ColwiseParallel()}, PlacementError, "n_kv_heads is 2"),
             ({"norm": ColwiseParallel()}, UsageError, "norm"),
             ({"output": "columns"}, UsageError, "output"),
-            (3, UsageError, "a plan"),
+            (3, UsageError, "parallelize_plan"),
+            (torch_style(), UsageError, "Import SequenceParallel from dure"),
+            ({"output": torch_style()}, UsageError, "Import SequenceParallel"),
         ]
         for plan, kind, text in wrong:
             with pytest.raises(kind, match=text):

@@ -5,8 +5,8 @@
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from dure.errorfile import record
 from dure.errors import LaunchError as ChildFailedError
-from dure.torch_names import getter
+from dure.torch_names import TYPE_CHECKING, getter
 
 __all__ = ["ChildFailedError", "record"]
 
-__getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__ = getter(__name__)
