@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from dure.checkpoint.slice_files import Kind
-from dure.checkpoint.tree import Fields, Named, fields_of, item_at, with_instances
+from dure.checkpoint.tree import Fields, Leaf, Named, fields_of, item_at, with_instances
+from dure.comm.world import current_world
 from dure.errors import CheckpointMismatch, UsageError
 from dure.tensor import DTensor
 
-__all__ = ["fresh_state", "like_saved", "state_to_fill"]
+__all__ = ["fresh_state", "like_saved", "state_to_fill", "with_memory"]
 
 _CONTAINERS = dict, list, set, deque
 _BEFORE_STEPS = {"step": 0, "mu_product": 1}
@@ -165,3 +166,20 @@ def like_saved(saved: Any, found: Any, kinds: Mapping[str, Kind]) -> Any:
         items = enumerate(saved)
         return type(saved)(like_saved(value, item_at(found, n), kinds) for n, value in items)
     return saved
+
+
+def with_memory(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Return leaves that replace those of tensors on the meta device: empty tensors like them.
+
+    A DTensor gets memory on its mesh's devices, a plain tensor on those of the default group.
+    """
+    group = current_world().default
+    kinds = {"cpu"} if group is None else group.device_types
+    default = "cpu" if "cpu" in kinds else min(kinds)
+    made: dict[str, Leaf] = {}
+    for name, leaf in leaves.items():
+        tensor = leaf.value
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else default
+            made[name] = Leaf(leaf.path, torch.empty_like(tensor.detach(), device=kind))
+    return made

@@ -24,11 +24,11 @@ from dure.checkpoint.planner import (
     value_of_bytes,
 )
 from dure.checkpoint.replicas import marks_by_name, require_alike
-from dure.checkpoint.restoring import give_back, in_order
+from dure.checkpoint.restoring import give_back, in_order, modules_in
 from dure.checkpoint.saving import OnDemand, Taken
 from dure.checkpoint.slice_files import Slice, kind_of
 from dure.checkpoint.storage import StorageReader, StorageWriter
-from dure.checkpoint.tree import Index, encode
+from dure.checkpoint.tree import Index, encode, flatten, require_dense
 from dure.errors import CheckpointMismatch, UsageError
 
 __all__ = ["load_planned", "nested", "save_planned", "taken_of"]
@@ -49,6 +49,7 @@ def _planned(
     coordinator: int,
 ) -> tuple[list[SavePlan], Metadata]:
     """Return what each rank writes, before it is finished; and what the checkpoint holds."""
+    ranks.require_others()
     leads = ranks.rank == coordinator
 
     def local() -> tuple[SavePlan, dict[str, int]]:
@@ -186,6 +187,9 @@ def load_planned(
 
     def local() -> Any:
         state.update((key, own_state(state_dict[key])) for key in in_order(state_dict))
+        for name, leaf in flatten({k: state[k] for k in modules_in(state_dict)}).items():
+            if isinstance(leaf.value, torch.Tensor):
+                require_dense(name, leaf.value)  # it would be loaded into parameters without memory
         metadata = reader.read_metadata()
         planner.set_up_planner(state, metadata, leads)
         reader.set_up_storage_reader(metadata, leads)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from dure.checkpoint.fresh_state import with_memory
 from dure.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -449,7 +450,9 @@ class DefaultLoadPlanner(_Flat, LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Flatten the state."""
+        """Flatten the state; tensors on the meta device are replaced by empty ones in it."""
+        for leaf in with_memory(flatten(state_dict)).values():
+            put(state_dict, leaf.path, leaf.value)
         self._take(state_dict, is_coordinator)
         self.original_state_dict, self.metadata = state_dict, metadata
 

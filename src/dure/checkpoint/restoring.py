@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, catalog_of
-from dure.checkpoint.fresh_state import like_saved, state_to_fill
+from dure.checkpoint.fresh_state import like_saved, state_to_fill, with_memory
 from dure.checkpoint.objects import bare, few, is_stateful, own_state
 from dure.checkpoint.slice_files import Slice, SliceFile
 from dure.checkpoint.slices import Box, Piece, pieces_of
@@ -27,7 +28,16 @@ from dure.checkpoint.tree import Fields, Leaf, Named, decode, entries_of, flatte
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DTensor
 
-__all__ = ["Loaded", "Read", "give_back", "in_order", "load_from", "read_slices", "was_written"]
+__all__ = [
+    "Loaded",
+    "Read",
+    "give_back",
+    "in_order",
+    "load_from",
+    "modules_in",
+    "read_slices",
+    "was_written",
+]
 
 _NOT_LOADED = "the checkpoint was not loaded"
 _MOST_OPEN = 64
@@ -99,6 +109,8 @@ class _Loading:
         self.catalog, self._partial = catalog, partial
         self._state = {key: self._own_state(key, state_dict[key]) for key in in_order(state_dict)}
         self._leaves = flatten(self._state)
+        self._made = self._with_memory()
+        self._leaves |= self._made
         self._num_read = 0
 
     def _own_state(self, key: str, value: Any) -> Any:
@@ -127,6 +139,15 @@ class _Loading:
                     )
         state["state"] = made
         return state
+
+    def _with_memory(self) -> dict[str, Leaf]:
+        """Return tensors for those on the meta device that the file has.
+
+        Those of modules stay: `load_state_dict` of a module would copy into tensors without memory.
+        """
+        leaves, modules = self._leaves, modules_in(self._given)
+        names = [n for n in leaves if n in self.catalog.leaves and leaves[n].path[0] not in modules]
+        return with_memory({name: leaves[name] for name in names})
 
     def _saved_state(self, key: str) -> Mapping[Any, Any]:
         """Return the state of an optimizer's parameters in the file, a `Named` for each tensor."""
@@ -210,6 +231,8 @@ class _Loading:
             CheckpointError: A file is not what the manifest says.
         """
         read_slices(self._path, self.catalog, self._reads, num_threads)
+        for name, leaf in self._made.items():
+            self._put(name, leaf, leaf.value)
         kinds = self.catalog.kinds
         self._num_read = sum(kinds[r.part.name].num_bytes(r.box) for r in self._reads)
         for leaf in self._leaves.values():
@@ -267,6 +290,11 @@ def read_slices(path: Path, catalog: Catalog, reads: list[Read], num_threads: in
 def in_order(state_dict: Mapping[str, Any]) -> list[str]:
     """Return the keys in the order of loading: objects may communicate, so ranks must agree."""
     return sorted(state_dict, key=str)
+
+
+def modules_in(state_dict: Mapping[str, Any]) -> list[str]:
+    """Return the keys of modules."""
+    return [key for key, value in state_dict.items() if isinstance(bare(value), nn.Module)]
 
 
 def give_back(given: MutableMapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from dure.checkpoint import (
     Checkpointer,
@@ -168,6 +169,37 @@ def test_objects_are_loaded_in_one_order_on_all_ranks(tmp_path, way):
     loads = ["load first", "load second"]
     states = [] if way == "Checkpointer" else ["state of first", "state of second"]
     assert run_ranks(2, body) == [states + loads] * 2
+
+
+class OwnPlanner(DefaultLoadPlanner):
+    pass
+
+
+@pytest.mark.parametrize("kind", [None, OwnPlanner])
+def test_tensors_on_the_meta_device_are_replaced_by_loaded_ones(tmp_path, kind):
+    def body(rank):
+        planner = kind and kind()
+        mesh = init_device_mesh("cpu", (2,))
+        with torch.device("meta"):
+            layer, plain = nn.Linear(2, 3), torch.empty(2, dtype=torch.float64)
+            rows = distribute_tensor(torch.empty(3, 2), mesh, [S0])
+        found = {"layer": layer.state_dict(), "plain": plain, "rows": rows, "new": plain}
+        with pytest.raises(CheckpointException):
+            load(found, checkpoint_id=tmp_path, planner=planner)
+        assert found["plain"] is plain and (planner or found["layer"]["weight"].is_meta)
+        del found["new"]
+        load(found, checkpoint_id=tmp_path, planner=planner)
+        layer.load_state_dict(found["layer"], assign=True)
+        assert layer.weight.tolist() == [[0, 1], [2, 3], [4, 5]] and layer.bias.tolist() == [7] * 3
+        assert found["plain"].tolist() == [0, 1] and found["plain"].dtype == torch.float64
+        assert found["rows"].placements == (S0,) and found["rows"].device_mesh is mesh
+        with pytest.raises(CheckpointException):  # it would be copied into nothing
+            load({"layer": nn.Linear(2, 3, device="meta")}, checkpoint_id=tmp_path, planner=planner)
+        return found["rows"].to_local().tolist()
+
+    layer = {"weight": counted(3, 2), "bias": torch.full((3,), 7.0)}
+    save({"layer": layer, "plain": counted(2), "rows": counted(3, 2)}, checkpoint_id=tmp_path)
+    assert run_ranks(2, body) == [[[0, 1], [2, 3]], [[4, 5]]]
 
 
 def test_missing_and_unexpected_keys(tmp_path):
