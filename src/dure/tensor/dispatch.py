@@ -51,7 +51,7 @@ from dure.tensor.expand import choose, written
 from dure.tensor.holders import has_its_part_alone, is_shared, unseen_among
 from dure.tensor.placement_types import Replicate
 from dure.tensor.redistribute import redistribute
-from dure.tensor.registry import OtherStrides, Rule, by_value, rule_of
+from dure.tensor.registry import OtherStrides, Rule, by_value, copying_overlaps, rule_of
 from dure.tensor.results import forget_results, leaves, results_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 
@@ -524,7 +524,7 @@ def _plan(call: OpCall, found: Rule) -> Plan:
     )
     settled = replace(call, operands=tuple(targets), results=outputs)
     inside = mesh.get_coordinate() is not None
-    local = found.local(settled) if found.local is not None and inside else None
+    local = (found.local or copying_overlaps)(settled) if inside else None
     moves = tuple(
         None if spec.placements == target.placements else (spec, target)
         for spec, target in zip(call.operands, targets, strict=True)

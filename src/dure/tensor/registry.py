@@ -17,14 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from dure.comm.world import when_left
 from dure.tensor.call import Op, OpCall, Strategy, direct, schema_of
 from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.spec import DTensorSpec
-from dure.tensor.strides import laid
+from dure.tensor.strides import is_dense, laid
 
 __all__ = [
     "Local",
@@ -32,6 +35,9 @@ __all__ = [
     "OtherStrides",
     "Rule",
     "by_value",
+    "copying_overlaps",
+    "is_alias",
+    "may_overlap",
     "rule",
     "rule_of",
     "view_or_copy",
@@ -165,6 +171,57 @@ def view_or_copy(
     except RuntimeError:
         source = laid(tensor, spec.order)
         raise OtherStrides(source, op(source, *args)) from None
+
+
+is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # pyright: ignore
+"""Tell whether two tensors have one storage."""
+
+
+@lru_cache(maxsize=1 << 12)
+def may_overlap(spec: DTensorSpec) -> bool:
+    """Tell whether torch may refuse to write parts of such tensors, though not full ones.
+
+    Torch refuses to write a tensor that shares memory with one that is read, if both are dense and
+    their strides or their first elements differ. Of two views of a tensor whose strides are equal,
+    the parts can have other strides, along a dimension of one element. And views that have gaps,
+    so that torch does not compare them, can have parts that are dense.
+    """
+    return 1 in spec.local_shape or not is_dense(spec.meta.empty())
+
+
+when_left.append(may_overlap.cache_clear)
+
+
+def copying_overlaps(call: OpCall) -> Local | None:
+    """Copy what is read if torch refuses that it shares memory with what is written.
+
+    Torch refuses before it writes. None if that cannot be (`may_overlap`).
+    """
+    names, mutated = schema_of(call.op).names, schema_of(call.op).mutated
+    if not mutated or len(call.operands) < 2 or not any(map(may_overlap, call.operands)):
+        return None
+    run = direct(call.op)
+
+    def local(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            targets = pytree.tree_leaves([given.get(name) for name in mutated])
+            copied: list[torch.Tensor] = []
+
+            def copy(tensor: torch.Tensor) -> torch.Tensor:
+                if not any(tensor is not t and is_alias(tensor, t) for t in targets):
+                    return tensor
+                copied.append(tensor.clone())
+                return copied[-1]
+
+            again = pytree.tree_map_only(torch.Tensor, copy, (args, kwargs))
+            if not copied:
+                raise
+        return run(*again[0], **again[1])
+
+    return local
 
 
 def with_argument(call: OpCall, name: str, value: Any) -> Local:

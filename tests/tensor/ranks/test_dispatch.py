@@ -92,7 +92,12 @@ def test_ranks_outside_the_mesh_run_operators_and_send_nothing() -> None:
         with CommRecorder() as seen:
             results = {
                 (4, 4): (x + 1, x @ weight, x.softmax(0), torch.cat([x, x])[:4], x.sort(0)[0]),
-                (2, 4): (x.split(2)[1], torch.linalg.inv(x)[:2], x.view(2, 8)[:, 4:]),
+                (2, 4): (
+                    x.split(2)[1],
+                    torch.linalg.inv(x)[:2],
+                    x.view(2, 8)[:, 4:],
+                    x.as_strided((2, 4), (4, 1)),
+                ),
                 (): (x.sum(), x.std(), torch.stack([x.mean(), x.amax()])[0]),
                 (4,): (x.max(1)[1], x.unbind(1)[0], torch.nn.functional.mse_loss(x, x).expand(4)),
             }
@@ -255,6 +260,34 @@ def test_an_error_of_the_operator_is_its_own(way: str) -> None:
     run_ranks(1, body)
 
 
+# Each: a write of [[0, 1, 2, 3], [4, 5, 6, 7]], each row on a rank and stored as a column, by what
+# shares its memory; and the first row afterwards.
+OVERLAPS: dict[str, tuple[Any, list[float]]] = {
+    "other strides": (lambda x: x.add_(x.view_as(x)), [0, 2, 4, 6]),
+    "an item": (lambda x: x.__setitem__(slice(0, None), x.view_as(x)), [0, 1, 2, 3]),
+    "gaps": (lambda x: x[:, :-1].copy_(x[:, 1:]), [1, 2, 3, 3]),
+    "out": (lambda x: torch.mul(x[:, 1:], 2, out=x[:, :-1]), [2, 4, 6, 3]),
+    "a list": (lambda x: torch._foreach_add_([x[:, :-1]], [x[:, 1:]]), [1, 3, 5, 3]),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_what_shares_memory_may_be_written_where_torch_refuses_only_parts(
+    way: str, name: str
+) -> None:
+    write, row = OVERLAPS[name]
+
+    def body(rank: int) -> list[list[float]]:
+        mesh = init_device_mesh("cpu", (2,))
+        for _ in range(2):
+            x = made(mesh, torch.arange(8.0).reshape(2, 4), [Shard(0)], "columns")
+            write(x)
+        return x.full_tensor().tolist()
+
+    for rows in run_ranks(2, body):
+        assert rows[0] == row
+
+
 # Each: an operator that writes `out`, of a tensor of [4, 6]; by a rule, by several results, by
 # others that it is decomposed into, or by none of these.
 WRITES: dict[str, Any] = {
@@ -343,3 +376,17 @@ def test_averages_of_integers_are_reduced_before_they_are_added():
         assert x.index_add(0, index, y).full_tensor().item() == 2
 
     run_ranks(3, body)
+
+
+def test_the_size_of_a_plain_tensor_is_compared():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        whole = torch.ones(4, 2, requires_grad=True)
+        with CommRecorder() as sent:
+            assert whole.is_same_size(x)
+            assert x.is_same_size(whole)
+            assert not x.to_local().is_same_size(x)
+        assert sent.ops == []
+
+    run_ranks(2, body)

@@ -23,6 +23,7 @@ from dure.tensor.call import Op, R, schema_of
 from dure.tensor.dispatch import check_copy, special
 from dure.tensor.dtensor import DTensor, parts_of, wrap
 from dure.tensor.redistribute import redistribute
+from dure.tensor.registry import is_alias, may_overlap
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 from dure.tensor.strides import with_equal_strides, write_back
 
@@ -106,7 +107,8 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lists = {n: a for n, a in (*enumerate(args), *kwargs.items()) if _is_list(a)}
     specs: Specs = [t.spec if type(t) is DTensor else None for t in next(iter(lists.values()))]
     elementwise = not str(op).removeprefix("aten.").startswith(_NOT_ELEMENTWISE)
-    alike = elementwise and are_parts(specs)
+    distinct = {*specs}
+    alike = elementwise and not any(s is not None and s.partial for s in distinct)
     for where, arg in (*enumerate(args), *kwargs.items()):
         holder: Any = filled if isinstance(where, int) else named
         if where in lists:
@@ -115,6 +117,12 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif type(arg) is DTensor:
             _check_number(op, arg.spec, specs)
             holder[where] = number(arg)
+    mutated, names = schema_of(op).mutated, schema_of(op).names
+    if alike and mutated and op not in _FUSED:
+        given: list[Any] = [
+            filled[where] if isinstance(where, int) else named[where] for where in lists
+        ]
+        alike = not _overlap(distinct, given)
     if not alike and op in _FUSED:
         raise PlacementError(
             f"{op} is given lists whose tensors lie differently, or terms of a reduction",
@@ -131,7 +139,6 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             holder[where] = parts
     results = op(*filled, **named) if alike else op._op_dk(_EACH, *args, **kwargs)  # pyright: ignore
     write_back(copies)
-    mutated, names = schema_of(op).mutated, schema_of(op).names
     for where, tensors in lists.items():
         if (names[where] if isinstance(where, int) else where) in mutated:
             torch.autograd.graph.increment_version(tensors)
@@ -140,6 +147,15 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(results[0], torch.Tensor):
         return tuple(_wrapped(one, specs) for one in results)
     return _wrapped(results, specs)
+
+
+def _overlap(specs: set[DTensorSpec | None], lists: Sequence[Sequence[Any]]) -> bool:
+    """Tell whether torch may refuse parts which share memory; one by one they are copied first."""
+    return any(s is not None and may_overlap(s) for s in specs) and any(
+        part is not written and is_alias(written, part)
+        for each in lists[1:]
+        for written, part in zip(lists[0], each, strict=False)
+    )
 
 
 def _is_list(arg: Any) -> bool:

@@ -23,14 +23,13 @@ from dure.tensor.dispatch import dispatch, special
 from dure.tensor.dtensor import wrap
 from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
-from dure.tensor.registry import rule, view_or_copy, with_local_size
+from dure.tensor.registry import is_alias, rule, view_or_copy, with_local_size
 from dure.tensor.spec import Cut, TensorMeta, cuts_of, spec_of
 from dure.tensor.strides import is_dense
 
 __all__ = ["groups_of", "without"]
 
 aten = torch.ops.aten
-_is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # pyright: ignore
 
 
 def _moved_dims(call: OpCall, to: Sequence[int | None]) -> list[Strategy]:
@@ -111,6 +110,10 @@ def _of_memory(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     tensor, spec = args[0], args[0].spec
     whole = spec.replicated()
+    if spec.coordinate is None:
+        made = op(spec.meta.empty(), *args[1:], **kwargs)
+        outside = spec_of(spec.mesh, whole.placements, TensorMeta.of(made))
+        return wrap(outside.part_outside(), outside)
     part, moved = redistribute(tensor.part, spec, whole), not spec.is_replicated()
     if part.stride() != spec.meta.stride and is_dense(spec.meta.empty()):
         copy = torch.empty_strided(
@@ -260,7 +263,7 @@ def _reshaped_local(call: OpCall) -> Callable[..., Any]:
     if call.op is aten._unsafe_view.default:  # of a tensor that nothing else has
         return lambda tensor, size: tensor.reshape(shape)
     full = spec.meta.empty()
-    if call.op is aten.view.default or _is_alias(full.reshape(call.output.shape), full):
+    if call.op is aten.view.default or is_alias(full.reshape(call.output.shape), full):
 
         def viewed(tensor: torch.Tensor, size: object) -> torch.Tensor:
             try:  # saves a call
@@ -272,7 +275,7 @@ def _reshaped_local(call: OpCall) -> Callable[..., Any]:
 
     def copy(tensor: torch.Tensor, size: object) -> torch.Tensor:
         made = tensor.reshape(shape)
-        return made.clone() if _is_alias(made, tensor) else made
+        return made.clone() if is_alias(made, tensor) else made
 
     return copy
 
