@@ -37,7 +37,7 @@ Tests match types and fields, never wording.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from traceback import StackSummary
@@ -436,10 +436,23 @@ class PipelineError(DureError, RuntimeError):
 
 
 class LaunchError(DureError, RuntimeError):
-    """A launched job failed; the first failing worker's report is in `report`."""
+    """A launched job failed; torch's ChildFailedError.
 
-    def __init__(self, what: str, *, report: object = None, **fields: object) -> None:
-        self.report = report
+    Attributes:
+        report: The report of the first rank that failed.
+        failures: The global ranks that failed, the first one first, to torch's fields of each:
+            `local_rank`, `pid`, `exitcode`, `error_file`, `message`, `timestamp`.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        report: object = None,
+        failures: dict[int, Any] | None = None,
+        **fields: object,
+    ) -> None:
+        self.report, self.failures = report, failures or {}
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
 
@@ -457,6 +470,10 @@ class CheckpointError(DureError, RuntimeError):
     def __init__(self, what: str, *, path: str = "", **fields: object) -> None:
         self.path = path
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
+
+    def get_first_failure(self) -> tuple[int, Any]:
+        """Return the rank that failed first, and its entry of `failures`."""
+        return next(iter(self.failures.items()))
 
 
 class CheckpointDamaged(CheckpointError):

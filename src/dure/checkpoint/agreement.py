@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dure.comm.call import NOTHING, about, subject_of
 from dure.comm.objects import all_gather_object
 from dure.comm.world import current_world, resolve
-from dure.errors import CheckpointError, CheckpointException, DureError
+from dure.errors import CheckpointError, CheckpointException, DureError, UsageError
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup

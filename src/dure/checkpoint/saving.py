@@ -174,6 +174,7 @@ class Saving:
 
     Raises:
         CheckpointException: It failed on some ranks; nothing was written.
+        UsageError: The backend is `fake`.
 
     Collective: all of `ranks`. One exchange.
     """
@@ -184,6 +185,7 @@ class Saving:
         state_dict: Mapping[str, Any] | Taken | Callable[[], Taken],
         before: Callable[[], Any] = lambda: None,
     ) -> None:
+        ranks.require_others()
         self._ranks, known = ranks, known_to(ranks.group)
         mine: list[Taken] = []
 

@@ -27,8 +27,11 @@ from dure.errors import UsageError
 
 __all__ = [
     "capturing",
+    "has_no_values",
+    "in_fake_mode",
     "in_transform",
     "is_jit_tracing",
+    "making_a_graph",
     "out_of_graphs",
     "refuse_if_captured",
     "refuse_in_jit_trace",
@@ -82,6 +85,18 @@ def capturing(tensors: Sequence[torch.Tensor]) -> bool:
     return _level() is not None and any(map(_is_wrapped, tensors))
 
 
+def making_a_graph(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether an operator on `tensors` becomes part of a graph, or finds no values.
+
+    If only other dispatch modes are on the stack, such as those that count operators, it does not.
+    """
+    if _is_tracing() or forward_ad._current_level >= 0:  # pyright: ignore
+        return True
+    if any(_mode_of(key) is not None for key in _CAPTURES):
+        return True
+    return any(map(_has_no_memory, tensors))
+
+
 def in_transform() -> bool:
     """Return whether a transform of torch.func, or forward-mode differentiation, is under way.
 
@@ -110,6 +125,18 @@ def out_of_graphs(*functions: Callable[..., Any]) -> None:
         wanted = _FUNCTIONAL.get(op)
         reason = f"dure.{op} works on the memory of tensors, which a graph does not show."
         untraced_below(function, f"{reason} Use {wanted} in compiled code." if wanted else reason)
+
+
+def in_fake_mode() -> bool:
+    """Return whether this thread is within `FakeTensorMode`."""
+    return _modes._is_in_torch_dispatch_mode and _mode_of(_Key.FAKE) is not None
+
+
+def has_no_values(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether some are on meta, fake, or passed to an operation under `FakeTensorMode`."""
+    if tensors and in_fake_mode():
+        return True
+    return any(t.is_meta or getattr(type(t), "_mode_key", None) is _Key.FAKE for t in tensors)
 
 
 def refuse_if_captured(op: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dure import native
+from dure.comm.capture import in_fake_mode
 from dure.comm.world import resolve
 from dure.errors import CommError, UsageError
 from dure.native import HeapMemory, Process
@@ -66,8 +67,8 @@ def heap_empty(
     """Allocate a tensor in this process's symmetric heap; no other rank need call.
 
     Collectives of every group whose ranks share the host find it by its address, and read and write
-    it where it lies. It is freed as any tensor is, and its memory used again. Where there is no
-    engine, it is an ordinary tensor.
+    it where it lies. It is freed as any tensor is, and its memory used again. Without an
+    engine, and within `FakeTensorMode`, it is an ordinary tensor.
 
     Args:
         *shape: Of the tensor, which is contiguous and on the CPU.
@@ -85,7 +86,7 @@ def heap_empty(
         CommError: It does not fit, even after what the heap had kept was given back.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    in_heap = _HAS_HEAP and nbytes > 0
+    in_heap = _HAS_HEAP and nbytes > 0 and not in_fake_mode()
     memory = native.heap_allocate(nbytes, zeroed, copied) if in_heap else None
     if memory is None and not (in_heap and must):
         return (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device="cpu")

@@ -26,6 +26,7 @@ from itertools import pairwise
 import torch
 
 from dure.comm.call import Call
+from dure.comm.capture import has_no_values
 from dure.errors import ShapeError
 
 Tensors = Sequence[torch.Tensor]
@@ -76,6 +77,8 @@ def first_overlap(writes: Tensors, reads: Tensors = ()) -> tuple[int, int] | Non
     The numbers count `writes`, then `reads`.
     """
     tensors = [*writes, *reads]
+    if has_no_values(tensors):
+        return None
     if _boxes_apart(tensors) or not ranges_overlap(writes, reads):
         return None
     for i, one in enumerate(writes):

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import enum
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dure.errors import LaunchError
 
@@ -29,6 +30,7 @@ __all__ = [
     "Kind",
     "Line",
     "Numa",
+    "ProcessFailure",
     "RankResult",
     "Std",
     "Stream",
@@ -269,6 +271,35 @@ class RankResult:
         return self.exit.status
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessFailure:
+    """A rank that failed, with torch's fields; `message` is torch's dict if the rank crashed."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    message: str | dict[str, Any]
+    timestamp: int = field(default_factory=lambda: int(time.time()))
+    error_file: str = "<N/A>"
+
+    @classmethod
+    def of(cls, result: RankResult, local_rank: int) -> ProcessFailure:
+        """Translate what became of a rank."""
+        number, crash = result.exit.signal, result.crash
+        if crash is not None:
+            extra = {"py_callstack": crash.traceback}
+            message: Any = {"message": f"{crash.type}: {crash.message}", "extraInfo": extra}
+            return cls(local_rank, result.pid, result.status, message)
+        if number is None:
+            return cls(local_rank, result.pid, result.status, str(result.exit))
+        text = f"Signal {number} ({signal_name(number)}) received by PID {result.pid}"
+        return cls(local_rank, result.pid, -number, text)
+
+    def signal_name(self) -> str:
+        """Return the name of the signal that ended the process, if one did."""
+        return signal_name(-self.exitcode) if self.exitcode < 0 else "<N/A>"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
     """What became of the job.
@@ -302,7 +333,19 @@ class JobResult:
         raise LaunchError(
             f"rank {failure.rank} of the job failed with {failure.exit}",
             report=failure,
+            failures=self._failures(failure),
             peer=failure.rank,
             elapsed_s=self.elapsed_s,
             seen=seen,
         )
+
+    def _failures(self, first: RankResult) -> dict[int, ProcessFailure]:
+        """Return the ranks that failed by themselves, the first one first."""
+        failed = [r for r in self.ranks if r.status and (r.crash or not r.ended_by_launcher)]
+        before = [first, *(r for r in failed if r.rank != first.rank)]
+        return {
+            r.rank: ProcessFailure.of(
+                r, sum(o.host == r.host and o.rank < r.rank for o in self.ranks)
+            )
+            for r in before
+        }

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dure.comm.call import NOTHING, about
+from dure.comm.capture import has_no_values
 from dure.comm.differentiable import Map
 from dure.comm.group import ProcessGroup
 from dure.comm.untraced import untraced_below
@@ -189,7 +190,7 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
     Raises:
         UsageError: It does not say which tensors it is made of.
     """
-    if type(tensor) is torch.Tensor:
+    if type(tensor) is torch.Tensor or has_no_values((tensor,)):
         return False
     with suppress(RuntimeError):  # the error of a storage that stands for none
         tensor.untyped_storage().data_ptr()

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import HashStore
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dure
+from dure import checkpoint
+from dure.checkpoint import HuggingFaceStorageWriter
 from dure.comm import functional
 from dure.device_mesh import init_device_mesh
-from dure.errors import CommError, RendezvousError, UsageError
+from dure.errors import CommError, RendezvousError, ShapeError, UsageError
 from dure.fsdp import fully_shard
 from dure.tensor import DTensor, Shard
 from tests.waiting import PATIENCE_S
@@ -147,6 +152,59 @@ def test_a_mesh_of_ten_thousand_ranks_holds_dtensors_and_fully_shard() -> None:
     assert isinstance(weight, DTensor)
     assert weight.grad is not None
     assert weight.to_local().shape == (1, 8)
+
+
+@pytest.mark.parametrize("values", ["meta", "fake"])
+def test_tensors_without_values_are_left_as_they_are(values: str) -> None:
+    start()
+    with torch.device("meta") if values == "meta" else FakeTensorMode():
+        x, out = ones(2), zeros()
+        for call in (
+            lambda: dure.all_reduce(x),
+            lambda: dure.all_gather(out, x),
+            lambda: dure.reduce_scatter_single(x, ones(6)),
+            lambda: dure.all_to_all_single(ones(6), ones(6)),
+            lambda: dure.send(x, 0),
+            lambda: dure.all_reduce_coalesced([x, ones(3)]),
+        ):
+            assert call() is None
+        assert dure.recv(x, 0) == 0
+        messages = [dure.P2POp(dure.isend, x, 0), dure.P2POp(dure.irecv, ones(2), 0)]
+        assert all(work.wait() for work in dure.batch_isend_irecv(messages))
+        with pytest.raises(ShapeError):
+            dure.all_gather_single(ones(5), x)
+
+    def captured(t: torch.Tensor) -> None:
+        dure.all_reduce(t)
+
+    with pytest.raises(UsageError):
+        make_fx(captured, tracing_mode="fake")(ones(2))
+
+
+def test_fully_shard_is_run_without_values() -> None:
+    start()
+    mesh = init_device_mesh("cpu", (3,))
+    with FakeTensorMode():
+        model = fully_shard(torch.nn.Linear(4, 6), mesh=mesh, reshard_after_forward=False)
+        for _ in range(2):
+            model(ones(2, 4)).sum().backward()
+            gradient = model.weight.grad
+            assert isinstance(gradient, DTensor)
+            assert gradient.to_local().shape == (2, 4)
+
+
+def test_saving_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
+    start()
+    state = {"w": ones(2)}
+    for save in (
+        lambda: checkpoint.save(state, checkpoint_id=tmp_path / "a"),
+        lambda: checkpoint.async_save(state, checkpoint_id=tmp_path / "a"),
+        lambda: checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(tmp_path / "a")),
+        lambda: checkpoint.Checkpointer(tmp_path / "a").save(1, w=state),
+    ):
+        with pytest.raises(UsageError):
+            save()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_options_are_used_or_refused() -> None:

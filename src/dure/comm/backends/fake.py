@@ -12,6 +12,8 @@ are:
 | all_to_all                  | what this rank sends; cut, or filled with zeros, to the length |
 | all others                  | unchanged                                                     |
 
+Tensors without values (`FakeTensorMode`, device meta) are accepted, and stay as they are.
+
 Outputs of receives, and of scatter on ranks other than the root, keep their values. The other ranks
 do not exist: a group of this backend can be made without them (`Rendezvous.alone`).
 
@@ -30,6 +32,7 @@ import torch
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request, finished
 from dure.comm.call import Call
+from dure.comm.capture import has_no_values
 from dure.comm.memory import heap_empty
 from dure.errors import CommError
 
@@ -40,7 +43,7 @@ class FakeBackend:
     """The only rank of a group that exists; the contract is that of `Backend`."""
 
     name = "fake"
-    device_types = frozenset({"cpu", "cuda", "hpu", "xpu"})
+    device_types = frozenset({"cpu", "cuda", "hpu", "meta", "xpu"})
     compares_calls = True
     channels = 2
 
@@ -58,8 +61,9 @@ class FakeBackend:
                 op=call.op,
                 seen="error_on_collective",
             )
-        with torch.no_grad():
-            self._write(call)
+        if not has_no_values((*call.inputs, *call.outputs)):
+            with torch.no_grad():
+                self._write(call)
         return finished() if async_op else None
 
     def _write(self, call: Call) -> None:

@@ -36,7 +36,7 @@ from dure.comm import checks, overlap
 from dure.comm.backends.base import Backend, Footprint, PlainBackend, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
-from dure.comm.capture import refuse_if_captured
+from dure.comm.capture import has_no_values, refuse_if_captured
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
@@ -144,7 +144,8 @@ class GroupCore:
         self.monitored_keys: list[list[str]] = []
         self._size = len(self.global_ranks)
         self.group_rank_of = {g: r for r, g in enumerate(self.global_ranks)}
-        self.device_types = frozenset(backends)
+        takes_meta = any("meta" in b.device_types for b in backends.values())
+        self.device_types = frozenset([*backends, "meta"] if takes_meta else backends)
         self._use(backends)
         self._manager: _Manager | None = None
         self._threads = _Threads()
@@ -382,8 +383,8 @@ class GroupCore:
             checks.check_tensor(t, op, self.device_types)
         if self._only is not None:
             return self._only
-        kind = tensors[0].device.type if tensors else min(self._backends)
-        return self._backends[kind]
+        kind = tensors[0].device.type if tensors else ""
+        return self._backends.get(kind) or self._backends[min(self._backends)]
 
     def _prepare(self, call: Call) -> tuple[Backend, Call, checks.Finish | None]:
         """Check a call on the user's tensors.
@@ -411,8 +412,13 @@ class GroupCore:
 
         `counts`: whether to increment the versions of the tensors that it writes on this rank.
         """
+            valueless = "meta" in self.device_types and has_no_values(tensors)
+            refuse_if_captured(call.op, () if valueless else tensors)
+            checks.check_lists(call, self._rank, self._size)
         backend, plain, finish = self._prepare(call)
         manager = self._own_manager()
+            if valueless:  # no memory that could overlap
+                return backend, call, None
         deferred = async_op or manager is not None
         request, ended = self._start(backend, plain, deferred, finish)
         if counts and _writes(call, self._rank):

@@ -158,8 +158,8 @@ class JoinableReplica(Joinable):
         if self.join_slot is None and steps and not killed:
             completed = "1 step was" if steps == 1 else f"{steps} steps were"
             error.advise(
-                f"{completed} completed before: if ranks have different numbers of batches, put the "
-                "loop into `with ddp.join():` (docs/uneven.md)."
+                f"{completed} completed before: if ranks have different numbers of batches, put "
+                "the loop into `with ddp.join():` (docs/uneven.md)."
             )
 
     def divisor_of(self, round: JoinRound) -> int | None:

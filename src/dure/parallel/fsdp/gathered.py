@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.comm.capture import has_no_values
 from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
@@ -100,7 +101,7 @@ class Gathered(Strategy):
             return stale
         flag = torch.tensor([stale], dtype=torch.int32, device=self._parameters[0].part.device)
         self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
-        return bool(flag.item())
+        return stale if has_no_values((flag,)) else bool(flag.item())
 
     def enter(self, turns: TurnsOfModel) -> Sequence[FSDPParameter]:
         """Have autograd refuse what it has saved of wholes that are kept, and are others now."""

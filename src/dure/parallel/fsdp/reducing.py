@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from dure.comm.capture import has_no_values
 from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
@@ -98,7 +99,7 @@ class Reduction:
     hook: Callable[[torch.Tensor], object] | None = None
     reduce_scatter: CustomCollective | None = None
     _carry: torch.Tensor | None = field(default=None, init=False)
-    _begun: tuple[Work | None, torch.Tensor, list[int], _Division] | None = field(
+    _begun: tuple[Work | None, torch.Tensor, list[int], _Division, list[bool]] | None = field(
         default=None, init=False
     )
 
@@ -121,7 +122,10 @@ class Reduction:
         sizes = [padded_numel(p, size) if p.is_trained else 0 for p in self.parameters]
         flat = self._empty(size, sum(sizes) + len(sizes))
         *pieces, used = flat.split([*sizes, len(sizes)], dim=1)
-        used.copy_(torch.tensor([g is not None for g in gradients], device="cpu"))
+        used.fill_(1)
+        given = [g is not None for g in gradients]
+        for number in (i for i, one in enumerate(given) if not one):
+            used[:, number].zero_()
         for piece, parameter, gradient in zip(pieces, self.parameters, gradients, strict=True):
             if gradient is None or parameter.whole_shape[parameter.dim] % size:
                 piece.zero_()
@@ -139,7 +143,7 @@ class Reduction:
             output = allocate((flat.shape[1],), dtype=flat.dtype, device=flat.device)
             group = self.axes.shard_group
             work = self.reduce_scatter(output, flat.view(-1), group, op, async_op=True)
-        self._begun = work, output, sizes, division
+        self._begun = work, output, sizes, division, given
 
     def _division(self, dtype: torch.dtype) -> _Division:
         replicas = self.axes.replicate_group
@@ -154,7 +158,7 @@ class Reduction:
     def finish(self) -> Sequence[torch.Tensor | None]:
         """Wait for what was begun; return this rank's parts, None where no rank had a gradient."""
         assert self._begun is not None
-        (work, output, sizes, division), self._begun = self._begun, None
+        (work, output, sizes, division, given), self._begun = self._begun, None
         if work is not None:
             work.wait()
         replicas = self.axes.replicate_group
@@ -172,10 +176,15 @@ class Reduction:
             self.hook(reduced)
         if division.rest != 1 and division.after_hook:
             reduced.div_(division.rest)
-        *pieces, used = output.split([*sizes, len(sizes)])
+        *pieces, flags = output.split([*sizes, len(sizes)])
+        # What this rank has used, a rank has: reading the flags would wait for a GPU.
+        known = all(one or not p.is_trained for one, p in zip(given, self.parameters, strict=True))
+        used: list[Any] = given if known else flags.tolist()
+        if has_no_values((flags,)):
+            used = [True] * len(sizes)
         return [
             self._unpadded(piece, parameter) if some else None
-            for piece, parameter, some in zip(pieces, self.parameters, used.tolist(), strict=True)
+            for piece, parameter, some in zip(pieces, self.parameters, used, strict=True)
         ]
 
     def _unpadded(self, piece: torch.Tensor, parameter: FSDPParameter) -> torch.Tensor:
