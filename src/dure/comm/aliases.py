@@ -96,6 +96,11 @@ class _World:
         return current_world().default
 
     @property
+    def group_count(self) -> int:
+        """How many groups there are."""
+        return len(current_world().groups)
+
+    @property
     def pg_names(self) -> dict[ProcessGroup, str]:
         """The name of each group."""
         return {pg: name for name, pg in current_world().groups.items()}

@@ -33,12 +33,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from dure.comm.capture import capturing, in_transform, is_jit_tracing
+from dure.comm.capture import capturing, in_transform, is_jit_tracing, making_a_graph
 from dure.comm.checks import check_memory
 from dure.comm.group import ProcessGroup
 from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp, as_reduce_op
-from dure.comm.pending import pending
+from dure.comm.pending import finished, pending
 from dure.comm.work import Work
 from dure.errors import ShapeError, UsageError
 
@@ -182,7 +182,10 @@ def apply(what: Map, *inputs: torch.Tensor, wait: bool = False) -> Tensors:
     if torch.compiler.is_dynamo_compiling():
         return what.captured(inputs)
     if capturing(inputs):
-        return _Transformed.apply(what, *inputs) if in_transform() else what.captured(inputs)
+        if in_transform():
+            return _Transformed.apply(what, *inputs)
+        captured = what.captured(inputs)
+        return captured if wait or making_a_graph(inputs) else tuple(map(finished, captured))
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         works: list[Work] | None = None if wait else []
         outputs: Any = _Apply.apply(what, works, *inputs)

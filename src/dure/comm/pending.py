@@ -108,6 +108,13 @@ def pending(tensor: torch.Tensor, work: Work) -> torch.Tensor:
     return tensor
 
 
+def finished(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a result that is there already what programs may call on a pending one, `wait`."""
+    if type(tensor) is torch.Tensor:
+        tensor.__class__ = AsyncCollectiveTensor
+    return tensor
+
+
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for a functional collective's result; return the same tensor, with its values.
 

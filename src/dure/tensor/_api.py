@@ -6,6 +6,7 @@
 from dure.tensor import (
     DTensor, distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 )
+from dure.tensor.distribute import _shard_tensor
 
 __all__ = [
     "DTensor", "distribute_module", "distribute_tensor", "empty", "full", "ones", "rand", "randn",

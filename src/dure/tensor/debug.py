@@ -40,6 +40,14 @@ _PLAIN = {
     "send": "send",
 }
 """Names of torch's operators; others are those of Dure with an underscore."""
+_FUNCTIONAL = {
+    "all_gather": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "all_to_all": "all_to_all_single",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+"""Names of torch's functional collectives; others are those of Dure."""
 _TRIVIAL = ("aten.detach.", "aten.t.", "aten.view.", "aten.alias.", "aten.transpose.")
 
 
@@ -86,7 +94,11 @@ def _counts(operations: list[Operation]) -> CommCounts:
     found: Counter[str] = Counter()
     for one in operations:
         found.update(_MOVES[step.move] for step in one.steps)
-        found.update("c10d." + _PLAIN.get(name, name + "_") for name in one.plain)
+        for name in one.plain:
+            if one.functional or one.name:
+                found["c10d_functional." + _FUNCTIONAL.get(name, name)] += 1
+            else:
+                found["c10d." + _PLAIN.get(name, name + "_")] += 1
     return CommCounts({_operator(name): count for name, count in found.items()})
 
 
@@ -98,8 +110,9 @@ def _by_name(operations: list[Operation]) -> dict[str, int]:
 class CommDebugMode:
     """Counts the collectives that this rank calls in a ``with`` block, by module.
 
-    Redistributions count under the names of torch's functional collectives
-    (``c10d_functional.*``), all others under those of the plain ones (``c10d.*_``).
+    Functional collectives, redistributions and what operators on DTensors communicate count under
+    the names of torch's functional collectives (``c10d_functional.*``), all others under those of
+    the plain ones (``c10d.*_``).
 
     Threads:
         Operators are seen on the thread that enters, collectives on all. Of ranks that are threads
@@ -168,6 +181,25 @@ class CommDebugMode:
     def get_comm_counts(self) -> CommCounts:
         """Return how often each collective was called; see `CommCounts` for the keys."""
         return _counts(self._watch.operations)
+
+    @property
+    def comm_counts(self) -> CommCounts:
+        """How often each collective was called, as `get_comm_counts` returns it."""
+        return self.get_comm_counts()
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, CommCounts]]:
+        """Counts of each module and its submodules, under "forward" and "backward".
+
+        "Global" has those of the whole block, which include what ran outside modules. Modules
+        without collectives are left out. Those of a backward pass are counted under "Global" only.
+        """
+        found: dict[str, dict[str, CommCounts]] = {}
+        for module in (None, *self._modules):
+            forward, backward = (_counts(self._of(module, part)) for part in (False, True))
+            if module is None or forward or backward:
+                found[module or "Global"] = {"forward": forward, "backward": backward}
+        return found
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the parameters of each module that ran: name of the module, of the parameter."""

@@ -370,8 +370,9 @@ def _without_plain(
         exact = not (tensor.is_floating_point() or tensor.is_complex())
         small = exact or tensor.is_meta or _is_mask(tensor)
         own = small and (where, inside) in unseen and not is_shared(tensor)
-        constant = (backward or own or tensor.is_meta) and name not in mutated
-        constant = constant and not tensor.requires_grad
+        unread = tensor.is_meta or op is _SAME_SIZE
+        constant = (backward or own or unread) and name not in mutated
+        constant = constant and (op is _SAME_SIZE or not tensor.requires_grad)
         if tensor.numel() == 1 or implicit or constant:
             mesh = specs[0].mesh
             whole = (Replicate(),) * mesh.ndim
@@ -395,6 +396,8 @@ def _without_plain(
 unsharded = WeakTensorKeyDictionary()
 """What sharded modules compute with for a time, and a `WeakMethod` that tells the shard."""
 
+_SAME_SIZE = torch.ops.aten.is_same_size.default
+"""Reads no values, so a plain tensor beside DTensors is no mistake."""
 _FIX_PLAIN = (
     "Make it a DTensor: distribute_tensor(t, mesh, placements) if all ranks have the whole, "
     "DTensor.from_local if each has its part. Within "

@@ -124,6 +124,15 @@ def distribute_tensor(
     return made.requires_grad_(tensor.requires_grad)  # pyright: ignore[reportReturnType]
 
 
+def _shard_tensor(  # pyright: ignore[reportUnusedFunction]: a name of torch's
+    full_tensor: torch.Tensor,
+    placements: Sequence[Placement],
+    device_mesh: DeviceMesh | None = None,
+) -> DTensor:
+    """Make a DTensor of a tensor that all ranks have, without communication."""
+    return distribute_tensor(full_tensor, device_mesh, placements, src_data_rank=None)
+
+
 def _unchanged(
     tensor: DTensor, mesh: DeviceMesh, placements: Sequence[Placement] | None
 ) -> DTensor:

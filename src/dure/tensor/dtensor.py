@@ -102,7 +102,13 @@ class DTensor(torch.Tensor):
     def __new__(
         cls, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False
     ) -> Self:
-        """Wrap a part; for the inside of this package: users call `from_local`."""
+        """Wrap a part without a check, and without history; `from_local` keeps both."""
+        if local_tensor.requires_grad and not requires_grad:
+            warnings.warn(
+                "To construct a DTensor whose gradient flows to its part, use DTensor.from_local: "
+                "DTensor(...) detaches the part.",
+                stacklevel=2,
+            )
         made = wrap(local_tensor.detach() if local_tensor.requires_grad else local_tensor, spec)
         return made.requires_grad_(requires_grad)  # pyright: ignore[reportReturnType]
 

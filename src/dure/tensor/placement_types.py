@@ -7,13 +7,16 @@ tensor, axis 1 divides what each of its ranks has, and so on.
     Replicate()      each has the whole
     Partial(op)      each has a term; the value is their sum (average, minimum, maximum, product)
 
-Two placements come out of operators and are not written by users: `StridedShard`, where a rank has
-a part of each of several runs, and `MaskPartial`, the terms of a lookup in a sharded table.
+`StridedShard` comes out of operators, and users do not write it: a rank has a part of each of
+several runs. `MaskPartial` is a name of torch's, for the result of a lookup in a table sharded by
+rows; that is `Partial("sum")` here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 from dure.errors import PlacementError
 
@@ -25,6 +28,8 @@ __all__ = [
     "Shard",
     "StridedShard",
     "chunk",
+    "pad_tensor",
+    "unpad_tensor",
 ]
 
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
@@ -35,6 +40,26 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     full = -(-size // parts)
     offset = min(full * index, size)
     return min(full, size - offset), offset
+
+
+def _chunks(tensor: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
+    """Return `parts` consecutive views of a tensor; the last ones may be short or empty."""
+    cuts = [chunk(tensor.size(dim), parts, index) for index in range(parts)]
+    return [tensor.narrow(dim, offset, size) for size, offset in cuts]
+
+
+def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
+    """Return a tensor with `pad_size` zeros after the end of a dimension."""
+    if pad_size == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[pad_dim] = pad_size
+    return torch.cat([tensor, tensor.new_zeros(shape)], pad_dim)
+
+
+def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
+    """Return a view without the last `pad_size` elements of a dimension."""
+    return tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
 
 
 @dataclass(frozen=True)
@@ -75,6 +100,28 @@ class Shard(Placement):
         """Return the size of part `rank` of `num_chunks`, and where it begins."""
         return chunk(curr_local_size, num_chunks, rank)
 
+    def _split_tensor(
+        self,
+        tensor: torch.Tensor,
+        num_chunks: int,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Return all parts of a tensor, and by how much each was padded; torch's name.
+
+        Args:
+            tensor: The full tensor.
+            num_chunks: Number of parts.
+            with_padding: Pad short parts with zeros to the size of the first one.
+            contiguous: Copy parts that are not contiguous.
+        """
+        parts, pads = _chunks(tensor, num_chunks, self.dim), list[int]()
+        if with_padding:
+            pads = [parts[0].size(self.dim) - part.size(self.dim) for part in parts]
+            parts = [pad_tensor(p, self.dim, n) for p, n in zip(parts, pads, strict=True)]
+        return [part.contiguous() for part in parts] if contiguous else parts, pads
+
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
 
@@ -97,6 +144,26 @@ class StridedShard(Shard):
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "split_factor", split_factor)
         self.__post_init__()
+
+    def _split_tensor(
+        self,
+        tensor: torch.Tensor,
+        num_chunks: int,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Return all parts of a tensor, and how much shorter than the longest each is.
+
+        As in torch, the parts are not padded; the arguments are those of `Shard`.
+        """
+        runs = [
+            _chunks(run, num_chunks, self.dim)
+            for run in _chunks(tensor, self.split_factor, self.dim)
+        ]
+        parts = [torch.cat(pieces, self.dim) for pieces in zip(*runs, strict=True)]
+        sizes = [part.size(self.dim) for part in parts]
+        return parts, [max(sizes) - size for size in sizes] if with_padding else []
 
     def __repr__(self) -> str:
         return f"_StridedShard(dim={self.dim}, sf={self.split_factor})"
@@ -140,7 +207,7 @@ class Partial(Placement):
 
 
 class MaskPartial(Partial):
-    """Terms of a lookup in a table whose rows are sharded: zeros where another rank has the row."""
+    """What torch returns for a lookup in a table sharded by rows; no operator returns it here."""
 
 
 # Torch's names.

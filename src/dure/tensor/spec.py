@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dure.comm.world import when_left
-from dure.errors import DimError, PlacementError
+from dure.errors import DimError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.placement_types import (
     Partial,
@@ -129,21 +129,52 @@ def _slice_runs(runs: list[tuple[int, int]], begin: int, length: int) -> list[tu
 
 
 class DTensorSpec:
-    """What is known of a DTensor without its values. Made by `spec_of`, never changed."""
+    """What is known of a DTensor without its values; never changed.
+
+    Args:
+        mesh: The mesh.
+        placements: One for each mesh axis.
+        tensor_meta: Shape, strides and dtype of the full tensor.
+
+    Raises:
+        PlacementError: Placements do not fit the tensor or the mesh.
+        UsageError: `tensor_meta` is not a TensorMeta.
+    """
 
     __slots__ = (
         "_compact", "_local_shape", "coordinate", "mesh", "meta", "order", "partial", "placements",
     )  # fmt: skip
 
-    def __init__(
-        self, mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta
-    ) -> None:
-        self.mesh, self.placements, self.meta = mesh, placements, meta
-        self.coordinate = mesh.get_coordinate()
-        self.partial = any(placement.is_partial() for placement in placements)
-        self.order = _memory_order(meta)
-        self._local_shape: torch.Size | None = None
-        self._compact: DTensorSpec | None = None
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    meta: TensorMeta
+    coordinate: tuple[int, ...] | None
+    partial: bool
+    order: tuple[int, ...] | None
+    _local_shape: torch.Size | None
+    _compact: DTensorSpec | None
+
+    def __new__(
+        cls, mesh: DeviceMesh, placements: Sequence[Placement], tensor_meta: TensorMeta
+    ) -> DTensorSpec:
+        """Return the one spec of these values."""
+        if not isinstance(tensor_meta, TensorMeta):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                "tensor_meta must be a TensorMeta", op="DTensorSpec", seen=repr(tensor_meta)
+            )
+        shape, dtype = torch.Size(tensor_meta.shape), tensor_meta.dtype
+        given = as_placements(placements, mesh, len(shape), "DTensorSpec", dtype)
+        return spec_of(mesh, given, TensorMeta(shape, tuple(tensor_meta.stride), dtype))
+
+    @property
+    def tensor_meta(self) -> TensorMeta:
+        """Shape, strides and dtype of the full tensor, under torch's name."""
+        return self.meta
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the full tensor."""
+        return self.meta.stride
 
     @property
     def shape(self) -> torch.Size:
@@ -159,6 +190,12 @@ class DTensorSpec:
     def device_mesh(self) -> DeviceMesh:
         """The mesh, under torch's name."""
         return self.mesh
+
+    @property
+    def dim_map(self) -> list[int]:
+        """The mesh axis that cuts each dimension, the last one if several do; -1 if none does."""
+        cut = {p.dim: axis for axis, p in enumerate(self.placements) if isinstance(p, Shard)}
+        return [cut.get(dim, -1) for dim in range(self.ndim)]
 
     @property
     def local_shape(self) -> torch.Size:
@@ -274,6 +311,16 @@ _MOST_SPECS = 1 << 16
 when_left.append(_specs.clear)
 
 
+def _made(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
+    spec = object.__new__(DTensorSpec)
+    spec.mesh, spec.placements, spec.meta = mesh, placements, meta
+    spec.coordinate = mesh.get_coordinate()
+    spec.partial = any(placement.is_partial() for placement in placements)
+    spec.order = _memory_order(meta)
+    spec._local_shape = spec._compact = None  # pyright: ignore[reportPrivateUsage]
+    return spec
+
+
 def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
     """Return the spec of these values, always the same object.
 
@@ -284,7 +331,7 @@ def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMet
     if spec is None:
         if len(_specs) >= _MOST_SPECS:
             _specs.clear()
-        spec = _specs[key] = DTensorSpec(mesh, placements, meta)
+        spec = _specs[key] = _made(mesh, placements, meta)
     return spec
 
 
@@ -321,6 +368,7 @@ def as_placements(
             "placements must be Shard, Replicate or Partial of dure.tensor",
             op=op,
             seen=f"{foreign!r}, a {type(foreign).__module__}.{type(foreign).__name__}",
+            fix=import_instead_of(foreign),
         )
     if len(found) != mesh.ndim:
         raise PlacementError(
@@ -333,6 +381,14 @@ def as_placements(
             "these reductions do not commute, so their order would matter", op=op, seen=f"{found}"
         )
     return tuple(resolved(placement, ndim, op) for placement in found)
+
+
+def import_instead_of(value: object, home: str = "dure.tensor") -> str:
+    """Return the advice for an object of torch.distributed that was passed; "" for others."""
+    kind = value if isinstance(value, type) else type(value)
+    if not kind.__module__.startswith("torch.distributed."):
+        return ""
+    return f"Import {kind.__name__} from {home} instead of torch.distributed."
 
 
 def mixes_reductions(placements: Sequence[Placement], dtype: torch.dtype | None) -> bool:
@@ -368,7 +424,6 @@ def compute_local_shape_and_global_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of a tensor, and where the part begins; torch's name.
 
-            fix=import_instead_of(foreign),
     Args:
         global_shape: Shape of the full tensor.
         mesh: The mesh.
@@ -382,11 +437,3 @@ def compute_local_shape_and_global_offset(
         return (0,), ()
     offset = () if skip_offset else tuple(spec.runs(dim)[0][1] for dim in range(spec.ndim))
     return tuple(spec.local_shape), offset
-def import_instead_of(value: object, home: str = "dure.tensor") -> str:
-    """Return the advice for an object of torch.distributed that was passed; "" for others."""
-    kind = value if isinstance(value, type) else type(value)
-    if not kind.__module__.startswith("torch.distributed."):
-        return ""
-    return f"Import {kind.__name__} from {home} instead of torch.distributed."
-
-

@@ -36,6 +36,7 @@ class Operation:
         inputs, outputs: Specs, or plain tensors as text.
         steps: What redistributions communicated.
         plain: Collectives besides, by their names in Dure.
+        functional: Whether `plain` is a functional collective that the program called.
         module: Name of the module whose forward it belongs to; "" outside of modules.
         backward: Whether autograd ran it.
     """
@@ -48,6 +49,7 @@ class Operation:
     module: str = ""
     backward: bool = False
     unruled: bool = False
+    functional: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +86,7 @@ class Watch(TorchDispatchMode):
         self.operations: list[Operation] = []
         self._where = where
         self._open: Operation | None = None
+        self._functional = False
         self._rank = -1
         self._hook: trace.Hook | None = None
 
@@ -116,7 +119,13 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = _seen((args, kwargs))
         if not any(isinstance(one, DTensorSpec) for one in inputs):
-            return func(*args, **kwargs)
+            if getattr(func, "namespace", "") != "dure":
+                return func(*args, **kwargs)
+            self._functional = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._functional = False
         one = self._new(str(func))
         one.inputs, one.unruled = inputs, rule_of(func) is None and not has_own_way(func)
         self._open = one
@@ -137,6 +146,7 @@ class Watch(TorchDispatchMode):
         if event.global_rank != self._rank:
             return
         one, step = self._open or self._new(""), running.get()
+        one.functional = self._functional
         if step is None:
             one.plain.append(event.op)
             return

@@ -20,6 +20,7 @@ def test_private_names_of_torch_lead_to_the_groups_of_this_rank():
         if rank == 0:
             assert c10d._rank_not_in_group(group)
             return None
+        assert c10d._world.group_count == 2
         assert c10d._world.pg_group_ranks == {world: {0: 0, 1: 1, 2: 2}, group: {1: 0, 2: 1}}
         assert c10d._world.pg_map[world] == (world.backend_name, c10d._get_default_store())
         name = c10d._get_process_group_name(group)

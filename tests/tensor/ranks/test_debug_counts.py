@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from dure.comm import functional
 from dure.errors import PlacementError
 from dure.tensor import (
     DTensor,
@@ -95,10 +96,15 @@ def test_counts_are_found_by_the_names_of_torch() -> None:
                 terms.redistribute(placements=[Partial()])
             mesh.get_group().all_reduce(torch.ones(1))
             mesh.get_group().broadcast(torch.ones(1), 0)
+            seen = torch.ones(2, requires_grad=True)
+            reduced = functional.all_reduce(seen, "sum", mesh)
+            assert isinstance(reduced, functional.AsyncCollectiveTensor)
+            reduced.wait().sum().backward()
+            x.softmax(0)  # the largest values, and the sums
         counts = mode.get_comm_counts()
         assert counts == {
             GATHER: 1,
-            REDUCE: 1,
+            REDUCE: 5,
             "c10d_functional.reduce_scatter_tensor": 1,
             "c10d_functional.all_to_all_single": 1,
             "c10d.allreduce_": 1,
@@ -108,7 +114,7 @@ def test_counts_are_found_by_the_names_of_torch() -> None:
         assert GATHER in counts
         assert counts.get(Packet("c10d.scatter_"), 5) == 5
         assert counts["c10d.scatter_"] == 0
-        assert mode.get_total_counts() == 6
+        assert mode.get_total_counts() == 10
         with mode:
             pass
         assert mode.get_total_counts() == 0
@@ -160,6 +166,9 @@ def test_counts_by_module(tmp_path: Path) -> None:
             "Block.up.weight": (Shard(0),),
             "Block.down.weight": (Shard(1),),
         }
+        one, reduce = {"forward": {}, "backward": {}}, torch.ops.c10d_functional.all_reduce
+        assert mode.comm_counts == {reduce: 1}
+        assert mode.comm_module_counts == {"Global": one | {"forward": {reduce: 1}}}
         assert list(mode.get_parameter_info()) == ["Block.up", "Block.down"]
         table = mode.generate_comm_debug_tracing_table(noise_level=3)
         assert "*c10d_functional.all_reduce: 1" in table

@@ -6,13 +6,16 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import dure as dist
+from dure.errors import PlacementError, UsageError
 from dure.fsdp import fully_shard
 from dure.mesh import init_device_mesh
-from dure.tensor import Partial, Replicate, Shard, distribute_tensor
+from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from dure.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dure.tensor._utils import compute_local_shape_and_global_offset
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import run_ranks
@@ -56,3 +59,26 @@ def test_shape_and_offset_of_each_part_are_found_by_the_name_of_torch():
         return found
 
     assert run_ranks(3, body) == [((2, 2), (0, 0)), ((2, 2), (2, 0)), ((0, 2), (4, 0))]
+
+
+def test_a_spec_that_a_program_makes_is_that_of_a_tensor_and_makes_one():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
+        meta = TensorMeta(shape=torch.Size([3, 2]), stride=(2, 1), dtype=torch.float32)
+        spec = DTensorSpec(mesh, [Shard(-2)], tensor_meta=meta)
+        assert spec == tensor._spec
+        assert spec.dim_map == [0, -1]
+        assert (spec.tensor_meta.shape, spec.stride) == (torch.Size([3, 2]), (2, 1))
+        made = DTensor(tensor.to_local(), spec, requires_grad=True)
+        (made * 2).sum().backward()
+        assert made.grad is not None
+        assert made.grad.full_tensor().tolist() == [[2, 2]] * 3
+        with pytest.warns(UserWarning, match="from_local"):
+            assert not DTensor(torch.ones(2 - rank, 2, requires_grad=True), spec).requires_grad
+        with pytest.raises(UsageError):
+            DTensorSpec(mesh, (Shard(0),), None)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(PlacementError):
+            DTensorSpec(mesh, (Shard(0), Shard(1)), meta)
+
+    run_ranks(2, body)

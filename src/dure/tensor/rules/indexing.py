@@ -1,18 +1,22 @@
 """Indexing: by tensors of indices, and the inverses of the views that take a part.
 
-An index looks along one dimension, which must be whole; cuts through the others go along. Where
-several indices make dimensions of the result, a cut of those goes along with the source whole.
+An index looks along one dimension, which must be unsharded, except where `gather` takes one element
+per line, such as the logit of a label: then each rank gives zeros for what it lacks. Cuts through
+the others go along. Where several indices make dimensions of the result, a cut of those goes along
+with the source whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from dure.tensor.call import LINEAR, TERMS, OpCall, R, Strategy, alike, linear_in, with_one
+from dure.tensor.call import LINEAR, SUM, TERMS, OpCall, R, Strategy, alike, linear_in, with_one
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule, with_local_size
+from dure.tensor.rules.embedding import own_rows
 from dure.tensor.rules.views import without
 
 aten = torch.ops.aten
@@ -22,7 +26,29 @@ def _dim(call: OpCall) -> int:
     return call.arg("dim") % max(call.operands[0].ndim, 1)
 
 
-@rule(aten.gather.default)
+def _gather_local(call: OpCall) -> Callable[..., Any] | None:
+    """Gather what this rank has of a dimension that is cut, and zeros for the rest.
+
+    Raises:
+        RuntimeError: An index is out of bounds, as by the operator itself.
+    """
+    source, dim, op = call.operands[0], _dim(call), call.op
+    if not source.ndim or not source.cuts(dim):
+        return None
+    run, size = source.runs(dim)[0], source.shape[dim]
+
+    def gather(part: torch.Tensor, _: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if not index.is_cuda and ((index < 0) | (index >= size)).any():
+            raise RuntimeError(f"index out of bounds for dimension {dim} with size {size}")
+        if not part.shape[dim]:
+            return part.new_zeros(index.shape)
+        own, missing = own_rows(index, run)
+        return op(part, dim, own, **kwargs).masked_fill_(missing, 0)
+
+    return gather
+
+
+@rule(aten.gather.default, local=_gather_local)
 def _gather(call: OpCall) -> list[Strategy]:
     source, index = call.operands
     dim = _dim(call)
@@ -32,6 +58,8 @@ def _gather(call: OpCall) -> list[Strategy]:
     for d in range(index.ndim):
         if d == dim:
             found.append(Strategy((R, Shard(d)), (Shard(d),)))
+            if index.shape[d] == 1 and source.meta.dtype != torch.bool:
+                found.append(Strategy((Shard(d), R), (SUM,)))
         elif source.shape[d] == index.shape[d]:
             found.append(Strategy((Shard(d), Shard(d)), (Shard(d),)))
     return found

@@ -46,11 +46,10 @@ from tests.tensor.parallel.ranks.tensor_models import (
 
 HEADS = {1: (4, 2), 2: (4, 2), 3: (6, 3), 8: (8, 8)}
 """For each number of ranks, heads and key-value heads that they divide."""
-REDUCE, GATHER, SCATTER, PLAIN = (
+REDUCE, GATHER, SCATTER = (
     "c10d_functional.all_reduce",
     "c10d_functional.all_gather_into_tensor",
     "c10d_functional.reduce_scatter_tensor",
-    "c10d.allreduce_",
 )
 B = BLOCKS
 COMMUNICATED = {
@@ -68,8 +67,8 @@ COMMUNICATED = {
     # Scores stay where they are: of each token all ranks learn the highest and the sum of the
     # exponentials, and in backward the sum of the gradients. The loss is reduced at once.
     "loss": (
-        {SCATTER: 1 + 2 * B, GATHER: 2 * B + 1, PLAIN: 3},
-        {GATHER: 1 + 2 * B, SCATTER: 2 * B + 1, PLAIN: 1},
+        {SCATTER: 1 + 2 * B, GATHER: 2 * B + 1, REDUCE: 3},
+        {GATHER: 1 + 2 * B, SCATTER: 2 * B + 1, REDUCE: 1},
         {REDUCE: 2 * B + 1},
     ),
 }
@@ -341,7 +340,7 @@ def test_a_penalty_on_the_log_of_the_sum_gathers_no_scores():
         close(value, expected.detach())
         close(x.grad.full_tensor(), wanted.grad)
         # highest scores and sums twice, the sum of the gradients; the loss
-        assert counted.get_comm_counts() == {PLAIN: 6}
+        assert counted.get_comm_counts() == {REDUCE: 6}
 
     run_ranks(3, body)
 

@@ -1,0 +1,59 @@
+"""Collectives along one axis of a mesh of 2 x 2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dure.errors import ShapeError
+from dure.tensor import Replicate, Shard, init_device_mesh
+from dure.tensor._api import _shard_tensor
+from dure.tensor._collective_utils import (
+    mesh_broadcast,
+    mesh_scatter,
+    pad_tensor,
+    shard_dim_alltoall,
+    unpad_tensor,
+)
+from dure.testing import run_ranks
+
+
+def test_collectives_stay_within_the_ranks_of_an_axis():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = torch.tensor([float(rank)])
+        mesh_broadcast(x, mesh, 0, group_src=1)
+        part = torch.empty(1)
+        parts = [torch.tensor([10.0 * rank]), torch.tensor([10.0 * rank + 1])]
+        work = mesh_scatter(part, parts, mesh, mesh_dim=1, async_op=True)
+        assert work is not None
+        work.wait()
+        rows = torch.arange(4.0)[None] + 4 * mesh.get_local_rank(1)
+        columns = shard_dim_alltoall(rows, 0, 1, mesh, 1)
+        with pytest.raises(ShapeError):
+            shard_dim_alltoall(rows[:, :3], 0, 1, mesh, 1)
+        assert mesh_broadcast(torch.empty(1, device="meta"), mesh) is None
+        assert mesh_scatter(torch.empty(1, device="meta"), parts, mesh) is None
+        assert shard_dim_alltoall(rows.to("meta"), 0, 1, mesh, 1).shape == columns.shape
+        return x.item(), part.item(), columns.tolist()
+
+    left, right = [[0, 1], [4, 5]], [[2, 3], [6, 7]]
+    assert run_ranks(4, body) == [(2, 0, left), (3, 1, right), (2, 20, left), (3, 21, right)]
+
+
+def test_padding_is_zeros_at_the_end():
+    x = torch.ones(2, 1)
+    assert pad_tensor(x, 1, 2).tolist() == [[1, 0, 0]] * 2
+    assert pad_tensor(x, 0, 0) is x
+    assert unpad_tensor(pad_tensor(x, 0, 3), 0, 3).tolist() == [[1], [1]]
+
+
+def test_a_tensor_that_all_ranks_have_is_cut_without_communication():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        mine = torch.arange(4.0) + 10 * rank
+        cut = _shard_tensor(mine, [Shard(0)], mesh)
+        assert _shard_tensor(mine, [Replicate()], mesh).to_local().tolist() == mine.tolist()
+        return cut.to_local().tolist()
+
+    assert run_ranks(2, body) == [[0, 1], [12, 13]]
