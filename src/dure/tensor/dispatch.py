@@ -714,9 +714,10 @@ def _replicated(
         if op not in _warned:
             _warned.add(op)
             warnings.warn(
-                f"{op} has no sharding rule: every rank gathers {_listed(call)} and computes the "
-                "whole. Redistribute by hand where that is too much, or register a rule with "
-                "dure.tensor.experimental.register_sharding. (Said once.)",
+                f"{op} has no sharding rule: every rank gathers {_listed(call)} and computes on "
+                "the full tensors. To avoid that, redistribute the operands before, or register a "
+                "rule with dure.tensor.experimental.register_sharding. This warning is shown once "
+                "per operator.",
                 stacklevel=4,
             )
     mesh = call.operands[0].mesh
