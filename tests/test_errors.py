@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+import subprocess
+import sys
+import warnings
 
 import pytest
 import torch.distributed as torch_dist
@@ -47,6 +50,51 @@ def test_mistakes_are_caught_as_torchs_and_read_as_they_were_written(name, caugh
         assert (str(one), one.rank) == ("it failed (rank 1): this", 1)
     error.advise("Do that.")
     assert str(error) == "it failed (rank 1): this. Do that."
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("DureDeprecationWarning", FutureWarning),
+        ("UsageWarning", UserWarning),
+        ("PerformanceWarning", UserWarning),
+        ("UnwaitedWorkWarning", RuntimeWarning),
+        ("ForkWarning", RuntimeWarning),
+    ],
+)
+@pytest.mark.parametrize("caught_as", ["dure", "python"])
+def test_warnings_obey_filters_for_dure_and_for_pythons_class(name, base, caught_as):
+    ours = getattr(errors, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", dure.DureWarning if caught_as == "dure" else base)
+        with pytest.raises(ours):
+            warnings.warn("it is slow", ours, stacklevel=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "raised"),
+    [
+        (["error::dure.DureWarning"], ["UsageWarning", "PerformanceWarning"]),
+        (["error::dure.PerformanceWarning"], ["PerformanceWarning"]),
+        (["error::dure.DureWarning", "ignore::dure.UsageWarning"], ["PerformanceWarning"]),
+        (["error::dure.DureWarning", "ignore"], []),
+        (["ignore", "error::dure.UsageWarning"], ["UsageWarning"]),
+    ],
+)
+def test_option_w_of_python_knows_the_classes(options, raised):
+    program = """
+import warnings, dure
+for name in ("UsageWarning", "PerformanceWarning"):
+    try:
+        warnings.warn("it is slow", getattr(dure, name))
+    except dure.DureWarning as e:
+        print(type(e).__name__)
+"""
+    # -E: without PYTHONPATH, as it is where Dure is installed.
+    command = [sys.executable, "-E", *(f"-W{option}" for option in options), "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == raised
 
 
 @pytest.mark.parametrize("name", WITH_TORCHS_NAME)

@@ -8,6 +8,7 @@ imported when the name is first used (PEP 562). The launcher and the command lin
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -32,7 +33,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "DistNetworkError",
         "DistStoreError",
         "DtypeError",
+        "DureDeprecationWarning",
         "DureError",
+        "DureWarning",
+        "ForkWarning",
         "HookError",
         "InternalError",
         "LaunchError",
@@ -41,6 +45,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "NotInGroupError",
         "OptimizerError",
         "PeerLost",
+        "PerformanceWarning",
         "PipelineError",
         "PlacementError",
         "QueueEmptyError",
@@ -55,7 +60,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "StoreRefused",
         "StoreTimeout",
         "UnevenInputs",
+        "UnwaitedWorkWarning",
         "UsageError",
+        "UsageWarning",
     ),
     "dure.errorfile": ("record",),
     "dure.store": ("EtcdStore", "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
@@ -233,3 +240,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _read_warning_options() -> None:
+    """Apply `python -W error::dure.DureWarning`: Python reads -W before it can find packages."""
+    options: list[str] = sys.warnoptions
+    first = next((n for n, option in enumerate(options) if ":dure." in option), len(options))
+    if options[first:]:
+        import warnings  # lazy: most programs have no such option
+
+        warnings._processoptions(options[first:])  # pyright: ignore
+
+
+_read_warning_options()

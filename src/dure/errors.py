@@ -18,6 +18,16 @@
     │                         CheckpointException
     └── InternalError         ours; please report
 
+Warnings have a tree of their own. Each class also derives from the Python class that the same
+warning had before, so that filters for that class continue to work:
+
+    DureWarning
+    ├── DureDeprecationWarning   FutureWarning: an argument or a form that has a successor
+    ├── UsageWarning             UserWarning: a call that is probably not what was meant
+    ├── PerformanceWarning       UserWarning: correct results, but slower than necessary
+    ├── UnwaitedWorkWarning      RuntimeWarning: an asynchronous operation without a `wait`
+    └── ForkWarning              RuntimeWarning: a child process that shares memory
+
 torch's names for the same kinds of failure are classes between `DureError` and ours:
 
     DistError
@@ -61,7 +71,10 @@ __all__ = [
     "DistNetworkError",
     "DistStoreError",
     "DtypeError",
+    "DureDeprecationWarning",
     "DureError",
+    "DureWarning",
+    "ForkWarning",
     "HookError",
     "InternalError",
     "LaunchError",
@@ -70,6 +83,7 @@ __all__ = [
     "NotInGroupError",
     "OptimizerError",
     "PeerLost",
+    "PerformanceWarning",
     "PipelineError",
     "PlacementError",
     "QueueEmptyError",
@@ -84,7 +98,9 @@ __all__ = [
     "StoreRefused",
     "StoreTimeout",
     "UnevenInputs",
+    "UnwaitedWorkWarning",
     "UsageError",
+    "UsageWarning",
 ]
 
 
@@ -522,3 +538,30 @@ class CheckpointException(CheckpointError):
 
 class InternalError(DureError, RuntimeError):
     """Ours; please report it."""
+
+
+class DureWarning(Warning):
+    """Any warning of Dure."""
+
+
+class DureDeprecationWarning(DureWarning, FutureWarning):
+    """The argument, the form or the class has a successor, which the text names.
+
+    It is a `FutureWarning`, as in torch: Python hides a `DeprecationWarning` by default.
+    """
+
+
+class UsageWarning(DureWarning, UserWarning):
+    """The call is valid, but probably not what was meant."""
+
+
+class PerformanceWarning(DureWarning, UserWarning):
+    """The result is correct, but the program is slower than it has to be."""
+
+
+class UnwaitedWorkWarning(DureWarning, RuntimeWarning):
+    """The `Work` of an asynchronous operation was dropped before anything waited for it."""
+
+
+class ForkWarning(DureWarning, RuntimeWarning):
+    """This process forks while it has memory that the child will share."""

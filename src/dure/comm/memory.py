@@ -18,7 +18,7 @@ import torch
 from dure import native
 from dure.comm.capture import in_fake_mode
 from dure.comm.world import resolve
-from dure.errors import CommError, UsageError
+from dure.errors import CommError, ForkWarning, UsageError
 from dure.native import HeapMemory, Process
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _warn_before_fork() -> None:
         f"this process forks while it has {' and '.join(seen)}: what it writes there, or frees, "
         "changes in the child too. Clone what a child needs, or start children by 'spawn' or "
         "'forkserver'.",
-        RuntimeWarning,
+        ForkWarning,
         stacklevel=2,
     )
 

@@ -15,7 +15,7 @@ import torch
 from dure.comm.backends.request import Request
 from dure.comm.checks import duration
 from dure.comm.futures import Later, collected, waiters
-from dure.errors import CommTimeout
+from dure.errors import CommTimeout, UnwaitedWorkWarning
 
 if TYPE_CHECKING:
     from dure.comm.group.core import GroupCore
@@ -104,7 +104,7 @@ class Work:
         warnings.warn_explicit(
             f"the Work of {self._op}(..., async_op=True) was dropped before anybody "
             "waited for it: nobody knows when the result is there, or whether it failed",
-            RuntimeWarning,
+            UnwaitedWorkWarning,
             file,
             int(line) if line.isdecimal() else 0,
         )

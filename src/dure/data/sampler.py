@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import Sampler
 
 from dure import env
-from dure.errors import UsageError
+from dure.errors import UsageError, UsageWarning
 
 __all__ = ["LOADED", "SET", "DistributedSampler", "moved"]
 
@@ -250,6 +250,7 @@ class DistributedSampler(Sampler[int]):
             warnings.warn(
                 f"epoch {self.epoch} is repeated with the same order of samples: "
                 "call set_epoch(epoch) before each epoch",
+                UsageWarning,
                 stacklevel=3,
             )
 

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dure.comm.untraced import untraced_below
 from dure.comm.world import when_left
-from dure.errors import CommError, MeshError, PlacementError, UsageError
+from dure.errors import CommError, MeshError, PerformanceWarning, PlacementError, UsageError
 from dure.tensor import state
 from dure.tensor.call import (
     Op,
@@ -718,6 +718,7 @@ def _replicated(
                 "the full tensors. To avoid that, redistribute the operands before, or register a "
                 "rule with dure.tensor.experimental.register_sharding. This warning is shown once "
                 "per operator.",
+                PerformanceWarning,
                 stacklevel=4,
             )
     mesh = call.operands[0].mesh

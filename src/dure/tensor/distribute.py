@@ -21,7 +21,7 @@ from dure.comm.capture import has_no_values
 from dure.comm.differentiable import Map
 from dure.comm.group import ProcessGroup
 from dure.comm.untraced import untraced_below
-from dure.errors import MeshError, ModuleError, PlacementError, UsageError
+from dure.errors import DureDeprecationWarning, MeshError, ModuleError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
 from dure.tensor.placement_types import Placement, Replicate
@@ -350,7 +350,7 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     warnings.warn(
         f"{name} takes (module, {name.removesuffix('_fn')}s, mesh); the form without the module "
         "is torch's old one.",
-        FutureWarning,
+        DureDeprecationWarning,
         stacklevel=3,
     )
     return lambda module, values, mesh: fn(values, mesh)

@@ -23,7 +23,7 @@ import torch
 from dure.comm.capture import capturing, refuse_in_jit_trace
 from dure.comm.pending import wait_tensor
 from dure.comm.untraced import untraced_below
-from dure.errors import MeshError, PlacementError, ShapeError, UsageError
+from dure.errors import MeshError, PlacementError, ShapeError, UsageError, UsageWarning
 from dure.mesh import DeviceMesh, current_mesh
 from dure.mesh.device_mesh import restore_mesh
 from dure.tensor import dispatch
@@ -107,6 +107,7 @@ class DTensor(torch.Tensor):
             warnings.warn(
                 "To construct a DTensor whose gradient flows to its part, use DTensor.from_local: "
                 "DTensor(...) detaches the part.",
+                UsageWarning,
                 stacklevel=2,
             )
         made = wrap(local_tensor.detach() if local_tensor.requires_grad else local_tensor, spec)
@@ -214,7 +215,7 @@ class DTensor(torch.Tensor):
                 a term does not determine that of the value.
 
         Warns:
-            UserWarning: Once for each line that calls, at the first backward: ranks have copies or
+            UsageWarning: Once for each line that calls, at the first backward: ranks have copies or
                 terms of the tensor, and `grad_placements` is None. A tensor without dimensions
                 that operators returned, such as a loss, is exempt.
 
@@ -241,7 +242,7 @@ class DTensor(torch.Tensor):
                 tensor differently, each has a term of the gradient: ``[Partial()]``.
 
         Warns:
-            UserWarning: As `to_local`, if `grad_placements` is None.
+            UsageWarning: As `to_local`, if `grad_placements` is None.
 
         Collective:
             All ranks of the mesh.
@@ -626,7 +627,7 @@ def _warn_of_assumption(op: str, spec: DTensorSpec, site: str, axes: Sequence[in
         "If ranks use the result for different things, each has a term of the gradient, and the "
         "sum is lost: pass grad_placements, with Partial() for these axes; with Replicate() "
         "if it is the same. (Shown once for this line.)",
-        UserWarning,
+        UsageWarning,
         file,
         int(line),
     )

@@ -33,7 +33,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dure.errors import CommError, Desync, DureError, PeerLost, UnevenInputs, UsageError
+from dure.errors import (
+    CommError,
+    Desync,
+    DureError,
+    PeerLost,
+    PerformanceWarning,
+    UnevenInputs,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -311,6 +319,7 @@ class Join:
                 warnings.warn(
                     f"rank {self.group.rank()} has shadowed the others {num_rounds} times: it has "
                     "that many inputs less, and is idle meanwhile; divide the data more evenly",
+                    PerformanceWarning,
                     stacklevel=3,
                 )
         for hook in self._hooks:

@@ -12,7 +12,7 @@ from typing import Any  # Any: as in torch.optim.Optimizer
 
 import torch
 
-from dure.errors import UsageError
+from dure.errors import UsageError, UsageWarning
 from dure.parallel.averaging.averagers import ModelAverager
 
 __all__ = ["Outer", "PostLocalSGDOptimizer"]
@@ -130,6 +130,7 @@ class PostLocalSGDOptimizer(Outer):
         if "step" not in state_dict:
             warnings.warn(
                 "the state has no 'step' of an averager: it starts again, with its warm-up",
+                UsageWarning,
                 stacklevel=2,
             )
         self.averager.step = state_dict.get("step", 0)

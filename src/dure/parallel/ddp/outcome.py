@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dure.errors import HookError, ModuleError
+from dure.errors import HookError, ModuleError, PerformanceWarning
 from dure.training.agreement import gather_texts
 from dure.training.grad_views import GradView
 
@@ -235,5 +235,6 @@ class UsageHistory:
             warnings.warn(
                 "find_unused_parameters=True, but the first step used all parameters: leave it "
                 "out, unless later steps use fewer",
+                PerformanceWarning,
                 stacklevel=4,
             )

@@ -21,7 +21,7 @@ import torch
 
 from dure.comm.group import ProcessGroup
 from dure.comm.world import resolve
-from dure.errors import ModuleError
+from dure.errors import DureDeprecationWarning, ModuleError
 from dure.parallel.ddp.buckets import FIRST_CAP_BYTES
 from dure.parallel.ddp.outcome import shown
 from dure.training.autograd_hooks import on_outputs
@@ -97,7 +97,7 @@ def buffer_rules(broadcast_buffers: bool | None, forward_sync: bool | None) -> B
         warnings.warn(
             f"`broadcast_buffers` {what} `forward_sync_buffers`, which leaves the buffers of a "
             "newly wrapped module to `init_sync`",
-            FutureWarning,
+            DureDeprecationWarning,
             stacklevel=3,
         )
     if forward_sync is not None:

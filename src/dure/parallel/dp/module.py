@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dure.errors import ModuleError
+from dure.errors import DureDeprecationWarning, ModuleError
 from dure.parallel.dp.apply import parallel_apply
 from dure.parallel.dp.devices import Device, as_device, chosen_devices
 from dure.parallel.dp.replicas import replicate
@@ -65,7 +65,7 @@ class DataParallel(torch.nn.Module):
             "DataParallel's replicas share one Python interpreter and one backward; "
             "DistributedDataParallel's have their own, also on one machine: "
             "`dure run --nproc N` starts them.",
-            FutureWarning,
+            DureDeprecationWarning,
             stacklevel=2,
         )
         self._devices = chosen_devices(module, device_ids)

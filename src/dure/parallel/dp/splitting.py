@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from dure.errors import ShapeError, UsageError
+from dure.errors import ShapeError, UsageError, UsageWarning
 from dure.parallel.dp.devices import Device, as_device, as_devices
 from dure.training.pytrees import mapped, tensors_of
 
@@ -146,6 +146,7 @@ def _concatenated(tensors: list[torch.Tensor], device: torch.device, dim: int) -
         warnings.warn(
             "DataParallel's module returned tensors without dimensions: the result is a vector "
             "with one element for each part of the batch, which is not their mean.",
+            UsageWarning,
             stacklevel=2,
         )
         tensors = [t.reshape(1) for t in tensors]

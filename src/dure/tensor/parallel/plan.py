@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from dure.errors import MeshError, PlacementError, UsageError
+from dure.errors import MeshError, PlacementError, UsageError, UsageWarning
 from dure.mesh import DeviceMesh
 from dure.tensor import state
 from dure.tensor.dtensor import mesh_or_current
@@ -67,7 +67,9 @@ def parallelize_module(
             fix='Pass mesh["tp"], or however the axis is called.',
         )
     if not parallelize_plan:
-        warnings.warn("parallelize_module has no plan, and does nothing", stacklevel=2)
+        warnings.warn(
+            "parallelize_module has no plan, and does nothing", UsageWarning, stacklevel=2
+        )
         return module
     if isinstance(parallelize_plan, ParallelStyle):
         parallelize_plan = {"": parallelize_plan}
@@ -122,7 +124,7 @@ def _no_match(module: nn.Module, path: str) -> None:
     told = f"near names are {', '.join(near)}" if near else f"its modules are {', '.join(names)}"
     if state.strict.get():
         raise UsageError(what, op="parallelize_module", seen=told)
-    warnings.warn(f"{what}: {told}", stacklevel=3)
+    warnings.warn(f"{what}: {told}", UsageWarning, stacklevel=3)
 
 
 def _divided(parent: nn.Module, target: nn.Module, heads: int, ranks: int) -> bool:
