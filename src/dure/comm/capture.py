@@ -136,7 +136,12 @@ def has_no_values(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether some are on meta, fake, or passed to an operation under `FakeTensorMode`."""
     if tensors and in_fake_mode():
         return True
-    return any(t.is_meta or getattr(type(t), "_mode_key", None) is _Key.FAKE for t in tensors)
+    for tensor in tensors:  # `any` would cost as much as the rest
+        if tensor.is_meta:
+            return True
+        if type(tensor) not in _PLAIN and getattr(type(tensor), "_mode_key", None) is _Key.FAKE:
+            return True
+    return False
 
 
 def refuse_if_captured(op: str, tensors: Sequence[torch.Tensor]) -> None:

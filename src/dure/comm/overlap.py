@@ -77,7 +77,7 @@ def first_overlap(writes: Tensors, reads: Tensors = ()) -> tuple[int, int] | Non
     The numbers count `writes`, then `reads`.
     """
     tensors = [*writes, *reads]
-    if has_no_values(tensors):
+    if has_no_values(tensors[:1]):  # all of a call are alike
         return None
     if _boxes_apart(tensors) or not ranges_overlap(writes, reads):
         return None
