@@ -71,6 +71,11 @@ class Turns:
         self._reading = self._writes_in_step = False
         self._awaited: list[int] = []  # peers that may read on since this rank has left
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether this rank has entered, and not left."""
+        return self._reading
+
     def enter(self) -> None:
         """Wait until all ranks are here, and have written what they wrote."""
         if self._reading:

@@ -158,6 +158,7 @@ class Extended(Gathered):
             return whole
         for tensor in extension.owned:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+        parameter.allow_reading()
         whole = self._wholes[number] if parameter.whole is None else parameter.whole
         with _unversioned((whole, *extension.owned)):
             part.fsdp_post_all_gather(outputs, extension.metadata, parameter.dtype, out=whole)

@@ -194,6 +194,8 @@ class Gathered(Strategy):
             self._kept = self._near_part(self._near)
         for tensor in self._memory():
             tensor.untyped_storage().resize_(0)
+        for parameter in self._parameters:
+            parameter.forbid_reading()
 
     def _memory(self) -> Sequence[torch.Tensor]:
         """Return what the wholes are in."""

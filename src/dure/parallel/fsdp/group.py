@@ -182,7 +182,8 @@ class ParameterGroup:
         self.check_left()
         if self.unsharded:
             for parameter in self.parameters:
-                parameter.show_sharded()
+                if not parameter.is_replaced:  # else the next step takes it over, or refuses it
+                    parameter.show_sharded()
         elif not self._is_kept:
             return
         self._is_kept, self.unsharded = keeps and self.strategy.frees, False

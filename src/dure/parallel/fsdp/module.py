@@ -29,6 +29,8 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait until the module has its parameters whole."""
         if self._state is not None:
+            for group in self._state.groups:
+                group.adopt_replaced()  # what was loaded meanwhile; it is gathered instead
             self._state.show_wholes()
             self._state = None
 
@@ -84,14 +86,15 @@ class FSDPModule(InPlace):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Make this module's parameters whole, not those of modules sharded within.
 
+        Between steps they have the values that all ranks have written before they called it.
+
         Args:
             async_op: Return a handle at once, whose `wait` is called before parameters are used.
 
         Collective: All ranks of the mesh.
         """
         state = self._state()
-        for group in state.groups:
-            group.adopt_replaced()
+        (state.tree or Tree(state)).before_showing(state)
         state.unshard()
         handle = UnshardHandle(state)
         if async_op:
@@ -100,8 +103,15 @@ class FSDPModule(InPlace):
         return None
 
     def reshard(self) -> None:
-        """Free this module's whole parameters, if they are there."""
-        self._state().reshard()
+        """Free this module's whole parameters, if they are there.
+
+        A parameter that was put in the place of one meanwhile, as by
+        ``load_state_dict(assign=True)``, stays; it must be a shard.
+        """
+        state = self._state()
+        state.reshard()
+        if state.tree is not None:
+            state.tree.after_showing()
 
     @property
     def step_times(self) -> ShardedStepTimes:

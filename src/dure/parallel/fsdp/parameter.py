@@ -32,6 +32,57 @@ from dure.training.optimizers import forget_replaced, note_replaced, note_unshar
 
 __all__ = ["FSDPParameter", "run_hooks"]
 
+_WITHOUT_VALUES = {
+    "__get__", "__set__", "__delete__", "__format__", "data_ptr", "dim", "element_size",
+    "is_complex", "is_contiguous", "is_floating_point", "nelement", "ndimension", "numel",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
+    "storage_offset", "stride", "untyped_storage",
+}  # fmt: skip
+"""What may be asked of a tensor without memory."""
+
+
+class _Freed:
+    """What an unsharded parameter is while it has no memory: it cannot be read.
+
+    Torch's kernels do not check that there is memory: they would end the process.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.__name__ in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
+                return func(*args, **(kwargs or {}))
+        raise ModuleError(
+            "an unsharded parameter was read after its module was resharded",
+            op=func.__name__,
+            fix="Read the parameter of the module, which is the shard now; or call unshard() of "
+            "the module first, or use fsdp.full_parameters(model).",
+        )
+
+    def __repr__(self, **_: object) -> str:
+        values: Any = self
+        return f"<unsharded parameter {list(values.shape)}, freed when its module was resharded>"
+
+
+class _FreedParameter(_Freed, nn.Parameter):
+    pass
+
+
+class _FreedTensor(_Freed, torch.Tensor):
+    pass
+
+
+_FREED: dict[type, type] = {nn.Parameter: _FreedParameter, torch.Tensor: _FreedTensor}
+_READABLE = {freed: readable for readable, freed in _FREED.items()}
+
+
+def _change_class(tensor: torch.Tensor, classes: dict[type, type]) -> None:
+    """Give a tensor the class that stands for its own; subclasses of programs keep theirs."""
+    if type(tensor) in classes:
+        tensor.__class__ = classes[type(tensor)]
+
 
 class FSDPParameter:
     """A parameter that a `fully_shard` call manages.
@@ -167,18 +218,31 @@ class FSDPParameter:
                 self.whole = nn.Parameter(self._made_of(tensor), self.sharded.requires_grad)
             note_unsharded(self.whole, self.now)  # for optimizers that are made while it is shown
             self._is_watched = False
+        self.allow_reading()
         self.whole.requires_grad_(self.sharded.requires_grad)
         if not self._is_watched and self.whole.requires_grad:
             self._watch(self.whole)
             self._is_watched = True
         self._show(self.whole)
 
+    def allow_reading(self) -> None:
+        """Let the program read the whole, which has its values."""
+        if self.whole is not None:
+            _change_class(own_part(self.whole), _READABLE)
+
+    def forbid_reading(self) -> None:
+        """Raise where the program reads the whole, which has no memory, instead of crashing."""
+        if self.whole is not None:
+            _change_class(own_part(self.whole), _FREED)
+
     def _made_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole: `tensor`, or the DTensor whose part it is on this rank."""
         if self._inner is None:
             return tensor
         meta = TensorMeta(self._inner.shape, self._inner.meta.stride, self.dtype)
-        return wrap(tensor, spec_of(self._inner.mesh, self._inner.placements, meta))
+        # A part of its own, as `forbid_reading` is not for the strategy.
+        part = tensor.detach()
+        return wrap(part, spec_of(self._inner.mesh, self._inner.placements, meta))
 
     def _watch(self, whole: nn.Parameter) -> None:
         """Have `on_gradient` called when a backward has filled the ``.grad`` of `whole`."""

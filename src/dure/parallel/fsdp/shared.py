@@ -182,6 +182,11 @@ class Shared(Strategy):
             if version is not None and parameter.version != version:
                 raise _written(parameter)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether all ranks read, and so have written what they wrote."""
+        return self._turns is not None and self._turns.is_reading
+
     def before_write(self) -> None:
         """Wait until no rank reads; see `Turns`."""
         if self._turns is not None:

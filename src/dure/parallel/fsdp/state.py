@@ -98,6 +98,7 @@ class Tree:
         self._backward: Backward | None = None
         self._reducing: deque[tuple[str, ParameterGroup]] = deque()
         self._kept: set[FSDPState] = set()
+        self._shows = False  # an `unshard` of the program, between steps, has entered
 
     def _name_parameters(self, root: FSDPState) -> None:
         paths = {inner: path for m in root.modules for path, inner in m.named_modules()}
@@ -198,6 +199,7 @@ class Tree:
                 group.strategy.publish()
         self.clock.begin_forward()
         self._take_turn()
+        self._shows = False
         self._kept = set()
         order.begin()
         return order
@@ -240,6 +242,30 @@ class Tree:
             group.leave()
         if not torch.is_grad_enabled():
             self.turns.leave(together=True)
+
+    # ---------------------------------------------------------------- between steps
+
+    def before_showing(self, state: FSDPState) -> None:
+        """The program unshards a module: between steps, let it see what all ranks have written."""
+        for group in state.groups:
+            group.adopt_replaced()
+        if self.entry is not None or self.in_backward:
+            return
+        if all(group.strategy.is_current for group in state.groups):
+            return
+        for group in self.groups:
+            if not group.strategy.is_current:
+                group.adopt_replaced()
+                group.strategy.publish()
+        self._take_turn()
+        self._shows = True
+
+    def after_showing(self) -> None:
+        """The program has resharded a module: with the last one, others may write again."""
+        is_over = self.entry is None and not self.in_backward
+        if self._shows and is_over and not any(group.unsharded for group in self.groups):
+            self._shows = False
+            self.turns.leave(together=False)
 
     # ---------------------------------------------------------------- backward
 

@@ -56,6 +56,11 @@ class Strategy:
         """Put what others are to read where they read it; `enter` comes next."""
         self._gathered()  # what a step that failed has begun
 
+    @property
+    def is_current(self) -> bool:
+        """Whether `unshard` shows what all ranks have written; else after `publish` and `enter`."""
+        return True
+
     def is_stale(self, accumulates: bool = False) -> bool:
         """Whether any rank's shards were written since the wholes, which were kept, were made.
 

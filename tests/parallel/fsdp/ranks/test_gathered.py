@@ -12,7 +12,9 @@ from torch import nn
 
 import dure as dist
 from dure.device_mesh import init_device_mesh
+from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
+from dure.tensor import Replicate, distribute_tensor
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Net,
@@ -131,3 +133,31 @@ def test_neighbors_gather_among_themselves() -> None:
         return [e.world_size for e in recorder.events if e.op == "all_gather_single"]
 
     assert run_ranks(4, body) == [[4, 4, 2]] * 4
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_parameter_that_was_freed_is_not_read(inner: bool) -> None:
+    """Torch's kernels would end the process; the values may be part of a DTensor."""
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        model: Any = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(model.weight)
+        if inner:
+            model.weight = nn.Parameter(distribute_tensor(model.weight, mesh["tp"], [Replicate()]))
+        with strategy("gathered"):
+            fully_shard(model, mesh=mesh["dp"])
+        model.unshard()
+        weight = model.weight
+        model.reshard()
+        for read in (weight.t, weight.sum, lambda: weight + 1, lambda: weight @ weight):
+            with pytest.raises(ModuleError):
+                read()
+        assert "freed" in repr(weight) and "freed" in f"{weight}"
+        assert weight.shape == (2, 2) and weight.grad is None
+        model.unshard()
+        assert weight is model.weight
+        values = weight.to_local() if inner else weight
+        assert values.tolist() == [[1, 1], [1, 1]] and "freed" not in repr(weight)
+
+    run_ranks(2, body)

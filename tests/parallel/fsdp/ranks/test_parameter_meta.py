@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import dure as dist
 from dure.fsdp import fully_shard, strategy
-from dure.tensor import DTensor, Replicate, distribute_tensor
+from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Net,
@@ -96,6 +97,28 @@ def test_weights_assigned_before_an_unshard_are_kept(way: str) -> None:
 
     for rank, gradients in enumerate(run_ranks(2, body)):
         assert gradients, rank
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_weights_assigned_while_unsharded_are_kept(way: str, is_begun: bool) -> None:
+    """Within the module that was sharded, which does not notice it; or while it is gathered."""
+
+    def body(rank: int) -> None:
+        model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
+        with strategy(way):
+            fully_shard(model)
+        mesh = model[0].weight.device_mesh
+        values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
+        handle = model.unshard(async_op=True)
+        if not is_begun:
+            handle.wait()
+        model[0].load_state_dict({"weight": values}, assign=True)
+        handle.wait()
+        model.reshard()
+        assert model[0].weight.full_tensor().tolist() == [[5, 5], [5, 5]]
+        assert model(torch.ones(1, 2)).tolist() == [[10, 10]]
+
+    run_ranks(2, body)
 
 
 def test_tied_parameters_stay_tied(way: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from dure.errors import ModuleError
 from dure.fsdp import MixedPrecisionPolicy, fully_shard, strategy
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import whole
+from tests.waiting import PATIENCE_S
 
 LOW = torch.bfloat16
 
@@ -135,6 +137,36 @@ def test_weights_are_cast_again_after_each_step(way: str) -> None:
             with torch.no_grad():
                 assert model(torch.ones(1, 4)).tolist() == [[4 * value] * 4]
             loss.backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("low", [None, LOW])
+def test_unshard_between_steps_shows_what_all_ranks_have_written(
+    way: str, low: torch.dtype | None
+) -> None:
+    arrived = [threading.Event() for _ in range(2)]
+
+    def body(rank: int) -> None:
+        model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        with strategy(way):
+            for module in model:
+                fully_shard(module, mp_policy=MixedPrecisionPolicy(low))
+            fully_shard(model)
+        for step in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            if rank == 0:
+                arrived[step].set()
+            else:  # writes while the other one reads, if that does not wait
+                assert arrived[step].wait(PATIENCE_S)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(step)
+            for module in model:
+                module.unshard()
+                assert module.weight.tolist() == [[step, step], [step, step]]
+            for module in model:
+                module.reshard()
 
     run_ranks(2, body)
 
