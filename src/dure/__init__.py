@@ -24,6 +24,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "CheckpointNotWritten",
         "CommError",
         "CommTimeout",
+        "CopyError",
         "DataError",
         "Desync",
         "DeviceError",

@@ -4,7 +4,7 @@
     ├── UsageError            the caller is wrong, and the same call will fail again
     │   ├── ShapeError, DtypeError, DeviceError, PlacementError (DimError),
     │   ├── MeshError (AxisError)
-    │   ├── NotInGroupError, DataError, ModuleError (HookError), OptimizerError
+    │   ├── NotInGroupError, CopyError, DataError, ModuleError (HookError), OptimizerError
     │   └── ScheduleError         a pipeline's schedule that is not whole, or would deadlock
     ├── CommError             the job is in trouble; the group must be rebuilt
     │   ├── CommTimeout, PeerLost, Desync, Aborted
@@ -62,6 +62,7 @@ __all__ = [
     "CheckpointNotWritten",
     "CommError",
     "CommTimeout",
+    "CopyError",
     "DataError",
     "Desync",
     "DeviceError",
@@ -225,6 +226,10 @@ class AxisError(MeshError, IndexError):
 
 class NotInGroupError(UsageError):
     """This rank is not a member of the group that it called."""
+
+
+class CopyError(UsageError, TypeError):
+    """A process group, or an object that holds one, cannot be copied or pickled."""
 
 
 class DataError(UsageError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from datetime import timedelta
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 import dure as dist
 from dure.comm.world import current_world
-from dure.errors import UsageError
+from dure.errors import CopyError, UsageError
 from dure.testing import run_ranks
 
 
@@ -23,6 +25,23 @@ def _attributes(rank: int) -> None:
 
 def test_group_has_so_few_attributes_that_python_finds_them_at_fixed_places_2_ranks():
     run_ranks(2, _attributes)
+
+
+def _copies(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    holder = dist.SyncBatchNorm(2, process_group=group)
+    for copies in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(CopyError) as caught:
+            copies(group)
+        assert caught.value.group == group.group_name  # pyright: ignore
+    with pytest.raises(CopyError):
+        copy.deepcopy(holder)
+    assert isinstance(group, dist.ProcessGroup)
+    assert group.channel(1).size() == 2
+
+
+def test_group_and_what_holds_one_refuse_to_be_copied_2_ranks():
+    run_ranks(2, _copies)
 
 
 def _methods(rank: int) -> None:

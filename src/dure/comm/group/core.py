@@ -21,7 +21,6 @@ global ranks on one line each.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -223,7 +222,8 @@ class GroupCore:
     def _open_channel(self, index: int) -> Self:
         if self.closed:
             raise UsageError("the process group has been destroyed", group=self.group_name)
-        view = copy.copy(self)
+        view = object.__new__(type(self))
+        vars(view).update(vars(self))
         view._channel, view.seq = index, 0
         view.group_name = channel_name(self.group_name, index)
         view.store = PrefixStore(f"channel/{index}", self.store)

@@ -32,7 +32,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 
@@ -44,7 +44,7 @@ from dure.comm.group.sparse import sparse_all_reduce
 from dure.comm.monitored import monitored_barrier
 from dure.comm.ops import ReduceOp, as_reduce_op, check_reducible
 from dure.comm.work import Work, combine
-from dure.errors import UsageError
+from dure.errors import CopyError, UsageError
 
 
 class ProcessGroup(GroupCore):
@@ -62,6 +62,19 @@ class ProcessGroup(GroupCore):
 
     splitter: ClassVar[Callable[..., ProcessGroup | None]]
     """`dure.split_group`, which makes groups of this class; set by comm/init.py."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a group is the connections of this process.
+
+        Raises:
+            CopyError: Always. It is a `TypeError`, as torch raises here.
+        """
+        raise CopyError(
+            "process groups cannot be copied or pickled",
+            group=self.group_name,
+            fix="Copy what holds the group without it, such as a state_dict(), or copy it before "
+            "it gets the group. Another process makes its own group with dure.new_group().",
+        )
 
     # ---- reductions ------------------------------------------------------------------------------
 
