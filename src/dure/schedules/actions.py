@@ -147,8 +147,10 @@ class Action(NamedTuple):
             raise _no_action(text, f"{kind} with {wanted}")
         return Action(stage, kind, int(microbatch) if microbatch else None)
 
-    from_str = parse
-    """`parse` under its name in torch."""
+    @staticmethod
+    def from_str(text: str) -> Action | None:
+        """Read an action as torch's `_Action` does; a blank text is None, an idle step."""
+        return Action.parse(text) if text.strip() else None
 
 
 def _no_action(text: str, expected: str) -> UsageError:

@@ -118,6 +118,7 @@ def _with_file(rank: int, parts: list[nn.Module], folder: Any) -> Trained:
     own: Any = _PipelineScheduleRuntime(made.stages, 4, loss_fn=mse)
     texts = {r: [str(action) for action in read.pipeline_order_with_comms[r]] for r in (0, 1)}
     own.pipeline_order_with_comms = {r: [_Action.from_str(t) for t in texts[r]] for r in texts}
+    assert _Action.from_str(" ") is None
     made.schedule = own
     losses.append(made.step(*batches(1)[0]))
     return losses, made.weights()
