@@ -2,8 +2,9 @@
 
 Starting a process and importing torch costs far more than the collective under test. So the
 processes are forked from one server that has imported torch already, join one group, and then wait
-for work: `pool.run(fn, *args)` sends a module-level function by name to every rank, where
-`fn(rank, *args)` runs, and collects what each one returned.
+for work: `pool.run(fn, *args)` sends a function to every rank, where `fn(rank, *args)` runs, and
+collects what each one returned. Functions of modules are sent by name, lambdas and closures by
+value (cloudpickle, as in `dure.spawn`).
 
 One failure poisons the pool, because the ranks may be anywhere: all processes are ended and later
 calls are refused. Each call has a timeout; when it passes, every rank's stack is shown, written by
@@ -32,12 +33,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import torch
 
 import dure
 from dure import env
 from dure.comm.world import current_world
 from dure.errors import CommTimeout, LaunchError, UsageError
+from dure.launch.functions import dumped
 from dure.testing.ranks import default_timeout_s
 
 __all__ = ["ProcessPool", "start_server"]
@@ -176,8 +179,9 @@ class ProcessPool:
         """Run `fn(rank, *args)` on every rank.
 
         Args:
-            fn: A function that can be imported by name, not a lambda or a closure.
-            *args: Pickled; every rank gets its own copy.
+            fn: A function. Lambdas and functions inside functions are sent by value, with what they
+                use; other functions must be importable by their names.
+            *args: Pickled in the same way; every rank gets its own copy.
             timeout: Seconds the call may take.
 
         Returns:
@@ -191,7 +195,7 @@ class ProcessPool:
         if self._broken:
             raise LaunchError("the process pool has failed before", seen=self._broken)
         limit = self.timeout if timeout is None else timeout
-        message = pickle.dumps((fn, args, limit))
+        message = cloudpickle.dumps((fn, args, limit))
         for pipe in self._pipes:
             with suppress(OSError):  # a rank that has ended: said when its reply does not come
                 pipe.send_bytes(message)
@@ -338,7 +342,7 @@ def _attempt(fn: Callable[..., object], args: tuple[object, ...]) -> _Reply:
 def _dump(reply: _Reply) -> bytes:
     """Pickle a reply; where that fails, one that says so."""
     try:
-        data = pickle.dumps(reply)
+        data = dumped(reply)
         pickle.loads(data)  # an error whose constructor takes other arguments fails only here
         return data
     except Exception as e:

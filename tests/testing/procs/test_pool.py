@@ -50,6 +50,20 @@ def test_pool_runs_many_functions_in_the_same_processes(process_pool):
     assert [pid for _, pid in first] == [pid for _, pid in second] == pool.pids
 
 
+def test_pool_takes_and_returns_lambdas_and_closures(process_pool):
+    factor, lock = torch.tensor(3.0), threading.Lock()
+
+    def scaled(rank):
+        return lambda x: x * factor.item() + rank
+
+    pool = process_pool(2, "gloo")
+    assert [fn(2) for fn in pool.run(scaled)] == [6.0, 7.0]
+    assert pool.run(lambda rank, fn: fn(rank), lambda x: -x) == [0, -1]
+    with pytest.raises(TypeError):
+        pool.run(lambda rank: lock)
+    assert not pool.broken
+
+
 def test_pool_error_carries_type_and_traceback_and_poisons():
     with ProcessPool(2, "gloo") as pool:
         with pytest.raises(KeyError) as info:
