@@ -163,10 +163,20 @@ def examples_explain_themselves() -> FAULTS:
             yield f"{shown(path)}: the first 30 lines do not show its command"
 
 
+def examples_are_listed() -> FAULTS:
+    """examples/README.md has a line for every program."""
+    folder = ROOT / "examples"
+    text = (folder / "README.md").read_text()
+    for path in sorted(folder.rglob("*.py")):
+        if f"]({path.relative_to(folder)})" not in text:
+            yield f"examples/README.md: no {path.relative_to(folder)}"
+
+
 # ---- documents -----------------------------------------------------------------------------------
 
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
+    ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "ko").glob("*.md")),
 ]
@@ -317,6 +327,7 @@ CHECKS: list[Callable[[], FAULTS]] = [
     names_are_not_vague,
     modules_open_with_prose,
     examples_explain_themselves,
+    examples_are_listed,
     names_in_documents_exist,
     translations_show_the_same_code,
     every_error_is_explained,
