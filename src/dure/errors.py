@@ -476,6 +476,10 @@ class LaunchError(DureError, RuntimeError):
         self.report, self.failures = report, failures or {}
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
+    def get_first_failure(self) -> tuple[int, Any]:
+        """Return the rank that failed first, and its entry of `failures`."""
+        return next(iter(self.failures.items()))
+
 
 class RpcError(DureError, RuntimeError):
     """A remote call failed; `remote_traceback` is what the callee saw."""
@@ -491,10 +495,6 @@ class CheckpointError(DureError, RuntimeError):
     def __init__(self, what: str, *, path: str = "", **fields: object) -> None:
         self.path = path
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
-
-    def get_first_failure(self) -> tuple[int, Any]:
-        """Return the rank that failed first, and its entry of `failures`."""
-        return next(iter(self.failures.items()))
 
 
 class CheckpointDamaged(CheckpointError):

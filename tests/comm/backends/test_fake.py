@@ -182,10 +182,14 @@ def test_tensors_without_values_are_left_as_they_are(values: str) -> None:
 
 
 def test_fully_shard_is_run_without_values() -> None:
+    class Layer(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input @ self.weight.t()  # the bias gets no gradient
+
     start()
     mesh = init_device_mesh("cpu", (3,))
     with FakeTensorMode():
-        model = fully_shard(torch.nn.Linear(4, 6), mesh=mesh, reshard_after_forward=False)
+        model = fully_shard(Layer(4, 6), mesh=mesh, reshard_after_forward=False)
         for _ in range(2):
             model(ones(2, 4)).sum().backward()
             gradient = model.weight.grad

@@ -393,12 +393,15 @@ class GroupCore:
             Its backend, the call on plain memory, and what copies the results back.
         """
         try:
-            refuse_if_captured(call.op, (*call.inputs, *call.outputs))
-            checks.check_lists(call, self._rank, self._size)
             inputs, outputs = call.inputs, call.outputs
             tensors = inputs if inputs is outputs else (*inputs, *outputs)
+            valueless = "meta" in self.device_types and has_no_values(tensors)
+            refuse_if_captured(call.op, () if valueless else tensors)
+            checks.check_lists(call, self._rank, self._size)
             backend = self._backend(call.op, *tensors)
             checks.check_call(call, self._rank, self._size)
+            if valueless:  # no memory that could overlap
+                return backend, call, None
             if manager := self._own_manager():
                 manager.block.add(outputs, () if inputs is outputs else inputs, call.op)
             fuses = getattr(backend, "fuses", False)
@@ -412,13 +415,8 @@ class GroupCore:
 
         `counts`: whether to increment the versions of the tensors that it writes on this rank.
         """
-            valueless = "meta" in self.device_types and has_no_values(tensors)
-            refuse_if_captured(call.op, () if valueless else tensors)
-            checks.check_lists(call, self._rank, self._size)
         backend, plain, finish = self._prepare(call)
         manager = self._own_manager()
-            if valueless:  # no memory that could overlap
-                return backend, call, None
         deferred = async_op or manager is not None
         request, ended = self._start(backend, plain, deferred, finish)
         if counts and _writes(call, self._rank):
