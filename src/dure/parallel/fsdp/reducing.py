@@ -178,10 +178,13 @@ class Reduction:
             reduced.div_(division.rest)
         *pieces, flags = output.split([*sizes, len(sizes)])
         # What this rank has used, a rank has: reading the flags would wait for a GPU.
-        known = all(one or not p.is_trained for one, p in zip(given, self.parameters, strict=True))
-        used: list[Any] = given if known else flags.tolist()
+        pairs = zip(given, self.parameters, strict=True)
         if has_no_values((flags,)):
             used = [True] * len(sizes)
+        elif all(one or not parameter.is_trained for one, parameter in pairs):
+            used = given
+        else:
+            used = [flag > 0 for flag in flags.tolist()]
         return [
             self._unpadded(piece, parameter) if some else None
             for piece, parameter, some in zip(pieces, self.parameters, used, strict=True)
