@@ -2,6 +2,11 @@
 
 No other module touches `os.environ` (a test checks it). A variable is declared once below, with
 what it means; `describe()` is what `dure env` and the error about a missing variable print.
+
+Two files are exempt, `launch/ranks/child.py` and `launch/ranks/forking.py`: they start a rank and
+set its environment before Dure can be imported, and must import nothing of it (it would be loaded
+in programs that do not use it). The variables that they read by name are declared below as well,
+which the same test checks.
 """
 
 from __future__ import annotations
@@ -92,6 +97,11 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(name="NO_COLOR", meaning="1: no colours on the terminal"),
         Variable(name="PATH", meaning="where programs such as mpirun are looked for"),
+        Variable(
+            name="LD_PRELOAD",
+            meaning="libraries that every program loads first, such as a profiler; where it is set, "
+            "ranks end with the destructors of all libraries",
+        ),
         Variable(name="PYTHONPATH", meaning="where Python looks for modules"),
         Variable(name="DURE_JOB_KEY_FILE", meaning="path of the job key, a file of mode 0600"),
         Variable(

@@ -3,6 +3,7 @@
 import ast
 import re
 
+from dure.env import VARIABLES
 from dure.torch_names import table
 from tests.arch.sources import (
     CSRC,
@@ -90,6 +91,19 @@ def test_environment_is_read_only_in_env():
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and _names_environ(node))
     ]
     assert not offenders, "declare the variable in dure.env and read it with dure.env.text()"
+
+
+def test_variables_read_before_dure_can_be_imported_are_declared_in_env():
+    named = {
+        argument.value: shown(path, node.lineno)
+        for path in IMPORT_NOTHING_OF_DURE
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"os.environ.get", "os.getenv"}
+        for argument in node.args[:1]
+        if isinstance(argument, ast.Constant)
+    }
+    assert "DURE_TRACEBACK" in named
+    assert {name: place for name, place in named.items() if name not in VARIABLES} == {}
 
 
 def _names_environ(node: ast.ImportFrom) -> bool:
