@@ -99,7 +99,7 @@ VARIABLES: dict[str, Variable] = {
         Variable(name="PATH", meaning="where programs such as mpirun are looked for"),
         Variable(
             name="LD_PRELOAD",
-            meaning="libraries that every program loads first, such as a profiler; where it is set, "
+            meaning="libraries that every program loads first, such as a profiler; if it is set, "
             "ranks end with the destructors of all libraries",
         ),
         Variable(name="PYTHONPATH", meaning="where Python looks for modules"),
