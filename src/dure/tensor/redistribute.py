@@ -346,7 +346,11 @@ running: ContextVar[Step | None] = ContextVar("dure_step", default=None)
 
 
 def redistribute(
-    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool = False
+    local: torch.Tensor,
+    source: DTensorSpec,
+    target: DTensorSpec,
+    async_op: bool = False,
+    name: str = "",
 ) -> torch.Tensor:
     """Return this rank's part after a redistribution; `local` itself where nothing is to be done.
 
@@ -358,9 +362,13 @@ def redistribute(
         source, target: Specs of the same tensor, on one mesh.
         async_op: Whether the last step may be under way when this returns; who uses its values
             waits (comm/pending.py).
+        name: What the tensor is, for ranks to compare, if they know.
 
     Collective:
         All ranks of the mesh, in the same order.
+
+    Raises:
+        Desync: Ranks redistribute other tensors, as far as spec and name tell them apart.
     """
     if source is target or source.coordinate is None:
         return local
@@ -371,7 +379,7 @@ def redistribute(
         return local.new_empty(target.local_shape)
     if order is not None:
         local = local.permute(order)
-    about(subject)
+    about(subject_of(f"{name}, {subject.text}") if name else subject)
     try:
         for step in steps:
             local = _run(step, local, async_op and step is steps[-1], step is not steps[0])

@@ -23,6 +23,7 @@ from dure.tensor import (
     Partial,
     Replicate,
     Shard,
+    distribute_module,
     distribute_tensor,
     dtensor,
     init_device_mesh,
@@ -151,6 +152,25 @@ def test_gradient_that_one_rank_alone_reduces_is_named_by_its_line() -> None:
             print(weight.grad) if rank == 0 else dist.barrier()
         assert "test_dtensor.py:" in caught.value.calls[0]
         assert "of float32[4, 3] (P(sum)) to (R)" in caught.value.calls[0]
+
+    run_ranks(2, body)
+
+
+def test_gradients_of_different_parameters_are_not_added() -> None:
+    """Each is of one shape, and terms of a sum: what ranks reduce must be one parameter's."""
+
+    def body(rank: int) -> None:
+        mesh = line()
+        norms = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.LayerNorm(3))
+        distribute_module(norms, mesh)
+        norms.to_empty(device="cpu")  # which makes other parameters in the same objects
+        for norm in norms:
+            norm.reset_parameters()
+        norms(rows(mesh)).sum().backward()
+        with pytest.raises(Desync) as caught:
+            _ = norms[rank].weight.grad
+        assert all("test_dtensor.py:" in call for call in caught.value.calls.values())
+        assert "LayerNorm.weight, parameter 3 of the mesh" in caught.value.calls[1]
 
     run_ranks(2, body)
 

@@ -152,9 +152,7 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _overlap(specs: set[DTensorSpec | None], lists: Sequence[Sequence[Any]]) -> bool:
     """Tell whether torch may refuse parts which share memory; one by one they are copied first."""
     return any(s is not None and may_overlap(s) for s in specs) and any(
-        part is not written and is_alias(written, part)
-        for each in lists[1:]
-        for written, part in zip(lists[0], each, strict=False)
+        any(map(is_alias, lists[0], each)) for each in lists[1:]
     )
 
 
