@@ -509,13 +509,18 @@ class Report:
 
 
 def run(scenario: Scenario, num_cases: int | None, kinds: str, seed: int) -> Report:
-    """Run cases of a scenario: so many that are drawn, or all, of some kinds of faults."""
+    """Run cases of a scenario, of some kinds of faults: all, or as many that are drawn.
+
+    One of those that are drawn kills rank 0.
+    """
     with tempfile.TemporaryDirectory(prefix="dure-failing-saves-") as top:
         runs = _Runs(scenario, Path(top))
         faults = [f for rank, calls in enumerate(runs.calls) for f in _faults_at(rank, calls)]
         faults = [fault for fault in faults if fault.kind in kinds.split()]
         if num_cases is not None:
-            faults = random.Random(seed).sample(faults, min(num_cases, len(faults)))
+            drawn, of_rank_0 = random.Random(seed), [f for f in faults if f.rank == 0]
+            killed = drawn.choice([f for f in of_rank_0 if f.kind == "KILL"])
+            faults = [killed, *drawn.sample(faults, min(num_cases - 1, len(faults)))]
         problems: list[str] = []
         hits = 0
         for fault in faults:

@@ -403,7 +403,7 @@ def live(slot: Slot, home: str, history: History, number: int) -> Any:
         if not last and stint.end == "one killed" and slot.rank != slot.size - 1:
             dure.barrier()  # until the other's death is seen
         if not last and stint.end == "killed in a save":
-            if slot.rank == slot.size - 1:
+            if slot.rank == len(stint.acts) % slot.size:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process wherever it is
                 signal.setitimer(signal.ITIMER_REAL, 0.0002 + 0.003 * len(stint.acts))
             program.async_save(0)
