@@ -8,7 +8,7 @@ and looked for when the first forward begins: however a value was written, it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from dure.errors import ModuleError
 from dure.training.grad_views import own_part
 
-__all__ = ["check_initialized", "marking"]
+__all__ = ["check_has_memory", "check_initialized", "marking"]
 
 _NAN, _ODD = 0xFF, 0xA5  # bytes: NaN of every floating-point dtype; no likely integer
 _MARK = "_dure_uninitialized"
@@ -38,6 +38,29 @@ def marking(module: nn.Module) -> Iterator[None]:
         if not local.is_meta and type(local) in (torch.Tensor, nn.Parameter):
             local.untyped_storage().fill_(_pattern(local))  # pyright: ignore
             inner.__dict__.setdefault(_MARK, set()).add(name)
+
+
+def check_has_memory(modules: Sequence[nn.Module], managed: Set[object]) -> None:
+    """See that none of the parameters of modules that are `managed` is on the meta device.
+
+    Raises:
+        ModuleError: Lists those that are.
+    """
+    on_meta = [
+        name
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if parameter in managed and own_part(parameter).is_meta
+    ]
+    if on_meta:
+        raise ModuleError(
+            "parameters are still on the meta device",
+            op="forward",
+            parameters=tuple(on_meta),
+            seen=", ".join(on_meta),
+            fix="Call to_empty(device=...) on the model, and have its modules' reset_parameters() "
+            "write them; or load_state_dict(..., assign=True).",
+        )
 
 
 def check_initialized(modules: Sequence[nn.Module]) -> None:

@@ -61,6 +61,23 @@ def test_unwritten_memory_is_listed_at_the_first_forward(way: str) -> None:
     run_ranks(2, body)
 
 
+def test_parameters_without_memory_are_listed_at_the_first_forward(way: str) -> None:
+    def body(rank: int) -> tuple[str, ...]:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False), nn.Linear(5, 2))
+        with strategy(way):
+            fully_shard(model[0])
+            fully_shard(model)
+        model[2].to_empty(device="cpu")
+        model[2].reset_parameters()
+        with pytest.raises(ModuleError) as error:
+            model(torch.ones(2, 3))
+        return error.value.parameters
+
+    wanted = ("0.bias", "0.weight", "1.weight")
+    assert [(*sorted(names),) for names in run_ranks(2, body)] == [wanted] * 2
+
+
 def test_memory_is_not_listed_however_it_was_written(way: str) -> None:
     """In place, through `data`, as a new tensor, from a state dictionary."""
 

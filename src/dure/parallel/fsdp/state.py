@@ -58,7 +58,7 @@ from dure.training import autograd_hooks
 from dure.training.module_times import ModuleClock, now
 from dure.training.pytrees import cast_floats, has_unknown_parts, tensors_of
 from dure.training.turns import TurnsOfModel
-from dure.training.uninitialized import check_initialized
+from dure.training.uninitialized import check_has_memory, check_initialized
 
 __all__ = ["FSDPState", "Tree", "state_of", "states_in", "states_within"]
 
@@ -182,6 +182,9 @@ class Tree:
         if not all(state.is_checked for state in self.states):
             for state in self.states:
                 state.check_resident()
+            groups = [group for state in self.states for group in state.groups]
+            managed = {getattr(*p.places[0], None) for group in groups for p in group.parameters}
+            check_has_memory(self.root.modules, managed)
             check_initialized(self.root.modules)
             for state in self.states:
                 state.is_checked = True
@@ -513,7 +516,8 @@ class FSDPState:
         unshard_in_backward: Make them whole there; off where backward does not read them.
         forward_prefetch, backward_prefetch: States to gather ahead, where the user said so.
         in_backward: Its backward has begun and not ended.
-        is_checked: Nothing is offloaded, nor made by `to_empty` and perhaps written by nobody.
+        is_checked: Nothing is offloaded, on the meta device, or made by `to_empty` and not
+            written.
         announce: Is called when a forward begins with this one; see `follow`.
         name: Path of its module in the root, for messages.
         is_offloaded: Shards have no values; see `offload`.
@@ -537,7 +541,7 @@ class FSDPState:
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
         self.in_backward = self.hides_backward = self.waits_for_backward = False
-        self.is_checked = True
+        self.is_checked = False
         self.is_offloaded = False
         self.announce: Callable[[nn.Module], None] | None = None
         self.name = "(root)"
