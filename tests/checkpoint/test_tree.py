@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
@@ -65,6 +66,15 @@ def test_tree_comes_back_as_it_was(value):
     back = there_and_back(value)
     assert back == value
     assert repr(back) == repr(value) or isinstance(value, set | dict | list | tuple)
+
+
+def test_a_file_in_memory_comes_back_at_its_position():
+    file = io.BytesIO()
+    torch.save([0.5], file)
+    back = there_and_back({"losses": file})["losses"]
+    assert back.tell() == file.tell() and back.getvalue() == file.getvalue()
+    back.seek(0)
+    assert torch.load(back) == [0.5]
 
 
 NESTED = st.recursive(
@@ -335,6 +345,8 @@ CRAFTED = {
     "base64 and more": {"$": "bytes", "v": "YWI=\n"},
     "short base64": {"$": "bytearray", "v": "YWI"},
     "no text": {"$": "bytes", "v": 5},
+    "file without a position": {"$": "BytesIO", "v": ["YWI=", "0"]},
+    "file before its begin": {"$": "BytesIO", "v": ["YWI=", -1]},
     "array of no base64": {"$": "array", "v": ["|u1", [0], "!"]},
     "array of another length": {"$": "array", "v": ["|u1", [3], "YWI="]},
     "array of an inferred shape": {"$": "array", "v": ["|u1", [-1], "YWI="]},

@@ -43,6 +43,8 @@ __all__ = [
     "StateDictOptions",
     "ValueType",
     "_init_optim_state",
+    "_patch_model_state_dict",
+    "_patch_optimizer_state_dict",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -65,6 +67,7 @@ DictValueType = dict[str, ValueType]
 ListDictValueType = list[DictValueType]
 OptimizerStateType = dict[str, DictValueType | ListDictValueType]
 
+_BEFORE = "_dure_before"
 _NUM_SENT_AS_VALUE = 16
 """Elements up to which a tensor is sent along with the values."""
 
@@ -272,7 +275,7 @@ class _View:
     def _live(self) -> dict[str, tuple[str, Any]]:
         """Return key and value of everything in the model, by the user's names."""
         found: dict[str, tuple[str, Any]] = {}
-        for key, value in self._model.state_dict().items():
+        for key, value in _unpatched(self._model.state_dict)().items():
             name = self._names.of_key(key)
             if name in found:
                 both = f"{found[name][0]!r} and {key!r} are both {name!r}"
@@ -356,7 +359,8 @@ class _View:
 
     def _told_by(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         sharded: Any = optimizer
-        told = sharded.local_state_dict() if is_sharded(optimizer) else optimizer.state_dict()
+        take = sharded.local_state_dict if is_sharded(optimizer) else optimizer.state_dict
+        told = _unpatched(take)()
         besides = told.keys() - {"state", "param_groups"}
         if besides:
             raise UsageError(
@@ -403,7 +407,8 @@ class _View:
                 passed[live[name][0]] = live[name][1]
         assign = any(isinstance(v, torch.Tensor) and v.is_meta for _, v in live.values())
         try:
-            keys = self._model.load_state_dict(passed, strict=self._options.strict, assign=assign)
+            load = _unpatched(self._model.load_state_dict)
+            keys = load(passed, strict=self._options.strict, assign=assign)
         except UsageError:
             raise
         except RuntimeError as e:
@@ -474,7 +479,7 @@ class _View:
                 fix="With strict=False they keep theirs, or begin at their first step.",
             )
         for optimizer, told in loading:
-            optimizer.load_state_dict(told)
+            _unpatched(optimizer.load_state_dict)(told)
         return IncompatibleKeys(missing, sorted((states.keys() | options.keys()) - own.keys()))
 
     def _common(self, found: list[tuple[str, State]]) -> State:
@@ -545,6 +550,48 @@ def _init_optim_state(optim: torch.optim.Optimizer) -> None:
             state = fresh_state(optim, group, parameter) if parameter.requires_grad else {}
             if state:
                 optim.state[parameter] = state
+
+
+def _patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
+    """Replace a model's `state_dict` and `load_state_dict` by `get_model_state_dict` and its pair.
+
+    A private name of torch that programs use.
+    """
+    _patch(
+        model,
+        lambda: get_model_state_dict(model, options=options),
+        lambda state: set_model_state_dict(model, state, options=options),
+    )
+
+
+def _patch_optimizer_state_dict(
+    model: nn.Module, *, optimizers: Optimizers, options: StateDictOptions | None = None
+) -> None:
+    """Replace each optimizer's `state_dict` by `get_optimizer_state_dict` of all, and its pair.
+
+    A private name of torch that programs use.
+    """
+    several = _several(optimizers)
+    for optimizer in several:
+        _patch(
+            optimizer,
+            lambda: get_optimizer_state_dict(model, several, options=options),
+            lambda state: set_optimizer_state_dict(model, several, state, options=options),
+        )
+
+
+def _patch(
+    inner: nn.Module | torch.optim.Optimizer, take: Callable[[], Any], put: Callable[[Any], Any]
+) -> None:
+    found: Any = inner
+    for name, function in (("state_dict", take), ("load_state_dict", put)):
+        setattr(function, _BEFORE, _unpatched(getattr(found, name)))
+        setattr(found, name, function)
+
+
+def _unpatched(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method that was there before `_patch`."""
+    return getattr(method, _BEFORE, method)
 
 
 def _several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:

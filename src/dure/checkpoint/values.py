@@ -8,6 +8,7 @@ subclasses, since what they add would be lost. Nothing here imports or runs what
 from __future__ import annotations
 
 import base64
+import io
 import math
 from collections.abc import Callable
 from enum import Enum
@@ -116,6 +117,15 @@ def _scalar(value: Any) -> Any:
     return array[()]
 
 
+def _file(value: Any) -> io.BytesIO:
+    data, position = _list(value, 2)
+    if type(position) is not int:
+        raise TypeError(f"expected a position, got a {type(position).__name__}")
+    file = io.BytesIO(_bytes(data))
+    file.seek(position)
+    return file
+
+
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, _string(name), None)
     if not isinstance(found, torch.dtype):
@@ -127,6 +137,7 @@ _CODES: dict[type, tuple[str, Callable[[Any], Any]]] = {
     float: ("float", repr),
     bytes: ("bytes", _text),
     bytearray: ("bytearray", _text),
+    io.BytesIO: ("BytesIO", lambda v: [_text(v.getvalue()), v.tell()]),
     complex: ("complex", lambda v: [repr(v.real), repr(v.imag)]),
     torch.dtype: ("dtype", lambda v: str(v).removeprefix("torch.")),
     torch.device: ("device", str),
@@ -137,6 +148,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "float": lambda v: float(_string(v)),
     "bytes": _bytes,
     "bytearray": lambda v: bytearray(_bytes(v)),
+    "BytesIO": _file,
     "complex": _complex,
     "dtype": _dtype,
     "device": lambda v: torch.device(_string(v)),

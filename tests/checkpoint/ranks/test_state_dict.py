@@ -14,9 +14,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.lr_scheduler import ConstantLR
 
 import dure
+from dure.checkpoint import FileSystemReader, load, save
 from dure.checkpoint.state_dict import (
     StateDictOptions,
     _init_optim_state,
+    _patch_model_state_dict,
+    _patch_optimizer_state_dict,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -464,6 +467,35 @@ def test_shapes_that_differ():
 
 def test_arguments_are_stateful():
     assert isinstance(nn.Linear(1, 1), Stateful) and not isinstance(object(), Stateful)
+
+
+def test_patched_models_and_optimizers_save_and_load_by_names(tmp_path):
+    def made(rank, scale):
+        model = nn.Sequential(nn.Linear(2, 3))
+        with torch.no_grad():
+            model.get_parameter("0.weight").fill_(scale)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=scale)
+        for _ in range(2):  # a second time changes nothing
+            _patch_model_state_dict(model)
+            _patch_optimizer_state_dict(model, optimizers=optimizer)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def body(rank):
+        model, optimizer = made(rank, 0.5)
+        whole = model[0].weight.full_tensor()
+        assert list(optimizer.state_dict()["state"]) == ["0.weight", "0.bias"]
+        save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+        other, others = made(rank, 2.0)
+        load({"model": other, "optimizer": others}, checkpoint_id=tmp_path)
+        assert others.param_groups[0]["lr"] == 0.5
+        assert other[0].weight.full_tensor().equal(whole)
+
+    run_ranks(2, body)
+    saved = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert "model.0.weight" in saved and "optimizer.state.0.bias.exp_avg" in saved
 
 
 def test_init_optim_state_makes_the_state_of_an_optimizer_that_has_none():
