@@ -28,7 +28,7 @@ import torch
 from dure.comm.objects import all_gather_object
 from dure.comm.ops import ReduceOp
 from dure.comm.world import is_thread_rank
-from dure.errors import Desync, PlacementError
+from dure.errors import Desync, NotInGroupError, PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor.call import Op, schema_of
 from dure.tensor.dispatch import special
@@ -37,12 +37,34 @@ from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import TensorMeta, spec_of
 
-__all__ = ["drawn"]
+__all__ = ["drawn", "is_rng_supported_mesh", "manual_seed"]
 
 T = TypeVar("T")
 aten = torch.ops.aten
 R = Replicate()
 _turn = threading.Lock()
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
+    """Seed torch's generators, which random operators on DTensors draw from; torch's name.
+
+    Args:
+        seed: The seed. Ranks along an axis that replicates tensors need the same one.
+        device_mesh: A mesh that this rank is in.
+
+    Raises:
+        NotInGroupError: This rank is not in the mesh.
+    """
+    if device_mesh.get_coordinate() is None:
+        raise NotInGroupError(
+            "this rank is not in the mesh", op="manual_seed", seen=f"{device_mesh!r}"
+        )
+    torch.manual_seed(seed)
+
+
+def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
+    """Return True: random operators on DTensors work on every device; torch's name."""
+    return True
 
 
 def drawn(

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dure.errors import Desync, PlacementError
+from dure.errors import Desync, NotInGroupError, PlacementError
+from dure.mesh import DeviceMesh
 from dure.tensor import Partial, Replicate, Shard, init_device_mesh
+from dure.tensor._random import is_rng_supported_mesh, manual_seed
 from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks.operators import check
 from tests.tensor.ranks.parts import made
@@ -196,3 +198,19 @@ def test_a_number_that_one_rank_has_drawn_alone_is_noticed_on_all_ranks(sizes):
     found = run_ranks(4, body)
     for first, again in found:
         assert torch.equal(first, found[0][0]) and torch.equal(again, found[0][1])
+
+
+def test_the_seed_of_a_mesh_is_that_of_torch():
+    alone = torch.empty(4).normal_(generator=torch.Generator().manual_seed(7))
+
+    def body(rank):
+        mesh, outside = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [0])
+        x = made(mesh, torch.zeros(4), [Shard(0)])
+        manual_seed(7, mesh)
+        assert x.normal_().full_tensor().tolist() == alone.tolist()
+        assert is_rng_supported_mesh(mesh)
+        if rank:
+            with pytest.raises(NotInGroupError):
+                manual_seed(7, outside)
+
+    run_ranks(2, body)
