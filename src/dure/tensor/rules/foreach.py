@@ -151,9 +151,9 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _overlap(specs: set[DTensorSpec | None], lists: Sequence[Sequence[Any]]) -> bool:
     """Tell whether torch may refuse parts which share memory; one by one they are copied first."""
-    return any(s is not None and may_overlap(s) for s in specs) and any(
-        any(map(is_alias, lists[0], each)) for each in lists[1:]
-    )
+    if len(lists) < 2 or not any(map(may_overlap, specs - {None})):
+        return False
+    return any(any(map(is_alias, lists[0], each)) for each in lists[1:])
 
 
 def _is_list(arg: Any) -> bool:
