@@ -378,9 +378,9 @@ def timeouts() -> None:
 
 @check("nccl", cuda=True)
 def shrinking_and_aborting() -> None:
-    """`shrink_group` without a lost rank, and a group that is left with work pending."""
+    """`shrink` without a lost rank, and a group that is left with work pending."""
     with one_rank():
-        group = dist.shrink_group([])
+        group = dist.shrink()
         dist.all_reduce(t := torch.ones(2, device=DEVICE), group=group)
         assert t.tolist() == [1, 1]
         late(t.fill_, 1.0)

@@ -122,8 +122,8 @@ def scaled_mm() -> None:
         wanted = torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
         for placement in (Shard(0), Replicate()):
             x = distribute_tensor(a, mesh, [placement])
-            y, s = (distribute_tensor(t, mesh, [Replicate()]) for t in (b, one))
-            found = torch._scaled_mm(x, y, s, s, out_dtype=torch.bfloat16)
+            y, s = (distribute_tensor(t, mesh, [Replicate()]) for t in (b.t(), one))
+            found = torch._scaled_mm(x, y.t(), s, s, out_dtype=torch.bfloat16)
             assert equal(found.full_tensor(), wanted)
 
 

@@ -115,7 +115,7 @@ def sharded(**options: Any) -> nn.Module:
 
 def fsdp_check(name: str, tolerance: float = 1e-5, **options: Any) -> None:
     """Add a check of `fully_shard` with options; values may be functions that make them."""
-    shares = DEVICE.type == "cpu" and options.get("strategy") == "shared"  # gloo shares no memory
+    shares = options.get("strategy") == "shared"  # nor do gloo and GPUs
 
     @check("train", f"fully_shard, {name}", may_refuse=shares)
     def run() -> str:
@@ -312,7 +312,9 @@ def _serve(device: str) -> list[Any]:
     from dure import rpc
 
     rank = int(os.environ["RANK"])
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    maps = {} if device == "cpu" else {f"worker{1 - rank}": {device: device}}
+    options = rpc.TensorPipeRpcBackendOptions(device_maps=maps)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     found: list[Any] = []
     if rank == 0:
         x = torch.ones(3, device=device)

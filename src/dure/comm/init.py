@@ -30,6 +30,7 @@ from dure.comm.creation import (
 from dure.comm.futures import waiters
 from dure.comm.group import ProcessGroup
 from dure.comm.names import Backend
+from dure.comm.queries import is_nccl_available
 from dure.comm.recording import begin_recording, end_recording
 from dure.comm.subgroups import split_group
 from dure.comm.world import GroupMember, World, current_world, resolve, when_left
@@ -63,7 +64,8 @@ def init_process_group(
         backend: "shm", "hybrid", "hybrid_mpi", "threads", "gloo", "mpi", "nccl", or one for each
             kind of device such as "cpu:hybrid,cuda:nccl". "fake": a dry run of a world of any size
             in one process; nothing is sent (comm/backends/fake.py). None: "shm" if all ranks share
-            a host, else "hybrid", which is shared memory inside a host and gloo between hosts.
+            a host, else "hybrid", which is shared memory inside a host and gloo between hosts; with
+            a `device_id` of CUDA, NCCL for tensors there as well.
         init_method: "env://", "tcp://HOST:PORT", "file:///PATH" or "etcd://HOST:PORT/JOB". None:
             "env://"; what RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT leave open is found where
             Slurm, an MPI launcher or another cluster started the ranks (`dure env` shows what).
@@ -117,7 +119,7 @@ def init_process_group(
     spec = GroupSpec(
         name=group_name or "world",
         global_ranks=tuple(range(found.world_size)),
-        backend=Backend(backend or _default_backend(found)),
+        backend=Backend(backend or _with_device(_default_backend(found), device)),
         timeout=limit,
         desc="default_pg",
         pg_options=pg_options,
@@ -206,6 +208,13 @@ def _default_backend(found: Rendezvous) -> str:
     if native_available()[0]:
         return "shm" if found.same_host else "hybrid"
     return "gloo"
+
+
+def _with_device(backend: str, device: torch.device | None) -> str:
+    """Add NCCL to the backend of a program that names none, but a CUDA device."""
+    if device is None or device.type != "cuda" or ":" in backend or not is_nccl_available():
+        return backend
+    return f"cpu:{backend},cuda:nccl"
 
 
 def destroy_process_group(group: Any = None) -> None:

@@ -160,9 +160,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     receives = [p.tensor for p in p2p_op_list if p.op is irecv]
     sends = [p.tensor for p in p2p_op_list if p.op is isend]
     check_apart(receives, sends, "batch_isend_irecv")
-    return [
-        isend(p.tensor, group=p.group, tag=p.tag, group_dst=p.group_peer)
-        if p.op is isend
-        else irecv(p.tensor, group=p.group, tag=p.tag, group_src=p.group_peer)
-        for p in p2p_op_list
-    ]
+    with resolve(p2p_op_list[0].group, "batch_isend_irecv").together([*receives, *sends]):
+        return [
+            isend(p.tensor, group=p.group, tag=p.tag, group_dst=p.group_peer)
+            if p.op is isend
+            else irecv(p.tensor, group=p.group, tag=p.tag, group_src=p.group_peer)
+            for p in p2p_op_list
+        ]

@@ -8,11 +8,11 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.backends.request import Request
+from dure.comm.backends.request import Request, current_stream
 from dure.comm.checks import duration
 from dure.comm.futures import Later, collected, waiters
 from dure.errors import CommTimeout, UnwaitedWorkWarning
@@ -48,6 +48,8 @@ class Work:
     _group: GroupCore | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
     _ended = False
+    _event: Any = None
+    """Where streams order the operation: recorded after the first wait (see `_order`)."""
     _asked = False  # whether anybody has asked how it ended, or will
 
     def __init__(
@@ -81,11 +83,30 @@ class Work:
                 error = e
         self._error = error
         self._finish = None
+        self._record()
         self._ended = True
         if self._settled is not None:
             self._settled(error)
         elif error is not None and self._group is not None:
             self._group.note_error(error)
+
+    @property
+    def stream_device(self) -> torch.device | None:
+        """See `Request.stream_device`; the engine's own requests have none."""
+        return getattr(self._request, "stream_device", None)
+
+    def _record(self) -> None:
+        """Record an event in the current stream, which waits for the operation by now."""
+        device = self.stream_device
+        if device is not None:
+            self._event = current_stream(device).record_event()
+
+    def _order(self) -> None:
+        """Let the current stream wait, too: the stream that waited first may be another one."""
+        if self._event is not None:
+            device = self.stream_device
+            assert device is not None
+            current_stream(device).wait_event(self._event)
 
     def disown(self) -> None:
         """Let it be dropped without a warning: whoever started it needs no answer."""
@@ -116,6 +137,7 @@ class Work:
         """
         self._asked = True
         if self._ended:
+            self._order()
             return True
         request = self._request
         assert request is not None
@@ -133,6 +155,8 @@ class Work:
         with self._lock:
             if not self._ended:
                 self._end(error)
+            else:
+                self._order()
         return True
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -169,7 +193,9 @@ class Work:
     def is_completed(self) -> bool:
         """Tell, without blocking, whether the operation has ended, well or badly."""
         self._asked = True
-        if not self._ended and self._request is not None and self._request.done():
+        if self._ended:
+            self._order()
+        elif self._request is not None and self._request.done():
             self.settle(None)
         return self._ended
 
@@ -236,6 +262,7 @@ class Work:
         future: torch.futures.Future[list[torch.Tensor]]
         future = torch.futures.Future(devices=[*self._devices()])
         if self._ended:
+            self._order()
             self._set_future(future)
         else:
             waiters.run(lambda: (self.settle(None, aside=True), self._set_future(future)))
@@ -256,11 +283,13 @@ def _limit_of(timeout: timedelta | float) -> float | None:
 class _AllOf(Request):
     """The request of several works: ended when every one of them has."""
 
-    __slots__ = ("_works",)
+    __slots__ = ("_works", "stream_device")
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
         self._works = works
+        devices = [w.stream_device for w in works if w.stream_device is not None]
+        self.stream_device = devices[0] if devices else None
 
     def wait_aside(self) -> None:
         """See `Request.wait_aside`."""
@@ -292,7 +321,7 @@ def combine(
     """Return one `Work` for several; wait for it where the caller did not ask for one."""
     for part in works:
         part.disown()
-    work = Work(_AllOf(works), outputs, finish=finish)
+    work = Work(_AllOf(works), outputs, finish=finish, settled=lambda error: None)
     if async_op:
         return work
     work.wait()

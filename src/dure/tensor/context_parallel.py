@@ -193,9 +193,10 @@ class _Turn:
         self._sent = [t.contiguous() for t in tensors]
         self._came = [torch.empty_like(t) for t in self._sent]
         self._works: list[Work | None] = []
-        for tag, (out, into) in enumerate(zip(self._sent, self._came, strict=True)):
-            self._works.append(group.irecv(into, (rank - 1) % n, tag))
-            self._works.append(group.send(out, (rank + 1) % n, tag, async_op=True))
+        with group.together(self._sent):
+            for tag, (out, into) in enumerate(zip(self._sent, self._came, strict=True)):
+                self._works.append(group.irecv(into, (rank - 1) % n, tag))
+                self._works.append(group.send(out, (rank + 1) % n, tag, async_op=True))
 
     def wait(self) -> list[torch.Tensor]:
         """Return what has come, when all has."""

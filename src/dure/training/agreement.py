@@ -60,6 +60,7 @@ def verify_equal(group: ProcessGroup, descriptions: Sequence[str], what: str = "
     """
     text = "\n".join(descriptions).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    digest = digest.to(group.message_device)
     digests = [torch.empty_like(digest) for _ in range(group.size())]
     group.all_gather(digests, digest)
     if all(torch.equal(d, digest) for d in digests):
@@ -75,15 +76,16 @@ def gather_texts(group: ProcessGroup, text: bytes) -> list[list[str]]:
 
     Collective: all ranks of the group.
     """
-    length = torch.tensor([len(text)], device="cpu")
+    device = group.message_device
+    length = torch.tensor([len(text)], device=device)
     lengths = [torch.empty_like(length) for _ in range(group.size())]
     group.all_gather(lengths, length)
     longest = max(int(n) for n in lengths)
-    mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    mine[: len(text)] = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)[: len(text)]
+    mine = torch.frombuffer(bytearray(text.ljust(longest) or b" "), dtype=torch.uint8)
+    mine = mine[:longest].to(device)
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     group.all_gather(theirs, mine)
-    raw = [t.numpy().tobytes()[: int(n)] for t, n in zip(theirs, lengths, strict=True)]
+    raw = [t.cpu().numpy().tobytes()[: int(n)] for t, n in zip(theirs, lengths, strict=True)]
     return [r.decode().splitlines() for r in raw]
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import gc
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
 import dure as dist
+from dure.comm import point_to_point
 from dure.comm.backends import torch_engine
 from dure.comm.backends.base import BackendOptions
+from dure.comm.backends.engine.work import EngineState
 from dure.comm.backends.registry import open_backend
-from dure.errors import UsageError
+from dure.comm.backends.verify import VerifyingBackend
+from dure.comm.call import Call
+from dure.comm.ops import ReduceOp
+from dure.comm.work import Work, combine
+from dure.errors import DeviceError, UsageError
 from dure.store import HashStore
+from tests.waiting import PATIENCE_S
 
 HAS_NCCL = torch.cuda.is_available() and dist.is_nccl_available()
 
@@ -23,13 +32,49 @@ HAS_NCCL = torch.cuda.is_available() and dist.is_nccl_available()
 def options_of_one(**more):
     limit = timedelta(seconds=5)
     given = {"store": HashStore(), "rank": 0, "size": 1, "global_ranks": (0,), "name": "g"}
-    return BackendOptions(**given, timeout=limit, **more)
+    return BackendOptions(**given | more, timeout=limit)
 
 
 @pytest.mark.skipif(HAS_NCCL, reason="needs a machine without NCCL: this one has it")
 def test_nccl_without_cuda_is_a_usage_error():
     with pytest.raises(UsageError):
         open_backend("nccl", options_of_one()).complete()
+
+
+class LateWork:
+    """Work that is over when the test says so; a wait is noted with its stream."""
+
+    def __init__(self, log, name):
+        self.log, self.name, self.over, self.asked = log, name, False, 0
+
+    def wait(self, timeout=None):
+        assert timeout is None
+        self.log.append(f"{Stream.current} waits for {self.name}")
+        return True
+
+    def is_completed(self):
+        self.asked += 1
+        return self.over
+
+
+class Stream:
+    """Notes what it is asked for in the place of a CUDA stream; `current` is the current one's."""
+
+    current = "A"
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, device=None):
+        self.name = Stream.current
+
+    def record_event(self):
+        self.log.append(f"event in {self.name}")
+        return f"event of {self.name}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+    def synchronize(self):
+        self.log.append(f"host waits for {self.name}")
 
 
 class NotNccl:
@@ -40,11 +85,33 @@ class NotNccl:
     def __init__(self, store, rank, size, settings):
         self.store = c10d.PrefixStore("nccl", store)
         self.clone = self.store.clone()
-        self.reduced = []
+        self.log, self.works = Stream.log, []
+
+    def start(self, name):
+        self.log.append(name)
+        self.works.append(LateWork(self.log, name))
+        return self.works[-1]
 
     def allreduce(self, tensors, options=None):
-        self.reduced += tensors
-        return SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
+        return self.start("all_reduce")
+
+    def _allgather_base(self, output, wire):
+        return self.start("all_gather")
+
+    def _reduce_scatter_base(self, output, wire, options):
+        return self.start(f"reduce_scatter {wire.dtype}")
+
+    def send(self, tensors, dst, tag):
+        return self.start(f"send {dst}")
+
+    def recv(self, tensors, src, tag):
+        return self.start(f"recv {src}")
+
+    def _start_coalescing(self):
+        self.log.append("begin")
+
+    def _end_coalescing(self):
+        return self.start("end")
 
 
 @pytest.fixture
@@ -52,6 +119,10 @@ def not_nccl(monkeypatch):
     monkeypatch.setattr(torch_engine, "ProcessGroupNCCL", NotNccl)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    module = SimpleNamespace(current_stream=Stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(Stream, "log", [])
+    monkeypatch.setattr(Stream, "current", "A")
 
 
 def test_nccl_store_is_usable_as_long_as_the_group(not_nccl):
@@ -77,6 +148,105 @@ def test_nccl_barrier_is_on_the_device_of_the_group(not_nccl, monkeypatch, given
     group = torch_engine.create_nccl(options_of_one(device_id=device))
     group._engine.barrier()
     assert seen == [used]
+
+
+def test_nccl_work_orders_every_stream_that_waits(not_nccl):
+    group, t = torch_engine.create_nccl(options_of_one(size=2)), torch.ones(2)
+    finish = lambda: Stream.log.append("copy")  # noqa: E731
+    request = group.run(Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM), True)
+    work = Work(request, [t], "all_reduce", finish=finish, settled=lambda error: None)
+    work.wait()
+    Stream.current = "B"
+    work.wait()
+    Stream.current = "C"
+    assert work.is_completed()
+    first = ["all_reduce", "A waits for all_reduce", "copy", "event in A"]
+    assert Stream.log == [*first, "B waits for event of A", "C waits for event of A"]
+    both = combine([work], [], True)
+    Stream.log.clear()
+    both.wait()
+    Stream.current = "D"
+    both.wait()
+    assert Stream.log[-2:] == ["event in C", "D waits for event of C"]
+
+
+def test_nccl_message_waits_in_its_own_thread_and_asks_the_engine(not_nccl):
+    group = torch_engine.create_nccl(options_of_one(size=2))
+    request = group.recv(torch.ones(2), 1, 0, True)
+    assert not request.done()
+    assert not request.wait(0.001)
+    assert Stream.log == ["recv 1"]
+    group._engine._engine.works[0].over = True
+    assert request.done()
+    assert request.wait(PATIENCE_S)
+    assert (Stream.log, request.source) == (["recv 1", "A waits for recv 1"], 1)
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_nccl_messages_of_a_batch_are_started_as_one(not_nccl, monkeypatch, verified):
+    inner = torch_engine.create_nccl(options_of_one(size=2))
+    if verified:
+        backend = object.__new__(VerifyingBackend)
+        backend._inner, backend._engine = inner, threading.RLock()
+    else:
+        backend = inner
+    group = object.__new__(dist.ProcessGroup)
+    group._backends = {"cpu": backend}
+    group.peer = group.source = lambda *_: 1
+    group.global_ranks = (0, 1)
+    group.send = backend.send
+    group.irecv = lambda t, source, tag, _: backend.recv(t, source, tag, True)
+    monkeypatch.setattr(point_to_point, "resolve", lambda *_: group)
+    ops = [dist.P2POp(op, torch.ones(2), 1) for op in (dist.isend, dist.irecv)]
+    works = dist.batch_isend_irecv(ops)
+    assert Stream.log == ["begin", "send 1", "recv 1", "end"]
+    assert not works[1].done()
+    inner._engine._engine.works[2].over = True
+    assert works[1].done()
+    works[0].wait()
+    assert Stream.log[4:] == ["A waits for end"]
+
+
+def test_nccl_barrier_waits_for_its_stream_only(not_nccl, monkeypatch):
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    torch_engine.create_nccl(options_of_one()).run(Call(op="barrier"), False)
+    assert Stream.log == ["all_reduce", "A waits for all_reduce", "host waits for A"]
+
+
+def test_nccl_reduces_16_bits_itself_unless_the_result_is_wider(not_nccl):
+    group, t = torch_engine.create_nccl(options_of_one()), torch.ones(2, dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.empty(2, dtype=dtype)
+        call = Call(op="reduce_scatter_single", inputs=(t,), outputs=(out,), reduction=ReduceOp.SUM)
+        group.run(call, True)
+    assert Stream.log == [f"reduce_scatter torch.{name}" for name in ("bfloat16", "float32")]
+
+
+def test_nccl_gathers_of_two_ranks_are_gathers(not_nccl):
+    group = torch_engine.create_nccl(options_of_one(size=2))
+    t, out = torch.ones(2), torch.empty(4)
+    group.run(Call(op="all_gather_single", inputs=(t,), outputs=(out,)), True)
+    group.run(Call(op="all_gather", inputs=(t,), outputs=tuple(out.view(2, 2))), True)
+    assert Stream.log == ["all_gather", "all_gather"]
+
+
+def test_nccl_asks_each_of_many_pending_works_a_few_times(not_nccl):
+    group, t = torch_engine.create_nccl(options_of_one()), torch.ones(2)
+    for _ in range(100):
+        group.run(Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM), True)
+    assert sum(work.asked for work in group._engine._engine.works) < 300  # not 100 * 99 / 2
+    for work in group._engine._engine.works:
+        work.over = True
+    for _ in range(150):
+        group.run(Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM), True)
+    assert len(group._collectives) < 160  # those that are over were dropped
+
+
+def test_nccl_refusal_of_a_shared_gpu_is_a_device_error():
+    said = "NCCL error in: x.cpp:93, invalid usage\nLast error:\nDuplicate GPU detected : rank 0"
+    error = EngineState(options_of_one()).translate(RuntimeError(said), "all_reduce", 0.0)
+    assert type(error) is DeviceError
+    assert "Duplicate GPU" in error.seen
 
 
 @pytest.mark.needs("GPU")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import dure as dist
+from dure.comm import init
 from dure.errors import (
     UsageError,
 )
@@ -22,6 +24,35 @@ def test_destroy_of_the_world_destroys_every_group():
                 dist.barrier(g)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "bound", "used"),
+    [
+        ({"cpu", "cuda"}, "cuda:1", "cpu"),
+        ({"cuda"}, "cuda:1", "cuda:1"),
+        ({"cuda"}, None, "cuda"),
+    ],
+)
+def test_small_messages_are_on_the_cpu_or_on_the_device_of_the_rank(kinds, bound, used):
+    group = object.__new__(dist.ProcessGroup)
+    group.device_types, group.belongings = frozenset(kinds), {}
+    group.bound_device_id = None if bound is None else torch.device(bound)
+    assert group.message_device == torch.device(used)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "used"),
+    [
+        ("shm", "cuda:1", "cpu:shm,cuda:nccl"),
+        ("shm", "cpu", "shm"),
+        ("shm", None, "shm"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_a_cuda_device_without_a_backend_adds_nccl(monkeypatch, backend, device, used):
+    monkeypatch.setattr(init, "is_nccl_available", lambda: True)
+    assert init._with_device(backend, None if device is None else torch.device(device)) == used
 
 
 def test_init_twice_raises():

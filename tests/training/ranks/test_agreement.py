@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 import dure
 from dure.testing import CommRecorder, run_ranks
-from dure.training.agreement import broadcast_tensors
+from dure.training.agreement import broadcast_tensors, gather_texts, verify_equal
 
 LARGE = 64 * 1024 // 4 + 1
 """Elements of the smallest float32 tensor that travels by itself."""
@@ -44,3 +47,25 @@ def test_nothing_is_sent_for_no_tensors_2_ranks() -> None:
         return seen.ops
 
     assert run_ranks(2, rank_main) == [[], []]
+
+
+class GatheredError(Exception):
+    """The device of what was to be gathered."""
+
+
+def test_texts_are_compared_on_the_device_of_the_group() -> None:
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        raise GatheredError(*{str(t.device) for t in (*outputs, tensor)})
+
+    group = SimpleNamespace(
+        size=lambda: 2, message_device=torch.device("meta"), all_gather=all_gather
+    )
+    for call in (lambda: verify_equal(group, ["a"]), lambda: gather_texts(group, b"a")):
+        with pytest.raises(GatheredError, match="meta"):
+            call()
+
+
+def test_texts_of_different_lengths_come_back_2_ranks() -> None:
+    texts = ("", "one\ntwo")
+    for found in run_ranks(2, lambda rank: gather_texts(dure.group.WORLD, texts[rank].encode())):
+        assert found == [[], ["one", "two"]]

@@ -17,8 +17,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+from typing import TYPE_CHECKING, Any
 
 from dure.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _forks = 0
 """The number of forks since this module was imported."""
@@ -52,6 +56,9 @@ class Request:
     """
 
     __slots__ = ("__weakref__", "_forks", "_keep", "_lock", "_over", "ended", "error", "source")
+
+    stream_device: torch.device | None = None
+    """The device whose current stream `wait` lets wait, in the host's place; None: the host."""
 
     def __init__(self, keep: object = None) -> None:
         self._keep = keep
@@ -121,6 +128,13 @@ class Request:
             over = self._over = self._over or threading.Event()
         over.wait(seconds_until(limit))
         return self.ended
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the current stream of a device that has streams."""
+    import torch  # lazy: requests are made without torch, too
+
+    return torch.get_device_module(device).current_stream(device)
 
 
 def finished(source: int = -1) -> Request:

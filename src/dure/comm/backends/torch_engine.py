@@ -45,7 +45,7 @@ _LOOK_S = 0.05
 _ADDRESS = "engine/address"
 _OPS = {
     name: getattr(c10d.ReduceOp, name)
-    for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
 }
 
 
@@ -62,6 +62,8 @@ class EngineCalls:
     """It orders its work by CUDA streams: waiting does not block the host."""
     bitwise: bool
     """It has BAND, BOR and BXOR."""
+    native_floats: bool
+    """It reduces floats of 16 bits, and averages floats."""
     any_source: bool
     """It can receive from just anyone."""
 
@@ -120,6 +122,14 @@ class EngineCalls:
             return self._engine.recv_anysource([wire], tag)
         return self._engine.recv([wire], src, tag)
 
+    def begin_messages(self) -> None:
+        """Hold the messages that follow back until `end_messages`; only where `in_stream`."""
+        self._engine._start_coalescing()
+
+    def end_messages(self) -> EngineWork | None:
+        """Start them at once, so that none waits for another; None if there was none."""
+        return self._engine._end_coalescing()
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long work that begins later may take."""
         self._engine._set_default_timeout(timeout)
@@ -137,7 +147,7 @@ class _Gloo(EngineCalls):
 
     name = "gloo"
     device_types = frozenset({"cpu"})
-    in_stream, bitwise, any_source = False, True, True
+    in_stream, bitwise, any_source, native_floats = False, True, True, False
 
     def barrier(self) -> EngineWork:
         return self._engine.barrier()
@@ -160,7 +170,7 @@ class _Nccl(EngineCalls):
 
     name = "nccl"
     device_types = frozenset({"cuda"})
-    in_stream, bitwise, any_source = True, False, False
+    in_stream, bitwise, any_source, native_floats = True, False, False, True
 
     def __init__(self, engine: Engine, options: BackendOptions, store: _StoreBridge) -> None:
         super().__init__(engine, options)

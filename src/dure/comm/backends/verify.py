@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -75,7 +75,7 @@ class VerifyingBackend:
         self._headers = create_gloo(replace(options, store=PrefixStore("verify", options.store)))
         self._last: list[Header] = []  # the headers of the call before
         self._num = 0  # of the call
-        self._engine = threading.Lock()  # the engine sees one call at a time
+        self._engine = threading.RLock()  # the engine sees one call at a time
         self._queue = OrderedQueue("dure-verify", lambda: self._state.error("a collective"))
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -164,6 +164,12 @@ class VerifyingBackend:
         if not async_op:
             request.wait()
         return request
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `EngineGroup.together`."""
+        with self._engine, getattr(self._inner, "together", nullcontext)():
+            yield
 
     def allocate(self, nbytes: int, node_shared: bool) -> torch.Tensor | None:
         return self._inner.allocate(nbytes, node_shared)

@@ -22,7 +22,8 @@ global ranks on one line each.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -282,6 +283,13 @@ class GroupCore:
     def bound_device_id(self, device: torch.device | None) -> None:
         self.belongings[torch.device] = device
 
+    @property
+    def message_device(self) -> torch.device:
+        """Where tensors are put that are made on the host: the CPU, or its own device without."""
+        kind = "cpu" if "cpu" in self.device_types else min(self.device_types)
+        bound = self.bound_device_id
+        return bound if bound is not None and bound.type == kind else torch.device(kind)
+
     def get_group_store(self) -> Store:
         """Return the group's own key space in the store."""
         return self.store
@@ -366,6 +374,15 @@ class GroupCore:
         return any(answer is not None and answer(rank) for answer in asked)
 
     # ---------------------------------------------------------------- how an operation is run
+
+    @contextmanager
+    def together(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Start the asynchronous messages of the block, of these tensors, so that none waits."""
+        backends = {id(b): b for b in (self._backends.get(t.device.type) for t in tensors)}
+        with ExitStack() as stack:
+            for backend in backends.values():
+                stack.enter_context(getattr(backend, "together", nullcontext)())
+            yield
 
     def _backend(self, op: str, *tensors: torch.Tensor) -> Backend:
         """Check that the group is open and the tensors reachable; return the backend for them."""

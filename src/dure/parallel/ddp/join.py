@@ -237,6 +237,11 @@ def _broadcast_optimizer(group: ProcessGroup, optimizer: torch.optim.Optimizer, 
 
         state = mapped(outline[0], empty)
     for tensor in tensors:
-        group.broadcast(tensor, root)
+        reached = tensor
+        if tensor.device.type not in group.device_types:  # a count of steps on the CPU, over NCCL
+            reached = tensor.to(group.message_device)
+        group.broadcast(reached, root)
+        if reached is not tensor:
+            tensor.copy_(reached)
     if group.rank() != root:
         optimizer.load_state_dict(state)

@@ -37,15 +37,21 @@ class DataAxes:
     whole: DeviceMesh | None = None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataAxes:
-        """Check what `fully_shard` was given.
+    def of(
+        cls, mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, kind: str = "cpu"
+    ) -> DataAxes:
+        """Check what `fully_shard` was given; `kind` is the parameters' kind of device.
 
         Raises:
             MeshError: What is no mesh, or has more than two axes without `dp_mesh_dims`, or lacks
                 these.
         """
         if mesh is None:
-            mesh = DeviceMesh.from_group(resolve(None, "fully_shard"), "cpu")
+            world = resolve(None, "fully_shard")
+            kinds = world.device_types - {"meta"}
+            if kind not in kinds:  # meta, say: an accelerator's, as in torch
+                kind = min(kinds - {"cpu"}, default="cpu")
+            mesh = DeviceMesh.from_group(world, kind)
         if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise MeshError(
                 "mesh is no DeviceMesh",

@@ -93,7 +93,9 @@ def fully_shard(
     given = cast("Sequence[nn.Module]", module if isinstance(module, list | tuple) else [module])
     modules = tuple(dict.fromkeys(given))
     _check_modules(modules)
-    axes = DataAxes.of(mesh, dp_mesh_dims)
+    first = next((p for m in modules for p in m.parameters()), None)
+    kind = "cpu" if first is None else first.device.type
+    axes = DataAxes.of(mesh, dp_mesh_dims, kind)
     policy = mp_policy or MixedPrecisionPolicy()
     near, frees = _after_forward(reshard_after_forward, axes)
     path = offload_policy.path if offload_policy is not None else None

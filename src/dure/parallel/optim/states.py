@@ -79,7 +79,7 @@ def gather_state(group: ProcessGroup, mine: State, to: int) -> list[State] | Non
     gather_object(outline, outlines, group=group, group_dst=to)
     if outlines is None:
         for tensor in tensors:
-            group.send(tensor.detach().contiguous(), to)
+            group.send(tensor.detach().contiguous().to(_reached(group, tensor.device)), to)
         return None
     for source, part in enumerate(outlines):
         for entry, key in _places(part):
@@ -94,9 +94,15 @@ def gather_state(group: ProcessGroup, mine: State, to: int) -> list[State] | Non
 
 
 def _received(group: ProcessGroup, note: _Tensor, source: int) -> torch.Tensor:
-    tensor = torch.empty(note.shape, dtype=note.dtype, device=note.device)
+    device = _reached(group, note.device)
+    tensor = torch.empty(note.shape, dtype=note.dtype, device=device)
     group.recv(tensor, source)
     return tensor
+
+
+def _reached(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Return where a tensor is sent from: counts of steps are on the CPU, which NCCL lacks."""
+    return device if device.type in group.device_types else group.message_device
 
 
 def by_number(state_dict: dict[str, Any]) -> State:

@@ -141,8 +141,9 @@ class TiedParameters:
         mine = _total([self._sent(name, _gradient(p)) for p in parameters])
         others = [rank for rank in holders if rank != self._rank]
         got = {rank: torch.empty_like(mine) for rank in others}
-        works = [self._group.irecv(got[rank], rank, _TAG) for rank in others]
-        works += [started(self._group.send(mine, rank, _TAG, async_op=True)) for rank in others]
+        with self._group.together([mine]):
+            works = [self._group.irecv(got[rank], rank, _TAG) for rank in others]
+            works += [started(self._group.send(mine, rank, _TAG, async_op=True)) for rank in others]
         for work in works:
             work.wait()
         total = _total([mine if rank == self._rank else got[rank] for rank in holders])

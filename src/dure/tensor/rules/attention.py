@@ -6,7 +6,7 @@ length may be, unless a causal mask counts their positions; then keys and values
 are terms. Kernels for GPUs return other things beside the result (logarithms of sums, in a layout
 of their own; states of random generators), which a backward kernel takes as they are.
 
-No kernel for a GPU has run under these rules yet: tests put kernels for the CPU in their place.
+Tests put kernels for the CPU in their place; on a GPU they have run with one rank (docs/gpu.md).
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dure.device_mesh import init_device_mesh
+from dure.device_mesh import DeviceMesh, init_device_mesh
 from dure.fsdp import CPUOffloadPolicy, DataParallelMeshDims
+from dure.parallel.fsdp import axes
 from dure.tensor import Replicate, Shard
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.tensor.placement_types import StridedShard
@@ -62,3 +64,27 @@ def test_over_tensor_parallel(way: str, axes: tuple[int, int]) -> None:
         make=wide,
         data_ranks=lambda rank: (axes[0], rank // axes[1]),
     )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kinds", "used"),
+    [
+        ("cuda", {"cuda"}, "cuda"),
+        ("cpu", {"cpu", "cuda"}, "cpu"),
+        ("cuda", {"cpu", "cuda"}, "cuda"),
+        ("meta", {"cpu", "cuda", "meta"}, "cuda"),
+        ("meta", {"cpu"}, "cpu"),
+        ("cuda", {"cpu"}, "cpu"),  # the parameters are refused then
+    ],
+)
+def test_mesh_that_is_not_given_is_on_the_device_of_the_parameters(
+    monkeypatch: pytest.MonkeyPatch, parameters: str, kinds: set[str], used: str
+) -> None:
+    def from_group(group: object, kind: str) -> None:
+        raise LookupError(kind)
+
+    monkeypatch.setattr(axes, "resolve", lambda *_: SimpleNamespace(device_types=frozenset(kinds)))
+    monkeypatch.setattr(DeviceMesh, "from_group", from_group)
+    with pytest.raises(LookupError) as asked:
+        axes.DataAxes.of(None, None, parameters)
+    assert asked.value.args == (used,)

@@ -15,10 +15,12 @@ What an engine does differently from the contract is made up for here:
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import msgspec
@@ -27,15 +29,15 @@ import torch
 from dure.comm.backends.base import BackendOptions, Footprint
 from dure.comm.backends.engine.wire import WireTensor, as_wire
 from dure.comm.backends.engine.work import (
+    BatchedWork,
     CollectiveRequest,
     EngineState,
-    EngineWork,
     ExitRecords,
     MessageRequest,
     drop_engines,
     keep_engine,
 )
-from dure.comm.backends.request import Request, finished
+from dure.comm.backends.request import Request, current_stream, finished
 from dure.comm.call import Call
 from dure.comm.reduction import as_bytes, joined, reduce_in_order
 from dure.errors import DureError, UsageError
@@ -45,12 +47,14 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineGroup"]
 
-Start = Callable[["EngineCalls"], EngineWork]
+Start = Callable[["EngineCalls"], Any]
 _KNOWN_LENGTHS = frozenset(
     {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "broadcast"}
     | {"all_gather", "all_gather_single", "all_to_all_single"}
 )
 """Where every rank knows how long all ranks' tensors are."""
+_KEPT = 8
+"""So many requests may be kept without a look whether they have ended."""
 
 
 class EngineGroup:
@@ -65,7 +69,13 @@ class EngineGroup:
         self.name, self.device_types = engine.name, engine.device_types
         self._rank, self._size = options.rank, options.size
         self._in_stream, self._bitwise = engine.in_stream, engine.bitwise
-        self._any_source = engine.any_source
+        self._any_source, self._native_floats = engine.any_source, engine.native_floats
+        # Two ranks: see `_swap`. NCCL's all_gather copies nothing, so an exchange gains nothing.
+        self._swaps = options.size == 2 and not engine.in_stream
+        self._device = options.device_id or torch.device("cuda")  # only where `in_stream`
+        # Held while a batch of messages is made: it must hold nothing but its own.
+        self._calls = threading.RLock() if engine.in_stream else nullcontext()
+        self._batch: BatchedWork | None = None
         self._engine: EngineCalls | None = engine
         self.footprint = Footprint(connections=options.size - 1)
         self._op_timeout = options.op_timeout
@@ -74,6 +84,7 @@ class EngineGroup:
             self._exits = ExitRecords(options.store, options.rank, options.size)
         self._state = EngineState(options, self._exits, self._break_off)
         self._collectives: set[CollectiveRequest] = set()
+        self._most_kept = _KEPT
         self._messages: WeakSet[MessageRequest] = WeakSet()
 
     def run(self, call: Call, async_op: bool) -> Request | None:
@@ -86,7 +97,7 @@ class EngineGroup:
 
     def _start(
         self,
-        op: str,
+        call: Call,
         start: Start,
         async_op: bool,
         copy_back: Callable[[], object] | None = None,
@@ -95,28 +106,53 @@ class EngineGroup:
 
         `copy_back` brings the result to the user's tensors when the engine is done.
         """
-        work = self._begin(op, start)
-        request = CollectiveRequest(self._state, op, work, copy_back, self._in_stream)
-        self._collectives = {r for r in self._collectives if not r.engine_done}
-        self._collectives.add(request)
+        work = self._begin(call.op, start)
+        tensors = (*call.inputs, *call.outputs)
+        request = CollectiveRequest(
+            self._state, call.op, work, copy_back, self._stream_device(*tensors)
+        )
+        self._keep(request)
         if async_op:
             return request
         request.wait()
         return None
 
-    def _message(self, op: str, start: Start, peer: int | None) -> MessageRequest:
+    def _stream_device(self, *tensors: torch.Tensor) -> torch.device | None:
+        """Return the device whose streams order the work; None: waiting blocks the host."""
+        if not self._in_stream:
+            return None
+        return tensors[0].device if tensors else self._device
+
+    def _keep(self, request: CollectiveRequest) -> None:
+        """Keep a request until the engine is done with it.
+
+        Finished ones are dropped when as many are kept as twice those that were pending at the last
+        look: asking costs a call of CUDA for each.
+        """
+        self._collectives.add(request)
+        if len(self._collectives) > self._most_kept:
+            self._collectives = {r for r in self._collectives if not r.engine_done}
+            self._most_kept = max(_KEPT, 2 * len(self._collectives))
+
+    def _message(self, op: str, start: Start, tensor: torch.Tensor, peer: int | None) -> Request:
         """Start to send to a rank, or to receive from one; None: from anyone."""
         work = self._begin(op, start, peer)
+        if self._in_stream:
+            waited = work if self._batch is None else self._batch
+            request = CollectiveRequest(self._state, op, waited, None, tensor.device, peer)
+            self._keep(request)
+            return request
         request = MessageRequest(self._state, op, work, peer, self._op_timeout)
         self._messages.add(request)
         return request
 
-    def _begin(self, op: str, start: Start, peer: int | None = None) -> EngineWork:
+    def _begin(self, op: str, start: Start, peer: int | None = None) -> Any:
         began = time.monotonic()
         try:
-            if self._engine is None:
-                raise RuntimeError("the group was left")
-            return start(self._engine)
+            with self._calls:
+                if self._engine is None:
+                    raise RuntimeError("the group was left")
+                return start(self._engine)
         except RuntimeError as e:
             if isinstance(e, DureError):
                 raise
@@ -127,7 +163,10 @@ class EngineGroup:
             self._engine.break_off()
 
     def _wire(self, tensor: torch.Tensor, call: Call) -> WireTensor | None:
-        return as_wire(tensor, call.needed_reduction, self._size, bitwise=self._bitwise)
+        reduction = call.needed_reduction
+        # Into another dtype, the sum is taken in float32 and rounded once.
+        native = self._native_floats and all(t.dtype == tensor.dtype for t in call.outputs)
+        return as_wire(tensor, reduction, self._size, self._bitwise, native)
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -145,7 +184,7 @@ class EngineGroup:
         if not here and wire.data_ptr() == tensor.data_ptr():
             wire = wire.clone()  # the engine uses it as scratch memory
         copy_back = _copying_back(wired, wire, tensor) if here else None
-        return self._start(call.op, lambda e: e.reduce(wire, wired.op, dst), async_op, copy_back)
+        return self._start(call, lambda e: e.reduce(wire, wired.op, dst), async_op, copy_back)
 
     def _reduce_scatter(self, call: Call, async_op: bool) -> Request | None:
         """Uneven lengths cost an all_reduce of everything."""
@@ -166,7 +205,7 @@ class EngineGroup:
         wire = wired.wire
         result = wire.new_empty(wire.numel() // self._size)
         start = lambda e: e.reduce_scatter(result, wire, wired.op)  # noqa: E731
-        return self._start(call.op, start, async_op, _copying_back(wired, result, output))
+        return self._start(call, start, async_op, _copying_back(wired, result, output))
 
     def _reduce_all(
         self, call: Call, output: torch.Tensor, tensor: torch.Tensor, begin: int, async_op: bool
@@ -179,7 +218,7 @@ class EngineGroup:
         ratio = wire.numel() // tensor.numel()
         part = wire[begin * ratio : (begin + output.numel()) * ratio]
         start = lambda e: e.all_reduce(wire, wired.op)  # noqa: E731
-        return self._start(call.op, start, async_op, _copying_back(wired, part, output))
+        return self._start(call, start, async_op, _copying_back(wired, part, output))
 
     def _gather_and_reduce(
         self, call: Call, output: torch.Tensor, tensor: torch.Tensor, begin: int, async_op: bool
@@ -192,19 +231,19 @@ class EngineGroup:
             rows = [row[begin : begin + output.numel()] for row in gathered]
             reduce_in_order(rows, call.needed_reduction, output)
 
-        return self._start(call.op, start, async_op, copy_back)
+        return self._start(call, start, async_op, copy_back)
 
     # ---- movements -------------------------------------------------------------------------------
 
     def _broadcast(self, call: Call, async_op: bool) -> Request | None:
         wire, src = as_bytes(call.inputs[0]), call.root
-        return self._start(call.op, lambda e: e.broadcast(wire, src), async_op)
+        return self._start(call, lambda e: e.broadcast(wire, src), async_op)
 
     def _all_gather(self, call: Call, async_op: bool) -> Request | None:
         """Shorter tensors are padded to the longest."""
         outputs, (tensor,) = call.outputs, call.inputs
-        if self._size == 2:
-            return self._swap(call.op, [tensor, tensor], outputs, async_op)
+        if self._swaps:
+            return self._swap(call, [tensor, tensor], outputs, async_op)
         longest = max(t.numel() for t in outputs) * tensor.element_size()
         source = as_bytes(tensor)
         if len(source) < longest:
@@ -217,18 +256,18 @@ class EngineGroup:
                 target_bytes.copy_(row[: len(target_bytes)])
 
         start = lambda e: e.all_gather(gathered.view(-1), source)  # noqa: E731
-        return self._start(call.op, start, async_op, copy_back)
+        return self._start(call, start, async_op, copy_back)
 
     def _all_gather_single(self, call: Call, async_op: bool) -> Request | None:
-        if self._size == 2:
+        if self._swaps:
             gives = [call.inputs[0]] * 2
-            return self._swap(call.op, gives, call.takes(2), async_op)
+            return self._swap(call, gives, call.takes(2), async_op)
         output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])
-        return self._start(call.op, lambda e: e.all_gather(output, source), async_op)
+        return self._start(call, lambda e: e.all_gather(output, source), async_op)
 
     def _swap(
         self,
-        op: str,
+        call: Call,
         gives: Sequence[torch.Tensor],
         takes: Sequence[torch.Tensor],
         async_op: bool,
@@ -247,13 +286,13 @@ class EngineGroup:
             source = source.clone()
         sent, taken = [0, 0], [0, 0]
         sent[other], taken[other] = len(source), len(result)
-        return self._start(op, lambda e: e.exchange(result, source, taken, sent), async_op)
+        return self._start(call, lambda e: e.exchange(result, source, taken, sent), async_op)
 
     def _all_to_all(self, call: Call, async_op: bool) -> Request | None:
         """Send to each rank and receive from each; empty tensors are free."""
         inputs, outputs = call.gives(self._size), call.takes(self._size)
         if self._size == 2:
-            return self._swap(call.op, inputs, outputs, async_op)
+            return self._swap(call, inputs, outputs, async_op)
         takes = [t.numel() * t.element_size() for t in outputs]
         gives = [t.numel() * t.element_size() for t in inputs]
         source = joined(inputs)
@@ -267,7 +306,7 @@ class EngineGroup:
                     as_bytes(target).copy_(result[begin:end])
 
         start = lambda e: e.exchange(result, source, takes, gives)  # noqa: E731
-        return self._start(call.op, start, async_op, copy_back)
+        return self._start(call, start, async_op, copy_back)
 
     _gather = _scatter = _all_to_all
 
@@ -275,7 +314,7 @@ class EngineGroup:
         output, source = as_bytes(call.outputs[0]), as_bytes(call.inputs[0])
         if source.data_ptr() == output.data_ptr():
             source = source.clone()
-        return self._start(call.op, lambda e: e.exchange(output, source, [], []), async_op)
+        return self._start(call, lambda e: e.exchange(output, source, [], []), async_op)
 
     def _new_group(self, call: Call, async_op: bool) -> Request | None:
         """Nothing: an engine does not compare; who verifies has done so before."""
@@ -283,13 +322,15 @@ class EngineGroup:
 
     def _barrier(self, call: Call, async_op: bool) -> Request | None:
         """What has no elements, as all ranks know, is a barrier, too."""
-        copy_back = torch.cuda.synchronize if self._in_stream else None
-        return self._start(call.op, lambda e: e.barrier(), async_op, copy_back)
+        device = self._stream_device()
+        copy_back = None if device is None else lambda: current_stream(device).synchronize()
+        return self._start(call, lambda e: e.barrier(), async_op, copy_back)
 
     # ---- messages --------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
-        request = self._message("send", lambda e: e.send(as_bytes(tensor), dst, tag), dst)
+        start = lambda e: e.send(as_bytes(tensor), dst, tag)  # noqa: E731
+        request = self._message("send", start, tensor, dst)
         if async_op:
             return request
         request.wait()
@@ -301,10 +342,29 @@ class EngineGroup:
                 f"{self.name} cannot receive from just anyone", op="recv", fix="Name `src`."
             )
         memory = as_bytes(tensor)
-        request = self._message("recv", lambda e: e.recv(memory, src, tag), src)
+        request = self._message("recv", lambda e: e.recv(memory, src, tag), tensor, src)
         if not async_op:
             request.wait()
         return request
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Start the asynchronous messages of the block as one, so that none waits for another.
+
+        NCCL runs what was launched for a pair of ranks in order, and a message ends when both sides
+        have come to it: two ranks that send to each other first would wait forever.
+        """
+        if not self._in_stream or self._batch is not None:
+            yield
+            return
+        with self._calls:
+            self._begin("batch_isend_irecv", lambda e: e.begin_messages())
+            batch = self._batch = BatchedWork()
+            try:
+                yield
+            finally:
+                self._batch = None
+                batch.work = self._begin("batch_isend_irecv", lambda e: e.end_messages())
 
     # ---- the rest --------------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ reduce-scatter needs.
 | complex, SUM AVG                         | real and imaginary parts, then as floats          |
 | AVG                                      | SUM, divided before it is rounded or truncated    |
 
+NCCL reduces floats of 16 bits and more, and averages floats, by itself (`native_floats`): they
+travel as they are, and are rounded at every step, as in `torch.distributed`.
+
 All else has no wire dtype: the engine gathers the tensors of all ranks and
 `reduction.reduce_in_order` does the rest. That is what engines do wrong (MIN and MAX of floats,
 where they lose NaN; complex PRODUCT; bit operations where there are none) and dtypes that few
@@ -55,7 +58,11 @@ class WireTensor:
 
 
 def as_wire(
-    tensor: torch.Tensor, op: ReduceOp, size: int, bitwise: bool = True
+    tensor: torch.Tensor,
+    op: ReduceOp,
+    size: int,
+    bitwise: bool = True,
+    native_floats: bool = False,
 ) -> WireTensor | None:
     """Return the wire form of a contiguous `tensor` [*] for `op`, or None if there is none.
 
@@ -64,9 +71,11 @@ def as_wire(
         op: A reduction that has a meaning for the dtype.
         size: Ranks, for AVG.
         bitwise: Whether the engine has BAND, BOR and BXOR.
+        native_floats: Whether it reduces floats of 16 bits, and averages floats.
 
     Cost:
-        None for float32, float64, int8, uint8, int32 and int64, but a pass after their average;
+        None for float32, float64, int8, uint8, int32 and int64, but a pass after their average
+        (with `native_floats` none for floats of 16 bits and for averages of floats, either);
         elsewhere one or two passes over the tensor before and after, and a tensor of the wire
         form's size.
     """
@@ -79,7 +88,7 @@ def as_wire(
     if flat.dtype.is_complex:
         if op.name == "PRODUCT":
             return None
-        inner = as_wire(torch.view_as_real(flat), op, size)
+        inner = as_wire(torch.view_as_real(flat), op, size, bitwise, native_floats)
         assert inner is not None
         copy_parts = inner.copy_back or _copy_back
         return WireTensor(
@@ -87,6 +96,8 @@ def as_wire(
             op=inner.op,
             copy_back=lambda wire, out: copy_parts(wire, torch.view_as_real(out).view(-1)),
         )
+    if native_floats and flat.dtype.is_floating_point and flat.dtype.itemsize > 1:
+        return WireTensor(wire=flat, op=op.name)
     wide = flat.to(accumulator_dtype(flat.dtype))
     if op.name == "AVG":
         return WireTensor(wire=wide, op="SUM", copy_back=lambda wire, out: divide(wire, size, out))

@@ -40,10 +40,11 @@ import torch
 from dure.comm.backends.abort import AbortRecord, GroupState
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.request import Request
-from dure.errors import DureError
+from dure.errors import DeviceError, DureError
 from dure.store.base import Store
 
 __all__ = [
+    "BatchedWork",
     "CollectiveRequest",
     "EngineState",
     "EngineWork",
@@ -59,6 +60,7 @@ _TIMED_OUT = ("timed out", "timeout", "application timeout")
 _LOST = ("connection closed", "connection reset", "broken pipe", "refused", "connect ", "socket")
 _ASK_S = 0.3
 _POLL_S = 0.02
+_ASK_STREAM_S = 0.0005
 _KEY = "engine/exits"
 
 
@@ -76,6 +78,25 @@ class EngineWork(Protocol):
     def _source_rank(self) -> int:
         """Return who sent what a finished receive got."""
         ...
+
+
+class BatchedWork:
+    """The work of messages that were started as one; `work` is set where the batch ends."""
+
+    def __init__(self) -> None:
+        self.work: EngineWork | None = None
+
+    def is_completed(self) -> bool:
+        """Tell whether all of them have ended."""
+        return self.work is not None and self.work.is_completed()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait for all of them."""
+        assert self.work is not None
+        return self.work.wait() if timeout is None else self.work.wait(timeout)
+
+    def _source_rank(self) -> int:
+        return -1
 
 
 class EngineState(GroupState):
@@ -115,6 +136,13 @@ class EngineState(GroupState):
         seen = _NOISE.sub("", str(error)).strip()
         low = seen.lower()
         timed_out = any(t in low for t in _TIMED_OUT)
+        if "duplicate gpu" in low:
+            return DeviceError(
+                "two ranks of the group use one GPU, which NCCL refuses",
+                **self.where(op, began=began),
+                seen=seen.partition("Last error:")[2] or seen,
+                fix="Start one rank for each GPU, and call torch.cuda.set_device(LOCAL_RANK).",
+            )
         if not timed_out and not any(t in low for t in _LOST):
             record = AbortRecord(kind="InternalError", what="the engine failed", seen=seen)
             return record.error(**self.where(op, began=began))
@@ -152,10 +180,13 @@ class CollectiveRequest(Request):
         op: The operation, for errors.
         work: The engine's work.
         copy_back: Brings the result to the user's tensors.
-        in_stream: The engine orders its work by CUDA streams, so waiting does not block the host.
+        stream_device: See `Request.stream_device`.
+        peer: The other rank of a message.
     """
 
-    __slots__ = ("_began", "_copy_back", "_in_stream", "_op", "_settling", "_state", "work")
+    __slots__ = (
+        "_began", "_copy_back", "_op", "_peer", "_settling", "_state", "stream_device", "work",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -163,13 +194,14 @@ class CollectiveRequest(Request):
         op: str,
         work: EngineWork,
         copy_back: Callable[[], object] | None,
-        in_stream: bool,
+        stream_device: torch.device | None,
+        peer: int | None = None,
     ) -> None:
         super().__init__()
         self._state, self._op, self._copy_back = state, op, copy_back
         # None at the end: torch's own object would keep the connections open.
         self.work: EngineWork | None = work
-        self._in_stream = in_stream
+        self.stream_device, self._peer = stream_device, peer
         self._began = time.monotonic()
         self._settling = threading.Lock()
 
@@ -207,16 +239,26 @@ class CollectiveRequest(Request):
                 what, seen = "the result could not be copied back", f"{type(e).__name__}: {e}"
                 where = self._state.where(self._op, began=self._began)
                 error = AbortRecord(kind="InternalError", what=what, seen=seen).error(**where)
-            self.end(error)
+            received = self._op == "recv" and error is None
+            self.end(error, self._peer if received and self._peer is not None else -1)
             self.work = None
 
     def _wait_slice(self, limit: float | None) -> tuple[bool, DureError | None]:
-        """Wait a little; return whether the work ended, and how."""
+        """Wait a little; return whether the work ended, and how.
+
+        Work in a stream has ended for us once the current stream waits for it; so a limit, which is
+        the host's, is kept by asking.
+        """
         work, piece = self.work, _SLICE
+        if work is not None and self.stream_device is not None and limit is not None:
+            while not (work.is_completed() or self._state.left.is_set()):
+                if time.monotonic() >= limit:
+                    return False, None
+                time.sleep(_ASK_STREAM_S)
         if limit is not None:
             piece = min(piece, timedelta(seconds=max(0.001, limit - time.monotonic())))
         try:
-            if work is not None and self._in_stream:
+            if work is not None and self.stream_device is not None:
                 work.wait()
             elif work is not None:
                 work.wait(piece)
@@ -227,7 +269,7 @@ class CollectiveRequest(Request):
             with self._settling:
                 if self.ended:
                     return True, None
-                return True, self._state.translate(e, self._op, self._began)
+                return True, self._state.translate(e, self._op, self._began, self._peer)
 
 
 class MessageRequest(Request):

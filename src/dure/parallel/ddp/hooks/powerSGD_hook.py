@@ -218,7 +218,9 @@ class _Step:
         work = self._group.all_reduce(first, ReduceOp.SUM, async_op=True)
         assert work is not None
 
-        def project(future: torch.futures.Future[Any]) -> Any:
+        second: list[Any] = []  # not in the future: on a GPU it looks for tensors by pickling
+
+        def project(future: torch.futures.Future[Any]) -> torch.Tensor:
             """Make the Qs from the summed Ps, and start the second collective."""
             future.value()
             parts = _split(first, [*ps, *self.rest])
@@ -228,14 +230,15 @@ class _Step:
                 stack.p = orthogonalize(p, self._state.orthogonalization_epsilon)
                 stack.q = stack.m.transpose(1, 2) @ stack.p
             qs = _flat([stack.q for stack in self.stacks], self._buffer)
-            return qs, self._group.all_reduce(qs, ReduceOp.AVG, async_op=True)
+            second.append(self._group.all_reduce(qs, ReduceOp.AVG, async_op=True))
+            return qs
 
         if not self.stacks:
             return work.get_future().then(lambda future: self._only_rest(future, first))
         projected = work.get_future().then(project)
         devices = [self._buffer.device] if self._buffer.device.type != "cpu" else []
         # Not chained: the other buckets' second collectives shall start before this one is awaited.
-        return Later(lambda: self._finish(*projected.wait()), devices=devices)
+        return Later(lambda: self._finish(projected.wait(), second[0]), devices=devices)
 
     def _only_rest(self, future: torch.futures.Future[Any], total: torch.Tensor) -> torch.Tensor:
         """Put sums in place as means, where nothing was compressed."""
