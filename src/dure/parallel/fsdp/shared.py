@@ -8,10 +8,10 @@ Nothing is gathered: the whole parameter is a tensor over the block, on every ra
 each parameter once. In a lower precision (`MixedPrecisionPolicy.param_dtype`) owners cast their
 rows at each step into a second block, and the wholes lie there.
 
-Ranks take turns (`Turns`), those of the model. One *enters* when a root's forward begins, and waits
-for all: so what was written before is seen by all. It *leaves* when backward has ended, or a
-forward without gradients, and waits until all have left: so a write of a shard between steps
-disturbs no rank. After a forward with gradients that no backward followed, or a backward that keeps
+Ranks take turns (`Turns`), those of the model. One *enters* when a root's forward begins, or the
+program unshards a module between steps, and waits for all: so what was written before is seen by
+all. It *leaves* when backward has ended, or a forward without gradients, and waits until all have
+left; or when the program has resharded: so a write of a shard between steps disturbs no rank. After a forward with gradients that no backward followed, or a backward that keeps
 its graph, the optimizer and `load_state_dict` wait likewise. These waits end as the group's calls
 do: a rank that died is a `PeerLost`, which says whether the weights are complete; one that does not
 arrive a `CommTimeout`. Before the first forward no rank reads, so no writer waits.
