@@ -11,10 +11,11 @@ rows at each step into a second block, and the wholes lie there.
 Ranks take turns (`Turns`), those of the model. One *enters* when a root's forward begins, or the
 program unshards a module between steps, and waits for all: so what was written before is seen by
 all. It *leaves* when backward has ended, or a forward without gradients, and waits until all have
-left; or when the program has resharded: so a write of a shard between steps disturbs no rank. After a forward with gradients that no backward followed, or a backward that keeps
-its graph, the optimizer and `load_state_dict` wait likewise. These waits end as the group's calls
-do: a rank that died is a `PeerLost`, which says whether the weights are complete; one that does not
-arrive a `CommTimeout`. Before the first forward no rank reads, so no writer waits.
+left; or when the program has resharded: so a write of a shard between steps disturbs no rank. After
+a forward with gradients that no backward followed, or a backward that keeps its graph, the
+optimizer and `load_state_dict` wait likewise. These waits end as the group's calls do: a rank that
+died is a `PeerLost`, which says whether the weights are complete; one that does not arrive a
+`CommTimeout`. Before the first forward no rank reads, so no writer waits.
 
 Wholes are not to be written: a module that does so in forward is refused, and told of *gathered*.
 
