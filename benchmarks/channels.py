@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 import dure as dist
+from dure.cli.machine import conditions
 from dure.comm.memory import heap_empty
 from dure.comm.world import current_world
 
@@ -113,7 +114,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         show(times, {name: [float(s) for s in counted] for name, counted in switches.items()})
         if options.json:
-            options.json.write_text(json.dumps(times))
+            options.json.write_text(json.dumps({**conditions(), "times": times}))
     dist.destroy_process_group()
 
 

@@ -32,10 +32,9 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
-from dure.cli.machine import busy_cores, machine
+from dure.cli.machine import busy_cores, conditions
 
 PROGRAMS = str(Path(__file__).with_name("launch_programs.py"))
 DURE = (sys.executable, "-m", "dure.cli", "run")
@@ -320,9 +319,7 @@ def save(path: Path, wanted: list[Case], busy: float) -> None:
     """Write all figures, and on what machine they were taken."""
     report = {
         "command": " ".join(["python", "benchmarks/launch.py", *sys.argv[1:]]),
-        "when": time.strftime("%Y-%m-%d %H:%M"),
-        "machine": {**dict(machine()), "Others at work": f"{busy:.1f} cores busy just before"},
-        "versions": {name: version(name) for name in ("dure", "torch")},
+        **conditions(**{"Others at work": f"{busy:.1f} cores busy just before"}),
         "cases": [
             {
                 "part": case.part,

@@ -22,6 +22,7 @@ from typing import Any
 from training import ALONE, CONTESTANTS, MODELS, RANK, RANKS
 
 from dure.cli.bench.group import Contestant, Group, GroupFailed
+from dure.cli.machine import conditions
 
 EVERY_S = 0.02
 
@@ -118,7 +119,7 @@ def main() -> None:
             print(f"{name} is left out: {failure}")
     show(rows)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text(json.dumps({**conditions(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from pathlib import Path
 
 import psutil
 
+from dure.cli.machine import conditions
+
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)/#(\S+)")
 BLOCK_S = 3.0
 
@@ -191,7 +193,7 @@ def main() -> None:
     result = measure(options.nproc, options.blocks)
     print(json.dumps(result, indent=1))
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps({**conditions(), **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

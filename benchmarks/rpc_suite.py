@@ -37,6 +37,7 @@ from unittest import mock
 import torch
 import torch.distributed.rpc
 
+from dure.cli.machine import conditions
 from dure.rpc.agent import Agent
 from dure.rpc.current import current
 from dure.rpc.envelope import Envelope, Kind
@@ -397,7 +398,7 @@ def main() -> None:
                 in_order = {
                     agent: {c: kept[agent][c] for c in run if c in kept[agent]} for agent in AGENTS
                 }
-                text = json.dumps({"torch": torch.__version__, **in_order}, indent=1)
+                text = json.dumps({**conditions(), **in_order}, indent=1)
                 RESULTS.write_text(text + "\n")
     show_table(results, out)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any  # Any: what ranks answer
 
 from dure.cli.bench.group import Contestant, Group, GroupFailed
+from dure.cli.machine import conditions
 
 RANK = str(Path(__file__).with_name("training_rank.py"))
 MODELS = ("convnet", "gpt10m", "gpt50m")
@@ -132,7 +133,7 @@ def main() -> None:
         show(found)
         rows += found
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text(json.dumps({**conditions(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

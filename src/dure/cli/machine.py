@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+import dure
 
 _QUIET_CORES = 0.5
 QUIET_VARIABLES = {
@@ -43,6 +49,46 @@ def machine() -> list[tuple[str, str]]:
         ("Memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"),
         ("Kernel", f"{platform.system()} {kernel} {platform.machine()}"),
     ]
+
+
+def conditions(**seen: str) -> dict[str, Any]:
+    """Return what every saved measurement has: its date, the machine, and the versions.
+
+    Args:
+        seen: More about the machine.
+    """
+    return {
+        "when": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": {**dict(machine()), **seen},
+        "versions": {
+            "dure": dure.__version__,
+            "commit": commit(),
+            "python": platform.python_version(),
+            "torch": _installed("torch"),
+        },
+    }
+
+
+def commit() -> str:
+    """Return the commit of the checkout that Dure runs from, with "-dirty" after changes.
+
+    A Dure that was installed as a wheel has none: "none".
+    """
+    root = Path(dure.__file__).parents[2]
+    if not (root / ".git").exists():
+        return "none"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def busy_cores(watch_s: float = 0.3) -> float:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from datetime import datetime
 from pathlib import Path
-from platform import python_version
 from typing import Annotated
 
 import psutil
 import typer
 from rich.console import Console
 
-import dure
 from dure.cli.bench.group import find_rival, ours
 from dure.cli.bench.measure import measure, note
 from dure.cli.bench.plan import (
@@ -32,7 +29,7 @@ from dure.cli.bench.plan import (
 )
 from dure.cli.bench.plot import page
 from dure.cli.bench.results import Report, markdown, read_report, rich_tables, tables_of
-from dure.cli.machine import busy_cores, machine, oversubscribed, usable_cores
+from dure.cli.machine import busy_cores, conditions, oversubscribed, usable_cores
 from dure.errors import UsageError
 from dure.trace.plain_files import read_plain
 
@@ -131,9 +128,7 @@ def _measure(plan: Plan, console: Console) -> Report:
     busy = busy_cores()
     report = Report(
         command=_command(plan),
-        when=f"{datetime.now():%Y-%m-%d %H:%M}",
-        machine={**dict(machine()), "Others at work": f"{busy:.1f} cores busy just before"},
-        versions={"dure": dure.__version__, "python": python_version()},
+        **conditions(**{"Others at work": f"{busy:.1f} cores busy just before"}),
         plan=plan,
     )
     if slow := oversubscribed(max(plan.ranks), busy):

@@ -59,6 +59,8 @@ def test_every_operation_is_measured_and_right_beside_its_rivals(
     assert process.returncode == 0, err
     report = read_report(json.read_bytes(), "figures")
     assert report.contestants[:2] == ["dure shm", "gloo"]
+    assert list(report.versions)[:4] == ["dure", "commit", "python", "torch"]
+    assert all(report.versions.values())
     measured = {(cell.op, cell.contestant) for cell in report.cells}
     assert len(measured) == len(OPERATIONS) * (1 + len(rivals))
     for cell in report.cells:
