@@ -1,0 +1,38 @@
+"""The comparison of benchmarks that pull requests must pass."""
+
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import ModuleType
+
+import pytest
+
+from tests.arch.sources import ROOT
+from tests.cli.bench.bench_sample import cell, report
+
+
+@pytest.fixture(scope="module")
+def ratios() -> ModuleType:
+    loader = SourceFileLoader("ratios", str(ROOT / "scripts" / "ratios"))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_a_ratio_is_our_best_time_over_gloos_where_both_were_measured(ratios):
+    faster = report()
+    faster.cells = [cell(8, "gloo", 100e-6, 900e-6)]
+    found = ratios.ratios([report(), faster])
+    assert found == pytest.approx({("all_reduce", 8): 0.01, ("barrier", 0): 0.2})
+
+
+@pytest.mark.parametrize(("here", "behind"), [(0.5, False), (0.54, False), (0.56, True)])
+def test_a_ratio_a_tenth_above_the_others_is_behind(ratios, here, behind):
+    at = ("broadcast", 4096)
+    assert ratios.fallen({at: here}, {at: 0.5}, 0.10) == [(at, here, 0.5, behind)]
+
+
+def test_a_ratio_that_is_missing_here_is_behind(ratios):
+    at = ("broadcast", 4096)
+    assert ratios.fallen({}, {at: 0.5}, 0.10) == [(at, float("inf"), 0.5, True)]
