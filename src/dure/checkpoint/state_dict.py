@@ -182,10 +182,12 @@ def set_state_dict(
 ) -> IncompatibleKeys:
     """Put back the model's state and the optimizers'; return the model's missing and other names.
 
-    Args, errors and collectives as `set_model_state_dict` and `set_optimizer_state_dict`.
+    Args, errors and collectives as `set_model_state_dict` and `set_optimizer_state_dict`. With an
+    empty `model_state_dict` only the optimizers are set.
     """
     view = _View(model, options)
-    keys = view.set_model(model_state_dict)
+    has_model = model_state_dict or (options is not None and options.broadcast_from_rank0)
+    keys = view.set_model(model_state_dict) if has_model else IncompatibleKeys([], [])
     view.set_optimizers(optimizers, optim_state_dict)
     return keys
 

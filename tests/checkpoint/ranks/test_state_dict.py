@@ -469,6 +469,18 @@ def test_arguments_are_stateful():
     assert isinstance(nn.Linear(1, 1), Stateful) and not isinstance(object(), Stateful)
 
 
+def test_an_empty_model_state_sets_only_the_optimizer():
+    model = nn.Linear(2, 3)
+    before = model.weight.tolist()
+    state = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    keys = set_state_dict(model, optimizer, model_state_dict={}, optim_state_dict=state)
+    assert keys == ([], []) and model.weight.tolist() == before
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(CheckpointMismatch):
+        set_model_state_dict(model, {})
+
+
 def test_patched_models_and_optimizers_save_and_load_by_names(tmp_path):
     def made(rank, scale):
         model = nn.Sequential(nn.Linear(2, 3))
