@@ -19,7 +19,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = [*sorted((ROOT / "examples").glob("*.py")), ROOT / "examples/llm/train.py"]
+EXAMPLES = [
+    *sorted((ROOT / "examples").glob("*.py")),
+    *(ROOT / f"examples/llm/{name}.py" for name in ("train", "model")),
+]
 # Where a file of the root is found on the site.
 PAGES = {
     "README.md": "overview.md",
@@ -28,6 +31,7 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "LICENSE": "project/license.md",
+    "examples/README.md": "examples/index.md",
 }
 COPIED = tuple(PAGES)
 PAGES |= {
@@ -48,9 +52,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {PAGES[name]: _moved((ROOT / name).read_text(), name) for name in COPIED}
     made[PAGES["LICENSE"]] = f"# Licence\n\n{(ROOT / 'LICENSE').read_text()}"
     made |= {PAGES[str(p.relative_to(ROOT))]: _example(p) for p in EXAMPLES}
-    made["examples/index.md"] = _moved(
-        _section("README.md", "## Examples"), "README.md", "examples"
-    )
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -116,15 +117,6 @@ def _moved(text: str, name: str, folder: str | None = None) -> str:
     parts = FENCE.split(text)
     parts[::2] = [LINK.sub(turned, part) for part in parts[::2]]
     return "".join(parts)
-
-
-def _section(name: str, heading: str) -> str:
-    """Return one section of a document, as a page of its own."""
-    text = (ROOT / name).read_text()
-    found = re.search(rf"^{heading}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    if not found:
-        raise PluginError(f"{name} has no section {heading!r}")
-    return f"{heading[1:]}\n{found[1]}"
 
 
 def _example(path: Path) -> str:

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import types
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -85,6 +86,7 @@ def run(rank: int, path: str, source: str, folder: str, port: int) -> str:
     torch.manual_seed(0)
     printed = io.StringIO()
     with (
+        warnings.catch_warnings(),  # the page's filters are not those of the next
         contextlib.redirect_stdout(printed),
         mock.patch.object(dure, "init_process_group"),
         mock.patch.object(dure, "destroy_process_group"),

@@ -231,15 +231,11 @@ def _copied(key: bytes, fn: Callable[..., Any], args: Sequence[Any], directory: 
 def _call(fn: Callable[..., Any], args: Sequence[Any], directory: str) -> None:
     """In a rank: call the function, and leave its result for the launcher."""
     result = fn(*args)
-    Path(directory, str(env.integer("RANK"))).write_bytes(dumped(result))
-
-
-def dumped(result: object) -> bytes:
-    """Pickle what a function returned in a rank."""
     try:
-        return pickle.dumps(result)
-    except Exception:  # what __main__ defines, in a process whose __main__ is another; closures
-        return cloudpickle.dumps(result)
+        data = pickle.dumps(result)
+    except Exception:  # what __main__ defines, in a process whose __main__ is another
+        data = cloudpickle.dumps(result)
+    Path(directory, str(env.integer("RANK"))).write_bytes(data)
 
 
 def _why_not_fork() -> str | None:

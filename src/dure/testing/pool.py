@@ -40,7 +40,6 @@ import dure
 from dure import env
 from dure.comm.world import current_world
 from dure.errors import CommTimeout, LaunchError, UsageError
-from dure.launch.functions import dumped
 from dure.testing.ranks import default_timeout_s
 
 __all__ = ["ProcessPool", "start_server"]
@@ -342,7 +341,7 @@ def _attempt(fn: Callable[..., object], args: tuple[object, ...]) -> _Reply:
 def _dump(reply: _Reply) -> bytes:
     """Pickle a reply; where that fails, one that says so."""
     try:
-        data = dumped(reply)
+        data = cloudpickle.dumps(reply)
         pickle.loads(data)  # an error whose constructor takes other arguments fails only here
         return data
     except Exception as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_texts_are_compared_on_the_device_of_the_group() -> None:
     def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
         raise GatheredError(*{str(t.device) for t in (*outputs, tensor)})
 
-    group = SimpleNamespace(
+    group: Any = SimpleNamespace(
         size=lambda: 2, message_device=torch.device("meta"), all_gather=all_gather
     )
     for call in (lambda: verify_equal(group, ["a"]), lambda: gather_texts(group, b"a")):
