@@ -17,6 +17,7 @@ import torch
 
 from dure import native
 from dure.comm import overlap
+from dure.comm.backends.request import used_in_stream
 from dure.comm.call import Call
 from dure.comm.ops import CONVERSIONS, ReduceOp, check_reducible
 from dure.errors import DeviceError, DtypeError, ShapeError, UsageError
@@ -325,6 +326,7 @@ def copy_back(target: torch.Tensor, memory: torch.Tensor) -> Finish:
     target = target.detach()
 
     def copy() -> None:
+        used_in_stream(memory)
         target.copy_(memory)
 
     return copy

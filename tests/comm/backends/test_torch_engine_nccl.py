@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import ClassVar
@@ -13,7 +14,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 import dure as dist
-from dure.comm import point_to_point
+from dure.comm import checks, point_to_point
 from dure.comm.backends import torch_engine
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.work import EngineState
@@ -100,6 +101,9 @@ class NotNccl:
 
     def _reduce_scatter_base(self, output, wire, options):
         return self.start(f"reduce_scatter {wire.dtype}")
+
+    def alltoall_base(self, output, wire, takes, gives):
+        return self.start("exchange")
 
     def send(self, tensors, dst, tag):
         return self.start(f"send {dst}")
@@ -205,6 +209,110 @@ def test_nccl_messages_of_a_batch_are_started_as_one(not_nccl, monkeypatch, veri
     assert works[1].done()
     works[0].wait()
     assert Stream.log[4:] == ["A waits for end"]
+
+
+def test_nccl_requests_are_kept_of_calls_from_several_threads(not_nccl, monkeypatch):
+    group, t = torch_engine.create_nccl(options_of_one()), torch.ones(2)
+    call = Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM)
+    for _ in range(8):
+        group.run(call, True)
+    request = None
+
+    def completed(work):
+        nonlocal request
+        if request is None and threading.current_thread() is threading.main_thread():
+            request = False
+            other = threading.Thread(target=lambda: made.append(group.run(call, True)))
+            other.start()
+            other.join(PATIENCE_S)
+        return work.over
+
+    made = []
+    monkeypatch.setattr(LateWork, "is_completed", completed)
+    group.run(call, True)
+    assert made[0] in group._collectives
+    assert len(group._collectives) == 10
+
+
+def test_nccl_message_beside_a_batch_of_another_thread_waits_for_its_own_work(not_nccl):
+    group, t = torch_engine.create_nccl(options_of_one(size=2)), torch.ones(2)
+    begin, started, may_go_on, made = group._begin, *(threading.Event() for _ in range(2)), []
+
+    def slow(op, start, peer=None):
+        work = begin(op, start, peer)
+        if op == "send":
+            started.set()
+            may_go_on.wait(0.2)  # while the main thread tries to begin a batch
+        return work
+
+    group._begin = slow
+    other = threading.Thread(target=lambda: made.append(group.send(t, 1, 0, True)))
+    other.start()
+    started.wait(PATIENCE_S)
+    with group.together():
+        may_go_on.set()
+        other.join(PATIENCE_S)
+    made[0].wait()
+    assert Stream.log == ["send 1", "begin", "end", "A waits for send 1"]
+
+
+def test_nccl_batches_of_two_threads_are_two(not_nccl):
+    group, t = torch_engine.create_nccl(options_of_one(size=2)), torch.ones(2)
+    entered = threading.Event()
+
+    def batch():
+        entered.set()
+        with group.together():
+            group.recv(t, 1, 0, True)
+
+    with group.together():
+        other = threading.Thread(target=batch)
+        other.start()
+        entered.wait(PATIENCE_S)
+        other.join(0.1)
+        group.send(t, 1, 0, True)
+    other.join(PATIENCE_S)
+    assert Stream.log == ["begin", "send 1", "end", "begin", "recv 1", "end"]
+
+
+class OnCuda(torch.Tensor):
+    """Says that it is on a GPU, and notes which stream uses it."""
+
+    is_cuda = property(lambda self: True)  # pyright: ignore
+
+    def record_stream(self, stream):
+        Stream.log.append(f"{stream.name} uses {self.numel()} elements")
+
+
+def of_call(op, inputs, outputs, reduction=None):
+    return Call(op=op, inputs=inputs, outputs=outputs, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("call", "temporary"),
+    [
+        (lambda x: of_call("reduce_scatter_single", (x,), (x[:3],), ReduceOp.SUM), 2),
+        (lambda x: of_call("all_reduce", (x.char(),), (x.char(),), ReduceOp.BXOR), 18),
+        (lambda x: of_call("all_gather", (x,), (x, x, x)), 72),
+        (lambda x: of_call("all_to_all", (x[:2],) * 3, (x[2:4],) * 3), 24),
+    ],
+)
+def test_nccl_temporaries_are_kept_for_the_stream_that_copies(not_nccl, call, temporary):
+    group = torch_engine.create_nccl(options_of_one(size=3))
+    request = group.run(call(torch.ones(6).as_subclass(OnCuda)), True)
+    Stream.current = "B"
+    with suppress(RuntimeError):  # what arrived, of three ranks, is not what ours copies
+        request.wait()
+    assert f"B uses {temporary} elements" in Stream.log
+
+
+def test_memory_of_an_output_with_gaps_is_kept_for_the_stream_that_copies(not_nccl):
+    target = torch.ones(3, 2).as_subclass(OnCuda).t()
+    _, finish = checks.writable(target, load=True, op="all_reduce")
+    Stream.current = "B"
+    assert finish is not None
+    finish()
+    assert Stream.log == ["B uses 6 elements"]
 
 
 def test_nccl_barrier_waits_for_its_stream_only(not_nccl, monkeypatch):

@@ -58,7 +58,10 @@ class Request:
     __slots__ = ("__weakref__", "_forks", "_keep", "_lock", "_over", "ended", "error", "source")
 
     stream_device: torch.device | None = None
-    """The device whose current stream `wait` lets wait, in the host's place; None: the host."""
+    """The device whose current stream waits, instead of the host, in `wait`.
+
+    None: the host waits.
+    """
 
     def __init__(self, keep: object = None) -> None:
         self._keep = keep
@@ -135,6 +138,15 @@ def current_stream(device: torch.device) -> Any:
     import torch  # lazy: requests are made without torch, too
 
     return torch.get_device_module(device).current_stream(device)
+
+
+def used_in_stream(memory: torch.Tensor) -> None:
+    """Keep freed `memory` from reuse until the current stream, too, is done with it.
+
+    CUDA's allocator only knows the stream that was current when the memory was allocated.
+    """
+    if memory.is_cuda:
+        memory.record_stream(current_stream(memory.device))
 
 
 def finished(source: int = -1) -> Request:

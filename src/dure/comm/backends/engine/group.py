@@ -37,7 +37,7 @@ from dure.comm.backends.engine.work import (
     drop_engines,
     keep_engine,
 )
-from dure.comm.backends.request import Request, current_stream, finished
+from dure.comm.backends.request import Request, current_stream, finished, used_in_stream
 from dure.comm.call import Call
 from dure.comm.reduction import as_bytes, joined, reduce_in_order
 from dure.errors import DureError, UsageError
@@ -54,7 +54,7 @@ _KNOWN_LENGTHS = frozenset(
 )
 """Where every rank knows how long all ranks' tensors are."""
 _KEPT = 8
-"""So many requests may be kept without a look whether they have ended."""
+"""Up to this many requests are kept before finished ones are looked for."""
 
 
 class EngineGroup:
@@ -68,12 +68,12 @@ class EngineGroup:
     def __init__(self, engine: EngineCalls, options: BackendOptions) -> None:
         self.name, self.device_types = engine.name, engine.device_types
         self._rank, self._size = options.rank, options.size
-        self._in_stream, self._bitwise = engine.in_stream, engine.bitwise
+        self.in_stream, self._bitwise = engine.in_stream, engine.bitwise
         self._any_source, self._native_floats = engine.any_source, engine.native_floats
         # Two ranks: see `_swap`. NCCL's all_gather copies nothing, so an exchange gains nothing.
         self._swaps = options.size == 2 and not engine.in_stream
         self._device = options.device_id or torch.device("cuda")  # only where `in_stream`
-        # Held while a batch of messages is made: it must hold nothing but its own.
+        # Held while a batch is started: calls of other threads must not become part of it.
         self._calls = threading.RLock() if engine.in_stream else nullcontext()
         self._batch: BatchedWork | None = None
         self._engine: EngineCalls | None = engine
@@ -119,7 +119,7 @@ class EngineGroup:
 
     def _stream_device(self, *tensors: torch.Tensor) -> torch.device | None:
         """Return the device whose streams order the work; None: waiting blocks the host."""
-        if not self._in_stream:
+        if not self.in_stream:
             return None
         return tensors[0].device if tensors else self._device
 
@@ -131,17 +131,21 @@ class EngineGroup:
         """
         self._collectives.add(request)
         if len(self._collectives) > self._most_kept:
-            self._collectives = {r for r in self._collectives if not r.engine_done}
+            for kept in [*self._collectives]:  # other threads may add some meanwhile
+                if kept.engine_done:
+                    self._collectives.discard(kept)
             self._most_kept = max(_KEPT, 2 * len(self._collectives))
 
     def _message(self, op: str, start: Start, tensor: torch.Tensor, peer: int | None) -> Request:
         """Start to send to a rank, or to receive from one; None: from anyone."""
-        work = self._begin(op, start, peer)
-        if self._in_stream:
-            waited = work if self._batch is None else self._batch
+        if self.in_stream:
+            with self._calls:  # so that the batch is this thread's
+                work = self._begin(op, start, peer)
+                waited = work if self._batch is None else self._batch
             request = CollectiveRequest(self._state, op, waited, None, tensor.device, peer)
             self._keep(request)
             return request
+        work = self._begin(op, start, peer)
         request = MessageRequest(self._state, op, work, peer, self._op_timeout)
         self._messages.add(request)
         return request
@@ -228,6 +232,7 @@ class EngineGroup:
         start = lambda e: e.all_gather(as_bytes(gathered), as_bytes(tensor))  # noqa: E731
 
         def copy_back() -> None:
+            used_in_stream(gathered)
             rows = [row[begin : begin + output.numel()] for row in gathered]
             reduce_in_order(rows, call.needed_reduction, output)
 
@@ -251,6 +256,7 @@ class EngineGroup:
         gathered = source.new_empty((self._size, longest))
 
         def copy_back() -> None:
+            used_in_stream(gathered)
             for target, row in zip(outputs, gathered, strict=True):
                 target_bytes = as_bytes(target)
                 target_bytes.copy_(row[: len(target_bytes)])
@@ -299,6 +305,7 @@ class EngineGroup:
         result = source.new_empty(sum(takes))
 
         def copy_back() -> None:
+            used_in_stream(result)
             end = 0
             for target, length in zip(outputs, takes, strict=True):
                 begin, end = end, end + length
@@ -351,13 +358,17 @@ class EngineGroup:
     def together(self) -> Iterator[None]:
         """Start the asynchronous messages of the block as one, so that none waits for another.
 
-        NCCL runs what was launched for a pair of ranks in order, and a message ends when both sides
-        have come to it: two ranks that send to each other first would wait forever.
+        NCCL runs what was launched for a pair of ranks in order, and a message ends only after both
+        sides have started it: two ranks that send to each other first would wait forever.
+
+        Threads: calls of other threads wait until the block has ended. NCCL may wait for peers when
+        it starts a call (the first message to a peer opens a connection), and calls of other
+        threads wait in the meantime.
         """
-        if not self._in_stream or self._batch is not None:
-            yield
-            return
         with self._calls:
+            if not self.in_stream or self._batch is not None:
+                yield
+                return
             self._begin("batch_isend_irecv", lambda e: e.begin_messages())
             batch = self._batch = BatchedWork()
             try:
@@ -384,7 +395,7 @@ class EngineGroup:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        works = [r.work for r in self._collectives if r.work is not None and not r.engine_done]
+        works = [r.work for r in [*self._collectives] if r.work is not None and not r.engine_done]
         pending = works or not all(r.ended for r in self._messages)
         self._state.left.set()
         if self._exits is not None:
@@ -402,9 +413,12 @@ def _copying_back(
 ) -> Callable[[], object] | None:
     """Return what brings `result` to `target` when the engine is done, if anything has to."""
     flat = target.detach().view(-1)
-    copy_back = wired.copy_back
-    if copy_back is not None:
-        return lambda: copy_back(result, flat)
-    if result.data_ptr() != flat.data_ptr():
-        return lambda: flat.copy_(result)
-    return None
+    copy_back = wired.copy_back or (lambda wire, out: out.copy_(wire))
+    if wired.copy_back is None and result.data_ptr() == flat.data_ptr():
+        return None
+
+    def bring() -> None:
+        used_in_stream(result)
+        copy_back(result, flat)
+
+    return bring
