@@ -23,7 +23,8 @@ from dure.comm.group import ProcessGroup
 from dure.comm.untraced import untraced_below
 from dure.errors import DureDeprecationWarning, MeshError, ModuleError, PlacementError, UsageError
 from dure.mesh import DeviceMesh
-from dure.tensor.dtensor import DTensor, mesh_or_current, name_parameter, wrap
+from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
+from dure.tensor.parameter_names import name_parameters
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import can_be_split, parts_along, pieces_of, term_of, way_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
@@ -305,7 +306,7 @@ def distribute_module(
             now = getattr(submodule, path, None)
             if isinstance(now, DTensor):
                 share_hooks(parameter, now)
-                name_parameter(now, submodule, path)
+    name_parameters(module)
     if input_fn is not None:
         enter = _with_module(input_fn, "input_fn")
         module.register_forward_pre_hook(lambda mod, inputs: enter(mod, inputs, mesh))

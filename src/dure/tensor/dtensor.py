@@ -15,8 +15,6 @@ Threads: as any tensor. Collective: an operator that has to move an operand, and
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Self
 
@@ -30,6 +28,7 @@ from dure.mesh import DeviceMesh, current_mesh
 from dure.mesh.device_mesh import restore_mesh
 from dure.tensor import dispatch
 from dure.tensor.checking import check_parts
+from dure.tensor.parameter_names import name_of
 from dure.tensor.placement_types import (
     MaskPartial,
     Partial,
@@ -54,7 +53,6 @@ __all__ = [
     "DTensor",
     "from_part",
     "mesh_or_current",
-    "name_parameter",
     "native",
     "part_of",
     "parts_of",
@@ -395,7 +393,7 @@ class DTensor(torch.Tensor):
             )
             if copied or placements != spec.placements:
                 with torch.set_grad_enabled(grad.requires_grad):  # of backward(create_graph=True)
-                    grad = _moved(grad, placements, _name_of(self))
+                    grad = _moved(grad, placements, name_of(self))
                 _grad.__set__(self, grad)
         return grad
 
@@ -708,39 +706,6 @@ def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
             factor *= shape[dim] // own[dim]
             end = stride[dim] * shape[dim]
     return TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
-
-
-_named: dict[int, tuple[weakref.ref[torch.nn.Module], str, str]] = {}
-"""For parameters, by their id: the module, the name in it, and a text that all ranks have."""
-
-
-def name_parameter(parameter: torch.Tensor, module: torch.nn.Module, path: str) -> None:
-    """Number a parameter that a module is given on all ranks of its mesh in the same order.
-
-    So that ranks which reduce gradients of different parameters of one shape find it out. Torch
-    cannot convert a parameter to which there is a weak reference: that is to the module.
-    """
-    if not isinstance(parameter, DTensor) or parameter.spec.coordinate is None:
-        return
-    if _name_of(parameter):
-        return
-    key, mesh = id(parameter), parameter.spec.mesh
-    counts = mesh.get_group(0).belongings.setdefault(DTensor, Counter())
-    number = counts[mesh] = counts[mesh] + 1
-    text = f"gradient of {type(module).__name__}.{path}, parameter {number} of the mesh"
-
-    def forget(owner: weakref.ref[torch.nn.Module]) -> None:
-        if key in _named and _named[key][0] is owner:
-            del _named[key]
-
-    _named[key] = weakref.ref(module, forget), path, text
-
-
-def _name_of(parameter: DTensor) -> str:
-    owner, path, text = _named.get(id(parameter), (None, "", ""))
-    module = None if owner is None else owner()
-    found = None if module is None else module._parameters.get(path)  # pyright: ignore[reportPrivateUsage]
-    return text if found is parameter else ""
 
 
 def _moved(grad: DTensor, placements: Sequence[Placement], name: str = "") -> DTensor:

@@ -163,16 +163,38 @@ def test_gradients_of_different_parameters_are_not_added() -> None:
         mesh = line()
         norms = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.LayerNorm(3))
         distribute_module(norms, mesh)
-        norms.to_empty(device="cpu")  # which makes other parameters in the same objects
-        for norm in norms:
-            norm.reset_parameters()
         norms(rows(mesh)).sum().backward()
         with pytest.raises(Desync) as caught:
             _ = norms[rank].weight.grad
         assert all("test_dtensor.py:" in call for call in caught.value.calls.values())
-        assert "LayerNorm.weight, parameter 3 of the mesh" in caught.value.calls[1]
+        assert "gradient of 1.weight of a LayerNorm" in caught.value.calls[1]
 
     run_ranks(2, body)
+
+
+def test_parameters_are_named_whatever_a_rank_distributes_before() -> None:
+    """In another order, and a module that one rank has alone; nothing is sent for either."""
+
+    def replicate(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            made = distribute_tensor(parameter, mesh, WHOLE, src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(made))
+
+    def body(rank: int) -> Any:
+        mesh = line()
+        if rank == 0:
+            distribute_module(nn.LayerNorm(3), mesh, replicate)
+        norms = nn.Sequential(nn.LayerNorm(3), nn.LayerNorm(3))
+        for norm in (norms, reversed(norms))[rank]:
+            distribute_module(norm, mesh, replicate)
+        kept = nn.ParameterList(norms.parameters())
+        norms(rows(mesh)).sum().backward()
+        if rank == 0:
+            del norms
+        return [parameter.grad.to_local().tolist() for parameter in kept]
+
+    first, second = run_ranks(2, body)
+    assert first == second
 
 
 def test_what_is_read_is_the_value_of_the_whole() -> None:

@@ -14,6 +14,7 @@ from dure.mesh import DeviceMesh
 from dure.tensor import state
 from dure.tensor.dtensor import mesh_or_current
 from dure.tensor.parallel.styles import ColwiseParallel, ParallelStyle, share_inputs
+from dure.tensor.parameter_names import name_parameters
 from dure.tensor.spec import import_instead_of
 
 __all__ = ["parallelize_module"]
@@ -106,6 +107,7 @@ def parallelize_module(
                     seen=error.seen,
                     fix=error.fix,
                 ) from error
+    name_parameters(module)
     share_inputs(module)
     return module
 

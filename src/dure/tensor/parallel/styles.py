@@ -35,7 +35,7 @@ from dure.comm.world import when_left
 from dure.errors import PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor.distribute import distribute_tensor, share_hooks
-from dure.tensor.dtensor import DTensor, from_part, name_parameter, part_of, to_target
+from dure.tensor.dtensor import DTensor, from_part, part_of, to_target
 from dure.tensor.parallel.adapters import Around, layer_within, placement_like
 from dure.tensor.placement_types import Placement, Replicate, Shard
 from dure.tensor.spec import DTensorSpec, as_placements
@@ -218,7 +218,6 @@ def distribute(
     else:
         tied = known[1]
     module.register_parameter(name, tied)
-    name_parameter(tied, module, name)
 
 
 class _LayerParallel(ParallelStyle):
