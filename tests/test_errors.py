@@ -96,10 +96,38 @@ for name in ("UsageWarning", "PerformanceWarning"):
     except dure.DureWarning as e:
         print(type(e).__name__)
 """
+    assert raised_with(options, program) == raised
+
+
+def raised_with(options, program):
     # -E: without PYTHONPATH, as it is where Dure is installed.
     command = [sys.executable, "-E", *(f"-W{option}" for option in options), "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == raised
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("options", "raised"),
+    [
+        (["error::dure.DureWarning"], ["of Dure"]),
+        (["error", "error::dure.DureWarning"], ["of Dure", "unknown"]),
+        (["error::dure.DureWarning", "error::UserWarning"], ["of Dure", "unknown"]),
+        (["error::dure.DureWarning", "error", "ignore::dure.DureWarning"], ["unknown"]),
+        (["error::dure.DureWarning", "ignore::UserWarning"], []),
+    ],
+)
+def test_option_w_of_python_comes_after_filters_of_the_program(options, raised):
+    program = """
+import warnings
+warnings.filterwarnings("ignore", message="known")
+import dure
+for text, of in ("known", UserWarning), ("of Dure", dure.UsageWarning), ("unknown", UserWarning):
+    try:
+        warnings.warn(text, of)
+    except UserWarning as e:
+        print(text.replace(" ", "_"))
+"""
+    assert raised_with(options, program) == [text.replace(" ", "_") for text in raised]
 
 
 @pytest.mark.parametrize("name", WITH_TORCHS_NAME)

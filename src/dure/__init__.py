@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import Any, cast
 
 __version__ = "0.1.0"
 
@@ -244,13 +244,25 @@ def __dir__() -> list[str]:
 
 
 def _read_warning_options() -> None:
-    """Apply `python -W error::dure.DureWarning`: Python reads -W before it can find packages."""
-    options: list[str] = sys.warnoptions
-    first = next((n for n, option in enumerate(options) if ":dure." in option), len(options))
-    if options[first:]:
-        import warnings  # lazy: most programs have no such option
+    """Apply `python -W error::dure.DureWarning`: Python reads -W before it can find packages.
 
-        warnings._processoptions(options[first:])  # pyright: ignore
+    The filters go where Python would have put them: after those that the program has added since,
+    and before Python's defaults, the first of which is the only one with the module "__main__".
+    """
+    options: list[str] = sys.warnoptions
+    if not any(":dure." in option for option in options):
+        return
+    import warnings  # lazy: most programs have no such option
+
+    filters = cast(list[Any], warnings.filters)
+    begin = end = next((n for n, f in enumerate(filters) if f[3] == "__main__"), len(filters))
+    with warnings.catch_warnings():  # `filters` applies again when the block ends
+        warnings.resetwarnings()
+        warnings._processoptions(options)  # pyright: ignore
+        read = [*warnings.filters]
+        while begin and filters[begin - 1] in read:
+            begin -= 1
+        filters[begin:end] = [entry for entry in read if entry not in filters[:begin]]
 
 
 _read_warning_options()
