@@ -41,7 +41,7 @@ drill: $(STAMPS)/package $(STAMPS)/test ## run the long tests, and then `make ki
 stress: $(STAMPS)/package $(STAMPS)/test ## run tests of shared memory, RPC and faults 20 times on a busy machine
 	@$(BIN)/python scripts/stress $(STRESS_ARGS)
 
-mutants: $(STAMPS)/package $(STAMPS)/test ## put 150 faults into a copy of the sources: each must fail its test
+mutants: $(STAMPS)/package $(STAMPS)/test ## put each fault of tests/mutants into a copy of the sources: its test must fail
 	@$(BIN)/python scripts/mutants $(MUTANTS_ARGS)
 
 kills: $(STAMPS)/package $(STAMPS)/test ## kill 500 random processes of jobs (KILLS=500)

@@ -4,8 +4,8 @@ No other module touches `os.environ` (a test checks it). A variable is declared 
 what it means; `describe()` is what `dure env` and the error about a missing variable print.
 
 Two files are exempt, `launch/ranks/child.py` and `launch/ranks/forking.py`: they start a rank and
-set its environment before Dure can be imported, and must import nothing of it (it would be loaded
-in programs that do not use it). The variables that they read by name are declared below as well,
+set its environment before Dure can be imported, and must import nothing of it (programs that do
+not use Dure would load it). The variables that they read by name are declared below as well,
 which the same test checks.
 """
 
@@ -100,7 +100,7 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             name="LD_PRELOAD",
             meaning="libraries that every program loads first, such as a profiler; if it is set, "
-            "ranks end with the destructors of all libraries",
+            "ranks run the destructors of all libraries when they exit",
         ),
         Variable(name="PYTHONPATH", meaning="where Python looks for modules"),
         Variable(name="DURE_JOB_KEY_FILE", meaning="path of the job key, a file of mode 0600"),

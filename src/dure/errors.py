@@ -229,7 +229,11 @@ class NotInGroupError(UsageError):
 
 
 class CopyError(UsageError, TypeError):
-    """A process group, or an object that holds one, cannot be copied or pickled."""
+    """A process group, or an object of yours that holds one, cannot be copied or pickled.
+
+    DDP and meshes can be copied; sharded optimizers and modules raise `OptimizerError` and
+    `ModuleError`.
+    """
 
 
 class DataError(UsageError):

@@ -97,7 +97,7 @@ class _World:
 
     @property
     def group_count(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return len(current_world().groups)
 
     @property

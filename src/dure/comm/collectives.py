@@ -20,7 +20,8 @@ What holds for all of them:
 * *Shapes*: tensors may be strided; outputs may be too. `n` is the number of ranks, `S` the bytes
   of the tensor named in Cost. Costs are those of the shm backend, for one rank.
 * *Numerics*: reductions run in the order of ranks, so results are bitwise equal on all ranks and
-  from run to run. 16 and 8 bit floats accumulate in float32 and are rounded once.
+  from run to run. 16 and 8 bit floats accumulate in float32 and are rounded once (over nccl,
+  floats of 16 bits as NCCL does).
 """
 
 from __future__ import annotations

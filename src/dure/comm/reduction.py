@@ -4,7 +4,8 @@ One tensor a rank goes in, one comes out. The *accumulator* starts as rank 0's t
 rank 2's, ... are folded in one after another, so the order never depends on size, chunk or timing.
 What the accumulator is made of depends on the dtype:
 
-* 16 and 8 bit floats accumulate in float32 and are rounded once, at the end;
+* 16 and 8 bit floats accumulate in float32 and are rounded once, at the end (over nccl, floats
+  of 16 bits as NCCL does);
 * complex sums and averages are those of the real and imaginary parts; complex products multiply
   as complex numbers (complex32 as complex64);
 * bool knows *or* (SUM, MAX, BOR), *and* (PRODUCT, MIN, BAND) and *xor* (BXOR);

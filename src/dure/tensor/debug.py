@@ -63,7 +63,7 @@ def _operator(key: Any) -> Any:
 
 
 class CommCounts(dict[Any, int]):
-    """How often each collective was called; 0 for others.
+    """The number of calls of each collective; 0 for others.
 
     Keys are operators of torch, such as ``torch.ops.c10d_functional.all_reduce``. Counts are found
     by ``torch.ops._c10d_functional.all_reduce`` and by names ("c10d_functional.all_reduce"), too.
@@ -179,12 +179,12 @@ class CommDebugMode:
         return sum(self.get_comm_counts().values())
 
     def get_comm_counts(self) -> CommCounts:
-        """Return how often each collective was called; see `CommCounts` for the keys."""
+        """Return the number of calls of each collective; see `CommCounts` for the keys."""
         return _counts(self._watch.operations)
 
     @property
     def comm_counts(self) -> CommCounts:
-        """How often each collective was called, as `get_comm_counts` returns it."""
+        """The number of calls of each collective, as `get_comm_counts` returns it."""
         return self.get_comm_counts()
 
     @property

@@ -174,12 +174,12 @@ def view_or_copy(
 
 
 is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # pyright: ignore
-"""Tell whether two tensors have one storage."""
+"""Return whether two tensors have one storage."""
 
 
 @lru_cache(maxsize=1 << 12)
 def may_overlap(spec: DTensorSpec) -> bool:
-    """Tell whether torch may refuse to write parts of such tensors, though not full ones.
+    """Return whether torch may refuse to write parts of such tensors, though not full ones.
 
     Torch refuses to write a tensor that shares memory with one that is read, if both are dense and
     their strides or their first elements differ. Of two views of a tensor whose strides are equal,

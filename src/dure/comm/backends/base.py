@@ -16,7 +16,8 @@ What a backend owes in return:
 * With ``async_op=True`` it returns a `Request` at once; it must not block on any peer.
 * Collectives happen in the order of the calls. Point-to-point is independent of collectives.
 * `send` may complete before the matching `recv` was posted; it must not need it for isend.
-* Reductions run in the order of ranks; 16 and 8 bit floats accumulate in float32, rounded once.
+* Reductions run in the order of ranks; 16 and 8 bit floats accumulate in float32, rounded once
+  (over nccl, floats of 16 bits as NCCL does).
 * Zero-size tensors are ordinary calls (they still synchronise where the operation does).
 * A pending or later call never hangs: `CommTimeout` at the group's timeout (with `missing`),
   `PeerLost`, `Desync` or `Aborted`.

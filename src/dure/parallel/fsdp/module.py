@@ -103,7 +103,7 @@ class FSDPModule(InPlace):
         return None
 
     def reshard(self) -> None:
-        """Free this module's whole parameters, if they are there.
+        """Free this module's unsharded parameters, if it has any.
 
         A parameter that was put in the place of one meanwhile, as by
         ``load_state_dict(assign=True)``, stays; it must be a shard.

@@ -17,7 +17,8 @@ optimizer and `load_state_dict` wait likewise. These waits end as the group's ca
 died is a `PeerLost`, which says whether the weights are complete; one that does not arrive a
 `CommTimeout`. Before the first forward no rank reads, so no writer waits.
 
-Wholes are not to be written: a module that does so in forward is refused, and told of *gathered*.
+Wholes are not to be written: a module that does so in forward is refused, and the error names
+*gathered*.
 
 Note "Is a saved value stale?". A whole and this rank's shard are tensors over one memory, but each
 has a version counter of its own. Whether a shard was written is asked whenever the rank enters, by

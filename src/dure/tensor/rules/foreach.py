@@ -62,7 +62,7 @@ _EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # pyright: ignore
 
 
 def are_parts(specs: Specs) -> bool:
-    """Tell whether ranks have parts of such tensors, and no terms; plain ones are fine."""
+    """Return whether ranks have parts of such tensors, and no terms; plain ones are fine."""
     return not any(s is not None and s.partial for s in {*specs})
 
 
@@ -91,12 +91,12 @@ def parts_like(given: Sequence[Any], specs: Specs) -> list[Any] | None:
 
 
 def _is_number(spec: DTensorSpec) -> bool:
-    """Tell whether this rank has all of a tensor without dimensions."""
+    """Return whether this rank has all of a tensor without dimensions."""
     return spec.ndim == 0 and not spec.partial and spec.coordinate is not None
 
 
 def _alike(one: DTensorSpec, other: DTensorSpec) -> bool:
-    """Tell whether the parts have the same elements of the whole."""
+    """Return whether the parts have the same elements of the whole."""
     same = one is other or (one.mesh is other.mesh and one.placements == other.placements)
     return same and one.shape == other.shape
 
@@ -150,7 +150,7 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _overlap(specs: set[DTensorSpec | None], lists: Sequence[Sequence[Any]]) -> bool:
-    """Tell whether torch may refuse parts which share memory; one by one they are copied first."""
+    """Return whether torch may refuse parts that share memory; one by one they are copied first."""
     if len(lists) < 2 or not any(map(may_overlap, specs - {None})):
         return False
     return any(any(map(is_alias, lists[0], each)) for each in lists[1:])

@@ -68,7 +68,7 @@ class EngineWork(Protocol):
     """What is used of torch's `Work`."""
 
     def is_completed(self) -> bool:
-        """Tell whether it ended, well or badly."""
+        """Return whether it ended, well or badly."""
         ...
 
     def wait(self, timeout: timedelta = ...) -> bool:
@@ -87,7 +87,7 @@ class BatchedWork:
         self.work: EngineWork | None = None
 
     def is_completed(self) -> bool:
-        """Tell whether all of them have ended."""
+        """Return whether all of them have ended."""
         return self.work is not None and self.work.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
