@@ -13,8 +13,8 @@ import torch
 from dure.comm.collectives import broadcast, scatter
 from dure.comm.functional import all_to_all_single, wait_tensor
 from dure.comm.work import Work
-from dure.errors import ShapeError
 from dure.mesh import DeviceMesh
+from dure.tensor.placement_types import Shard, unpad_tensor
 
 __all__ = ["mesh_broadcast", "mesh_scatter", "shard_dim_alltoall"]
 
@@ -70,18 +70,12 @@ def shard_dim_alltoall(
 ) -> torch.Tensor:
     """Return this rank's part of the full tensor along `shard_dim`, from parts along `gather_dim`.
 
-    Raises:
-        ShapeError: The axis's size does not divide `shard_dim`.
+    If the axis's size does not divide `shard_dim`, the last ranks have shorter parts, or empty
+    ones; short parts are sent with zeros after their end.
     """
-    ranks = mesh.size(mesh_dim)
-    if input.size(shard_dim) % ranks:
-        raise ShapeError(
-            "the dimension is not divisible by the number of ranks",
-            op="shard_dim_alltoall",
-            seen=f"dimension {shard_dim} of {list(input.shape)}, {ranks} ranks",
-        )
-    sent = torch.stack(input.chunk(ranks, shard_dim))
-    if input.is_meta:
-        return torch.cat(sent.unbind(), gather_dim)
-    received = wait_tensor(all_to_all_single(sent, None, None, (mesh, mesh_dim)))
-    return torch.cat(received.unbind(), gather_dim)
+    parts, pads = Shard(shard_dim)._split_tensor(input, mesh.size(mesh_dim))  # pyright: ignore[reportPrivateUsage]
+    received = torch.stack(parts)
+    if not input.is_meta:
+        received = wait_tensor(all_to_all_single(received, None, None, (mesh, mesh_dim)))
+    full = torch.cat(received.unbind(), gather_dim)
+    return unpad_tensor(full, shard_dim, pads[mesh.get_local_rank(mesh_dim)]).contiguous()

@@ -195,6 +195,8 @@ when_left.append(may_overlap.cache_clear)
 def copying_overlaps(call: OpCall) -> Local | None:
     """Copy what is read if torch refuses that it shares memory with what is written.
 
+    Other errors of the operator, such as a lack of memory, are raised as they are.
+
     Torch refuses before it writes. None if that cannot be (`may_overlap`).
     """
     names, mutated = schema_of(call.op).names, schema_of(call.op).mutated
@@ -205,7 +207,9 @@ def copying_overlaps(call: OpCall) -> Local | None:
     def local(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
+            if "single memory location" not in str(error):
+                raise
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             targets = pytree.tree_leaves([given.get(name) for name in mutated])
             copied: list[torch.Tensor] = []

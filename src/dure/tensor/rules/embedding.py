@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dure.comm.capture import has_no_values
 from dure.tensor.call import SUM, OpCall, R, Strategy, with_one
 from dure.tensor.placement_types import Shard
 from dure.tensor.registry import rule
@@ -40,7 +41,8 @@ def _lookup_local(call: OpCall) -> Callable[..., Any] | None:
     run = table.runs(0)[0]
 
     def lookup(weight: torch.Tensor, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not indices.is_cuda and ((indices < 0) | (indices >= table.shape[0])).any():
+        unread = indices.is_cuda or has_no_values((indices,))
+        if not unread and ((indices < 0) | (indices >= table.shape[0])).any():
             raise IndexError("index out of range in self")
         if not weight.shape[0]:
             return weight.new_zeros((*indices.shape, weight.shape[1]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +61,9 @@ _EACH = torch._C.DispatchKey.CompositeExplicitAutograd  # pyright: ignore
 """Where torch keeps the form of an operator on lists that goes through them."""
 
 
-def are_parts(specs: Specs) -> bool:
+def are_parts(specs: Collection[DTensorSpec | None]) -> bool:
     """Return whether ranks have parts of such tensors, and no terms; plain ones are fine."""
-    return not any(s is not None and s.partial for s in {*specs})
+    return not any(s is not None and s.partial for s in specs)
 
 
 def parts_like(given: Sequence[Any], specs: Specs) -> list[Any] | None:
@@ -108,7 +108,7 @@ def _on_parts(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs: Specs = [t.spec if type(t) is DTensor else None for t in next(iter(lists.values()))]
     elementwise = not str(op).removeprefix("aten.").startswith(_NOT_ELEMENTWISE)
     distinct = {*specs}
-    alike = elementwise and not any(s is not None and s.partial for s in distinct)
+    alike = elementwise and are_parts(distinct)
     for where, arg in (*enumerate(args), *kwargs.items()):
         holder: Any = filled if isinstance(where, int) else named
         if where in lists:

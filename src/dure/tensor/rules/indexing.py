@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dure.comm.capture import has_no_values
 from dure.tensor.call import LINEAR, SUM, TERMS, OpCall, R, Strategy, alike, linear_in, with_one
 from dure.tensor.placement_types import Placement, Shard
 from dure.tensor.registry import rule, with_local_size
@@ -38,7 +39,8 @@ def _gather_local(call: OpCall) -> Callable[..., Any] | None:
     run, size = source.runs(dim)[0], source.shape[dim]
 
     def gather(part: torch.Tensor, _: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if not index.is_cuda and ((index < 0) | (index >= size)).any():
+        unread = index.is_cuda or has_no_values((index,))
+        if not unread and ((index < 0) | (index >= size)).any():
             raise RuntimeError(f"index out of bounds for dimension {dim} with size {size}")
         if not part.shape[dim]:
             return part.new_zeros(index.shape)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dure.tensor import Partial, Replicate, Shard, init_device_mesh
+from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
@@ -40,3 +42,24 @@ def test_an_index_out_of_bounds_raises_on_every_rank(label):
             pick(scores, labels)
 
     run_ranks(2, body)
+
+
+LOOKUPS = {
+    "gather": lambda table, index: table.gather(0, index[None]),
+    "embedding": lambda table, index: F.embedding(index, table),
+}
+
+
+@pytest.mark.parametrize("device", ["meta", "fake"])
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_indices_without_values_are_not_checked(name, device):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (1,))
+        mode = FakeTensorMode() if device == "fake" else torch.device("meta")
+        with mode:
+            table = DTensor.from_local(torch.empty(4, 3), mesh, [Shard(0)])
+            index = DTensor.from_local(torch.empty(3, dtype=torch.long), mesh, [Replicate()])
+            result = LOOKUPS[name](table, index)
+        assert result.placements == (Partial(),) or name != "gather"
+
+    run_ranks(1, body)
