@@ -24,7 +24,7 @@ from torch import nn
 from dure.checkpoint.slice_files import Kind
 from dure.checkpoint.tree import Fields, Leaf, Named, fields_of, item_at, with_instances
 from dure.comm.world import current_world
-from dure.errors import CheckpointMismatch, UsageError
+from dure.errors import CheckpointMismatch, DureError, UsageError
 from dure.tensor import DTensor
 
 __all__ = ["fresh_state", "like_saved", "state_to_fill", "with_memory"]
@@ -63,6 +63,8 @@ def fresh_state(
     try:
         cast(Any, kind).step(twin)  # the class's: an instance's may be a scheduler's
     except Exception as e:
+        if isinstance(e, DureError) and not isinstance(e, UsageError):
+            raise  # such as a lost peer
         raise UsageError(
             f"the state of a {kind.__qualname__} is not known before it has stepped",
             seen=f"{type(e).__name__}: {e}",

@@ -215,7 +215,7 @@ def load(
     Args:
         state_dict: As for `save`; it may be of another mesh, other placements or another world, and
             it may be less than what was saved. Tensors keep their dtype: elements are converted.
-            Tensors on the meta device are replaced by loaded ones; a module's are refused.
+            Tensors on the meta device are replaced by loaded ones; those of a module are refused.
         checkpoint_id: The folder.
         storage_reader: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageReader` reads
             a folder of weights; a `StorageReader` of one's own, what it knows.

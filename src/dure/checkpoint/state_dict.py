@@ -257,7 +257,7 @@ class _View:
     def __init__(self, model: nn.Module, options: StateDictOptions | None) -> None:
         self._model, self._options = model, options or StateDictOptions()
         self._names = Names(model, self._options.dsd_fqn_modifiers)
-        self._ranks = Ranks(None, "state_dict")
+        self._ranks = Ranks(None, "get_model_state_dict")
         if self._options.broadcast_from_rank0 and not self._options.full_state_dict:
             raise UsageError("full_state_dict must be True when broadcast_from_rank0 is True")
 
@@ -399,7 +399,7 @@ class _View:
         def like(path: Path) -> Any:
             return live[path[0]][1] if path[0] in live else None
 
-        state = self._received(state, like)
+        state = self._received("set_model_state_dict", state, like)
         passed = {
             live[name][0] if name in live else name: _cut_like(value, like((name,)))
             for name, value in state.items()
@@ -439,7 +439,7 @@ class _View:
         nested = dict(given)
         if nested and "state" not in nested:
             nested = _nested(nested, own.keys())
-        nested = self._received(nested, like)
+        nested = self._received("set_optimizer_state_dict", nested, like)
         states = cast(dict[str, State], nested.get("state", {}))
         options = {
             name: _options_of(group)
@@ -500,7 +500,7 @@ class _View:
                 )
         return options
 
-    def _received(self, given: State, like: Callable[[Path], Any]) -> State:
+    def _received(self, op: str, given: State, like: Callable[[Path], Any]) -> State:
         """Return rank 0's state on all ranks, cut as `like` tells; else what was given.
 
         What no `like` is told for, this rank does not keep.
@@ -531,7 +531,8 @@ class _View:
             broadcast(tensor, src=0, group=group)
             return None if target is None else _cut_like(tensor, target)
 
-        return _each(self._ranks.first(lambda: _each(given, stand_in)), receive)
+        ranks = Ranks(None, op)  # whose errors name the function
+        return _each(ranks.first(lambda: _each(given, stand_in)), receive)
 
     def _device(self, like: Any) -> torch.device:
         """Return where a tensor is received; the model's device where it is of another's rank."""
@@ -555,30 +556,33 @@ def _init_optim_state(optim: torch.optim.Optimizer) -> None:
 
 
 def _patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
-    """Replace a model's `state_dict` and `load_state_dict` by `get_model_state_dict` and its pair.
+    """Replace a model's `state_dict` and `load_state_dict`.
 
-    A private name of torch that programs use.
+    By `get_model_state_dict` and `set_model_state_dict`. A private name of torch that programs use.
     """
     _patch(
         model,
         lambda: get_model_state_dict(model, options=options),
-        lambda state: set_model_state_dict(model, state, options=options),
+        lambda state_dict: set_model_state_dict(model, state_dict, options=options),
     )
 
 
 def _patch_optimizer_state_dict(
     model: nn.Module, *, optimizers: Optimizers, options: StateDictOptions | None = None
 ) -> None:
-    """Replace each optimizer's `state_dict` by `get_optimizer_state_dict` of all, and its pair.
+    """Replace each optimizer's `state_dict` and `load_state_dict`.
 
-    A private name of torch that programs use.
+    By `get_optimizer_state_dict` and `set_optimizer_state_dict` of all of them. A private name
+    of torch that programs use.
     """
     several = _several(optimizers)
     for optimizer in several:
         _patch(
             optimizer,
             lambda: get_optimizer_state_dict(model, several, options=options),
-            lambda state: set_optimizer_state_dict(model, several, state, options=options),
+            lambda state_dict: set_optimizer_state_dict(
+                model, several, state_dict, options=options
+            ),
         )
 
 

@@ -41,7 +41,7 @@ def marking(module: nn.Module) -> Iterator[None]:
 
 
 def check_has_memory(modules: Sequence[nn.Module], managed: Set[object]) -> None:
-    """See that none of the parameters of modules that are `managed` is on the meta device.
+    """Raise if a managed parameter of modules is on the meta device.
 
     Raises:
         ModuleError: Lists those that are.
@@ -58,8 +58,8 @@ def check_has_memory(modules: Sequence[nn.Module], managed: Set[object]) -> None
             op="forward",
             parameters=tuple(on_meta),
             seen=", ".join(on_meta),
-            fix="Call to_empty(device=...) on the model, and have its modules' reset_parameters() "
-            "write them; or load_state_dict(..., assign=True).",
+            fix="Call to_empty(device=...) on the model, and then reset_parameters() on its "
+            "modules; or load_state_dict(..., assign=True).",
         )
 
 

@@ -520,7 +520,8 @@ def run(scenario: Scenario, num_cases: int | None, kinds: str, seed: int) -> Rep
         if num_cases is not None:
             drawn, of_rank_0 = random.Random(seed), [f for f in faults if f.rank == 0]
             killed = drawn.choice([f for f in of_rank_0 if f.kind == "KILL"])
-            faults = [killed, *drawn.sample(faults, min(num_cases - 1, len(faults)))]
+            others = [fault for fault in faults if fault != killed]
+            faults = [killed, *drawn.sample(others, min(num_cases - 1, len(others)))]
         problems: list[str] = []
         hits = 0
         for fault in faults:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from dure.checkpoint.state_dict import (
     set_state_dict,
 )
 from dure.checkpoint.stateful import Stateful
-from dure.errors import CheckpointMismatch, UsageError
+from dure.errors import CheckpointMismatch, Desync, PeerLost, UsageError
 from dure.fsdp import fully_shard
 from dure.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
@@ -300,6 +301,16 @@ def test_the_state_before_the_first_step_is_that_of_beginning(name):
     assert all(v.equal(first.state_dict()[k]) for k, v in second.state_dict().items())
 
 
+def test_an_error_of_the_ranks_in_a_trial_step_is_raised_as_it_is():
+    class Lost(torch.optim.SGD):
+        def step(self, closure=None):
+            raise PeerLost("rank 1 is lost")
+
+    model = nn.Linear(2, 3)
+    with pytest.raises(PeerLost):
+        get_optimizer_state_dict(model, Lost(model.parameters()))
+
+
 def test_an_optimizer_that_needs_more_is_refused():
     model = nn.Linear(2, 3)
     with pytest.raises(UsageError, match="LBFGS is not known before it has stepped"):
@@ -481,6 +492,18 @@ def test_an_empty_model_state_sets_only_the_optimizer():
         set_model_state_dict(model, {})
 
 
+def test_a_rank_that_does_not_put_a_state_back_is_told_the_function():
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    def body(rank):
+        model = nn.Linear(2, 3)
+        put = partial(set_model_state_dict, model, model.state_dict(), options=options)
+        with pytest.raises(Desync, match=r"checkpoint\.set_model_state_dict"):
+            (put if rank == 0 else dure.barrier)()
+
+    run_ranks(2, body)
+
+
 def test_patched_models_and_optimizers_save_and_load_by_names(tmp_path):
     def made(rank, scale):
         model = nn.Sequential(nn.Linear(2, 3))
@@ -499,6 +522,8 @@ def test_patched_models_and_optimizers_save_and_load_by_names(tmp_path):
         model, optimizer = made(rank, 0.5)
         whole = model[0].weight.full_tensor()
         assert list(optimizer.state_dict()["state"]) == ["0.weight", "0.bias"]
+        for patched in (model, optimizer):
+            patched.load_state_dict(state_dict=patched.state_dict())
         save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
         other, others = made(rank, 2.0)
         load({"model": other, "optimizer": others}, checkpoint_id=tmp_path)
