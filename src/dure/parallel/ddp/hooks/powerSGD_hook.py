@@ -218,7 +218,8 @@ class _Step:
         work = self._group.all_reduce(first, ReduceOp.SUM, async_op=True)
         assert work is not None
 
-        second: list[Any] = []  # not in the future: on a GPU it looks for tensors by pickling
+        # Kept outside the future, because CUDA futures find tensors by pickling.
+        second: list[Any] = []
 
         def project(future: torch.futures.Future[Any]) -> torch.Tensor:
             """Make the Qs from the summed Ps, and start the second collective."""
