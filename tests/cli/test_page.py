@@ -44,11 +44,11 @@ def rank(number: int, **more: object) -> RankResult:
             ("all_reduce #41 (float32, 40 bytes, SUM)", "/a b/t.py:12", "still in it"),
         ),
         (
-            "barrier #2 of group 'x, at y' at t.py:3, failed with PeerLost 0.0165 s before",
+            "barrier #2 of group 'x, at y' at t.py:3, failed with PeerLost 0.0165 s earlier",
             ("barrier #2", "t.py:3", "failed with PeerLost"),
         ),
         (
-            "barrier #2 of group 'world', ended 1e-05 s before",
+            "barrier #2 of group 'world', ended 1e-05 s earlier",
             ("barrier #2", "", "ended"),
         ),
         ("none", ("none", "", "")),

@@ -67,7 +67,8 @@ class Ranks:
             raise UsageError(
                 "a checkpoint cannot be saved with the backend 'fake'",
                 op=f"checkpoint.{self._op}",
-                seen=f"{self.size - 1} of {self.size} ranks do not exist, and write nothing",
+                seen=f"{self.size - 1} of the {self.size} ranks do not exist and cannot write "
+                "their parts",
                 fix="Do not save in a dry run.",
             )
 

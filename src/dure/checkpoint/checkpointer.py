@@ -127,7 +127,8 @@ class Checkpointer:
 
         Cost: each byte is read and written once; memory: one tensor that is not on the CPU.
         """
-        ranks, number = self._ranks, _step_number(step)
+        ranks = Ranks(self._process_group, "Checkpointer.save")
+        number = _step_number(step)
         reserved = objects.keys() & {RANDOM, RUN, POSITIONS, "$"}
         if reserved:
             raise UsageError("an object has a name that is taken", seen=min(reserved))
@@ -247,16 +248,16 @@ class Checkpointer:
         Cost: each byte is read once by one of the ranks to check it, and once by every rank to
         load it; memory: mapped from the file, copied once.
         """
-        found = self._choose(step)
+        ranks = Ranks(self._process_group, "Checkpointer.load")
+        found = self._choose(step, ranks)
         if found is None:
             return None
-        self._ranks.each(lambda: found.check(objects))
-        self._ranks.each(lambda: found.load(objects))
+        ranks.each(lambda: found.check(objects))
+        ranks.each(lambda: found.load(objects))
         return found.step
 
-    def _choose(self, step: int | None) -> Resuming | None:
+    def _choose(self, step: int | None, ranks: Ranks) -> Resuming | None:
         """Find the newest whole checkpoint, on all ranks the same."""
-        ranks = self._ranks
         places = ranks.first(self._places)
         wanted = [p for p in reversed(places) if step is None or p.step == step]
         self.refused = {}

@@ -144,7 +144,8 @@ class BroadcastingTorchSaveReader(StorageReader):
         """
         if not isinstance(planner, DynamicMetaLoadPlanner) or self.checkpoint_id is None:
             raise UsageError("a file needs a DynamicMetaLoadPlanner", seen=f"{self.checkpoint_id}")
-        ranks, path, wanted = Ranks(None), self.checkpoint_id, planner.state_dict
+        ranks = Ranks(None, "BroadcastingTorchSaveReader")
+        path, wanted = self.checkpoint_id, planner.state_dict
         leads, leaves = ranks.rank == self.coordinator_rank, dict[str, torch.Tensor]()
         ranks.each(lambda: leaves.update(_tensors(path, wanted)) if leads else None)
         for name, value in wanted.items():

@@ -196,7 +196,7 @@ def check_fits(name: str, value: Any, saved: Any) -> None:
         lines = unlike(inner, saved)
     if lines:
         raise CheckpointMismatch(
-            f"{name!r} in the checkpoint is of another object",
+            f"{name!r} in the checkpoint does not fit the object",
             seen=few(lines, "; "),
             fix="Load it into the model that was saved, or save in another folder.",
         )

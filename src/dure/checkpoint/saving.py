@@ -413,7 +413,12 @@ def begin(folder: Folder, replace: bool) -> int:
     make(path)
     folder.hold()
     if not replace and (path / NAME).exists():
-        raise CheckpointError("there is a checkpoint already", path=str(path), seen=f"{path}")
+        raise CheckpointError(
+            "there is a checkpoint already",
+            path=str(path),
+            seen=f"{path}",
+            fix="Save into another folder, or pass overwrite=True.",
+        )
     number = next_number(path)
     clear(path)
     return number

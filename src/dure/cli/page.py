@@ -41,7 +41,7 @@ _MOST_LINES, _LONGEST_LINE = 2000, 1000  # between two news
 _LAST_S, _LEAVE_S = 1.0, 4.0
 _LAST = re.compile(
     r"(?P<call>.+?)(?: of group '.*?')?(?: at (?P<at>\S.*:\d+))?, "
-    r"(?P<how>[^,]+?)(?: [\d.e+-]+ s before)?"
+    r"(?P<how>[^,]+?)(?: [\d.e+-]+ s earlier)?"
 )
 
 

@@ -123,8 +123,9 @@ class Work:
         _warned.add(site)
         file, _, line = site.partition(" in ")[0].rpartition(":")
         warnings.warn_explicit(
-            f"the Work of {self._op}(..., async_op=True) was dropped before anybody "
-            "waited for it: nobody knows when the result is there, or whether it failed",
+            f"the Work of {self._op}(..., async_op=True) was dropped before it was waited for, so "
+            "the program cannot know when it finished or whether it failed. Keep it, and call "
+            "wait().",
             UnwaitedWorkWarning,
             file,
             int(line) if line.isdecimal() else 0,

@@ -223,6 +223,14 @@ def _peer_lost(
         text = (
             "all peers left the group" if status is Status.PEER_LEFT else "a peer's process ended"
         )
+    fix = "See that rank's own output; dure.shrink() makes a group of the ranks that are left."
+    if status is Status.PEER_LEFT:
+        it, its = ("They", "their") if outcome.peer < 0 else ("It", "its")
+        fix = (
+            f"{it} ended, or destroyed {its} groups, without this call: make all ranks call the "
+            "same operations. "
+            "dure.shrink() makes a group of the ranks that are left."
+        )
     seen = [f"pid {pid}"] if pid else []
     if status is Status.PEER_LOST and outcome.detail:
         seen.append(outcome.detail)
@@ -232,7 +240,7 @@ def _peer_lost(
         host=platform.node(),
         exit=outcome.detail or None if status is Status.PEER_LOST else None,
         seen=", ".join(seen),
-        fix="See that rank's own output; dure.shrink() makes a group of the ranks that are left.",
+        fix=fix,
         **fields,
     )
 

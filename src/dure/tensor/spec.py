@@ -11,7 +11,7 @@ Specs are interned: equal ones are the same object, so that caches compare them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -357,9 +357,12 @@ def as_placements(
     """
     if placements is None:
         return (Replicate(),) * mesh.ndim
-    if isinstance(placements, Placement):
+    if isinstance(placements, Placement) or not isinstance(placements, Iterable):  # pyright: ignore
         raise PlacementError(
-            "placements must be a list, one for each mesh axis", op=op, seen=f"{placements!r}"
+            "placements must be a list, one for each mesh axis",
+            op=op,
+            seen=f"{placements!r}",
+            fix=import_instead_of(placements),
         )
     found = tuple(placements)
     foreign = next((p for p in found if not isinstance(p, Placement)), None)  # pyright: ignore

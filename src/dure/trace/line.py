@@ -106,7 +106,7 @@ def last_operation() -> str:
         return f"{text}, still in it"
     ago_s = (time.monotonic_ns() - record.end_ns) / 1e9
     how = f"failed with {record.error}" if record.state is State.FAILED else "ended"
-    return f"{text}, {how} {ago_s:.3g} s before"
+    return f"{text}, {how} {ago_s:.3g} s earlier"
 
 
 def tell_last() -> None:

@@ -11,6 +11,7 @@ import torch
 
 import dure
 from dure.checkpoint import (
+    Checkpointer,
     CheckpointException,
     DefaultLoadPlanner,
     FileSystemWriter,
@@ -100,6 +101,17 @@ def test_ranks_that_do_not_all_save(tmp_path):
 
     run_ranks(2, body)
     assert not (tmp_path / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_ranks_that_do_not_all_call_a_checkpointer(tmp_path, name):
+    def body(rank):
+        call = getattr(Checkpointer(tmp_path), name)
+        with pytest.raises(Desync) as caught:
+            call(1, w={"a": 1}) if rank == 0 else dure.all_reduce(torch.zeros(3))
+        assert f"checkpoint.Checkpointer.{name}," in caught.value.calls[0]
+
+    run_ranks(2, body)
 
 
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path):

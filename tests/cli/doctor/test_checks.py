@@ -105,6 +105,7 @@ CASES: list[tuple[Callable[..., Iterable[Finding]], dict[str, Any], Level]] = [
     (checks.key_file, {"folder_mode": 0o1777}, OK),
     (checks.versions, {"packages": {"dure": "1"}}, PROBLEM),
     (checks.versions, {"packages": {"torch": "2.4.1+cu1"}}, PROBLEM),
+    (checks.versions, {"packages": {"torch": "2.14.0"}}, WARNING),
     (checks.system, {"kernel": "4.18.0-el8"}, WARNING),
     (checks.system, {"name": "Darwin"}, WARNING),
     (checks.leftovers, {"left": [Orphan(9, "python", 60)]}, WARNING),

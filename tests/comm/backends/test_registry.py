@@ -39,6 +39,12 @@ def test_malformed_or_unknown_backend_is_a_usage_error(spec):
         registry.parse_backend(spec)
 
 
+def test_misspelled_backend_is_answered_with_the_nearest():
+    with pytest.raises(UsageError) as caught:
+        registry.parse_backend("cpu:gloooo")
+    assert "'gloo'?" in caught.value.fix
+
+
 def test_registered_backend_is_found_and_created(own_backend):
     assert own_backend in registry.known_backends()
     assert registry.parse_backend("mine") == {"cpu": "mine", "cuda": "mine"}

@@ -105,7 +105,7 @@ def test_others_are_told_with_their_last_operation_and_those_alike_together() ->
         dataclasses.replace(
             rank(n, Exit(signal=15), ended=True),
             stack=stack,
-            last=f"all_reduce #4, ended 0.{n} s before",
+            last=f"all_reduce #4, ended 0.{n} s earlier",
             progress="step 7 of 9",
         )
         for n in (1, 2, 3)

@@ -26,6 +26,10 @@ def report_of(*ranks: tuple[float, float]) -> StepReport:
     )
 
 
+def test_a_report_of_no_steps_says_so():
+    assert str(StepReport(ranks=(StepSplit(),), num_steps=0)) == "no steps were measured"
+
+
 def test_the_slowest_rank_is_the_one_that_waits_least():
     report = report_of((1.0, 1.0), (1.75, 0.25), (1.0, 1.0))
     assert report.slowest == 1

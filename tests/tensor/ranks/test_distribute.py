@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -144,7 +145,7 @@ class _OfNothing(torch.Tensor):
 
 
 # Each: tensor, placements, options, and the error.
-REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any], type[Exception]]] = {
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception]]] = {
     "terms of a product": (torch.ones(4), [Partial("product")], {}, PlacementError),
     "a subclass of unknown tensors": (
         torch.Tensor._make_wrapper_subclass(_OfNothing, (4,)),
@@ -155,6 +156,12 @@ REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any], type[Exception]]] = {
     "no such dimension": (torch.ones(4), [Shard(1)], {}, DimError),
     "no placement": (torch.ones(4), ["S(0)"], {}, PlacementError),
     "too many placements": (torch.ones(4), [Shard(0), R], {}, PlacementError),
+    "a placement of torch's without a list": (
+        torch.ones(4),
+        torch.distributed.tensor.Shard(0),
+        {},
+        PlacementError,
+    ),
     "the result of an operator": (torch.ones(2, requires_grad=True) * 2, [R], {}, UsageError),
     "no such source": (torch.ones(4), [R], {"src_data_rank": 2}, UsageError),
 }

@@ -68,6 +68,9 @@ def versions(python: str, packages: Mapping[str, str]) -> Findings:
         yield problem("torch", "not installed", "pip install torch")
     elif _numbers(torch) < (2, 11):
         yield problem("torch", f"{torch} is older than 2.11", "pip install --upgrade torch")
+    elif _numbers(torch) >= (2, 14):
+        seen = f"{torch} is newer than 2.13, the newest that the tests have passed with"
+        yield warning("torch", seen, "pip install 'torch<2.14'")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Protocol
 
 from dure.comm.backends.base import Backend, BackendFactory, BackendOptions
@@ -200,8 +201,11 @@ def check_pg_options(names: Collection[str], given: object) -> None:
 def _entry(name: str) -> _Entry:
     entry = _OURS.get(name.lower()) or _registered.get(name.lower())
     if entry is None:
+        near = get_close_matches(name.lower(), known_backends(), 1)
         raise UsageError(
-            f"there is no backend {name!r}", fix=f"Use one of {', '.join(known_backends())}."
+            f"there is no backend {name!r}",
+            fix=(f"Did you mean {near[0]!r}? " if near else "")
+            + f"Use one of {', '.join(known_backends())}.",
         )
     return entry
 

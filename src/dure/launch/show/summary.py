@@ -131,7 +131,7 @@ def _fates(ranks: list[RankResult], limit: int, failure: RankResult) -> list[str
     texts: dict[tuple[str, ...], list[str]] = {}
     for rank in ranks:
         text = [_fate(rank, failure), *_doing(rank)]
-        key = tuple(_general(rank, re.sub(r"[\d.e-]+ s before", "", part)) for part in text)
+        key = tuple(_general(rank, re.sub(r"[\d.e-]+ s earlier", "", part)) for part in text)
         groups.setdefault(key, []).append(rank)
         texts.setdefault(key, text)
     lines: list[str] = []

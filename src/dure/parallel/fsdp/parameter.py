@@ -55,7 +55,7 @@ class _Freed:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
                 return func(*args, **(kwargs or {}))
         raise ModuleError(
-            "an unsharded parameter was read after its module was resharded",
+            "an unsharded parameter was used after its module was resharded",
             op=func.__name__,
             fix="Read the parameter of the module, which is the shard now; or call unshard() of "
             "the module first, or use fsdp.full_parameters(model).",

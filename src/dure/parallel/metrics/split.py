@@ -162,6 +162,8 @@ class StepReport:
 
     def __str__(self) -> str:
         """Return a table: the phases of each rank, or of the mean and the slowest of many."""
+        if not self.num_steps:
+            return "no steps were measured"
         columns = {f"rank {r}": split for r, split in enumerate(self.ranks)}
         if len(columns) > _MOST_COLUMNS:
             slow = f"rank {self.slowest}"
@@ -174,7 +176,7 @@ class StepReport:
         lines.append(
             f"{self.samples_per_s:,.1f} samples/s, {_bytes(mean.num_bytes)} reduced a step"
         )
-        if len(self.ranks) > 1 and self.num_steps:
+        if len(self.ranks) > 1:
             lines.append(
                 f"rank {self.slowest} is the slowest: its own work takes {self.imbalance:.1%} more "
                 "than the ranks' mean"

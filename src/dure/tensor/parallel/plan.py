@@ -69,7 +69,7 @@ def parallelize_module(
         )
     if not parallelize_plan:
         warnings.warn(
-            "parallelize_module has no plan, and does nothing", UsageWarning, stacklevel=2
+            "parallelize_plan is empty, so no module is parallelized", UsageWarning, stacklevel=2
         )
         return module
     if isinstance(parallelize_plan, ParallelStyle):
