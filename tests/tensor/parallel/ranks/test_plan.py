@@ -35,7 +35,7 @@ def test_paths_match_by_component_and_a_path_without_a_match_warns():
         assert len(names) == 2 * 4 + 1
         assert names[-1] is model
         for plan in (None, {}):
-            with pytest.warns(UserWarning, match="no plan"):
+            with pytest.warns(UserWarning, match="parallelize_plan is empty"):
                 parallelize_module(model, mesh, plan)
         with pytest.warns(UserWarning, match=r"layers\.0\.attention\.wq"):
             parallelize_module(model, mesh, {"layers.*.attn.wq": Notes()})
