@@ -49,8 +49,9 @@ class DataAxes:
         if mesh is None:
             world = resolve(None, "fully_shard")
             kinds = world.device_types - {"meta"}
-            if kind not in kinds:  # meta, say: an accelerator's, as in torch
-                kind = min(kinds - {"cpu"}, default="cpu")
+            if kind not in kinds:  # for example meta: use the accelerator, as torch does
+                has_one = torch.accelerator.is_available()
+                kind = min(kinds - {"cpu"}, default="cpu") if has_one else "cpu"
             mesh = DeviceMesh.from_group(world, kind)
         if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise MeshError(

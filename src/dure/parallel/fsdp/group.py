@@ -109,6 +109,8 @@ class ParameterGroup:
         Returns:
             Whether wholes that were kept were freed, as shards were written since.
         """
+        if self.unsharded and any(p.assigned is not None for p in self.parameters):
+            self.reshard()
         adopted = [p.adopt() for p in self.parameters]
         dtypes = {p.dtype for p in self.parameters}
         if len(dtypes) > 1:
@@ -123,6 +125,13 @@ class ParameterGroup:
             if self._dtypes != [p.sharded.dtype for p in self.parameters]:
                 self.remake()
             self.strategy.attach()
+            if self.strategy.frees:  # `attach` has dropped the memory of all
+                for parameter in self.parameters:
+                    parameter.whole = None
+        return self.free_stale()
+
+    def free_stale(self) -> bool:
+        """Free wholes that were kept, if any rank has written its shards since; tell whether."""
         is_stale = self.strategy.is_stale(self.accumulates)
         if is_stale:
             self.reshard()
@@ -150,8 +159,11 @@ class ParameterGroup:
         """Note that a forward has ended, and has perhaps left the group unsharded."""
         self._left = [p.unsharded_version for p in self.parameters] if self.unsharded else []
 
-    def check_left(self) -> None:
-        """See that nothing was written into what a forward has left unsharded.
+    def check_left(self) -> bool:
+        """See that nothing was written into what a forward has left unsharded, if one has.
+
+        Returns:
+            Whether one has.
 
         Raises:
             ModuleError: A parameter was. It is no shard, so that this is lost, or was done by all
@@ -171,6 +183,7 @@ class ParameterGroup:
                     fix="Call reshard() of the module before writing its parameters, or run that "
                     "forward under torch.no_grad().",
                 )
+        return bool(versions)
 
     def reshard(self, for_backward: bool = False, keeps: bool = False) -> None:
         """Let modules have the shards, and free the wholes; see `Strategy.reshard`.
@@ -182,8 +195,7 @@ class ParameterGroup:
         self.check_left()
         if self.unsharded:
             for parameter in self.parameters:
-                if not parameter.is_replaced:  # else the next step takes it over, or refuses it
-                    parameter.show_sharded()
+                parameter.hide_whole()
         elif not self._is_kept:
             return
         self._is_kept, self.unsharded = keeps and self.strategy.frees, False

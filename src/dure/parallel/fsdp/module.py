@@ -29,8 +29,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait until the module has its parameters whole."""
         if self._state is not None:
-            for group in self._state.groups:
-                group.adopt_replaced()  # what was loaded meanwhile; it is gathered instead
+            _before_showing(self._state)  # what was loaded in the meantime is shown instead
             self._state.show_wholes()
             self._state = None
 
@@ -94,19 +93,18 @@ class FSDPModule(InPlace):
         Collective: All ranks of the mesh.
         """
         state = self._state()
-        (state.tree or Tree(state)).before_showing(state)
+        _before_showing(state)
         state.unshard()
-        handle = UnshardHandle(state)
         if async_op:
-            return handle
-        handle.wait()
+            return UnshardHandle(state)
+        state.show_wholes()
         return None
 
     def reshard(self) -> None:
         """Free this module's unsharded parameters, if it has any.
 
-        A parameter that was put in the place of one meanwhile, as by
-        ``load_state_dict(assign=True)``, stays; it must be a shard.
+        A shard that was assigned in the meantime, as by ``load_state_dict(assign=True)``, stays.
+        Any other parameter is dropped, as in torch: the shard takes its place.
         """
         state = self._state()
         state.reshard()
@@ -281,6 +279,12 @@ class FSDPModule(InPlace):
             if state.tree.root is not state:
                 raise ModuleError("reset_iter_state is for the root", op="reset_iter_state")
             state.tree.forget()
+
+
+def _before_showing(state: FSDPState) -> None:
+    tree = state.tree or Tree(state)
+    with tree.telling(state):
+        tree.before_showing(state)
 
 
 def join_step(module: nn.Module) -> None:

@@ -33,12 +33,16 @@ from dure.training.optimizers import forget_replaced, note_replaced, note_unshar
 __all__ = ["FSDPParameter", "run_hooks"]
 
 _WITHOUT_VALUES = {
-    "__get__", "__set__", "__delete__", "__format__", "data_ptr", "dim", "element_size",
-    "is_complex", "is_contiguous", "is_floating_point", "nelement", "ndimension", "numel",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
-    "storage_offset", "stride", "untyped_storage",
+    "__get__", "__set__", "__delete__", "__dir__", "__format__", "__len__", "data_ptr", "dim",
+    "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point",
+    "is_inference", "is_pinned", "is_shared", "nelement", "ndimension", "numel", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
+    "untyped_storage",
 }  # fmt: skip
-"""What may be asked of a tensor without memory."""
+"""Functions that read no values."""
+
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Properties that are plain tensors over the same memory."""
 
 
 class _Freed:
@@ -51,19 +55,35 @@ class _Freed:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.__name__ in _WITHOUT_VALUES:
+        name = func.__name__
+        if name == "__get__" and getattr(func.__self__, "__name__", "") in _VIEWS:
+            raise _read(func.__self__.__name__)
+        names_type = name == "type" and len(args) == 1 and not kwargs  # else it converts
+        if name in _WITHOUT_VALUES or names_type:
             with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore
                 return func(*args, **(kwargs or {}))
-        raise ModuleError(
-            "an unsharded parameter was used after its module was resharded",
-            op=func.__name__,
-            fix="Read the parameter of the module, which is the shard now; or call unshard() of "
-            "the module first, or use fsdp.full_parameters(model).",
-        )
+        raise _read(name)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        """Raise: `nn.Parameter` would copy its memory, and does not ask `__torch_function__`."""
+        raise _read("deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Raise, for the same reason: pickled, or copied."""
+        raise _read("__reduce_ex__")
 
     def __repr__(self, **_: object) -> str:
         values: Any = self
         return f"<unsharded parameter {list(values.shape)}, freed when its module was resharded>"
+
+
+def _read(op: str) -> ModuleError:
+    return ModuleError(
+        "an unsharded parameter was used after its module was resharded",
+        op=op,
+        fix="Read the parameter of the module, which is the shard now; or call unshard() of "
+        "the module first, or use fsdp.full_parameters(model).",
+    )
 
 
 class _FreedParameter(_Freed, nn.Parameter):
@@ -193,7 +213,7 @@ class FSDPParameter:
         if found is self.sharded and found.spec is self.spec:
             self._mark_files()  # `to_empty` exchanges all that the object has
             return False
-        if not isinstance(found, DTensor) or found.spec.placements != self.spec.placements:
+        if not self._is_shard(found):
             raise ModuleError(
                 "a sharded parameter was replaced by what is no shard of it",
                 op="FSDP forward",
@@ -205,11 +225,30 @@ class FSDPParameter:
         self._take(found)
         return True
 
+    def _is_shard(self, found: object) -> bool:
+        """Whether a parameter that the program has assigned can take the place of the shard."""
+        return isinstance(found, DTensor) and found.spec.placements == self.spec.placements
+
+    @property
+    def assigned(self) -> nn.Parameter | None:
+        """The shard that the program has assigned in one of the places, if any."""
+        for module, name in self.places:
+            found: Any = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+            is_new = found is not self.sharded and found is not self.whole
+            if is_new and self._is_shard(found):
+                return found
+        return None
+
     # ---------------------------------------------------------------- what modules have
 
     def show_sharded(self) -> None:
         """Let modules have the shard."""
         self._show(self.sharded)
+
+    def hide_whole(self) -> None:
+        """Let modules have the shard again; or the one that was assigned, until `adopt`."""
+        assigned = self.assigned
+        self._show(self.sharded if assigned is None else assigned)
 
     def show_whole(self, tensor: torch.Tensor) -> None:
         """Let modules have the whole, whose values lie in `tensor` [whole_shape]."""
@@ -240,7 +279,7 @@ class FSDPParameter:
         if self._inner is None:
             return tensor
         meta = TensorMeta(self._inner.shape, self._inner.meta.stride, self.dtype)
-        # A part of its own, as `forbid_reading` is not for the strategy.
+        # A separate tensor, because `forbid_reading` must not change the strategy's.
         part = tensor.detach()
         return wrap(part, spec_of(self._inner.mesh, self._inner.placements, meta))
 

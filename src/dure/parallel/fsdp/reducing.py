@@ -177,10 +177,10 @@ class Reduction:
         if division.rest != 1 and division.after_hook:
             reduced.div_(division.rest)
         *pieces, flags = output.split([*sizes, len(sizes)])
-        # What this rank has used, a rank has: reading the flags would wait for a GPU.
+        # A gradient on this rank is enough; reading the flags would wait for the GPU.
         pairs = zip(given, self.parameters, strict=True)
         if has_no_values((flags,)):
-            used = [True] * len(sizes)
+            used = [p.is_trained for p in self.parameters]
         elif all(one or not parameter.is_trained for one, parameter in pairs):
             used = given
         else:

@@ -250,18 +250,26 @@ class Tree:
 
     def before_showing(self, state: FSDPState) -> None:
         """The program unshards a module: between steps, let it see what all ranks have written."""
-        for group in state.groups:
-            group.adopt_replaced()
         if self.entry is not None or self.in_backward:
-            return
-        if all(group.strategy.is_current for group in state.groups):
-            return
-        for group in self.groups:
-            if not group.strategy.is_current:
+            for group in state.groups:
                 group.adopt_replaced()
-                group.strategy.publish()
-        self._take_turn()
-        self._shows = True
+            return
+        left = [group for group in self.groups if group.check_left()]
+        if not self._shows:  # a forward without a backward, say, may have left ranks reading
+            self.turns.leave(together=False)
+        for group in state.groups:
+            if group.free_stale():
+                state.waits_for_backward = False
+            group.adopt_replaced()
+        if not all(group.strategy.is_current for group in state.groups):
+            for group in self.groups:
+                if not group.strategy.is_current:
+                    group.adopt_replaced()
+                    group.strategy.publish()
+            self._take_turn()
+            self._shows = True
+        for group in left:
+            group.leave()  # `enter` has increased versions
 
     def after_showing(self) -> None:
         """The program has resharded a module: with the last one, others may write again."""

@@ -67,24 +67,26 @@ def test_over_tensor_parallel(way: str, axes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "kinds", "used"),
+    ("parameters", "kinds", "has_gpu", "used"),
     [
-        ("cuda", {"cuda"}, "cuda"),
-        ("cpu", {"cpu", "cuda"}, "cpu"),
-        ("cuda", {"cpu", "cuda"}, "cuda"),
-        ("meta", {"cpu", "cuda", "meta"}, "cuda"),
-        ("meta", {"cpu"}, "cpu"),
-        ("cuda", {"cpu"}, "cpu"),  # the parameters are refused then
+        ("cuda", {"cuda"}, True, "cuda"),
+        ("cpu", {"cpu", "cuda"}, True, "cpu"),
+        ("cuda", {"cpu", "cuda"}, True, "cuda"),
+        ("meta", {"cpu", "cuda", "meta"}, True, "cuda"),
+        ("meta", {"cpu", "cuda", "meta"}, False, "cpu"),
+        ("meta", {"cpu"}, True, "cpu"),
+        ("cuda", {"cpu"}, True, "cpu"),  # the parameters are refused then
     ],
 )
 def test_mesh_that_is_not_given_is_on_the_device_of_the_parameters(
-    monkeypatch: pytest.MonkeyPatch, parameters: str, kinds: set[str], used: str
+    monkeypatch: pytest.MonkeyPatch, parameters: str, kinds: set[str], has_gpu: bool, used: str
 ) -> None:
     def from_group(group: object, kind: str) -> None:
         raise LookupError(kind)
 
     monkeypatch.setattr(axes, "resolve", lambda *_: SimpleNamespace(device_types=frozenset(kinds)))
     monkeypatch.setattr(DeviceMesh, "from_group", from_group)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
     with pytest.raises(LookupError) as asked:
         axes.DataAxes.of(None, None, parameters)
     assert asked.value.args == (used,)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import pickle
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
 from dure.tensor import Replicate, distribute_tensor
 from dure.testing import CommRecorder, run_ranks
+from dure.training.grad_views import own_part
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Net,
     batch,
@@ -150,9 +153,24 @@ def test_a_parameter_that_was_freed_is_not_read(inner: bool) -> None:
         model.unshard()
         weight = model.weight
         model.reshard()
-        for read in (weight.t, weight.sum, lambda: weight + 1, lambda: weight @ weight):
-            with pytest.raises(ModuleError):
+        reads: list[Callable[[], object]] = [
+            weight.t,
+            weight.sum,
+            lambda: weight + 1,
+            lambda: weight @ weight,
+            lambda: weight.data + 1,
+            lambda: weight.T + 1,
+            lambda: weight.real + 1,
+            lambda: weight.type(torch.float64),
+            lambda: copy.deepcopy(weight),
+            lambda: pickle.dumps(weight),
+        ]
+        for read in reads:
+            with pytest.raises(ModuleError, match="after its module was resharded"):
                 read()
+        part = own_part(weight)
+        assert len(part) == 2 and part.type() == "torch.FloatTensor" and "data" in dir(part)
+        assert part.get_device() == -1 and not (part.is_shared() or part.is_inference())
         assert "freed" in repr(weight) and "freed" in f"{weight}"
         assert weight.shape == (2, 2) and weight.grad is None
         model.unshard()

@@ -127,3 +127,35 @@ def test_an_optimizer_that_is_made_meanwhile_is_given_the_shards(way: str) -> No
         assert torch.equal(whole(model[0].weight), before - 1)
 
     run_ranks(SIZE, body)
+
+
+def without_backward(model: Any) -> None:
+    model(X)
+
+
+def with_graph_kept(model: Any) -> None:
+    model(X).sum().backward(retain_graph=True)
+
+
+def by_hand(model: Any) -> None:
+    model.unshard()
+
+
+@pytest.mark.parametrize("before", [without_backward, with_graph_kept, by_hand])
+def test_unshard_shows_what_an_optimizer_has_written_since(way: str, before: Any) -> None:
+    """Which is no write of the program into the unsharded parameters."""
+
+    def body(rank: int) -> None:
+        model = made(way)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        weight = model[0].weight
+        model(X).sum().backward()
+        before(model)
+        optimizer.step()
+        model.unshard()
+        seen = model[0].weight.detach().clone()
+        model(X).sum().backward()
+        model.reshard()
+        assert torch.equal(seen, whole(weight))
+
+    run_ranks(SIZE, body)

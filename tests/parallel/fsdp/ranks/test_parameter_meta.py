@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.parallel.fsdp.ranks.fsdp_models import (
     made,
     sharded,
 )
+from tests.waiting import PATIENCE_S
 
 
 def on_meta(way: str, **options: Any) -> Any:
@@ -169,5 +172,89 @@ def test_a_frozen_layer_without_memory(way: str) -> None:
         out.sum().backward()
         assert out.tolist() == [[13.0] * 3]
         assert model[0].weight.grad is None
+
+    run_ranks(2, body)
+
+
+def test_one_of_the_parameters_of_a_group_is_assigned(way: str) -> None:
+    def body(rank: int) -> None:
+        model: Any = nn.Linear(2, 2)
+        nn.init.ones_(model.bias)
+        with strategy(way):
+            fully_shard(model)
+        model(torch.ones(1, 2)).sum().backward()
+        mesh = model.weight.device_mesh
+        values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
+        model.load_state_dict({"weight": values}, strict=False, assign=True)
+        assert model(torch.ones(1, 2)).tolist() == [[11, 11]]  # leaves it unsharded
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+        out = model(torch.ones(1, 2))
+        assert out.tolist() == [[3, 3]]
+        out.sum().backward()
+        assert model.weight.grad.full_tensor().tolist() == [[1, 1], [1, 1]]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_tied_weight_assigned_while_unsharded_is_in_all_its_places(way: str, place: int) -> None:
+    def body(rank: int) -> None:
+        model: Any = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+        model[1].weight = model[0].weight
+        with strategy(way):
+            fully_shard(model)
+        mesh = model[0].weight.device_mesh
+        values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
+        model.unshard()
+        model[place].load_state_dict({"weight": values}, assign=True)
+        model.reshard()
+        assert model[0].weight is model[1].weight
+        assert model[1].weight.full_tensor().tolist() == [[5, 5], [5, 5]]
+        assert model(torch.ones(1, 2)).tolist() == [[100, 100]]
+
+    run_ranks(2, body)
+
+
+def test_what_is_no_shard_is_dropped_by_reshard(way: str) -> None:
+    """As weights that a program merges for an evaluation."""
+
+    def body(rank: int) -> None:
+        model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
+        nn.init.ones_(model[0].weight)
+        with strategy(way):
+            fully_shard(model)
+        shard = model[0].weight
+        with torch.no_grad():
+            model.unshard()
+            model[0].weight = nn.Parameter(model[0].weight + 1)
+            assert model[0](torch.ones(1, 2)).tolist() == [[4, 4]]
+            model.reshard()
+            assert model[0].weight is shard
+            assert model(torch.ones(1, 2)).tolist() == [[2, 2]]
+
+    run_ranks(2, body)
+
+
+def test_weights_assigned_while_they_are_gathered_are_awaited(way: str) -> None:
+    """On all ranks: the last one puts its rows in place when the first one waits already."""
+    waits = threading.Event()
+
+    def body(rank: int) -> None:
+        model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
+        nn.init.zeros_(model[0].weight)
+        with strategy(way):
+            fully_shard(model)
+        mesh = model[0].weight.device_mesh
+        values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
+        handle = model.unshard(async_op=True)
+        model.load_state_dict({"0.weight": values}, assign=True)
+        if rank == 0:
+            waits.set()
+        else:
+            assert waits.wait(PATIENCE_S)
+            time.sleep(0.1)
+        handle.wait()
+        assert model[0].weight.tolist() == [[5, 5], [5, 5]]
+        model.reshard()
 
     run_ranks(2, body)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dure.fsdp import explain, fully_shard, strategy
+from dure.parallel.fsdp import reducing
 from dure.tensor import DTensor
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import assert_same, full_weights
@@ -126,5 +127,22 @@ def test_frozen_parameters_are_not_reduced(way: str, later: bool) -> None:
         assert len(reduced) == STEPS * LAYERS
         flags = 4 if later else 2  # each parameter of the group has one element a rank
         assert set(reduced) == {(ADAPTER + 2 * flags) * 4}
+
+    run_ranks(2, body)
+
+
+def test_what_was_frozen_has_no_gradient_where_flags_have_no_values(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a run without values, in which every trained parameter counts as used."""
+    monkeypatch.setattr(reducing, "has_no_values", lambda _: True)
+
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        with strategy(way):
+            fully_shard(model)
+        model.weight.requires_grad_(False)
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is None and model.bias.grad is not None
 
     run_ranks(2, body)
