@@ -120,8 +120,7 @@ def check_batch(batch: object, mesh: DeviceMesh, *, step: int | None = None) -> 
 
 def _gathered(mine: list[int], group: ProcessGroup) -> torch.Tensor:
     """Return the numbers of all ranks, int64 [ranks * numbers]."""
-    device = "cpu" if "cpu" in group.device_types else next(iter(group.device_types))
-    numbers = torch.tensor(mine, dtype=torch.int64, device=device)
+    numbers = torch.tensor(mine, dtype=torch.int64, device=group.message_device)
     everyone = numbers.new_empty(group.size() * len(mine))
     group.all_gather_single(everyone, numbers)
     return everyone.cpu()

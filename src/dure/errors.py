@@ -18,8 +18,8 @@
     │                         CheckpointException
     └── InternalError         ours; please report
 
-Warnings have a tree of their own. Each class also derives from the Python class that the same
-warning had before, so that filters for that class continue to work:
+Warnings have a tree of their own. Each class also derives from a class of Python, so filters for
+that class apply, too:
 
     DureWarning
     ├── DureDeprecationWarning   FutureWarning: an argument or a form that has a successor
@@ -481,7 +481,13 @@ class LaunchError(DureError, RuntimeError):
         super().__init__(what, **fields)  # pyright: ignore[reportArgumentType]
 
     def get_first_failure(self) -> tuple[int, Any]:
-        """Return the rank that failed first, and its entry of `failures`."""
+        """Return the rank that failed first, and its entry of `failures`.
+
+        Raises:
+            UsageError: No rank failed, as when the ranks could not be started.
+        """
+        if not self.failures:
+            raise UsageError("no rank failed", seen=f"the job failed: {self}")
         return next(iter(self.failures.items()))
 
 

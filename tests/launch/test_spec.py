@@ -8,6 +8,11 @@ from dure.errors import LaunchError
 from dure.launch.spec import Crash, Exit, JobResult, RankResult
 
 
+def test_a_failed_job_without_failed_ranks_has_no_first_failure() -> None:
+    with pytest.raises(ValueError, match="no rank failed"):
+        LaunchError("a host could not be reached").get_first_failure()
+
+
 def test_a_failed_job_lists_the_ranks_that_failed_as_torch_does() -> None:
     crash = Crash(type="ValueError", message="my bug", traceback="Traceback ...", exit_code=3)
     killed = RankResult(rank=4, host="b", pid=14, exit=Exit(signal=9))

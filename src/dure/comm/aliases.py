@@ -66,8 +66,7 @@ def _get_default_store() -> Store:
 
 def _get_pg_default_device(group: ProcessGroup | None = None) -> torch.device:
     """Return the kind of device that a group prefers for its own tensors."""
-    kinds = resolve(group, "_get_pg_default_device").device_types
-    return torch.device("cpu" if "cpu" in kinds else min(kinds))
+    return torch.device(resolve(group, "_get_pg_default_device").message_device.type)
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
@@ -97,8 +96,17 @@ class _World:
 
     @property
     def group_count(self) -> int:
-        """The number of groups."""
-        return len(current_world().groups)
+        """How many groups all ranks have made together, the default group included.
+
+        It is the same on all ranks, and the name of the next group.
+        """
+        world = current_world()
+        return world.num_created + (world.default is not None)
+
+    @group_count.setter
+    def group_count(self, value: int) -> None:
+        world = current_world()
+        world.num_created = value - (world.default is not None)
 
     @property
     def pg_names(self) -> dict[ProcessGroup, str]:

@@ -133,7 +133,10 @@ def in_fake_mode() -> bool:
 
 
 def has_no_values(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether some are on meta, fake, or passed to an operation under `FakeTensorMode`."""
+    """Return whether any tensor has no values.
+
+    It is on the meta device, is fake, or is passed under `FakeTensorMode`.
+    """
     if tensors and in_fake_mode():
         return True
     for tensor in tensors:  # `any` would cost as much as the rest

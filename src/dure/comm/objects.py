@@ -61,7 +61,7 @@ def _group(
         "their lengths must be known before their bytes are sent",
     )
     if device is None:
-        device = "cpu" if "cpu" in pg.device_types else next(iter(pg.device_types))
+        device = pg.message_device
     return pg, device
 
 

@@ -109,7 +109,7 @@ def pending(tensor: torch.Tensor, work: Work) -> torch.Tensor:
 
 
 def finished(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a result that is there already what programs may call on a pending one, `wait`."""
+    """Let a program call `wait` on a result that is already available."""
     if type(tensor) is torch.Tensor:
         tensor.__class__ = AsyncCollectiveTensor
     return tensor

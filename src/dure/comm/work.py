@@ -36,8 +36,8 @@ class Work:
     non-contiguous output) are in place once any of `wait`, `is_completed` or a future's callback
     has reported the end.
 
-    Work that is dropped before anybody has asked how it ended is a mistake of the program, which a
-    `RuntimeWarning` names by its line, once.
+    Work that is dropped before anybody has asked how it ended is a mistake of the program, which an
+    `UnwaitedWorkWarning` (once per line of the program) reports.
     """
 
     site = ""
@@ -150,7 +150,7 @@ class Work:
                 return False
         except Exception as e:
             error = e
-        if error is None and self._finish is None and self._settled is None:
+        if error is None and self._finish is self._settled is self.stream_device is None:
             self._ended, self.keep = True, None
             return True
         with self._lock:
@@ -322,7 +322,7 @@ def combine(
     """Return one `Work` for several; wait for it where the caller did not ask for one."""
     for part in works:
         part.disown()
-    work = Work(_AllOf(works), outputs, finish=finish, settled=lambda error: None)
+    work = Work(_AllOf(works), outputs, finish=finish)
     if async_op:
         return work
     work.wait()

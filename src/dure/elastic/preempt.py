@@ -25,7 +25,6 @@ import torch
 from dure import env
 from dure.comm.ops import ReduceOp
 from dure.comm.world import current_world
-from dure.elastic.snapshot import message_device
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def preempted(group: ProcessGroup | None = None) -> bool:
     told = asked()
     pg = group or current_world().default
     if pg is not None and pg.size() > 1:
-        flag = torch.tensor([int(told)], device=message_device(pg))
+        flag = torch.tensor([int(told)], device=pg.message_device)
         pg.all_reduce(flag, ReduceOp.MAX)
         told = bool(flag.item())
     if told and not _notes.handled:

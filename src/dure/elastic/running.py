@@ -46,7 +46,6 @@ from dure.comm.ops import ReduceOp
 from dure.comm.world import World, current_world
 from dure.elastic import preempt
 from dure.elastic.membership import JobDone, Membership
-from dure.elastic.snapshot import message_device
 from dure.elastic.state import Recovery, State
 from dure.elastic.views import Member, View
 from dure.errors import (
@@ -406,7 +405,7 @@ class _Session(Generic[T]):
         """Return whether newcomers wait, and whether some rank was asked to end."""
         group = current_world().need_default()
         numbers = [int(newcomers), int(asked), step, -step]
-        flags = torch.tensor(numbers, device=message_device(group))
+        flags = torch.tensor(numbers, device=group.message_device)
         group.all_reduce(flags, ReduceOp.MAX)
         newcomers, asked, most, least = flags.tolist()
         if most != -least:

@@ -27,7 +27,7 @@ from dure.errors import UsageError
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["Snapshot", "message_device", "require_returnable"]
+__all__ = ["Snapshot", "require_returnable"]
 
 _VALUES = "values"
 _RANDOM = "random"
@@ -117,7 +117,7 @@ class Snapshot:
 
     def send(self, group: ProcessGroup, peer: int) -> None:
         """Send it to the rank `peer` of `group`, which calls `receive`."""
-        where = message_device(group)
+        where = group.message_device
         random = encode(self._random, _RANDOM, {})
         described = [
             (name, str(b.dtype).removeprefix("torch."), list(b.shape), str(b.device.type))
@@ -132,7 +132,7 @@ class Snapshot:
 
     def receive(self, group: ProcessGroup, peer: int) -> None:
         """Take over what `peer` sends; the random generators begin with numbers of their own."""
-        where = message_device(group)
+        where = group.message_device
         self.step = -1
         size = torch.zeros(1, dtype=torch.int64, device=where)
         group.recv(size, peer)
@@ -190,8 +190,3 @@ def require_returnable(value: object, path: str) -> None:
                 fix="Keep numbers, strings, tensors, and lists, tuples, sets and dicts of them, "
                 "and make the rest within train().",
             ) from None
-
-
-def message_device(group: ProcessGroup) -> str:
-    """Where messages live: on the CPU if the group reaches it, else on its accelerator."""
-    return "cpu" if "cpu" in group.device_types else min(group.device_types)

@@ -273,7 +273,11 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """A rank that failed, with torch's fields; `message` is torch's dict if the rank crashed."""
+    """A rank that failed, with torch's fields.
+
+    `message` is torch's dict if the rank crashed. `timestamp`, in seconds since 1970, is when the
+    launcher made this record: after the job ended.
+    """
 
     local_rank: int
     pid: int

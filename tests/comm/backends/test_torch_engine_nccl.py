@@ -158,7 +158,7 @@ def test_nccl_work_orders_every_stream_that_waits(not_nccl):
     group, t = torch_engine.create_nccl(options_of_one(size=2)), torch.ones(2)
     finish = lambda: Stream.log.append("copy")  # noqa: E731
     request = group.run(Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM), True)
-    work = Work(request, [t], "all_reduce", finish=finish, settled=lambda error: None)
+    work = Work(request, [t], "all_reduce", finish=finish)
     work.wait()
     Stream.current = "B"
     work.wait()
@@ -191,11 +191,12 @@ def test_nccl_messages_of_a_batch_are_started_as_one(not_nccl, monkeypatch, veri
     inner = torch_engine.create_nccl(options_of_one(size=2))
     if verified:
         backend = object.__new__(VerifyingBackend)
-        backend._inner, backend._engine = inner, threading.RLock()
+        backend._inner, backend._engine, backend.in_stream = inner, threading.RLock(), True
     else:
         backend = inner
     group = object.__new__(dist.ProcessGroup)
-    group._backends = {"cpu": backend}
+    group._use({"cpu": backend})
+    group.closed = False
     group.peer = group.source = lambda *_: 1
     group.global_ranks = (0, 1)
     group.send = backend.send
@@ -254,6 +255,21 @@ def test_nccl_message_beside_a_batch_of_another_thread_waits_for_its_own_work(no
         other.join(PATIENCE_S)
     made[0].wait()
     assert Stream.log == ["send 1", "begin", "end", "A waits for send 1"]
+
+
+def test_batches_of_a_destroyed_group_and_of_cpu_tensors_begin_nothing(not_nccl):
+    group = object.__new__(dist.ProcessGroup)
+    group._use({"cuda": torch_engine.create_nccl(options_of_one(size=2))})
+    group.closed = False
+    with group.together([torch.ones(2)]):
+        pass
+    group.closed = True
+    with group.together([torch.ones(2, device="meta")]):
+        pass
+    group._use({"meta": torch_engine.create_nccl(options_of_one(size=2))})
+    with group.together([torch.ones(2, device="meta")]):
+        pass
+    assert Stream.log == []
 
 
 def test_nccl_batches_of_two_threads_are_two(not_nccl):

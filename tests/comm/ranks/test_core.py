@@ -44,6 +44,19 @@ def test_group_and_what_holds_one_refuse_to_be_copied_2_ranks():
     run_ranks(2, _copies)
 
 
+class _Copied(dist.ProcessGroup):
+    """A program's own group, which says how it is copied."""
+
+    def __reduce__(self):  # pyright: ignore
+        return str, ("copied",)
+
+
+def test_a_class_below_the_group_may_be_copied():
+    group = object.__new__(_Copied)
+    group.group_name = "g"
+    assert copy.deepcopy(group) == pickle.loads(pickle.dumps(group)) == "copied"
+
+
 def _methods(rank: int) -> None:
     group = dist.new_group([0, 1], group_desc="pair")
     assert isinstance(group, dist.ProcessGroup)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dure as dist
-from dure.comm import init
+from dure.comm import init, objects
 from dure.errors import (
     UsageError,
 )
@@ -32,13 +32,17 @@ def test_destroy_of_the_world_destroys_every_group():
         ({"cpu", "cuda"}, "cuda:1", "cpu"),
         ({"cuda"}, "cuda:1", "cuda:1"),
         ({"cuda"}, None, "cuda"),
+        ({"xpu"}, None, "xpu"),
     ],
 )
 def test_small_messages_are_on_the_cpu_or_on_the_device_of_the_rank(kinds, bound, used):
     group = object.__new__(dist.ProcessGroup)
-    group.device_types, group.belongings = frozenset(kinds), {}
+    group._use(dict.fromkeys(kinds))
+    group.device_types, group.belongings = frozenset({*kinds, "meta"}), {}
+    group.global_ranks, group._manager = (0,), None
     group.bound_device_id = None if bound is None else torch.device(bound)
     assert group.message_device == torch.device(used)
+    assert objects._group(group, "gather_object")[1] == torch.device(used)
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,11 @@ class EngineCalls:
         return self._engine.recv([wire], src, tag)
 
     def begin_messages(self) -> None:
-        """Hold the messages that follow back until `end_messages`; only where `in_stream`."""
+        """Hold back the messages that follow, until `end_messages`."""
         self._engine._start_coalescing()
 
     def end_messages(self) -> EngineWork | None:
-        """Start them at once, so that none waits for another; None if there was none."""
+        """Start them together. Return None if there were none."""
         return self._engine._end_coalescing()
 
     def set_timeout(self, timeout: timedelta) -> None:

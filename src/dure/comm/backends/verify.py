@@ -69,6 +69,7 @@ class VerifyingBackend:
         from dure.comm.backends.torch_engine import create_gloo  # lazy: only where it is wanted
 
         self.name, self.device_types = inner.name, inner.device_types
+        self.in_stream: bool = getattr(inner, "in_stream", False)
         self._inner, self._store = inner, options.store
         self._rank, self._size = options.rank, options.size
         self._state = GroupState(options.name, options.rank, options.size)

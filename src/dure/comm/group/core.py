@@ -22,8 +22,8 @@ global ranks on one line each.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -162,6 +162,8 @@ class GroupCore:
         self._only: Backend | None = next(iter(backends.values())) if len(backends) == 1 else None
         self._engine: Channel | None = getattr(self._only, "plain", None)
         self._plain = self._engine
+        in_stream = {d: b for d, b in backends.items() if getattr(b, "in_stream", False)}
+        self._in_stream = cast(dict[str, Any], in_stream)
 
     def _open_ring(self) -> flight.FlightRing | None:
         """Make a flight recorder for backends that have none of their own."""
@@ -285,8 +287,11 @@ class GroupCore:
 
     @property
     def message_device(self) -> torch.device:
-        """Where tensors are put that are made on the host: the CPU, or its own device without."""
-        kind = "cpu" if "cpu" in self.device_types else min(self.device_types)
+        """The device for small tensors that this process makes for the group.
+
+        The CPU if the group takes CPU tensors, else the rank's own device.
+        """
+        kind = "cpu" if "cpu" in self._backends else min(self._backends)
         bound = self.bound_device_id
         return bound if bound is not None and bound.type == kind else torch.device(kind)
 
@@ -375,14 +380,18 @@ class GroupCore:
 
     # ---------------------------------------------------------------- how an operation is run
 
-    @contextmanager
-    def together(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Start the asynchronous messages of the block, of these tensors, so that none waits."""
-        backends = {id(b): b for b in (self._backends.get(t.device.type) for t in tensors)}
+    def together(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+        """Start the asynchronous messages of the block together, so that none waits for another.
+
+        `tensors` are what they send and receive.
+        """
+        if not self._in_stream or self.closed:
+            return nullcontext()
+        used = {id(b): b for t in tensors if (b := self._in_stream.get(t.device.type)) is not None}
         with ExitStack() as stack:
-            for backend in backends.values():
-                stack.enter_context(getattr(backend, "together", nullcontext)())
-            yield
+            for backend in used.values():
+                stack.enter_context(backend.together())
+            return stack.pop_all()
 
     def _backend(self, op: str, *tensors: torch.Tensor) -> Backend:
         """Check that the group is open and the tensors reachable; return the backend for them."""

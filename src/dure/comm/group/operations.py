@@ -32,7 +32,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -63,7 +63,7 @@ class ProcessGroup(GroupCore):
     splitter: ClassVar[Callable[..., ProcessGroup | None]]
     """`dure.split_group`, which makes groups of this class; set by comm/init.py."""
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: a group is the connections of this process.
 
         Raises:

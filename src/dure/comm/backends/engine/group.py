@@ -141,7 +141,7 @@ class EngineGroup:
         if self.in_stream:
             with self._calls:  # so that the batch is this thread's
                 work = self._begin(op, start, peer)
-                waited = work if self._batch is None else self._batch
+                waited: Any = work if self._batch is None else self._batch
             request = CollectiveRequest(self._state, op, waited, None, tensor.device, peer)
             self._keep(request)
             return request

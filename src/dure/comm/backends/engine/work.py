@@ -90,13 +90,10 @@ class BatchedWork:
         """Return whether all of them have ended."""
         return self.work is not None and self.work.is_completed()
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> bool:
         """Let the current stream wait for all of them."""
         assert self.work is not None
-        return self.work.wait() if timeout is None else self.work.wait(timeout)
-
-    def _source_rank(self) -> int:
-        return -1
+        return self.work.wait()
 
 
 class EngineState(GroupState):
@@ -246,8 +243,8 @@ class CollectiveRequest(Request):
     def _wait_slice(self, limit: float | None) -> tuple[bool, DureError | None]:
         """Wait a little; return whether the work ended, and how.
 
-        Work in a stream has ended for us once the current stream waits for it; so a limit, which is
-        the host's, is kept by asking.
+        For work in a stream, the current stream waits and the host continues. A limit is in host
+        time, so it is enforced by polling.
         """
         work, piece = self.work, _SLICE
         if work is not None and self.stream_device is not None and limit is not None:

@@ -26,7 +26,6 @@ that runs out of time asks for them, and so knows which ranks did not come.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket as sockets
 import threading
@@ -341,13 +340,13 @@ class Watch:
         channel.lost = time.monotonic()
         why = f"its process ended or its host did not answer for {silence_s()} s"
         seen = f"because {why}, as rank {self._comms.hosts.rank} noticed"
-        self._lose_host(channel.host, self._headers.begun, seen, _END_S)
+        self._lose_host(channel.host, self._headers.begun, seen)
 
     def _settle(self, record: AbortRecord) -> None:
         """Break the group by another leader's record.
 
-        If its writer has lost the connection to this very host, then what is lost for the ranks
-        here is the writer's host.
+        If the record's reporter lost the connection to this host, then the ranks here have lost the
+        reporter's host.
         """
         hosts = self._comms.hosts
         if record.reporter is None or record.peer not in hosts.mine:
@@ -355,9 +354,9 @@ class Watch:
             return
         why = f"one of the two hosts did not answer the other for {silence_s()} s"
         seen = f"because {why}, as rank {record.reporter} noticed"
-        self._lose_host(hosts.places[record.reporter][0], record.after, seen, math.inf)
+        self._lose_host(hosts.places[record.reporter][0], record.after, seen)
 
-    def _lose_host(self, host: int, after: int, seen: str, patience_s: float) -> None:
+    def _lose_host(self, host: int, after: int, seen: str) -> None:
         hosts = self._comms.hosts
         self._comms.state.lose(
             hosts.ranks[host][0],
@@ -367,7 +366,7 @@ class Watch:
             fix="See the output of its ranks, and whether the network is whole; "
             "then make a new group of the ranks that are left.",
             reporter=hosts.rank,
-            patience_s=patience_s,
+            patience_s=_END_S,
         )
 
     # ---- questions and the end -------------------------------------------------------------------
