@@ -362,7 +362,7 @@ def redistribute(
         source, target: Specs of the same tensor, on one mesh.
         async_op: Whether the last step may be under way when this returns; who uses its values
             waits (comm/pending.py).
-        name: What the tensor is, for ranks to compare, if they know.
+        name: The name of the parameter, which ranks compare; "" if it has none.
 
     Collective:
         All ranks of the mesh, in the same order.

@@ -348,7 +348,7 @@ def as_placements(
         placements: One for each mesh axis.
         mesh: The mesh.
         ndim: Number of the tensor's dimensions.
-        op: Who asks, for errors.
+        op: The calling function, named in errors.
         dtype: The tensor's, if it decides which reductions commute.
 
     Raises:

@@ -64,7 +64,7 @@ def check_has_memory(modules: Sequence[nn.Module], managed: Set[object]) -> None
 
 
 def check_initialized(modules: Sequence[nn.Module]) -> None:
-    """See that all of modules that was marked has been written since.
+    """Raise if memory that was marked has not been written since.
 
     Raises:
         ModuleError: Lists what was not.

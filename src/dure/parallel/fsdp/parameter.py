@@ -46,7 +46,7 @@ _VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
 class _Freed:
-    """What an unsharded parameter is while it has no memory: it cannot be read.
+    """The class of an unsharded parameter that has no memory: it cannot be read.
 
     Torch's kernels do not check that there is memory: they would end the process.
     """
