@@ -20,15 +20,18 @@ from dataclasses import dataclass
 from dure.errors import RendezvousError, UsageError
 
 __all__ = [
+    "LOGGERS",
     "VARIABLES",
     "Variable",
     "beginning_with",
     "check_flags",
     "child_environment",
+    "debug_level",
     "describe",
     "everything",
     "flag",
     "integer",
+    "log_levels",
     "put",
     "raw",
     "require",
@@ -85,7 +88,9 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(name="PYTHONUNBUFFERED", meaning="1: print without waiting for a full buffer"),
         Variable(
-            name="TORCH_DISTRIBUTED_DEBUG", meaning="OFF, INFO or DETAIL: what torch would check"
+            name="TORCH_DISTRIBUTED_DEBUG",
+            meaning="OFF, INFO or DETAIL: shows Dure's log as DURE_LOG=info and DURE_LOG=debug do, "
+            "if DURE_LOG is not set",
         ),
         Variable(name="CUDA_VISIBLE_DEVICES", meaning="the GPUs this process may use"),
         Variable(name="OMP_NUM_THREADS", meaning="threads each process may use for one operator"),
@@ -163,6 +168,12 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(name="DURE_LAUNCHER", meaning="the job's name; set by `dure run` in every rank"),
         Variable(
+            name="DURE_LOG",
+            meaning="which lines of Dure's log go to the standard error: a level (debug, info, "
+            "warning, error), or LOGGER=LEVEL, or several separated by commas",
+            example="info,dure.comm=debug",
+        ),
+        Variable(
             name="DURE_ELASTIC",
             meaning="1: the launcher replaces dead ranks; set by `dure run --elastic`",
         ),
@@ -226,6 +237,13 @@ _ON = frozenset({"1", "true", "yes", "on"})
 _FLAGS = ("DURE_ELASTIC", "DURE_INSECURE", "DURE_STORE_BIND_ANY", "DURE_VERIFY")
 _OFF = frozenset({"0", "false", "no", "off"})
 
+LOGGERS = (
+    *("dure.checkpoint", "dure.comm", "dure.elastic", "dure.launch"),
+    *("dure.parallel", "dure.rpc", "dure.store", "dure.trace"),
+)
+"""The loggers that Dure writes to; see `dure.trace.logs`."""
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
 
 def text(name: str, default: str | None = None) -> str | None:
     """Return the variable `name`, or `default` where it is unset or empty."""
@@ -258,9 +276,54 @@ def flag(name: str) -> bool:
 
 
 def check_flags() -> None:
-    """Raise `UsageError` if a variable that must be on or off is neither."""
+    """Raise `UsageError` if a variable has none of the values that it may have.
+
+    These are those that are on or off, DURE_LOG and TORCH_DISTRIBUTED_DEBUG.
+    """
     for name in _FLAGS:
         flag(name)
+    log_levels()
+    debug_level()
+
+
+def log_levels() -> dict[str, str]:
+    """Return what DURE_LOG asks for: a level for each logger it names; "dure" is all of them.
+
+    Raises:
+        UsageError: A part of it is neither a level nor LOGGER=LEVEL.
+    """
+    levels: dict[str, str] = {}
+    for part in (text("DURE_LOG") or "").split(","):
+        name, _, level = part.strip().rpartition("=")
+        name, level = name.strip() or "dure", level.strip().upper()
+        known = name == "dure" or ".".join(name.split(".")[:2]) in LOGGERS
+        if not part.strip():
+            continue
+        if level not in _LOG_LEVELS or not known or "=" in name:
+            raise UsageError(
+                "DURE_LOG must be a level, or LOGGER=LEVEL, or several separated by commas",
+                seen=f"{part.strip()!r}; levels are {', '.join(_LOG_LEVELS).lower()}, "
+                f"loggers dure, {', '.join(LOGGERS)}",
+                fix="For example DURE_LOG=info, or DURE_LOG=info,dure.comm=debug.",
+            )
+        levels[name] = level
+    return levels
+
+
+def debug_level() -> str:
+    """Return what TORCH_DISTRIBUTED_DEBUG asks for: OFF, INFO or DETAIL.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    value = (text("TORCH_DISTRIBUTED_DEBUG") or "OFF").strip().upper()
+    if value not in {"OFF", "INFO", "DETAIL"}:
+        raise UsageError(
+            "TORCH_DISTRIBUTED_DEBUG must be OFF, INFO or DETAIL",
+            seen=repr(value),
+            fix="Set it to one of them, or unset it.",
+        )
+    return value
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:

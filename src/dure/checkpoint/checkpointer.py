@@ -19,7 +19,6 @@ changed. The random generators come last, since loading may draw from them.
 from __future__ import annotations
 
 import errno
-import logging
 import operator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,13 +40,14 @@ from dure.errors import (
     CheckpointNotWritten,
     UsageError,
 )
+from dure.trace import logs
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = ["Checkpointer", "Saved"]
 
-_log = logging.getLogger("dure.checkpoint")
+_log = logs.logger("checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

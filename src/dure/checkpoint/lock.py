@@ -42,7 +42,6 @@ import ctypes
 import errno
 import fcntl
 import hashlib
-import logging
 import multiprocessing
 import os
 import secrets
@@ -60,10 +59,11 @@ import msgspec
 from dure.comm.world import current_world
 from dure.store.identity import Identity, alive, myself, stat_of
 from dure.store.lifetime import at_process_end
+from dure.trace import logs
 
 __all__ = ["LEASE_S", "RENEW_S", "FolderLock", "give_up", "lock_of", "note_job", "sees_lock"]
 
-_log = logging.getLogger("dure.checkpoint")
+_log = logs.logger("checkpoint")
 
 NAME = ".lock"
 _TURN = f"{NAME}-turn"

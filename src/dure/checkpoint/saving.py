@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
@@ -56,11 +55,12 @@ from dure.checkpoint.tree import (
     without_marks,
 )
 from dure.errors import CheckpointError, CheckpointException, CheckpointMismatch, UsageError
+from dure.trace import logs
 
 __all__ = ["OnDemand", "Saving", "Taken", "begin", "save_into", "take"]
 
 _NOT_SAVED = "the checkpoint was not saved"
-_log = logging.getLogger("dure.checkpoint")
+_log = logs.logger("checkpoint")
 
 
 class OnDemand(dict[Slice, torch.Tensor]):

@@ -28,7 +28,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ import torch
 from dure.checkpoint.values import PLAIN, VALUES, decode_value, encode_value
 from dure.errors import CheckpointMismatch, DureError, UsageError
 from dure.tensor import DTensor
+from dure.trace import logs
 
 __all__ = [
     "ABSENT",
@@ -69,7 +69,7 @@ __all__ = [
     "without_marks",
 ]
 
-_log = logging.getLogger("dure.checkpoint")
+_log = logs.logger("checkpoint")
 
 Path = tuple[Any, ...]
 Keys = tuple[str, ...]

@@ -18,7 +18,6 @@ A forked child has no tasks: its parent's threads do the work.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import sys
 import threading
@@ -33,6 +32,7 @@ from dure.comm.group import ProcessGroup
 from dure.comm.world import World, current_world
 from dure.errors import UsageError
 from dure.store.lifetime import at_process_end
+from dure.trace import logs
 
 __all__ = [
     "BackgroundTask",
@@ -43,7 +43,7 @@ __all__ = [
     "wait_for_tasks",
 ]
 
-_log = logging.getLogger("dure.comm")
+_log = logs.logger("comm")
 _LAST = 10_000  # after the actions of all others
 
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
@@ -29,6 +28,7 @@ from dure.comm.creation import (
 )
 from dure.comm.futures import waiters
 from dure.comm.group import ProcessGroup
+from dure.comm.group_lines import report_host
 from dure.comm.names import Backend
 from dure.comm.queries import is_nccl_available
 from dure.comm.recording import begin_recording, end_recording
@@ -41,10 +41,11 @@ from dure.store.base import Store
 from dure.store.init_method import find_place
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_alone, rendezvous_at
+from dure.trace import logs
 
 ProcessGroup.splitter = split_group  # pyright: ignore[reportAttributeAccessIssue]
 
-_log = logging.getLogger("dure.comm")
+_log = logs.logger("comm")
 
 
 def init_process_group(
@@ -116,19 +117,22 @@ def init_process_group(
         found = rendezvous(init_method, rank, world_size, store, soon, group_name)
     world.rendezvous = found
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else device_id
+    chosen, why = (backend, "asked for") if backend else _default_backend(found)
     spec = GroupSpec(
         name=group_name or "world",
         global_ranks=tuple(range(found.world_size)),
-        backend=Backend(backend or _with_device(_default_backend(found), device)),
+        backend=Backend(chosen if backend else _with_device(chosen, device)),
         timeout=limit,
         desc="default_pg",
         pg_options=pg_options,
         device_id=device,
         creation_timeout=soon,
+        why=why,
     )
     try:
         with world.beginning:
             (world.default,) = create_groups(world, found.store, found.rank, [spec])
+        report_host(found)
         _to_leave.add(world)
         _leave_first()
         begin_recording(found.store)
@@ -149,6 +153,7 @@ def _check_variables(rank: int) -> None:
     `dure run` has reported unknown ones once for all ranks.
     """
     env.check_flags()
+    logs.configure()
     late = env.set_too_late_note() if env.text("RANK") == "0" else ""
     if late:
         _log.warning("%s", late)
@@ -198,16 +203,19 @@ def _rendezvous_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     return rendezvous_at(spot, timedelta(seconds=left_s), group_name)
 
 
-def _default_backend(found: Rendezvous) -> str:
-    """Choose where the program names none: what all ranks can reach, the fastest first."""
+def _default_backend(found: Rendezvous) -> tuple[str, str]:
+    """Choose where the program names none: what all ranks can reach, the fastest first; say why."""
     named = env.text("DURE_BACKEND")
     if named:
-        return named
+        return named, "DURE_BACKEND"
     if found.same_process:
-        return "threads"
-    if native_available()[0]:
-        return "shm" if found.same_host else "hybrid"
-    return "gloo"
+        return "threads", "all ranks are threads of one process"
+    usable, reason = native_available()
+    if not usable:
+        return "gloo", f"the native engine cannot be used: {reason}"
+    if found.same_host:
+        return "shm", "all ranks are on one host"
+    return "hybrid", "ranks are on several hosts"
 
 
 def _with_device(backend: str, device: torch.device | None) -> str:

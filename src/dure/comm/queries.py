@@ -1,7 +1,7 @@
 """Questions that need no communication: about groups and ranks, and about what runs here.
 
-Torch's debug levels are here too, which programs ask for. Our checks are always on, whatever the
-level.
+Torch's debug levels are here too. They decide which lines of Dure's log are shown (`trace.logs`);
+the checks that torch makes at some levels only, Dure always makes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from dure import env
 from dure.comm.backends.mpi import library as mpi_library
 from dure.comm.backends.registry import known_backends
-from dure.comm.group import ProcessGroup
+from dure.comm.group import ProcessGroup, call_log
 from dure.comm.world import GroupMember, World, current_world, resolve, world_to_compile
 from dure.errors import UsageError
 from dure.native import available as native_available
+from dure.trace import logs
 
 # ---- groups and ranks ----------------------------------------------------------------------------
 
@@ -166,31 +167,60 @@ def is_torchelastic_launched() -> bool:
 
 
 class DebugLevel(Enum):
-    """How much torch.distributed would check."""
+    """How much of Dure's log is shown on the standard error.
+
+    What torch checks at INFO and DETAIL Dure checks at every level: errors of DDP name parameters
+    without a gradient, and ranks compare their calls.
+    """
 
     OFF = 0
-    """Nothing more than usual."""
+    """Warnings and errors."""
     INFO = 1
-    """Say more in DDP's messages."""
+    """Groups as they are made, and what was chosen: DURE_LOG=info."""
     DETAIL = 2
-    """Compare the ranks' calls; Dure always does."""
+    """The same on all ranks, which way calls take, and times of steps of DDP: DURE_LOG=debug.
+
+    Calls take longer, because those on plain tensors do not skip Python.
+    """
 
 
-_level = DebugLevel.OFF
+_level: DebugLevel | None = None
+"""What the program has set."""
 
 
 def get_debug_level() -> DebugLevel:
-    """Return the level that was set."""
-    return _level
+    """Return the level that was set, else that of TORCH_DISTRIBUTED_DEBUG.
+
+    Raises:
+        UsageError: The variable has another value than OFF, INFO and DETAIL.
+    """
+    return DebugLevel[env.debug_level()] if _level is None else _level
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Set the level."""
+    """Show as much of Dure's log as the level says, from now on, unless DURE_LOG is set.
+
+    Raises:
+        UsageError: It is not a `DebugLevel`.
+    """
     global _level
-    _level = level
+    name = getattr(level, "name", "")  # of torch's, too
+    if name not in DebugLevel.__members__:
+        raise UsageError(
+            "level must be a DebugLevel",
+            op="set_debug_level",
+            seen=f"got {level!r}",
+            fix="For example dure.DebugLevel.DETAIL.",
+        )
+    _level = DebugLevel[name]
+    logs.show_debug_level(name)
+    call_log.watch()
 
 
 def set_debug_level_from_env() -> None:
-    """Set the level from TORCH_DISTRIBUTED_DEBUG (OFF, INFO or DETAIL)."""
-    name = (env.text("TORCH_DISTRIBUTED_DEBUG") or "OFF").upper()
-    set_debug_level(DebugLevel[name] if name in DebugLevel.__members__ else DebugLevel.OFF)
+    """Set the level from TORCH_DISTRIBUTED_DEBUG (OFF, INFO or DETAIL).
+
+    Raises:
+        UsageError: The variable has another value.
+    """
+    set_debug_level(DebugLevel[env.debug_level()])

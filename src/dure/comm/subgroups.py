@@ -191,6 +191,7 @@ def _new_groups(
             pg_options=kind.pg_options,
             device_id=kind.device_id,
             creation_timeout=soon,
+            why="asked for" if kind.backend else "as the default group",
         )
         for ranks, kind, limit, soon in zip(lists, kinds, limits, creation, strict=True)
     ]

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dure.errors import NotInGroupError, UsageError
+from dure.trace import logs
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -81,6 +82,14 @@ when_left: list[Callable[[], object]] = []
 def current_world() -> World:
     """Return the world of the calling rank."""
     return _current.get()
+
+
+def _rank_here() -> int | None:
+    found = current_world().rendezvous
+    return None if found is None else found.rank
+
+
+logs.find_rank = _rank_here
 
 
 def world_to_compile() -> World:

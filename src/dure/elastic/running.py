@@ -29,7 +29,6 @@ nobody else serves one, rank 0 does, and the job ends when that process dies: th
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import traceback
 import weakref
@@ -65,7 +64,7 @@ from dure.store.init_method import find_place
 from dure.store.memory import HashStore
 from dure.store.prefix import PrefixStore
 from dure.store.silence import silence_s
-from dure.trace import line
+from dure.trace import line, logs
 
 __all__ = ["Options", "run"]
 
@@ -105,7 +104,7 @@ _earlier: weakref.WeakKeyDictionary[World, _Earlier] = weakref.WeakKeyDictionary
 _EXPLAINED = (PeerLost, Aborted, CommTimeout, StoreLost)
 _IN_FORMING = (*_EXPLAINED, StoreTimeout, RendezvousError)
 
-_log = logging.getLogger("dure.elastic")
+_log = logs.logger("elastic")
 
 
 class Regroup(BaseException):

@@ -12,7 +12,6 @@ done after (`step`).
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -42,6 +41,7 @@ from dure.rpc.rref import RRef
 from dure.rpc.termination import Gatherings
 from dure.rpc.timers import Timers
 from dure.rpc.values import TOPIC, Value, Values
+from dure.trace import logs
 from dure.trace.spans import listeners
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ _NO_CONTEXT = nullcontext()
 _WITHOUT_END = frozenset({None, type(None), bool, int, float, str, bytes, torch.Tensor})
 """Types of values that run nothing of the program's when they end."""
 
-_log = logging.getLogger("dure.rpc")
+_log = logs.logger("rpc")
 _Future = torch.futures.Future.__mro__[1]  # of C++: what `then` returns
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import socket
 import threading
@@ -39,6 +38,7 @@ from dure.store.router import GuardedRouter, Guarding
 from dure.store.silence import ListeningClock, end_after_silence, silence_s
 from dure.store.tracker import read_event
 from dure.store.wire import MAX_FRAME_BYTES
+from dure.trace import logs
 
 __all__ = ["Assembly", "Sockets", "Told", "frames_of"]
 
@@ -66,7 +66,7 @@ _EVENTS = (
     | zmq.Event.DISCONNECTED
 )
 
-_log = logging.getLogger("dure.rpc")
+_log = logs.logger("rpc")
 _numbers = itertools.count()
 
 

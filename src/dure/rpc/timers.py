@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from dure.trace import logs
+
 __all__ = ["Timers"]
 
 _LONGEST_S = 86_400.0  # that it waits at a time: times may be further than a clock can count
 
-_log = logging.getLogger("dure.rpc")
+_log = logs.logger("rpc")
 
 
 class Timers:

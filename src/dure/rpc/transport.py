@@ -22,7 +22,6 @@ at that moment is dropped, as if it had never arrived.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
@@ -45,6 +44,7 @@ from dure.rpc.peers import LEFT, Peer, Peers
 from dure.rpc.sockets import Sockets, Told
 from dure.rpc.workers import Workers
 from dure.store.identity import alive
+from dure.trace import logs
 
 __all__ = ["HostTransport"]
 
@@ -63,7 +63,7 @@ _CLOSE_S = 1.0  # for calls that run when the process leaves
 _PATIENCE_S = (1e6, 0.1)
 """How long the engine waits at a time; in the main thread (1) Ctrl-C is heard in between."""
 
-_log = logging.getLogger("dure.rpc")
+_log = logs.logger("rpc")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Envelope).decode
 

@@ -14,7 +14,6 @@ bounded all the same.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 from dure.errors import RpcError
 from dure.native import Inbox
 from dure.rpc.envelope import Completion, Work
+from dure.trace import logs
 
 __all__ = ["MOST_THREADS", "Workers"]
 
@@ -35,7 +35,7 @@ _IDLE_S = 5.0
 _KEPT = 2
 """How many wait for messages at all times: one, and one to follow it."""
 
-_log = logging.getLogger("dure.rpc")
+_log = logs.logger("rpc")
 
 
 class _Here(threading.local):

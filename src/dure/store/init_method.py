@@ -23,7 +23,6 @@ other job has, whose number and start stand for the name.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import dataclass
@@ -46,12 +45,13 @@ from dure.store.listener import Listener, listen
 from dure.store.network import NetworkStore, job_key
 from dure.store.server import StoreServer, adopt_or_make
 from dure.store.silence import silence_s
+from dure.trace import logs
 
 __all__ = ["EtcdPlace", "FilePlace", "LocalPlace", "Place", "Spot", "TcpPlace", "find_place"]
 
 _TOLD = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
 
-_log = logging.getLogger("dure.store")
+_log = logs.logger("store")
 
 
 class Place(Protocol):

@@ -20,7 +20,6 @@ destroy and re-create their world at their own pace.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -40,6 +39,7 @@ from dure.store.router import GuardedRouter, Guarding
 from dure.store.silence import ListeningClock
 from dure.store.tracker import close_inherited
 from dure.store.wire import Reply, frames_of, join, pack, read_request
+from dure.trace import logs
 
 __all__ = ["StoreServer", "adopt", "adopt_or_make"]
 
@@ -63,7 +63,7 @@ _LEAVE_S = 1.0
 _LOOK_S = 1.0
 """How long the poll may take while there are leases, so that the server notices its own pauses."""
 
-_log = logging.getLogger("dure.store")
+_log = logs.logger("store")
 
 
 class StoreServer:

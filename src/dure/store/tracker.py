@@ -11,7 +11,6 @@ himself. What was refused is told in one line at once, then in one every `QUIET_
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import resource
 import socket
@@ -21,6 +20,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import zmq
+
+from dure.trace import logs
 
 __all__ = ["HANDSHAKE_S", "MOST", "QUIET_S", "ConnectionTracker", "close_inherited", "read_event"]
 
@@ -38,7 +39,7 @@ _PROTOCOL_REASONS: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _OTHER_KEY,
 }
 
-_log = logging.getLogger("dure.store")
+_log = logs.logger("store")
 
 
 class ConnectionTracker:

@@ -15,7 +15,6 @@ cost.
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import threading
@@ -26,12 +25,12 @@ from pathlib import Path
 
 from dure import env
 from dure.errors import UsageError
-from dure.trace import files, flight, line
+from dure.trace import files, flight, line, logs
 from dure.trace.marks import Mark
 
 __all__ = ["EVERY_S", "log", "on_crash", "start", "stop"]
 
-_log = logging.getLogger("dure.trace")
+_log = logs.logger("trace")
 
 EVERY_S = 2.0
 _RECORDS, _SPANS, _MARKS = 150, 500, 500  # of each group; of each rank

@@ -73,6 +73,21 @@ class HybridBackend:
         """Group ranks of each host."""
         return self._hosts.ranks
 
+    @property
+    def details(self) -> str:
+        """What was chosen for the group, as text for the log; ranks are group ranks."""
+        leaders = ", ".join(str(ranks[0]) for ranks in self._hosts.ranks)
+        rails = self._hosts.num_rails
+        engine = self._comms.mesh.name
+        return (
+            f"leaders of hosts: ranks {leaders}; {rails} rank{'s' if rails > 1 else ''} per host "
+            f"talk to other hosts, over {engine}; within the host: {self._comms.local.details}"
+        )
+
+    def way(self, call: Call) -> str:
+        """Return which way a call takes, as text for the log."""
+        return self._collectives.way(call)
+
     def gone(self, rank: int) -> bool:
         """Tell whether `rank` has died or left, as far as this rank can know without its host."""
         host, place = self._hosts.places[rank]

@@ -22,6 +22,7 @@ from dure.comm.backends.base import BackendOptions, Footprint, channel_name
 from dure.comm.backends.request import Request
 from dure.comm.backends.shm.copying import CopyPlan
 from dure.comm.backends.shm.flight import EngineFlight
+from dure.comm.backends.shm.ways import way
 from dure.comm.call import KIND_CODES, Call
 from dure.comm.codes import dtype_code
 from dure.comm.memory import heap_empty, limits_of_heap, tensor_of
@@ -29,7 +30,7 @@ from dure.errors import DureError
 from dure.native import Channel, Group, HeapMemory, Outcome
 from dure.native import Request as EngineRequest
 from dure.native.status import Status, error_of
-from dure.trace import flight
+from dure.trace import flight, logs
 
 __all__ = ["ShmBackend"]
 
@@ -87,6 +88,16 @@ class ShmBackend:
     def copies(self) -> CopyPlan:
         """How the ranks copy memory."""
         return CopyPlan(*self.group.copies)
+
+    @property
+    def details(self) -> str:
+        """What was chosen for the group, as text for the log."""
+        staging = f"staging buffers ({logs.size_text(self.footprint.nbytes)} of addresses)"
+        return f"{self.copies.sentence} {staging}"
+
+    def way(self, call: Call) -> str:
+        """Return which way a call takes, as text for the log."""
+        return way(call, self._size, self.copies)
 
     def error(self, outcome: Outcome) -> DureError:
         """Make the exception for what the engine says."""

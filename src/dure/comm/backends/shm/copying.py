@@ -41,6 +41,19 @@ class CopyPlan(NamedTuple):
         )
 
 
+    @property
+    def sentence(self) -> str:
+        """The same for the log; "staging buffers" come next."""
+        if not self.permitted:
+            return "the kernel may not copy between ranks, or shall not: all data go through"
+        why = f"measured, {self.line_us:.2f} us per cache line" if self.measured else "not measured"
+        return (
+            f"the kernel copies messages {_from(self.message_bytes)}, one block for all ranks "
+            f"{_from(self.shared_bytes)}, and a block per rank {_from(self.block_bytes)} ({why}); "
+            "other data go through"
+        )
+
+
 def _from(threshold: int | None) -> str:
     if threshold is None:
         return "never"

@@ -1,0 +1,155 @@
+"""Dure's log: one logger per package, and how DURE_LOG shows what they write.
+
+Dure writes to loggers of Python's `logging` that are named after its packages, such as "dure.comm"
+(`env.LOGGERS`):
+
+* INFO: one line for each process group when it is created, and one for each decision that a user
+  would ask about: which backend and why, which strategy of FSDP, which buckets.
+* DEBUG: the same lines on the other ranks, and what calls do: one line when a class of calls (an
+  operation, dtype, size) first takes a way.
+
+A line that is the same on all ranks of a group is written at INFO by the group's first rank, and at
+DEBUG by the others (`decided`).
+
+If neither DURE_LOG nor TORCH_DISTRIBUTED_DEBUG is set, Dure sets no level and adds no handler: the
+program's configuration of `logging` decides, and Python shows warnings on the standard error. With
+them Dure sets the levels of its loggers, and one handler of the logger "dure" writes the lines to
+the standard error, with the rank. It leaves out lines that a handler of the program writes to the
+terminal already.
+
+Threads: everything may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from dure import env
+from dure.errors import UsageError
+
+__all__ = ["configure", "decided", "logger", "reports", "show", "show_debug_level", "size_text"]
+
+_BY_DEBUG_LEVEL = {"OFF": {}, "INFO": {"dure": "INFO"}, "DETAIL": {"dure": "DEBUG"}}
+
+
+def _no_rank() -> int | None:
+    return None
+
+
+find_rank: Callable[[], int | None] = _no_rank
+"""Returns the global rank of the caller, if it has one; `comm.world` sets it."""
+
+
+class _Terminal(logging.Handler):
+    """Writes lines to the standard error, whatever file that is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _is_shown_by_program(record):
+            return
+        with suppress(OSError, ValueError, AttributeError):  # it is closed, or there is none
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+
+    def format(self, record: logging.LogRecord) -> str:
+        rank = find_rank()
+        rank = env.text("RANK") if rank is None else rank
+        who = "dure" if rank is None else f"dure rank {rank}"
+        return f"[{who}] {record.levelname} {record.name}: {super().format(record)}"
+
+
+def _is_shown_by_program(record: logging.LogRecord) -> bool:
+    """Tell whether a handler of the program writes the line to the terminal."""
+    dure = logging.getLogger("dure")
+    shown = False
+    handlers = [*dure.handlers, *(logging.getLogger().handlers if dure.propagate else ())]
+    for handler in handlers:
+        stream = getattr(handler, "stream", None)
+        if stream is None:  # rich's handler has a console
+            stream = getattr(getattr(handler, "console", None), "file", None)
+        if stream is not None and stream in (sys.stderr, sys.stdout):
+            shown = shown or record.levelno >= handler.level
+    return shown
+
+
+_terminal = _Terminal()
+_lock = threading.Lock()
+_levels: dict[str, int] = {}
+"""The levels that this module has set, by logger."""
+_read: tuple[str | None, str | None] | None = None
+"""The variables as `configure` has read them last."""
+
+
+def logger(package: str) -> logging.Logger:
+    """Return the logger of a package of Dure, such as "comm".
+
+    The first call applies the variables; `env.check_flags` reports what is wrong with them.
+    """
+    if _read is None:
+        with suppress(UsageError):
+            configure()
+    return logging.getLogger(f"dure.{package}")
+
+
+def configure() -> None:
+    """Apply DURE_LOG, else TORCH_DISTRIBUTED_DEBUG, if they have changed since the last call.
+
+    Raises:
+        UsageError: One of them has a value that it may not have.
+    """
+    global _read
+    read = env.text("DURE_LOG"), env.text("TORCH_DISTRIBUTED_DEBUG")
+    if read == _read:
+        return
+    levels = env.log_levels() or _BY_DEBUG_LEVEL[env.debug_level()]
+    if _read is not None or levels:
+        show(levels)
+    _read = read
+
+
+def show_debug_level(level: str) -> None:
+    """Show what a level of TORCH_DISTRIBUTED_DEBUG shows, unless DURE_LOG is set."""
+    if not env.log_levels():
+        show(_BY_DEBUG_LEVEL[level])
+
+
+def show(levels: Mapping[str, str]) -> None:
+    """Show lines on the standard error, and no longer those of the last call.
+
+    Args:
+        levels: The lowest level that is shown, by logger.
+    """
+    with _lock:
+        for name, level in _levels.items():
+            if logging.getLogger(name).level == level:  # else the program has set it since
+                logging.getLogger(name).setLevel(logging.NOTSET)
+        _levels.clear()
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+            _levels[name] = logging.getLogger(name).level
+        if levels:
+            logging.getLogger("dure").addHandler(_terminal)
+        else:
+            logging.getLogger("dure").removeHandler(_terminal)
+
+
+def reports(log: logging.Logger, rank: int) -> bool:
+    """Tell whether `decided` would write a line, for lines that are work to make."""
+    return log.isEnabledFor(logging.DEBUG if rank else logging.INFO)
+
+
+def decided(log: logging.Logger, rank: int, text: str, *values: object) -> None:
+    """Write what is the same on all ranks of a group: at INFO on its rank 0, else at DEBUG."""
+    log.log(logging.DEBUG if rank else logging.INFO, text, *values, stacklevel=2)
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size as a person reads it, such as 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
