@@ -30,6 +30,7 @@ from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.registry import Opening, check_pg_options, open_backend, parse_backend
 from dure.comm.checks import duration
 from dure.comm.group import GroupSpec, ProcessGroup
+from dure.comm.group_lines import report_group
 from dure.comm.world import World
 from dure.errors import (
     Desync,
@@ -101,6 +102,8 @@ def create_groups(
         for birth in births:
             birth.connect()
         groups = [birth.complete() for birth in births]
+        for group, spec in zip(groups, specs, strict=True):
+            report_group(group, spec, members)
     except BaseException:
         for birth in births:
             birth.withdraw()

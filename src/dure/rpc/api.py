@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,7 @@ from dure.rpc.rref import RRef
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from dure.store.base import Store
 from dure.torch_names import getter
-from dure.trace import signals
+from dure.trace import logs, signals
 from dure.trace.flight import recording
 
 __all__ = [
@@ -43,7 +42,7 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = getter(__name__)
 
-_log = logging.getLogger("dure.rpc")
+_log = logs.logger("rpc")
 
 _profiler_runs = torch.autograd._profiler_enabled  # pyright: ignore
 

@@ -21,7 +21,6 @@ has another id.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -36,6 +35,7 @@ from dure.rpc.names import WorkerInfo
 from dure.store.base import Store
 from dure.store.identity import Identity, alive
 from dure.store.silence import silence_s
+from dure.trace import logs
 
 __all__ = ["LEFT", "MOST_IDS", "Peer", "Peers"]
 
@@ -61,7 +61,7 @@ MOST_IDS = 1 << 16
 LEFT = "it left"
 """How a process is gone that ended RPC, and lives on perhaps."""
 
-_log = logging.getLogger("dure.rpc")
+_log = logs.logger("rpc")
 
 
 class Peer(msgspec.Struct, array_like=True, frozen=True):

@@ -12,7 +12,6 @@ call; a server stays the parent's.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -34,6 +33,7 @@ from dure.store.listener import listen
 from dure.store.server import StoreServer, adopt_or_make
 from dure.store.silence import silence_s
 from dure.store.wire import Reply, Request, pack, read_reply
+from dure.trace import logs
 
 __all__ = ["NetworkStore", "TCPStore"]
 
@@ -46,7 +46,7 @@ _REDIAL_S = 2.0
 _LOOK_S = 0.05
 """How often a client looks whether a server that was left has been replaced."""
 
-_log = logging.getLogger("dure.store")
+_log = logs.logger("store")
 
 
 class NetworkStore(AskingStore):

@@ -37,6 +37,7 @@ from dure.comm.backends.base import Backend, Footprint, PlainBackend, channel_na
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
 from dure.comm.capture import has_no_values, refuse_if_captured
+from dure.comm.group import call_log
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
@@ -61,6 +62,7 @@ class GroupSpec:
         desc: What the user called it.
         pg_options: Handed to the backend untouched.
         device_id: The device that this rank is bound to.
+        why: Why it has this backend, for the log.
     """
 
     name: str
@@ -71,6 +73,7 @@ class GroupSpec:
     pg_options: object = None
     device_id: torch.device | None = None
     creation_timeout: timedelta | None = None
+    why: str = ""
 
     @property
     def creation_limit(self) -> timedelta:
@@ -272,6 +275,12 @@ class GroupCore:
         return [getattr(b, "footprint", Footprint()) for b in backends]
 
     @property
+    def details(self) -> str:
+        """What its backends have chosen, as text for the log."""
+        backends = {id(b): b for b in self._backends.values()}.values()
+        return "; ".join(text for b in backends if (text := getattr(b, "details", "")))
+
+    @property
     def group_desc(self) -> str:
         """What the group is for, as the user described it; "undefined" if not at all."""
         return self.desc if self.desc != self.group_name else "undefined"
@@ -465,7 +474,10 @@ class GroupCore:
             Its request, and what is to be told how it ended (and has been, where it is over).
         """
         self.seq += 1
-        event = self._begin(call, deferred) if trace.hooks else None
+        event = None
+        if trace.hooks:
+            call_log.note(self.group_name, self._size, backend, call, deferred)
+            event = self._begin(call, deferred)
         noted = None
         if self._ring is not None and not _records(backend):
             noted = self._ring.begin(call.op, call.data, _peer(call), _detail(call), deferred)
