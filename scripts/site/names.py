@@ -2,8 +2,6 @@
 
 Three ways of writing modules hide names from whoever only reads them:
 
-* `dure` and some packages below it list their names in a table, `_HOMES`: module to names (PEP
-  562). Each becomes an alias of what stands in its home.
 * ``other = function`` gives a function a second name. It becomes an alias, too.
 * A package imports a function from a module that is called as it is. Whoever imports the function
   from the package has the function, where Griffe sees the module.
@@ -11,30 +9,17 @@ Three ways of writing modules hide names from whoever only reads them:
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import griffe
 
-TABLE = "_HOMES"
 Found = griffe.Object | griffe.Alias
 
 
 class Names(griffe.Extension):
     """Makes every public name lead to what a program gets under it."""
-
-    def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
-        """Add what a module's table lists, to its members and to its `__all__`."""
-        table = mod.members.get(TABLE)
-        if not isinstance(table, griffe.Attribute) or table.value is None:
-            return
-        homes = ast.literal_eval(str(table.value))
-        for home, names in homes.items():
-            for name in names:
-                mod.set_member(name, griffe.Alias(name, target=f"{home}.{name}", parent=mod))
-        mod.exports = [name for names in homes.values() for name in names if name[0] != "_"]
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Turn second names into aliases, and modules that hide what they are called after."""

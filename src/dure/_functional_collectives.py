@@ -11,7 +11,7 @@ from dure.comm.functional import (
     reduce_scatter_single_autograd, reduce_scatter_single_coalesced, reduce_scatter_tensor,
     reduce_scatter_tensor_autograd, reduce_scatter_tensor_coalesced, wait_tensor
 )
-from dure.torch_names import TYPE_CHECKING, getter
+from dure.torch_names import TYPE_CHECKING, lazy_names
 
 __all__ = [
     "AsyncCollectiveTensor", "all_gather_into_tensor_coalesced", "all_gather_single",
@@ -22,4 +22,4 @@ __all__ = [
     "reduce_scatter_tensor_autograd", "reduce_scatter_tensor_coalesced", "wait_tensor"
 ]
 
-if not TYPE_CHECKING: __getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__, __dir__ = lazy_names(__name__)

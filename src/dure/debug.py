@@ -23,12 +23,12 @@ from dure.data.sampler import DATA_AXES
 from dure.errors import ReplicasDiffer
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 
 __all__ = ["check_batch", "check_replicas"]
 
 if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+    __getattr__, __dir__ = lazy_names(__name__)
 
 
 def check_replicas(

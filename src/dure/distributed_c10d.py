@@ -27,7 +27,7 @@ from dure.comm.aliases import (
     _get_default_store, _get_pg_default_device, _get_process_group_name, _resolve_process_group,
     _set_pg_timeout, _world
 )
-from dure.torch_names import TYPE_CHECKING, getter
+from dure.torch_names import TYPE_CHECKING, lazy_names
 
 __all__ = [
     "AllToAllOptions", "AllreduceCoalescedOptions", "AllreduceOptions", "Backend", "BackendConfig",
@@ -51,4 +51,4 @@ __all__ = [
     "supports_complex"
 ]
 
-if not TYPE_CHECKING: __getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__, __dir__ = lazy_names(__name__)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dure.cli import main as command
 from dure.errors import UsageError
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 
 __all__ = ["config_from_args", "get_args_parser", "main", "parse_args", "run"]
 
 if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+    __getattr__, __dir__ = lazy_names(__name__)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -4,23 +4,34 @@ The table `torch_names.toml` has a replacement for every public name of torch.di
 no equivalent here. A module that such names could be imported from ends with::
 
     if not TYPE_CHECKING:  # a type checker that saw a `__getattr__` would accept any name
-        __getattr__ = getter(__name__)
+        __getattr__, __dir__ = lazy_names(__name__)
 
 `from dure.fsdp import FullyShardedDataParallel` is then an ImportError that says what to write
-instead. `scripts/torch_names` writes the modules that exist only at torch's paths.
+instead. `scripts/torch_names` writes the modules that exist only at torch's paths, and
+`scripts/public_names` what type checkers see of the others.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-__all__ = ["TYPE_CHECKING", "attribute", "getter", "listed", "refuse", "table"]
+__all__ = [
+    "TYPE_CHECKING",
+    "attribute",
+    "lazy_names",
+    "listed",
+    "names_of",
+    "public",
+    "refuse",
+    "table",
+]
 
 
 @cache
@@ -88,9 +99,40 @@ def attribute(module: str, name: str) -> Any:
     raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
 
 
-def getter(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module that has no other names to import on first use."""
-    return partial(attribute, module)
+@cache
+def public() -> list[str]:
+    """Return the public modules, and the public names of other modules (`public.txt`)."""
+    lines = Path(__file__).with_name("public.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def names_of(module: str) -> list[str]:
+    """Return the public names and submodules of a module: what its `__dir__` returns."""
+    names: list[str] = sys.modules[module].__all__
+    below = (path.removeprefix(f"{module}.") for path in public() if path.startswith(f"{module}."))
+    found = {*names, *(path for path in below if "." not in path)}
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def lazy_names(
+    module: str, homes: Mapping[str, Sequence[str]] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and the `__dir__` of a module.
+
+    Args:
+        module: Its name.
+        homes: Names that are imported on first use, by the module that has them.
+    """
+    home_of = {name: home for home, names in (homes or {}).items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in home_of:
+            return attribute(module, name)
+        value = getattr(importlib.import_module(home_of[name]), name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return get, partial(names_of, module)
 
 
 def _path(module: str) -> str:

@@ -176,15 +176,16 @@ def _script(name: str) -> Any:
     return module
 
 
-def test_modules_and_document_are_what_the_table_says():
-    assert list(_script("torch_names").faults(write=False)) == []
+@pytest.mark.parametrize("script", ["torch_names", "public_names"])
+def test_modules_and_document_are_what_the_table_says(script: str):
+    assert list(_script(script).faults(write=False)) == []
 
 
-def test_type_checkers_do_not_see_that_modules_have_a_getter():
+def test_type_checkers_do_not_see_that_modules_have_a_getattr():
     shown = [
         str(path.relative_to(ROOT / "src"))
         for path in (ROOT / "src").rglob("*.py")
-        if "\n__getattr__ = getter(" in path.read_text()
+        if re.search(r"^(__getattr__|def __getattr__)\b", path.read_text(), re.MULTILINE)
     ]
     assert not shown, "a type checker accepts every name of them; see dure.torch_names"
 
@@ -199,7 +200,7 @@ def test_modules_at_the_paths_of_torch_have_their_names():
 
 def test_modules_at_the_paths_of_torch_are_thin():
     files = [file for file, _ in _script("torch_names").modules()]
-    assert sum(map(_script("weights").code_lines, files)) <= 400
+    assert sum(map(_script("weights").code_lines, files)) <= 450
     for file in files:
         kinds = {type(node).__name__ for node in tree_of(file).body}
         assert kinds <= {"Expr", "ImportFrom", "Assign", "AnnAssign", "If"}

@@ -58,7 +58,7 @@ from dure.checkpoint.sharded import (
 from dure.checkpoint.storage import StorageReader, StorageWriter
 from dure.checkpoint.weight_folder import consolidate
 from dure.errors import CheckpointException
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 
 __all__ = [
     "AsyncCheckpointerType",
@@ -97,5 +97,20 @@ __all__ = [
     "save_state_dict",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.checkpoint import (
+        _nested_dict as _nested_dict, _traverse as _traverse, api as api,
+        default_planner as default_planner, filesystem as filesystem, format_utils as format_utils,
+        hf_storage as hf_storage, metadata as metadata, optimizer as optimizer, planner as planner,
+        planner_helpers as planner_helpers, quantized_hf_storage as quantized_hf_storage,
+        staging as staging, state_dict as state_dict, state_dict_loader as state_dict_loader,
+        state_dict_saver as state_dict_saver, stateful as stateful, storage as storage,
+        utils as utils,
+    )
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

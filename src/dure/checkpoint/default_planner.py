@@ -8,7 +8,7 @@ from dure.checkpoint.default_plans import (
     create_default_global_load_plan, create_default_global_save_plan,
     create_default_local_load_plan, create_default_local_save_plan
 )
-from dure.torch_names import TYPE_CHECKING, getter
+from dure.torch_names import TYPE_CHECKING, lazy_names
 
 __all__ = [
     "DefaultLoadPlanner", "DefaultSavePlanner", "create_default_global_load_plan",
@@ -16,4 +16,4 @@ __all__ = [
     "create_default_local_save_plan"
 ]
 
-if not TYPE_CHECKING: __getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__, __dir__ = lazy_names(__name__)

@@ -6,23 +6,9 @@ line, can check image files.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dure.data.digits import read_digits, require_digits
-    from dure.data.idx import IdxSplit, read_idx, read_idx_directory
-    from dure.data.images import ImageData, Images, load_digits, load_idx
-    from dure.data.loader import DataLoader
-    from dure.data.partition import DataPartitioner, Partition
-    from dure.data.sampler import DistributedSampler
-    from dure.data.text import (
-        TextData,
-        Vocabulary,
-        Windows,
-        load_python_sources,
-        read_python_sources,
-    )
+from dure.torch_names import lazy_names
 
 __all__ = [
     "DataLoader",
@@ -45,37 +31,36 @@ __all__ = [
     "require_digits",
 ]
 
-_HOME = {
-    "DataLoader": "dure.data.loader",
-    "DataPartitioner": "dure.data.partition",
-    "Partition": "dure.data.partition",
-    "DistributedSampler": "dure.data.sampler",
-    "read_digits": "dure.data.digits",
-    "require_digits": "dure.data.digits",
-    "IdxSplit": "dure.data.idx",
-    "read_idx": "dure.data.idx",
-    "read_idx_directory": "dure.data.idx",
-    "ImageData": "dure.data.images",
-    "Images": "dure.data.images",
-    "load_digits": "dure.data.images",
-    "load_idx": "dure.data.images",
-    "TextData": "dure.data.text",
-    "Vocabulary": "dure.data.text",
-    "Windows": "dure.data.text",
-    "load_python_sources": "dure.data.text",
-    "read_python_sources": "dure.data.text",
+_HOMES: dict[str, tuple[str, ...]] = {
+    "dure.data.loader": ("DataLoader",),
+    "dure.data.partition": ("DataPartitioner", "Partition"),
+    "dure.data.sampler": ("DistributedSampler",),
+    "dure.data.digits": ("read_digits", "require_digits"),
+    "dure.data.idx": ("IdxSplit", "read_idx", "read_idx_directory"),
+    "dure.data.images": ("ImageData", "Images", "load_digits", "load_idx"),
+    "dure.data.text": (
+        "TextData",
+        "Vocabulary",
+        "Windows",
+        "load_python_sources",
+        "read_python_sources",
+    ),
 }
 
-
-def __getattr__(name: str) -> object:
-    """Import the module that holds `name`, on first use."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the public names."""
-    return sorted(__all__)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.data.digits import read_digits, require_digits
+    from dure.data.idx import IdxSplit, read_idx, read_idx_directory
+    from dure.data.images import ImageData, Images, load_digits, load_idx
+    from dure.data.loader import DataLoader
+    from dure.data.partition import DataPartitioner, Partition
+    from dure.data.sampler import DistributedSampler
+    from dure.data.text import (
+        TextData, Vocabulary, Windows, load_python_sources, read_python_sources,
+    )
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

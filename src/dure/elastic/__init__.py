@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING
 from dure.elastic.preempt import on_preempt, preempted
 from dure.elastic.running import Options, run
 from dure.elastic.state import Recovery, State
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 
 __all__ = ["Options", "Recovery", "State", "on_preempt", "preempted", "run"]
 
-if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.elastic import multiprocessing as multiprocessing, utils as utils
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -23,7 +23,7 @@ from dure.parallel.fsdp import (
     strategy,
     stream_full,
 )
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 from dure.training.tokens import scale_by
 
 __all__ = [
@@ -47,5 +47,12 @@ __all__ = [
     "stream_full",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.fsdp import _fully_shard as _fully_shard
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

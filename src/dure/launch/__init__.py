@@ -10,8 +10,7 @@ Where to read: `job` (start to result), `agent` (what the hosts of a job decide 
 happens), `supervisor` (what to do about it), `ranks` (a rank's process), `show` (what users see).
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dure.launch import _linux as _linux  # first: it raises where there is no launching
 from dure.launch.job import run_job
@@ -26,7 +25,7 @@ from dure.launch.spec import (
     Std,
     StreamChoice,
 )
-from dure.torch_names import attribute
+from dure.torch_names import lazy_names
 
 __all__ = [
     "Crash",
@@ -41,9 +40,17 @@ __all__ = [
     "run_job",
 ]
 
+_HOMES: dict[str, tuple[str, ...]] = {
+    "dure.run": ("main",),
+}
 
-def __getattr__(name: str) -> Any:
-    """Import the command for `main`, torch's name."""
-    if name == "main":
-        return importlib.import_module("dure.run").main
-    return attribute(__name__, name)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.launch import torch_launcher as torch_launcher
+    from dure.run import main as main
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

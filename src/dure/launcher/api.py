@@ -4,8 +4,8 @@
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from dure.launch.torch_launcher import LaunchConfig, elastic_launch
-from dure.torch_names import TYPE_CHECKING, getter
+from dure.torch_names import TYPE_CHECKING, lazy_names
 
 __all__ = ["LaunchConfig", "elastic_launch"]
 
-if not TYPE_CHECKING: __getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__, __dir__ = lazy_names(__name__)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dure.nn import functional
 from dure.nn.functional import (
@@ -17,10 +16,7 @@ from dure.nn.functional import (
     reduce_scatter,
     scatter,
 )
-from dure.torch_names import attribute
-
-if TYPE_CHECKING:
-    from dure.rpc.remote_module import RemoteModule
+from dure.torch_names import lazy_names
 
 __all__ = [
     "RemoteModule",
@@ -36,9 +32,17 @@ __all__ = [
     "scatter",
 ]
 
+_HOMES: dict[str, tuple[str, ...]] = {
+    "dure.rpc.remote_module": ("RemoteModule",),
+}
 
-def __getattr__(name: str) -> Any:
-    """Import RPC when its module is first used."""
-    if name == "RemoteModule":
-        return importlib.import_module("dure.rpc.remote_module").RemoteModule
-    return attribute(__name__, name)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.nn import api as api, experts as experts
+    from dure.rpc.remote_module import RemoteModule
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

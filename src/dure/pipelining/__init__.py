@@ -18,7 +18,7 @@ from dure.parallel.pipeline.schedules import (
 )
 from dure.parallel.pipeline.schedules import ScheduleForwardOnly as _ScheduleForwardOnly
 from dure.parallel.pipeline.stage import PipelineStage
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 
 __all__ = [
     "Pipe",
@@ -42,5 +42,12 @@ __all__ = [
     "pipeline",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.pipelining import microbatch as microbatch, schedules as schedules, stage as stage
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -24,7 +24,7 @@ from dure.rpc.peers import MOST_IDS
 from dure.rpc.rref import RRef
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
 from dure.store.base import Store
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 from dure.trace import logs, signals
 from dure.trace.flight import recording
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+    __getattr__, __dir__ = lazy_names(__name__)
 
 _log = logs.logger("rpc")
 

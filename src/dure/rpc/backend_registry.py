@@ -13,7 +13,7 @@ import torch
 
 from dure.errors import RpcError, UsageError
 from dure.rpc.checks import check, check_seconds
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 
 __all__ = [
     "BackendType",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+    __getattr__, __dir__ = lazy_names(__name__)
 
 Device = int | str | torch.device
 

@@ -5,17 +5,9 @@ The launcher needs the server alone: so what a name brings along is imported whe
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dure.store.base import DEFAULT_TIMEOUT, Store
-    from dure.store.etcd import EtcdStore
-    from dure.store.file import FileStore
-    from dure.store.key import JobKey
-    from dure.store.memory import HashStore
-    from dure.store.network import TCPStore
-    from dure.store.prefix import PrefixStore
+from dure.torch_names import lazy_names
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -28,22 +20,28 @@ __all__ = [
     "TCPStore",
 ]
 
-_HOMES = {
-    "DEFAULT_TIMEOUT": "base",
-    "EtcdStore": "etcd",
-    "FileStore": "file",
-    "HashStore": "memory",
-    "JobKey": "key",
-    "PrefixStore": "prefix",
-    "Store": "base",
-    "TCPStore": "network",
+_HOMES: dict[str, tuple[str, ...]] = {
+    "dure.store.base": ("DEFAULT_TIMEOUT", "Store"),
+    "dure.store.etcd": ("EtcdStore",),
+    "dure.store.file": ("FileStore",),
+    "dure.store.memory": ("HashStore",),
+    "dure.store.key": ("JobKey",),
+    "dure.store.prefix": ("PrefixStore",),
+    "dure.store.network": ("TCPStore",),
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Import the home of a public name on its first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dure.store' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"dure.store.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.store.base import DEFAULT_TIMEOUT, Store
+    from dure.store.etcd import EtcdStore
+    from dure.store.file import FileStore
+    from dure.store.key import JobKey
+    from dure.store.memory import HashStore
+    from dure.store.network import TCPStore
+    from dure.store.prefix import PrefixStore
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

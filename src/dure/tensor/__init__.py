@@ -22,7 +22,7 @@ from dure.tensor.factories import empty, full, ones, rand, randn, zeros
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.state import strictly as strict
 from dure.tensor.watching import explain
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 
 __all__ = [
     "DTensor",
@@ -51,8 +51,19 @@ __all__ = [
 _REGISTERED = rules, random, updates
 """Imported for what they register."""
 
-if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.tensor import (
+        _api as _api, _collective_utils as _collective_utils, _dtensor_spec as _dtensor_spec,
+        _random as _random, _utils as _utils, device_mesh as device_mesh, parallel as parallel,
+        placement_types as placement_types,
+    )
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__)
 
 # As torch.distributed.tensor does: `torch.load` loads DTensors, meshes and placements by default,
 # and `torch.nn.utils.clip_grad_norm_` and optimizers treat DTensors in lists.

@@ -8,11 +8,11 @@ from dure.fsdp import (
     register_fsdp_forward_method
 )
 from dure._composable.fsdp.fully_shard import fully_shard
-from dure.torch_names import TYPE_CHECKING, getter
+from dure.torch_names import TYPE_CHECKING, lazy_names
 
 __all__ = [
     "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
     "fully_shard", "register_fsdp_forward_method"
 ]
 
-if not TYPE_CHECKING: __getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__, __dir__ = lazy_names(__name__)

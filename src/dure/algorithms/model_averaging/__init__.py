@@ -3,8 +3,13 @@
 # fmt: off
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
-from dure.torch_names import TYPE_CHECKING, getter
+from dure.torch_names import TYPE_CHECKING, lazy_names
 
 __all__: list[str] = []
 
-if not TYPE_CHECKING: __getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__, __dir__ = lazy_names(__name__)
+else:
+    from dure.algorithms.model_averaging import (
+        averagers as averagers, hierarchical_model_averager as hierarchical_model_averager,
+        utils as utils
+    )

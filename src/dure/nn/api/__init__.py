@@ -3,8 +3,10 @@
 # fmt: off
 # ruff: noqa
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
-from dure.torch_names import TYPE_CHECKING, getter
+from dure.torch_names import TYPE_CHECKING, lazy_names
 
 __all__: list[str] = []
 
-if not TYPE_CHECKING: __getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__, __dir__ = lazy_names(__name__)
+else:
+    from dure.nn.api import remote_module as remote_module

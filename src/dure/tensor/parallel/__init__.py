@@ -16,7 +16,7 @@ from dure.tensor.parallel.styles import (
     SequenceParallel,
 )
 from dure.tensor.state import replicating as loss_parallel
-from dure.torch_names import getter
+from dure.torch_names import lazy_names
 
 __all__ = [
     "ColwiseParallel",
@@ -31,5 +31,14 @@ __all__ = [
     "parallelize_module",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__ = getter(__name__)
+if TYPE_CHECKING:
+    # Written by scripts/public_names:
+    # fmt: off
+    # isort: off
+    from dure.tensor.parallel import (
+        api as api, input_reshard as input_reshard, loss as loss, style as style,
+    )
+    # isort: on
+    # fmt: on
+else:
+    __getattr__, __dir__ = lazy_names(__name__)

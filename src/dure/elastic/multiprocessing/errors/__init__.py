@@ -5,8 +5,8 @@
 # pyright: reportPrivateUsage=false, reportUnusedImport=false
 from dure.errorfile import record
 from dure.errors import LaunchError as ChildFailedError
-from dure.torch_names import TYPE_CHECKING, getter
+from dure.torch_names import TYPE_CHECKING, lazy_names
 
 __all__ = ["ChildFailedError", "record"]
 
-if not TYPE_CHECKING: __getattr__ = getter(__name__)
+if not TYPE_CHECKING: __getattr__, __dir__ = lazy_names(__name__)
