@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -349,8 +349,10 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
         raise
 
 
-ProcessGroupNCCL: Any = getattr(c10d, "ProcessGroupNCCL", None)
-"""Torch's class; None where this torch was built without NCCL."""
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroupNCCL as ProcessGroupNCCL
+else:
+    ProcessGroupNCCL = getattr(c10d, "ProcessGroupNCCL", None)  # None: torch has no NCCL
 
 
 def create_nccl(options: BackendOptions) -> EngineGroup:
@@ -360,7 +362,7 @@ def create_nccl(options: BackendOptions) -> EngineGroup:
         UsageError: Torch has no NCCL (a CPU build), or there is no CUDA device.
         CommError: A rank did not come, or could not be connected to.
     """
-    cls = ProcessGroupNCCL
+    cls: Any = ProcessGroupNCCL
     if cls is None or not torch.cuda.is_available():
         why = "this torch was built without NCCL" if cls is None else "there is no CUDA device"
         raise UsageError(
