@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "kernels.h"
+#include "layout.h"
 #include "types.h"
 
 namespace nb = nanobind;
@@ -36,6 +37,7 @@ NB_MODULE(_engine, m) {
     bind_callsite(m);
     bind_checksum(m);
     bind_tensor(m);
+    m.attr("protocol") = kProtocol;
     m.def("kernel_isa", [] { return std::string(kernel_isa()); });
     m.def("select_kernel_isa",
           [](const std::string& isa) { return select_kernel_isa(isa.c_str()); });

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-WORDS = [["version"], ["--help"], ["run", "--help"]]
+WORDS = [["version"], ["--version"], ["--help"], ["run", "--help"]]
 DRY = ["run", "--dry-run", "--hosts", "one,two", "--nproc", "2", "train.py"]
 CLOSED = (128 + signal.SIGPIPE, b"")
 

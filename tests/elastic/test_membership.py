@@ -12,6 +12,7 @@ from dure.elastic.membership import JobDone, Membership
 from dure.elastic.views import Member, Progress, View
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store import HashStore
+from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself
 from tests.waiting import PATIENCE_S
 
@@ -19,11 +20,14 @@ ME = myself()
 DEAD = msgspec.structs.replace(ME, start="never")
 FAR = Identity(1, "1", "elsewhere", "another host")
 
+BUILD = own_build()
+OTHER = Build(BUILD.protocol, "9.8.7")
+
 MINE, FIRST, LATER, GONE = (
-    Member("mine", 0, ME),
-    Member("first", 1, FAR),
-    Member("later", 2, FAR),
-    Member("gone", 3, DEAD),
+    Member("mine", 0, ME, BUILD),
+    Member("first", 1, FAR, BUILD),
+    Member("later", 2, FAR, BUILD),
+    Member("gone", 3, DEAD, BUILD),
 )
 LAST = View(number=4, members=(MINE, FIRST, LATER, GONE), known=("mine", "first", "later", "gone"))
 
@@ -70,7 +74,7 @@ def test_who_comes_waits_until_it_is_known_or_has_ended():
 def test_a_rank_that_comes_again_ends_those_that_had_it_before():
     here = one_of(HashStore())
     for token, rank in (("one", 5), ("two", 5), ("other", 6)):
-        here.come(Member(token, rank, FAR))
+        here.come(Member(token, rank, FAR, BUILD))
     assert tokens(here.newcomers(None)) == ["two", "other"]
 
 
@@ -119,6 +123,27 @@ def test_a_newcomer_does_not_wait_for_ever_for_ranks_of_hosts_that_may_be_lost()
     assert (caught.value.rank, caught.value.elapsed_s) == (1, 0.2)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_newcomer_of_another_build_gives_up_and_is_not_let_in(begun: bool):
+    store, odd = HashStore(), Member("odd", 1, FAR, OTHER)
+    here = one_of(store)
+    if begun:
+        here.propose(View(number=0, members=(FIRST,), known=("first",)))
+    else:
+        here.come(odd)
+    here.me = msgspec.structs.replace(here.me, build=OTHER if begun else BUILD)
+    with pytest.raises(RendezvousError) as caught:
+        here.enter()
+    assert caught.value.seen is not None
+    assert "9.8.7" in caught.value.seen
+    assert BUILD.version in caught.value.seen
+    assert "pid 1 on elsewhere" in caught.value.seen
+    member = one_of(HashStore())
+    member.me = MINE
+    member.come(odd)
+    assert member.newcomers(LAST) == []
+
+
 def test_a_newcomer_whose_job_is_done_or_who_shall_end_is_told_so():
     store = HashStore()
     one_of(store).propose(View(number=0, members=(MINE,), known=("mine",)))
@@ -134,7 +159,7 @@ def test_survivors_go_on_with_a_rank_that_has_come_again_after_those_that_are_le
     here = Membership(store, 1, 2)
     last = View(number=0, members=(FIRST, here.me), known=("first", here.me.token))
     for token in ("first", "again"):  # the launcher has started the rank once more
-        here.come(Member(token, FIRST.rank, FAR))
+        here.come(Member(token, FIRST.rank, FAR, BUILD))
     here.announce(last, Progress(committed=5))
     view = here.agree(last, nobody)
     assert tokens([*view.members]) == [here.me.token, "again"]
@@ -191,7 +216,7 @@ def test_waiting_for_a_group_ends_when_a_member_has_ended_or_given_up():
 def test_after_an_earlier_job_the_first_view_waits_for_its_members_that_live():
     store = HashStore()
     here = Membership(store, 0, 4, before=(MINE, FIRST, GONE), enough_s=PATIENCE_S)
-    here.come(Member("again", 1, FAR))
+    here.come(Member("again", 1, FAR, BUILD))
     assert {m.rank for m in here.enter().members} == {0, 1}  # of 4 expected; one has ended
 
 

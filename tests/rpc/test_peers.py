@@ -15,6 +15,7 @@ import pytest
 from dure.errors import RendezvousError, StoreLost
 from dure.rpc.peers import MOST_IDS, Peer, Peers, _Event
 from dure.store import HashStore
+from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself, start_of
 from tests.waiting import PATIENCE_S
 
@@ -22,7 +23,8 @@ FAR = Identity(1, "then", "elsewhere", "another host")
 
 
 def peer(name: str, id: int = -1, process: Identity | None = None) -> Peer:
-    return Peer(name, id, process or myself(), (1, 2, 3), 64, "tcp://127.0.0.1:1")
+    inbox, endpoint = 64, "tcp://127.0.0.1:1"
+    return Peer(name, id, process or myself(), (1, 2, 3), inbox, endpoint, own_build())
 
 
 def ended() -> Identity:
@@ -48,6 +50,16 @@ def meet(names: list[str]) -> list[Peers | Exception]:
     for thread in threads:
         thread.join()
     return [found[rank] for rank in range(len(names))]
+
+
+@pytest.mark.parametrize("build", [Build(), Build(own_build().protocol + 1, own_build().version)])
+def test_who_joins_those_of_another_build_is_refused_with_both_named(build: Build) -> None:
+    store = HashStore()
+    there = Peers.join(store, msgspec.structs.replace(peer("a", process=FAR), build=build))
+    with pytest.raises(RendezvousError) as caught:
+        Peers.join(store, peer("b"))
+    assert f"{build}: a (id 0, pid 1 on elsewhere); {own_build()}: b" in (caught.value.seen or "")
+    assert [each.name for each in there.all()] == ["a"]
 
 
 def test_all_know_all() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,10 +13,12 @@ import msgspec
 import pytest
 
 from dure.errors import RendezvousError, RendezvousTimeout
-from dure.store import HashStore
+from dure.store import HashStore, PrefixStore
 from dure.store import rendezvous as module
+from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself
 from dure.store.rendezvous import Rendezvous, rendezvous
+from tests.waiting import PATIENCE_S
 
 from .conftest import TIMEOUT, dead_process
 
@@ -104,6 +107,57 @@ def test_numbers_that_cannot_be_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(RendezvousError) as caught:
         rendezvous(rank=rank, world_size=world_size, store=HashStore())
     assert f"RANK={rank}" in caught.value.seen
+
+
+def test_ranks_of_different_builds_are_refused_at_once_with_all_builds_named(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = threading.local()
+    monkeypatch.setattr(module, "own_build", lambda: mine.build)
+
+    def join(rank: int, build: Build) -> Callable[[], Rendezvous]:
+        def call() -> Rendezvous:
+            mine.build = build
+            return rendezvous(url, rank, 4, timeout=TIMEOUT)  # the fourth never comes
+
+        return call
+
+    old, new = Build(10, "0.2.0.dev20261128+g5d4b20e5"), Build(10, "0.2.0.dev20261128+g1a2b3c4d")
+    errors = errors_of(each(join(0, old), join(1, new), join(2, old)))
+    assert {error.what for error in errors} == {"the ranks run different builds of Dure"}
+    for error in errors:
+        assert error.seen is not None
+        for build in (old, new):
+            assert f"{build.version} (protocol 10): rank " in error.seen
+        assert myself().host in error.seen
+        assert (error.elapsed_s or 0) < PATIENCE_S / 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_of_a_version_without_builds_is_named(first: bool) -> None:
+    store, older = HashStore(TIMEOUT), Identity(7, "then", "far", "another host")
+    keys = PrefixStore("dure/store/", store)
+
+    def comes() -> None:  # what 0.1.0 writes
+        keys.set("0/member/1", msgspec.msgpack.encode([1, 2, older, "token"]))
+        keys.compare_set("0/world", "", "2")
+
+    def disagrees() -> Rendezvous:
+        keys.wait(["0/world"], TIMEOUT)
+        comes()
+        what = ["the ranks disagree on the world size", "", "", False, [], []]
+        keys.set("0/outcome", msgspec.msgpack.encode(what))
+        raise RendezvousError("as 0.1.0 says")
+
+    calls: list[Callable[[], Rendezvous]] = [lambda: rendezvous(None, 0, 2, store, TIMEOUT)]
+    if first:
+        comes()
+    else:
+        calls.append(disagrees)
+    error = errors_of(each(*calls))[0]
+    assert error.what == "the ranks run different builds of Dure"
+    assert "older than 0.2.0: rank 1 (pid 7 on far)" in (error.seen or "")
+    assert str(own_build()) in (error.seen or "")
 
 
 def test_ranks_that_disagree_on_the_world_size_learn_who_says_what(url: str) -> None:

@@ -65,6 +65,8 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) 
     Raises:
         BrokenPipeError: Nobody reads what it prints, and no library has noticed.
     """
+    if arguments[:1] == ["--version"]:
+        arguments = ["version"]
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     try:
         if wanted == "run":

@@ -42,7 +42,8 @@ from dure.errors import (
     UsageError,
 )
 from dure.store.base import Store
-from dure.store.identity import alive
+from dure.store.builds import Build, own_build, require_one_build
+from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
 from dure.store.rendezvous import Member, Rendezvous
 from dure.trace.ring import call_site
@@ -114,11 +115,17 @@ def create_groups(
 
 
 class _Word(msgspec.Struct, array_like=True, frozen=True):
-    """What a member writes into the store: its view of the group, and its backends' offers."""
+    """What a member writes into the store: its view of the group, and its backends' offers.
+
+    Ranks that did not meet in a rendezvous of Dure, those of the plug-in, also write their build
+    and process. Every version reads this, so fields are only appended.
+    """
 
     says: str
     site: str
     offers: dict[str, bytes]
+    build: Build = Build()
+    process: str = ""
 
 
 class _Birth:
@@ -183,10 +190,16 @@ class _Birth:
 
     def word(self, site: str) -> bytes:
         offers = {name: opening.offer for name, opening in self._openings.items()}
-        return msgspec.msgpack.encode(_Word(self.says, site, offers))
+        if self._members:
+            return msgspec.msgpack.encode(_Word(self.says, site, offers))
+        return msgspec.msgpack.encode(_Word(self.says, site, offers, own_build(), str(myself())))
 
     def check(self) -> None:
         """Compare what the members think the group is; all of them see a difference."""
+        if not self._members:
+            names = [f"rank {r} ({word.process})" for r, word in enumerate(self.words)]
+            builds = zip([word.build for word in self.words], names, strict=True)
+            require_one_build(builds, group=self.spec.name, rank=self.rank)
         if all(word.says == self.says for word in self.words):
             return
         calls = {r: f"new_group({word.says}) at {word.site}" for r, word in enumerate(self.words)}

@@ -47,6 +47,7 @@ from dure.comm.creation import wait_watching
 from dure.elastic.views import Member, Progress, View, next_view
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store.base import Store
+from dure.store.builds import own_build, require_one_build
 from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
 
@@ -113,7 +114,7 @@ class Membership:
             store.append(name, b"")  # so that both are there
 
     def _new_self(self) -> Member:
-        return Member(uuid.uuid4().hex[:12], self._rank, myself())
+        return Member(uuid.uuid4().hex[:12], self._rank, myself(), own_build())
 
     # ---- newcomers -----------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Membership:
 
         Raises:
             JobDone: The job has ended meanwhile, or this process shall.
-            RendezvousError: The others did not come, or too few.
+            RendezvousError: The others did not come, or too few; or they run another build of Dure.
         """
         self.come(self.me)
         began = heard_at = time.monotonic()
@@ -137,6 +138,7 @@ class Membership:
             if view is not None:
                 if view.rank_of(self.me.token) >= 0:
                     return view
+                self._compare_builds(view.members)
                 last, number, alone_since = view, number + 1, None
                 heard_at = time.monotonic()
                 continue
@@ -146,6 +148,7 @@ class Membership:
             if last is None or all(self.has_ended(m) for m in last.members):
                 alone_since = alone_since or now
                 newcomers = self.newcomers(last)
+                self._compare_builds(newcomers)
                 settled = last is not None and now - alone_since > _SETTLE_S
                 enough = len(newcomers) >= self._min_ranks
                 if not settled:
@@ -154,6 +157,9 @@ class Membership:
                     self.propose(next_view(last, [], newcomers, self._min_ranks))
             elif now - heard_at > self._timeout_s:
                 self._require_life(last)
+
+    def _compare_builds(self, others: Sequence[Member]) -> None:
+        require_one_build(((m.build, m) for m in (*others, self.me)), rank=self._rank)
 
     def _are_all(self, newcomers: Sequence[Member]) -> bool:
         """Return whether all that are expected in the first view have come."""
@@ -181,7 +187,10 @@ class Membership:
         known = set[str]() if last is None else set(last.known)
         fresh = [t for t in self._came() if t not in known and t not in self._dead]
         values = self.store.multi_get([f"member/{t}" for t in fresh]) if fresh else []
-        return [m for m in map(_read_member, values) if not self.has_ended(m)]
+        found = [m for m in map(_read_member, values) if not self.has_ended(m)]
+        if last is None or last.rank_of(self.me.token) < 0:
+            return found
+        return [m for m in found if m.build == self.me.build]  # others give up by themselves
 
     # ---- the next view -------------------------------------------------------------------------
 

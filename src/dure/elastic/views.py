@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from dure.store.builds import Build
 from dure.store.identity import Identity
 
 __all__ = ["Member", "Progress", "View", "next_view"]
@@ -37,6 +38,7 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
     token: str
     rank: int
     process: Identity
+    build: Build = Build()
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.process})"

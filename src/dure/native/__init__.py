@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dure import env
 from dure.errors import UsageError
+from dure.version import PROTOCOL
 
 __all__ = [
     "Channel",
@@ -113,6 +114,13 @@ else:
         from dure.native import _absent as _found
 
         _reason = _reason or f"the native engine is not built, or does not load: {error}"
+    # An extension that was built before it had a protocol is taken as it is.
+    _protocol = getattr(_found, "protocol", PROTOCOL)
+    if not _reason and _protocol != PROTOCOL:
+        _reason = (
+            f"the native engine was built from other sources: its protocol is {_protocol}, that of "
+            f"these is {PROTOCOL}; install Dure again"
+        )
     Channel, Group, Outcome = _found.Channel, _found.Group, _found.Outcome
     HeapMemory, Process, Request = _found.HeapMemory, _found.Process, _found.Request
     Inbox, Outbox, Ticket = _found.Inbox, _found.Outbox, _found.Ticket

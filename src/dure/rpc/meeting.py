@@ -15,6 +15,7 @@ from dure.rpc.sockets import Sockets
 from dure.rpc.transport import HostTransport
 from dure.store.address import outward_address, resolve
 from dure.store.base import Store
+from dure.store.builds import own_build
 from dure.store.file import FileStore
 from dure.store.identity import myself
 from dure.store.init_method import FilePlace, find_place
@@ -86,7 +87,8 @@ def connect(
         sockets = Sockets(listener, _key_of(store), name, unreachable_s)
         inbox = native.Inbox()
         heap, process = native.heap_identity(), myself()
-        me = Peer(meeting.name, rank, process, heap, inbox.offset, listener.endpoint)
+        where = inbox.offset, listener.endpoint
+        me = Peer(meeting.name, rank, process, heap, *where, own_build())
         try:
             peers = Peers.meet(store, me, world_size) if world_size else Peers.join(store, me)
         except BaseException:

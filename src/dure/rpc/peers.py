@@ -33,6 +33,7 @@ import msgspec
 from dure.errors import RendezvousError, RpcError, StoreError, StoreTimeout
 from dure.rpc.names import WorkerInfo
 from dure.store.base import Store
+from dure.store.builds import Build, require_one_build
 from dure.store.identity import Identity, alive
 from dure.store.silence import silence_s
 from dure.trace import logs
@@ -74,6 +75,7 @@ class Peer(msgspec.Struct, array_like=True, frozen=True):
         heap: How others of its host find its memory.
         inbox: Where in it its inbox is.
         endpoint: Where its socket is.
+        build: Its build of Dure.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Peer(msgspec.Struct, array_like=True, frozen=True):
     heap: tuple[int, int, int]
     inbox: int
     endpoint: str
+    build: Build = Build()
 
     def __str__(self) -> str:
         return f"{self.name} (id {self.id}, {self.process})"
@@ -173,13 +176,14 @@ class Peers:
 
         Raises:
             RendezvousError: A living process has this name, or the name cannot be one; all ids
-                were had.
+                were had; the others run another build of Dure.
         """
         _check_name(me)
         peers = cls(store, me.id, (), logged=True)
         deadline = time.monotonic() + silence_s() + _NAMED_S
         while True:
             peers._read()
+            require_one_build((peer.build, peer) for peer in (*peers.all(), me))
             other = next((p for p in peers.all() if p.name == me.name), None)
             if other is None:
                 id = peers._free_id(me.id)

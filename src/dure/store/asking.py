@@ -113,7 +113,7 @@ class AskingStore(Store):
         if reply is not None and reply.status == "ok":
             return reply
         if reply is not None and reply.status == "error":
-            raise StoreError("the store refused an operation", op=op, seen=reply.text)
+            raise StoreError(f"{self._named} refused an operation", op=op, seen=reply.text)
         missing = asked if reply is None else reply.names
         raise StoreTimeout(
             f"{self._named} did not answer"

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dure.errors import StoreError
+from dure.store.builds import own_build
+from dure.store.identity import host_name
 from dure.store.wire import MAX_VALUE_BYTES, Reply, Request
 
 __all__ = ["Answer", "Board"]
@@ -49,7 +51,8 @@ class Board:
     """The keys and values of a server, and who waits for which.
 
     Args:
-        name: What tells this board from others; `check` of no keys asks for it.
+        name: What tells this board from others; `check` of no keys asks for it, and for the build
+            and the host.
         presence: Called with a leased key when the connection through which it was last renewed
             broke (False), and when it is held or renewed through another one (True).
     """
@@ -182,7 +185,9 @@ class Board:
                 return Reply("ok", len(self.data), names=tuple(sorted(self.data)))
             case "check" if not keys:
                 left = "retired" if self.is_retired else ""
-                return Reply("ok", 1, values=(self._name,), text=left)
+                build = own_build()
+                names = (str(build.protocol), build.version, host_name())
+                return Reply("ok", 1, values=(self._name,), names=names, text=left)
             case "check":
                 return Reply("ok", int(not self._missing(request)))
             case "delete":

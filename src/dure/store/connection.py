@@ -18,6 +18,7 @@ import zmq
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.address import LOOPBACK, why_unreachable
+from dure.store.builds import Build
 from dure.store.key import JobKey
 from dure.store.silence import end_after_silence
 from dure.store.tracker import read_event
@@ -37,7 +38,8 @@ _REFUSALS = 4
 by strangers, hangs up just as one with another key does."""
 
 _HELLO = pack(Request("check"))
-"""The first request of every connection, so that the server soon knows members from strangers."""
+"""The first request of every connection, so that the server soon knows members from strangers. Its
+answer has the server's build; every version sends both in the same shape."""
 
 _numbers = itertools.count()
 
@@ -67,11 +69,13 @@ class Connection:
 
     Attributes:
         server_name: What tells the server from others that may be at the same endpoint later.
+        server_build: Its build of Dure, and its host.
 
     Threads: one at a time.
     """
 
     server_name = b""
+    server_build = Build(), "its host"
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None):
         self._endpoint = endpoint
@@ -120,7 +124,11 @@ class Connection:
         with contextlib.suppress(StoreLost, msgspec.DecodeError, UnicodeDecodeError):
             answer = self.call(_HELLO, deadline)
             if answer is not None:
-                self.server_name = b"".join(read_reply(answer).values)
+                reply = read_reply(answer)
+                self.server_name = b"".join(reply.values)
+                if len(reply.names) >= 3 and reply.names[0].isdigit():
+                    protocol, version, host = reply.names[:3]
+                    self.server_build = Build(int(protocol), version), host
                 return outcome
         return _Outcome.SILENT
 

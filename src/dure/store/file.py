@@ -34,6 +34,7 @@ from dure.store.arguments import integer_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.board import Board
+from dure.store.builds import SAME_BUILD, Build, differing, own_build
 from dure.store.identity import Identity, alive, myself
 from dure.store.wire import WRITES, Reply, Request
 
@@ -48,11 +49,12 @@ _ME = b"this process"
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
-    """A write; or who opens the store, and, without a process, who closes it."""
+    """A write; or who opens the store, with its build, and, without a process, who closes it."""
 
     write: Request | None = None
     user: str = ""
     process: Identity | None = None
+    build: Build | None = None
 
 
 _pack = msgspec.json.Encoder().encode
@@ -88,7 +90,7 @@ class FileStore(AskingStore):
         self._closed = True
         self.start_afresh()
         with self._locked() as fd:
-            self._log.append(fd, _Line(user=self._name, process=myself()))
+            self._log.append(fd, _Line(user=self._name, process=myself(), build=own_build()))
             self._opened.add(self._name)
         self._closed = False
         _stores.add(self)
@@ -187,6 +189,18 @@ class FileStore(AskingStore):
         return self._board.handle(_ME, request, 0.0)[0][1]
 
 
+def _builds_of(lines: bytes) -> str:
+    """Return a sentence about the builds that opened the store, if they differ."""
+    found: list[tuple[Build, object]] = [(own_build(), myself())]
+    for line in lines.splitlines():
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            opens = _unpack(line)
+            if opens.process is not None:
+                found.append((opens.build or Build(), opens.process))
+    seen = differing(found)
+    return f"It was opened by different ones: {seen}. " if seen else ""
+
+
 def clear_ended(path: str | os.PathLike[str], timeout: timedelta) -> list[Identity]:
     """Delete the file of a job that has ended in order, although not all of it ever came.
 
@@ -270,7 +284,7 @@ class _Log:
             raise StoreError(
                 f"the store's file {self.path} holds a line that cannot be understood",
                 seen=str(error),
-                fix="Use one version of Dure on all hosts, and a new path for each job.",
+                fix=f"{SAME_BUILD} {_builds_of(whole)}Choose a new path for each job.",
             ) from None
         self._offset += len(whole + end)
         if torn:

@@ -16,7 +16,7 @@ import msgspec
 from dure import env
 from dure.errors import UsageError
 
-__all__ = ["Identity", "alive", "myself", "start_of", "stat_of"]
+__all__ = ["Identity", "alive", "host_name", "myself", "start_of", "stat_of"]
 
 
 class Identity(msgspec.Struct, array_like=True, frozen=True):
@@ -49,8 +49,12 @@ def myself() -> Identity:
     Raises:
         UsageError: /proc is not mounted; an OSError, too.
     """
-    host = env.text("DURE_HOST_ID") or socket.gethostname()
-    return Identity(os.getpid(), start_of(os.getpid()) or "", host, _host_id())
+    return Identity(os.getpid(), start_of(os.getpid()) or "", host_name(), _host_id())
+
+
+def host_name() -> str:
+    """Return what messages call this host."""
+    return env.text("DURE_HOST_ID") or socket.gethostname()
 
 
 def alive(process: Identity) -> bool | None:

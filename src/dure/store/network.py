@@ -27,7 +27,9 @@ from dure.store.address import LOOPBACK, Address, is_refused, resolve
 from dure.store.arguments import duration_of, integer_of, text_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
+from dure.store.builds import SAME_BUILD, own_build
 from dure.store.connection import Connection, dial, lost
+from dure.store.identity import host_name
 from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
 from dure.store.server import StoreServer, adopt_or_make
@@ -142,6 +144,7 @@ class NetworkStore(AskingStore):
         if hasattr(self, "_context"):
             _inherited.append((self._context, self._idle))
         self._server_name = b""
+        self._other_build = ""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -151,6 +154,9 @@ class NetworkStore(AskingStore):
         """Open the first connection, and remember which server it leads to."""
         connection = dial(self._context, self._endpoint, self._key, timeout_s, absent_s)
         self._server_name = connection.server_name
+        mine, (theirs, host) = own_build(), connection.server_build
+        if theirs != mine:
+            self._other_build = f"{theirs} on {host}, and this process has {mine} on {host_name()}"
         return connection
 
     def _take(self, timeout_s: float) -> Connection:
@@ -190,7 +196,8 @@ class NetworkStore(AskingStore):
 
     @property
     def _named(self) -> str:
-        return f"the store at {self._endpoint}"
+        build = f", which is of another build of Dure ({self._other_build})"
+        return f"the store at {self._endpoint}{build if self._other_build else ''}"
 
     def _answered(self, request: Request, patience_s: float) -> Reply | None:
         try:
@@ -218,9 +225,7 @@ class NetworkStore(AskingStore):
                         connection.close()
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(
-                f"the store at {self._endpoint} gave an answer that is none",
-                seen=str(error),
-                fix="Use one version of Dure on all hosts.",
+                f"the answer of {self._named} cannot be read", seen=str(error), fix=SAME_BUILD
             ) from None
         except zmq.ContextTerminated:
             raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None

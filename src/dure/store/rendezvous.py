@@ -6,7 +6,7 @@ Every rank carries out the same steps on a few keys:
    destroy their world and meet again therefore meet under new keys, each at its own pace.
 2. It claims its number (`G/member/R`) by compare-and-set, so of two ranks with one number exactly
    one wins, and the other knows by whom it was beaten.
-3. It compares its world size with that of the first to come (`G/world`).
+3. It compares its world size and its build with those of the first to come (`G/world`).
 4. It counts itself (`G/count`); the last to come writes the *outcome* (`G/outcome`): met.
 5. Everybody waits for the outcome, then reads all members.
 
@@ -41,6 +41,7 @@ from dure.errors import (
     StoreTimeout,
 )
 from dure.store.base import DEFAULT_TIMEOUT, Store
+from dure.store.builds import DIFFERENT, SAME_BUILD, Build, differing, own_build
 from dure.store.handlers import found_by_handler
 from dure.store.identity import Identity, alive, myself
 from dure.store.init_method import Place, Spot, find_place
@@ -62,19 +63,21 @@ _NAMED = 8
 
 
 class Member(msgspec.Struct, array_like=True, frozen=True):
-    """A rank and the process that is it.
+    """A rank and the process that is it; every version reads it, so fields are only appended.
 
     Attributes:
         rank: Its number.
         world_size: How many ranks it believes in.
         process: Who it is.
         token: Sets apart the times that one process joins.
+        build: Its build of Dure.
     """
 
     rank: int
     world_size: int
     process: Identity
     token: str
+    build: Build = Build()
 
     @property
     def pid(self) -> int:
@@ -320,7 +323,7 @@ def _myself(rank: int, world_size: int) -> Member:
     Raises:
         RendezvousError: The rank or the world size cannot be.
     """
-    me = Member(rank, world_size, myself(), uuid.uuid4().hex)
+    me = Member(rank, world_size, myself(), uuid.uuid4().hex, own_build())
     if 0 <= rank < world_size:
         return me
     what = f"rank {rank} cannot be in a job of {world_size}"
@@ -345,7 +348,10 @@ def _translated(error: StoreError, me: Member) -> RendezvousError:
 
 
 class _Outcome(msgspec.Struct, array_like=True, frozen=True):
-    """How a rendezvous ended, for all its ranks; `what` is empty if they met."""
+    """How a rendezvous ended, for all its ranks; `what` is empty if they met.
+
+    Every version reads it, so fields are only appended.
+    """
 
     what: str = ""
     seen: str = ""
@@ -353,6 +359,7 @@ class _Outcome(msgspec.Struct, array_like=True, frozen=True):
     timed_out: bool = False
     came: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
+    of_builds: bool = False
 
     def raise_for(self, me: Member) -> None:
         """Raise the error that this is, if it is one, as seen by `me`."""
@@ -423,15 +430,21 @@ def _claim(keys: Store, me: Member) -> int:
 
 
 def _gather(keys: Store, me: Member, generation: int, deadline: float) -> tuple[Member, ...]:
-    """Agree on the world size, wait for the outcome and read the members."""
-    said = keys.compare_set(f"{generation}/world", "", str(me.world_size))
-    if said != str(me.world_size).encode():
-        mine = _disagreement(_came(keys, generation))
-        agreed = _agree(keys, generation, mine)
-        (agreed if agreed.what else mine).raise_for(me)
+    """Agree on world size and build, wait for the outcome and read the members."""
+    mine = f"{me.world_size} {me.build.protocol} {me.build.version}".encode()
+    if keys.compare_set(f"{generation}/world", "", mine) != mine:
+        found = _disagreement(_came(keys, generation))
+        agreed = _agree(keys, generation, found)
+        (agreed if agreed.what and not found.of_builds else found).raise_for(me)
     elif keys.add(f"{generation}/count", 1) == me.world_size:
         _agree(keys, generation, _Outcome())
-    _await_outcome(keys, generation, me, deadline).raise_for(me)
+    outcome = _await_outcome(keys, generation, me, deadline)
+    if outcome.what and not outcome.of_builds:
+        # A version from before 0.2.0 that came second has called it another disagreement.
+        with contextlib.suppress(StoreError):
+            found = _disagreement(_came(keys, generation))
+            outcome = found if found.of_builds else outcome
+    outcome.raise_for(me)
     found = keys.multi_get([f"{generation}/member/{rank}" for rank in range(me.world_size)])
     return tuple(map(_read_member, found))
 
@@ -503,6 +516,9 @@ def _death(dead: list[Member], came: list[Member]) -> _Outcome:
 
 
 def _disagreement(came: list[Member]) -> _Outcome:
+    seen = differing((member.build, member) for member in came)
+    if seen:
+        return _Outcome(DIFFERENT, seen=seen, fix=SAME_BUILD, of_builds=True)
     says: dict[int, list[Member]] = {}
     for member in came:
         says.setdefault(member.world_size, []).append(member)

@@ -45,6 +45,7 @@ WELL: dict[Callable[..., Iterable[Finding]], dict[str, Any]] = {
     checks.look_ups: {"own_s": 0.001, "reverse_s": 0.001},
     checks.clock: {"synchronised": True, "source": "tsc", "read_ns": 40},
     checks.key_file: {"path": KEY, "file": SECRET, "folder_mode": 0o700, "user": 7, "named": False},
+    checks.checkout: {"version": "0.2.0.dev20261128+g5d4b20e5.dirty", "commit": "5d4b20e5-dirty"},
     checks.versions: {"python": "3.11.7", "packages": {"torch": "2.13.0a0"}},
     checks.system: {"name": "Linux", "kernel": "6.1.0", "machine": "x86_64"},
     checks.leftovers: {"jobs": 1, "left": []},
@@ -106,6 +107,8 @@ CASES: list[tuple[Callable[..., Iterable[Finding]], dict[str, Any], Level]] = [
     (checks.versions, {"packages": {"dure": "1"}}, PROBLEM),
     (checks.versions, {"packages": {"torch": "2.4.1+cu1"}}, PROBLEM),
     (checks.versions, {"packages": {"torch": "2.14.0"}}, WARNING),
+    (checks.checkout, {"commit": "1a2b3c4-dirty"}, NOTE),
+    (checks.checkout, {"version": "0.2.0"}, OK),
     (checks.system, {"kernel": "4.18.0-el8"}, WARNING),
     (checks.system, {"name": "Darwin"}, WARNING),
     (checks.leftovers, {"left": [Orphan(9, "python", 60)]}, WARNING),
@@ -128,7 +131,7 @@ CASES: list[tuple[Callable[..., Iterable[Finding]], dict[str, Any], Level]] = [
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    return max((f.level for f in findings), key=list(Level).index)
+    return max((f.level for f in findings), key=list(Level).index, default=OK)
 
 
 @pytest.mark.parametrize(("judge", "changes", "level"), [*((c, {}, OK) for c in WELL), *CASES])

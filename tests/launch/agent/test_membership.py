@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dure
+from dure import version
 from dure.errors import StoreLost, StoreTimeout, UsageError
 from dure.launch.agent import membership
 from dure.launch.agent.elastic import ElasticMachine
@@ -22,6 +22,8 @@ from dure.launch.agent.machine import Machine, Phase
 from dure.launch.agent.membership import STATE, Member, open_shared
 from dure.launch.spec import Exit, RankResult
 from dure.store.address import resolve
+from dure.store.builds import own_build
+from dure.store.identity import host_name
 from dure.store.key import mint
 from dure.store.listener import listen
 from dure.store.memory import HashStore
@@ -218,16 +220,47 @@ def test_who_was_told_other_things_is_refused(
 
 
 @pytest.mark.parametrize(
-    "state", [msgspec.msgpack.encode(["9.8.7", 3]), b"\xc1", b"\x91\xa1\xff", b"{}"]
+    ("state", "named"),
+    [
+        (["9.8.7", 3, "far"], "9.8.7 on far"),
+        (["0.1.0", {"type": "rounds"}], "0.1.0 on the job's other hosts"),
+        (b"\xc1", "an unknown build"),
+        (b"\x91\xa1\xff", "an unknown build"),
+        (b"{}", "an unknown build"),
+    ],
 )
-def test_another_version_is_refused_by_name_and_left_alone(state: bytes) -> None:
+def test_another_build_is_refused_by_name_and_left_alone(state: object, named: str) -> None:
     store = HashStore()
-    store.set(STATE, state)
+    packed = state if isinstance(state, bytes) else msgspec.msgpack.encode(state)
+    store.set(STATE, packed)
     with pytest.raises(UsageError) as caught:
         joined(Quiet(store), "h")
-    assert dure.__version__ in (caught.value.seen or "")
-    assert ("9.8.7" in (caught.value.seen or "")) == (b"9.8.7" in state)
-    assert store.get(STATE) == state
+    seen = caught.value.seen or ""
+    assert named in seen
+    assert f"{own_build()} on {host_name()}" in seen
+    assert store.get(STATE) == packed
+
+
+@pytest.mark.parametrize(("terms", "ends"), [(TWO, True), (TERMS, False)])
+def test_hosts_that_wait_for_one_of_another_build_end_at_once(
+    terms: Settings, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HashStore()
+    first, odd = Quiet(store), Quiet(store)
+    assert joined(first, "h1", terms)
+    with monkeypatch.context() as patched:
+        patched.setattr(version, "VERSION", "9.8.7")
+        with pytest.raises(UsageError):
+            joined(odd, "h2", terms)
+    first._take(*store.look("dure/", EVERYTHING, 0.0))
+    first.speak()
+    first._take(*store.look("dure/", EVERYTHING, 0.0))
+    state = first.machine()
+    assert (state.phase is Phase.OVER) == ends
+    if ends:
+        assert state.outcome is not None
+        assert "9.8.7" in state.outcome.why
+        assert version.VERSION in state.outcome.why
 
 
 # --- over a network -----------------------------------------------------------------------------

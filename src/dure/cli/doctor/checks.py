@@ -73,6 +73,19 @@ def versions(python: str, packages: Mapping[str, str]) -> Findings:
         yield warning("torch", seen, "pip install 'torch<2.14'")
 
 
+def checkout(version: str, commit: str) -> Findings:
+    """Compare the commit that the version names with that of the checkout, "none" without one."""
+    built = version.partition("+g")[2].partition(".")[0]
+    at = commit.partition("-")[0]
+    if built and at != "none" and not (built.startswith(at) or at.startswith(built)):
+        yield note(
+            "checkout",
+            f"it is at {commit}, and Dure was installed from {built}: its version, which the ranks "
+            "of a job compare, is that of the installation",
+            "Install it again in this checkout: `make setup`, or `pip install -e .`.",
+        )
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, as in (2, 13, 0) of 2.13.0+cpu."""
     found = re.match(r"\d+(\.\d+)*", version)

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import psutil
 
+import dure
 from dure import env
 from dure.cli.doctor import checks
 from dure.cli.doctor.checks import Findings, Gpu, Interface, Orphan
-from dure.cli.machine import usable_cores
+from dure.cli.machine import commit, usable_cores
 from dure.launch.ranks.limits import available_memory
 from dure.store.key import user_key_path
 from dure.store.system import control_groups, cpu_quota, kernel_text, memory_file
@@ -41,8 +42,8 @@ sys.stdin.read()
 
 def packages() -> dict[str, str]:
     """Return the versions of what is installed, without importing it."""
-    found: dict[str, str] = {}
-    for name in ("dure", "torch", "pyzmq", "msgspec", "psutil", "mpi4py", "ClusterShell"):
+    found = {"dure": dure.__version__}
+    for name in ("torch", "pyzmq", "msgspec", "psutil", "mpi4py", "ClusterShell"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -50,6 +51,7 @@ def packages() -> dict[str, str]:
 
 def _versions() -> Findings:
     yield from checks.versions(platform.python_version(), packages())
+    yield from checks.checkout(dure.__version__, commit())
     yield from checks.system(platform.system(), platform.release(), platform.machine())
 
 

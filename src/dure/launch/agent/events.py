@@ -101,6 +101,12 @@ class Missing(msgspec.Struct, array_like=True, frozen=True, tag="missing"):
     round: int
 
 
+class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+    """A host that the job waits for has another build of Dure; `builds` says which are where."""
+
+    builds: str
+
+
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """The first agent of a round keeps a port for rank 0."""
 
@@ -147,7 +153,7 @@ class Expired(msgspec.Struct, array_like=True, frozen=True, tag="expired"):
 
 
 OfRound = Failed | Finished | Ended | Missing
-Event = Joined | Left | Lost | Ready | Expired | OfRound
+Event = Joined | Left | Lost | Refused | Ready | Expired | OfRound
 
 
 # --- actions -------------------------------------------------------------------------------------

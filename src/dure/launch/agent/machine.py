@@ -55,6 +55,7 @@ from dure.launch.agent.events import (
     Plan,
     Prepare,
     Ready,
+    Refused,
     Rejoin,
     Settings,
     Stop,
@@ -63,6 +64,7 @@ from dure.launch.agent.events import (
     Work,
 )
 from dure.launch.agent.faults import Faults
+from dure.store.builds import SAME_BUILD
 
 __all__ = ["Machine", "Phase", "assign_nodes"]
 
@@ -117,6 +119,11 @@ class Machine(msgspec.Struct, tag="rounds"):
         return max(0, self.settings.min_hosts - len(self._chosen()))
 
     @property
+    def waits_for_first(self) -> bool:
+        """Whether no round has started yet, for lack of hosts."""
+        return self.phase is Phase.GATHERING and self.plan is None and self.missing > 0
+
+    @property
     def departing(self) -> bool:
         """Whether the present round ends because a host takes its leave."""
         return bool(self._leaving) or self._dismissed is not None
@@ -130,6 +137,10 @@ class Machine(msgspec.Struct, tag="rounds"):
                 self._agents.setdefault(event.agent, event)
             case Left() | Lost():
                 self._gone(event)
+            case Refused():
+                if self.waits_for_first:
+                    why = f"the hosts have different builds of Dure: {event.builds}. {SAME_BUILD}"
+                    self._end(Outcome(code=1, why=why))
             case Ready():
                 if self.plan is not None and self.plan.number == event.round:
                     self._ready = self._ready or event

@@ -2,6 +2,7 @@
 
     dure/state             the job's state
     dure/members/AGENT     a key with a lease; its value is known to that agent alone
+    dure/refused           which builds differed, written by an agent that may not join
 
 **Writing.** Who has an event reads the state, applies the event and writes the result in one
 transaction, which expects the state that was read and the writer's own leased key. If that fails,
@@ -36,11 +37,12 @@ from datetime import timedelta
 
 import msgspec
 
-import dure
 from dure.errors import StoreError, StoreLost, UsageError
 from dure.launch.agent.elastic import ElasticMachine
-from dure.launch.agent.events import Event, Joined, Lost, Missing
+from dure.launch.agent.events import Event, Joined, Lost, Missing, Refused
 from dure.launch.agent.machine import Machine, Phase
+from dure.store.builds import SAME_BUILD, own_build
+from dure.store.identity import host_name
 from dure.store.key import JobKey
 from dure.store.network import NetworkStore
 from dure.store.shared import EVERYTHING, Shared
@@ -51,6 +53,7 @@ __all__ = ["LastWill", "Member", "boottime", "open_shared", "read_state", "say_d
 PREFIX = "dure/"
 STATE = "dure/state"
 _MEMBERS = "dure/members/"
+_REFUSED = "dure/refused"
 
 _RENEW_S = 1.0
 """How often a lease is renewed; sooner where it is shorter than four times that."""
@@ -88,40 +91,51 @@ def open_shared(endpoint: str, secret: bytes, patience_s: float) -> Shared:
 # --- the shared value -----------------------------------------------------------------------------
 
 
-class _Version(msgspec.Struct, array_like=True, frozen=True):
-    """What each version's state begins with."""
+class _Record(msgspec.Struct, array_like=True, frozen=True):
+    """The value of the state's key. Every version reads it, so fields are only appended.
 
-    version: str
+    Attributes:
+        build: Of those who write it.
+        machine: The state, which only they can read.
+        host: Of the one who wrote it last.
+    """
+
+    build: str
+    machine: msgspec.Raw = msgspec.Raw()
+    host: str = "the job's other hosts"
 
 
-class _Record(_Version, array_like=True, frozen=True):
-    """The value of the state's key."""
-
-    machine: Machine | ElasticMachine
+_read_record = msgspec.msgpack.Decoder(_Record).decode
+_read_machine = msgspec.msgpack.Decoder(Machine | ElasticMachine).decode
 
 
 def _pack(machine: Machine) -> bytes:
-    return msgspec.msgpack.encode(_Record(dure.__version__, machine))
+    raw = msgspec.Raw(msgspec.msgpack.encode(machine))
+    return msgspec.msgpack.encode(_Record(str(own_build()), raw, host_name()))
 
 
 def read_state(packed: bytes) -> Machine:
-    """Return the state of a job of this version, the caller's own.
+    """Return the state of a job of this build, the caller's own.
 
     Raises:
-        UsageError: It is one of another version, or none.
+        UsageError: It is one of another build, or none.
     """
-    theirs = _Version("unknown")
+    theirs, mine = _Record("an unknown build"), str(own_build())
     try:
-        theirs = msgspec.msgpack.decode(packed, type=_Version)
-        if theirs.version == dure.__version__:
-            return msgspec.msgpack.decode(packed, type=_Record).machine
+        theirs = _read_record(packed)
+        if theirs.build == mine:
+            return _read_machine(theirs.machine)
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
-    raise UsageError(
-        "the job at this endpoint runs with another version of Dure",
-        seen=f"version {theirs.version} there, {dure.__version__} here",
-        fix="Install the same version on all hosts, or use another endpoint for another job.",
+    raise _OtherBuild(
+        "the job at this endpoint runs with another build of Dure",
+        seen=f"{theirs.build} on {theirs.host}, {mine} on {host_name()}",
+        fix=f"{SAME_BUILD} Or use another endpoint for another job.",
     )
+
+
+class _OtherBuild(UsageError):
+    """The state is one of another build."""
 
 
 def _compare(mine: Machine, theirs: Machine) -> None:
@@ -210,7 +224,12 @@ class Member:
         while True:
             _, keys = self._shared.look(PREFIX, EVERYTHING, 0.0)
             packed = keys.get(STATE)
-            machine = None if packed is None else read_state(packed)
+            try:
+                machine = None if packed is None else read_state(packed)
+            except _OtherBuild as error:
+                # Those who wait for this host are told: they would wait until the join timeout.
+                self._shared.transact({}, {_REFUSED: str(error.seen).encode()})
+                raise
             if machine is not None and not former and _is_over(machine, keys):
                 machine = None
             run_id = mine.settings.run_id
@@ -380,6 +399,8 @@ class Member:
             self._revision, self._packed = revision, keys[STATE]
         self._wake()
         machine = read_state(keys[STATE])
+        if _REFUSED in keys and machine.waits_for_first:
+            self.tell(Refused(keys[_REFUSED].decode()))
         silent_s = machine.settings.lease_s + machine.settings.margin_s
         for agent in machine.agents:
             if _MEMBERS + agent not in keys:
