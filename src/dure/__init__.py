@@ -11,9 +11,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
-__version__ = "0.1.0"
-
 _HOMES: dict[str, tuple[str, ...]] = {
+    "dure.version": ("__version__",),
     "dure.errors": (
         "Aborted",
         "AxisError",
@@ -337,6 +336,9 @@ if TYPE_CHECKING:
     from dure.training.join import Join, JoinHook, Joinable
     from dure.training.precision import MixedPrecision
     from dure.training.tokens import scale_by
+    from dure.version import (
+        __version__ as __version__,  # pyright: ignore[reportPrivateUsage]
+    )
     __all__ = [
         "SHRINK_ABORT", "SHRINK_DEFAULT", "Aborted", "AllToAllOptions",
         "AllreduceCoalescedOptions", "AllreduceOptions", "AxisError", "Backend", "BackendConfig",
