@@ -17,6 +17,7 @@ from dure.device_mesh import DeviceMesh, init_device_mesh
 from dure.errors import AxisError, Desync, MeshError, NotInGroupError, UsageError
 from dure.mesh import current_mesh
 from dure.testing import run_ranks
+from tests.thread_ranks import on_mesh, on_ranks
 
 NAMES = ("dp", "cp", "tp")
 
@@ -28,16 +29,14 @@ def cube() -> DeviceMesh:
 # ---- what it is ----------------------------------------------------------------------------------
 
 
-def test_a_rank_outside_knows_the_ranks_of_slices_with_all_axes() -> None:
-    def body(rank: int) -> None:
-        mesh = DeviceMesh("cpu", [[1, 0]], mesh_dim_names=("a", "b"))
-        assert mesh["b"].mesh.tolist() == mesh._flatten("all").mesh.tolist() == [1, 0]
-        assert mesh["b", "a"].mesh.tolist() == [[1], [0]]
-        if rank == 2:
-            with pytest.raises(MeshError):  # of two slices it is in none
-                _ = mesh["a"].mesh
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_a_rank_outside_knows_the_ranks_of_slices_with_all_axes(rank: int) -> None:
+    mesh = DeviceMesh("cpu", [[1, 0]], mesh_dim_names=("a", "b"))
+    assert mesh["b"].mesh.tolist() == mesh._flatten("all").mesh.tolist() == [1, 0]
+    assert mesh["b", "a"].mesh.tolist() == [[1], [0]]
+    if rank == 2:
+        with pytest.raises(MeshError):  # of two slices it is in none
+            _ = mesh["a"].mesh
 
 
 def test_an_explicit_array_may_be_part_of_the_world():
@@ -87,17 +86,15 @@ def test_collectives_run_along_an_axis():
     assert found[7] == [3 + 7, 5 + 7, 6 + 7, 2 + 3 + 6 + 7]
 
 
-def test_a_backend_can_be_named_for_an_axis():
-    def body(rank):
-        mesh = init_device_mesh(
-            "cpu",
-            (2, 2),
-            mesh_dim_names=("a", "b"),
-            backend_override={"b": "gloo", 0: ("threads", None)},
-        )
-        return [group.backend_name for group in mesh.get_all_groups()]
-
-    assert run_ranks(4, body) == [["threads", "gloo"]] * 4
+@on_ranks(4)
+def test_a_backend_can_be_named_for_an_axis(rank):
+    mesh = init_device_mesh(
+        "cpu",
+        (2, 2),
+        mesh_dim_names=("a", "b"),
+        backend_override={"b": "gloo", 0: ("threads", None)},
+    )
+    assert [group.backend_name for group in mesh.get_all_groups()] == ["threads", "gloo"]
 
 
 # ---- its axes ------------------------------------------------------------------------------------
@@ -163,87 +160,76 @@ def test_an_axis_is_split_and_meshes_are_joined():
     assert run_ranks(8, body)[5] == [(1, 5), (5, 7), (4, 5)]
 
 
-def test_all_sub_meshes_along_an_axis():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        subs = mesh._get_all_submeshes("dp")
-        assert [sub.get_coordinate() is None for sub in subs] == [rank % 2 == 1, rank % 2 == 0]
-        assert subs[rank % 2] is mesh["dp"]
-        return [sub.mesh.tolist() for sub in subs]
-
-    assert run_ranks(4, body) == [[[0, 2], [1, 3]]] * 4
+@on_ranks(4)
+def test_all_sub_meshes_along_an_axis(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    subs = mesh._get_all_submeshes("dp")
+    assert [sub.get_coordinate() is None for sub in subs] == [rank % 2 == 1, rank % 2 == 0]
+    assert subs[rank % 2] is mesh["dp"]
+    assert [sub.mesh.tolist() for sub in subs] == [[0, 2], [1, 3]]
 
 
-def test_a_mesh_over_groups_that_exist():
-    def body(rank):
-        world = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("x",))
-        assert world.get_group("x") is dist.group.WORLD
-        mesh = init_device_mesh("cpu", (2, 2))
-        groups = mesh.get_all_groups()
-        again = DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=("a", "b"))
-        assert again.get_all_groups() == groups
-        with pytest.raises(MeshError):
-            DeviceMesh.from_group(groups[::-1], "cpu", mesh.mesh, mesh_dim_names=("a", "b"))
-        with pytest.raises(MeshError):
-            DeviceMesh.from_group(groups, "cpu")
-        with pytest.raises(MeshError):
-            DeviceMesh.from_group(groups[0], "cpu", [0, 1, 2, 3])
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_a_mesh_over_groups_that_exist(rank):
+    world = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("x",))
+    assert world.get_group("x") is dist.group.WORLD
+    mesh = init_device_mesh("cpu", (2, 2))
+    groups = mesh.get_all_groups()
+    again = DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=("a", "b"))
+    assert again.get_all_groups() == groups
+    with pytest.raises(MeshError):
+        DeviceMesh.from_group(groups[::-1], "cpu", mesh.mesh, mesh_dim_names=("a", "b"))
+    with pytest.raises(MeshError):
+        DeviceMesh.from_group(groups, "cpu")
+    with pytest.raises(MeshError):
+        DeviceMesh.from_group(groups[0], "cpu", [0, 1, 2, 3])
 
 
 # ---- as a value ----------------------------------------------------------------------------------
 
 
-def test_equality_is_of_ranks_shape_names_and_device():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        same = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
-        others = [
-            DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "c")),
-            DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")),
-            DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b")),
-            DeviceMesh("meta", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"), _init_backend=False),
-        ]
-        assert mesh == same
-        assert hash(mesh) == hash(same)
-        assert all(mesh != other for other in others)
-        assert mesh != "a mesh"
-        assert len({mesh, same, *others}) == 5
-
-    run_ranks(4, body)
+@on_mesh(2, 2, names=("a", "b"))
+def test_equality_is_of_ranks_shape_names_and_device(mesh):
+    same = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
+    others = [
+        DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "c")),
+        DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")),
+        DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("a", "b")),
+        DeviceMesh("meta", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"), _init_backend=False),
+    ]
+    assert mesh == same
+    assert hash(mesh) == hash(same)
+    assert all(mesh != other for other in others)
+    assert mesh != "a mesh"
+    assert len({mesh, same, *others}) == 5
 
 
-def test_pickled_meshes_find_their_groups_again():
-    def body(rank):
-        mesh = cube()
-        flat = mesh["dp", "cp"]._flatten()
-        for one in (mesh, mesh["tp"], mesh["cp", "dp"], flat):
-            assert pickle.loads(pickle.dumps(one)) is one
-        assert copy.deepcopy(mesh) is mesh
-        alone = DeviceMesh("cpu", [[7, 0]], _init_backend=False)
-        found = pickle.loads(pickle.dumps(alone))
-        assert found == alone
-        with pytest.raises((MeshError, NotInGroupError)):
-            found.get_group(1)
-
-    run_ranks(8, body)
+@on_ranks(8)
+def test_pickled_meshes_find_their_groups_again(rank):
+    mesh = cube()
+    flat = mesh["dp", "cp"]._flatten()
+    for one in (mesh, mesh["tp"], mesh["cp", "dp"], flat):
+        assert pickle.loads(pickle.dumps(one)) is one
+    assert copy.deepcopy(mesh) is mesh
+    alone = DeviceMesh("cpu", [[7, 0]], _init_backend=False)
+    found = pickle.loads(pickle.dumps(alone))
+    assert found == alone
+    with pytest.raises((MeshError, NotInGroupError)):
+        found.get_group(1)
 
 
-def test_the_mesh_that_was_entered_last_is_the_current_one():
-    def body(rank):
-        a, b = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
-        assert current_mesh() is None
-        with a:
-            with b as entered:
-                assert entered is b
-                assert current_mesh() is b
-            with pytest.raises(KeyError), b:
-                raise KeyError
-            assert current_mesh() is a
-        assert current_mesh() is None
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_the_mesh_that_was_entered_last_is_the_current_one(rank):
+    a, b = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
+    assert current_mesh() is None
+    with a:
+        with b as entered:
+            assert entered is b
+            assert current_mesh() is b
+        with pytest.raises(KeyError), b:
+            raise KeyError
+        assert current_mesh() is a
+    assert current_mesh() is None
 
 
 # ---- who takes a mesh ----------------------------------------------------------------------------
@@ -291,13 +277,11 @@ def test_ddp_and_zero_average_along_a_mesh_axis():
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def test_a_mesh_larger_than_the_world_names_both_sizes():
-    def body(rank):
-        with pytest.raises(MeshError) as caught:
-            init_device_mesh("cpu", (2, 2))
-        assert "(2, 2) has 4 ranks, the world 2" in str(caught.value)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_mesh_larger_than_the_world_names_both_sizes(rank):
+    with pytest.raises(MeshError) as caught:
+        init_device_mesh("cpu", (2, 2))
+    assert "(2, 2) has 4 ranks, the world 2" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -329,12 +313,10 @@ def test_a_mesh_larger_than_the_world_names_both_sizes():
         lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("a",))["b"],
     ],
 )
-def test_what_one_rank_can_see_is_refused_on_each(make):
-    def body(rank):
-        with pytest.raises(MeshError):
-            make()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_one_rank_can_see_is_refused_on_each(rank, make):
+    with pytest.raises(MeshError):
+        make()
 
 
 def test_ranks_that_give_different_meshes_are_told_apart():

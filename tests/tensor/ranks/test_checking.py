@@ -25,6 +25,7 @@ from dure.tensor import (
     zeros,
 )
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 
 ROWS, COLUMNS, WHOLE, TERMS = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
 X = torch.arange(12.0).reshape(4, 3)
@@ -34,43 +35,39 @@ def line(*names: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2,), mesh_dim_names=names or None)
 
 
-def test_checked_parts_that_fit_are_taken_and_copies_are_made_equal() -> None:
-    def body(rank: int) -> None:
-        mesh = line()
-        parts = torch.full((2 - rank, 3), float(rank))
-        made = DTensor.from_local(
-            parts, mesh, ROWS, run_check=True, shape=torch.Size([3, 3]), stride=(3, 1)
-        )
-        assert made.full_tensor().sum() == 3
-        copies = DTensor.from_local(torch.full((2,), float(rank)), mesh, WHOLE, run_check=True)
-        assert copies.to_local().tolist() == [0, 0]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_checked_parts_that_fit_are_taken_and_copies_are_made_equal(rank: int) -> None:
+    mesh = line()
+    parts = torch.full((2 - rank, 3), float(rank))
+    made = DTensor.from_local(
+        parts, mesh, ROWS, run_check=True, shape=torch.Size([3, 3]), stride=(3, 1)
+    )
+    assert made.full_tensor().sum() == 3
+    copies = DTensor.from_local(torch.full((2,), float(rank)), mesh, WHOLE, run_check=True)
+    assert copies.to_local().tolist() == [0, 0]
 
 
-def test_ranks_that_mean_different_tensors_learn_both_lines() -> None:
-    def body(rank: int) -> None:
-        mesh = line("tp")
-        shape = (4 + rank, 3)
-        with pytest.raises(Desync) as caught:
-            distribute_tensor(torch.ones(shape), mesh, ROWS)
-        with pytest.raises(Desync) as other:
-            distribute_tensor(torch.ones(4, 4), line("tp"), [Shard(rank)])
-        with pytest.raises(Desync) as unlike:
-            DTensor.from_local(torch.ones(shape), line("tp"), ROWS, run_check=True)
-        with pytest.raises(Desync) as kinds:
-            distribute_tensor(X.double() if rank else X, line("tp"), ROWS)
-        for error in (caught, other, unlike, kinds):
-            assert sorted(error.value.calls) == [0, 1]
-            for text in error.value.calls.values():
-                assert re.search(rf"{Path(__file__).name}:\d+", text), text
-        assert "float32[4, 3]" in str(caught.value)
-        assert "float32[5, 3]" in str(caught.value)
-        assert "(S(0))" in str(other.value)
-        assert "(S(1))" in str(other.value)
-        assert "float64[4, 3]" in str(kinds.value)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_that_mean_different_tensors_learn_both_lines(rank: int) -> None:
+    mesh = line("tp")
+    shape = (4 + rank, 3)
+    with pytest.raises(Desync) as caught:
+        distribute_tensor(torch.ones(shape), mesh, ROWS)
+    with pytest.raises(Desync) as other:
+        distribute_tensor(torch.ones(4, 4), line("tp"), [Shard(rank)])
+    with pytest.raises(Desync) as unlike:
+        DTensor.from_local(torch.ones(shape), line("tp"), ROWS, run_check=True)
+    with pytest.raises(Desync) as kinds:
+        distribute_tensor(X.double() if rank else X, line("tp"), ROWS)
+    for error in (caught, other, unlike, kinds):
+        assert sorted(error.value.calls) == [0, 1]
+        for text in error.value.calls.values():
+            assert re.search(rf"{Path(__file__).name}:\d+", text), text
+    assert "float32[4, 3]" in str(caught.value)
+    assert "float32[5, 3]" in str(caught.value)
+    assert "(S(0))" in str(other.value)
+    assert "(S(1))" in str(other.value)
+    assert "float64[4, 3]" in str(kinds.value)
 
 
 UNLIKE: dict[str, Callable[[int, Any], Any]] = {

@@ -25,6 +25,7 @@ from dure.tensor.context_parallel import (
     ring_attention,
 )
 from dure.testing import run_ranks
+from tests.thread_ranks import on_mesh, on_ranks
 
 
 def test_a_rank_has_an_early_and_a_late_chunk():
@@ -160,13 +161,11 @@ def test_a_batch_is_shifted_padded_and_cut_and_documents_are_kept_apart():
     assert "document_ids" not in first
 
 
-def test_a_batch_without_padding_needs_no_mask():
-    def body(rank):
-        ids = torch.zeros(1, 8, dtype=torch.int64)
-        part = context_parallel_batch(init_device_mesh("cpu", (2,)), {"input_ids": ids})
-        return part["attention_mask"], part["tokens"].item()
-
-    assert run_ranks(2, body) == [(None, 7)] * 2
+@on_ranks(2)
+def test_a_batch_without_padding_needs_no_mask(rank):
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    part = context_parallel_batch(init_device_mesh("cpu", (2,)), {"input_ids": ids})
+    assert (part["attention_mask"], part["tokens"].item()) == (None, 7)
 
 
 class Small(nn.Module):
@@ -244,51 +243,45 @@ def test_a_model_on_a_batch_of_any_length_learns_as_on_one_rank(n, packed, lengt
     run_ranks(n, body)
 
 
-def test_attention_that_is_computed_again_needs_the_block_there_too():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        q, k, v = (t.requires_grad_() for t in whole_qkv(2, 2, 8, torch.float32))
+@on_mesh(2)
+def test_attention_that_is_computed_again_needs_the_block_there_too(mesh):
+    q, k, v = (t.requires_grad_() for t in whole_qkv(2, 2, 8, torch.float32))
 
-        def attend():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def attend():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        def contexts():
-            return contextlib.nullcontext(), context_parallel(mesh)
+    def contexts():
+        return contextlib.nullcontext(), context_parallel(mesh)
 
-        with context_parallel(mesh):
-            attend().sum().backward()
-            right = checkpoint(attend, use_reentrant=False, context_fn=contexts)
-            wrong = checkpoint(attend, use_reentrant=False)
-        expected, q.grad = q.grad, None
-        right.sum().backward()
-        torch.testing.assert_close(q.grad, expected)
-        with pytest.raises(CheckpointError):
-            wrong.sum().backward()
-
-    run_ranks(2, body)
+    with context_parallel(mesh):
+        attend().sum().backward()
+        right = checkpoint(attend, use_reentrant=False, context_fn=contexts)
+        wrong = checkpoint(attend, use_reentrant=False)
+    expected, q.grad = q.grad, None
+    right.sum().backward()
+    torch.testing.assert_close(q.grad, expected)
+    with pytest.raises(CheckpointError):
+        wrong.sum().backward()
 
 
-def test_unsupported_calls_are_refused():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        q, k, v = whole_qkv(2, 1, 8, torch.float32)
-        with pytest.raises(MeshError), context_parallel(init_device_mesh("cpu", (2, 1))):
-            pass
-        with pytest.raises(UsageError), context_parallel(mesh, buffers=[q]):
-            pass
-        with pytest.raises(ShapeError), context_parallel(mesh, buffers=[q], buffer_seq_dims=[1]):
-            pass
-        with context_parallel(mesh):
-            for wrong in (
-                {"dropout_p": 0.5, "enable_gqa": True},
-                {"attn_mask": torch.ones(8, 8, dtype=torch.bool), "enable_gqa": True},
-                {"attn_mask": torch.zeros(2, 1, 1, 8), "enable_gqa": True},
-                {},
-            ):
-                with pytest.raises((UsageError, ShapeError)):
-                    F.scaled_dot_product_attention(q, k, v, **wrong)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_unsupported_calls_are_refused(mesh):
+    q, k, v = whole_qkv(2, 1, 8, torch.float32)
+    with pytest.raises(MeshError), context_parallel(init_device_mesh("cpu", (2, 1))):
+        pass
+    with pytest.raises(UsageError), context_parallel(mesh, buffers=[q]):
+        pass
+    with pytest.raises(ShapeError), context_parallel(mesh, buffers=[q], buffer_seq_dims=[1]):
+        pass
+    with context_parallel(mesh):
+        for wrong in (
+            {"dropout_p": 0.5, "enable_gqa": True},
+            {"attn_mask": torch.ones(8, 8, dtype=torch.bool), "enable_gqa": True},
+            {"attn_mask": torch.zeros(2, 1, 1, 8), "enable_gqa": True},
+            {},
+        ):
+            with pytest.raises((UsageError, ShapeError)):
+                F.scaled_dot_product_attention(q, k, v, **wrong)
 
 
 @pytest.mark.parametrize("n", [1, 2])

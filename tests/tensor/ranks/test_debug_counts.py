@@ -12,6 +12,7 @@ from torch import nn
 
 from dure.comm import functional
 from dure.errors import PlacementError
+from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
     Partial,
@@ -23,6 +24,7 @@ from dure.tensor import (
 )
 from dure.tensor.debug import CommDebugMode, visualize_sharding
 from dure.testing import run_ranks
+from tests.thread_ranks import on_mesh, on_ranks
 
 
 class Packet:
@@ -48,78 +50,72 @@ REDUCE = Packet("_c10d_functional.all_reduce")
         (Shard(0), Shard(1)),
     ],
 )
-def test_nothing_is_sent_along_an_axis_of_one_rank(before: Placement, after: Placement) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 1))
-        local = torch.arange(6.0).reshape(2, 3)
-        x = DTensor.from_local(local, mesh, [Replicate(), before])
-        with CommDebugMode() as counts:
-            moved = x.redistribute(placements=[Replicate(), after]).to_local()
-        assert counts.get_total_counts() == 0
-        assert torch.equal(moved, local)
-        moved.zero_()
-        assert local.sum() == 15
-
-    run_ranks(2, body)
-
-
-def test_counts_are_kept_under_the_operators_of_torch() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        with CommDebugMode() as mode:
-            x.full_tensor()
-            mesh.get_group().all_reduce(torch.ones(1))
-        counts = mode.get_comm_counts()
-        gather = torch.ops.c10d_functional.all_gather_into_tensor
-        assert set(counts) == {gather, torch.ops.c10d.allreduce_}
-        assert counts == {gather: 1, torch.ops.c10d.allreduce_: 1}
-        assert (counts != dict(counts)) is False
-        assert counts != {gather: 2, torch.ops.c10d.allreduce_: 1}
-        assert counts[torch.ops._c10d_functional.all_gather_into_tensor] == 1
-
-    run_ranks(2, body)
+@on_mesh(2, 1)
+def test_nothing_is_sent_along_an_axis_of_one_rank(
+    mesh: DeviceMesh, before: Placement, after: Placement
+) -> None:
+    local = torch.arange(6.0).reshape(2, 3)
+    x = DTensor.from_local(local, mesh, [Replicate(), before])
+    with CommDebugMode() as counts:
+        moved = x.redistribute(placements=[Replicate(), after]).to_local()
+    assert counts.get_total_counts() == 0
+    assert torch.equal(moved, local)
+    moved.zero_()
+    assert local.sum() == 15
 
 
-def test_counts_are_found_by_the_names_of_torch() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        terms = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
-        mode = CommDebugMode()
-        with mode:
-            x.full_tensor()
-            terms.full_tensor()
-            terms.redistribute(placements=[Shard(0)])
-            x.redistribute(placements=[Shard(1)])
-            if rank == 0:  # what one rank calls is not counted by the others
-                terms.redistribute(placements=[Partial()])
-            mesh.get_group().all_reduce(torch.ones(1))
-            mesh.get_group().broadcast(torch.ones(1), 0)
-            seen = torch.ones(2, requires_grad=True)
-            reduced = functional.all_reduce(seen, "sum", mesh)
-            assert isinstance(reduced, functional.AsyncCollectiveTensor)
-            reduced.wait().sum().backward()
-            x.softmax(0)  # the largest values, and the sums
-        counts = mode.get_comm_counts()
-        assert counts == {
-            GATHER: 1,
-            REDUCE: 5,
-            "c10d_functional.reduce_scatter_tensor": 1,
-            "c10d_functional.all_to_all_single": 1,
-            "c10d.allreduce_": 1,
-            "c10d.broadcast_": 1,
-        }
-        assert counts[GATHER] == 1
-        assert GATHER in counts
-        assert counts.get(Packet("c10d.scatter_"), 5) == 5
-        assert counts["c10d.scatter_"] == 0
-        assert mode.get_total_counts() == 10
-        with mode:
-            pass
-        assert mode.get_total_counts() == 0
+@on_mesh(2)
+def test_counts_are_kept_under_the_operators_of_torch(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    with CommDebugMode() as mode:
+        x.full_tensor()
+        mesh.get_group().all_reduce(torch.ones(1))
+    counts = mode.get_comm_counts()
+    gather = torch.ops.c10d_functional.all_gather_into_tensor
+    assert set(counts) == {gather, torch.ops.c10d.allreduce_}
+    assert counts == {gather: 1, torch.ops.c10d.allreduce_: 1}
+    assert (counts != dict(counts)) is False
+    assert counts != {gather: 2, torch.ops.c10d.allreduce_: 1}
+    assert counts[torch.ops._c10d_functional.all_gather_into_tensor] == 1
 
-    run_ranks(2, body)
+
+@on_ranks(2)
+def test_counts_are_found_by_the_names_of_torch(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    terms = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+    mode = CommDebugMode()
+    with mode:
+        x.full_tensor()
+        terms.full_tensor()
+        terms.redistribute(placements=[Shard(0)])
+        x.redistribute(placements=[Shard(1)])
+        if rank == 0:  # what one rank calls is not counted by the others
+            terms.redistribute(placements=[Partial()])
+        mesh.get_group().all_reduce(torch.ones(1))
+        mesh.get_group().broadcast(torch.ones(1), 0)
+        seen = torch.ones(2, requires_grad=True)
+        reduced = functional.all_reduce(seen, "sum", mesh)
+        assert isinstance(reduced, functional.AsyncCollectiveTensor)
+        reduced.wait().sum().backward()
+        x.softmax(0)  # the largest values, and the sums
+    counts = mode.get_comm_counts()
+    assert counts == {
+        GATHER: 1,
+        REDUCE: 5,
+        "c10d_functional.reduce_scatter_tensor": 1,
+        "c10d_functional.all_to_all_single": 1,
+        "c10d.allreduce_": 1,
+        "c10d.broadcast_": 1,
+    }
+    assert counts[GATHER] == 1
+    assert GATHER in counts
+    assert counts.get(Packet("c10d.scatter_"), 5) == 5
+    assert counts["c10d.scatter_"] == 0
+    assert mode.get_total_counts() == 10
+    with mode:
+        pass
+    assert mode.get_total_counts() == 0
 
 
 def test_each_thread_rank_counts_its_own() -> None:

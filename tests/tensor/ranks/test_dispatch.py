@@ -32,6 +32,7 @@ from dure.tensor import (
 from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks.operators import check
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh, on_ranks
 
 X = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
 ROW = torch.randn(6, dtype=torch.float64, requires_grad=True)
@@ -78,47 +79,45 @@ def test_both_ways_compute_alike(way: str, function: Any) -> None:
     check(twice(function), X, ROW, meshes=[(2,)])
 
 
-def test_ranks_outside_the_mesh_run_operators_and_send_nothing() -> None:
-    def body(rank: int) -> None:
-        mesh = DeviceMesh("cpu", [0, 1])
-        local = torch.ones(2, 4, requires_grad=True)
-        x = DTensor.from_local(local, mesh, [Shard(0)])
-        assert x.shape == (4, 4)
-        if rank < 2:
-            assert (x @ x).sum().item() == 64
-            return
-        assert x.to_local().shape == (0,)
-        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
-        with CommRecorder() as seen:
-            results = {
-                (4, 4): (x + 1, x @ weight, x.softmax(0), torch.cat([x, x])[:4], x.sort(0)[0]),
-                (2, 4): (
-                    x.split(2)[1],
-                    torch.linalg.inv(x)[:2],
-                    x.view(2, 8)[:, 4:],
-                    x.as_strided((2, 4), (4, 1)),
-                ),
-                (): (x.sum(), x.std(), torch.stack([x.mean(), x.amax()])[0]),
-                (4,): (x.max(1)[1], x.unbind(1)[0], torch.nn.functional.mse_loss(x, x).expand(4)),
-            }
-            (x @ weight).sum().backward()
-            for fused in (False, True):
-                torch.optim.AdamW([weight], fused=fused).step()
-            with torch.no_grad():
-                weight.mul_(2)
-            assert torch.equal(x, x)
-            assert torch.allclose(x, x)
-            assert x.full_tensor().shape == (0,)
-        for shape, found in results.items():
-            for one in found:
-                assert one.shape == shape
-                assert one.to_local().shape == ((0,) if shape else ())
-                assert one.to_local().dtype == one.dtype
-        assert seen.ops == []
-        with pytest.raises(NotInGroupError):
-            x.sum().item()
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_ranks_outside_the_mesh_run_operators_and_send_nothing(rank: int) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    local = torch.ones(2, 4, requires_grad=True)
+    x = DTensor.from_local(local, mesh, [Shard(0)])
+    assert x.shape == (4, 4)
+    if rank < 2:
+        assert (x @ x).sum().item() == 64
+        return
+    assert x.to_local().shape == (0,)
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+    with CommRecorder() as seen:
+        results = {
+            (4, 4): (x + 1, x @ weight, x.softmax(0), torch.cat([x, x])[:4], x.sort(0)[0]),
+            (2, 4): (
+                x.split(2)[1],
+                torch.linalg.inv(x)[:2],
+                x.view(2, 8)[:, 4:],
+                x.as_strided((2, 4), (4, 1)),
+            ),
+            (): (x.sum(), x.std(), torch.stack([x.mean(), x.amax()])[0]),
+            (4,): (x.max(1)[1], x.unbind(1)[0], torch.nn.functional.mse_loss(x, x).expand(4)),
+        }
+        (x @ weight).sum().backward()
+        for fused in (False, True):
+            torch.optim.AdamW([weight], fused=fused).step()
+        with torch.no_grad():
+            weight.mul_(2)
+        assert torch.equal(x, x)
+        assert torch.allclose(x, x)
+        assert x.full_tensor().shape == (0,)
+    for shape, found in results.items():
+        for one in found:
+            assert one.shape == shape
+            assert one.to_local().shape == ((0,) if shape else ())
+            assert one.to_local().dtype == one.dtype
+    assert seen.ops == []
+    with pytest.raises(NotInGroupError):
+        x.sum().item()
 
 
 def test_both_ways_make_the_same_tensor() -> None:
@@ -196,68 +195,57 @@ def test_operands_are_released_with_the_call(way: str) -> None:
 # ---- keys ----------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_of_one_kind_of_call(way: str) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.arange(12.0).reshape(4, 3)
-        for _ in range(2):
-            x = made(mesh, whole, [Shard(0)])
-            assert x.sum(0).full_tensor().tolist() == [18, 22, 26]
-            assert x.sum(1).full_tensor().tolist() == [3, 12, 21, 30]
-            assert x.sum(1, keepdim=True).shape == (4, 1)
-            assert x.sum(1, dtype=torch.float64).dtype == torch.float64
-            assert (x * 2).full_tensor()[3, 2] == 22
-            assert (x * 2.5).full_tensor()[3, 2] == 27.5
-            assert (x * True).dtype == torch.float32
-            assert (made(mesh, torch.arange(4), [Shard(0)]) * True).dtype == torch.int64
-            assert (made(mesh, torch.arange(4), [Shard(0)]) * 1.0).dtype == torch.float32
-            assert x.view(12).shape == (12,) and x.view(2, 6).shape == (2, 6)
-            assert x.transpose(0, 1).shape == (3, 4) and x.transpose(0, 0).shape == (4, 3)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_a_plan_is_of_one_kind_of_call(mesh: DeviceMesh, way: str) -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    for _ in range(2):
+        x = made(mesh, whole, [Shard(0)])
+        assert x.sum(0).full_tensor().tolist() == [18, 22, 26]
+        assert x.sum(1).full_tensor().tolist() == [3, 12, 21, 30]
+        assert x.sum(1, keepdim=True).shape == (4, 1)
+        assert x.sum(1, dtype=torch.float64).dtype == torch.float64
+        assert (x * 2).full_tensor()[3, 2] == 22
+        assert (x * 2.5).full_tensor()[3, 2] == 27.5
+        assert (x * True).dtype == torch.float32
+        assert (made(mesh, torch.arange(4), [Shard(0)]) * True).dtype == torch.int64
+        assert (made(mesh, torch.arange(4), [Shard(0)]) * 1.0).dtype == torch.float32
+        assert x.view(12).shape == (12,) and x.view(2, 6).shape == (2, 6)
+        assert x.transpose(0, 1).shape == (3, 4) and x.transpose(0, 0).shape == (4, 3)
 
 
-def test_floats_that_a_rule_looks_at_are_told_apart(way: str) -> None:
+@on_mesh(2)
+def test_floats_that_a_rule_looks_at_are_told_apart(mesh: DeviceMesh, way: str) -> None:
     # Filling with 0 leaves terms of a sum; filling with 5 does not.
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = made(mesh, torch.ones(2), [Partial()])
-        mask = made(mesh, torch.tensor([True, False]), [Replicate()])
-        for _ in range(2):
-            assert x.masked_fill(mask, 0.0).full_tensor().tolist() == [0, 1]
-            assert x.masked_fill(mask, 5.0).full_tensor().tolist() == [5, 1]
-
-    run_ranks(2, body)
+    x = made(mesh, torch.ones(2), [Partial()])
+    mask = made(mesh, torch.tensor([True, False]), [Replicate()])
+    for _ in range(2):
+        assert x.masked_fill(mask, 0.0).full_tensor().tolist() == [0, 1]
+        assert x.masked_fill(mask, 5.0).full_tensor().tolist() == [5, 1]
 
 
-def test_a_copied_view_is_refused_where_its_like_has_a_plan(way: str) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = made(mesh, torch.arange(6.0).reshape(2, 3), [Shard(1)])
-        view = x.view(6)  # rows are not whole on a rank: it was moved
-        same = view.clone()
-        assert (same + 1).full_tensor().tolist() == (view + 1).full_tensor().tolist()
+@on_mesh(2)
+def test_a_copied_view_is_refused_where_its_like_has_a_plan(mesh: DeviceMesh, way: str) -> None:
+    x = made(mesh, torch.arange(6.0).reshape(2, 3), [Shard(1)])
+    view = x.view(6)  # rows are not whole on a rank: it was moved
+    same = view.clone()
+    assert (same + 1).full_tensor().tolist() == (view + 1).full_tensor().tolist()
+    with pytest.raises(PlacementError):
+        view.add_(1)
+    x.add_(1)
+    for use in (lambda: view + 1, lambda: torch._foreach_add([view], 1.0)):
         with pytest.raises(PlacementError):
-            view.add_(1)
-        x.add_(1)
-        for use in (lambda: view + 1, lambda: torch._foreach_add([view], 1.0)):
-            with pytest.raises(PlacementError):
-                use()
-
-    run_ranks(2, body)
+            use()
 
 
-def test_an_error_of_the_operator_is_its_own(way: str) -> None:
-    def body(rank: int) -> None:
-        x = made(init_device_mesh("cpu", (1,)), torch.ones(2), [Shard(0)])
-        i = made(init_device_mesh("cpu", (1,)), torch.ones(2, dtype=torch.int64), [Shard(0)])
-        _ = x.add_(x, alpha=1.5), i.add_(i, alpha=1)
-        with pytest.raises(RuntimeError) as caught:
-            i.add_(i, alpha=1.5)
-        assert type(caught.value) is RuntimeError
-        assert i.full_tensor().tolist() == [2, 2]
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_an_error_of_the_operator_is_its_own(rank: int, way: str) -> None:
+    x = made(init_device_mesh("cpu", (1,)), torch.ones(2), [Shard(0)])
+    i = made(init_device_mesh("cpu", (1,)), torch.ones(2, dtype=torch.int64), [Shard(0)])
+    _ = x.add_(x, alpha=1.5), i.add_(i, alpha=1)
+    with pytest.raises(RuntimeError) as caught:
+        i.add_(i, alpha=1.5)
+    assert type(caught.value) is RuntimeError
+    assert i.full_tensor().tolist() == [2, 2]
 
 
 # Each: a write of [[0, 1, 2, 3], [4, 5, 6, 7]], each row on a rank and stored as a column, by what
@@ -303,90 +291,76 @@ WRITES: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:.* has no sharding rule", "ignore:An output with one or more")
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("shape", [(0,), (5,), (2, 7)])
-def test_out_of_another_shape_is_refused_and_stays_as_it_is(name: str, shape: Any) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        for placement in (Replicate(), Shard(0)):
-            x = distribute_tensor(torch.ones(4, 6), mesh, [placement])
-            out = distribute_tensor(torch.full(shape, 7.0), mesh, [Replicate()])
-            for _ in range(2):  # no plan is kept of a call that is refused
-                with pytest.raises((ShapeError, PlacementError)):
-                    WRITES[name](x, out)
-            assert out.shape == out.to_local().shape == shape
-            assert (out.to_local() == 7).all()
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_out_of_another_shape_is_refused_and_stays_as_it_is(
+    mesh: DeviceMesh, name: str, shape: Any
+) -> None:
+    for placement in (Replicate(), Shard(0)):
+        x = distribute_tensor(torch.ones(4, 6), mesh, [placement])
+        out = distribute_tensor(torch.full(shape, 7.0), mesh, [Replicate()])
+        for _ in range(2):  # no plan is kept of a call that is refused
+            with pytest.raises((ShapeError, PlacementError)):
+                WRITES[name](x, out)
+        assert out.shape == out.to_local().shape == shape
+        assert (out.to_local() == 7).all()
 
 
 @pytest.mark.filterwarnings("ignore:.* has no sharding rule")
-def test_out_of_the_same_shape_is_written() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-        out = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
-        assert torch.add(x, x, out=out) is out
-        assert out.full_tensor().tolist() == [0, 2, 4, 6]
-        values, numbers = (DTensor.from_local(torch.zeros(4).to(t), mesh) for t in (x.dtype, int))  # pyright: ignore
-        torch.cummax(x, 0, out=(values, numbers))
-        assert values.to_local().tolist() == numbers.to_local().tolist() == [0, 1, 2, 3]
-        halves = [DTensor.from_local(torch.zeros(2), mesh) for _ in range(2)]
-        torch.split_copy(x, 2, out=halves)  # pyright: ignore
-        assert halves[1].to_local().tolist() == [2, 3]
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_out_of_the_same_shape_is_written(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    out = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+    assert torch.add(x, x, out=out) is out
+    assert out.full_tensor().tolist() == [0, 2, 4, 6]
+    values, numbers = (DTensor.from_local(torch.zeros(4).to(t), mesh) for t in (x.dtype, int))  # pyright: ignore
+    torch.cummax(x, 0, out=(values, numbers))
+    assert values.to_local().tolist() == numbers.to_local().tolist() == [0, 1, 2, 3]
+    halves = [DTensor.from_local(torch.zeros(2), mesh) for _ in range(2)]
+    torch.split_copy(x, 2, out=halves)  # pyright: ignore
+    assert halves[1].to_local().tolist() == [2, 3]
 
 
-def test_what_is_written_may_have_fewer_elements_than_ranks():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (4,))
-        columns = distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)])
-        terms = DTensor.from_local(torch.ones(3, 4), mesh, [Partial()])
-        for name, given, each in (
-            ("add_", terms, 4), ("add_", columns, 1), ("copy_", terms, 4), ("copy_", columns, 1),
+@on_mesh(4)
+def test_what_is_written_may_have_fewer_elements_than_ranks(mesh):
+    columns = distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)])
+    terms = DTensor.from_local(torch.ones(3, 4), mesh, [Partial()])
+    for name, given, each in (
+        ("add_", terms, 4), ("add_", columns, 1), ("copy_", terms, 4), ("copy_", columns, 1),
+    ):  # fmt: skip
+        x = distribute_tensor(torch.zeros(3, 4), mesh, [Shard(0)])
+        getattr(x, name)(given)
+        assert torch.equal(x.full_tensor(), torch.full((3, 4), float(each)))
+
+
+@on_ranks(3)
+def test_ranks_outside_the_mesh_write_nothing(rank):
+    mesh = DeviceMesh("cpu", [0, 1])
+    x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
+    row = torch.ones(1, 4)
+    with warnings.catch_warnings(), experimental.implicit_replication():
+        warnings.simplefilter("ignore")
+        for written in (
+            x.cumsum_(0), x.tril_(), x.addmm_(x, x), x.index_add_(0, torch.tensor([0]), row),
         ):  # fmt: skip
-            x = distribute_tensor(torch.zeros(3, 4), mesh, [Shard(0)])
-            getattr(x, name)(given)
-            assert torch.equal(x.full_tensor(), torch.full((3, 4), float(each)))
-
-    run_ranks(4, body)
+            assert written is x
+    assert x[1:].storage_offset() == (0 if rank == 2 else 4)
 
 
-def test_ranks_outside_the_mesh_write_nothing():
-    def body(rank):
-        mesh = DeviceMesh("cpu", [0, 1])
-        x = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
-        row = torch.ones(1, 4)
-        with warnings.catch_warnings(), experimental.implicit_replication():
-            warnings.simplefilter("ignore")
-            for written in (
-                x.cumsum_(0), x.tril_(), x.addmm_(x, x), x.index_add_(0, torch.tensor([0]), row),
-            ):  # fmt: skip
-                assert written is x
-        assert x[1:].storage_offset() == (0 if rank == 2 else 4)
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_averages_of_integers_are_reduced_before_they_are_added(rank):
+    mesh = init_device_mesh("cpu", (3,))
+    index = distribute_tensor(torch.tensor([0]), mesh, [Replicate()])
+    terms = torch.tensor([1 if rank else 2])
+    x, y = (DTensor.from_local(terms, mesh, [Partial("avg")]) for _ in range(2))
+    assert x.index_add(0, index, y).full_tensor().item() == 2
 
 
-def test_averages_of_integers_are_reduced_before_they_are_added():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (3,))
-        index = distribute_tensor(torch.tensor([0]), mesh, [Replicate()])
-        terms = torch.tensor([1 if rank else 2])
-        x, y = (DTensor.from_local(terms, mesh, [Partial("avg")]) for _ in range(2))
-        assert x.index_add(0, index, y).full_tensor().item() == 2
-
-    run_ranks(3, body)
-
-
-def test_the_size_of_a_plain_tensor_is_compared():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
-        whole = torch.ones(4, 2, requires_grad=True)
-        with CommRecorder() as sent:
-            assert whole.is_same_size(x)
-            assert x.is_same_size(whole)
-            assert not x.to_local().is_same_size(x)
-        assert sent.ops == []
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_the_size_of_a_plain_tensor_is_compared(mesh):
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    whole = torch.ones(4, 2, requires_grad=True)
+    with CommRecorder() as sent:
+        assert whole.is_same_size(x)
+        assert x.is_same_size(whole)
+        assert not x.to_local().is_same_size(x)
+    assert sent.ops == []

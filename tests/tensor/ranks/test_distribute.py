@@ -16,6 +16,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dure.errors import DimError, MeshError, ModuleError, PlacementError, UsageError
+from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
     Partial,
@@ -28,6 +29,7 @@ from dure.tensor import (
 )
 from dure.tensor.placement_types import StridedShard
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_mesh, on_ranks
 
 R = Replicate()
 WAYS: list[tuple[tuple[int, ...], tuple[Placement, ...], list[str]]] = [
@@ -68,72 +70,66 @@ def test_the_first_ranks_values_are_distributed(
     run_ranks(math.prod(shape), body)
 
 
-def test_what_a_tensor_is_it_stays() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        with mesh:
-            parameter = distribute_tensor(nn.Parameter(torch.ones(3)), placements=[Shard(0)])
-        assert isinstance(parameter, nn.Parameter)
-        assert isinstance(parameter, DTensor)
-        assert parameter.requires_grad
-        assert parameter.is_leaf
-        frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        assert not distribute_tensor(frozen, mesh, [Shard(0)]).requires_grad
-        leaf = distribute_tensor(torch.ones(3, requires_grad=True), mesh)
-        assert leaf.requires_grad
-        assert leaf.is_leaf
-        assert leaf.placements == (R,)
-        assert distribute_tensor(leaf, mesh, [R]) is leaf
-        with CommRecorder() as seen:
-            bare = distribute_tensor(torch.empty(5, 4, device="meta"), mesh, [Shard(0)])
-        assert bare.is_meta
-        assert bare.to_local().shape == (3 - rank, 4)
-        assert seen.ops == []
-        second = distribute_tensor(torch.full((2,), float(rank)), mesh, src_data_rank=1)
-        assert torch.equal(second.to_local(), torch.ones(2))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_a_tensor_is_it_stays(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with mesh:
+        parameter = distribute_tensor(nn.Parameter(torch.ones(3)), placements=[Shard(0)])
+    assert isinstance(parameter, nn.Parameter)
+    assert isinstance(parameter, DTensor)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    assert not distribute_tensor(frozen, mesh, [Shard(0)]).requires_grad
+    leaf = distribute_tensor(torch.ones(3, requires_grad=True), mesh)
+    assert leaf.requires_grad
+    assert leaf.is_leaf
+    assert leaf.placements == (R,)
+    assert distribute_tensor(leaf, mesh, [R]) is leaf
+    with CommRecorder() as seen:
+        bare = distribute_tensor(torch.empty(5, 4, device="meta"), mesh, [Shard(0)])
+    assert bare.is_meta
+    assert bare.to_local().shape == (3 - rank, 4)
+    assert seen.ops == []
+    second = distribute_tensor(torch.full((2,), float(rank)), mesh, src_data_rank=1)
+    assert torch.equal(second.to_local(), torch.ones(2))
 
 
-def test_a_tensor_is_split_into_terms() -> None:
+@on_ranks(3)
+def test_a_tensor_is_split_into_terms(rank: int) -> None:
     """Equal shares where they are exact; integers, and shares of three, stay on the first rank."""
 
-    def body(rank: int) -> None:
-        meshes = {2: init_device_mesh("cpu", (2, 1)), 3: init_device_mesh("cpu", (3,))}
-        for size, op, dtype, share in (
-            (2, "sum", torch.float32, [0.5, 1.5]),
-            (2, "sum", torch.int64, [1, 3] if rank == 0 else [0, 0]),
-            (3, "sum", torch.float64, [1, 3] if rank == 0 else [0, 0]),
-            (3, "avg", torch.float64, [1, 3]),
-            (2, "max", torch.int64, [1, 3]),
-            (2, "min", torch.float32, [1, 3]),
-        ):
-            mesh = meshes[size]
-            full = torch.tensor([1, 3], dtype=dtype) * (1 if rank == 0 else -5)
-            terms: list[Placement] = [Partial(op), R]
-            x = distribute_tensor(full, mesh, terms[: mesh.ndim])
-            if rank < size:
-                assert x.to_local().tolist() == share, (size, op, dtype)
-                assert x.full_tensor().tolist() == [1, 3]
-                assert x.dtype == x.to_local().dtype == dtype
-
-    run_ranks(3, body)
+    meshes = {2: init_device_mesh("cpu", (2, 1)), 3: init_device_mesh("cpu", (3,))}
+    for size, op, dtype, share in (
+        (2, "sum", torch.float32, [0.5, 1.5]),
+        (2, "sum", torch.int64, [1, 3] if rank == 0 else [0, 0]),
+        (3, "sum", torch.float64, [1, 3] if rank == 0 else [0, 0]),
+        (3, "avg", torch.float64, [1, 3]),
+        (2, "max", torch.int64, [1, 3]),
+        (2, "min", torch.float32, [1, 3]),
+    ):
+        mesh = meshes[size]
+        full = torch.tensor([1, 3], dtype=dtype) * (1 if rank == 0 else -5)
+        terms: list[Placement] = [Partial(op), R]
+        x = distribute_tensor(full, mesh, terms[: mesh.ndim])
+        if rank < size:
+            assert x.to_local().tolist() == share, (size, op, dtype)
+            assert x.full_tensor().tolist() == [1, 3]
+            assert x.dtype == x.to_local().dtype == dtype
 
 
-def test_a_subclass_without_memory_is_distributed_by_its_tensors() -> None:
-    def body(rank: int) -> None:
-        full = torch.arange(10.0).reshape(5, 2)
-        for placement in (Shard(0), Shard(1), R, Partial("max")):
-            given = TwoTensor(full + 100 * rank, -full - 100 * rank)
-            x = distribute_tensor(given, init_device_mesh("cpu", (2,)), [placement])
-            part = x.to_local()
-            own = full.chunk(2, placement.dim)[rank] if isinstance(placement, Shard) else full
-            assert isinstance(part, TwoTensor)
-            assert torch.equal(part.a, own)
-            assert torch.equal(part.b, -own)
-            assert given.a[0, 0] == 100 * rank  # what the ranks gave is not written
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_subclass_without_memory_is_distributed_by_its_tensors(rank: int) -> None:
+    full = torch.arange(10.0).reshape(5, 2)
+    for placement in (Shard(0), Shard(1), R, Partial("max")):
+        given = TwoTensor(full + 100 * rank, -full - 100 * rank)
+        x = distribute_tensor(given, init_device_mesh("cpu", (2,)), [placement])
+        part = x.to_local()
+        own = full.chunk(2, placement.dim)[rank] if isinstance(placement, Shard) else full
+        assert isinstance(part, TwoTensor)
+        assert torch.equal(part.a, own)
+        assert torch.equal(part.b, -own)
+        assert given.a[0, 0] == 100 * rank  # what the ranks gave is not written
 
 
 class _OfNothing(torch.Tensor):
@@ -168,32 +164,28 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_at_the_call(name: str) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_at_the_call(rank: int, name: str) -> None:
     tensor, placements, options, error = REFUSED[name]
 
-    def body(rank: int) -> None:
-        with pytest.raises(UsageError) as caught:
-            distribute_tensor(tensor, init_device_mesh("cpu", (2,)), placements, **options)
-        assert caught.type is error
-
-    run_ranks(2, body)
+    with pytest.raises(UsageError) as caught:
+        distribute_tensor(tensor, init_device_mesh("cpu", (2,)), placements, **options)
+    assert caught.type is error
 
 
-def test_a_dtensor_is_not_distributed_again() -> None:
-    def body(rank: int) -> None:
-        made = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-        with pytest.raises(PlacementError):
-            distribute_tensor(made, made.device_mesh, [Shard(1)])
-        with pytest.raises(MeshError):
-            distribute_tensor(made, init_device_mesh("cpu", (1, 2)), [R, Shard(0)])
-        with pytest.raises(MeshError):
-            distribute_tensor(torch.ones(4, 4))
-        torch_shard = type("Shard", (), {"__module__": "torch.distributed.tensor.placement_types"})
-        with pytest.raises(PlacementError) as caught:
-            distribute_tensor(torch.ones(4), made.device_mesh, [torch_shard()])
-        assert caught.value.fix.startswith("Import Shard from dure.tensor ")
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_dtensor_is_not_distributed_again(rank: int) -> None:
+    made = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(PlacementError):
+        distribute_tensor(made, made.device_mesh, [Shard(1)])
+    with pytest.raises(MeshError):
+        distribute_tensor(made, init_device_mesh("cpu", (1, 2)), [R, Shard(0)])
+    with pytest.raises(MeshError):
+        distribute_tensor(torch.ones(4, 4))
+    torch_shard = type("Shard", (), {"__module__": "torch.distributed.tensor.placement_types"})
+    with pytest.raises(PlacementError) as caught:
+        distribute_tensor(torch.ones(4), made.device_mesh, [torch_shard()])
+    assert caught.value.fix.startswith("Import Shard from dure.tensor ")
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -270,16 +262,13 @@ def test_what_the_partition_function_leaves_is_replicated() -> None:
     run_ranks(2, body)
 
 
-def test_functions_without_the_module_are_torchs_old_form() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1,))
-        with pytest.warns(FutureWarning):
-            layer = distribute_module(
-                nn.Linear(2, 2), mesh, output_fn=lambda outputs, mesh: outputs.to_local()
-            )
-        assert not isinstance(layer(distribute_tensor(torch.ones(2), mesh)), DTensor)
-
-    run_ranks(1, body)
+@on_mesh(1)
+def test_functions_without_the_module_are_torchs_old_form(mesh: DeviceMesh) -> None:
+    with pytest.warns(FutureWarning):
+        layer = distribute_module(
+            nn.Linear(2, 2), mesh, output_fn=lambda outputs, mesh: outputs.to_local()
+        )
+    assert not isinstance(layer(distribute_tensor(torch.ones(2), mesh)), DTensor)
 
 
 def test_terms_of_a_sum_are_equal_shares_only_if_that_is_exact():
@@ -295,19 +284,15 @@ def test_terms_of_a_sum_are_equal_shares_only_if_that_is_exact():
     run_ranks(4, body)
 
 
-def test_equal_integers_do_not_become_an_average() -> None:
+@on_ranks(2)
+def test_equal_integers_do_not_become_an_average(rank: int) -> None:
     """Their sum wraps: 200 + 200 is 144 as uint8, and its half 72."""
 
-    def body(rank: int) -> list[int]:
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.tensor([200], dtype=torch.uint8)
-        with pytest.raises(PlacementError, match="not of integers"):
-            distribute_tensor(whole, mesh, [Partial("avg")])
-        average = DTensor.from_local(whole // (rank + 2), mesh, [Partial("avg")])
-        return (
-            torch.cat([distribute_tensor(whole, mesh, [Replicate()]), average])
-            .full_tensor()
-            .tolist()
-        )
-
-    assert run_ranks(2, body) == [[200, 83]] * 2
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.tensor([200], dtype=torch.uint8)
+    with pytest.raises(PlacementError, match="not of integers"):
+        distribute_tensor(whole, mesh, [Partial("avg")])
+    average = DTensor.from_local(whole // (rank + 2), mesh, [Partial("avg")])
+    assert (
+        torch.cat([distribute_tensor(whole, mesh, [Replicate()]), average]).full_tensor().tolist()
+    ) == [200, 83]

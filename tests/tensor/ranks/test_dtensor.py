@@ -30,6 +30,7 @@ from dure.tensor import (
     zeros,
 )
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_ranks
 
 ROWS, COLUMNS, WHOLE, TERMS = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
 X = torch.arange(12.0).reshape(4, 3)
@@ -111,22 +112,18 @@ CALLS: dict[str, Refused] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_one_rank_can_see_is_refused_before_anything_is_sent(name: str) -> None:
+@on_ranks(2)
+def test_what_one_rank_can_see_is_refused_before_anything_is_sent(rank: int, name: str) -> None:
     call, kind, words = CALLS[name]
 
-    def body(rank: int) -> None:
-        with pytest.raises(kind) as caught:
-            call()
-        assert words in str(caught.value)
-
-    run_ranks(2, body)
+    with pytest.raises(kind) as caught:
+        call()
+    assert words in str(caught.value)
 
 
-def test_equal_meshes_go_together() -> None:
-    def body(rank: int) -> None:
-        assert torch.equal((rows(line("tp")) + rows(line("tp"))).full_tensor(), 2 * X)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_equal_meshes_go_together(rank: int) -> None:
+    assert torch.equal((rows(line("tp")) + rows(line("tp"))).full_tensor(), 2 * X)
 
 
 def test_one_rank_alone_may_print_tensors_and_gradients(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,34 +139,30 @@ def test_one_rank_alone_may_print_tensors_and_gradients(capsys: pytest.CaptureFi
     assert "placements=(Shard(dim=0),)" in capsys.readouterr().out
 
 
-def test_gradient_that_one_rank_alone_reduces_is_named_by_its_line() -> None:
-    def body(rank: int) -> None:
-        mesh = line()
-        weight = DTensor.from_local(X.clone(), mesh, [Replicate()]).requires_grad_()
-        (rows(mesh) @ weight.t()).sum().backward()
-        assert any(p.is_partial() for p in dtensor._get_grad(weight).placements)
-        with pytest.raises(Desync) as caught:
-            print(weight.grad) if rank == 0 else dist.barrier()
-        assert "test_dtensor.py:" in caught.value.calls[0]
-        assert "of float32[4, 3] (P(sum)) to (R)" in caught.value.calls[0]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_gradient_that_one_rank_alone_reduces_is_named_by_its_line(rank: int) -> None:
+    mesh = line()
+    weight = DTensor.from_local(X.clone(), mesh, [Replicate()]).requires_grad_()
+    (rows(mesh) @ weight.t()).sum().backward()
+    assert any(p.is_partial() for p in dtensor._get_grad(weight).placements)
+    with pytest.raises(Desync) as caught:
+        print(weight.grad) if rank == 0 else dist.barrier()
+    assert "test_dtensor.py:" in caught.value.calls[0]
+    assert "of float32[4, 3] (P(sum)) to (R)" in caught.value.calls[0]
 
 
-def test_gradients_of_different_parameters_are_not_added() -> None:
+@on_ranks(2)
+def test_gradients_of_different_parameters_are_not_added(rank: int) -> None:
     """Each is of one shape, and terms of a sum: what ranks reduce must be one parameter's."""
 
-    def body(rank: int) -> None:
-        mesh = line()
-        norms = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.LayerNorm(3))
-        distribute_module(norms, mesh)
-        norms(rows(mesh)).sum().backward()
-        with pytest.raises(Desync) as caught:
-            _ = norms[rank].weight.grad
-        assert all("test_dtensor.py:" in call for call in caught.value.calls.values())
-        assert "gradient of 1.weight of a LayerNorm" in caught.value.calls[1]
-
-    run_ranks(2, body)
+    mesh = line()
+    norms = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.LayerNorm(3))
+    distribute_module(norms, mesh)
+    norms(rows(mesh)).sum().backward()
+    with pytest.raises(Desync) as caught:
+        _ = norms[rank].weight.grad
+    assert all("test_dtensor.py:" in call for call in caught.value.calls.values())
+    assert "gradient of 1.weight of a LayerNorm" in caught.value.calls[1]
 
 
 def test_parameters_are_named_whatever_a_rank_distributes_before() -> None:
@@ -197,21 +190,19 @@ def test_parameters_are_named_whatever_a_rank_distributes_before() -> None:
     assert first == second
 
 
-def test_what_is_read_is_the_value_of_the_whole() -> None:
-    def body(rank: int) -> None:
-        mesh = line()
-        for x in (rows(mesh), DTensor.from_local(X / 2, mesh, TERMS)):
-            assert int(x[3, 2]) == 11
-            assert f"{x.sum():.2f} {x.mean()}" == "66.00 5.5"
-            assert len(x) == 4
-            with pytest.raises(RuntimeError):
-                x.item()
-        with CommRecorder() as seen:
-            text = repr(rows(mesh).detach())
-        assert "local_tensor" in text
-        assert seen.ops == ["scatter"]  # of distribute_tensor, none of repr
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_is_read_is_the_value_of_the_whole(rank: int) -> None:
+    mesh = line()
+    for x in (rows(mesh), DTensor.from_local(X / 2, mesh, TERMS)):
+        assert int(x[3, 2]) == 11
+        assert f"{x.sum():.2f} {x.mean()}" == "66.00 5.5"
+        assert len(x) == 4
+        with pytest.raises(RuntimeError):
+            x.item()
+    with CommRecorder() as seen:
+        text = repr(rows(mesh).detach())
+    assert "local_tensor" in text
+    assert seen.ops == ["scatter"]  # of distribute_tensor, none of repr
 
 
 # ---- gradients of parts --------------------------------------------------------------------------
@@ -263,86 +254,75 @@ def test_a_gradient_that_may_be_terms_is_warned_about_at_the_line_that_leaves_it
         assert "Partial() for these axes" in text
 
 
-def test_gradients_of_sums_of_parts_add_up() -> None:
-    def body(rank: int) -> None:
-        x = DTensor.from_local(torch.ones(3, 2), line(), ROWS).requires_grad_()
-        for _ in range(3):
-            x.to_local().sum().backward()  # a gradient whose elements are one in memory
-        grad: Any = x.grad
-        assert grad.to_local().tolist() == [[3, 3]] * 3
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_gradients_of_sums_of_parts_add_up(rank: int) -> None:
+    x = DTensor.from_local(torch.ones(3, 2), line(), ROWS).requires_grad_()
+    for _ in range(3):
+        x.to_local().sum().backward()  # a gradient whose elements are one in memory
+    grad: Any = x.grad
+    assert grad.to_local().tolist() == [[3, 3]] * 3
 
 
-def test_a_gradient_of_terms_is_summed_where_that_is_said() -> None:
-    def body(rank: int) -> None:
-        weight = nn.Parameter(distribute_tensor(torch.ones(3), line(), WHOLE))
-        part = weight.to_local(grad_placements=TERMS)  # pyright: ignore
-        assert isinstance(part, nn.Parameter)
-        (part * (rank + 1)).sum().backward()
-        grad: Any = weight.grad
-        assert grad.placements == tuple(WHOLE)
-        assert grad.to_local().tolist() == [3, 3, 3]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_gradient_of_terms_is_summed_where_that_is_said(rank: int) -> None:
+    weight = nn.Parameter(distribute_tensor(torch.ones(3), line(), WHOLE))
+    part = weight.to_local(grad_placements=TERMS)  # pyright: ignore
+    assert isinstance(part, nn.Parameter)
+    (part * (rank + 1)).sum().backward()
+    grad: Any = weight.grad
+    assert grad.placements == tuple(WHOLE)
+    assert grad.to_local().tolist() == [3, 3, 3]
 
 
-def test_a_gradient_of_a_part_has_the_strides_that_its_spec_says() -> None:
+@on_ranks(2)
+def test_a_gradient_of_a_part_has_the_strides_that_its_spec_says(rank: int) -> None:
     """As experts write them: a transposed part, whose gradient comes transposed."""
 
-    def body(rank: int) -> None:
-        for weight, placements in (
-            (torch.arange(24.0).reshape(4, 6), ROWS),
-            (torch.arange(24.0).reshape(6, 4), ROWS),
-            (torch.arange(24.0).reshape(6, 4).t(), COLUMNS),
-            (torch.arange(24.0).reshape(4, 6), WHOLE),
-        ):
-            x = distribute_tensor(weight, line(), placements)
-            x = (x.t() if len(weight) == 6 else x).detach().requires_grad_()
-            seen: list[Any] = []
-            y = x * 1
-            y.register_hook(seen.append)
-            part = y.to_local(grad_placements=y.placements)
-            (part.t().contiguous() ** 2).sum().backward()
-            for grad in (*seen, x.grad):
-                assert (
-                    grad.part.stride()
-                    == torch.empty_strided(grad.part.shape, x.part.stride()).stride()
-                )
-                assert grad.stride() == x.stride()
-            assert torch.equal(x.grad.part, 2 * x.part)
-
-    run_ranks(2, body)
+    for weight, placements in (
+        (torch.arange(24.0).reshape(4, 6), ROWS),
+        (torch.arange(24.0).reshape(6, 4), ROWS),
+        (torch.arange(24.0).reshape(6, 4).t(), COLUMNS),
+        (torch.arange(24.0).reshape(4, 6), WHOLE),
+    ):
+        x = distribute_tensor(weight, line(), placements)
+        x = (x.t() if len(weight) == 6 else x).detach().requires_grad_()
+        seen: list[Any] = []
+        y = x * 1
+        y.register_hook(seen.append)
+        part = y.to_local(grad_placements=y.placements)
+        (part.t().contiguous() ** 2).sum().backward()
+        for grad in (*seen, x.grad):
+            assert (
+                grad.part.stride() == torch.empty_strided(grad.part.shape, x.part.stride()).stride()
+            )
+            assert grad.stride() == x.stride()
+        assert torch.equal(x.grad.part, 2 * x.part)
 
 
-def test_a_gradient_in_another_order_is_copied_into_that_of_its_tensor() -> None:
+@on_ranks(2)
+def test_a_gradient_in_another_order_is_copied_into_that_of_its_tensor(rank: int) -> None:
     """By autograd, which makes room for it as the tensor's strides say."""
 
-    def body(rank: int) -> None:
-        x = rows().t().detach().requires_grad_()
-        assert (x.stride(), x.part.stride()) == ((1, 3), (1, 3))
-        factor = distribute_tensor(X.t().contiguous(), x.device_mesh, COLUMNS)
-        (x * factor).sum().backward()
-        assert (x.grad.stride(), x.grad.part.stride()) == ((1, 3), (1, 3))
-        assert torch.equal(x.grad.full_tensor(), X.t())
-
-    run_ranks(2, body)
+    x = rows().t().detach().requires_grad_()
+    assert (x.stride(), x.part.stride()) == ((1, 3), (1, 3))
+    factor = distribute_tensor(X.t().contiguous(), x.device_mesh, COLUMNS)
+    (x * factor).sum().backward()
+    assert (x.grad.stride(), x.grad.part.stride()) == ((1, 3), (1, 3))
+    assert torch.equal(x.grad.full_tensor(), X.t())
 
 
-def test_from_local_says_the_strides_of_its_part() -> None:
-    def body(rank: int) -> None:
-        def strides(part: torch.Tensor, placements: Any) -> tuple[int, ...]:
-            return from_local(part, placements).stride()
+@on_ranks(2)
+def test_from_local_says_the_strides_of_its_part(rank: int) -> None:
+    def strides(part: torch.Tensor, placements: Any) -> tuple[int, ...]:
+        return from_local(part, placements).stride()
 
-        spread = torch.ones(4, 6)[:, ::2]
-        assert strides(spread, WHOLE) == spread.stride() == (6, 2)
-        assert strides(spread, ROWS) == (6, 2)
-        assert strides(spread, COLUMNS) == (12, 2)
-        assert strides(spread.t(), COLUMNS) == (2, 6)
-        assert strides(torch.ones(3).expand(4, 3), WHOLE) == (0, 1)
-        assert strides(torch.ones(1, 1, 4), ROWS) == (4, 4, 1)
-        assert strides(torch.ones(4, 1).t(), ROWS) == (4, 1)  # of one row, strides say nothing
-        moved = from_local(spread, ROWS).redistribute(placements=WHOLE)
-        assert moved.stride() == moved.to_local().stride() == (3, 1)
-
-    run_ranks(2, body)
+    spread = torch.ones(4, 6)[:, ::2]
+    assert strides(spread, WHOLE) == spread.stride() == (6, 2)
+    assert strides(spread, ROWS) == (6, 2)
+    assert strides(spread, COLUMNS) == (12, 2)
+    assert strides(spread.t(), COLUMNS) == (2, 6)
+    assert strides(torch.ones(3).expand(4, 3), WHOLE) == (0, 1)
+    assert strides(torch.ones(1, 1, 4), ROWS) == (4, 4, 1)
+    assert strides(torch.ones(4, 1).t(), ROWS) == (4, 1)  # of one row, strides say nothing
+    moved = from_local(spread, ROWS).redistribute(placements=WHOLE)
+    assert moved.stride() == moved.to_local().stride() == (3, 1)

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from dure.mesh import DeviceMesh
 from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.experimental import local_map
 from dure.testing import run_ranks
+from tests.thread_ranks import on_mesh, on_ranks
 
 ROWS, WHOLE, TERMS = [Shard(0)], [Replicate()], [Partial()]
 X = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -52,15 +54,13 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     ("way", "size"),
     [*((way, 4) for way in WAYS), *((way, 3) for way in WAYS if way != "local_map")],
 )
-def test_of_a_sharded_tensor(way: str, size: int) -> None:
+@on_ranks(2)
+def test_of_a_sharded_tensor(rank: int, way: str, size: int) -> None:
     """Three elements over two ranks are uneven parts, which local_map does not return."""
 
-    def body(rank: int) -> None:
-        x = distribute_tensor(X[:size], init_device_mesh("cpu", (2,)), ROWS).requires_grad_()
-        got = penalized(x, lambda x: (WAYS[way](x) ** 3).sum(), lambda g: (WAYS[way](g) ** 2).sum())
-        assert got.full_tensor().tolist() == CUBED[:size]
-
-    run_ranks(2, body)
+    x = distribute_tensor(X[:size], init_device_mesh("cpu", (2,)), ROWS).requires_grad_()
+    got = penalized(x, lambda x: (WAYS[way](x) ** 3).sum(), lambda g: (WAYS[way](g) ** 2).sum())
+    assert got.full_tensor().tolist() == CUBED[:size]
 
 
 @pytest.mark.parametrize(
@@ -68,18 +68,14 @@ def test_of_a_sharded_tensor(way: str, size: int) -> None:
     [lambda x: x.to_local(grad_placements=TERMS), lambda x: x.full_tensor(grad_placements=TERMS)],
 )
 @pytest.mark.parametrize("placements", [WHOLE, ROWS])
-def test_of_copies_that_ranks_use_differently(leave: Any, placements: Any) -> None:
+@on_ranks(2)
+def test_of_copies_that_ranks_use_differently(rank: int, leave: Any, placements: Any) -> None:
     """The cubes count once on rank 0 and twice on rank 1: 9 x^2, and of its squares 324 x^3."""
 
-    def body(rank: int) -> None:
-        x = distribute_tensor(X, init_device_mesh("cpu", (2,)), placements).requires_grad_()
-        use = leave if placements == WHOLE else lambda x: x.full_tensor(grad_placements=TERMS)
-        got = penalized(
-            x, lambda x: (use(x) ** 3).sum() * (rank + 1), lambda g: (full(g) ** 2).sum()
-        )
-        assert got.full_tensor().tolist() == [324.0, 2592.0, 8748.0, 20736.0]
-
-    run_ranks(2, body)
+    x = distribute_tensor(X, init_device_mesh("cpu", (2,)), placements).requires_grad_()
+    use = leave if placements == WHOLE else lambda x: x.full_tensor(grad_placements=TERMS)
+    got = penalized(x, lambda x: (use(x) ** 3).sum() * (rank + 1), lambda g: (full(g) ** 2).sum())
+    assert got.full_tensor().tolist() == [324.0, 2592.0, 8748.0, 20736.0]
 
 
 # Each: what the two ranks give, the placement, and what each gets where every rank adds the
@@ -144,18 +140,15 @@ def test_of_terms_that_are_taken_out_again(reduction: str) -> None:
     assert run_ranks(2, body) == [CUBED[:2], CUBED[2:]]
 
 
-def test_a_gradient_with_a_history_keeps_it_when_it_is_reduced() -> None:
+@on_mesh(2)
+def test_a_gradient_with_a_history_keeps_it_when_it_is_reduced(mesh: DeviceMesh) -> None:
     """The squares of w times 1, 2, 3 and 4 have the gradient 60 w; its squares 7200 w."""
 
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        w = distribute_tensor(torch.tensor([1.0, 2.0]), mesh, WHOLE).requires_grad_()
-        rows = distribute_tensor(X.reshape(4, 1).expand(4, 2).clone(), mesh, ROWS)
-        (w.grad,) = torch.autograd.grad(((w * rows) ** 2).sum(), w, create_graph=True)
-        grad: Any = w.grad
-        assert grad.placements == (Replicate(),)
-        (found,) = torch.autograd.grad((full(grad) ** 2).sum(), w)
-        w.grad = None
-        assert found.full_tensor().tolist() == [7200.0, 14400.0]
-
-    run_ranks(2, body)
+    w = distribute_tensor(torch.tensor([1.0, 2.0]), mesh, WHOLE).requires_grad_()
+    rows = distribute_tensor(X.reshape(4, 1).expand(4, 2).clone(), mesh, ROWS)
+    (w.grad,) = torch.autograd.grad(((w * rows) ** 2).sum(), w, create_graph=True)
+    grad: Any = w.grad
+    assert grad.placements == (Replicate(),)
+    (found,) = torch.autograd.grad((full(grad) ** 2).sum(), w)
+    w.grad = None
+    assert found.full_tensor().tolist() == [7200.0, 14400.0]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
-from dure.testing import run_ranks
+from dure.mesh import DeviceMesh
+from dure.tensor import DTensor, Partial, Replicate, Shard
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
 
 BEFORE: dict[str, Callable[[Any, Any], Any]] = {
     "nothing": lambda x, y: x,
@@ -36,31 +37,27 @@ BEFORE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_gradient_behind_sgn_is_zeros_with_the_placements_of_its_tensor(before: str) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        for placement in (Shard(0), Shard(1), Replicate(), Partial()):
-            x = made(mesh, torch.arange(1.0, 25).reshape(6, 4), [placement]).requires_grad_()
-            y = made(mesh, torch.arange(1.0, 25).reshape(4, 6), [Shard(0)]).requires_grad_()
-            BEFORE[before](x, y).sgn().sum().backward()
-            for one in (x, y):
-                if one.grad is None:
-                    assert one is y
-                    continue
-                assert isinstance(one.grad, DTensor)
-                assert not any(p.is_partial() for p in one.grad.placements)
-                one.grad.add_(1)  # it has memory
-                assert torch.equal(one.grad.full_tensor(), torch.ones(one.shape))
+@on_mesh(2)
+def test_gradient_behind_sgn_is_zeros_with_the_placements_of_its_tensor(
+    mesh: DeviceMesh, before: str
+) -> None:
+    for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+        x = made(mesh, torch.arange(1.0, 25).reshape(6, 4), [placement]).requires_grad_()
+        y = made(mesh, torch.arange(1.0, 25).reshape(4, 6), [Shard(0)]).requires_grad_()
+        BEFORE[before](x, y).sgn().sum().backward()
+        for one in (x, y):
+            if one.grad is None:
+                assert one is y
+                continue
+            assert isinstance(one.grad, DTensor)
+            assert not any(p.is_partial() for p in one.grad.placements)
+            one.grad.add_(1)  # it has memory
+            assert torch.equal(one.grad.full_tensor(), torch.ones(one.shape))
 
-    run_ranks(2, body)
 
-
-def test_gradient_of_a_part_behind_sgn_is_zeros() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = made(mesh, torch.ones(4), [Shard(0)]).requires_grad_()
-        x.to_local().sgn().sum().backward()
-        x.grad.add_(1)
-        assert torch.equal(x.grad.full_tensor(), torch.ones(4))
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_gradient_of_a_part_behind_sgn_is_zeros(mesh: DeviceMesh) -> None:
+    x = made(mesh, torch.ones(4), [Shard(0)]).requires_grad_()
+    x.to_local().sgn().sum().backward()
+    x.grad.add_(1)
+    assert torch.equal(x.grad.full_tensor(), torch.ones(4))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dure.errors import MeshError, PlacementError, UsageError
+from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
     Partial,
@@ -22,68 +23,60 @@ from dure.tensor import (
 )
 from dure.tensor.experimental import local_map, register_sharding
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_mesh, on_ranks
 
 LEFT = torch.arange(12.0).reshape(3, 4)
 RIGHT = torch.arange(8.0).reshape(4, 2)
 COLUMNS, ROWS, WHOLE, TERMS = [Shard(1)], [Shard(0)], [Replicate()], [Partial()]
 
 
-def test_a_function_runs_on_the_parts() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
+@on_mesh(2)
+def test_a_function_runs_on_the_parts(mesh: DeviceMesh) -> None:
 
-        @local_map(out_placements=TERMS, in_placements=(COLUMNS, ROWS), redistribute_inputs=True)
-        def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            assert not isinstance(a, DTensor)
-            assert a.shape == (3, 2)
-            return a @ b
+    @local_map(out_placements=TERMS, in_placements=(COLUMNS, ROWS), redistribute_inputs=True)
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert not isinstance(a, DTensor)
+        assert a.shape == (3, 2)
+        return a @ b
 
-        left = distribute_tensor(LEFT, mesh, WHOLE).requires_grad_()
-        right = distribute_tensor(RIGHT, mesh, ROWS)
-        made = product(left, right)
-        assert made.placements == (Partial(),)
-        assert torch.equal(made.full_tensor(), LEFT @ RIGHT)
-        made.redistribute(placements=WHOLE).backward(distribute_tensor(torch.ones(3, 2), mesh))
-        assert left.grad is not None
-        grad: Any = left.grad
-        assert torch.equal(grad.full_tensor(), torch.ones(3, 2) @ RIGHT.t())
-        assert product.__name__ == "product"
-
-    run_ranks(2, body)
+    left = distribute_tensor(LEFT, mesh, WHOLE).requires_grad_()
+    right = distribute_tensor(RIGHT, mesh, ROWS)
+    made = product(left, right)
+    assert made.placements == (Partial(),)
+    assert torch.equal(made.full_tensor(), LEFT @ RIGHT)
+    made.redistribute(placements=WHOLE).backward(distribute_tensor(torch.ones(3, 2), mesh))
+    assert left.grad is not None
+    grad: Any = left.grad
+    assert torch.equal(grad.full_tensor(), torch.ones(3, 2) @ RIGHT.t())
+    assert product.__name__ == "product"
 
 
-def test_several_results_and_what_is_no_tensor() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
+@on_mesh(2)
+def test_several_results_and_what_is_no_tensor(mesh: DeviceMesh) -> None:
 
-        def both(a: torch.Tensor, factor: float) -> Any:
-            return {"times": a * factor, "n": 3, "sum": a.sum(0)}
+    def both(a: torch.Tensor, factor: float) -> Any:
+        return {"times": a * factor, "n": 3, "sum": a.sum(0)}
 
-        mapped = local_map(both, (ROWS, None, TERMS), (ROWS, None))
-        made = mapped(distribute_tensor(torch.ones(4, 2), mesh, ROWS), 2.0)
-        assert made["n"] == 3
-        assert torch.equal(made["times"].full_tensor(), torch.full((4, 2), 2.0))
-        assert torch.equal(made["sum"].full_tensor(), torch.full((2,), 4.0))
-        assert mapped(torch.ones(1, 1), 2.0)["n"] == 3  # no DTensor: as it is
-
-    run_ranks(2, body)
+    mapped = local_map(both, (ROWS, None, TERMS), (ROWS, None))
+    made = mapped(distribute_tensor(torch.ones(4, 2), mesh, ROWS), 2.0)
+    assert made["n"] == 3
+    assert torch.equal(made["times"].full_tensor(), torch.full((4, 2), 2.0))
+    assert torch.equal(made["sum"].full_tensor(), torch.full((2,), 4.0))
+    assert mapped(torch.ones(1, 1), 2.0)["n"] == 3  # no DTensor: as it is
 
 
-def test_the_gradient_of_a_replicated_argument_is_terms_where_that_is_said() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        weight = distribute_tensor(torch.ones(4), mesh, WHOLE).requires_grad_()
-        data = distribute_tensor(torch.arange(4.0).reshape(4, 1), mesh, ROWS)
-        mapped = local_map(
-            lambda w, x: x * w, ROWS, (WHOLE, ROWS), in_grad_placements=(TERMS, ROWS)
-        )
-        out = mapped(weight, data)
-        out.backward(distribute_tensor(torch.ones(4, 4), mesh, ROWS))
-        grad: Any = weight.grad
-        assert grad.placements == (Replicate(),)
-        assert torch.equal(grad.to_local(), torch.full((4,), 6.0))
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_the_gradient_of_a_replicated_argument_is_terms_where_that_is_said(
+    mesh: DeviceMesh,
+) -> None:
+    weight = distribute_tensor(torch.ones(4), mesh, WHOLE).requires_grad_()
+    data = distribute_tensor(torch.arange(4.0).reshape(4, 1), mesh, ROWS)
+    mapped = local_map(lambda w, x: x * w, ROWS, (WHOLE, ROWS), in_grad_placements=(TERMS, ROWS))
+    out = mapped(weight, data)
+    out.backward(distribute_tensor(torch.ones(4, 4), mesh, ROWS))
+    grad: Any = weight.grad
+    assert grad.placements == (Replicate(),)
+    assert torch.equal(grad.to_local(), torch.full((4,), 6.0))
 
 
 # Each: a function of a DTensor sharded by rows, and the error.
@@ -100,25 +93,21 @@ REFUSED: dict[str, tuple[Any, type[Exception]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_a_local_map_is_refused(name: str) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_a_local_map_is_refused(rank: int, name: str) -> None:
     function, error = REFUSED[name]
 
-    def body(rank: int) -> None:
-        with pytest.raises(UsageError) as caught:
-            function(distribute_tensor(LEFT, init_device_mesh("cpu", (2,)), ROWS))
-        assert caught.type is error
-
-    run_ranks(2, body)
+    with pytest.raises(UsageError) as caught:
+        function(distribute_tensor(LEFT, init_device_mesh("cpu", (2,)), ROWS))
+    assert caught.type is error
 
 
-def test_arguments_of_a_local_map_are_of_one_mesh() -> None:
-    def body(rank: int) -> None:
-        x = distribute_tensor(LEFT, init_device_mesh("cpu", (2,)), ROWS)
-        y = distribute_tensor(LEFT, init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
-        with pytest.raises(MeshError):
-            local_map(torch.add, ROWS)(x, y)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_arguments_of_a_local_map_are_of_one_mesh(rank: int) -> None:
+    x = distribute_tensor(LEFT, init_device_mesh("cpu", (2,)), ROWS)
+    y = distribute_tensor(LEFT, init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
+    with pytest.raises(MeshError):
+        local_map(torch.add, ROWS)(x, y)
 
 
 def test_a_rule_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from dure.tensor._random import is_rng_supported_mesh, manual_seed
 from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks.operators import check
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh, on_ranks
 
 R = Replicate()
 
@@ -76,21 +77,18 @@ def test_values_are_those_of_one_rank(name):
     assert torch.equal(torch.default_generator.get_state(), state)
 
 
-def test_values_stay_sharded_and_terms_are_reduced():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        torch.manual_seed(5)
-        x = made(mesh, torch.ones(5, 3), [Shard(0)])
-        assert x.normal_() is x
-        assert torch.rand_like(x).placements == (Shard(0),)
-        assert x.bernoulli(0.3).placements == (Shard(0),)
-        terms = made(mesh, torch.full((5, 3), 0.5), [Partial()])
-        assert torch.rand_like(terms).placements == (R,)
-        assert terms.bernoulli().full_tensor().unique().tolist() == [0, 1]
-        with pytest.raises(PlacementError):
-            terms.normal_()
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_values_stay_sharded_and_terms_are_reduced(mesh):
+    torch.manual_seed(5)
+    x = made(mesh, torch.ones(5, 3), [Shard(0)])
+    assert x.normal_() is x
+    assert torch.rand_like(x).placements == (Shard(0),)
+    assert x.bernoulli(0.3).placements == (Shard(0),)
+    terms = made(mesh, torch.full((5, 3), 0.5), [Partial()])
+    assert torch.rand_like(terms).placements == (R,)
+    assert terms.bernoulli().full_tensor().unique().tolist() == [0, 1]
+    with pytest.raises(PlacementError):
+        terms.normal_()
 
 
 def test_a_generator_of_ones_own():
@@ -105,15 +103,13 @@ def test_a_generator_of_ones_own():
     run_ranks(2, body)
 
 
-def test_generators_that_differ_are_named():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        x = made(mesh, torch.ones(4), [R])
-        with pytest.raises(Desync, match="axis tp") as caught:
-            x.normal_(generator=torch.Generator().manual_seed(rank))
-        assert sorted(caught.value.calls) == [0, 1]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_generators_that_differ_are_named(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = made(mesh, torch.ones(4), [R])
+    with pytest.raises(Desync, match="axis tp") as caught:
+        x.normal_(generator=torch.Generator().manual_seed(rank))
+    assert sorted(caught.value.calls) == [0, 1]
 
 
 PARTS = {
@@ -125,29 +121,25 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", ["normal_", "bernoulli", "normal"])
-def test_parts_are_drawn_from_generators_in_different_states(name):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        x = made(mesh, torch.ones(5, 3), [Shard(0)])
-        generator = torch.Generator().manual_seed(rank)
-        with CommRecorder() as recorder:
-            part = PARTS[name](x, generator).to_local()
-        assert name != "normal_" or not recorder.ops  # only values are sent, nothing is compared
-        whole = PARTS[name](torch.ones(5, 3), torch.Generator().manual_seed(rank))
-        assert torch.equal(part, whole[3 * rank : 3 + 2 * rank])
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_parts_are_drawn_from_generators_in_different_states(rank, name):
+    mesh = init_device_mesh("cpu", (2,))
+    x = made(mesh, torch.ones(5, 3), [Shard(0)])
+    generator = torch.Generator().manual_seed(rank)
+    with CommRecorder() as recorder:
+        part = PARTS[name](x, generator).to_local()
+    assert name != "normal_" or not recorder.ops  # only values are sent, nothing is compared
+    whole = PARTS[name](torch.ones(5, 3), torch.Generator().manual_seed(rank))
+    assert torch.equal(part, whole[3 * rank : 3 + 2 * rank])
 
 
-def test_a_replicated_result_of_parts_needs_equal_generators():
-    def body(rank):
-        x = made(init_device_mesh("cpu", (2,)), torch.ones(4, 3), [Shard(0)])
-        with pytest.raises(Desync):
-            PARTS["multinomial"](x, torch.Generator().manual_seed(rank))
-        again = PARTS["multinomial"](x, torch.Generator().manual_seed(7))
-        assert again.placements == (R,)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_replicated_result_of_parts_needs_equal_generators(rank):
+    x = made(init_device_mesh("cpu", (2,)), torch.ones(4, 3), [Shard(0)])
+    with pytest.raises(Desync):
+        PARTS["multinomial"](x, torch.Generator().manual_seed(rank))
+    again = PARTS["multinomial"](x, torch.Generator().manual_seed(7))
+    assert again.placements == (R,)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dure.tensor.spec import TensorMeta, spec_of
 from dure.testing import run_ranks
 from tests.tensor.ranks.dtensor_worlds import redistributes
 from tests.tensor.ranks.parts import made, part_of
+from tests.thread_ranks import on_mesh, on_ranks
 
 R, S0, S1, SUM = Replicate(), Shard(0), Shard(1), Partial("sum")
 INNER = StridedShard(0, split_factor=2)  # cuts after a later axis of 2
@@ -31,76 +32,64 @@ def test_all_pairs_of_placements_on_one_axis(n):
 
 
 @pytest.mark.parametrize("rows", [12, 9, 7, 3, 1])
-def test_a_later_axis_may_cut_first(rows):
+@on_mesh(3, 2)
+def test_a_later_axis_may_cut_first(mesh, rows):
     """As FSDP over tensor parallelism: the later axis cuts the rows, the first what it left."""
 
-    def body(rank):
-        mesh = init_device_mesh("cpu", (3, 2))
-        whole = torch.arange(float(rows * 2)).reshape(rows, 2)
-        x = made(mesh, whole, [INNER, S0])
-        assert torch.equal(x.full_tensor(), whole)
-        for new in [[S0, S0], [R, S0], [S0, R], [S1, S0], [INNER, S0], [R, S1]]:
-            got = x.redistribute(placements=new)
-            expected = part_of(whole, new, (3, 2), mesh.get_coordinate())
-            assert torch.equal(got.to_local(), expected), new
-            back = got.redistribute(placements=[INNER, S0])
-            assert torch.equal(back.to_local(), x.to_local())
-        assert plan_of(x.spec, x.spec.with_placements([R, S0])).steps[0].move is Move.ALL_GATHER
-        assert len(plan_of(x.spec, x.spec.with_placements([R, S0])).steps) == 1
-
-    run_ranks(6, body)
+    whole = torch.arange(float(rows * 2)).reshape(rows, 2)
+    x = made(mesh, whole, [INNER, S0])
+    assert torch.equal(x.full_tensor(), whole)
+    for new in [[S0, S0], [R, S0], [S0, R], [S1, S0], [INNER, S0], [R, S1]]:
+        got = x.redistribute(placements=new)
+        expected = part_of(whole, new, (3, 2), mesh.get_coordinate())
+        assert torch.equal(got.to_local(), expected), new
+        back = got.redistribute(placements=[INNER, S0])
+        assert torch.equal(back.to_local(), x.to_local())
+    assert plan_of(x.spec, x.spec.with_placements([R, S0])).steps[0].move is Move.ALL_GATHER
+    assert len(plan_of(x.spec, x.spec.with_placements([R, S0])).steps) == 1
 
 
-def test_runs_are_cut_each():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.arange(12.0)
-        x = DTensor.from_local(whole, mesh).redistribute(
-            placements=[StridedShard(0, split_factor=3)]
-        )
-        assert x.to_local().tolist() == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]][rank]
-        assert torch.equal(x.full_tensor(), whole)
-        assert torch.equal(x.redistribute(placements=[S0]).full_tensor(), whole)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_runs_are_cut_each(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(12.0)
+    x = DTensor.from_local(whole, mesh).redistribute(placements=[StridedShard(0, split_factor=3)])
+    assert x.to_local().tolist() == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]][rank]
+    assert torch.equal(x.full_tensor(), whole)
+    assert torch.equal(x.redistribute(placements=[S0]).full_tensor(), whole)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_what_was_moved_shares_no_memory_with_what_it_was(transposed):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 1))
-        whole = torch.arange(16.0).reshape(4, 4)
-        whole = whole.t() if transposed else whole
-        x = DTensor.from_local(whole, mesh)
-        for new in [[S0, R], [S1, R], [R, S0], [S0, S1]]:
-            expected = part_of(whole, new, (2, 1), (rank, 0)).clone()
-            got = x.redistribute(placements=new)
-            whole += 1
-            assert torch.equal(got.to_local(), expected), new
-            whole -= 1
-        rows = x.redistribute(placements=[S0, R])
-        same = rows.redistribute(placements=[StridedShard(0, split_factor=1), R])  # lies as it did
-        assert same.to_local().data_ptr() == rows.to_local().data_ptr()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_was_moved_shares_no_memory_with_what_it_was(rank, transposed):
+    mesh = init_device_mesh("cpu", (2, 1))
+    whole = torch.arange(16.0).reshape(4, 4)
+    whole = whole.t() if transposed else whole
+    x = DTensor.from_local(whole, mesh)
+    for new in [[S0, R], [S1, R], [R, S0], [S0, S1]]:
+        expected = part_of(whole, new, (2, 1), (rank, 0)).clone()
+        got = x.redistribute(placements=new)
+        whole += 1
+        assert torch.equal(got.to_local(), expected), new
+        whole -= 1
+    rows = x.redistribute(placements=[S0, R])
+    same = rows.redistribute(placements=[StridedShard(0, split_factor=1), R])  # lies as it did
+    assert same.to_local().data_ptr() == rows.to_local().data_ptr()
 
 
-def test_gradients_move_back():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.arange(6.0).reshape(3, 2)
-        for old, new in itertools.product([R, S0, S1], [R, S0, S1]):
-            x = made(mesh, whole, [old]).requires_grad_()
-            y = x.redistribute(placements=[new])
-            weight = made(mesh, whole + 1, [new])
-            (grad,) = torch.autograd.grad(y, x, weight)
-            assert torch.equal(grad.full_tensor(), whole + 1), (old, new)
-        terms = torch.ones(3, 2, requires_grad=True)
-        x = DTensor.from_local(terms, mesh, [SUM])
-        x.redistribute(placements=[R]).to_local(grad_placements=[R]).sum().backward()
-        assert torch.equal(terms.grad, torch.ones(3, 2))
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_gradients_move_back(mesh):
+    whole = torch.arange(6.0).reshape(3, 2)
+    for old, new in itertools.product([R, S0, S1], [R, S0, S1]):
+        x = made(mesh, whole, [old]).requires_grad_()
+        y = x.redistribute(placements=[new])
+        weight = made(mesh, whole + 1, [new])
+        (grad,) = torch.autograd.grad(y, x, weight)
+        assert torch.equal(grad.full_tensor(), whole + 1), (old, new)
+    terms = torch.ones(3, 2, requires_grad=True)
+    x = DTensor.from_local(terms, mesh, [SUM])
+    x.redistribute(placements=[R]).to_local(grad_placements=[R]).sum().backward()
+    assert torch.equal(terms.grad, torch.ones(3, 2))
 
 
 def test_the_cheapest_plan_is_taken():
@@ -132,63 +121,52 @@ def test_the_cheapest_plan_is_taken():
     ]
 
 
-def test_results_may_be_under_way():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.arange(8.0)
-        y = made(mesh, whole, [S0]).redistribute(placements=[R], async_op=True)
-        assert torch.equal((y + y).to_local(), 2 * whole)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_results_may_be_under_way(mesh):
+    whole = torch.arange(8.0)
+    y = made(mesh, whole, [S0]).redistribute(placements=[R], async_op=True)
+    assert torch.equal((y + y).to_local(), 2 * whole)
 
 
-def test_values_and_gradients_may_move_in_other_dtypes():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.tensor([1.0, 1.0 + 2**-12, 3.0, 257.0])  # bfloat16 has 8 bits of them
-        x = made(mesh, whole, [S0]).requires_grad_()
-        y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16)
-        assert y.dtype == y.to_local(grad_placements=[R]).dtype == torch.bfloat16
-        assert y.to_local(grad_placements=[R]).tolist() == [1.0, 1.0, 3.0, 256.0]
-        (grad,) = torch.autograd.grad(y, x, made(mesh, torch.full((4,), 3.0).bfloat16(), [R]))
-        assert grad.dtype == torch.float32
-        assert grad.full_tensor().tolist() == [3.0] * 4
-        z = x.redistribute(placements=[R], backward_dtype=torch.bfloat16)
-        assert torch.equal(z.to_local(grad_placements=[R]), whole)
-        (grad,) = torch.autograd.grad(z, x, made(mesh, whole, [R]))
-        assert grad.dtype == torch.float32
-        assert grad.full_tensor().tolist() == [1.0, 1.0, 3.0, 256.0]
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_values_and_gradients_may_move_in_other_dtypes(mesh):
+    whole = torch.tensor([1.0, 1.0 + 2**-12, 3.0, 257.0])  # bfloat16 has 8 bits of them
+    x = made(mesh, whole, [S0]).requires_grad_()
+    y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16)
+    assert y.dtype == y.to_local(grad_placements=[R]).dtype == torch.bfloat16
+    assert y.to_local(grad_placements=[R]).tolist() == [1.0, 1.0, 3.0, 256.0]
+    (grad,) = torch.autograd.grad(y, x, made(mesh, torch.full((4,), 3.0).bfloat16(), [R]))
+    assert grad.dtype == torch.float32
+    assert grad.full_tensor().tolist() == [3.0] * 4
+    z = x.redistribute(placements=[R], backward_dtype=torch.bfloat16)
+    assert torch.equal(z.to_local(grad_placements=[R]), whole)
+    (grad,) = torch.autograd.grad(z, x, made(mesh, whole, [R]))
+    assert grad.dtype == torch.float32
+    assert grad.full_tensor().tolist() == [1.0, 1.0, 3.0, 256.0]
 
 
-def test_redistribute_gives_memory_of_its_own():
-    def body(rank):
-        whole = torch.arange(8.0).reshape(4, 2)
-        x = DTensor.from_local(whole, init_device_mesh("cpu", (2,))).redistribute(placements=[S0])
-        before = whole.clone()
-        x.add_(1)
-        assert torch.equal(whole, before)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_redistribute_gives_memory_of_its_own(rank):
+    whole = torch.arange(8.0).reshape(4, 2)
+    x = DTensor.from_local(whole, init_device_mesh("cpu", (2,))).redistribute(placements=[S0])
+    before = whole.clone()
+    x.add_(1)
+    assert torch.equal(whole, before)
 
 
-def test_a_moved_part_has_the_memory_order_of_the_full_tensor():
+@on_mesh(2)
+def test_a_moved_part_has_the_memory_order_of_the_full_tensor(mesh):
     """So its views are views of the parts: heads to the front, sharded otherwise, and back."""
 
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        whole = torch.arange(2 * 4 * 4 * 3.0).reshape(2, 4, 4, 3)
-        x = DTensor.from_local(whole, mesh).redistribute(placements=[Shard(1)])
-        heads = x.transpose(1, 2)
-        for target in (Shard(1), Shard(0), Replicate()):
-            moved = heads.redistribute(placements=[target])
-            assert moved.stride() == heads.stride()
-            joined = moved.transpose(1, 2).reshape(2, 4, 12)
-            assert torch.equal(joined.full_tensor(), whole.reshape(2, 4, 12))
-        terms = DTensor.from_local(whole, mesh, [Partial()]).permute(3, 0, 2, 1)
-        for target in (Shard(1), Shard(0), Replicate()):
-            back = terms.redistribute(placements=[target]).permute(1, 3, 2, 0)
-            assert torch.equal(back.reshape(-1).full_tensor(), whole.reshape(-1) * 2)
-
-    run_ranks(2, body)
+    whole = torch.arange(2 * 4 * 4 * 3.0).reshape(2, 4, 4, 3)
+    x = DTensor.from_local(whole, mesh).redistribute(placements=[Shard(1)])
+    heads = x.transpose(1, 2)
+    for target in (Shard(1), Shard(0), Replicate()):
+        moved = heads.redistribute(placements=[target])
+        assert moved.stride() == heads.stride()
+        joined = moved.transpose(1, 2).reshape(2, 4, 12)
+        assert torch.equal(joined.full_tensor(), whole.reshape(2, 4, 12))
+    terms = DTensor.from_local(whole, mesh, [Partial()]).permute(3, 0, 2, 1)
+    for target in (Shard(1), Shard(0), Replicate()):
+        back = terms.redistribute(placements=[target]).permute(1, 3, 2, 0)
+        assert torch.equal(back.reshape(-1).full_tensor(), whole.reshape(-1) * 2)

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from dure.mesh import DeviceMesh
 from dure.tensor import Replicate, Shard, init_device_mesh, results
 from dure.testing import run_ranks
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
 
 
 def test_results_are_found_once_for_all_placements_of_one_kind(monkeypatch: Any) -> None:
@@ -38,45 +40,36 @@ def test_results_are_found_once_for_all_placements_of_one_kind(monkeypatch: Any)
     run_ranks(1, body)
 
 
-def test_results_of_the_default_dtype():
+@on_mesh(1)
+def test_results_of_the_default_dtype(mesh):
     # What it is may change between two calls of one kind.
-    def body(rank):
-        mesh = init_device_mesh("cpu", (1,))
-        count = made(mesh, torch.tensor([1, 2]), [Replicate()])
-        assert (count / 2).dtype == (count / 2).dtype == torch.float32
-        torch.set_default_dtype(torch.float64)
-        try:
-            assert (count / 2).dtype == (count / 2).to_local().dtype == torch.float64
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-    run_ranks(1, body)
+    count = made(mesh, torch.tensor([1, 2]), [Replicate()])
+    assert (count / 2).dtype == (count / 2).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (count / 2).dtype == (count / 2).to_local().dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-def test_losses_of_nothing_are_nan_and_have_gradients_of_nothing() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        losses = (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss)
-        for loss, placement in product(losses, (Shard(0), Shard(1), Replicate())):
-            learned = made(mesh, torch.ones(6, 3), [placement]).requires_grad_()
-            wanted = made(mesh, torch.zeros(6, 3), [placement])
-            found = loss(learned[:0], wanted[:0])
-            found.backward()
-            assert found.full_tensor().isnan()
-            assert torch.equal(learned.grad.full_tensor(), torch.zeros(6, 3))
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_losses_of_nothing_are_nan_and_have_gradients_of_nothing(mesh: DeviceMesh) -> None:
+    losses = (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss)
+    for loss, placement in product(losses, (Shard(0), Shard(1), Replicate())):
+        learned = made(mesh, torch.ones(6, 3), [placement]).requires_grad_()
+        wanted = made(mesh, torch.zeros(6, 3), [placement])
+        found = loss(learned[:0], wanted[:0])
+        found.backward()
+        assert found.full_tensor().isnan()
+        assert torch.equal(learned.grad.full_tensor(), torch.zeros(6, 3))
 
 
-def test_error_of_an_operator_is_that_of_its_kernel_on_all_ranks() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = made(mesh, torch.ones(4, 3), [Shard(0)])
-        with pytest.raises(RuntimeError, match="size"):
-            _ = x + made(mesh, torch.ones(2), [Replicate()])
-        assert torch.equal((x + 1).full_tensor(), torch.full((4, 3), 2.0))
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_error_of_an_operator_is_that_of_its_kernel_on_all_ranks(mesh: DeviceMesh) -> None:
+    x = made(mesh, torch.ones(4, 3), [Shard(0)])
+    with pytest.raises(RuntimeError, match="size"):
+        _ = x + made(mesh, torch.ones(2), [Replicate()])
+    assert torch.equal((x + 1).full_tensor(), torch.full((4, 3), 2.0))
 
 
 def test_batch_norm_of_transposed_inputs_has_the_strides_of_one_process() -> None:

@@ -15,6 +15,7 @@ import torch
 from dure.errors import PlacementError
 from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_ranks
 
 WHOLE = [Replicate()]
 TERMS = [[1.0, 5.0, 2.0], [3.0, 5.0, -1.0]]
@@ -118,29 +119,25 @@ def test_a_term_that_is_taken_out_again_has_its_own_gradient(reduction: str) -> 
 
 
 @pytest.mark.parametrize("reduction", ["max", "min", "product"])
-def test_what_a_term_of_an_extreme_does_not_determine_is_refused(reduction: str) -> None:
-    def body(rank: int) -> None:
-        mesh, part = init_device_mesh("cpu", (2,)), _terms([1.0, 2.0])
-        with pytest.raises(PlacementError):
-            DTensor.from_local(part, mesh, [Partial(reduction)], grad_placements=[Partial()])
-        whole = DTensor.from_local(part, mesh, [Partial(reduction)])
-        taken = whole.to_local(grad_placements=WHOLE)
-        assert taken.tolist() == [1, 2]
-        with CommRecorder() as seen, pytest.raises(PlacementError) as caught:
-            taken.sum().backward()
-        assert reduction in str(caught.value)
-        assert part.grad is None
-        assert seen.ops == []
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_a_term_of_an_extreme_does_not_determine_is_refused(rank: int, reduction: str) -> None:
+    mesh, part = init_device_mesh("cpu", (2,)), _terms([1.0, 2.0])
+    with pytest.raises(PlacementError):
+        DTensor.from_local(part, mesh, [Partial(reduction)], grad_placements=[Partial()])
+    whole = DTensor.from_local(part, mesh, [Partial(reduction)])
+    taken = whole.to_local(grad_placements=WHOLE)
+    assert taken.tolist() == [1, 2]
+    with CommRecorder() as seen, pytest.raises(PlacementError) as caught:
+        taken.sum().backward()
+    assert reduction in str(caught.value)
+    assert part.grad is None
+    assert seen.ops == []
 
 
-def test_one_rank_has_the_only_term() -> None:
-    def body(rank: int) -> None:
-        for reduction in EXPECTED:
-            part = _terms([1.0, 2.0])
-            whole = DTensor.from_local(part, init_device_mesh("cpu", (1,)), [Partial(reduction)])
-            (whole.to_local() * 3).sum().backward()
-            assert part.grad.tolist() == [3, 3]
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_one_rank_has_the_only_term(rank: int) -> None:
+    for reduction in EXPECTED:
+        part = _terms([1.0, 2.0])
+        whole = DTensor.from_local(part, init_device_mesh("cpu", (1,)), [Partial(reduction)])
+        (whole.to_local() * 3).sum().backward()
+        assert part.grad.tolist() == [3, 3]

@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dure.errors import PlacementError
+from dure.mesh import DeviceMesh
 from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
 
 WEIGHT = torch.linspace(-1, 1, 24).reshape(6, 4)
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
@@ -93,46 +95,40 @@ class _Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS)
-def test_a_step_updates_the_parts_at_once(name: str, form: str) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        weights = [nn.Parameter(placed(WEIGHT * n, mesh, Shard(0))) for n in (1, 2, 3)]
-        optimizer = optimizer_of(name, form, weights)
-        for weight in weights:
-            weight.grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
+@on_mesh(2)
+def test_a_step_updates_the_parts_at_once(mesh: DeviceMesh, name: str, form: str) -> None:
+    weights = [nn.Parameter(placed(WEIGHT * n, mesh, Shard(0))) for n in (1, 2, 3)]
+    optimizer = optimizer_of(name, form, weights)
+    for weight in weights:
+        weight.grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
+    optimizer.step()
+    with _Counting() as counting:
         optimizer.step()
-        with _Counting() as counting:
-            optimizer.step()
-        assert not counting.seen
-        for weight in weights:
-            for state in optimizer.state[weight].values():
-                if isinstance(state, torch.Tensor) and state.ndim:
-                    assert isinstance(state, DTensor) and state.placements == (Shard(0),)
-                    assert state.shape == weight.shape
-
-    run_ranks(2, body)
+    assert not counting.seen
+    for weight in weights:
+        for state in optimizer.state[weight].values():
+            if isinstance(state, torch.Tensor) and state.ndim:
+                assert isinstance(state, DTensor) and state.placements == (Shard(0),)
+                assert state.shape == weight.shape
 
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
-def test_a_step_between_forward_and_backward_is_noticed(form: str) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
-        flat = weight.detach().view(3, 8)  # rows of 4 made rows of 8: moved, a copy
-        optimizer = optimizer_of("AdamW", form, [weight])
-        weight.grad = placed(WEIGHT, mesh, Shard(0))
-        loss = (weight * weight).sum()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        with pytest.raises(PlacementError):
-            _ = flat + 1
-        moments = optimizer.state[weight]["exp_avg"]
-        before = moments._version
-        optimizer.step()
-        assert moments._version > before
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_a_step_between_forward_and_backward_is_noticed(mesh: DeviceMesh, form: str) -> None:
+    weight = nn.Parameter(placed(WEIGHT, mesh, Shard(0)))
+    flat = weight.detach().view(3, 8)  # rows of 4 made rows of 8: moved, a copy
+    optimizer = optimizer_of("AdamW", form, [weight])
+    weight.grad = placed(WEIGHT, mesh, Shard(0))
+    loss = (weight * weight).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(PlacementError):
+        _ = flat + 1
+    moments = optimizer.state[weight]["exp_avg"]
+    before = moments._version
+    optimizer.step()
+    assert moments._version > before
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
@@ -174,21 +170,18 @@ def test_numbers_of_an_optimizer_may_be_replicated_on_any_mesh(
     run_ranks(2, body)
 
 
-def test_what_does_not_lie_alike_goes_operator_by_operator() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        ours = [nn.Parameter(placed(WEIGHT, mesh, Shard(0))) for _ in range(2)]
-        theirs = nn.Parameter(WEIGHT.clone())
-        ours[0].grad = placed(torch.cos(WEIGHT), mesh, Shard(1))
-        ours[1].grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
-        theirs.grad = torch.cos(WEIGHT)
-        for parameters in (ours, [theirs]):
-            torch.optim.AdamW(parameters, lr=0.1, foreach=True).step()
-        for one in ours:
-            assert one.placements == (Shard(0),)
-            torch.testing.assert_close(one.full_tensor(), theirs)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_what_does_not_lie_alike_goes_operator_by_operator(mesh: DeviceMesh) -> None:
+    ours = [nn.Parameter(placed(WEIGHT, mesh, Shard(0))) for _ in range(2)]
+    theirs = nn.Parameter(WEIGHT.clone())
+    ours[0].grad = placed(torch.cos(WEIGHT), mesh, Shard(1))
+    ours[1].grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
+    theirs.grad = torch.cos(WEIGHT)
+    for parameters in (ours, [theirs]):
+        torch.optim.AdamW(parameters, lr=0.1, foreach=True).step()
+    for one in ours:
+        assert one.placements == (Shard(0),)
+        torch.testing.assert_close(one.full_tensor(), theirs)
 
 
 # ---- parts in other orders -----------------------------------------------------------------------
@@ -229,28 +222,22 @@ def test_a_fused_step_reads_gradients_and_parameters_in_any_order(name: str) -> 
     run_ranks(2, body)
 
 
-def test_a_fused_kernel_on_dtensors_reads_a_gradient_in_columns() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        weight = DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)])
-        grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
-        torch._fused_sgd_(  # pyright: ignore[reportPrivateUsage]
-            [weight], [grad], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0,
-            nesterov=False, maximize=False, is_first_step=False,
-        )  # fmt: skip
-        torch.testing.assert_close(weight.to_local(), WEIGHT / 2)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_a_fused_kernel_on_dtensors_reads_a_gradient_in_columns(mesh: DeviceMesh) -> None:
+    weight = DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)])
+    grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
+    torch._fused_sgd_(  # pyright: ignore[reportPrivateUsage]
+        [weight], [grad], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0,
+        nesterov=False, maximize=False, is_first_step=False,
+    )  # fmt: skip
+    torch.testing.assert_close(weight.to_local(), WEIGHT / 2)
 
 
-def test_momentum_is_laid_out_as_its_parameter() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        weight = nn.Parameter(DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)]))
-        weight.grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
-        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False)
-        optimizer.step()
-        buffer = optimizer.state[weight]["momentum_buffer"]
-        assert buffer.stride() == buffer.to_local().stride() == (4, 1)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_momentum_is_laid_out_as_its_parameter(mesh: DeviceMesh) -> None:
+    weight = nn.Parameter(DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)]))
+    weight.grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False)
+    optimizer.step()
+    buffer = optimizer.state[weight]["momentum_buffer"]
+    assert buffer.stride() == buffer.to_local().stride() == (4, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 
 
 class Words(nn.Module):
@@ -32,47 +32,41 @@ def sum_and_divide(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 @pytest.mark.parametrize("hook", [None, sum_and_divide])
-def test_sparse_gradients_stay_sparse_3_ranks(hook: Any) -> None:
-    def rank_main(rank: int) -> list[float]:
-        ddp = dist.DistributedDataParallel(Words())
-        if hook is not None:
-            ddp.register_comm_hook(dist.group.WORLD, hook)
-        nn.init.constant_(ddp.module.out.weight, 0.75)
-        optimizer = torch.optim.SparseAdam([ddp.module.words.weight])
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(rank, 3).backward()
-            optimizer.step()  # takes sparse gradients only
-        gradient = ddp.module.words.weight.grad
-        assert gradient.layout is torch.sparse_coo
-        return gradient.to_dense().flatten().tolist()
-
-    assert run_ranks(3, rank_main) == [[1, 1, 1, 3]] * 3
+@on_ranks(3)
+def test_sparse_gradients_stay_sparse_3_ranks(rank: int, hook: Any) -> None:
+    ddp = dist.DistributedDataParallel(Words())
+    if hook is not None:
+        ddp.register_comm_hook(dist.group.WORLD, hook)
+    nn.init.constant_(ddp.module.out.weight, 0.75)
+    optimizer = torch.optim.SparseAdam([ddp.module.words.weight])
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(rank, 3).backward()
+        optimizer.step()  # takes sparse gradients only
+    gradient = ddp.module.words.weight.grad
+    assert gradient.layout is torch.sparse_coo
+    assert gradient.to_dense().flatten().tolist() == [1, 1, 1, 3]
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize(("rows", "expected"), [(((), (1,)), [0, 0.5, 0, 0]), (((), ()), None)])
+@on_ranks(2)
 def test_sparse_gradient_that_some_ranks_or_none_have_2_ranks(
-    rows: tuple[tuple[int, ...], ...], expected: list[float] | None
+    rank: int, rows: tuple[tuple[int, ...], ...], expected: list[float] | None
 ) -> None:
-    def rank_main(rank: int) -> list[float] | None:
-        ddp = dist.DistributedDataParallel(Words(), find_unused_parameters=True)
-        nn.init.constant_(ddp.module.out.weight, 0.25)
-        for _ in range(2):
-            ddp.zero_grad()
-            ddp(*rows[rank]).backward()
-        gradient = ddp.module.words.weight.grad
-        return None if gradient is None else gradient.to_dense().flatten().tolist()
-
-    assert run_ranks(2, rank_main) == [expected] * 2
+    ddp = dist.DistributedDataParallel(Words(), find_unused_parameters=True)
+    nn.init.constant_(ddp.module.out.weight, 0.25)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(*rows[rank]).backward()
+    gradient = ddp.module.words.weight.grad
+    assert (None if gradient is None else gradient.to_dense().flatten().tolist()) == expected
 
 
-def test_weight_with_sparse_and_dense_gradients_is_dense_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float]:
-        ddp = dist.DistributedDataParallel(Words(tied=True))
-        ddp(rank).backward()
-        return ddp.module.words.weight.grad.flatten().tolist()
-
+@on_ranks(2)
+def test_weight_with_sparse_and_dense_gradients_is_dense_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(Words(tied=True))
+    ddp(rank).backward()
+    assert ddp.module.words.weight.grad.flatten().tolist() == [3.5, 3.5, 0.5, 0.5]
     # The sum of the weights, 6, in the row that is looked up; the row's value, `rank`, in all.
     # Rank 0: [6, 0, 0, 0]; rank 1: [1, 7, 1, 1].
-    assert run_ranks(2, rank_main) == [[3.5, 3.5, 0.5, 0.5]] * 2

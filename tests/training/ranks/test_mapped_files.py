@@ -16,6 +16,7 @@ from dure.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard, strategy
 from dure.tensor import DTensor
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS, adamw, by_step, compare, shard, sharded
+from tests.thread_ranks import on_ranks
 
 pytestmark = BOTH_WAYS
 
@@ -51,20 +52,20 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_shards_gradients_and_state_are_in_files(way: str, tmp_path: Path, name: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
-        optimizer = OPTIMIZERS[name](model.parameters())
-        for step in range(2):
-            by_step(model, step, 2, rank)
-            assert all(parts_in(tmp_path, (p.grad for p in model.parameters())))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert all(parts_in(tmp_path, model.parameters()))
-        found = parts_in(tmp_path, (v for s in optimizer.state.values() for v in s.values()))
-        assert found and all(found)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_shards_gradients_and_state_are_in_files(
+    rank: int, way: str, tmp_path: Path, name: str
+) -> None:
+    model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step in range(2):
+        by_step(model, step, 2, rank)
+        assert all(parts_in(tmp_path, (p.grad for p in model.parameters())))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(parts_in(tmp_path, model.parameters()))
+    found = parts_in(tmp_path, (v for s in optimizer.state.values() for v in s.values()))
+    assert found and all(found)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -98,46 +99,40 @@ def test_state_comes_into_files_as_it_is_made(way: str, device: str, tmp_path: P
     assert in_files == [True] * 2 * 4
 
 
-def test_loaded_state_goes_to_files(way: str, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
-        optimizer = adamw(model.parameters())
-        by_step(model, 0, 2, rank)
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        by_step(model, 1, 2, rank)
-        optimizer.step()
-        assert all(parts_in(tmp_path, (s["exp_avg"] for s in optimizer.state.values())))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_loaded_state_goes_to_files(rank: int, way: str, tmp_path: Path) -> None:
+    model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
+    optimizer = adamw(model.parameters())
+    by_step(model, 0, 2, rank)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    by_step(model, 1, 2, rank)
+    optimizer.step()
+    assert all(parts_in(tmp_path, (s["exp_avg"] for s in optimizer.state.values())))
 
 
-def test_low_precision_and_values_after_meta(way: str, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        with torch.device("meta"):
-            model = nn.Linear(4, 6)
-        with strategy(way):
-            fully_shard(
-                model,
-                offload_policy=OffloadPolicy(path=tmp_path),
-                mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-            )
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.5)
-        assert model(torch.ones(2, 4)).tolist() == [[2.5] * 6] * 2
-        model.reshard()
-        assert all(parts_in(tmp_path, model.parameters()))
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_low_precision_and_values_after_meta(rank: int, way: str, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 6)
+    with strategy(way):
+        fully_shard(
+            model,
+            offload_policy=OffloadPolicy(path=tmp_path),
+            mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        )
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    assert model(torch.ones(2, 4)).tolist() == [[2.5] * 6] * 2
+    model.reshard()
+    assert all(parts_in(tmp_path, model.parameters()))
 
 
-def test_a_folder_that_cannot_be_used_is_named(way: str, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        policy = OffloadPolicy(path=tmp_path / "none")
-        with strategy(way), pytest.raises(UsageError) as error:
-            fully_shard(nn.Linear(2, 2), offload_policy=policy)
-        assert str(tmp_path / "none") in str(error.value)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_folder_that_cannot_be_used_is_named(rank: int, way: str, tmp_path: Path) -> None:
+    policy = OffloadPolicy(path=tmp_path / "none")
+    with strategy(way), pytest.raises(UsageError) as error:
+        fully_shard(nn.Linear(2, 2), offload_policy=policy)
+    assert str(tmp_path / "none") in str(error.value)

@@ -14,6 +14,7 @@ from dure.fsdp import fully_shard, strategy
 from dure.testing import run_ranks
 from dure.trace import spans
 from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS
+from tests.thread_ranks import on_ranks
 
 pytestmark = BOTH_WAYS
 
@@ -30,52 +31,48 @@ def step(model: nn.Module) -> None:
     model(torch.ones(3, 4)).sum().backward()
 
 
-def test_waits_are_measured_per_module(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        assert model.step_times.step == 0
-        for _ in range(2):
+@on_ranks(2)
+def test_waits_are_measured_per_module(rank: int, way: str) -> None:
+    model = sharded(way)
+    assert model.step_times.step == 0
+    for _ in range(2):
+        step(model)
+        with torch.no_grad():
+            model(torch.ones(3, 4))  # is not measured
+    times = model.step_times
+    assert times.step == 2
+    assert set(times.modules) == {"(root)", "0", "1"}
+    assert times.num_bytes == sum(p.numel() for p in model.parameters()) * 4
+    assert 0 < times.exposed_forward_s < times.exposed_comm_s
+    parts = sum(t.unshard_s + t.reduce_s for t in times.modules.values()) + times.turns_s
+    assert times.exposed_comm_s == pytest.approx(parts)
+    assert all(t.reduce_s > 0 for t in times.modules.values())
+    if way == "gathered":
+        # The second is gathered while the first computes; the third is the root's.
+        assert times.modules["1"].ahead_s > 0
+
+
+@on_ranks(2)
+def test_the_meter_reports_them(rank: int, way: str) -> None:
+    model = sharded(way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter = dure.StepMeter(model, optimizer)
+    for _ in range(4):
+        with meter.step(3):
             step(model)
-            with torch.no_grad():
-                model(torch.ones(3, 4))  # is not measured
-        times = model.step_times
-        assert times.step == 2
-        assert set(times.modules) == {"(root)", "0", "1"}
-        assert times.num_bytes == sum(p.numel() for p in model.parameters()) * 4
-        assert 0 < times.exposed_forward_s < times.exposed_comm_s
-        parts = sum(t.unshard_s + t.reduce_s for t in times.modules.values()) + times.turns_s
-        assert times.exposed_comm_s == pytest.approx(parts)
-        assert all(t.reduce_s > 0 for t in times.modules.values())
-        if way == "gathered":
-            # The second is gathered while the first computes; the third is the root's.
-            assert times.modules["1"].ahead_s > 0
-
-    run_ranks(2, body)
-
-
-def test_the_meter_reports_them(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        meter = dure.StepMeter(model, optimizer)
-        for _ in range(4):
-            with meter.step(3):
-                step(model)
-                optimizer.step()
-        mine = meter.last
-        assert mine.exposed_comm_s == pytest.approx(model.step_times.exposed_comm_s, abs=1e-6)
-        assert mine.num_bytes == model.step_times.num_bytes
-        parts = mine.compute_s + mine.exposed_comm_s + mine.data_wait_s
-        assert parts <= mine.total_s
-        assert mine.forward_s > 0
-        report = meter.report()
-        assert set(report.modules) == {"(root)", "0", "1"}
-        assert report.modules["1"].reduce_s > 0
-        rows = [" ".join(line.split()) for line in str(report).splitlines()]
-        assert f"modules of rank {rank} gathered ahead waited for reduce" in rows
-        assert [row.split()[0] for row in rows[-3:]] == ["(root)", "0", "1"]
-
-    run_ranks(2, body)
+            optimizer.step()
+    mine = meter.last
+    assert mine.exposed_comm_s == pytest.approx(model.step_times.exposed_comm_s, abs=1e-6)
+    assert mine.num_bytes == model.step_times.num_bytes
+    parts = mine.compute_s + mine.exposed_comm_s + mine.data_wait_s
+    assert parts <= mine.total_s
+    assert mine.forward_s > 0
+    report = meter.report()
+    assert set(report.modules) == {"(root)", "0", "1"}
+    assert report.modules["1"].reduce_s > 0
+    rows = [" ".join(line.split()) for line in str(report).splitlines()]
+    assert f"modules of rank {rank} gathered ahead waited for reduce" in rows
+    assert [row.split()[0] for row in rows[-3:]] == ["(root)", "0", "1"]
 
 
 def test_a_timeline_shows_them(way: str) -> None:

@@ -13,39 +13,38 @@ from torch import nn
 import dure as dist
 from dure.errors import ModuleError
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 from tests.training.precision_models import BF16
 
 
-def test_ignored_modules_compute_in_their_own_dtype_1_rank() -> None:
-    def rank_main(rank: int) -> None:
-        seen: dict[str, torch.dtype] = {}
-        model = nn.Sequential(
-            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
-        )
-        for name, module in model.named_children():
+@on_ranks(1)
+def test_ignored_modules_compute_in_their_own_dtype_1_rank(rank: int) -> None:
+    seen: dict[str, torch.dtype] = {}
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+    )
+    for name, module in model.named_children():
 
-            def note(_: nn.Module, x: Any, y: Any, name: str = name) -> None:
-                seen.update({name: x[0].dtype, f"{name} out": y.dtype})
+        def note(_: nn.Module, x: Any, y: Any, name: str = name) -> None:
+            seen.update({name: x[0].dtype, f"{name} out": y.dtype})
 
-            module.register_forward_hook(note)
-        norm = model[1]
-        assert isinstance(norm, nn.BatchNorm1d)
-        precision = dist.MixedPrecision(
-            param_dtype=torch.bfloat16,
-            module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
-            modules_to_ignore=("2",),
-        )
-        hooks = len(model[2]._forward_pre_hooks)
-        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
-        ddp(torch.randn(3, 4)).float().square().sum().backward()
-        low, full = torch.bfloat16, torch.float32
-        assert [seen[k] for k in "01234"] == [low, low, full, full, low]
-        assert seen["2 out"] == full  # before the border: after it is what 3 gets cast up again
-        assert len(model[2]._forward_pre_hooks) == hooks
-        assert norm.running_mean is not None and norm.running_mean.dtype == full
-        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {full}
-
-    run_ranks(1, rank_main)
+        module.register_forward_hook(note)
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    precision = dist.MixedPrecision(
+        param_dtype=torch.bfloat16,
+        module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
+        modules_to_ignore=("2",),
+    )
+    hooks = len(model[2]._forward_pre_hooks)
+    ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+    ddp(torch.randn(3, 4)).float().square().sum().backward()
+    low, full = torch.bfloat16, torch.float32
+    assert [seen[k] for k in "01234"] == [low, low, full, full, low]
+    assert seen["2 out"] == full  # before the border: after it is what 3 gets cast up again
+    assert len(model[2]._forward_pre_hooks) == hooks
+    assert norm.running_mean is not None and norm.running_mean.dtype == full
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {full}
 
 
 def test_buffers_are_cast_for_the_forward_and_what_it_writes_is_kept_1_rank() -> None:
@@ -116,15 +115,13 @@ def test_module_is_its_float32_self_after_errors_1_rank() -> None:
     run_ranks(1, rank_main)
 
 
-def test_copy_and_pickle_keep_the_precision_1_rank() -> None:
-    def rank_main(rank: int) -> None:
-        ddp = dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=BF16)
-        ddp(torch.ones(1, 2)).float().sum().backward()
-        for again in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-            assert again.mixed_precision == BF16
-            assert again(torch.ones(1, 2)).dtype == torch.bfloat16
-
-    run_ranks(1, rank_main)
+@on_ranks(1)
+def test_copy_and_pickle_keep_the_precision_1_rank(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=BF16)
+    ddp(torch.ones(1, 2)).float().sum().backward()
+    for again in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        assert again.mixed_precision == BF16
+        assert again(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": torch.complex64}])
@@ -133,11 +130,9 @@ def test_dtypes_that_are_not_floating_point_are_refused(wrong: dict[str, torch.d
         dist.MixedPrecision(**wrong)  # pyright: ignore[reportArgumentType]
 
 
-def test_ignored_module_that_is_not_there_is_refused_1_rank() -> None:
-    def rank_main(rank: int) -> None:
-        precision = dist.MixedPrecision(param_dtype=torch.bfloat16, modules_to_ignore=("head",))
-        with pytest.raises(ModuleError) as caught:
-            dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=precision)
-        assert caught.value.parameters == ("head",)
-
-    run_ranks(1, rank_main)
+@on_ranks(1)
+def test_ignored_module_that_is_not_there_is_refused_1_rank(rank: int) -> None:
+    precision = dist.MixedPrecision(param_dtype=torch.bfloat16, modules_to_ignore=("head",))
+    with pytest.raises(ModuleError) as caught:
+        dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=precision)
+    assert caught.value.parameters == ("head",)

@@ -12,6 +12,7 @@ from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS
+from tests.thread_ranks import on_ranks
 
 pytestmark = BOTH_WAYS
 
@@ -45,20 +46,18 @@ def on_meta(way: str) -> Any:
     return model
 
 
-def test_unwritten_memory_is_listed_at_the_first_forward(way: str) -> None:
-    def body(rank: int) -> None:
-        model = on_meta(way)
-        model[0].reset_parameters()
-        with pytest.raises(ModuleError) as error:
-            model(torch.ones(2, 3))
-        assert error.value.parameters == ("1.angles", "1.steps", "1.weight")
-        model[1].weight.data.fill_(1.0)
-        model[1].steps.copy_(torch.arange(3))
-        with pytest.raises(ModuleError) as error:
-            model(torch.ones(2, 3))
-        assert error.value.parameters == ("1.angles",)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_unwritten_memory_is_listed_at_the_first_forward(rank: int, way: str) -> None:
+    model = on_meta(way)
+    model[0].reset_parameters()
+    with pytest.raises(ModuleError) as error:
+        model(torch.ones(2, 3))
+    assert error.value.parameters == ("1.angles", "1.steps", "1.weight")
+    model[1].weight.data.fill_(1.0)
+    model[1].steps.copy_(torch.arange(3))
+    with pytest.raises(ModuleError) as error:
+        model(torch.ones(2, 3))
+    assert error.value.parameters == ("1.angles",)
 
 
 def test_parameters_without_memory_are_listed_at_the_first_forward(way: str) -> None:
@@ -78,18 +77,16 @@ def test_parameters_without_memory_are_listed_at_the_first_forward(way: str) -> 
     assert [(*sorted(names),) for names in run_ranks(2, body)] == [wanted] * 2
 
 
-def test_memory_is_not_listed_however_it_was_written(way: str) -> None:
+@on_ranks(2)
+def test_memory_is_not_listed_however_it_was_written(rank: int, way: str) -> None:
     """In place, through `data`, as a new tensor, from a state dictionary."""
 
-    def body(rank: int) -> None:
-        model = on_meta(way)
-        model[1].reset_parameters()
-        with torch.no_grad():
-            model[0].weight.to_local().fill_(0.5)
-        model[0].load_state_dict({"bias": model[0].bias.clone().fill_(0.0)}, strict=False)
-        out = model(torch.ones(2, 3))
-        assert torch.equal(out, torch.full((2, 2), 1.5 * 4 * 2))
-        model.to_empty(device="cpu")  # nothing was on the meta device
-        model(torch.ones(2, 3))
-
-    run_ranks(2, body)
+    model = on_meta(way)
+    model[1].reset_parameters()
+    with torch.no_grad():
+        model[0].weight.to_local().fill_(0.5)
+    model[0].load_state_dict({"bias": model[0].bias.clone().fill_(0.0)}, strict=False)
+    out = model(torch.ones(2, 3))
+    assert torch.equal(out, torch.full((2, 2), 1.5 * 4 * 2))
+    model.to_empty(device="cpu")  # nothing was on the meta device
+    model(torch.ones(2, 3))

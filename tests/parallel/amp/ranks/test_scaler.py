@@ -13,6 +13,7 @@ from torch import nn
 import dure as dist
 from dure.errors import Desync, UsageError
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_ranks
 
 INF, NAN = float("inf"), float("nan")
 SGD = torch.optim.SGD
@@ -62,22 +63,20 @@ def test_rank_without_gradients_takes_part_3_ranks() -> None:
         assert seen == [(rank != 1, 4.0), (False, 2.0)]
 
 
-def test_agreement_is_one_small_all_reduce_an_optimizer_and_step_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[list[str], int]:
-        scaler = dist.GradScaler("cpu")
-        models = [nn.Linear(3, 3) for _ in range(2)]
-        optimizers = [SGD(m.parameters(), lr=0.1) for m in models]
-        with CommRecorder() as seen:
-            for model in models:
-                scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-            scaler.unscale_(optimizers[0])
-            nn.utils.clip_grad_norm_(models[0].parameters(), 0.5)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-        return seen.ops, seen.nbytes()
-
-    assert run_ranks(2, rank_main) == [(["all_reduce"] * 2, 2 * 96)] * 2
+@on_ranks(2)
+def test_agreement_is_one_small_all_reduce_an_optimizer_and_step_2_ranks(rank: int) -> None:
+    scaler = dist.GradScaler("cpu")
+    models = [nn.Linear(3, 3) for _ in range(2)]
+    optimizers = [SGD(m.parameters(), lr=0.1) for m in models]
+    with CommRecorder() as seen:
+        for model in models:
+            scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        scaler.unscale_(optimizers[0])
+        nn.utils.clip_grad_norm_(models[0].parameters(), 0.5)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert (seen.ops, seen.nbytes()) == (["all_reduce"] * 2, 2 * 96)
 
 
 def drive(scaler: torch.amp.GradScaler) -> list[Any]:
@@ -121,14 +120,12 @@ def test_scaler_works_without_a_group_and_can_be_copied_and_pickled() -> None:
         assert again.state_dict() == scaler.state_dict()
 
 
-def test_disabled_scaler_sends_nothing_2_ranks() -> None:
-    def rank_main(rank: int) -> list[Any]:
-        scaler = dist.GradScaler("cpu", enabled=False)
-        with CommRecorder() as seen:
-            moved, scale = local_step(scaler, 1.0)
-        return [moved, scale, seen.ops, scaler.state_dict()]
-
-    assert run_ranks(2, rank_main) == [[True, 1.0, [], {}]] * 2
+@on_ranks(2)
+def test_disabled_scaler_sends_nothing_2_ranks(rank: int) -> None:
+    scaler = dist.GradScaler("cpu", enabled=False)
+    with CommRecorder() as seen:
+        moved, scale = local_step(scaler, 1.0)
+    assert [moved, scale, seen.ops, scaler.state_dict()] == [True, 1.0, [], {}]
 
 
 @pytest.mark.parametrize("what", ["scale", "growth_interval", "_growth_tracker"])
@@ -189,15 +186,11 @@ def test_sharded_optimizer_steps_and_skips_as_the_unsharded_one_3_ranks() -> Non
     torch.testing.assert_close(results, [(expected, expected)] * 3, rtol=0, atol=0)
 
 
-def test_optimizer_that_steps_inside_backward_is_refused_2_ranks() -> None:
-    def rank_main(rank: int) -> None:
-        model = nn.Linear(1, 1)
-        optimizer = dist.ZeroRedundancyOptimizer(
-            model.parameters(), SGD, overlap_with_ddp=True, lr=0.1
-        )
-        scaler = dist.GradScaler("cpu")
-        scaler.scale(model(torch.ones(1, 1)).sum()).backward()
-        with pytest.raises(UsageError):
-            scaler.step(optimizer)
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_optimizer_that_steps_inside_backward_is_refused_2_ranks(rank: int) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = dist.ZeroRedundancyOptimizer(model.parameters(), SGD, overlap_with_ddp=True, lr=0.1)
+    scaler = dist.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+    with pytest.raises(UsageError):
+        scaler.step(optimizer)

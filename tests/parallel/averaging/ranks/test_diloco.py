@@ -13,6 +13,7 @@ from torch import nn
 import dure as dist
 from dure.errors import UsageError
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_ranks
 
 Optimizer = torch.optim.Optimizer
 
@@ -88,31 +89,27 @@ def test_diloco_sends_each_fragment_once_a_round_and_ranks_agree_at_its_end_3_ra
     assert results == [([0, 64, 0, 64, 0, 64, 0, 64], results[0][1])] * 3
 
 
-def test_impossible_rounds_and_foreign_states_are_refused_1_rank() -> None:
-    def rank_main(_: int) -> None:
-        inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        for period, fragments in [(0, 1), (2, 3), (5, 3)]:
-            with pytest.raises(UsageError):
-                dist.DiLoCo(inner, period=period, fragments=fragments)
+@on_ranks(1)
+def test_impossible_rounds_and_foreign_states_are_refused_1_rank(rank: int) -> None:
+    inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    for period, fragments in [(0, 1), (2, 3), (5, 3)]:
         with pytest.raises(UsageError):
-            dist.DiLoCo(inner, period=2).load_state_dict(inner.state_dict())
-
-    run_ranks(1, rank_main)
+            dist.DiLoCo(inner, period=period, fragments=fragments)
+    with pytest.raises(UsageError):
+        dist.DiLoCo(inner, period=2).load_state_dict(inner.state_dict())
 
 
 @pytest.mark.parametrize("kind", [dist.DiLoCo, dist.PostLocalSGDOptimizer])
-def test_outer_optimizers_have_hooks_and_refuse_to_be_copied_1_rank(kind: Any) -> None:
-    def rank_main(rank: int) -> list[str]:
-        parameter = nn.Parameter(torch.ones(1))
-        parameter.grad = torch.ones(1)
-        inner = torch.optim.SGD([parameter], lr=0.1)
-        outer = kind(inner, 4 if kind is dist.DiLoCo else dist.PeriodicModelAverager(4))
-        called: list[str] = []
-        outer.register_step_pre_hook(lambda *_: called.append("before"))
-        outer.register_step_post_hook(lambda *_: called.append("after"))
-        with pytest.raises(UsageError):
-            copy.deepcopy(outer)
-        outer.step()
-        return called
-
-    assert run_ranks(1, rank_main) == [["before", "after"]]
+@on_ranks(1)
+def test_outer_optimizers_have_hooks_and_refuse_to_be_copied_1_rank(rank: int, kind: Any) -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    inner = torch.optim.SGD([parameter], lr=0.1)
+    outer = kind(inner, 4 if kind is dist.DiLoCo else dist.PeriodicModelAverager(4))
+    called: list[str] = []
+    outer.register_step_pre_hook(lambda *_: called.append("before"))
+    outer.register_step_post_hook(lambda *_: called.append("after"))
+    with pytest.raises(UsageError):
+        copy.deepcopy(outer)
+    outer.step()
+    assert called == ["before", "after"]

@@ -12,6 +12,7 @@ from torch import nn
 import dure as dist
 from dure.errors import ModuleError, ShapeError
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_ranks
 
 SHAPES = {1: (5,), 2: (5, 3, 2), 3: (5, 2, 3, 2)}
 LAYERS: dict[int, Any] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -129,18 +130,16 @@ def test_evaluation_communicates_nothing_and_uses_running_statistics_2_ranks() -
     ("trains", "needs_gradient", "backward"),
     [(True, True, ["all_reduce"]), (True, False, []), (False, False, [])],
 )
+@on_ranks(3)
 def test_one_collective_forward_and_one_backward_3_ranks(
-    trains: bool, needs_gradient: bool, backward: list[str]
+    rank: int, trains: bool, needs_gradient: bool, backward: list[str]
 ) -> None:
-    def rank_main(rank: int) -> list[str]:
-        layer = dist.SyncBatchNorm(5)
-        with CommRecorder(rank=rank) as seen, torch.set_grad_enabled(trains):
-            y = layer(torch.randn(2, 5, requires_grad=needs_gradient))
-            if trains:
-                y.sum().backward()
-        return seen.ops
-
-    assert run_ranks(3, rank_main) == [["all_gather_single", *backward]] * 3
+    layer = dist.SyncBatchNorm(5)
+    with CommRecorder(rank=rank) as seen, torch.set_grad_enabled(trains):
+        y = layer(torch.randn(2, 5, requires_grad=needs_gradient))
+        if trains:
+            y.sum().backward()
+    assert seen.ops == ["all_gather_single", *backward]
 
 
 def test_inside_ddp_ranks_get_the_gradients_of_the_whole_batch_4_ranks() -> None:
@@ -182,16 +181,14 @@ def test_only_the_ranks_of_its_group_are_one_batch_4_ranks() -> None:
         torch.testing.assert_close(result, whole.split(2)[rank // 2], atol=1e-12, rtol=1e-12)
 
 
-def test_wrong_inputs_are_refused_on_all_ranks_2_ranks() -> None:
-    def rank_main(rank: int) -> None:
-        layer = dist.SyncBatchNorm(5)
-        for x in (torch.randn(5), torch.randn(2, 4), torch.randn(1 - rank, 5)):
-            with pytest.raises(ShapeError):
-                layer(x)
-        assert layer(torch.randn(0, 5)).shape == (0, 5)  # no rank has values: nothing happens
-        assert torch.equal(layer.running_mean, torch.zeros(5))
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_wrong_inputs_are_refused_on_all_ranks_2_ranks(rank: int) -> None:
+    layer = dist.SyncBatchNorm(5)
+    for x in (torch.randn(5), torch.randn(2, 4), torch.randn(1 - rank, 5)):
+        with pytest.raises(ShapeError):
+            layer(x)
+    assert layer(torch.randn(0, 5)).shape == (0, 5)  # no rank has values: nothing happens
+    assert torch.equal(layer.running_mean, torch.zeros(5))
 
 
 def test_conversion_keeps_tensors_sharing_and_mode() -> None:

@@ -21,6 +21,7 @@ from tests.parallel.ddp.join_models import (
     make_net,
     train_alone,
 )
+from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
 
 
@@ -83,14 +84,12 @@ def test_announcements_are_all_that_is_sent_more_3_ranks() -> None:
     assert run_ranks(3, rank_main) == [(ops, 5)] * 3
 
 
-def test_disabled_context_sends_nothing_2_ranks() -> None:
-    def rank_main(rank: int) -> list[str]:
-        ddp = dist.DistributedDataParallel(make_net())
-        with CommRecorder(rank=rank) as seen, ddp.join(enable=False):
-            loss_of(ddp(batches_of(rank, 1)[0])).backward()
-        return seen.ops
-
-    assert run_ranks(2, rank_main) == [["all_reduce"]] * 2
+@on_ranks(2)
+def test_disabled_context_sends_nothing_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(make_net())
+    with CommRecorder(rank=rank) as seen, ddp.join(enable=False):
+        loss_of(ddp(batches_of(rank, 1)[0])).backward()
+    assert seen.ops == ["all_reduce"]
 
 
 def test_only_forwards_that_communicate_count_3_ranks() -> None:
@@ -178,38 +177,34 @@ def test_buffers_come_from_a_rank_that_trains_and_end_equal_3_ranks() -> None:
         assert all(map(torch.equal, state, results[1][0]))
 
 
-def test_early_termination_is_named_on_all_ranks_and_the_group_lives_on_4_ranks() -> None:
+@on_ranks(4)
+def test_early_termination_is_named_on_all_ranks_and_the_group_lives_on_4_ranks(rank: int) -> None:
     counts = (3, 1, 5, 1)
 
-    def rank_main(rank: int) -> tuple[tuple[int, ...], int]:
-        net = nn.Sequential(nn.Linear(3, 2), dist.SyncBatchNorm(2)).double()
-        ddp = dist.DistributedDataParallel(net)
-        seen: list[torch.Tensor] = []
+    net = nn.Sequential(nn.Linear(3, 2), dist.SyncBatchNorm(2)).double()
+    ddp = dist.DistributedDataParallel(net)
+    seen: list[torch.Tensor] = []
 
-        def train() -> None:
-            with ddp.join(throw_on_early_termination=True):
-                for x in batches_of(rank, counts[rank]):
-                    seen.append(ddp(x))
-                    loss_of(seen[-1]).backward()
+    def train() -> None:
+        with ddp.join(throw_on_early_termination=True):
+            for x in batches_of(rank, counts[rank]):
+                seen.append(ddp(x))
+                loss_of(seen[-1]).backward()
 
-        with pytest.raises(UnevenInputs) as caught:
-            train()
-        loss_of(ddp(batches_of(rank, 1)[0])).backward()  # out of the context, and in step
-        assert caught.value.rank == rank
-        return caught.value.ranks, len(seen)
-
-    assert run_ranks(4, rank_main) == [((1, 3), 1)] * 4
+    with pytest.raises(UnevenInputs) as caught:
+        train()
+    loss_of(ddp(batches_of(rank, 1)[0])).backward()  # out of the context, and in step
+    assert caught.value.rank == rank
+    assert (caught.value.ranks, len(seen)) == ((1, 3), 1)
 
 
-def test_even_inputs_terminate_well_though_early_termination_would_throw_2_ranks() -> None:
-    def rank_main(rank: int) -> int:
-        ddp = dist.DistributedDataParallel(make_net())
-        with CommRecorder(rank=rank) as seen, ddp.join(throw_on_early_termination=True):
-            for x in batches_of(rank, 3):
-                loss_of(ddp(x)).backward()
-        return seen.counts["all_reduce"]
-
-    assert run_ranks(2, rank_main) == [3 * 2 + 1] * 2
+@on_ranks(2)
+def test_even_inputs_terminate_well_though_early_termination_would_throw_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(make_net())
+    with CommRecorder(rank=rank) as seen, ddp.join(throw_on_early_termination=True):
+        for x in batches_of(rank, 3):
+            loss_of(ddp(x)).backward()
+    assert seen.counts["all_reduce"] == 3 * 2 + 1
 
 
 def test_layers_that_communicate_cannot_be_shadowed_and_are_named_2_ranks() -> None:

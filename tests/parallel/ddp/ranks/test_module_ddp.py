@@ -15,6 +15,7 @@ import dure as dist
 from dure.errors import ModuleError, PeerLost
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.ddp.ddp_models import Branches
+from tests.thread_ranks import on_ranks
 
 
 def linear() -> nn.Linear:
@@ -50,49 +51,41 @@ def test_ignored_parameters_are_neither_broadcast_nor_reduced_2_ranks() -> None:
     assert run_ranks(2, rank_main) == [(0.0, 1.0, 1.5), (1.0, 2.0, 1.5)]
 
 
-def test_no_sync_is_undone_when_its_body_raises_1_rank() -> None:
-    def rank_main(rank: int) -> bool:
-        ddp = dist.DistributedDataParallel(linear())
-        with pytest.raises(KeyError), ddp.no_sync():
-            raise KeyError
-        return ddp.require_backward_grad_sync
-
-    assert run_ranks(1, rank_main) == [True]
+@on_ranks(1)
+def test_no_sync_is_undone_when_its_body_raises_1_rank(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(linear())
+    with pytest.raises(KeyError), ddp.no_sync():
+        raise KeyError
+    assert ddp.require_backward_grad_sync
 
 
-def test_copy_and_pickle_come_back_working_2_ranks() -> None:
-    def rank_main(rank: int) -> None:
-        ddp = dist.DistributedDataParallel(linear())
-        ddp(torch.ones(1, 1)).sum().backward()
-        for other in (pickle.loads(pickle.dumps(ddp)), copy.deepcopy(ddp)):
-            assert list(other.state_dict()) == ["module.weight"]
-            assert torch.equal(other.module.weight, ddp.module.weight)
-            other.zero_grad()
-            other(torch.full((1, 1), rank + 1.0)).sum().backward()
-            assert other.module.weight.grad.item() == 1.5
-        assert ddp.module.weight.grad.item() == 1
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_copy_and_pickle_come_back_working_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(linear())
+    ddp(torch.ones(1, 1)).sum().backward()
+    for other in (pickle.loads(pickle.dumps(ddp)), copy.deepcopy(ddp)):
+        assert list(other.state_dict()) == ["module.weight"]
+        assert torch.equal(other.module.weight, ddp.module.weight)
+        other.zero_grad()
+        other(torch.full((1, 1), rank + 1.0)).sum().backward()
+        assert other.module.weight.grad.item() == 1.5
+    assert ddp.module.weight.grad.item() == 1
 
 
-def test_copy_of_a_module_on_another_group_is_refused_2_ranks() -> None:
-    def rank_main(rank: int) -> None:
-        ddp = dist.DistributedDataParallel(linear(), process_group=dist.new_group([0, 1]))
-        with pytest.raises(ModuleError):
-            copy.deepcopy(ddp)
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_copy_of_a_module_on_another_group_is_refused_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(linear(), process_group=dist.new_group([0, 1]))
+    with pytest.raises(ModuleError):
+        copy.deepcopy(ddp)
 
 
-def test_backward_on_another_thread_uses_the_ranks_group_2_ranks() -> None:
-    def rank_main(rank: int) -> float:
-        ddp = dist.DistributedDataParallel(linear())
-        thread = threading.Thread(target=ddp(torch.full((1, 1), rank + 1.0)).sum().backward)
-        thread.start()
-        thread.join()
-        return ddp.module.weight.grad.item()
-
-    assert run_ranks(2, rank_main) == [1.5, 1.5]
+@on_ranks(2)
+def test_backward_on_another_thread_uses_the_ranks_group_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(linear())
+    thread = threading.Thread(target=ddp(torch.full((1, 1), rank + 1.0)).sum().backward)
+    thread.start()
+    thread.join()
+    assert ddp.module.weight.grad.item() == 1.5
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -121,14 +114,12 @@ def test_rank_that_leaves_is_named_by_backward_2_ranks() -> None:
     assert run_ranks(2, rank_main) == [1, None]
 
 
-def test_module_outlives_its_group_only_wrapped_again_2_ranks() -> None:
-    def rank_main(rank: int) -> None:
-        ddp = dist.DistributedDataParallel(linear())
-        ddp(torch.ones(1, 1)).sum().backward()
-        dist.shrink()
-        with pytest.raises(ModuleError):
-            ddp(torch.ones(1, 1))
-        ddp = dist.DistributedDataParallel(ddp.module)
-        ddp(torch.ones(1, 1)).sum().backward()
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_module_outlives_its_group_only_wrapped_again_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(linear())
+    ddp(torch.ones(1, 1)).sum().backward()
+    dist.shrink()
+    with pytest.raises(ModuleError):
+        ddp(torch.ones(1, 1))
+    ddp = dist.DistributedDataParallel(ddp.module)
+    ddp(torch.ones(1, 1)).sum().backward()

@@ -15,6 +15,7 @@ import dure as dist
 from dure.errors import ModuleError
 from dure.testing import run_ranks
 from tests.parallel.ddp.ddp_models import Branches
+from tests.thread_ranks import on_ranks
 
 UNUSED: dict[str, Any] = {"find_unused_parameters": True}
 STATIC: dict[str, Any] = {"static_graph": True}
@@ -109,15 +110,13 @@ def frozen(ddp: Any, x: torch.Tensor) -> None:
         (frozen, {}, [3.0, 1.5, None]),
     ],
 )
+@on_ranks(2)
 def test_gradients_are_the_mean_of_what_the_ranks_have_2_ranks(
-    steps: Any, options: dict[str, Any], expected: list[float | None]
+    rank: int, steps: Any, options: dict[str, Any], expected: list[float | None]
 ) -> None:
-    def rank_main(rank: int) -> list[float | None]:
-        ddp = dist.DistributedDataParallel(Tasks(), **options)
-        steps(ddp, torch.full((1, 1), rank + 1.0))
-        return [None if p.grad is None else p.grad.item() for p in ddp.parameters()]
-
-    assert run_ranks(2, rank_main) == [expected] * 2
+    ddp = dist.DistributedDataParallel(Tasks(), **options)
+    steps(ddp, torch.full((1, 1), rank + 1.0))
+    assert [None if p.grad is None else p.grad.item() for p in ddp.parameters()] == expected
 
 
 def static_then_accumulated(ddp: Any, x: torch.Tensor) -> None:
@@ -126,16 +125,14 @@ def static_then_accumulated(ddp: Any, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("steps", "options"), [(dropped, {}), (static_then_accumulated, STATIC)])
+@on_ranks(2)
 def test_gradient_that_the_step_lacks_or_does_not_expect_is_named_2_ranks(
-    steps: Any, options: dict[str, Any]
+    rank: int, steps: Any, options: dict[str, Any]
 ) -> None:
-    def rank_main(rank: int) -> tuple[str, ...]:
-        ddp = dist.DistributedDataParallel(Tasks(), **options)
-        with pytest.raises(ModuleError) as caught:
-            steps(ddp, torch.ones(1, 1))
-        return caught.value.parameters
-
-    assert run_ranks(2, rank_main) == [("heads.0.weight",)] * 2
+    ddp = dist.DistributedDataParallel(Tasks(), **options)
+    with pytest.raises(ModuleError) as caught:
+        steps(ddp, torch.ones(1, 1))
+    assert caught.value.parameters == ("heads.0.weight",)
 
 
 def test_gradient_missing_on_one_rank_is_named_on_all_and_the_next_step_is_good_3_ranks() -> None:
@@ -193,28 +190,24 @@ def test_gradient_of_a_parameter_that_no_rank_used_is_kept_bit_by_bit_7_ranks() 
     assert run_ranks(7, rank_main) == [True] * 7
 
 
-def test_needless_search_for_unused_parameters_is_a_warning_once_1_rank() -> None:
-    def rank_main(rank: int) -> int:
-        ddp = dist.DistributedDataParallel(nn.Linear(1, 1), **UNUSED)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                ddp(torch.ones(1, 1)).sum().backward()
-        return len(caught)
-
-    assert run_ranks(1, rank_main) == [1]
+@on_ranks(1)
+def test_needless_search_for_unused_parameters_is_a_warning_once_1_rank(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(nn.Linear(1, 1), **UNUSED)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            ddp(torch.ones(1, 1)).sum().backward()
+    assert len(caught) == 1
 
 
-def test_parameters_that_are_never_used_are_left_out_if_asked_2_ranks() -> None:
-    def rank_main(rank: int) -> int:
-        ddp = dist.DistributedDataParallel(
-            Branches(), bucket_cap_mb=1e-6, skip_all_reduce_unused_params=True, **UNUSED
-        )
-        for _ in range(2):
-            ddp(torch.ones(1, 2), "left").backward()
-        return ddp._get_ddp_logging_data()["num_buckets_reduced"]
-
-    assert run_ranks(2, rank_main) == [1, 1]
+@on_ranks(2)
+def test_parameters_that_are_never_used_are_left_out_if_asked_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(
+        Branches(), bucket_cap_mb=1e-6, skip_all_reduce_unused_params=True, **UNUSED
+    )
+    for _ in range(2):
+        ddp(torch.ones(1, 2), "left").backward()
+    assert ddp._get_ddp_logging_data()["num_buckets_reduced"] == 1
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -238,10 +231,8 @@ def test_buckets_go_with_the_module_and_not_with_the_garbage_collector_1_rank(
         gc.enable()
 
 
-def test_backward_averages_though_no_variable_holds_the_wrapper_2_ranks() -> None:
-    def rank_main(rank: int) -> float:
-        module = nn.Linear(1, 1, bias=False)
-        dist.DistributedDataParallel(module)(torch.full((1, 1), float(rank))).sum().backward()
-        return module.weight.grad.item()
-
-    assert run_ranks(2, rank_main) == [0.5, 0.5]
+@on_ranks(2)
+def test_backward_averages_though_no_variable_holds_the_wrapper_2_ranks(rank: int) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    dist.DistributedDataParallel(module)(torch.full((1, 1), float(rank))).sum().backward()
+    assert module.weight.grad.item() == 0.5

@@ -15,6 +15,7 @@ import dure as dist
 from dure.errors import ModuleError
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.ddp.ddp_models import gradients
+from tests.thread_ranks import on_ranks
 
 
 class Checkpointed(nn.Module):
@@ -195,14 +196,12 @@ def test_gradients_are_the_mean_of_what_each_rank_would_get_alone(
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64], ids=str
 )
-def test_gradients_of_any_dtype_are_averaged_exactly_3_ranks(dtype: torch.dtype) -> None:
-    def rank_main(rank: int) -> list[Any]:
-        module = nn.Linear(5, 1, bias=False, dtype=dtype)
-        out = dist.DistributedDataParallel(module)(torch.full((1, 5), 3 * rank + 3, dtype=dtype))
-        (out.real if dtype.is_complex else out).sum().backward()
-        return module.weight.grad.flatten().tolist()
-
-    assert run_ranks(3, rank_main) == [[6] * 5] * 3
+@on_ranks(3)
+def test_gradients_of_any_dtype_are_averaged_exactly_3_ranks(rank: int, dtype: torch.dtype) -> None:
+    module = nn.Linear(5, 1, bias=False, dtype=dtype)
+    out = dist.DistributedDataParallel(module)(torch.full((1, 5), 3 * rank + 3, dtype=dtype))
+    (out.real if dtype.is_complex else out).sum().backward()
+    assert module.weight.grad.flatten().tolist() == [6] * 5
 
 
 def autograd_grad(ddp: Any, rank: int) -> None:
@@ -212,17 +211,15 @@ def autograd_grad(ddp: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize(("backward", "reductions"), [(gradient_penalty, 1), (autograd_grad, 0)])
+@on_ranks(2)
 def test_only_backwards_that_fill_gradients_reduce_2_ranks(
-    backward: Callable[[Any, int], None], reductions: int
+    rank: int, backward: Callable[[Any, int], None], reductions: int
 ) -> None:
-    def rank_main(rank: int) -> list[str]:
-        ddp = dist.DistributedDataParallel(two_layers())
-        with CommRecorder() as seen:
-            backward(ddp, rank)
-        plain(ddp, rank)
-        return seen.ops
-
-    assert run_ranks(2, rank_main) == [["all_reduce"] * reductions] * 2
+    ddp = dist.DistributedDataParallel(two_layers())
+    with CommRecorder() as seen:
+        backward(ddp, rank)
+    plain(ddp, rank)
+    assert seen.ops == ["all_reduce"] * reductions
 
 
 def test_reentrant_checkpoints_of_shared_layers_without_static_graph_are_named_2_ranks() -> None:
@@ -312,16 +309,14 @@ def test_exception_in_backward_is_an_error_on_all_ranks_and_the_next_step_is_goo
     assert run_ranks(3, rank_main) == [others, [good, "own", good], others]
 
 
-def test_parameter_frozen_on_one_rank_only_is_named_on_all_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[str, ...]:
-        ddp = dist.DistributedDataParallel(two_layers())
-        ddp.module[0].bias.requires_grad_(rank == 0)
+@on_ranks(2)
+def test_parameter_frozen_on_one_rank_only_is_named_on_all_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(two_layers())
+    ddp.module[0].bias.requires_grad_(rank == 0)
+    plain(ddp, rank)
+    with pytest.raises(ModuleError) as caught:
         plain(ddp, rank)
-        with pytest.raises(ModuleError) as caught:
-            plain(ddp, rank)
-        return caught.value.parameters
-
-    assert run_ranks(2, rank_main) == [("0.bias",)] * 2
+    assert caught.value.parameters == ("0.bias",)
 
 
 def test_buckets_follow_rank_0s_order_and_carry_gradients_over_2_ranks() -> None:
@@ -353,16 +348,14 @@ def test_buckets_follow_rank_0s_order_and_carry_gradients_over_2_ranks() -> None
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
-def test_buckets_stay_as_they_are_if_parameters_may_be_unused_2_ranks() -> None:
-    def rank_main(rank: int) -> list[str]:
-        ddp = dist.DistributedDataParallel(two_layers(), bucket_cap_mb=1e-6, **UNUSED)
-        with CommRecorder() as seen:
-            for _ in range(2):
-                plain(ddp, rank)
-        assert not ddp._get_ddp_logging_data()["has_rebuilt_buckets"]
-        return seen.ops
-
-    assert run_ranks(2, rank_main) == [["all_reduce"] * 8] * 2
+@on_ranks(2)
+def test_buckets_stay_as_they_are_if_parameters_may_be_unused_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(two_layers(), bucket_cap_mb=1e-6, **UNUSED)
+    with CommRecorder() as seen:
+        for _ in range(2):
+            plain(ddp, rank)
+    assert not ddp._get_ddp_logging_data()["has_rebuilt_buckets"]
+    assert seen.ops == ["all_reduce"] * 8
 
 
 def test_unused_parameters_do_not_hold_up_other_buckets_2_ranks() -> None:

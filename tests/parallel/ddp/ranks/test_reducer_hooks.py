@@ -17,6 +17,7 @@ import dure as dist
 from dure.errors import ModuleError
 from dure.parallel.ddp.replicate import replicate
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 
 
 def linear() -> nn.Linear:
@@ -40,33 +41,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("is_before", [True, False], ids=["before wrapping", "after"])
+@on_ranks(2)
 def test_optimizer_within_backward_steps_with_the_average_2_ranks(
-    options: str, is_before: bool
+    rank: int, options: str, is_before: bool
 ) -> None:
-    def rank_main(rank: int) -> list[float]:
-        model = linear()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
-        def step(weight: torch.Tensor) -> None:
-            assert not torch.is_grad_enabled()
-            optimizer.step()
-            weight.grad = None
+    def step(weight: torch.Tensor) -> None:
+        assert not torch.is_grad_enabled()
+        optimizer.step()
+        weight.grad = None
 
-        handle = model.weight.register_post_accumulate_grad_hook(step) if is_before else None
-        ddp = dist.DistributedDataParallel(model, **OPTIONS[options])
-        if handle is None:
-            handle = model.weight.register_post_accumulate_grad_hook(step)
-        values: list[float] = []
-        for _ in range(3):
-            backward(ddp, rank)
-            assert model.weight.grad is None
-            values.append(model.weight.item())
-        handle.remove()
+    handle = model.weight.register_post_accumulate_grad_hook(step) if is_before else None
+    ddp = dist.DistributedDataParallel(model, **OPTIONS[options])
+    if handle is None:
+        handle = model.weight.register_post_accumulate_grad_hook(step)
+    values: list[float] = []
+    for _ in range(3):
         backward(ddp, rank)
-        assert model.weight.grad is not None and model.weight.grad.item() == 1.5
-        return [*values, model.weight.item()]
-
-    assert run_ranks(2, rank_main) == [[0.25, -0.5, -1.25, -1.25]] * 2
+        assert model.weight.grad is None
+        values.append(model.weight.item())
+    handle.remove()
+    backward(ddp, rank)
+    assert model.weight.grad is not None and model.weight.grad.item() == 1.5
+    assert [*values, model.weight.item()] == [0.25, -0.5, -1.25, -1.25]
 
 
 def seen_by_hooks(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> tuple[Any, list[float]]:
@@ -76,57 +75,51 @@ def seen_by_hooks(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> tuple[An
     return wrap(model), seen
 
 
-def test_hooks_wait_for_the_reduction_of_kept_sums_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float]:
-        ddp, seen = seen_by_hooks(rank, dist.DistributedDataParallel)
-        with ddp.no_sync():
-            backward(ddp, rank)
-            backward(ddp, rank)
-        assert seen == []
+@on_ranks(2)
+def test_hooks_wait_for_the_reduction_of_kept_sums_2_ranks(rank: int) -> None:
+    ddp, seen = seen_by_hooks(rank, dist.DistributedDataParallel)
+    with ddp.no_sync():
         backward(ddp, rank)
-        assert seen == [4.5]
-        with ddp.no_sync():
-            backward(ddp, rank)
-        ddp.reduce_gradients()
-        return seen
-
-    assert run_ranks(2, rank_main) == [[4.5, 6.0]] * 2
-
-
-def test_hooks_run_on_ranks_that_have_not_used_a_parameter_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float]:
-        model, seen = nn.ModuleList([linear(), linear()]), []
-        model.forward = lambda x: model[int(x.item()) - 1](x)  # type: ignore[method-assign]
-        for i, layer in enumerate(model):
-            layer.weight.register_post_accumulate_grad_hook(
-                lambda w, i=i: seen.append((i, w.grad.item()))
-            )
-        ddp = dist.DistributedDataParallel(model, find_unused_parameters=True)
         backward(ddp, rank)
-        return sorted(seen)
+    assert seen == []
+    backward(ddp, rank)
+    assert seen == [4.5]
+    with ddp.no_sync():
+        backward(ddp, rank)
+    ddp.reduce_gradients()
+    assert seen == [4.5, 6.0]
 
-    assert run_ranks(2, rank_main) == [[(0, 0.5), (1, 1.0)]] * 2
+
+@on_ranks(2)
+def test_hooks_run_on_ranks_that_have_not_used_a_parameter_2_ranks(rank: int) -> None:
+    model, seen = nn.ModuleList([linear(), linear()]), []
+    model.forward = lambda x: model[int(x.item()) - 1](x)  # type: ignore[method-assign]
+    for i, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda w, i=i: seen.append((i, w.grad.item()))
+        )
+    ddp = dist.DistributedDataParallel(model, find_unused_parameters=True)
+    backward(ddp, rank)
+    assert sorted(seen) == [(0, 0.5), (1, 1.0)]
 
 
-def test_ranks_without_inputs_step_within_backward_as_the_others_do_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[list[float], float]:
-        model, seen = linear(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+@on_ranks(2)
+def test_ranks_without_inputs_step_within_backward_as_the_others_do_2_ranks(rank: int) -> None:
+    model, seen = linear(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
-        def step(weight: torch.Tensor) -> None:
-            seen.append(weight.grad.item())  # type: ignore[union-attr]
-            optimizer.step()
-            weight.grad = None
+    def step(weight: torch.Tensor) -> None:
+        seen.append(weight.grad.item())  # type: ignore[union-attr]
+        optimizer.step()
+        weight.grad = None
 
-        model.weight.register_post_accumulate_grad_hook(step)
-        ddp = dist.DistributedDataParallel(model)
-        with ddp.join():
-            for _ in range(rank + 1):
-                backward(ddp, rank)
-        return seen, model.weight.item()
-
+    model.weight.register_post_accumulate_grad_hook(step)
+    ddp = dist.DistributedDataParallel(model)
+    with ddp.join():
+        for _ in range(rank + 1):
+            backward(ddp, rank)
+    assert (seen, model.weight.item()) == ([1.5, 1.0], -0.25)
     # In the second step rank 0 adds nothing to rank 1's gradient of 2.
-    assert run_ranks(2, rank_main) == [([1.5, 1.0], -0.25)] * 2
 
 
 def test_hooks_run_at_once_where_the_wrapper_was_not_called_2_ranks() -> None:
@@ -153,13 +146,11 @@ def test_hooks_do_not_run_in_a_step_that_fails_2_ranks() -> None:
     assert run_ranks(2, rank_main) == [[], []]
 
 
-def test_hooks_run_once_where_an_earlier_wrapper_is_still_there_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float]:
-        earlier, seen = seen_by_hooks(rank, dist.DistributedDataParallel)
-        backward(dist.DistributedDataParallel(earlier.module), rank)
-        return seen
-
-    assert run_ranks(2, rank_main) == [[1.5]] * 2
+@on_ranks(2)
+def test_hooks_run_once_where_an_earlier_wrapper_is_still_there_2_ranks(rank: int) -> None:
+    earlier, seen = seen_by_hooks(rank, dist.DistributedDataParallel)
+    backward(dist.DistributedDataParallel(earlier.module), rank)
+    assert seen == [1.5]
 
 
 def test_hooks_run_as_in_one_process_after_the_wrapper_is_gone_2_ranks() -> None:
@@ -182,13 +173,11 @@ def test_hooks_run_as_in_one_process_after_the_wrapper_is_gone_2_ranks() -> None
     assert other == [1.5, -1.0, 2.0, -1.0, 2.0]
 
 
-def test_replicated_module_has_the_same_hooks_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float]:
-        module, seen = seen_by_hooks(rank, replicate)
-        backward(module, rank)
-        return seen
-
-    assert run_ranks(2, rank_main) == [[1.5]] * 2
+@on_ranks(2)
+def test_replicated_module_has_the_same_hooks_2_ranks(rank: int) -> None:
+    module, seen = seen_by_hooks(rank, replicate)
+    backward(module, rank)
+    assert seen == [1.5]
 
 
 class Recorded(nn.Module):

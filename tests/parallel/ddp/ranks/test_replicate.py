@@ -16,6 +16,7 @@ from dure.errors import ModuleError, UsageError
 from dure.fsdp import fully_shard, strategy
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import Net, batch, by_step, compare, loss_of, made, mine
+from tests.thread_ranks import on_ranks
 
 
 def test_training_equals_one_rank() -> None:
@@ -100,31 +101,27 @@ def test_a_hook_reduces() -> None:
     assert calls == ["state", "state"]
 
 
-def test_what_is_refused() -> None:
-    def body(rank: int) -> None:
-        model = replicate(nn.Linear(2, 2))
-        with pytest.raises(ModuleError, match="already"):
-            replicate(model)
-        with pytest.raises(ModuleError, match="already"):
-            fully_shard(model)
-        with pytest.raises(ModuleError, match="cannot be copied"):
-            copy.deepcopy(model)
-        sharded = nn.Linear(2, 2)
-        fully_shard(sharded)
-        with pytest.raises(ModuleError, match="already"):
-            replicate(sharded)
-        with pytest.raises(UsageError, match="mixed_precision"):
-            replicate(nn.Linear(2, 2), mixed_precision=object())
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_is_refused(rank: int) -> None:
+    model = replicate(nn.Linear(2, 2))
+    with pytest.raises(ModuleError, match="already"):
+        replicate(model)
+    with pytest.raises(ModuleError, match="already"):
+        fully_shard(model)
+    with pytest.raises(ModuleError, match="cannot be copied"):
+        copy.deepcopy(model)
+    sharded = nn.Linear(2, 2)
+    fully_shard(sharded)
+    with pytest.raises(ModuleError, match="already"):
+        replicate(sharded)
+    with pytest.raises(UsageError, match="mixed_precision"):
+        replicate(nn.Linear(2, 2), mixed_precision=object())
 
 
-def test_a_forward_that_raises_leaves_nothing_behind() -> None:
-    def body(rank: int) -> None:
-        model = made()
-        replicate(model, find_unused_parameters=True)
-        with pytest.raises(IndexError):
-            model(torch.tensor([99]))
-        by_step(model, 0, 2, rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_forward_that_raises_leaves_nothing_behind(rank: int) -> None:
+    model = made()
+    replicate(model, find_unused_parameters=True)
+    with pytest.raises(IndexError):
+        model(torch.tensor([99]))
+    by_step(model, 0, 2, rank)

@@ -10,6 +10,7 @@ import dure as dist
 from dure.errors import ModuleError, UsageError
 from dure.parallel.ddp.torch_names import sync_module_states, verify_shapes
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_ranks
 
 Futures = list[torch.futures.Future[torch.Tensor]]
 
@@ -22,18 +23,16 @@ def averages(group: dist.ProcessGroup, buffers: dict[str, torch.Tensor]) -> Futu
     return [work.get_future()]
 
 
-def test_buffer_hook_acts_in_place_of_the_broadcast_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[list[str], float]:
-        ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1, momentum=1.0))
-        with pytest.raises(UsageError):
-            ddp._register_buffer_comm_hook(None, 3)
-        ddp._register_buffer_comm_hook(ddp.process_group, averages)
-        with CommRecorder() as seen:
-            ddp(torch.arange(4.0).reshape(4, 1) + rank).sum().backward()
-        return seen.ops, ddp.module.running_mean.item()
-
+@on_ranks(2)
+def test_buffer_hook_acts_in_place_of_the_broadcast_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1, momentum=1.0))
+    with pytest.raises(UsageError):
+        ddp._register_buffer_comm_hook(None, 3)
+    ddp._register_buffer_comm_hook(ddp.process_group, averages)
+    with CommRecorder() as seen:
+        ddp(torch.arange(4.0).reshape(4, 1) + rank).sum().backward()
+    assert (seen.ops, ddp.module.running_mean.item()) == (["all_reduce"] * 2, 2.0)
     # Two reductions: the hook's, and that of the gradients. The ranks' means are 1.5 and 2.5.
-    assert run_ranks(2, rank_main) == [(["all_reduce"] * 2, 2.0)] * 2
 
 
 def test_removed_hooks_leave_gradients_to_each_rank_2_ranks() -> None:
@@ -57,18 +56,14 @@ def test_states_come_from_the_rank_that_is_named_3_ranks() -> None:
     assert run_ranks(3, rank_main) == [(2, 0), (2, 1), (2, 2)]
 
 
-def test_shapes_that_differ_are_refused_on_all_ranks_2_ranks() -> None:
-    def rank_main(rank: int) -> None:
-        with pytest.raises(ModuleError):
-            verify_shapes(dist.group.WORLD, [torch.zeros(2), torch.zeros(3 + rank)])
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_shapes_that_differ_are_refused_on_all_ranks_2_ranks(rank: int) -> None:
+    with pytest.raises(ModuleError):
+        verify_shapes(dist.group.WORLD, [torch.zeros(2), torch.zeros(3 + rank)])
 
 
-def test_arguments_are_moved_to_a_device() -> None:
-    def rank_main(rank: int) -> object:
-        ddp = dist.DistributedDataParallel(nn.Linear(1, 1))
-        (args,), (kwargs,) = ddp.to_kwargs((torch.ones(1), 2), {"x": torch.zeros(1)}, 0)
-        return args[0].item(), args[1], kwargs["x"].item()
-
-    assert run_ranks(2, rank_main) == [(1, 2, 0)] * 2
+@on_ranks(2)
+def test_arguments_are_moved_to_a_device(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(nn.Linear(1, 1))
+    (args,), (kwargs,) = ddp.to_kwargs((torch.ones(1), 2), {"x": torch.zeros(1)}, 0)
+    assert (args[0].item(), args[1], kwargs["x"].item()) == (1, 2, 0)

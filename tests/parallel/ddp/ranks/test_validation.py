@@ -13,6 +13,7 @@ import dure as dist
 from dure.errors import ModuleError
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.ddp.ddp_models import Branches
+from tests.thread_ranks import on_ranks
 
 
 def linear() -> nn.Linear:
@@ -61,45 +62,39 @@ REFUSED: dict[str, tuple[nn.Module, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_module_that_cannot_be_wrapped_is_refused_1_rank(case: str) -> None:
+@on_ranks(1)
+def test_module_that_cannot_be_wrapped_is_refused_1_rank(rank: int, case: str) -> None:
     module, options = REFUSED[case]
 
-    def rank_main(rank: int) -> None:
-        with pytest.raises(ModuleError) as caught:
-            dist.DistributedDataParallel(module, **options)
-        assert isinstance(caught.value, RuntimeError)  # what programs written for torch catch
-
-    run_ranks(1, rank_main)
+    with pytest.raises(ModuleError) as caught:
+        dist.DistributedDataParallel(module, **options)
+    assert isinstance(caught.value, RuntimeError)  # what programs written for torch catch
 
 
-def test_wrapping_twice_is_refused_unless_ignored_1_rank() -> None:
-    def rank_main(rank: int) -> tuple[str, ...]:
-        ignore = dist.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-        whole = nn.Sequential(linear(), dist.DistributedDataParallel(nn.Linear(1, 1)))
-        with pytest.raises(ModuleError) as caught:
-            dist.DistributedDataParallel(whole)
-        ignore(whole, caught.value.parameters)
+@on_ranks(1)
+def test_wrapping_twice_is_refused_unless_ignored_1_rank(rank: int) -> None:
+    ignore = dist.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    whole = nn.Sequential(linear(), dist.DistributedDataParallel(nn.Linear(1, 1)))
+    with pytest.raises(ModuleError) as caught:
         dist.DistributedDataParallel(whole)
-        with pytest.raises(ModuleError):
-            ignore(whole, ["x"])
-        return caught.value.parameters
+    ignore(whole, caught.value.parameters)
+    dist.DistributedDataParallel(whole)
+    with pytest.raises(ModuleError):
+        ignore(whole, ["x"])
+    assert caught.value.parameters == ("1.module.weight", "1.module.bias")
 
-    assert run_ranks(1, rank_main) == [("1.module.weight", "1.module.bias")]
 
-
-def test_parameter_unfrozen_after_wrapping_is_named_2_ranks() -> None:
-    def rank_main(rank: int) -> tuple[str, ...]:
-        module = Branches()
-        module.right.requires_grad_(False)
-        ddp = dist.DistributedDataParallel(module)
-        ddp(torch.ones(1, 2), "left").backward()
-        module.right.requires_grad_(True)
-        with pytest.raises(ModuleError) as caught:
-            ddp(torch.ones(1, 2), "left")
-        dist.DistributedDataParallel(ddp.module)(torch.ones(1, 2), "left", "right").backward()
-        return caught.value.parameters
-
-    assert run_ranks(2, rank_main) == [("right.weight",)] * 2
+@on_ranks(2)
+def test_parameter_unfrozen_after_wrapping_is_named_2_ranks(rank: int) -> None:
+    module = Branches()
+    module.right.requires_grad_(False)
+    ddp = dist.DistributedDataParallel(module)
+    ddp(torch.ones(1, 2), "left").backward()
+    module.right.requires_grad_(True)
+    with pytest.raises(ModuleError) as caught:
+        ddp(torch.ones(1, 2), "left")
+    dist.DistributedDataParallel(ddp.module)(torch.ones(1, 2), "left", "right").backward()
+    assert caught.value.parameters == ("right.weight",)
 
 
 def test_functional_call_leaves_gradients_to_its_caller_2_ranks() -> None:
@@ -129,18 +124,16 @@ def all_replaced(module: nn.Linear) -> None:
 @pytest.mark.parametrize(
     ("replace", "names"), [(one_replaced, ("weight",)), (all_replaced, ("weight", "bias"))]
 )
+@on_ranks(2)
 def test_parameters_replaced_for_good_are_named_2_ranks(
-    replace: Any, names: tuple[str, ...]
+    rank: int, replace: Any, names: tuple[str, ...]
 ) -> None:
-    def rank_main(_: int) -> None:
-        module = nn.Linear(1, 1)
-        ddp = dist.DistributedDataParallel(module)
-        replace(module)
-        with pytest.raises(ModuleError) as caught:
-            ddp(torch.ones(1, 1)).sum().backward()
-        assert caught.value.parameters == names
-
-    run_ranks(2, rank_main)
+    module = nn.Linear(1, 1)
+    ddp = dist.DistributedDataParallel(module)
+    replace(module)
+    with pytest.raises(ModuleError) as caught:
+        ddp(torch.ones(1, 1)).sum().backward()
+    assert caught.value.parameters == names
 
 
 def test_buckets_of_listed_sizes_1_rank() -> None:

@@ -13,6 +13,7 @@ import dure
 from dure.errors import Desync, UsageError
 from dure.fsdp import follow, fully_shard, strategy
 from dure.testing import CommRecorder, run_ranks
+from tests.thread_ranks import on_ranks
 
 WORDS = 9
 
@@ -85,18 +86,16 @@ def test_ranks_that_are_done_follow_the_others(way: str, counts: tuple[int, ...]
     assert run_ranks(len(counts), body) == expected
 
 
-def test_it_costs_one_flag_per_forward(way: str) -> None:
+@on_ranks(2)
+def test_it_costs_one_flag_per_forward(rank: int, way: str) -> None:
     """As many as the longest has forwards, and one more to end."""
 
-    def body(rank: int) -> None:
-        model = sharded(way)
-        warm(model)
-        with CommRecorder() as seen, follow(model), torch.no_grad():
-            list(words(model, 1, (1, 4)[rank]))
-        flags = [e for e in seen.events if e.op == "all_gather_single" and e.nbytes == 8]
-        assert len(flags) == 5
-
-    run_ranks(2, body)
+    model = sharded(way)
+    warm(model)
+    with CommRecorder() as seen, follow(model), torch.no_grad():
+        list(words(model, 1, (1, 4)[rank]))
+    flags = [e for e in seen.events if e.op == "all_gather_single" and e.nbytes == 8]
+    assert len(flags) == 5
 
 
 def caught(kind: type[dure.DureError], call: Any, *args: Any) -> Any:
@@ -114,17 +113,15 @@ def outside_of_a_block(model: Any, rank: int, instead: str) -> None:
 
 
 @pytest.mark.parametrize("instead", ["barrier", "all_reduce"])
-def test_outside_of_it_the_error_names_module_and_ranks(way: str, instead: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        warm(model)
-        error = caught(Desync, outside_of_a_block, model, rank, instead)
-        assert set(error.calls) == {0, 1}
-        if rank == 1:
-            assert error.calls[1].endswith("for the module (root)")
-            assert "follow" in error.fix
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_outside_of_it_the_error_names_module_and_ranks(rank: int, way: str, instead: str) -> None:
+    model = sharded(way)
+    warm(model)
+    error = caught(Desync, outside_of_a_block, model, rank, instead)
+    assert set(error.calls) == {0, 1}
+    if rank == 1:
+        assert error.calls[1].endswith("for the module (root)")
+        assert "follow" in error.fix
 
 
 def fail(*_: object) -> None:
@@ -163,28 +160,26 @@ def raise_on_rank_0(model: Any, rank: int) -> None:
         (raise_on_rank_0, ("raised", "forward of (root)")),
     ],
 )
-def test_ranks_that_differ_are_named_with_their_modules(way: str, wrong: Any, calls: Any) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        warm(model)
-        if wrong is raise_on_rank_0 and rank == 0:
-            with pytest.raises(ArithmeticError), torch.no_grad():
-                wrong(model, rank)
-            return
-        assert caught(Desync, wrong, model, rank).calls == dict(enumerate(calls))
+@on_ranks(2)
+def test_ranks_that_differ_are_named_with_their_modules(
+    rank: int, way: str, wrong: Any, calls: Any
+) -> None:
+    model = sharded(way)
+    warm(model)
+    if wrong is raise_on_rank_0 and rank == 0:
+        with pytest.raises(ArithmeticError), torch.no_grad():
+            wrong(model, rank)
+        return
+    assert caught(Desync, wrong, model, rank).calls == dict(enumerate(calls))
 
-    run_ranks(2, body)
 
-
-def test_gathers_of_different_modules_are_named_also_if_they_have_as_many_bytes() -> None:
-    def body(rank: int) -> None:
-        model = sharded("gathered")
-        warm(model)
-        calls = caught(Desync, leave_a_forward, model, rank).calls
-        assert "(root), gathered in forward" in calls[0]
-        assert "blocks.2, gathered in forward" in calls[1]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_gathers_of_different_modules_are_named_also_if_they_have_as_many_bytes(rank: int) -> None:
+    model = sharded("gathered")
+    warm(model)
+    calls = caught(Desync, leave_a_forward, model, rank).calls
+    assert "(root), gathered in forward" in calls[0]
+    assert "blocks.2, gathered in forward" in calls[1]
 
 
 def follow_unprepared(model: Any, rank: int) -> None:
@@ -192,16 +187,14 @@ def follow_unprepared(model: Any, rank: int) -> None:
         list(words(model, 1, rank))
 
 
-def test_misuse_is_refused(way: str) -> None:
-    def body(rank: int) -> None:
-        error = caught(UsageError, follow_unprepared, sharded("gathered"), rank)
-        assert "rank 0: no forward, and none before; rank 1: forward of (root)" in error.seen
-        model = sharded(way)
-        warm(model)
-        with pytest.raises(UsageError, match="without gradients"), follow(model):
-            model(torch.tensor(1))
-        with pytest.raises(UsageError, match="within another"), follow(model), follow(model):
-            pass
-        warm(model)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_misuse_is_refused(rank: int, way: str) -> None:
+    error = caught(UsageError, follow_unprepared, sharded("gathered"), rank)
+    assert "rank 0: no forward, and none before; rank 1: forward of (root)" in error.seen
+    model = sharded(way)
+    warm(model)
+    with pytest.raises(UsageError, match="without gradients"), follow(model):
+        model(torch.tensor(1))
+    with pytest.raises(UsageError, match="within another"), follow(model), follow(model):
+        pass
+    warm(model)

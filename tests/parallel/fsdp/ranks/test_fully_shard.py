@@ -30,6 +30,7 @@ from tests.parallel.fsdp.ranks.fsdp_models import (
     shard,
     sharded,
 )
+from tests.thread_ranks import on_ranks
 
 # ---------------------------------------------------------------- how a model is sharded
 
@@ -213,21 +214,19 @@ def test_dimensions_chosen_by_the_user() -> None:
 # ---------------------------------------------------------------- states of a model
 
 
-def test_state_dictionaries_have_shards_under_the_users_names(way: str) -> None:
-    def body(rank: int) -> None:
-        model, other = sharded(way), sharded(way)
-        by_step(model, 0, 2, rank)
-        state = model.state_dict()
-        assert list(state) == list(made().state_dict())
-        assert all(isinstance(v, DTensor) for v in state.values())
-        torch.optim.SGD(model.parameters(), lr=0.5).step()
-        other.load_state_dict(model.state_dict())
-        for a, b in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(a.full_tensor(), b.full_tensor())
-        other.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
-        by_step(other, 1, 2, rank)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_state_dictionaries_have_shards_under_the_users_names(rank: int, way: str) -> None:
+    model, other = sharded(way), sharded(way)
+    by_step(model, 0, 2, rank)
+    state = model.state_dict()
+    assert list(state) == list(made().state_dict())
+    assert all(isinstance(v, DTensor) for v in state.values())
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    other.load_state_dict(model.state_dict())
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+    other.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+    by_step(other, 1, 2, rank)
 
 
 def test_a_forward_that_raises_leaves_the_model_sharded(way: str) -> None:
@@ -243,57 +242,51 @@ def test_a_forward_that_raises_leaves_the_model_sharded(way: str) -> None:
         assert_same(found, expected_gradients())
 
 
-def test_another_method_gathers_as_forward_does(way: str) -> None:
-    def body(rank: int) -> None:
-        model: Any = made()
-        expected = model.head(model.embed(torch.arange(4))).detach()
-        model.__class__.peek = lambda self, t: self.head(self.embed(t))
-        sharded(way, model)
-        register_fsdp_forward_method(model, "peek")
-        torch.testing.assert_close(model.peek(torch.arange(4)).detach(), expected)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_another_method_gathers_as_forward_does(rank: int, way: str) -> None:
+    model: Any = made()
+    expected = model.head(model.embed(torch.arange(4))).detach()
+    model.__class__.peek = lambda self, t: self.head(self.embed(t))
+    sharded(way, model)
+    register_fsdp_forward_method(model, "peek")
+    torch.testing.assert_close(model.peek(torch.arange(4)).detach(), expected)
 
 
-def test_a_write_on_one_rank_is_seen_by_all(way: str) -> None:
+@on_ranks(2)
+def test_a_write_on_one_rank_is_seen_by_all(rank: int, way: str) -> None:
     """Parameters are unsharded; one rank changes its rows, and all ranks gather again."""
 
-    def body(rank: int) -> None:
-        model = nn.Linear(2, 4, bias=False)
-        with strategy(way):
-            fully_shard(model, reshard_after_forward=False)
-        weight: Any = model.weight
+    model = nn.Linear(2, 4, bias=False)
+    with strategy(way):
+        fully_shard(model, reshard_after_forward=False)
+    weight: Any = model.weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+        model(torch.ones(1, 2))
+    assert model(torch.ones(1, 2)).tolist() == [[2.0] * 4]
+    model.reshard()
+    if way == "shared":
+        model(torch.ones(1, 2)).sum().backward()
+    else:
+        model(torch.ones(1, 2))
+    if rank == 1:
         with torch.no_grad():
-            weight.fill_(1.0)
-            model(torch.ones(1, 2))
-        assert model(torch.ones(1, 2)).tolist() == [[2.0] * 4]
-        model.reshard()
-        if way == "shared":
-            model(torch.ones(1, 2)).sum().backward()
-        else:
-            model(torch.ones(1, 2))
-        if rank == 1:
-            with torch.no_grad():
-                weight.to_local().fill_(3.0)
-        assert model(torch.ones(1, 2)).tolist() == [[2.0, 2.0, 6.0, 6.0]]
-
-    run_ranks(2, body)
+            weight.to_local().fill_(3.0)
+    assert model(torch.ones(1, 2)).tolist() == [[2.0, 2.0, 6.0, 6.0]]
 
 
-def test_modules_change_their_shards_while_they_are_unsharded(way: str) -> None:
+@on_ranks(2)
+def test_modules_change_their_shards_while_they_are_unsharded(rank: int, way: str) -> None:
     """`double()` after a forward that no backward followed."""
 
-    def body(rank: int) -> Any:
-        model = made().float()
-        with strategy(way):
-            fully_shard(model)
-        loss_of(model, batch(0))
-        model.double()
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-        assert all(p.dtype == torch.float64 for p in model.parameters())
-        by_step(model, 0, 2, rank)
-
-    run_ranks(2, body)
+    model = made().float()
+    with strategy(way):
+        fully_shard(model)
+    loss_of(model, batch(0))
+    model.double()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    by_step(model, 0, 2, rank)
 
 
 def test_a_module_within_itself(way: str) -> None:
@@ -319,37 +312,35 @@ def test_a_module_within_itself(way: str) -> None:
         assert_same(found, gradients(nn.Sequential(Nested())))
 
 
-def test_misuse_is_refused() -> None:
-    def body(rank: int) -> None:
-        model = made()
-        with pytest.raises(ModuleError, match="no forward"):
-            fully_shard(model.blocks)
-        shard(model)
-        with pytest.raises(ModuleError, match="data parallel already"):
-            fully_shard(model)
-        with pytest.raises(ModuleError, match="cannot be copied"):
-            copy.deepcopy(model)
-        odd = made()
-        odd.head.weight = nn.Parameter(odd.head.weight.detach().t())
-        with pytest.raises(ModuleError, match="contiguous"):
-            fully_shard(odd)
-        odd = made()
-        odd.head.bias = nn.Parameter(torch.tensor(1.0))
-        before = list(odd.parameters())
-        with pytest.raises(ModuleError, match="without dimensions"):
-            fully_shard(odd)
-        assert all(a is b for a, b in zip(before, odd.parameters(), strict=True))
-        with pytest.raises(UsageError):
-            fully_shard([])
-        mesh = init_device_mesh("cpu", (2, 1, 1))
-        wrong: tuple[dict[str, Any], ...] = (
-            {"mesh": "dp"},
-            {"mesh": mesh},
-            {"reshard_after_forward": 0},
-            {"reshard_after_forward": 3},
-        )
-        for options in wrong:
-            with pytest.raises(MeshError):
-                fully_shard(made(), **options)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_misuse_is_refused(rank: int) -> None:
+    model = made()
+    with pytest.raises(ModuleError, match="no forward"):
+        fully_shard(model.blocks)
+    shard(model)
+    with pytest.raises(ModuleError, match="data parallel already"):
+        fully_shard(model)
+    with pytest.raises(ModuleError, match="cannot be copied"):
+        copy.deepcopy(model)
+    odd = made()
+    odd.head.weight = nn.Parameter(odd.head.weight.detach().t())
+    with pytest.raises(ModuleError, match="contiguous"):
+        fully_shard(odd)
+    odd = made()
+    odd.head.bias = nn.Parameter(torch.tensor(1.0))
+    before = list(odd.parameters())
+    with pytest.raises(ModuleError, match="without dimensions"):
+        fully_shard(odd)
+    assert all(a is b for a, b in zip(before, odd.parameters(), strict=True))
+    with pytest.raises(UsageError):
+        fully_shard([])
+    mesh = init_device_mesh("cpu", (2, 1, 1))
+    wrong: tuple[dict[str, Any], ...] = (
+        {"mesh": "dp"},
+        {"mesh": mesh},
+        {"reshard_after_forward": 0},
+        {"reshard_after_forward": 3},
+    )
+    for options in wrong:
+        with pytest.raises(MeshError):
+            fully_shard(made(), **options)

@@ -16,6 +16,7 @@ import dure as dist
 from dure.device_mesh import init_device_mesh
 from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
+from dure.mesh import DeviceMesh
 from dure.tensor import Replicate, distribute_tensor
 from dure.testing import CommRecorder, run_ranks
 from dure.training.grad_views import own_part
@@ -28,6 +29,7 @@ from tests.parallel.fsdp.ranks.fsdp_models import (
     shard,
     sharded,
 )
+from tests.thread_ranks import on_mesh, on_ranks
 
 
 class Comm:
@@ -123,59 +125,54 @@ def test_neighbors_keep_parameters_until_backward(scenario: dict[str, Any]) -> N
     compare("gathered", 4, **scenario)
 
 
-def test_neighbors_gather_among_themselves() -> None:
+@on_ranks(4)
+def test_neighbors_gather_among_themselves(rank: int) -> None:
     """Of four ranks: forward gathers from all, backward from two."""
 
-    def body(rank: int) -> list[int]:
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        with strategy("gathered"):
-            fully_shard(model[0], reshard_after_forward=2)
-            fully_shard(model)
-        with CommRecorder() as recorder:
-            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-        return [e.world_size for e in recorder.events if e.op == "all_gather_single"]
-
-    assert run_ranks(4, body) == [[4, 4, 2]] * 4
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    with strategy("gathered"):
+        fully_shard(model[0], reshard_after_forward=2)
+        fully_shard(model)
+    with CommRecorder() as recorder:
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert [e.world_size for e in recorder.events if e.op == "all_gather_single"] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_a_parameter_that_was_freed_is_not_read(inner: bool) -> None:
+@on_mesh(2, 1, names=("dp", "tp"))
+def test_a_parameter_that_was_freed_is_not_read(mesh: DeviceMesh, inner: bool) -> None:
     """Torch's kernels would end the process; the values may be part of a DTensor."""
 
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-        model: Any = nn.Linear(2, 2, bias=False)
-        nn.init.ones_(model.weight)
-        if inner:
-            model.weight = nn.Parameter(distribute_tensor(model.weight, mesh["tp"], [Replicate()]))
-        with strategy("gathered"):
-            fully_shard(model, mesh=mesh["dp"])
-        model.unshard()
-        weight = model.weight
-        model.reshard()
-        reads: list[Callable[[], object]] = [
-            weight.t,
-            weight.sum,
-            lambda: weight + 1,
-            lambda: weight @ weight,
-            lambda: weight.data + 1,
-            lambda: weight.T + 1,
-            lambda: weight.real + 1,
-            lambda: weight.type(torch.float64),
-            lambda: copy.deepcopy(weight),
-            lambda: pickle.dumps(weight),
-        ]
-        for read in reads:
-            with pytest.raises(ModuleError, match="after its module was resharded"):
-                read()
-        part = own_part(weight)
-        assert len(part) == 2 and part.type() == "torch.FloatTensor" and "data" in dir(part)
-        assert part.get_device() == -1 and not (part.is_shared() or part.is_inference())
-        assert "freed" in repr(weight) and "freed" in f"{weight}"
-        assert weight.shape == (2, 2) and weight.grad is None
-        model.unshard()
-        assert weight is model.weight
-        values = weight.to_local() if inner else weight
-        assert values.tolist() == [[1, 1], [1, 1]] and "freed" not in repr(weight)
-
-    run_ranks(2, body)
+    model: Any = nn.Linear(2, 2, bias=False)
+    nn.init.ones_(model.weight)
+    if inner:
+        model.weight = nn.Parameter(distribute_tensor(model.weight, mesh["tp"], [Replicate()]))
+    with strategy("gathered"):
+        fully_shard(model, mesh=mesh["dp"])
+    model.unshard()
+    weight = model.weight
+    model.reshard()
+    reads: list[Callable[[], object]] = [
+        weight.t,
+        weight.sum,
+        lambda: weight + 1,
+        lambda: weight @ weight,
+        lambda: weight.data + 1,
+        lambda: weight.T + 1,
+        lambda: weight.real + 1,
+        lambda: weight.type(torch.float64),
+        lambda: copy.deepcopy(weight),
+        lambda: pickle.dumps(weight),
+    ]
+    for read in reads:
+        with pytest.raises(ModuleError, match="after its module was resharded"):
+            read()
+    part = own_part(weight)
+    assert len(part) == 2 and part.type() == "torch.FloatTensor" and "data" in dir(part)
+    assert part.get_device() == -1 and not (part.is_shared() or part.is_inference())
+    assert "freed" in repr(weight) and "freed" in f"{weight}"
+    assert weight.shape == (2, 2) and weight.grad is None
+    model.unshard()
+    assert weight is model.weight
+    values = weight.to_local() if inner else weight
+    assert values.tolist() == [[1, 1], [1, 1]] and "freed" not in repr(weight)

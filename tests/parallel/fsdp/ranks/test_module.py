@@ -28,6 +28,7 @@ from tests.parallel.fsdp.ranks.fsdp_models import (
     shard,
     sharded,
 )
+from tests.thread_ranks import on_ranks
 
 
 def gathers(seen: CommRecorder) -> int:
@@ -52,83 +53,77 @@ def test_parameters_stay_unsharded_between_microbatches(way: str) -> None:
     compare(way, 2, step=microbatches, expected_step=microbatches)
 
 
-def test_unsharded_parameters_are_not_gathered_again() -> None:
+@on_ranks(2)
+def test_unsharded_parameters_are_not_gathered_again(rank: int) -> None:
     """Four groups for the first forward; three blocks, freed after it, for each backward."""
 
-    def body(rank: int) -> tuple[int, int, int]:
-        with CommRecorder() as seen:
-            microbatches(sharded("gathered"), 0, 2, rank)
-        assert {*seen.ops} == {"all_gather_single", "reduce_scatter_single"}
-        model = sharded("gathered")
-        with CommRecorder() as freed:
-            by_step(model, 0, 2, rank)
-        model.set_reshard_after_forward(False)
-        with CommRecorder() as kept:
-            by_step(model, 0, 2, rank)
-        with pytest.raises(UsageError):
-            model.set_reshard_after_forward(2)
-        return gathers(seen), gathers(freed), gathers(kept)
-
-    assert run_ranks(2, body) == [(4 + 3 * 3, 4 + 3, 4)] * 2
+    with CommRecorder() as seen:
+        microbatches(sharded("gathered"), 0, 2, rank)
+    assert {*seen.ops} == {"all_gather_single", "reduce_scatter_single"}
+    model = sharded("gathered")
+    with CommRecorder() as freed:
+        by_step(model, 0, 2, rank)
+    model.set_reshard_after_forward(False)
+    with CommRecorder() as kept:
+        by_step(model, 0, 2, rank)
+    with pytest.raises(UsageError):
+        model.set_reshard_after_forward(2)
+    assert (gathers(seen), gathers(freed), gathers(kept)) == (4 + 3 * 3, 4 + 3, 4)
 
 
 @pytest.mark.parametrize("method", ["set_requires_gradient_sync", "set_requires_all_reduce"])
-def test_parameters_that_stay_unsharded_are_used_again_without_a_message(method: str) -> None:
+@on_ranks(2)
+def test_parameters_that_stay_unsharded_are_used_again_without_a_message(
+    rank: int, method: str
+) -> None:
     """Also if gradients are reduced over the shards already, but not over the replicas."""
 
-    def body(rank: int) -> None:
-        model: Any = nn.Linear(2, 4, bias=False)
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
-        with strategy("gathered"):
-            fully_shard(model, mesh=mesh)
-        for is_last in (False, False, True):
-            getattr(model, method)(is_last)
-            model.set_reshard_after_backward(is_last)
-            with CommRecorder() as seen:
-                out = model(torch.ones(1, 2))
-            gathered = seen.ops
-            out.sum().backward()
-        assert gathered == []
-
-    run_ranks(2, body)
+    model: Any = nn.Linear(2, 4, bias=False)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    with strategy("gathered"):
+        fully_shard(model, mesh=mesh)
+    for is_last in (False, False, True):
+        getattr(model, method)(is_last)
+        model.set_reshard_after_backward(is_last)
+        with CommRecorder() as seen:
+            out = model(torch.ones(1, 2))
+        gathered = seen.ops
+        out.sum().backward()
+    assert gathered == []
 
 
-def test_what_some_ranks_wrote_after_a_reduction_is_used_in_microbatches() -> None:
+@on_ranks(4)
+def test_what_some_ranks_wrote_after_a_reduction_is_used_in_microbatches(rank: int) -> None:
     """As an optimizer writes: on ranks that have rows."""
 
-    def body(rank: int) -> Any:
-        model: Any = nn.Linear(2, 3, bias=False)
-        with strategy("gathered"):
-            fully_shard(model)
-        model.set_reshard_after_backward(False)
-        shard = model.weight.to_local()
-        model(torch.ones(1, 2)).sum().backward()
-        model.set_requires_gradient_sync(False)
+    model: Any = nn.Linear(2, 3, bias=False)
+    with strategy("gathered"):
+        fully_shard(model)
+    model.set_reshard_after_backward(False)
+    shard = model.weight.to_local()
+    model(torch.ones(1, 2)).sum().backward()
+    model.set_requires_gradient_sync(False)
+    with torch.no_grad():
+        if rank != 3:
+            shard.fill_(1.0)
+    assert model(torch.ones(1, 2)).tolist() == [[2.0] * 3]
+
+
+@on_ranks(2)
+def test_a_write_on_all_ranks_between_microbatches_is_seen(rank: int) -> None:
+    model: Any = nn.Linear(2, 4, bias=False)
+    with strategy("gathered"):
+        fully_shard(model)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    weight = model.weight  # the shard; between microbatches, the module has another
+    for value in (1.0, 3.0):
         with torch.no_grad():
-            if rank != 3:
-                shard.fill_(1.0)
-        return model(torch.ones(1, 2)).tolist()
-
-    assert run_ranks(4, body) == [[[2.0] * 3]] * 4
-
-
-def test_a_write_on_all_ranks_between_microbatches_is_seen() -> None:
-    def body(rank: int) -> None:
-        model: Any = nn.Linear(2, 4, bias=False)
-        with strategy("gathered"):
-            fully_shard(model)
-        model.set_requires_gradient_sync(False)
-        model.set_reshard_after_backward(False)
-        weight = model.weight  # the shard; between microbatches, the module has another
-        for value in (1.0, 3.0):
-            with torch.no_grad():
-                weight.to_local().fill_(value)
-            out = model(torch.ones(1, 2))
-            assert out.tolist() == [[2 * value] * 4]
-            out.sum().backward()
-            model.set_requires_gradient_sync(True)
-
-    run_ranks(2, body)
+            weight.to_local().fill_(value)
+        out = model(torch.ones(1, 2))
+        assert out.tolist() == [[2 * value] * 4]
+        out.sum().backward()
+        model.set_requires_gradient_sync(True)
 
 
 def test_replicas_are_reduced_at_the_last_microbatch(way: str) -> None:
@@ -151,25 +146,23 @@ def test_replicas_are_reduced_at_the_last_microbatch(way: str) -> None:
 
 
 @pytest.mark.parametrize("async_op", [True, False])
-def test_parameters_are_unsharded_by_hand(way: str, async_op: bool) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        block = model.blocks[1]
-        expected: Any = made().blocks[1].up.weight  # pyright: ignore
-        handle = block.unshard(async_op=async_op)
-        assert (handle is not None) == async_op
-        if handle is not None:
-            assert isinstance(block.up.weight, DTensor)
-            handle.wait()
-            handle.wait()
-        assert not isinstance(block.up.weight, DTensor)
-        assert torch.equal(block.up.weight, expected)
-        assert isinstance(model.head.weight, DTensor)
-        block.reshard()
+@on_ranks(2)
+def test_parameters_are_unsharded_by_hand(rank: int, way: str, async_op: bool) -> None:
+    model = sharded(way)
+    block = model.blocks[1]
+    expected: Any = made().blocks[1].up.weight  # pyright: ignore
+    handle = block.unshard(async_op=async_op)
+    assert (handle is not None) == async_op
+    if handle is not None:
         assert isinstance(block.up.weight, DTensor)
-        by_step(model, 0, 2, rank)
-
-    run_ranks(2, body)
+        handle.wait()
+        handle.wait()
+    assert not isinstance(block.up.weight, DTensor)
+    assert torch.equal(block.up.weight, expected)
+    assert isinstance(model.head.weight, DTensor)
+    block.reshard()
+    assert isinstance(block.up.weight, DTensor)
+    by_step(model, 0, 2, rank)
 
 
 def scaled(factors: dict[str, float]) -> dict[str, torch.Tensor | None]:
@@ -254,31 +247,29 @@ def test_a_hook_gets_gradients_divided_as_in_torch(
     run_ranks(ranks, body)
 
 
-def test_modules_are_gathered_ahead_as_the_program_says() -> None:
+@on_ranks(2)
+def test_modules_are_gathered_ahead_as_the_program_says(rank: int) -> None:
     """In forward block 0 asks for both others; in backward block 2 does."""
 
-    def body(rank: int) -> tuple[list[int], list[int]]:
-        model = sharded("gathered")
-        first, second, third = model.blocks
-        first.set_modules_to_forward_prefetch([second, third])
-        third.set_modules_to_backward_prefetch([second, first])
-        forward: list[int] = []
-        backward: list[int] = []
-        with CommRecorder() as seen:
-            handles = [
-                first.register_forward_hook(lambda *_: forward.append(gathers(seen))),
-                third.down.register_full_backward_hook(lambda *_: backward.append(gathers(seen))),
-            ]
-            by_step(model, 0, 2, rank)
-            for handle in handles:
-                handle.remove()
-        with pytest.raises(UsageError):
-            first.set_modules_to_forward_prefetch([model.head])
-        by_step(model, 1, 2, rank)
-        return forward, backward
-
+    model = sharded("gathered")
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    forward: list[int] = []
+    backward: list[int] = []
+    with CommRecorder() as seen:
+        handles = [
+            first.register_forward_hook(lambda *_: forward.append(gathers(seen))),
+            third.down.register_full_backward_hook(lambda *_: backward.append(gathers(seen))),
+        ]
+        by_step(model, 0, 2, rank)
+        for handle in handles:
+            handle.remove()
+    with pytest.raises(UsageError):
+        first.set_modules_to_forward_prefetch([model.head])
+    by_step(model, 1, 2, rank)
+    assert (forward, backward) == ([4], [7])
     # The root and all blocks when block 0 ends; all blocks once more in block 2's backward.
-    assert run_ranks(2, body) == [([4], [7])] * 2
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
@@ -310,53 +301,47 @@ def test_a_step_that_failed_is_reset(way: str, by_hand: bool) -> None:
         assert_same(found, expected_gradients())
 
 
-def test_ignored_parameters_stay_as_they_are(way: str) -> None:
-    def body(rank: int) -> None:
-        model, alone = made(), made()
-        kept = model.head.weight
-        sharded(way, model, ignored_params={kept})
+@on_ranks(2)
+def test_ignored_parameters_stay_as_they_are(rank: int, way: str) -> None:
+    model, alone = made(), made()
+    kept = model.head.weight
+    sharded(way, model, ignored_params={kept})
+    by_step(model, 0, 2, rank)
+    assert model.head.weight is kept
+    assert not isinstance(kept, DTensor)
+    by_step(alone, 0, 2, rank)
+    torch.testing.assert_close(kept.grad, alone.head.weight.grad)
+    assert isinstance(model.embed.weight, DTensor)
+
+
+@on_ranks(2)
+def test_methods_that_change_nothing_are_accepted(rank: int, way: str) -> None:
+    models = [sharded(way) for _ in range(2)]
+    share_comm_ctx(models)
+    for model in models:
         by_step(model, 0, 2, rank)
-        assert model.head.weight is kept
-        assert not isinstance(kept, DTensor)
-        by_step(alone, 0, 2, rank)
-        torch.testing.assert_close(kept.grad, alone.head.weight.grad)
-        assert isinstance(model.embed.weight, DTensor)
-
-    run_ranks(2, body)
-
-
-def test_methods_that_change_nothing_are_accepted(way: str) -> None:
-    def body(rank: int) -> None:
-        models = [sharded(way) for _ in range(2)]
-        share_comm_ctx(models)
-        for model in models:
-            by_step(model, 0, 2, rank)
-        plain: Any = nn.Linear(2, 2)
-        with pytest.raises(UsageError):
-            share_comm_ctx([plain])
-        FSDPModule.set_post_optim_event(models[0], None)
-        models[0].set_allocate_memory_from_process_group_for_comm(True)
-        models[0].set_symm_mem_for_comm()
-        models[0].set_separate_reduce_scatter_group()
-        models[0].set_reduce_scatter_unused_params(True)
-        models[0].set_reduce_scatter_max_input_buffers(1)
-        with pytest.raises(UsageError):
-            models[0].set_reduce_scatter_max_input_buffers(0)
-        for wrong in (2.5, True):
-            with pytest.raises(TypeError):
-                models[0].set_reduce_scatter_max_input_buffers(wrong)  # pyright: ignore
-        by_step(models[0], 1, 2, rank)
-
-    run_ranks(2, body)
+    plain: Any = nn.Linear(2, 2)
+    with pytest.raises(UsageError):
+        share_comm_ctx([plain])
+    FSDPModule.set_post_optim_event(models[0], None)
+    models[0].set_allocate_memory_from_process_group_for_comm(True)
+    models[0].set_symm_mem_for_comm()
+    models[0].set_separate_reduce_scatter_group()
+    models[0].set_reduce_scatter_unused_params(True)
+    models[0].set_reduce_scatter_max_input_buffers(1)
+    with pytest.raises(UsageError):
+        models[0].set_reduce_scatter_max_input_buffers(0)
+    for wrong in (2.5, True):
+        with pytest.raises(TypeError):
+            models[0].set_reduce_scatter_max_input_buffers(wrong)  # pyright: ignore
+    by_step(models[0], 1, 2, rank)
 
 
-def test_the_class_of_a_sharded_module_makes_plain_modules(way: str) -> None:
-    def body(rank: int) -> None:
-        linear = nn.Linear(2, 3)
-        with strategy(way):
-            fully_shard(linear)
-        made_again = type(linear)(4, 5)
-        assert type(made_again) is nn.Linear
-        assert made_again.weight.shape == (5, 4)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_the_class_of_a_sharded_module_makes_plain_modules(rank: int, way: str) -> None:
+    linear = nn.Linear(2, 3)
+    with strategy(way):
+        fully_shard(linear)
+    made_again = type(linear)(4, 5)
+    assert type(made_again) is nn.Linear
+    assert made_again.weight.shape == (5, 4)

@@ -12,6 +12,7 @@ from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import making
+from tests.thread_ranks import on_ranks
 
 SIZE, LR = 2, 0.25
 
@@ -48,40 +49,36 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor().detach()
 
 
-def test_hooks_run_once_per_gradient_after_the_reduction(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        seen: list[tuple[str, Any]] = []
-        first, second = model.parameters()
-        first.register_hook(lambda g: seen.append(("tensor", full(g))))
-        second.register_hook(lambda g: g * 2)
-        first.register_post_accumulate_grad_hook(lambda p: seen.append(("after", full(p.grad))))
-        handle = second.register_post_accumulate_grad_hook(lambda p: seen.append(("gone", None)))
-        handle.remove()
-        backward(model, rank)
-        assert [name for name, _ in seen] == ["tensor", "after"]
-        assert all(torch.equal(tensor, GRADIENT_0) for _, tensor in seen)
-        assert torch.equal(full(second.grad), 2 * GRADIENT_1)
-        backward(model, rank)
-        assert [name for name, _ in seen] == ["tensor", "after"] * 2
-        assert torch.equal(seen[-1][1], 2 * GRADIENT_0)  # with the first backward's
-
-    run_ranks(SIZE, body)
+@on_ranks(SIZE)
+def test_hooks_run_once_per_gradient_after_the_reduction(rank: int, way: str) -> None:
+    model = sharded(way)
+    seen: list[tuple[str, Any]] = []
+    first, second = model.parameters()
+    first.register_hook(lambda g: seen.append(("tensor", full(g))))
+    second.register_hook(lambda g: g * 2)
+    first.register_post_accumulate_grad_hook(lambda p: seen.append(("after", full(p.grad))))
+    handle = second.register_post_accumulate_grad_hook(lambda p: seen.append(("gone", None)))
+    handle.remove()
+    backward(model, rank)
+    assert [name for name, _ in seen] == ["tensor", "after"]
+    assert all(torch.equal(tensor, GRADIENT_0) for _, tensor in seen)
+    assert torch.equal(full(second.grad), 2 * GRADIENT_1)
+    backward(model, rank)
+    assert [name for name, _ in seen] == ["tensor", "after"] * 2
+    assert torch.equal(seen[-1][1], 2 * GRADIENT_0)  # with the first backward's
 
 
-def test_a_hook_of_several_parameters_runs_once_with_all_gradients(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        seen: list[list[torch.Tensor]] = []
-        torch.autograd.graph.register_multi_grad_hook(
-            list(model.parameters()), lambda gradients: seen.append([full(g) for g in gradients])
-        )
-        backward(model, rank)
-        assert len(seen) == 1
-        assert torch.equal(seen[0][0], GRADIENT_0)
-        assert torch.equal(seen[0][1], GRADIENT_1)
-
-    run_ranks(SIZE, body)
+@on_ranks(SIZE)
+def test_a_hook_of_several_parameters_runs_once_with_all_gradients(rank: int, way: str) -> None:
+    model = sharded(way)
+    seen: list[list[torch.Tensor]] = []
+    torch.autograd.graph.register_multi_grad_hook(
+        list(model.parameters()), lambda gradients: seen.append([full(g) for g in gradients])
+    )
+    backward(model, rank)
+    assert len(seen) == 1
+    assert torch.equal(seen[0][0], GRADIENT_0)
+    assert torch.equal(seen[0][1], GRADIENT_1)
 
 
 def test_an_optimizer_may_step_in_backward(way: str) -> None:
@@ -118,70 +115,62 @@ def test_an_optimizer_may_step_in_backward(way: str) -> None:
             assert torch.equal(found, expected.detach())
 
 
-def test_hooks_of_one_rank_hang_nobody(way: str) -> None:
-    def body(rank: int) -> None:
-        model, seen = sharded(way), []
-        if rank == 0:
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(seen.append)
-        backward(model, rank, retain_graph=True)
-        backward(model, rank)
-        assert len(seen) == (4 if rank == 0 else 0)
-
-    run_ranks(SIZE, body)
-
-
-def test_hooks_run_at_the_backward_that_reduces(way: str) -> None:
-    def body(rank: int) -> None:
-        model, seen = sharded(way), []
+@on_ranks(SIZE)
+def test_hooks_of_one_rank_hang_nobody(rank: int, way: str) -> None:
+    model, seen = sharded(way), []
+    if rank == 0:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(seen.append)
-        model.set_requires_gradient_sync(False)
-        backward(model, rank)
-        assert not seen
-        model.set_requires_gradient_sync(True)
-        backward(model, rank)
-        assert len(seen) == 2
-        assert torch.equal(full(model[0].weight.grad), 2 * GRADIENT_0)
-
-    run_ranks(SIZE, body)
+    backward(model, rank, retain_graph=True)
+    backward(model, rank)
+    assert len(seen) == (4 if rank == 0 else 0)
 
 
-def test_an_error_of_a_hook_reaches_the_caller_and_the_next_step_works(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
+@on_ranks(SIZE)
+def test_hooks_run_at_the_backward_that_reduces(rank: int, way: str) -> None:
+    model, seen = sharded(way), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    model.set_requires_gradient_sync(False)
+    backward(model, rank)
+    assert not seen
+    model.set_requires_gradient_sync(True)
+    backward(model, rank)
+    assert len(seen) == 2
+    assert torch.equal(full(model[0].weight.grad), 2 * GRADIENT_0)
 
-        def fail(_: object) -> None:
-            raise KeyError("of the program")
 
-        for register in ("register_hook", "register_post_accumulate_grad_hook"):
-            handle = getattr(model[0].weight, register)(fail)
-            with pytest.raises(KeyError):
-                backward(model, rank)
-            handle.remove()
-            model.zero_grad()
+@on_ranks(SIZE)
+def test_an_error_of_a_hook_reaches_the_caller_and_the_next_step_works(rank: int, way: str) -> None:
+    model = sharded(way)
+
+    def fail(_: object) -> None:
+        raise KeyError("of the program")
+
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        handle = getattr(model[0].weight, register)(fail)
+        with pytest.raises(KeyError):
             backward(model, rank)
-            assert torch.equal(full(model[0].weight.grad), GRADIENT_0)
-            model.zero_grad()
-
-    run_ranks(SIZE, body)
-
-
-def test_hooks_of_modules_and_optimizers_run(way: str) -> None:
-    def body(rank: int) -> None:
-        model, seen = sharded(way), []
-        layer = model[1]
-        layer.register_forward_pre_hook(lambda *_: seen.append("before forward"))
-        layer.register_forward_hook(lambda *_: seen.append("after forward"))
-        layer.register_full_backward_pre_hook(lambda *_: seen.append("before backward"))
-        layer.register_full_backward_hook(lambda *_: seen.append("after backward"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        optimizer.register_step_pre_hook(lambda *_: seen.append("before step"))
-        optimizer.register_step_post_hook(lambda *_: seen.append("after step"))
+        handle.remove()
+        model.zero_grad()
         backward(model, rank)
-        optimizer.step()
-        parts = ("forward", "backward", "step")
-        assert seen == [f"{when} {part}" for part in parts for when in ("before", "after")]
-        assert torch.equal(full(model[0].weight), torch.arange(8.0).view(4, 2) - LR * GRADIENT_0)
+        assert torch.equal(full(model[0].weight.grad), GRADIENT_0)
+        model.zero_grad()
 
-    run_ranks(SIZE, body)
+
+@on_ranks(SIZE)
+def test_hooks_of_modules_and_optimizers_run(rank: int, way: str) -> None:
+    model, seen = sharded(way), []
+    layer = model[1]
+    layer.register_forward_pre_hook(lambda *_: seen.append("before forward"))
+    layer.register_forward_hook(lambda *_: seen.append("after forward"))
+    layer.register_full_backward_pre_hook(lambda *_: seen.append("before backward"))
+    layer.register_full_backward_hook(lambda *_: seen.append("after backward"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before step"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after step"))
+    backward(model, rank)
+    optimizer.step()
+    parts = ("forward", "backward", "step")
+    assert seen == [f"{when} {part}" for part in parts for when in ("before", "after")]
+    assert torch.equal(full(model[0].weight), torch.arange(8.0).view(4, 2) - LR * GRADIENT_0)

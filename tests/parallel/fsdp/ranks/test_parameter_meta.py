@@ -24,6 +24,7 @@ from tests.parallel.fsdp.ranks.fsdp_models import (
     made,
     sharded,
 )
+from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
 
 
@@ -59,23 +60,23 @@ def test_modules_reset_their_parameters(way: str) -> None:
     assert torch.equal(first["blocks.0.norm.weight"], torch.ones(6).double())
 
 
-def test_a_model_is_sharded_and_trained_within_a_block_of_another_device(way: str) -> None:
+@on_ranks(2)
+def test_a_model_is_sharded_and_trained_within_a_block_of_another_device(
+    rank: int, way: str
+) -> None:
     """The block gives the model its device; Dure's own tensors stay on the CPU."""
 
-    def body(rank: int) -> None:
-        with torch.device("meta"):
-            model = sharded(way, Net().double())
-            model.to_empty(device="cpu")
-            for parameter in model.parameters():
-                nn.init.ones_(parameter)
-            model(torch.tensor([[rank, 2], [3, 4]], device="cpu")).sum().backward()
-            gathered: list[Any] = [None, None]
-            dist.all_gather_object(gathered, rank)
-            assert gathered == [0, 1]
-            total = dist.clip_grad_norm_(model.parameters(), 1.0)
-        assert total.device.type == "cpu" and total > 0
-
-    run_ranks(2, body)
+    with torch.device("meta"):
+        model = sharded(way, Net().double())
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        model(torch.tensor([[rank, 2], [3, 4]], device="cpu")).sum().backward()
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, rank)
+        assert gathered == [0, 1]
+        total = dist.clip_grad_norm_(model.parameters(), 1.0)
+    assert total.device.type == "cpu" and total > 0
 
 
 def test_weights_assigned_before_an_unshard_are_kept(way: str) -> None:
@@ -103,39 +104,35 @@ def test_weights_assigned_before_an_unshard_are_kept(way: str) -> None:
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_weights_assigned_while_unsharded_are_kept(way: str, is_begun: bool) -> None:
+@on_ranks(2)
+def test_weights_assigned_while_unsharded_are_kept(rank: int, way: str, is_begun: bool) -> None:
     """Within the module that was sharded, which does not notice it; or while it is gathered."""
 
-    def body(rank: int) -> None:
-        model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
-        with strategy(way):
-            fully_shard(model)
-        mesh = model[0].weight.device_mesh
-        values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
-        handle = model.unshard(async_op=True)
-        if not is_begun:
-            handle.wait()
-        model[0].load_state_dict({"weight": values}, assign=True)
+    model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
+    with strategy(way):
+        fully_shard(model)
+    mesh = model[0].weight.device_mesh
+    values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
+    handle = model.unshard(async_op=True)
+    if not is_begun:
         handle.wait()
-        model.reshard()
-        assert model[0].weight.full_tensor().tolist() == [[5, 5], [5, 5]]
-        assert model(torch.ones(1, 2)).tolist() == [[10, 10]]
+    model[0].load_state_dict({"weight": values}, assign=True)
+    handle.wait()
+    model.reshard()
+    assert model[0].weight.full_tensor().tolist() == [[5, 5], [5, 5]]
+    assert model(torch.ones(1, 2)).tolist() == [[10, 10]]
 
-    run_ranks(2, body)
 
-
-def test_tied_parameters_stay_tied(way: str) -> None:
-    def body(rank: int) -> None:
-        model = on_meta(way, tied=True)
-        model.to_empty(device="cpu")
-        assert model.head.weight is model.embed.weight
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.25)
-        by_step(model, 0, 2, rank)
-        assert model.head.weight is model.embed.weight
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_tied_parameters_stay_tied(rank: int, way: str) -> None:
+    model = on_meta(way, tied=True)
+    model.to_empty(device="cpu")
+    assert model.head.weight is model.embed.weight
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    by_step(model, 0, 2, rank)
+    assert model.head.weight is model.embed.weight
 
 
 def test_values_come_from_full_tensors_or_a_state_dictionary(way: str) -> None:
@@ -157,82 +154,76 @@ def test_values_come_from_full_tensors_or_a_state_dictionary(way: str) -> None:
             assert_same(found, expected_gradients())
 
 
-def test_a_frozen_layer_without_memory(way: str) -> None:
-    def body(rank: int) -> None:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        model[0].requires_grad_(False)
-        with strategy(way):
-            fully_shard(model)
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(1.0)
-        out = model(torch.ones(1, 3))
-        out.sum().backward()
-        assert out.tolist() == [[13.0] * 3]
-        assert model[0].weight.grad is None
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_frozen_layer_without_memory(rank: int, way: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    with strategy(way):
+        fully_shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    out = model(torch.ones(1, 3))
+    out.sum().backward()
+    assert out.tolist() == [[13.0] * 3]
+    assert model[0].weight.grad is None
 
 
-def test_one_of_the_parameters_of_a_group_is_assigned(way: str) -> None:
-    def body(rank: int) -> None:
-        model: Any = nn.Linear(2, 2)
-        nn.init.ones_(model.bias)
-        with strategy(way):
-            fully_shard(model)
-        model(torch.ones(1, 2)).sum().backward()
-        mesh = model.weight.device_mesh
-        values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
-        model.load_state_dict({"weight": values}, strict=False, assign=True)
-        assert model(torch.ones(1, 2)).tolist() == [[11, 11]]  # leaves it unsharded
-        model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
-        out = model(torch.ones(1, 2))
-        assert out.tolist() == [[3, 3]]
-        out.sum().backward()
-        assert model.weight.grad.full_tensor().tolist() == [[1, 1], [1, 1]]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_one_of_the_parameters_of_a_group_is_assigned(rank: int, way: str) -> None:
+    model: Any = nn.Linear(2, 2)
+    nn.init.ones_(model.bias)
+    with strategy(way):
+        fully_shard(model)
+    model(torch.ones(1, 2)).sum().backward()
+    mesh = model.weight.device_mesh
+    values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
+    model.load_state_dict({"weight": values}, strict=False, assign=True)
+    assert model(torch.ones(1, 2)).tolist() == [[11, 11]]  # leaves it unsharded
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+    out = model(torch.ones(1, 2))
+    assert out.tolist() == [[3, 3]]
+    out.sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_tied_weight_assigned_while_unsharded_is_in_all_its_places(way: str, place: int) -> None:
-    def body(rank: int) -> None:
-        model: Any = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
-        model[1].weight = model[0].weight
-        with strategy(way):
-            fully_shard(model)
-        mesh = model[0].weight.device_mesh
-        values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
-        model.unshard()
-        model[place].load_state_dict({"weight": values}, assign=True)
-        model.reshard()
-        assert model[0].weight is model[1].weight
-        assert model[1].weight.full_tensor().tolist() == [[5, 5], [5, 5]]
-        assert model(torch.ones(1, 2)).tolist() == [[100, 100]]
+@on_ranks(2)
+def test_a_tied_weight_assigned_while_unsharded_is_in_all_its_places(
+    rank: int, way: str, place: int
+) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    with strategy(way):
+        fully_shard(model)
+    mesh = model[0].weight.device_mesh
+    values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
+    model.unshard()
+    model[place].load_state_dict({"weight": values}, assign=True)
+    model.reshard()
+    assert model[0].weight is model[1].weight
+    assert model[1].weight.full_tensor().tolist() == [[5, 5], [5, 5]]
+    assert model(torch.ones(1, 2)).tolist() == [[100, 100]]
 
-    run_ranks(2, body)
 
-
-def test_what_is_no_shard_is_dropped_by_reshard(way: str) -> None:
+@on_ranks(2)
+def test_what_is_no_shard_is_dropped_by_reshard(rank: int, way: str) -> None:
     """As weights that a program merges for an evaluation."""
 
-    def body(rank: int) -> None:
-        model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
-        nn.init.ones_(model[0].weight)
-        with strategy(way):
-            fully_shard(model)
-        shard = model[0].weight
-        with torch.no_grad():
-            model.unshard()
-            model[0].weight = nn.Parameter(model[0].weight + 1)
-            assert model[0](torch.ones(1, 2)).tolist() == [[4, 4]]
-            model.reshard()
-            assert model[0].weight is shard
-            assert model(torch.ones(1, 2)).tolist() == [[2, 2]]
-
-    run_ranks(2, body)
+    model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
+    nn.init.ones_(model[0].weight)
+    with strategy(way):
+        fully_shard(model)
+    shard = model[0].weight
+    with torch.no_grad():
+        model.unshard()
+        model[0].weight = nn.Parameter(model[0].weight + 1)
+        assert model[0](torch.ones(1, 2)).tolist() == [[4, 4]]
+        model.reshard()
+        assert model[0].weight is shard
+        assert model(torch.ones(1, 2)).tolist() == [[2, 2]]
 
 
 def test_weights_assigned_while_they_are_gathered_are_awaited(way: str) -> None:

@@ -15,9 +15,9 @@ from torch import nn
 
 import dure as dist
 from dure.fsdp import MixedPrecisionPolicy, fully_shard, strategy
-from dure.testing import run_ranks
 from dure.training.precision import MixedPrecision
 from tests.parallel.fsdp.ranks.fsdp_models import making, whole
+from tests.thread_ranks import on_ranks
 
 LOW, HIGH = torch.float32, torch.float64
 
@@ -65,22 +65,20 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_dict_that_refuses_update_is_cast_on_its_way_in_and_out(kind: str) -> None:
-    def body(rank: int) -> None:
-        with making:
-            net = Net()
-        model = WRAPPERS[kind](net)
-        given = Output()
-        given["x"] = torch.tensor([3.0, 5.0], dtype=HIGH, requires_grad=True)
-        out = model(given)
-        assert type(out) is Output
-        assert out.y.dtype == out["y"].dtype == (LOW if kind == "ddp" else HIGH)
-        out.y.sum().backward()
-        assert whole(net.w.grad).tolist() == [3.0, 5.0]
-        assert given.x.grad is not None
-        assert given.x.grad.tolist() == [1.0, 2.0]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_dict_that_refuses_update_is_cast_on_its_way_in_and_out(rank: int, kind: str) -> None:
+    with making:
+        net = Net()
+    model = WRAPPERS[kind](net)
+    given = Output()
+    given["x"] = torch.tensor([3.0, 5.0], dtype=HIGH, requires_grad=True)
+    out = model(given)
+    assert type(out) is Output
+    assert out.y.dtype == out["y"].dtype == (LOW if kind == "ddp" else HIGH)
+    out.y.sum().backward()
+    assert whole(net.w.grad).tolist() == [3.0, 5.0]
+    assert given.x.grad is not None
+    assert given.x.grad.tolist() == [1.0, 2.0]
 
 
 @dataclass
@@ -104,17 +102,15 @@ class Caching(nn.Module):
         return y
 
 
-def test_what_a_block_writes_into_a_container_reaches_its_caller(way: str) -> None:
-    def body(rank: int) -> None:
-        with making:
-            net = Caching()
-        with strategy(way):
-            model: Any = fully_shard(net)
-        cache, losses = Cache(), []
-        model(torch.tensor([3.0, 5.0], requires_grad=True), cache, losses)
-        assert [key.tolist() for key in cache.keys] == [[3.0, 10.0]]
-        assert cache.calls == 1
-        losses[0].backward()
-        assert whole(net.w.grad).tolist() == [3.0, 5.0]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_a_block_writes_into_a_container_reaches_its_caller(rank: int, way: str) -> None:
+    with making:
+        net = Caching()
+    with strategy(way):
+        model: Any = fully_shard(net)
+    cache, losses = Cache(), []
+    model(torch.tensor([3.0, 5.0], requires_grad=True), cache, losses)
+    assert [key.tolist() for key in cache.keys] == [[3.0, 10.0]]
+    assert cache.calls == 1
+    losses[0].backward()
+    assert whole(net.w.grad).tolist() == [3.0, 5.0]

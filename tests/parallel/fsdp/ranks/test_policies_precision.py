@@ -13,6 +13,7 @@ from dure.errors import ModuleError
 from dure.fsdp import MixedPrecisionPolicy, fully_shard, strategy
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import whole
+from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
 
 LOW = torch.bfloat16
@@ -102,43 +103,39 @@ class Seeing(nn.Module):
 
 
 @pytest.mark.parametrize("cast", [True, False])
-def test_floating_point_inputs_are_cast(way: str, cast: bool) -> None:
+@on_ranks(2)
+def test_floating_point_inputs_are_cast(rank: int, way: str, cast: bool) -> None:
     """Floating-point inputs, wherever they are; no integers, no buffers."""
 
-    def body(rank: int) -> None:
-        model = Seeing()
-        policy = MixedPrecisionPolicy(LOW, torch.float32, torch.float64, cast_forward_inputs=cast)
-        with strategy(way):
-            fully_shard(model, mp_policy=policy)
-        out = model(torch.ones(3, 5), torch.tensor([0, 2]), scale=[torch.ones(1)])
-        assert out.dtype == torch.float64
-        other = LOW if cast else torch.float32
-        assert model.seen == {
-            "x": other,
-            "rows": torch.int64,
-            "scale": other,
-            "weight": LOW,
-            "buffer": torch.float32,
-        }
-
-    run_ranks(2, body)
+    model = Seeing()
+    policy = MixedPrecisionPolicy(LOW, torch.float32, torch.float64, cast_forward_inputs=cast)
+    with strategy(way):
+        fully_shard(model, mp_policy=policy)
+    out = model(torch.ones(3, 5), torch.tensor([0, 2]), scale=[torch.ones(1)])
+    assert out.dtype == torch.float64
+    other = LOW if cast else torch.float32
+    assert model.seen == {
+        "x": other,
+        "rows": torch.int64,
+        "scale": other,
+        "weight": LOW,
+        "buffer": torch.float32,
+    }
 
 
-def test_weights_are_cast_again_after_each_step(way: str) -> None:
-    def body(rank: int) -> None:
-        model = nn.Linear(4, 4, bias=False)
-        with strategy(way):
-            fully_shard(model, mp_policy=MixedPrecisionPolicy(LOW, torch.float32))
-        for value in (1.0, 2.0, 3.0):
-            with torch.no_grad():
-                model.weight.fill_(value)
-                assert model(torch.ones(1, 4)).tolist() == [[4 * value] * 4]
-            loss = model(torch.ones(1, 4)).sum()
-            with torch.no_grad():
-                assert model(torch.ones(1, 4)).tolist() == [[4 * value] * 4]
-            loss.backward()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_weights_are_cast_again_after_each_step(rank: int, way: str) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with strategy(way):
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(LOW, torch.float32))
+    for value in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+            assert model(torch.ones(1, 4)).tolist() == [[4 * value] * 4]
+        loss = model(torch.ones(1, 4)).sum()
+        with torch.no_grad():
+            assert model(torch.ones(1, 4)).tolist() == [[4 * value] * 4]
+        loss.backward()
 
 
 @pytest.mark.parametrize("low", [None, LOW])
@@ -171,24 +168,22 @@ def test_unshard_between_steps_shows_what_all_ranks_have_written(
     run_ranks(2, body)
 
 
-def test_modules_of_different_policies(way: str) -> None:
-    def body(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-        seen: list[torch.dtype] = []
-        for module in model:
-            module.register_forward_pre_hook(lambda m, i: seen.append(i[0].dtype))
-        low = MixedPrecisionPolicy(LOW, torch.float32)
-        with strategy(way):
-            fully_shard(model[0], mp_policy=low)
-            fully_shard(model[1], mp_policy=MixedPrecisionPolicy(torch.float32))
-            fully_shard(model[2], mp_policy=low)
-            fully_shard(model)
-        out = model(torch.ones(2, 4))
-        assert out.dtype == LOW
-        out.sum().backward()
-        assert seen == [LOW, torch.float32, LOW]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_modules_of_different_policies(rank: int, way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    seen: list[torch.dtype] = []
+    for module in model:
+        module.register_forward_pre_hook(lambda m, i: seen.append(i[0].dtype))
+    low = MixedPrecisionPolicy(LOW, torch.float32)
+    with strategy(way):
+        fully_shard(model[0], mp_policy=low)
+        fully_shard(model[1], mp_policy=MixedPrecisionPolicy(torch.float32))
+        fully_shard(model[2], mp_policy=low)
+        fully_shard(model)
+    out = model(torch.ones(2, 4))
+    assert out.dtype == LOW
+    out.sum().backward()
+    assert seen == [LOW, torch.float32, LOW]
 
 
 def test_integer_dtypes_are_refused() -> None:

@@ -21,6 +21,7 @@ from dure.fsdp import fully_shard, strategy
 from dure.parallel.fsdp.state import state_of
 from dure.testing import run_ranks
 from dure.training.turns import Turns
+from tests.thread_ranks import on_ranks
 
 STEPS = 25
 
@@ -89,56 +90,50 @@ def test_writes_between_steps_are_not_seen_by_the_step_before(size: int, evaluat
     run_ranks(size, body)
 
 
-def test_an_optimizer_waits_for_a_forward_without_backward() -> None:
-    def body(rank: int) -> None:
-        expected = [0.0]
-        model = Net(looking(rank, expected))
-        with strategy("shared"):
-            fully_shard(model)
-        weight = model.weight
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        for step in range(1, STEPS):
-            model(torch.ones(2, 3))
-            weight.grad = torch.full_like(weight, -1.0)
-            optimizer.step()
-            expected[0] = float(step)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_an_optimizer_waits_for_a_forward_without_backward(rank: int) -> None:
+    expected = [0.0]
+    model = Net(looking(rank, expected))
+    with strategy("shared"):
+        fully_shard(model)
+    weight = model.weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for step in range(1, STEPS):
+        model(torch.ones(2, 3))
+        weight.grad = torch.full_like(weight, -1.0)
+        optimizer.step()
+        expected[0] = float(step)
 
 
-def test_a_backward_after_another_may_read_again() -> None:
+@on_ranks(2)
+def test_a_backward_after_another_may_read_again(rank: int) -> None:
     """retain_graph, and an evaluation between forward and backward."""
 
-    def body(rank: int) -> None:
-        model = Net(lambda seen: None)
-        with strategy("shared"):
-            fully_shard(model)
-        with torch.no_grad():
-            model.weight.fill_(1.0)
-        loss = model(torch.ones(2, 3)).sum()
-        with torch.no_grad():
-            model(torch.ones(2, 3))
-        loss.backward(retain_graph=True)
-        once = model.inner.weight.grad.to_local().clone()
+    model = Net(lambda seen: None)
+    with strategy("shared"):
+        fully_shard(model)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    loss = model(torch.ones(2, 3)).sum()
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    loss.backward(retain_graph=True)
+    once = model.inner.weight.grad.to_local().clone()
+    loss.backward()
+    assert torch.equal(model.inner.weight.grad.to_local(), 2 * once)
+
+
+@on_ranks(2)
+def test_a_backward_through_weights_that_were_stepped_is_refused(rank: int, way: str) -> None:
+    model = Net(lambda seen: None)
+    with strategy(way):
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-        assert torch.equal(model.inner.weight.grad.to_local(), 2 * once)
-
-    run_ranks(2, body)
-
-
-def test_a_backward_through_weights_that_were_stepped_is_refused(way: str) -> None:
-    def body(rank: int) -> None:
-        model = Net(lambda seen: None)
-        with strategy(way):
-            fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        loss = model(torch.ones(2, 3)).sum()
-        loss.backward(retain_graph=True)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    run_ranks(2, body)
 
 
 WRITTEN = {  # written while module 1 runs -> the parameter that the error names
@@ -150,35 +145,33 @@ WRITTEN = {  # written while module 1 runs -> the parameter that the error names
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_writing_in_a_step_is_refused_and_named(kind: str) -> None:
+@on_ranks(2)
+def test_writing_in_a_step_is_refused_and_named(rank: int, kind: str) -> None:
     """Through the unsharded parameter of a module, or a shard that the program has kept."""
 
-    def body(rank: int) -> None:
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-        with strategy("shared"):
-            fully_shard(model[1][0])
-            fully_shard(model)
-        x = torch.ones(2, 4, requires_grad=True)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    with strategy("shared"):
+        fully_shard(model[1][0])
+        fully_shard(model)
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x).sum().backward()
+    shard, inner = model[0].weight, model[1][0]
+
+    def write(*_: object) -> None:
+        tensors = {"unsharded": inner.weight, "local tensor": shard.to_local()}
+        with torch.no_grad():
+            tensors.get(kind, shard).mul_(2)
+
+    if kind == "in backward":
+        handle = inner.register_full_backward_hook(write)
+    else:
+        handle = inner.register_forward_pre_hook(write)
+    with pytest.raises(ModuleError) as error:
         model(x).sum().backward()
-        shard, inner = model[0].weight, model[1][0]
-
-        def write(*_: object) -> None:
-            tensors = {"unsharded": inner.weight, "local tensor": shard.to_local()}
-            with torch.no_grad():
-                tensors.get(kind, shard).mul_(2)
-
-        if kind == "in backward":
-            handle = inner.register_full_backward_hook(write)
-        else:
-            handle = inner.register_forward_pre_hook(write)
-        with pytest.raises(ModuleError) as error:
-            model(x).sum().backward()
-        assert error.value.parameters == (WRITTEN[kind],)
-        handle.remove()
-        write()  # between steps
-        model(x).sum().backward()
-
-    run_ranks(2, body)
+    assert error.value.parameters == (WRITTEN[kind],)
+    handle.remove()
+    write()  # between steps
+    model(x).sum().backward()
 
 
 def test_turns_go_with_their_model() -> None:
@@ -202,15 +195,13 @@ def test_turns_go_with_their_model() -> None:
     assert [[turns() for turns in each] for each in found] == [[None, None]] * 2
 
 
-def test_shards_of_a_group_that_is_gathered_from_now_on_leave_the_shared_memory() -> None:
+@on_ranks(2)
+def test_shards_of_a_group_that_is_gathered_from_now_on_leave_the_shared_memory(rank: int) -> None:
     """Before its first forward, too."""
 
-    def body(rank: int) -> None:
-        model: Any = nn.Linear(4, 4)
-        with strategy("shared"):
-            fully_shard(model)
-        shared = model.weight.to_local().data_ptr()
-        model.set_custom_all_gather(object())  # never called
-        assert model.weight.to_local().data_ptr() != shared
-
-    run_ranks(2, body)
+    model: Any = nn.Linear(4, 4)
+    with strategy("shared"):
+        fully_shard(model)
+    shared = model.weight.to_local().data_ptr()
+    model.set_custom_all_gather(object())  # never called
+    assert model.weight.to_local().data_ptr() != shared

@@ -15,6 +15,7 @@ import dure
 from dure.fsdp import fully_shard, strategy
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import assert_same, full_weights, making
+from tests.thread_ranks import on_ranks
 
 SIZE, STEPS, WIDTH = 2, 3, 4
 Step = Callable[["Pair", torch.Tensor], None]
@@ -129,22 +130,20 @@ def test_two_models_train_as_replicas_do(way: str, run: Step, under_a_root: bool
     run_ranks(SIZE, body)
 
 
-def test_a_new_model_waits_for_no_reader_of_another(way: str) -> None:
+@on_ranks(SIZE)
+def test_a_new_model_waits_for_no_reader_of_another(rank: int, way: str) -> None:
     """Of its one row only rank 0 has something to write."""
 
-    def body(rank: int) -> None:
-        with making:
-            first, second = nn.Linear(3, 3), nn.Linear(3, 1)
-        with strategy(way):
-            fully_shard(first)
-            first(torch.ones(2, 3))  # with gradients; no backward follows
-            fully_shard(second)
-        dure.barrier()
-        second.load_state_dict(second.state_dict())
-        second(torch.ones(2, 3)).sum().backward()
-        assert second.weight.grad is not None
-
-    run_ranks(SIZE, body)
+    with making:
+        first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+    with strategy(way):
+        fully_shard(first)
+        first(torch.ones(2, 3))  # with gradients; no backward follows
+        fully_shard(second)
+    dure.barrier()
+    second.load_state_dict(second.state_dict())
+    second(torch.ones(2, 3)).sum().backward()
+    assert second.weight.grad is not None
 
 
 class Slow(nn.Module):
@@ -166,20 +165,18 @@ class Slow(nn.Module):
         return x @ self.weight.t()
 
 
-def test_the_end_of_a_model_within_anothers_forward_is_not_the_others_end() -> None:
+@on_ranks(SIZE)
+def test_the_end_of_a_model_within_anothers_forward_is_not_the_others_end(rank: int) -> None:
     """Ranks that are done with the outer model's forward write it; slower ones still read it."""
 
-    def body(rank: int) -> None:
-        with making:
-            inner = nn.Linear(WIDTH, WIDTH)
-        outer = Slow(inner, rank)
-        with strategy("shared"):
-            fully_shard(inner)
-            fully_shard(outer)
-        for step in range(1, 12):
-            with torch.no_grad():
-                outer(torch.ones(1, WIDTH))
-                outer.weight.fill_(float(step))
-            outer.expected = float(step)
-
-    run_ranks(SIZE, body)
+    with making:
+        inner = nn.Linear(WIDTH, WIDTH)
+    outer = Slow(inner, rank)
+    with strategy("shared"):
+        fully_shard(inner)
+        fully_shard(outer)
+    for step in range(1, 12):
+        with torch.no_grad():
+            outer(torch.ones(1, WIDTH))
+            outer.weight.fill_(float(step))
+        outer.expected = float(step)

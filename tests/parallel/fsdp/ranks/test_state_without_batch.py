@@ -13,7 +13,6 @@ from torch import nn
 from dure.device_mesh import init_device_mesh
 from dure.errors import UsageError
 from dure.fsdp import FSDPModule, join_step
-from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Block,
     Net,
@@ -26,6 +25,7 @@ from tests.parallel.fsdp.ranks.fsdp_models import (
     shard,
     sharded,
 )
+from tests.thread_ranks import on_ranks
 
 
 class Tail(nn.Module):
@@ -138,32 +138,28 @@ def test_a_step_of_several_batches(way: str) -> None:
     compare(way, 2, step=accumulate, expected_step=expected)
 
 
-def test_evaluation_without_a_batch(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        by_step(model, 0, 2, rank)
-        with torch.no_grad():
-            if rank == 0:
-                loss_of(model, batch(1))
-            else:
-                join_step(model)
-        by_step(model, 1, 2, rank)
-
-    run_ranks(2, body)
-
-
-def test_misuse_is_refused(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        with pytest.raises(UsageError, match="outermost"):
-            join_step(model.head)
-        with pytest.raises(UsageError, match="first step needs a batch"):
+@on_ranks(2)
+def test_evaluation_without_a_batch(rank: int, way: str) -> None:
+    model = sharded(way)
+    by_step(model, 0, 2, rank)
+    with torch.no_grad():
+        if rank == 0:
+            loss_of(model, batch(1))
+        else:
             join_step(model)
-        with torch.no_grad():
-            loss_of(model, batch(0))
-        with pytest.raises(UsageError, match="first step needs a batch"):
-            join_step(model)
-        with pytest.raises(UsageError, match="outermost"):
-            join_step(model.blocks[0])
+    by_step(model, 1, 2, rank)
 
-    run_ranks(2, body)
+
+@on_ranks(2)
+def test_misuse_is_refused(rank: int, way: str) -> None:
+    model = sharded(way)
+    with pytest.raises(UsageError, match="outermost"):
+        join_step(model.head)
+    with pytest.raises(UsageError, match="first step needs a batch"):
+        join_step(model)
+    with torch.no_grad():
+        loss_of(model, batch(0))
+    with pytest.raises(UsageError, match="first step needs a batch"):
+        join_step(model)
+    with pytest.raises(UsageError, match="outermost"):
+        join_step(model.blocks[0])

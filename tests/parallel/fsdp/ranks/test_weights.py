@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from dure.device_mesh import init_device_mesh
 from dure.errors import ModuleError, ShapeError
 from dure.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard, strategy, stream_full
+from dure.mesh import DeviceMesh
 from dure.tensor import DTensor
 from dure.tensor.parallel import ColwiseParallel, parallelize_module
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import filled
+from tests.thread_ranks import on_mesh, on_ranks
 
 
 class Net(nn.Module):
@@ -91,56 +92,49 @@ def test_changes_are_written_back_if_asked(way: str, size: int) -> None:
     run_ranks(size, body)
 
 
-def test_full_parameters_over_tensor_parallel(way: str) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(copy.deepcopy(made().first))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-        with strategy(way):
-            fully_shard(model, mesh=mesh["dp"])
-        with full_parameters(model, writeback=True), torch.no_grad():
-            assert torch.equal(model[0].get_parameter("weight"), made().first.weight)
-            model[0].weight.add_(1)
-        assert torch.equal(full(model)["0.weight"], made().first.weight.detach() + 1)
-
-    run_ranks(4, body)
+@on_mesh(2, 2, names=("dp", "tp"))
+def test_full_parameters_over_tensor_parallel(mesh: DeviceMesh, way: str) -> None:
+    model = nn.Sequential(copy.deepcopy(made().first))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    with strategy(way):
+        fully_shard(model, mesh=mesh["dp"])
+    with full_parameters(model, writeback=True), torch.no_grad():
+        assert torch.equal(model[0].get_parameter("weight"), made().first.weight)
+        model[0].weight.add_(1)
+    assert torch.equal(full(model)["0.weight"], made().first.weight.detach() + 1)
 
 
-def test_changes_are_not_written_back_after_an_error(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        with pytest.raises(AttributeError), full_parameters(model, writeback=True):
-            model.first.weight.data.fill_(9.0).no_such_method()  # pyright: ignore
-        with pytest.raises(ModuleError), full_parameters(model):
-            model(torch.ones(1, 5))
-        with pytest.raises(ShapeError) as error, full_parameters(model, writeback=True):
-            model.first.bias = nn.Parameter(torch.ones(6))
-        assert "first.bias" in error.value.seen or "bias is [5]" in error.value.seen
-        torch.testing.assert_close(full(model), made().state_dict(), rtol=0, atol=0)
-        model(torch.ones(1, 5)).sum().backward()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_changes_are_not_written_back_after_an_error(rank: int, way: str) -> None:
+    model = sharded(way)
+    with pytest.raises(AttributeError), full_parameters(model, writeback=True):
+        model.first.weight.data.fill_(9.0).no_such_method()  # pyright: ignore
+    with pytest.raises(ModuleError), full_parameters(model):
+        model(torch.ones(1, 5))
+    with pytest.raises(ShapeError) as error, full_parameters(model, writeback=True):
+        model.first.bias = nn.Parameter(torch.ones(6))
+    assert "first.bias" in error.value.seen or "bias is [5]" in error.value.seen
+    torch.testing.assert_close(full(model), made().state_dict(), rtol=0, atol=0)
+    model(torch.ones(1, 5)).sum().backward()
 
 
-def test_full_tensors_come_one_by_one(way: str) -> None:
+@on_ranks(2)
+def test_full_tensors_come_one_by_one(rank: int, way: str) -> None:
     """Sharded and plain, under the names of the state dictionary; one in memory at a time."""
 
-    def body(rank: int) -> None:
-        model = sharded(way)
-        expected = made().state_dict()
-        before: list[weakref.ref[torch.Tensor]] = []
-        names = []
-        for name, tensor in stream_full(model, dtype=torch.float64):
-            assert not any(ref() is not None for ref in before)
-            if name not in ("scale", "steps"):
-                before.append(weakref.ref(tensor))
-            assert not isinstance(tensor, DTensor)
-            wanted = expected[name]
-            torch.testing.assert_close(
-                tensor, wanted.double() if wanted.is_floating_point() else wanted
-            )
-            names.append(name)
-            del tensor
-        assert names == list(expected)
-
-    run_ranks(2, body)
+    model = sharded(way)
+    expected = made().state_dict()
+    before: list[weakref.ref[torch.Tensor]] = []
+    names = []
+    for name, tensor in stream_full(model, dtype=torch.float64):
+        assert not any(ref() is not None for ref in before)
+        if name not in ("scale", "steps"):
+            before.append(weakref.ref(tensor))
+        assert not isinstance(tensor, DTensor)
+        wanted = expected[name]
+        torch.testing.assert_close(
+            tensor, wanted.double() if wanted.is_floating_point() else wanted
+        )
+        names.append(name)
+        del tensor
+    assert names == list(expected)

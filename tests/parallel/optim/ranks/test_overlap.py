@@ -10,6 +10,7 @@ import dure as dist
 from dure.errors import HookError, OptimizerError
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.optim.zero_models import Net, batch, equal, pair, step
+from tests.thread_ranks import on_ranks
 
 HOOKS = {"end": dist.hook_with_zero_step, "interleaved": dist.hook_with_zero_step_interleaved}
 
@@ -93,62 +94,56 @@ def test_values_travel_bucket_by_bucket_or_not_at_all(shared, sent):
     assert barriers == 0
 
 
-def test_misuse_of_overlap_is_refused():
-    def body(rank):
-        ddp = _wrap(nn.Linear(2, 2))
-        after = dist.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-        with pytest.raises(OptimizerError):
-            dist.hook_with_zero_step(average, ddp, after)
-        more = nn.Parameter(torch.zeros(2))
-        inside = dist.ZeroRedundancyOptimizer(
-            [*ddp.parameters(), more], torch.optim.SGD, lr=0.1, overlap_with_ddp=True
-        )
-        group = dist.new_group([0, 1])
-        elsewhere = dist.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-        with pytest.raises(OptimizerError):
-            dist.hook_with_zero_step(average, elsewhere, inside)
-        ddp.register_comm_hook(dist.group.WORLD, dist.hook_with_zero_step(average, ddp, inside))
-        with pytest.raises(HookError) as caught:  # from backward: `more` is in no bucket
-            ddp(torch.ones(1, 2)).sum().backward()
-        assert isinstance(caught.value.__cause__, OptimizerError)
-        return True
-
-    assert run_ranks(2, body) == [True, True]
+@on_ranks(2)
+def test_misuse_of_overlap_is_refused(rank):
+    ddp = _wrap(nn.Linear(2, 2))
+    after = dist.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(OptimizerError):
+        dist.hook_with_zero_step(average, ddp, after)
+    more = nn.Parameter(torch.zeros(2))
+    inside = dist.ZeroRedundancyOptimizer(
+        [*ddp.parameters(), more], torch.optim.SGD, lr=0.1, overlap_with_ddp=True
+    )
+    group = dist.new_group([0, 1])
+    elsewhere = dist.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    with pytest.raises(OptimizerError):
+        dist.hook_with_zero_step(average, elsewhere, inside)
+    ddp.register_comm_hook(dist.group.WORLD, dist.hook_with_zero_step(average, ddp, inside))
+    with pytest.raises(HookError) as caught:  # from backward: `more` is in no bucket
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert isinstance(caught.value.__cause__, OptimizerError)
+    assert True
 
 
 @pytest.mark.parametrize("how", ["end", "interleaved"])
-def test_hooks_before_a_step_that_is_over_are_refused(how):
-    def body(rank):
-        ddp, zero = _overlapped(nn.Linear(2, 2), how)
-        before = ddp.module.weight.detach().clone()
-        handle = zero.register_step_pre_hook(lambda *_: None)
-        with pytest.raises(HookError) as caught:
-            ddp(torch.ones(1, 2)).sum().backward()
-        assert isinstance(caught.value.__cause__, OptimizerError)
-        assert torch.equal(ddp.module.weight, before)
-        handle.remove()
-        seen = []
-        zero.optim.register_step_pre_hook(lambda *_: seen.append("before"))
-        zero.register_step_post_hook(lambda *_: seen.append("after"))
-        ddp.zero_grad()
+@on_ranks(2)
+def test_hooks_before_a_step_that_is_over_are_refused(rank, how):
+    ddp, zero = _overlapped(nn.Linear(2, 2), how)
+    before = ddp.module.weight.detach().clone()
+    handle = zero.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(HookError) as caught:
         ddp(torch.ones(1, 2)).sum().backward()
-        zero.step()
-        assert not torch.equal(ddp.module.weight, before)
-        return seen
+    assert isinstance(caught.value.__cause__, OptimizerError)
+    assert torch.equal(ddp.module.weight, before)
+    handle.remove()
+    seen = []
+    zero.optim.register_step_pre_hook(lambda *_: seen.append("before"))
+    zero.register_step_post_hook(lambda *_: seen.append("after"))
+    ddp.zero_grad()
+    ddp(torch.ones(1, 2)).sum().backward()
+    zero.step()
+    assert not torch.equal(ddp.module.weight, before)
+    assert seen == ["before", "after"]
 
-    assert run_ranks(2, body) == [["before", "after"]] * 2
 
-
-def test_a_parameter_that_is_relocated_from_shared_memory_is_an_error_on_all_ranks():
-    def body(rank):
-        model = nn.Linear(3, 3)
-        ddp, zero = _overlapped(model, "end", host_shared_parameters=True)
+@on_ranks(2)
+def test_a_parameter_that_is_relocated_from_shared_memory_is_an_error_on_all_ranks(rank):
+    model = nn.Linear(3, 3)
+    ddp, zero = _overlapped(model, "end", host_shared_parameters=True)
+    step(ddp, zero, torch.ones(1, 3))
+    if rank == 1:
+        model.weight.data = model.weight.data.clone()
+    with pytest.raises(HookError) as caught:
         step(ddp, zero, torch.ones(1, 3))
-        if rank == 1:
-            model.weight.data = model.weight.data.clone()
-        with pytest.raises(HookError) as caught:
-            step(ddp, zero, torch.ones(1, 3))
-        assert isinstance(caught.value.__cause__, OptimizerError)
-        return True
-
-    assert run_ranks(2, body) == [True, True]
+    assert isinstance(caught.value.__cause__, OptimizerError)
+    assert True

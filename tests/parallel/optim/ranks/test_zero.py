@@ -12,6 +12,7 @@ import dure as dist
 from dure.errors import ModuleError, NotInGroupError, OptimizerError
 from dure.testing import run_ranks
 from tests.parallel.optim.zero_models import KINDS, OPTIMIZERS, Net, batch, equal, same, train_both
+from tests.thread_ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -91,101 +92,91 @@ def test_named_parameters_are_named_in_groups_and_errors():
     assert run_ranks(2, body) == [(("weight",), ["weight", "bias"])] * 2
 
 
-def test_ties_that_only_some_ranks_have_are_refused():
-    def body(rank):
-        a = nn.Parameter(torch.zeros(4))
-        b = nn.Parameter(a.data.view(2, 2) if rank else torch.zeros(2, 2))
-        with pytest.raises(ModuleError) as caught:
-            dist.ZeroRedundancyOptimizer([a, b], torch.optim.SGD, lr=0.1)
-        return caught.value.parameters
-
-    assert run_ranks(2, body) == [("param_groups[0].params[1]",)] * 2
+@on_ranks(2)
+def test_ties_that_only_some_ranks_have_are_refused(rank):
+    a = nn.Parameter(torch.zeros(4))
+    b = nn.Parameter(a.data.view(2, 2) if rank else torch.zeros(2, 2))
+    with pytest.raises(ModuleError) as caught:
+        dist.ZeroRedundancyOptimizer([a, b], torch.optim.SGD, lr=0.1)
+    assert caught.value.parameters == ("param_groups[0].params[1]",)
 
 
 @pytest.mark.parametrize("kind", ["straight", "shared"])
-def test_views_of_one_memory_stay_so(kind):
-    def body(rank):
-        base = nn.Parameter(torch.arange(6.0))
-        others = (base.data[2:4], torch.ones(2, 3).t(), torch.empty(0, 2))
-        params = [base, *map(nn.Parameter, others)]
-        zero = dist.ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0, **KINDS[kind])
-        for p in params:
-            p.grad = torch.ones_like(p)
-        dist.barrier()
-        zero.step()
-        dist.barrier()
-        assert params[0].data_ptr() + 8 == params[1].data_ptr()
-        assert params[2].stride() == (1, 3)
-        return [p.flatten().tolist() for p in params]
-
+@on_ranks(2)
+def test_views_of_one_memory_stay_so(rank, kind):
+    base = nn.Parameter(torch.arange(6.0))
+    others = (base.data[2:4], torch.ones(2, 3).t(), torch.empty(0, 2))
+    params = [base, *map(nn.Parameter, others)]
+    zero = dist.ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=1.0, **KINDS[kind])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    dist.barrier()
+    zero.step()
+    dist.barrier()
+    assert params[0].data_ptr() + 8 == params[1].data_ptr()
+    assert params[2].stride() == (1, 3)
+    assert [p.flatten().tolist() for p in params] == [[-1, 0, 0, 1, 3, 4], [0, 1], [0] * 6, []]
     # The step takes 1 from the first one's elements, and from two of them once more.
-    assert run_ranks(2, body) == [[[-1, 0, 0, 1, 3, 4], [0, 1], [0] * 6, []]] * 2
 
 
-def test_bad_parameters_are_refused_by_type():
-    def body(rank):
-        leaf = nn.Parameter(torch.zeros(3))
-        sparse = torch.eye(3).to_sparse().requires_grad_()
-        for wrong in (leaf, [leaf * 2], [sparse], ["x"], [], [{"params": [leaf * 2]}], 3):
-            with pytest.raises(OptimizerError):
-                dist.ZeroRedundancyOptimizer(wrong, torch.optim.SGD, lr=0.1)
-        both = {**KINDS["buckets"], **KINDS["shared"]}
+@on_ranks(2)
+def test_bad_parameters_are_refused_by_type(rank):
+    leaf = nn.Parameter(torch.zeros(3))
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    for wrong in (leaf, [leaf * 2], [sparse], ["x"], [], [{"params": [leaf * 2]}], 3):
         with pytest.raises(OptimizerError):
-            dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1, **both)
-        with pytest.raises(OptimizerError):  # an optimizer instead of its class
-            dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD([leaf]))
-        ours = dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1)
-        with pytest.raises(OptimizerError):
-            ours.add_param_group({"params": [leaf]})
-        with pytest.raises(OptimizerError):
-            copy.deepcopy(ours)
-        with pytest.raises(NotInGroupError):
-            ours.consolidate_state_dict(to=2)
-        with pytest.raises(OptimizerError):
-            ours.load_state_dict({"state": {}, "param_groups": []})
+            dist.ZeroRedundancyOptimizer(wrong, torch.optim.SGD, lr=0.1)
+    both = {**KINDS["buckets"], **KINDS["shared"]}
+    with pytest.raises(OptimizerError):
+        dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1, **both)
+    with pytest.raises(OptimizerError):  # an optimizer instead of its class
+        dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD([leaf]))
+    ours = dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1)
+    with pytest.raises(OptimizerError):
+        ours.add_param_group({"params": [leaf]})
+    with pytest.raises(OptimizerError):
+        copy.deepcopy(ours)
+    with pytest.raises(NotInGroupError):
+        ours.consolidate_state_dict(to=2)
+    with pytest.raises(OptimizerError):
+        ours.load_state_dict({"state": {}, "param_groups": []})
 
-    run_ranks(2, body)
 
+@on_ranks(1)
+def test_shared_parameters_refuse_optimizers_that_evaluate_between_updates(rank):
+    p = nn.Parameter(torch.ones(8))
+    ours = dist.ZeroRedundancyOptimizer([p], torch.optim.LBFGS, lr=0.1, **KINDS["shared"])
 
-def test_shared_parameters_refuse_optimizers_that_evaluate_between_updates():
-    def body(rank):
-        p = nn.Parameter(torch.ones(8))
-        ours = dist.ZeroRedundancyOptimizer([p], torch.optim.LBFGS, lr=0.1, **KINDS["shared"])
+    def closure():
+        ours.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
 
-        def closure():
-            ours.zero_grad()
-            loss = p.square().sum()
-            loss.backward()
-            return loss
-
-        with pytest.raises(OptimizerError):
-            ours.step(closure)
-
-    run_ranks(1, body)
+    with pytest.raises(OptimizerError):
+        ours.step(closure)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_steps_run_once_around_the_update_of_all_ranks(kind):
-    def body(rank):
-        model, seen = nn.Linear(2, 2), []
+@on_ranks(2)
+def test_hooks_of_steps_run_once_around_the_update_of_all_ranks(rank, kind):
+    model, seen = nn.Linear(2, 2), []
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    optimizer = dist.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.5, **KINDS[kind]
+    )
+
+    def before(one, args, kwargs):
+        assert one is optimizer and (args[1:], kwargs) == ((), {})
         for parameter in model.parameters():
-            nn.init.ones_(parameter)
-        optimizer = dist.ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, lr=0.5, **KINDS[kind]
-        )
+            parameter.grad.mul_(2)
 
-        def before(one, args, kwargs):
-            assert one is optimizer and (args[1:], kwargs) == ((), {})
-            for parameter in model.parameters():
-                parameter.grad.mul_(2)
+    def after(one, args, kwargs):
+        seen.append([p.flatten().tolist() for p in model.parameters()])
 
-        def after(one, args, kwargs):
-            seen.append([p.flatten().tolist() for p in model.parameters()])
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        return seen
-
-    assert run_ranks(2, body) == [[[[0.0] * 4, [0.0] * 2]]] * 2
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert seen == [[[0.0] * 4, [0.0] * 2]]

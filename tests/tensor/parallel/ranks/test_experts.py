@@ -41,6 +41,7 @@ from dure.tensor.parallel import (
 from dure.testing import run_ranks
 from tests.nn.expert_models import BALANCED, D, H, drawn, layer
 from tests.parallel.fsdp.ranks.fsdp_models import full_gradients, full_weights, making
+from tests.thread_ranks import on_mesh, on_ranks
 
 STEPS, WORDS = 3, 11
 COUNTS, ALL_REDUCE = "c10d.alltoall_base_", "c10d.allreduce_"
@@ -147,26 +148,24 @@ def assert_gradients(model: nn.Module, alone: nn.Module) -> None:
         close(gradient, alone.get_parameter(name).grad, msg=name)
 
 
-def test_a_step_communicates_what_is_documented_and_nothing_else() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        model = parallelize_module(layer(**BALANCED), mesh, {"experts": ExpertParallel()})
-        x = drawn(3, D, seed=rank).requires_grad_()
-        for _ in range(2):
-            with CommDebugMode() as seen:
-                out = model(x)
-            assert seen.get_comm_counts() == {COUNTS: 1, ROWS: 2}  # there and back
-            with CommDebugMode() as seen:
-                loss = out.sum() + balancing_loss(model, mesh)
-            assert seen.get_comm_counts() == {ALL_REDUCE: 1}
-            with CommDebugMode() as seen:
-                loss.backward()
-            assert seen.get_comm_counts() == {ROWS: 2}
-            with CommDebugMode() as seen:
-                update_expert_bias(model, mesh)
-            assert seen.get_comm_counts() == {ALL_REDUCE: 1}
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_step_communicates_what_is_documented_and_nothing_else(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(layer(**BALANCED), mesh, {"experts": ExpertParallel()})
+    x = drawn(3, D, seed=rank).requires_grad_()
+    for _ in range(2):
+        with CommDebugMode() as seen:
+            out = model(x)
+        assert seen.get_comm_counts() == {COUNTS: 1, ROWS: 2}  # there and back
+        with CommDebugMode() as seen:
+            loss = out.sum() + balancing_loss(model, mesh)
+        assert seen.get_comm_counts() == {ALL_REDUCE: 1}
+        with CommDebugMode() as seen:
+            loss.backward()
+        assert seen.get_comm_counts() == {ROWS: 2}
+        with CommDebugMode() as seen:
+            update_expert_bias(model, mesh)
+        assert seen.get_comm_counts() == {ALL_REDUCE: 1}
 
 
 class Again(nn.Module):
@@ -341,22 +340,19 @@ def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> Non
         run_ranks(math.prod(shape), read, shape)
 
 
-def test_misfits_are_refused() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (4,))
-        style = ExpertParallel()
-        with pytest.raises(PlacementError, match="1, 2, 3, 5"):  # 5 on 4 ranks: 2, 2, 1, none
-            parallelize_module(GroupedExperts(D, H, 5), mesh, style)
-        for wrong in (nn.ReLU(), nn.Bilinear(2, 2, 3), layer()):
-            with pytest.raises(UsageError):
-                parallelize_module(wrong, mesh, style)
-        experts = parallelize_module(GroupedExperts(D, H, 4), mesh, style)
+@on_mesh(4)
+def test_misfits_are_refused(mesh: DeviceMesh) -> None:
+    style = ExpertParallel()
+    with pytest.raises(PlacementError, match="1, 2, 3, 5"):  # 5 on 4 ranks: 2, 2, 1, none
+        parallelize_module(GroupedExperts(D, H, 5), mesh, style)
+    for wrong in (nn.ReLU(), nn.Bilinear(2, 2, 3), layer()):
         with pytest.raises(UsageError):
-            parallelize_module(experts, mesh, style)
-        with pytest.raises(UsageError):
-            experts(torch.ones(4, D))
-        for counts in ([1, 1, 1], [1, 1, 1, 2]):
-            with pytest.raises(ShapeError):
-                experts(torch.ones(4, D), torch.tensor(counts))
-
-    run_ranks(4, body)
+            parallelize_module(wrong, mesh, style)
+    experts = parallelize_module(GroupedExperts(D, H, 4), mesh, style)
+    with pytest.raises(UsageError):
+        parallelize_module(experts, mesh, style)
+    with pytest.raises(UsageError):
+        experts(torch.ones(4, D))
+    for counts in ([1, 1, 1], [1, 1, 1, 2]):
+        with pytest.raises(ShapeError):
+            experts(torch.ones(4, D), torch.tensor(counts))

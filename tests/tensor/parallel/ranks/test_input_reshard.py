@@ -20,6 +20,7 @@ from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_m
 from dure.tensor.parallel.input_reshard import input_reshard
 from dure.testing import run_ranks
 from tests.tensor.parallel.ranks.tensor_models import batches, loss_of, small_llama, tp_plan
+from tests.thread_ranks import on_mesh, on_ranks
 
 
 @pytest.mark.parametrize(("n", "dim"), [(2, 0), (2, -1), (2, -3), (3, 1), (3, 2)])
@@ -42,94 +43,83 @@ def test_gradients_are_the_same_to_the_bit(n, dim):
     run_ranks(n, body)
 
 
-def test_a_rank_keeps_its_part_once_and_backward_gathers():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        alive, gathers = [], []
-        for dim in (None, 2):
-            two = nn.ModuleList(nn.Linear(8, 4, bias=False) for _ in range(2))
-            parallelize_module(two, mesh, {"*": ColwiseParallel()})
+@on_mesh(2)
+def test_a_rank_keeps_its_part_once_and_backward_gathers(mesh):
+    alive, gathers = [], []
+    for dim in (None, 2):
+        two = nn.ModuleList(nn.Linear(8, 4, bias=False) for _ in range(2))
+        parallelize_module(two, mesh, {"*": ColwiseParallel()})
 
-            class Both(nn.Module):
-                def __init__(self, two):
-                    super().__init__()
-                    self.two = two
+        class Both(nn.Module):
+            def __init__(self, two):
+                super().__init__()
+                self.two = two
 
-                def forward(self, x):
-                    return self.two[0](x) + self.two[1](x)
+            def forward(self, x):
+                return self.two[0](x) + self.two[1](x)
 
-            model = input_reshard(Both(two), mesh, dim)
-            x = torch.ones(2, 4, 8, requires_grad=True) * 1
-            storage = StorageWeakRef(x.untyped_storage())
-            y = model(x)
-            del x
-            if dim == 2:
-                gc.collect()  # cycles of other tests, and of the full activation before
-                kept = [  # as the product of matrices has it; one being made has no spec yet
-                    o for o in gc.get_objects()
-                    if type(o) is DTensor and hasattr(o, "spec")
-                    and o.spec.mesh is mesh and o.shape == (8, 8)
-                ]  # fmt: skip
-                assert [tuple(o.to_local().shape) for o in kept] == [(8, 4)]
-                del kept
-            alive.append(not storage.expired())
-            with CommDebugMode() as mode:
-                y.sum().backward()
-            gathers.append(mode.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor])
-        return alive, gathers
-
-    assert run_ranks(2, body) == [([True, False], [0, 2])] * 2
+        model = input_reshard(Both(two), mesh, dim)
+        x = torch.ones(2, 4, 8, requires_grad=True) * 1
+        storage = StorageWeakRef(x.untyped_storage())
+        y = model(x)
+        del x
+        if dim == 2:
+            gc.collect()  # cycles of other tests, and of the full activation before
+            kept = [  # as the product of matrices has it; one being made has no spec yet
+                o for o in gc.get_objects()
+                if type(o) is DTensor and hasattr(o, "spec")
+                and o.spec.mesh is mesh and o.shape == (8, 8)
+            ]  # fmt: skip
+            assert [tuple(o.to_local().shape) for o in kept] == [(8, 4)]
+            del kept
+        alive.append(not storage.expired())
+        with CommDebugMode() as mode:
+            y.sum().backward()
+        gathers.append(mode.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor])
+    assert (alive, gathers) == ([True, False], [0, 2])
 
 
-def test_a_llama_has_the_same_gradients():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        found = []
-        for dim in (None, 1):
-            model = parallelize_module(small_llama(), mesh, tp_plan())
-            for layer in model.layers.children():
-                input_reshard(layer, mesh, dim)
-            loss_of(model, batches(1)[0]).backward()
-            grads = (p.grad for p in model.parameters())
-            found.append([g.full_tensor() if isinstance(g, DTensor) else g for g in grads])
-        assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_a_llama_has_the_same_gradients(mesh):
+    found = []
+    for dim in (None, 1):
+        model = parallelize_module(small_llama(), mesh, tp_plan())
+        for layer in model.layers.children():
+            input_reshard(layer, mesh, dim)
+        loss_of(model, batches(1)[0]).backward()
+        grads = (p.grad for p in model.parameters())
+        found.append([g.full_tensor() if isinstance(g, DTensor) else g for g in grads])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-def test_an_error_within_ends_the_keeping():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        layer = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
-        input_reshard(layer, mesh, 0)
-        with pytest.raises(TypeError):
-            layer(torch.ones(2, 4), 3)  # within forward
-        with pytest.raises(ShapeError):
-            layer(torch.ones(2, 3))  # in the style's hook, which comes first
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_an_error_within_ends_the_keeping(mesh):
+    layer = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
+    input_reshard(layer, mesh, 0)
+    with pytest.raises(TypeError):
+        layer(torch.ones(2, 4), 3)  # within forward
+    with pytest.raises(ShapeError):
+        layer(torch.ones(2, 3))  # in the style's hook, which comes first
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_parameters_and_plain_tensors_are_left_as_they_are():
+@on_ranks(2)
+def test_parameters_and_plain_tensors_are_left_as_they_are(rank):
     """Other ranks may have another plain tensor; here each rank has its own."""
 
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        x = torch.full((3, 4), float(rank), requires_grad=True)
-        with CommDebugMode() as mode:
-            input_reshard(plain, mesh, 0)(x).sum().backward()
-        assert mode.get_total_counts() == 0
-        layer = distribute_module(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), mesh)
-        given = DTensor.from_local(torch.ones(3, 4, requires_grad=True), mesh)
-        with CommDebugMode() as mode:
-            input_reshard(layer, mesh, 0)(given).sum().backward()
-        # The input and the output; the weight is replicated.
-        assert mode.get_total_counts() == 2
-        assert input_reshard(nn.Tanh(), mesh)._forward_hooks == {}
-
-    run_ranks(2, body)
+    mesh = init_device_mesh("cpu", (2,))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.full((3, 4), float(rank), requires_grad=True)
+    with CommDebugMode() as mode:
+        input_reshard(plain, mesh, 0)(x).sum().backward()
+    assert mode.get_total_counts() == 0
+    layer = distribute_module(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), mesh)
+    given = DTensor.from_local(torch.ones(3, 4, requires_grad=True), mesh)
+    with CommDebugMode() as mode:
+        input_reshard(layer, mesh, 0)(given).sum().backward()
+    # The input and the output; the weight is replicated.
+    assert mode.get_total_counts() == 2
+    assert input_reshard(nn.Tanh(), mesh)._forward_hooks == {}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])

@@ -18,29 +18,27 @@ from dure.tensor.parallel import (
 )
 from dure.testing import run_ranks
 from tests.tensor.parallel.ranks.tensor_models import small_llama
+from tests.thread_ranks import on_mesh
 
 
-def test_paths_match_by_component_and_a_path_without_a_match_warns():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (1,))
-        model = small_llama()
-        names = []
+@on_mesh(1)
+def test_paths_match_by_component_and_a_path_without_a_match_warns(mesh):
+    model = small_llama()
+    names = []
 
-        class Notes(ParallelStyle):
-            def _apply(self, module, device_mesh):
-                names.append(module)
-                return module
+    class Notes(ParallelStyle):
+        def _apply(self, module, device_mesh):
+            names.append(module)
+            return module
 
-        parallelize_module(model, mesh, {"layers.?.attention.w*": Notes(), "": Notes()})
-        assert len(names) == 2 * 4 + 1
-        assert names[-1] is model
-        for plan in (None, {}):
-            with pytest.warns(UserWarning, match="parallelize_plan is empty"):
-                parallelize_module(model, mesh, plan)
-        with pytest.warns(UserWarning, match=r"layers\.0\.attention\.wq"):
-            parallelize_module(model, mesh, {"layers.*.attn.wq": Notes()})
-
-    run_ranks(1, body)
+    parallelize_module(model, mesh, {"layers.?.attention.w*": Notes(), "": Notes()})
+    assert len(names) == 2 * 4 + 1
+    assert names[-1] is model
+    for plan in (None, {}):
+        with pytest.warns(UserWarning, match="parallelize_plan is empty"):
+            parallelize_module(model, mesh, plan)
+    with pytest.warns(UserWarning, match=r"layers\.0\.attention\.wq"):
+        parallelize_module(model, mesh, {"layers.*.attn.wq": Notes()})
 
 
 def test_plans_that_do_not_fit_name_the_module():

@@ -43,6 +43,7 @@ from tests.tensor.parallel.ranks.tensor_models import (
     trained_alone,
     whole,
 )
+from tests.thread_ranks import on_mesh, on_ranks
 
 HEADS = {1: (4, 2), 2: (4, 2), 3: (6, 3), 8: (8, 8)}
 """For each number of ranks, heads and key-value heads that they divide."""
@@ -98,28 +99,25 @@ def test_a_llama_trains_as_on_one_rank(shape, tied, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_step_communicates_what_the_plan_says_and_nothing_else(plan):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        model = parallelize_module(small_llama(), mesh, PLANS[plan]())
+@on_mesh(2)
+def test_a_step_communicates_what_the_plan_says_and_nothing_else(mesh, plan):
+    model = parallelize_module(small_llama(), mesh, PLANS[plan]())
+    forward, backward, reading = COMMUNICATED[plan]
+    for ids in batches(2):  # the second takes the cached plans
+        with CommDebugMode() as seen, loss_parallel():
+            loss = loss_of(model, ids)
+        assert seen.get_comm_counts() == forward
+        with CommDebugMode() as seen, loss_parallel():
+            loss.backward()
+        assert seen.get_comm_counts() == backward
+        for _ in range(2):
+            with CommDebugMode() as seen:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+            assert seen.get_comm_counts() == reading
+            reading = {}
         forward, backward, reading = COMMUNICATED[plan]
-        for ids in batches(2):  # the second takes the cached plans
-            with CommDebugMode() as seen, loss_parallel():
-                loss = loss_of(model, ids)
-            assert seen.get_comm_counts() == forward
-            with CommDebugMode() as seen, loss_parallel():
-                loss.backward()
-            assert seen.get_comm_counts() == backward
-            for _ in range(2):
-                with CommDebugMode() as seen:
-                    for parameter in model.parameters():
-                        assert parameter.grad is not None
-                assert seen.get_comm_counts() == reading
-                reading = {}
-            forward, backward, reading = COMMUNICATED[plan]
-            model.zero_grad()
-
-    run_ranks(2, body)
+        model.zero_grad()
 
 
 def test_styles_bring_inputs_and_outputs_to_their_layouts():
@@ -205,15 +203,12 @@ def test_a_loss_of_sharded_classes_is_that_of_full_scores(reduction, smoothing, 
     run_ranks(6, body)
 
 
-def test_a_full_input_in_place_of_a_part_is_refused():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        net = parallelize_module(nn.Linear(8, 4), mesh, RowwiseParallel())
-        with pytest.raises(ShapeError, match="input_layouts=Replicate"):
-            net(torch.ones(3, 8))
-        assert net(torch.ones(3, 4)).shape == (3, 4)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_a_full_input_in_place_of_a_part_is_refused(mesh):
+    net = parallelize_module(nn.Linear(8, 4), mesh, RowwiseParallel())
+    with pytest.raises(ShapeError, match="input_layouts=Replicate"):
+        net(torch.ones(3, 8))
+    assert net(torch.ones(3, 4)).shape == (3, 4)
 
 
 def _against_whole(n, make, plan, x, loss=lambda y: y.square().sum()):
@@ -411,21 +406,17 @@ def test_a_part_that_is_written_between_layers_is_moved_again():
     run_ranks(2, body)
 
 
-def test_what_layers_share_goes_when_the_module_has_run():
-    def body(rank):
-        mesh, seen = init_device_mesh("cpu", (2,)), []
-        for ends in (nn.Identity(), nn.Linear(5, 5)):  # the latter fails
-            model = nn.Sequential(nn.Linear(4, 4), ends)
-            parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
-            model[0].register_forward_pre_hook(
-                lambda _, inputs: seen.append(weakref.ref(inputs[0]))
-            )
-            with contextlib.suppress(RuntimeError):
-                model(torch.ones(2, 4, requires_grad=True))
-        gc.collect()
-        assert [ref() for ref in seen] == [None, None]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_layers_share_goes_when_the_module_has_run(rank):
+    mesh, seen = init_device_mesh("cpu", (2,)), []
+    for ends in (nn.Identity(), nn.Linear(5, 5)):  # the latter fails
+        model = nn.Sequential(nn.Linear(4, 4), ends)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
+        model[0].register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(2, 4, requires_grad=True))
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
 
 
 def test_second_derivatives_are_those_of_the_unsharded_module():

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dure.tensor import Partial, Replicate, Shard, init_device_mesh
-from dure.testing import run_ranks
+from dure.tensor import Partial, Replicate, Shard
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
 
 INDICES = torch.tensor([[0, 4, 2], [2, 2, 1]])
 TABLE = torch.arange(1.0, 16, dtype=torch.float64).reshape(5, 3).requires_grad_()
@@ -31,11 +31,8 @@ def test_tables_are_not_gathered():
     assert placed(look, (TABLE, whole), (INDICES, [Shard(1)])) == [[Shard(1)]]
 
 
-def test_a_number_that_is_no_row_raises_on_every_rank():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        rows = made(mesh, TABLE.detach(), [Shard(0)])
-        with pytest.raises(IndexError):
-            F.embedding(made(mesh, torch.tensor([1, 7]), [Replicate()]), rows)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_a_number_that_is_no_row_raises_on_every_rank(mesh):
+    rows = made(mesh, TABLE.detach(), [Shard(0)])
+    with pytest.raises(IndexError):
+        F.embedding(made(mesh, torch.tensor([1, 7]), [Replicate()]), rows)

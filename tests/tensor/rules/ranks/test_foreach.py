@@ -23,8 +23,8 @@ from dure.tensor import (
     init_device_mesh,
 )
 from dure.tensor.rules.foreach import norm_of_norms, norms_by_mesh, norms_of
-from dure.testing import run_ranks
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh, on_ranks
 
 WEIGHT = torch.linspace(-1, 1, 24).reshape(6, 4)
 
@@ -33,105 +33,92 @@ def placed(full: torch.Tensor, mesh: Any, *placements: Placement) -> DTensor:
     return made(mesh, full, placements)
 
 
-def test_lists_that_lie_differently_go_tensor_by_tensor() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (4,))
-        first = placed(WEIGHT, mesh, Shard(0))
-        second = placed(WEIGHT, mesh, Shard(1))
-        torch._foreach_add_([first], [second], alpha=2)
-        assert first.placements == (Shard(0),)
-        assert torch.equal(first.full_tensor(), WEIGHT * 3)
-        terms = DTensor.from_local(WEIGHT.clone(), mesh, [Partial()])
-        (root,) = torch._foreach_abs([terms])
-        assert torch.equal(root.full_tensor(), (WEIGHT * 4).abs())
-        torch._foreach_mul_([terms], 0.5)
-        assert torch.equal(terms.full_tensor(), WEIGHT * 2)
-        row = placed(torch.arange(4.0), mesh, Shard(0))
-        (made,) = torch._foreach_mul([placed(WEIGHT, mesh, Shard(1))], [row])
-        assert torch.equal(made.full_tensor(), WEIGHT * torch.arange(4.0))
-        with pytest.raises(PlacementError):
-            torch._foreach_add_([terms], 1.0)
-        with pytest.raises(UsageError):
-            torch._foreach_add_([first], [WEIGHT])
-        with pytest.raises(PlacementError):
-            torch._fused_sgd_(
-                [first], [second], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0,
-                nesterov=False, maximize=False, is_first_step=False,
-            )  # fmt: skip
-
-    run_ranks(4, body)
+@on_mesh(4)
+def test_lists_that_lie_differently_go_tensor_by_tensor(mesh: DeviceMesh) -> None:
+    first = placed(WEIGHT, mesh, Shard(0))
+    second = placed(WEIGHT, mesh, Shard(1))
+    torch._foreach_add_([first], [second], alpha=2)
+    assert first.placements == (Shard(0),)
+    assert torch.equal(first.full_tensor(), WEIGHT * 3)
+    terms = DTensor.from_local(WEIGHT.clone(), mesh, [Partial()])
+    (root,) = torch._foreach_abs([terms])
+    assert torch.equal(root.full_tensor(), (WEIGHT * 4).abs())
+    torch._foreach_mul_([terms], 0.5)
+    assert torch.equal(terms.full_tensor(), WEIGHT * 2)
+    row = placed(torch.arange(4.0), mesh, Shard(0))
+    (made,) = torch._foreach_mul([placed(WEIGHT, mesh, Shard(1))], [row])
+    assert torch.equal(made.full_tensor(), WEIGHT * torch.arange(4.0))
+    with pytest.raises(PlacementError):
+        torch._foreach_add_([terms], 1.0)
+    with pytest.raises(UsageError):
+        torch._foreach_add_([first], [WEIGHT])
+    with pytest.raises(PlacementError):
+        torch._fused_sgd_(
+            [first], [second], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 0.0, math.inf, -math.inf])
-def test_norms_of_dtensors_and_plain_ones(p: float) -> None:
-    def body(rank: int) -> None:
-        line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-        wholes = [WEIGHT, WEIGHT * 2, WEIGHT * 3, WEIGHT * 4, WEIGHT * 5, torch.ones(2)]
-        tensors = [
-            placed(WEIGHT, line, Shard(0)),
-            placed(WEIGHT * 2, grid, Replicate(), Shard(1)),
-            WEIGHT * 3,
-            placed(WEIGHT * 4, line, Replicate()),
-            DTensor.from_local(WEIGHT * 5 / 4, grid, [Partial(), Partial()]),
-            placed(torch.ones(2), line, Shard(0)),  # two ranks have nothing
-        ]
-        for norm, whole in zip(norms_of(tensors, p), wholes, strict=True):
-            seen = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            torch.testing.assert_close(seen, torch.linalg.vector_norm(whole, p))
-        flat = torch.cat([whole.flatten() for whole in wholes])
-        found = norms_by_mesh(tensors, p, in_total=True)
-        total = norm_of_norms(torch.cat([norms.values for norms in found]), p)
-        torch.testing.assert_close(total.float(), torch.linalg.vector_norm(flat, p))
-        norms = torch._foreach_norm([tensors[0], tensors[3]], p)
-        torch.testing.assert_close(norms[0].full_tensor(), torch.linalg.vector_norm(WEIGHT, p))
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_norms_of_dtensors_and_plain_ones(rank: int, p: float) -> None:
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    wholes = [WEIGHT, WEIGHT * 2, WEIGHT * 3, WEIGHT * 4, WEIGHT * 5, torch.ones(2)]
+    tensors = [
+        placed(WEIGHT, line, Shard(0)),
+        placed(WEIGHT * 2, grid, Replicate(), Shard(1)),
+        WEIGHT * 3,
+        placed(WEIGHT * 4, line, Replicate()),
+        DTensor.from_local(WEIGHT * 5 / 4, grid, [Partial(), Partial()]),
+        placed(torch.ones(2), line, Shard(0)),  # two ranks have nothing
+    ]
+    for norm, whole in zip(norms_of(tensors, p), wholes, strict=True):
+        seen = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        torch.testing.assert_close(seen, torch.linalg.vector_norm(whole, p))
+    flat = torch.cat([whole.flatten() for whole in wholes])
+    found = norms_by_mesh(tensors, p, in_total=True)
+    total = norm_of_norms(torch.cat([norms.values for norms in found]), p)
+    torch.testing.assert_close(total.float(), torch.linalg.vector_norm(flat, p))
+    norms = torch._foreach_norm([tensors[0], tensors[3]], p)
+    torch.testing.assert_close(norms[0].full_tensor(), torch.linalg.vector_norm(WEIGHT, p))
 
 
-def test_norms_do_not_leave_the_range_of_their_powers() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        for p, root in ((2.0, 2.0), (4.0, 2.0**0.5), (16.0, 2.0**0.125)):  # of 4, and of 4 ** (1/p)
-            for size in (2.0**-99, 2.0**99):  # powers do not fit in float32; for p = 16 in float64
-                whole = torch.full((4,), size)
-                (norm,) = torch._foreach_norm([placed(whole, mesh, Shard(0))], p)
-                torch.testing.assert_close(norm.full_tensor(), torch.tensor(size * root))
-        wide = placed(torch.full((4,), 2.0**600, dtype=torch.float64), mesh, Shard(0))
-        (norm,) = torch._foreach_norm([wide], 2.0)
-        assert norm.full_tensor().item() == pytest.approx(2.0**601)
-        half = placed(torch.full((4,), 2.0**15, dtype=torch.float16), mesh, Shard(0))
-        (norm,) = torch._foreach_norm([half], 2.0, dtype=torch.float32)
-        assert norm.full_tensor().item() == pytest.approx(2.0**16)  # more than float16 has
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_norms_do_not_leave_the_range_of_their_powers(mesh: DeviceMesh) -> None:
+    for p, root in ((2.0, 2.0), (4.0, 2.0**0.5), (16.0, 2.0**0.125)):  # of 4, and of 4 ** (1/p)
+        for size in (2.0**-99, 2.0**99):  # powers do not fit in float32; for p = 16 in float64
+            whole = torch.full((4,), size)
+            (norm,) = torch._foreach_norm([placed(whole, mesh, Shard(0))], p)
+            torch.testing.assert_close(norm.full_tensor(), torch.tensor(size * root))
+    wide = placed(torch.full((4,), 2.0**600, dtype=torch.float64), mesh, Shard(0))
+    (norm,) = torch._foreach_norm([wide], 2.0)
+    assert norm.full_tensor().item() == pytest.approx(2.0**601)
+    half = placed(torch.full((4,), 2.0**15, dtype=torch.float16), mesh, Shard(0))
+    (norm,) = torch._foreach_norm([half], 2.0, dtype=torch.float32)
+    assert norm.full_tensor().item() == pytest.approx(2.0**16)  # more than float16 has
 
 
-def test_what_one_rank_finds_not_finite_all_ranks_have_found() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (4,))
-        bad = torch.ones(8)
-        bad[7] = math.inf  # on the last rank
-        for whole, expected in ((torch.ones(8), 0.0), (bad, 1.0)):
-            grads = [placed(whole, mesh, Shard(0)), torch.ones(3)]
-            found = torch.zeros(1)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full((1,), 0.5))
-            assert found.item() == expected
-            assert torch.equal(grads[0].full_tensor(), whole * 0.5)
-            assert torch.equal(grads[1], torch.full((3,), 0.5))
-
-    run_ranks(4, body)
+@on_mesh(4)
+def test_what_one_rank_finds_not_finite_all_ranks_have_found(mesh: DeviceMesh) -> None:
+    bad = torch.ones(8)
+    bad[7] = math.inf  # on the last rank
+    for whole, expected in ((torch.ones(8), 0.0), (bad, 1.0)):
+        grads = [placed(whole, mesh, Shard(0)), torch.ones(3)]
+        found = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.full((1,), 0.5))
+        assert found.item() == expected
+        assert torch.equal(grads[0].full_tensor(), whole * 0.5)
+        assert torch.equal(grads[1], torch.full((3,), 0.5))
 
 
-def test_a_number_on_a_mesh_without_this_rank_is_refused():
-    def body(rank):
-        mesh, half = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [0, 1])
-        weight = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
-        rate = distribute_tensor(torch.tensor(0.5), half, [Replicate()])
-        if rank < 2:
-            torch._foreach_mul_([weight], rate)
-            assert weight.to_local().item() == 0.5
-            return
-        with pytest.raises(NotInGroupError, match="does not have this rank"):
-            torch._foreach_mul_([weight], rate)
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_a_number_on_a_mesh_without_this_rank_is_refused(rank):
+    mesh, half = DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [0, 1])
+    weight = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+    rate = distribute_tensor(torch.tensor(0.5), half, [Replicate()])
+    if rank < 2:
+        torch._foreach_mul_([weight], rate)
+        assert weight.to_local().item() == 0.5
+        return
+    with pytest.raises(NotInGroupError, match="does not have this rank"):
+        torch._foreach_mul_([weight], rate)

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
-from dure.testing import run_ranks
+from dure.tensor import DTensor, Partial, Replicate, Shard
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
 
 SCORES = torch.arange(1.0, 16, dtype=torch.float64).reshape(3, 5).requires_grad_()
 LABELS = torch.tensor([[4], [0], [2]])
@@ -33,15 +33,12 @@ def test_one_element_per_line_is_gathered_where_it_is():
 
 
 @pytest.mark.parametrize("label", [5, -1])
-def test_an_index_out_of_bounds_raises_on_every_rank(label):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        scores = made(mesh, SCORES.detach(), [Shard(1)])
-        labels = made(mesh, torch.tensor([[1], [label], [1]]), [Replicate()])
-        with pytest.raises(RuntimeError):
-            pick(scores, labels)
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_an_index_out_of_bounds_raises_on_every_rank(mesh, label):
+    scores = made(mesh, SCORES.detach(), [Shard(1)])
+    labels = made(mesh, torch.tensor([[1], [label], [1]]), [Replicate()])
+    with pytest.raises(RuntimeError):
+        pick(scores, labels)
 
 
 LOOKUPS = {
@@ -52,14 +49,11 @@ LOOKUPS = {
 
 @pytest.mark.parametrize("device", ["meta", "fake"])
 @pytest.mark.parametrize("name", LOOKUPS)
-def test_indices_without_values_are_not_checked(name, device):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (1,))
-        mode = FakeTensorMode() if device == "fake" else torch.device("meta")
-        with mode:
-            table = DTensor.from_local(torch.empty(4, 3), mesh, [Shard(0)])
-            index = DTensor.from_local(torch.empty(3, dtype=torch.long), mesh, [Replicate()])
-            result = LOOKUPS[name](table, index)
-        assert result.placements == (Partial(),) or name != "gather"
-
-    run_ranks(1, body)
+@on_mesh(1)
+def test_indices_without_values_are_not_checked(mesh, name, device):
+    mode = FakeTensorMode() if device == "fake" else torch.device("meta")
+    with mode:
+        table = DTensor.from_local(torch.empty(4, 3), mesh, [Shard(0)])
+        index = DTensor.from_local(torch.empty(3, dtype=torch.long), mesh, [Replicate()])
+        result = LOOKUPS[name](table, index)
+    assert result.placements == (Partial(),) or name != "gather"

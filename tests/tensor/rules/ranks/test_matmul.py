@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dure.tensor import Partial, Replicate, Shard, init_device_mesh
+from dure.tensor import Partial, Replicate, Shard
 from dure.tensor.debug import CommDebugMode
-from dure.testing import run_ranks
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
 
 torch.manual_seed(0)
 
@@ -30,17 +30,14 @@ def test_a_row_wise_layer_moves_no_weight():
 
 
 @pytest.mark.parametrize("cuts", [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1))])
-def test_a_linear_of_rows_cut_twice_sends_nothing(cuts):
+@on_mesh(2, 2)
+def test_a_linear_of_rows_cut_twice_sends_nothing(mesh, cuts):
     """Rows are flattened to a strided shard, which goes through products, and unflattened again."""
 
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2))
-        x = made(mesh, torch.ones(4, 8, 3).requires_grad_(), cuts)
-        weight = made(mesh, torch.ones(5, 3).requires_grad_(), [Replicate(), Replicate()])
-        with CommDebugMode() as mode:
-            y = F.gelu(F.linear(x, weight, weight.sum(1)))
-            (y * y).sum().backward()
-        assert mode.get_total_counts() == 0
-        assert y.placements == x.grad.placements == cuts
-
-    run_ranks(4, body)
+    x = made(mesh, torch.ones(4, 8, 3).requires_grad_(), cuts)
+    weight = made(mesh, torch.ones(5, 3).requires_grad_(), [Replicate(), Replicate()])
+    with CommDebugMode() as mode:
+        y = F.gelu(F.linear(x, weight, weight.sum(1)))
+        (y * y).sum().backward()
+    assert mode.get_total_counts() == 0
+    assert y.placements == x.grad.placements == cuts

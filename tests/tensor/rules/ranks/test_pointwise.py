@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from dure.errors import PlacementError
 from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.debug import CommDebugMode
-from dure.testing import run_ranks
 from tests.tensor.ranks.operators import check
 from tests.tensor.ranks.parts import REDUCTIONS
+from tests.thread_ranks import on_ranks
 
 X = torch.arange(1.0, 13, dtype=torch.float64).reshape(3, 4).requires_grad_()
 
@@ -73,56 +73,50 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_terms_become_what_torch_makes_of_them(name):
+@on_ranks(2)
+def test_terms_become_what_torch_makes_of_them(rank, name):
     operator, lines = OUTCOMES[name]
 
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        for line in lines.split(","):
-            *ways, expected, sent = line.split()
-            fulls, parts = [], []
-            for number, way in enumerate(ways):
-                terms = torch.tensor([[3.0, -1.5], [2, 0.5], [-4, 6]]) + number  # of both ranks
-                terms = torch.stack([terms, terms.flip(0) * 0.5])
-                reduced = {
-                    "sum": terms.sum,
-                    "avg": terms.mean,
-                    "max": terms.amax,
-                    "min": terms.amin,
-                }
-                full = reduced.get(way, terms.prod)(0) if way not in "RS" else terms[0]
-                own = full.chunk(2)[rank] if way == "S" else full if way == "R" else terms[rank]
-                fulls.append(full.clone())
-                whole = {"shape": full.shape, "stride": full.stride()}
-                parts.append(DTensor.from_local(own.clone(), mesh, [PLACEMENTS[way]], **whole))
-            with CommDebugMode() as counted:
-                made = operator(*parts)
-            assert made.placements == (PLACEMENTS[expected],), line
-            assert counted.get_total_counts() == int(sent), line
-            own = operator(*fulls)
-            assert torch.allclose(made.full_tensor(), own), line
-            shape = own.chunk(2)[rank].shape if expected == "S" else own.shape
-            assert made.to_local().shape == shape, line
-
-    run_ranks(2, body)
+    mesh = init_device_mesh("cpu", (2,))
+    for line in lines.split(","):
+        *ways, expected, sent = line.split()
+        fulls, parts = [], []
+        for number, way in enumerate(ways):
+            terms = torch.tensor([[3.0, -1.5], [2, 0.5], [-4, 6]]) + number  # of both ranks
+            terms = torch.stack([terms, terms.flip(0) * 0.5])
+            reduced = {
+                "sum": terms.sum,
+                "avg": terms.mean,
+                "max": terms.amax,
+                "min": terms.amin,
+            }
+            full = reduced.get(way, terms.prod)(0) if way not in "RS" else terms[0]
+            own = full.chunk(2)[rank] if way == "S" else full if way == "R" else terms[rank]
+            fulls.append(full.clone())
+            whole = {"shape": full.shape, "stride": full.stride()}
+            parts.append(DTensor.from_local(own.clone(), mesh, [PLACEMENTS[way]], **whole))
+        with CommDebugMode() as counted:
+            made = operator(*parts)
+        assert made.placements == (PLACEMENTS[expected],), line
+        assert counted.get_total_counts() == int(sent), line
+        own = operator(*fulls)
+        assert torch.allclose(made.full_tensor(), own), line
+        shape = own.chunk(2)[rank].shape if expected == "S" else own.shape
+        assert made.to_local().shape == shape, line
 
 
-def test_terms_of_several_reductions_are_not_made():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2))
-        rows, columns = [Shard(0), Replicate()], [Replicate(), Shard(0)]
-        x = distribute_tensor(torch.tensor([2.0, 3.0]), mesh, rows)
-        y = distribute_tensor(torch.tensor([1.0, 1.0]), mesh, columns)
-        assert (x.prod() + y.sum()).full_tensor().item() == 8
-        largest = DTensor.from_local(
-            torch.tensor(1.0 + rank % 2), mesh, [Replicate(), Partial("max")]
-        )
-        total = DTensor.from_local(torch.tensor(1.0 + rank // 2), mesh, [Partial(), Replicate()])
-        made = -(largest + total)
-        assert made.full_tensor().item() == -5
-        assert made.redistribute(placements=made.placements) is not None
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_terms_of_several_reductions_are_not_made(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    rows, columns = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+    x = distribute_tensor(torch.tensor([2.0, 3.0]), mesh, rows)
+    y = distribute_tensor(torch.tensor([1.0, 1.0]), mesh, columns)
+    assert (x.prod() + y.sum()).full_tensor().item() == 8
+    largest = DTensor.from_local(torch.tensor(1.0 + rank % 2), mesh, [Replicate(), Partial("max")])
+    total = DTensor.from_local(torch.tensor(1.0 + rank // 2), mesh, [Partial(), Replicate()])
+    made = -(largest + total)
+    assert made.full_tensor().item() == -5
+    assert made.redistribute(placements=made.placements) is not None
 
 
 INEXACT = {
@@ -142,61 +136,53 @@ def one(x, value):
 
 @pytest.mark.parametrize("name", INEXACT)
 @pytest.mark.parametrize("reduction", ["max", "min"])
-def test_extremes_are_reduced_before_what_does_not_keep_their_order(name, reduction):
+@on_ranks(2)
+def test_extremes_are_reduced_before_what_does_not_keep_their_order(rank, name, reduction):
     function, dtype, values = INEXACT[name]
 
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        terms = torch.tensor(values, dtype=dtype)
-        x = DTensor.from_local(terms[rank : rank + 1], mesh, [Partial(reduction)])
-        full = terms.amax() if reduction == "max" else terms.amin()
-        expected = function(distribute_tensor(full[None], mesh, [Replicate()]))
-        got = function(x).full_tensor()
-        assert torch.equal(got.nan_to_num(-99), expected.full_tensor().nan_to_num(-99))
-
-    run_ranks(2, body)
+    mesh = init_device_mesh("cpu", (2,))
+    terms = torch.tensor(values, dtype=dtype)
+    x = DTensor.from_local(terms[rank : rank + 1], mesh, [Partial(reduction)])
+    full = terms.amax() if reduction == "max" else terms.amin()
+    expected = function(distribute_tensor(full[None], mesh, [Replicate()]))
+    got = function(x).full_tensor()
+    assert torch.equal(got.nan_to_num(-99), expected.full_tensor().nan_to_num(-99))
 
 
-def test_averages_pass_beside_integers():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        x = DTensor.from_local(torch.full((2, 2), float(rank)), mesh, [Partial("avg")])
-        count = distribute_tensor(torch.tensor([[1, 2], [3, 4]]), mesh, [Replicate()])
-        mask = count > 2
-        made = x * count, x + count, x / torch.tensor(3), x * mask, x.masked_fill(mask, 0)
-        assert all(one.placements == (Partial("avg"),) for one in (*made, F.embedding(mask * 1, x)))
-        assert made[0].full_tensor().tolist() == [[0.5, 1.0], [1.5, 2.0]]
-        integers = DTensor.from_local(torch.tensor([2 * rank + 1]), mesh, [Partial("avg")])
-        assert (integers * 1.5).full_tensor().item() == 3
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_averages_pass_beside_integers(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(torch.full((2, 2), float(rank)), mesh, [Partial("avg")])
+    count = distribute_tensor(torch.tensor([[1, 2], [3, 4]]), mesh, [Replicate()])
+    mask = count > 2
+    made = x * count, x + count, x / torch.tensor(3), x * mask, x.masked_fill(mask, 0)
+    assert all(one.placements == (Partial("avg"),) for one in (*made, F.embedding(mask * 1, x)))
+    assert made[0].full_tensor().tolist() == [[0.5, 1.0], [1.5, 2.0]]
+    integers = DTensor.from_local(torch.tensor([2 * rank + 1]), mesh, [Partial("avg")])
+    assert (integers * 1.5).full_tensor().item() == 3
 
 
-def test_sums_are_reduced_before_they_are_promoted():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        whole = distribute_tensor(torch.tensor([1.0]), mesh, [Replicate()])
-        for terms in (torch.tensor([100, 200], dtype=torch.uint8), torch.tensor([True, True])):
-            x = DTensor.from_local(terms[rank : rank + 1], mesh, [Partial()])
-            full = distribute_tensor(x.full_tensor(), mesh, [Replicate()])
-            for operator in (torch.add, torch.mul, torch.div):
-                assert torch.equal(
-                    operator(x, whole).full_tensor(), operator(full, whole).full_tensor()
-                )
-        half = DTensor.from_local(torch.ones(1, dtype=torch.float16), mesh, [Partial()])
-        assert (half * whole).placements == (Partial(),)
-        assert (half.float() * (1j * whole)).placements == (Partial(),)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_sums_are_reduced_before_they_are_promoted(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = distribute_tensor(torch.tensor([1.0]), mesh, [Replicate()])
+    for terms in (torch.tensor([100, 200], dtype=torch.uint8), torch.tensor([True, True])):
+        x = DTensor.from_local(terms[rank : rank + 1], mesh, [Partial()])
+        full = distribute_tensor(x.full_tensor(), mesh, [Replicate()])
+        for operator in (torch.add, torch.mul, torch.div):
+            assert torch.equal(
+                operator(x, whole).full_tensor(), operator(full, whole).full_tensor()
+            )
+    half = DTensor.from_local(torch.ones(1, dtype=torch.float16), mesh, [Partial()])
+    assert (half * whole).placements == (Partial(),)
+    assert (half.float() * (1j * whole)).placements == (Partial(),)
 
 
-def test_averages_of_integers_are_not_mixed_with_sums():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2))
-        mean = DTensor.from_local(torch.tensor(1 + rank % 2), mesh, [Replicate(), Partial("avg")])
-        total = DTensor.from_local(torch.tensor(rank // 2), mesh, [Partial(), Replicate()])
-        assert (mean + total).full_tensor().item() == 2
-        with pytest.raises(PlacementError, match="do not commute"):
-            DTensor.from_local(torch.tensor(rank), mesh, [Partial(), Partial("avg")])
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_averages_of_integers_are_not_mixed_with_sums(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    mean = DTensor.from_local(torch.tensor(1 + rank % 2), mesh, [Replicate(), Partial("avg")])
+    total = DTensor.from_local(torch.tensor(rank // 2), mesh, [Partial(), Replicate()])
+    assert (mean + total).full_tensor().item() == 2
+    with pytest.raises(PlacementError, match="do not commute"):
+        DTensor.from_local(torch.tensor(rank), mesh, [Partial(), Partial("avg")])

@@ -14,6 +14,7 @@ from dure.tensor import Partial, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
 
 torch.manual_seed(0)
 X = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
@@ -123,13 +124,10 @@ def test_the_least_norm_of_an_empty_part_is_not_the_least_of_all():
     check(lambda x: torch.linalg.vector_norm(x, -math.inf), FEW.detach())
 
 
-def test_a_norm_does_not_overflow_on_the_way():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (4,))
-        x = made(mesh, torch.full((4,), 1.5e19), [Shard(0)])  # the sum of squares is 9e38
-        torch.testing.assert_close(x.norm().full_tensor(), torch.tensor(3e19))
-
-    run_ranks(4, body)
+@on_mesh(4)
+def test_a_norm_does_not_overflow_on_the_way(mesh):
+    x = made(mesh, torch.full((4,), 1.5e19), [Shard(0)])  # the sum of squares is 9e38
+    torch.testing.assert_close(x.norm().full_tensor(), torch.tensor(3e19))
 
 
 def test_read_values_are_those_of_the_whole():

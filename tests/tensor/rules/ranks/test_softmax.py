@@ -14,6 +14,7 @@ from dure.tensor.parallel import loss_parallel
 from dure.testing import run_ranks
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
 
 torch.manual_seed(0)
 ROWS = Shard(0)
@@ -92,19 +93,16 @@ def test_a_loss_of_sharded_classes_is_known_to_all_ranks_of_their_axis(reduction
     run_ranks(4, body)
 
 
-def test_a_target_that_is_no_class_raises_on_every_rank():
+@on_mesh(2)
+def test_a_target_that_is_no_class_raises_on_every_rank(mesh):
     """As on one rank: no rank has the class, so none of them would notice by itself."""
 
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        classes = made(mesh, torch.ones(2, 3), [Shard(1)])
-        targets = made(mesh, torch.tensor([1, 7]), [Replicate()])
-        with pytest.raises(IndexError):
-            F.cross_entropy(classes, targets)
-        ignored = F.cross_entropy(classes, targets, ignore_index=7)
-        assert torch.allclose(ignored.full_tensor(), torch.tensor(3.0).log())
-
-    run_ranks(2, body)
+    classes = made(mesh, torch.ones(2, 3), [Shard(1)])
+    targets = made(mesh, torch.tensor([1, 7]), [Replicate()])
+    with pytest.raises(IndexError):
+        F.cross_entropy(classes, targets)
+    ignored = F.cross_entropy(classes, targets, ignore_index=7)
+    assert torch.allclose(ignored.full_tensor(), torch.tensor(3.0).log())
 
 
 def test_a_loss_of_integers_is_a_float_on_a_rank_without_any():

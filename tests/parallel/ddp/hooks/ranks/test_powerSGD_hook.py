@@ -13,6 +13,7 @@ import dure as dist
 from dure.parallel.ddp.hooks.powerSGD_hook import PowerSGDState, orthogonalize
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.ddp.bucket_models import FakeBucket
+from tests.thread_ranks import on_ranks
 
 HOOKS = [dist.powerSGD_hook, dist.batched_powerSGD_hook]
 
@@ -28,20 +29,20 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("rank_of", "batched"), [(1, False), (2, True), (3, False), (3, True)])
-def test_matrices_of_low_rank_come_back_as_they_are_2_ranks(rank_of: int, batched: bool) -> None:
-    def rank_main(rank: int) -> None:
-        state = PowerSGDState(None, 3, 0, warm_start=False, batch_tensors_with_same_shape=batched)
-        # The ranks' matrices share their columns' space, so that their mean is of that rank too.
-        left = [numbers(40, rank_of, seed=i) for i in range(3)]
-        mine = [a @ numbers(rank_of, 32, seed=10 * i + rank) for i, a in enumerate(left)]
-        means = [m.clone() for m in mine]
-        for mean in means:
-            dist.all_reduce(mean, dist.ReduceOp.AVG)
-        found = reduce_with(dist.powerSGD_hook, state, *mine)
-        for a, b in zip(found, means, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # float32 through a QR
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_matrices_of_low_rank_come_back_as_they_are_2_ranks(
+    rank: int, rank_of: int, batched: bool
+) -> None:
+    state = PowerSGDState(None, 3, 0, warm_start=False, batch_tensors_with_same_shape=batched)
+    # The ranks' matrices share their columns' space, so that their mean is of that rank too.
+    left = [numbers(40, rank_of, seed=i) for i in range(3)]
+    mine = [a @ numbers(rank_of, 32, seed=10 * i + rank) for i, a in enumerate(left)]
+    means = [m.clone() for m in mine]
+    for mean in means:
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+    found = reduce_with(dist.powerSGD_hook, state, *mine)
+    for a, b in zip(found, means, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # float32 through a QR
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -95,14 +96,12 @@ def test_powersgd_sends_as_much_as_its_formula_says_and_averages_the_rest_2_rank
     run_ranks(2, rank_main)
 
 
-def test_a_bucket_with_nothing_to_compress_is_averaged_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float]:
-        (found,) = reduce_with(
-            dist.powerSGD_hook, PowerSGDState(None, 1, 0), torch.full((2,), rank + 1.0)
-        )
-        return found.tolist()
-
-    assert run_ranks(2, rank_main) == [[1.5, 1.5]] * 2
+@on_ranks(2)
+def test_a_bucket_with_nothing_to_compress_is_averaged_2_ranks(rank: int) -> None:
+    (found,) = reduce_with(
+        dist.powerSGD_hook, PowerSGDState(None, 1, 0), torch.full((2,), rank + 1.0)
+    )
+    assert found.tolist() == [1.5, 1.5]
 
 
 def test_bases_are_orthonormal_whatever_they_are_made_of() -> None:
@@ -115,45 +114,39 @@ def test_bases_are_orthonormal_whatever_they_are_made_of() -> None:
             assert (gram - torch.eye(len(gram))).abs().max() < off
 
 
-def test_a_gradient_that_vanished_once_comes_back_2_ranks() -> None:
-    def rank_main(rank: int) -> None:
-        state = PowerSGDState(None, 1, 0)
-        matrix = torch.outer(torch.arange(1.0, 11), torch.arange(1.0, 11))
-        assert not reduce_with(dist.powerSGD_hook, state, torch.zeros(10, 10))[0].any()
-        for _ in range(2):
-            (found,) = reduce_with(dist.powerSGD_hook, state, matrix.clone())
-        torch.testing.assert_close(found, matrix, rtol=1e-4, atol=1e-4)
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_a_gradient_that_vanished_once_comes_back_2_ranks(rank: int) -> None:
+    state = PowerSGDState(None, 1, 0)
+    matrix = torch.outer(torch.arange(1.0, 11), torch.arange(1.0, 11))
+    assert not reduce_with(dist.powerSGD_hook, state, torch.zeros(10, 10))[0].any()
+    for _ in range(2):
+        (found,) = reduce_with(dist.powerSGD_hook, state, matrix.clone())
+    torch.testing.assert_close(found, matrix, rtol=1e-4, atol=1e-4)
 
 
-def test_powersgd_resumes_from_a_pickled_state_2_ranks() -> None:
-    def rank_main(rank: int) -> None:
-        def steps(state: Any, start: int) -> list[torch.Tensor]:
-            made = [numbers(20, 20, seed=2 * step + rank) for step in range(start, start + 2)]
-            return [reduce_with(dist.powerSGD_hook, state, m)[0] for m in made]
+@on_ranks(2)
+def test_powersgd_resumes_from_a_pickled_state_2_ranks(rank: int) -> None:
+    def steps(state: Any, start: int) -> list[torch.Tensor]:
+        made = [numbers(20, 20, seed=2 * step + rank) for step in range(start, start + 2)]
+        return [reduce_with(dist.powerSGD_hook, state, m)[0] for m in made]
 
-        state = PowerSGDState(dist.group.WORLD, 2, 1)
-        steps(state, 0)
-        loaded = pickle.loads(pickle.dumps(state))
-        assert loaded.process_group is None
-        assert all(map(torch.equal, steps(loaded, 2), steps(state, 2)))
-        assert loaded.iter == 4
-
-    run_ranks(2, rank_main)
+    state = PowerSGDState(dist.group.WORLD, 2, 1)
+    steps(state, 0)
+    loaded = pickle.loads(pickle.dumps(state))
+    assert loaded.process_group is None
+    assert all(map(torch.equal, steps(loaded, 2), steps(state, 2)))
+    assert loaded.iter == 4
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_gradient_that_is_not_finite_spoils_its_own_step_only_2_ranks(hook: Any) -> None:
-    def rank_main(rank: int) -> list[bool]:
-        state = PowerSGDState(None, 1, 0)
-        finite: list[bool] = []
-        for factor in (1.0, float("inf") if rank else 1.0, 1.0):
-            (found,) = reduce_with(hook, state, numbers(8, 8, seed=rank) * factor)
-            finite.append(bool(found.isfinite().all()))
-        return finite
-
-    assert run_ranks(2, rank_main) == [[True, False, True]] * 2
+@on_ranks(2)
+def test_gradient_that_is_not_finite_spoils_its_own_step_only_2_ranks(rank: int, hook: Any) -> None:
+    state = PowerSGDState(None, 1, 0)
+    finite: list[bool] = []
+    for factor in (1.0, float("inf") if rank else 1.0, 1.0):
+        (found,) = reduce_with(hook, state, numbers(8, 8, seed=rank) * factor)
+        finite.append(bool(found.isfinite().all()))
+    assert finite == [True, False, True]
 
 
 def test_impossible_settings_and_hooks_without_a_state_are_refused() -> None:
