@@ -15,7 +15,7 @@
     ├── LaunchError           carries the first failing worker's report
     ├── RpcError              carries the remote traceback
     ├── CheckpointError       CheckpointDamaged, CheckpointMismatch, CheckpointNotWritten,
-    │                         CheckpointException
+    │                         CheckpointTooNew, CheckpointException
     └── InternalError         ours; please report
 
 Warnings have a tree of their own. Each class also derives from a class of Python, so filters for
@@ -60,6 +60,7 @@ __all__ = [
     "CheckpointException",
     "CheckpointMismatch",
     "CheckpointNotWritten",
+    "CheckpointTooNew",
     "CommError",
     "CommTimeout",
     "CopyError",
@@ -530,6 +531,10 @@ class CheckpointNotWritten(CheckpointError):
 
     If only the last flush failed, the text says that the new checkpoint is in place.
     """
+
+
+class CheckpointTooNew(CheckpointError):
+    """A checkpoint is of a newer format than this release reads. It may be intact."""
 
 
 class CheckpointException(CheckpointError):

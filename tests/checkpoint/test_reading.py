@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 
 import pytest
@@ -15,6 +14,7 @@ from dure.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
 )
+from tests.checkpoint.manifests import write_manifest
 from tests.checkpoint.small_runs import equal, small, trained
 
 
@@ -103,9 +103,7 @@ def test_a_manifest_that_nobody_here_wrote_is_refused_and_the_older_one_taken(tm
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, model=small())
     newest = checkpoints.save(2, model=small())
-    body = b'{"format": "dure checkpoint", "version": 2, "tensors": {}, "state": %b}'
-    body %= FOREIGN[kind]
-    digest = hashlib.sha256(body).hexdigest().encode()
-    (newest / "manifest.json").write_bytes(digest + b"\n" + body)
+    text = b'{"format": "dure checkpoint", "version": 3, "tensors": {}, "state": %b}'
+    write_manifest(newest, text % FOREIGN[kind])
     assert checkpoints.load(model=small()) == 1
     assert list(checkpoints.refused) == [str(newest)]

@@ -1,11 +1,22 @@
 """The manifest of a checkpoint: the state without its tensors, and which slice of which lies where.
 
-One JSON file, behind a line with its SHA-256. It is written last, and put in its place by one
-rename: that is the commit. Until then the manifest of the checkpoint before is there, and so are
-the files that it names, since every save takes names of its own:
+One JSON file. It is written last, and put in its place by one rename: that is the commit. Until
+then the manifest of the checkpoint before is there, and so are the files that it names, since every
+save takes names of its own:
 
     manifest.json
     part-000002-00000.safetensors      of the folder's 2nd save, by rank 0
+
+Formats of the manifest. All that were ever released can be read, and the newest is written:
+
+    2   a line with the SHA-256 of the JSON text, then the text
+    3   a JSON text whose first field is the SHA-256 of all bytes behind the digest
+
+    {"sha256": "5f0c...", "format": "dure checkpoint", "version": 3, "needs": "dure>=0.1",
+     "state": ..., "tensors": ...}
+
+Format 1 was replaced before the first release. A later format begins with the same four fields, so
+that this release can find it undamaged, and names the releases that read it.
 
 A manifest is believed where it is consistent: slices are within their tensors, and each element is
 in exactly one. Where they lie in their files follows from what is in these (`slice_files.Layout`),
@@ -25,16 +36,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from dure.checkpoint.files import read_file, readable
+from dure.checkpoint.files import read_file, readable, too_new
 from dure.checkpoint.folder import Unflushed, check_link, flush, replace_file
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover
 from dure.checkpoint.tree import Leaf, Named, decode, flatten
-from dure.errors import CheckpointDamaged, CheckpointError, CheckpointNotWritten
+from dure.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotWritten,
+    CheckpointTooNew,
+)
 from dure.trace.plain_files import NotAFile, parse_json
 
 __all__ = [
+    "FORMAT",
     "NAME",
+    "VERSION",
     "Catalog",
     "Stored",
     "Unreadable",
@@ -49,7 +67,9 @@ __all__ = [
 ]
 
 NAME = "manifest.json"
-_FORMAT, _VERSION = "dure checkpoint", 2
+FORMAT, VERSION, _NEEDS = "dure checkpoint", 3, "dure>=0.1"
+_OLDEST = 2
+_HEAD, _DIGEST_BYTES = b'{"sha256": "', 64
 _PART = re.compile(r"part-(\d{6,})-(\d{5,})\.safetensors")
 
 
@@ -97,8 +117,9 @@ class Catalog:
     def dump(self) -> dict[str, Any]:
         """Return JSON's types."""
         return {
-            "format": _FORMAT,
-            "version": _VERSION,
+            "format": FORMAT,
+            "version": VERSION,
+            "needs": _NEEDS,
             "state": self.tree,
             "tensors": {name: self._dump_tensor(name) for name in self.kinds},
         }
@@ -172,9 +193,9 @@ def publish(folder: Path, catalog: Catalog) -> Unflushed | None:
         OSError: It cannot be written; the folder's checkpoint is the one before.
     """
     _check_seen(folder, catalog)
-    body = json.dumps(catalog.dump(), allow_nan=False).encode()
+    text = _sealed(catalog.dump())
     try:
-        replace_file(folder / NAME, _digest(body) + b"\n" + body)
+        replace_file(folder / NAME, text)
     except Unflushed as e:
         return e
     with suppress(OSError):
@@ -223,7 +244,8 @@ def catalog_of(folder: Path) -> Catalog:
     """Read the manifest of a folder and check that it is consistent. No other file is read.
 
     Raises:
-        CheckpointDamaged: It is absent, not a file, damaged, of another format, or inconsistent.
+        CheckpointDamaged: It is absent, not a file, damaged, not of Dure, or inconsistent.
+        CheckpointTooNew: It is of a newer format.
         CheckpointError: It cannot be opened or read.
     """
     try:
@@ -240,16 +262,18 @@ def catalog_of(folder: Path) -> Catalog:
 
 def _read(folder: Path) -> Catalog:
     try:
-        digest, _, body = read_file(folder / NAME).partition(b"\n")
+        content = read_file(folder / NAME)
     except FileNotFoundError:
         check_link(folder)
         raise Unreadable(_why_none(folder)) from None
     except NotAFile as e:
         raise Unreadable(f"{NAME} cannot be read: {e.strerror}") from None
-    if digest != _digest(body):
-        raise Unreadable(f"{NAME} is damaged, or not of Dure: its checksum is wrong")
     try:
-        return _catalog(cast(dict[str, Any], parse_json(body)))
+        fields = cast(dict[str, Any], parse_json(_unsealed(content)))
+        _check_version(folder, fields)
+        return _catalog(fields)
+    except CheckpointTooNew:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError) as e:
         raise Unreadable(f"{NAME} has another form: {type(e).__name__}: {e}") from None
 
@@ -271,16 +295,44 @@ def _why_none(folder: Path) -> str:
     return f"there is no {NAME}: the folder is not a checkpoint, or was never finished"
 
 
-def _digest(body: bytes) -> bytes:
-    return hashlib.sha256(body).hexdigest().encode()
+def _sealed(fields: dict[str, Any]) -> bytearray:
+    """Return the text of a manifest, of the format that is written."""
+    empty = {"sha256": "0" * _DIGEST_BYTES}
+    text = bytearray(json.dumps(empty | fields, allow_nan=False).encode())
+    end = len(_HEAD) + _DIGEST_BYTES
+    text[len(_HEAD) : end] = _digest(memoryview(text)[end:])
+    return text
+
+
+def _unsealed(content: bytes) -> bytes:
+    """Return the JSON text of a manifest of any format, whose checksum is right."""
+    end = len(_HEAD) + _DIGEST_BYTES
+    if content.startswith(_HEAD):
+        digest, sealed, text = content[len(_HEAD) : end], memoryview(content)[end:], content
+    else:
+        digest, _, text = content.partition(b"\n")
+        sealed = memoryview(text)
+    if digest != _digest(sealed):
+        raise Unreadable(f"{NAME} is damaged, or not of Dure: its checksum is wrong")
+    return text
+
+
+def _digest(sealed: memoryview) -> bytes:
+    return hashlib.sha256(sealed).hexdigest().encode()
+
+
+def _check_version(folder: Path, fields: dict[str, Any]) -> None:
+    name, version = fields.get("format"), fields.get("version")
+    if name == FORMAT and type(version) is int and version > VERSION:
+        raise too_new(folder, f"{NAME} is of format {version}", VERSION, fields.get("needs"))
+    if name != FORMAT or version not in range(_OLDEST, VERSION + 1):
+        raise Unreadable(
+            f"it is of format {name!r}, version {version!r}, not {FORMAT!r}, "
+            f"version {_OLDEST} to {VERSION}"
+        )
 
 
 def _catalog(fields: dict[str, Any]) -> Catalog:
-    kind = fields.get("format"), fields.get("version")
-    if kind != (_FORMAT, _VERSION):
-        raise Unreadable(
-            f"it is of format {kind[0]!r}, version {kind[1]!r}, not {_FORMAT!r}, {_VERSION}"
-        )
     kinds: dict[str, Kind] = {}
     slices: dict[str, dict[Box, Stored]] = {}
     parts: dict[str, list[Slice]] = {}

@@ -25,8 +25,8 @@ from typing import Any, cast
 import torch
 
 from dure.comm.reduction import as_bytes
-from dure.errors import CheckpointDamaged, CheckpointError
-from dure.trace.plain_files import NotAFile, open_plain, read_plain
+from dure.errors import CheckpointDamaged, CheckpointError, CheckpointTooNew
+from dure.trace.plain_files import NotAFile, open_plain, read_plain, release_that_reads
 
 __all__ = [
     "DTYPES",
@@ -38,6 +38,7 @@ __all__ = [
     "read_file",
     "readable",
     "start_flush",
+    "too_new",
     "unreadable",
     "write_all",
 ]
@@ -156,4 +157,21 @@ def damaged(folder: Path, seen: str) -> CheckpointDamaged:
         path=str(folder),
         refused={str(folder): seen},
         seen=f"{seen}; in {folder}",
+    )
+
+
+def too_new(folder: Path, seen: str, known: int, needs: object) -> CheckpointTooNew:
+    """Return the error for a checkpoint of a newer format.
+
+    Args:
+        folder: The checkpoint.
+        seen: Which file is of which format.
+        known: The newest format that this release reads.
+        needs: What the file says in its field of that name.
+    """
+    return CheckpointTooNew(
+        "the checkpoint was written by a newer release of Dure",
+        path=str(folder),
+        seen=f"{seen}, and this release reads formats up to {known}; in {folder}",
+        fix=f"Install {release_that_reads(needs)}.",
     )

@@ -222,7 +222,7 @@ def check_link(folder: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, seen, str(path))
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes | bytearray) -> None:
     """Make a file, or another in its place, whole and durably: written beside it and renamed.
 
     Raises:

@@ -50,7 +50,7 @@ from dure.checkpoint.weight_reading import (
     JOURNAL,
     KEY,
     SINGLE,
-    checksums_text,
+    checksums_of,
     header_of,
     indexed_files,
     journaled,
@@ -201,7 +201,7 @@ class _Files:
         """Lay a file out; the single one has the checksums in its header."""
         metadata = {"format": "pt"}
         if self._single:
-            metadata[KEY] = checksums_text(self._kinds, sums)
+            metadata |= checksums_of(self._kinds, sums)
         return Layout.of(self._parts[file], self._kinds, metadata)
 
     def path(self, file: str) -> Path:
@@ -277,7 +277,7 @@ class _Files:
     def _index(self, sums: Sums) -> bytes:
         placed = dict(sorted(self._placed().items()))
         size = sum(kind.num_bytes(whole_box(kind.shape)) for kind in self._kinds.values())
-        metadata = {"total_size": size, KEY: checksums_text(self._kinds, sums)}
+        metadata = {"total_size": size} | checksums_of(self._kinds, sums)
         return json.dumps({"metadata": metadata, "weight_map": placed}, indent=2).encode()
 
 

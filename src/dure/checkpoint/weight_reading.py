@@ -14,6 +14,9 @@ the weights: the index, or model.safetensors. They are a JSON text:
 
 Each slice is consecutive bytes of its tensor, and each element is in one slice. A slice is checked
 when it is read completely. Weights that other programs have written have no checksums.
+
+"dure_version" in the metadata is the format of the checksums: 1, also if it is absent. "dure_needs"
+names the releases that read it. Weights with checksums of a newer format are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable
-from dure.checkpoint.files import DTYPES, open_file, read_file
+from dure.checkpoint.files import DTYPES, open_file, read_file, too_new
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover, whole_box
 from dure.checkpoint.tree import tensor_node
@@ -39,8 +42,9 @@ __all__ = [
     "JOURNAL",
     "KEY",
     "SINGLE",
+    "VERSION",
     "catalog_of_weights",
-    "checksums_text",
+    "checksums_of",
     "has_weights",
     "header_of",
     "indexed_files",
@@ -54,6 +58,9 @@ JOURNAL = f"{HIDDEN}model.json"
 """A list of the files that a save is about to publish or to remove; absent otherwise."""
 KEY = "dure"
 """The key of the checksums in the metadata."""
+VERSION = 1
+"""Of the checksums."""
+_VERSION_KEY, _NEEDS_KEY, _NEEDS = "dure_version", "dure_needs", "dure>=0.1"
 _MAX_HEADER_BYTES = 100_000_000
 _NAMES = frozenset(DTYPES.values())
 
@@ -92,7 +99,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _catalog(folder: Path) -> Catalog:
-    placed, text = _index(folder)
+    placed, metadata = _index(folder)
     files = _files(folder) if placed is None else sorted(set(placed.values()))
     if not files:
         raise Unreadable(f"there are no weights: no {INDEX} and no file of safetensors in {folder}")
@@ -103,7 +110,7 @@ def _catalog(folder: Path) -> Catalog:
         path = (folder / file).resolve()
         header = headers[str(path)] = header_of(path)
         if placed is None and file == SINGLE:
-            text = header.metadata.get(KEY)
+            metadata = header.metadata
         for name, (kind, begin) in _tensors(path, header).items():
             if placed is not None and placed.get(name) != file:
                 continue
@@ -113,6 +120,7 @@ def _catalog(folder: Path) -> Catalog:
     missing = (placed or {}).keys() - kinds.keys()
     if missing:
         raise Unreadable(f"{min(missing)!r} is not in the file that {INDEX} names")
+    text = _text_of(folder, metadata)
     return _cataloged(kinds, begins, headers, None if text is None else _checksums(text, kinds))
 
 
@@ -141,17 +149,30 @@ def _cataloged(
     return catalog
 
 
-def _index(folder: Path) -> tuple[dict[str, str] | None, str | None]:
-    """Return the index, None if there is none, and the text of the checksums in it."""
+def _index(folder: Path) -> tuple[dict[str, str] | None, Mapping[str, Any]]:
+    """Return the index, None if there is none, and its metadata."""
     path = folder / INDEX
     if not path.exists():
-        return None, None
+        return None, {}
     fields = cast(dict[str, Any], parse_json(read_file(path.resolve())))
     placed = cast(dict[str, str], fields["weight_map"])
     for file in placed.values():
         if Path(file).name != file:
             raise Unreadable(f"{INDEX} names {file!r}, which leaves the folder")
-    return placed, cast(dict[str, Any], fields.get("metadata") or {}).get(KEY)
+    return placed, cast(dict[str, Any], fields.get("metadata") or {})
+
+
+def _text_of(folder: Path, metadata: Mapping[str, Any]) -> str | None:
+    """Return the text of the checksums in metadata; None: it has none.
+
+    Raises:
+        CheckpointTooNew: They are of a newer format.
+    """
+    version = str(metadata.get(_VERSION_KEY, VERSION))
+    if KEY in metadata and version != str(VERSION):
+        seen = f"the checksums of its weights are of format {version:.20}"
+        raise too_new(folder, seen, VERSION, metadata.get(_NEEDS_KEY))
+    return metadata.get(KEY)
 
 
 def indexed_files(folder: Path) -> set[str] | None:
@@ -225,13 +246,16 @@ def _tensors(path: Path, header: _Header) -> dict[str, tuple[Kind, int]]:
     return found
 
 
-def checksums_text(kinds: Mapping[str, Kind], sums: Mapping[str, Mapping[Box, int]]) -> str:
-    """Return the checksums of tensors as a text, whose length does not depend on them."""
+def checksums_of(
+    kinds: Mapping[str, Kind], sums: Mapping[str, Mapping[Box, int]]
+) -> dict[str, str]:
+    """Return the checksums of tensors as metadata, whose length does not depend on them."""
     fields = {
         name: [kind.dtype, [[*box, f"{crc:08x}"] for box, crc in sums[name].items()]]
         for name, kind in kinds.items()
     }
-    return json.dumps(fields, separators=(",", ":"))
+    text = json.dumps(fields, separators=(",", ":"))
+    return {KEY: text, _VERSION_KEY: str(VERSION), _NEEDS_KEY: _NEEDS}
 
 
 def _checksums(text: Any, kinds: Mapping[str, Kind]) -> dict[str, dict[Box, int]]:

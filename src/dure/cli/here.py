@@ -30,6 +30,7 @@ __all__ = ["here", "machine_of"]
 _PROGRAM = ("-m", "dure.cli.here_rank")
 _A_DAY_S = 86_400
 _MOST_BYTES = 1 << 20
+_FORMAT, _VERSION = "dure machine", 1
 _LARGE, _SMALL = (1024, 1024, 1024), (128, 128, 1024)
 TOKENS, WIDTH, HIDDEN, HEADS = 512, 512, 1408, 8  # of the layer that is timed
 _VOCABULARY = 8192
@@ -65,16 +66,19 @@ def here(ranks: int, *, again: bool = False) -> Machine:
         return known
     machine = machine_of(_measured(ranks), ranks)
     folder.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps({"gpu": asdict(machine.gpu), "measured": machine.measured}))
+    found = {"gpu": asdict(machine.gpu), "measured": machine.measured}
+    kept.write_text(json.dumps({"format": _FORMAT, "version": _VERSION} | found))
     return machine
 
 
 def _read(path: Path, ranks: int) -> Machine | None:
-    """Return what was measured within a day; None: nothing, or the file is damaged."""
+    """Return what was measured within a day; None: nothing, damaged, or of another format."""
     try:
         if time.time() - path.stat().st_mtime >= _A_DAY_S:
             return None
         found = parse_json(read_plain(path, _MOST_BYTES))
+        if (found["format"], found["version"]) != (_FORMAT, _VERSION):
+            return None
         return Machine(Gpu(**found["gpu"]), 1, ranks, found["measured"])
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -32,7 +32,7 @@ import torch
 from torch.utils import data as torch_data
 
 from dure import env
-from dure.data.sampler import LOADED, SET, DistributedSampler, moved
+from dure.data.sampler import LOADED, SET, VERSION, DistributedSampler, check_version, moved
 from dure.errors import UsageError
 
 __all__ = ["DataLoader"]
@@ -284,6 +284,7 @@ class _Position:
             "batches": walk.skipped + walk.delivered,
             "batch_size": self._batch_size,
             "order": self._order(),
+            "version": VERSION,
         }
 
     def _order(self) -> dict[str, Any]:
@@ -357,7 +358,8 @@ class _Position:
         return {**state, "sampler": {**saved, "epoch": epoch, "consumed": consumed}}
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """Raise UsageError if a state is not of this order."""
+        """Raise UsageError if a state is not of this order, or of a newer format."""
+        check_version(state)
         if self._exact is not None:
             own: dict[str, Any] = {"sampler": None}
         else:

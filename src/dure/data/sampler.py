@@ -24,15 +24,16 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import Sampler
 
 from dure import env
 from dure.errors import UsageError, UsageWarning
+from dure.trace.plain_files import release_that_reads
 
-__all__ = ["LOADED", "SET", "DistributedSampler", "moved"]
+__all__ = ["LOADED", "SET", "VERSION", "DistributedSampler", "check_version", "moved"]
 
 
 DATA_AXES = frozenset(
@@ -43,6 +44,8 @@ DATA_AXES = frozenset(
 
 LOADED, SET = "load_state_dict", "set_epoch"
 """What changes the position during a pass."""
+VERSION = 1
+"""Of the states of samplers and loaders. The first ones had no number."""
 
 
 class HasAxes(Protocol):
@@ -204,6 +207,7 @@ class DistributedSampler(Sampler[int]):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "length": len(self.dataset),
+            "version": VERSION,
         }
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
@@ -214,8 +218,8 @@ class DistributedSampler(Sampler[int]):
         one.
 
         Raises:
-            UsageError: The state is of another order (dataset length, seed or shuffle differ), or
-                lacks a field. Nothing is changed.
+            UsageError: The state is of another order (dataset length, seed or shuffle differ),
+                lacks a field, or was made by a newer release. Nothing is changed.
         """
         self.check_state(state)
         start = min(_whole(int(state["consumed"])), len(self.dataset))
@@ -227,6 +231,7 @@ class DistributedSampler(Sampler[int]):
         Raises:
             UsageError: As `load_state_dict`.
         """
+        check_version(state)
         own = {"seed": self.seed, "shuffle": self.shuffle, "length": len(self.dataset)}
         absent = [k for k in ("epoch", "consumed", *own) if k not in state]
         other = [
@@ -287,6 +292,17 @@ class DistributedSampler(Sampler[int]):
         if walk.replaced == LOADED:
             raise moved(walk.replaced)
         walk.ended = True
+
+
+def check_version(state: Mapping[str, Any]) -> None:
+    """Raise UsageError if the state of a sampler or a loader is of a newer format."""
+    version = state.get("version", VERSION)
+    if isinstance(version, int) and version > VERSION:
+        raise UsageError(
+            "the position in the data was saved by a newer release of Dure",
+            seen=f"it is of format {version}, and this release reads formats up to {VERSION}",
+            fix=f"Install {release_that_reads(state.get('needs'))}.",
+        )
 
 
 def moved(why: str) -> UsageError:

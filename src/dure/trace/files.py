@@ -1,6 +1,7 @@
 """Where the flight recorder's files lie, and what is in one: format 1.
 
-A file is one JSON object: which rank wrote it (`rank`, `world_size`, `host`, `boot`, `pid`, `job`),
+A file is one JSON object: its format (`format`, `version`, and in `needs` the releases that read
+it), which rank wrote it (`rank`, `world_size`, `host`, `boot`, `pid`, `job`),
 why (`reason`), two clocks read together (`clock`), the groups it was in, its records by their start
 (`records`, with the fields of `Record`), what its last steps were made of, where that was recorded
 (`spans`, with the fields of `Span`), what its program said of them (`marks`, with the fields of
@@ -37,6 +38,7 @@ from dure.trace.spans import Span
 __all__ = ["CRASHED", "FORMAT", "VERSION", "Target", "target", "wanted", "write"]
 
 FORMAT, VERSION = "dure-flight", 1
+_NEEDS = "dure>=0.1"
 CRASHED = "ended by "
 """How the reason of a file begins whose rank an exception has ended; the exception follows."""
 _MAX_JOBS = 20
@@ -134,6 +136,7 @@ def write(
     content = {
         "format": FORMAT,
         "version": VERSION,
+        "needs": _NEEDS,
         "rank": rank,
         "world_size": max((1 + max(g.global_ranks) for g in groups), default=1),
         "host": platform.node(),

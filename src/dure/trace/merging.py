@@ -21,7 +21,7 @@ from dure.errors import UsageError
 from dure.trace.files import CRASHED, FORMAT, VERSION
 from dure.trace.frames import is_library
 from dure.trace.marks import Mark
-from dure.trace.plain_files import NotAFile, read_plain
+from dure.trace.plain_files import NotAFile, read_plain, release_that_reads
 from dure.trace.record import Record
 from dure.trace.spans import Span
 
@@ -160,6 +160,7 @@ class Limits:
 class _Header:
     format: str = ""
     version: int = 0
+    needs: str = ""
 
 
 class _Unreadable(Exception):
@@ -236,7 +237,8 @@ def _decode(content: bytes) -> RankFile:
     if header.format != FORMAT:
         raise _Unreadable("is no flight record")
     if header.version != VERSION:
-        raise _Unreadable(f"has version {header.version}, this Dure reads {VERSION}")
+        seen = f"is of format {header.version}, and this release of Dure reads {VERSION}"
+        raise _Unreadable(f"{seen}: install {release_that_reads(header.needs)}")
     try:
         return msgspec.json.decode(content, type=RankFile)
     except msgspec.ValidationError as error:

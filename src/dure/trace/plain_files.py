@@ -13,11 +13,19 @@ import re
 import stat
 from typing import Any, NoReturn
 
-__all__ = ["NotAFile", "nested_at", "open_plain", "parse_json", "read_plain"]
+__all__ = [
+    "NotAFile",
+    "nested_at",
+    "open_plain",
+    "parse_json",
+    "read_plain",
+    "release_that_reads",
+]
 
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _PART_BYTES = 1 << 20
 _DEEPEST = 200
+_NEEDS = re.compile(r"dure>=\d{1,4}(\.\d{1,4}){0,3}", re.ASCII)
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 
 
@@ -122,3 +130,14 @@ def nested_at(text: str) -> int:
         if depth > _DEEPEST:
             return found.start()
     return len(text)
+
+
+def release_that_reads(needs: object) -> str:
+    """Return which release reads a file of a newer format, as the end of an advice.
+
+    Args:
+        needs: What the file says in the field `needs`, such as "dure>=0.3"; it may say anything.
+    """
+    if isinstance(needs, str) and _NEEDS.fullmatch(needs):
+        return f"a release that reads it: pip install '{needs}'"
+    return "the release that wrote it, or a newer one"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import pytest
 import torch
 
@@ -20,17 +17,16 @@ from dure.tensor import (
     Shard,
 )
 from dure.testing import run_ranks
+from tests.checkpoint.manifests import read_manifest, write_manifest
 from tests.checkpoint.saved_states import save_one
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 def _lies(folder, change):
-    path = folder / "manifest.json"
-    fields = json.loads(path.read_bytes().partition(b"\n")[2])
+    fields = read_manifest(folder)
     change(fields, fields["tensors"]["w"]["slices"])
-    body = json.dumps(fields).encode()
-    path.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    write_manifest(folder, fields)
 
 
 LIES = {
@@ -48,7 +44,9 @@ LIES = {
     "sum": lambda f, s: s[0].update(crc32c=s[0]["crc32c"] ^ 1),
     "no number": lambda f, s: s[0].update(crc32c="8"),
     "form": lambda f, s: f.pop("tensors"),
-    "version": lambda f, s: f.update(version=99),
+    "version": lambda f, s: f.update(version=1),
+    "newer version": lambda f, s: f.update(version=99),
+    "version of another form": lambda f, s: f.update(version=3.5),
     "no tensor of that name": lambda f, s: f.update(state={"w": {"$": "tensor", "v": "z"}}),
     "unknown kind": lambda f, s: f.update(state={"w": {"$": "no"}}),
     "no state": lambda f, s: f.update(state=[]),

@@ -92,6 +92,7 @@ def test_journal_tells_what_happened_and_how_the_job_ended(tmp_path: Path) -> No
     assert [event["event"] for event in events] == ["round", "started", "job ended"]
     job = json.loads((tmp_path / "job.node1.json").read_text())
     assert (job["state"], job["exit_code"], job["rounds"]) == ("failed", 137, 2)
+    assert (job["format"], job["version"], events[0]["version"]) == ("dure job", 1, 1)
     assert job["first_failure"]["exit"] == {"code": None, "signal": 9}
     assert job["program"] == ["train.py", "--x"]
     assert (tmp_path / "launcher.node1.log").read_text() == "early\nhello \\udcff\n"

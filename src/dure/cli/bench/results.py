@@ -19,8 +19,10 @@ from rich.table import Table
 
 from dure.cli.bench.plan import OPERATIONS, Plan, show_size
 from dure.errors import DataError
+from dure.trace.plain_files import release_that_reads
 
 FORMAT = "dure bench 1"
+_NEEDS = "dure>=0.1"
 _OWN = ["size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong"]
 _NONE = "-"
 
@@ -78,6 +80,7 @@ class Report(msgspec.Struct, kw_only=True):
     """A whole run: on what, of what, and what came out; `contestants` begin with Dure."""
 
     format: str = FORMAT
+    needs: str = _NEEDS
     command: str
     when: str
     machine: dict[str, str]
@@ -97,6 +100,13 @@ class Report(msgspec.Struct, kw_only=True):
             record["median_s"], record["spread"] = cell.median_s, round(cell.spread, 4)
             record["algorithm_gb_s"], record["bus_gb_s"] = cell.algorithm_gb_s, cell.bus_gb_s
         return msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
+
+
+class _Head(msgspec.Struct):
+    """What the report of any format has."""
+
+    format: str
+    needs: str = ""
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
@@ -129,11 +139,16 @@ def read_report(data: bytes, name: str) -> Report:
         DataError: It is something else; `name` is what the message calls it.
     """
     try:
+        head = msgspec.json.decode(data, type=_Head)
+        if head.format != FORMAT:
+            raise DataError(
+                f"{name} is a report of another format",
+                seen=f"{head.format!r:.40}, and this release of Dure reads {FORMAT!r}",
+                fix=f"Install {release_that_reads(head.needs)}.",
+            )
         report = msgspec.json.decode(data, type=Report)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{name} is no report of dure bench", seen=str(error)) from error
-    if report.format != FORMAT:
-        raise DataError(f"{name} is of another version", seen=report.format)
     return report
 
 

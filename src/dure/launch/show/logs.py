@@ -10,7 +10,8 @@
         attempt_1/...                   the same after the first restart
 
 Where several hosts share the directory, all but the first add their number to the names of the
-three files: `events.node1.jsonl`.
+three files: `events.node1.jsonl`. Nothing here reads these files; `version` in job.json and in the
+event "round" is for programs that do. It grows if a field gets another meaning or is left out.
 
 Others may write to such a directory, as to one in a shared place. Who may can put a symbolic link
 where a file of ours will be, and have us overwrite whatever it points to; or a pipe, and have us
@@ -34,7 +35,10 @@ from typing import IO
 from dure.launch.ranks.environment import Round
 from dure.launch.spec import JobResult, JobSpec, RankResult, Std, Stream, StreamChoice
 
-__all__ = ["Logs", "is_kept", "is_shown"]
+__all__ = ["VERSION", "Logs", "is_kept", "is_shown"]
+
+VERSION = 1
+"""Of job.json and the events."""
 
 _OURS_ALONE = 0o700  # of a directory that is made here: programs print what not everybody may read
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -109,8 +113,10 @@ class Logs:
                 raise
             self._fail(error)
         at = {"number": round.number, "node": round.node}
-        self.note("round", **at, hosts=round.hosts, nprocs=round.nprocs)
+        self.note("round", version=VERSION, **at, hosts=round.hosts, nprocs=round.nprocs)
         self._job |= {
+            "format": "dure job",
+            "version": VERSION,
             "program": [self._spec.program, *self._spec.args],
             "kind": self._spec.kind,
             "run_id": self._spec.run_id,
