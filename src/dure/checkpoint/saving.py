@@ -61,6 +61,8 @@ __all__ = ["OnDemand", "Saving", "Taken", "begin", "save_into", "take"]
 
 _NOT_SAVED = "the checkpoint was not saved"
 _log = logs.logger("checkpoint")
+_SHOWN = 8
+"""Ranks of which the log says what they wrote."""
 
 
 class OnDemand(dict[Slice, torch.Tensor]):
@@ -351,9 +353,27 @@ class Saving:
                     fix="Check the disk and save again. Until then a power failure may bring back "
                     "the previous checkpoint, whose files are kept.",
                 ) from unflushed
+            self._report(path)
             return catalog
         finally:
             del unflushed  # see `Ranks._outcomes`
+
+    def _report(self, path: Path) -> None:
+        """Write one line about who wrote what."""
+        ranks = self._ranks
+        if logs.reports(_log, ranks.rank):
+            layouts = self._divided().layouts
+            parts = [
+                f"rank {rank}: {logs.size_text(layout.num_bytes)}"
+                for rank, layout in enumerate(layouts)
+                if layout.begins
+            ]
+            logs.decided(
+                _log,
+                ranks.rank,
+                "checkpoint %s: saved by %d of %d ranks (%s)",
+                *(path, len(parts), ranks.size, ", ".join(parts[:_SHOWN])),
+            )
 
     def _catalog(self, sums: list[list[int]], number: int) -> Catalog:
         """Combine what ranks sent with the checksums of what they wrote."""

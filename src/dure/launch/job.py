@@ -35,9 +35,11 @@ from dure.launch.signals import caught_signals, read_signals
 from dure.launch.spec import JobResult, JobSpec
 from dure.store.key import SHARED_HOME_S, JobKey, load_for
 from dure.store.system import memory_file
+from dure.trace import logs
 
 __all__ = ["run_job"]
 
+_log = logs.logger("launch")
 _LAST_WORDS_S = 0.3  # how long an interrupted job waits for who reads its output
 _OURS_ALONE = 0o700  # programs print what not everybody may read
 _KEY_FD = 10
@@ -143,6 +145,7 @@ def _advice(error: OSError) -> str:
 def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
     """Let the agent work, and show what came of it."""
     _say_threads(place)
+    _report(place)
     outcome = agent.work()
     result = JobResult(
         exit_code=outcome.code,
@@ -229,6 +232,20 @@ def _secret_memory(name: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def _report(place: Workplace) -> None:
+    """Write one line of the log about how ranks are started."""
+    spec = place.spec
+    how = "in a fresh interpreter each"
+    if place.zygote is not None:
+        how = "forked from a process that has imported what they need"
+    hosts = "alone" if spec.endpoint is None else f"with other hosts ({spec.rdzv_backend})"
+    _log.info(
+        "host %s, %s: %d ranks start %s; up to %d restarts; %s",
+        *(place.host, hosts, spec.nproc, how, spec.max_restarts),
+        "cores are bound" if spec.numa else "cores are not bound",
+    )
 
 
 def _say_threads(place: Workplace) -> None:

@@ -40,7 +40,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dure.comm.memory import heap_address
 from dure.parallel.ddp.outcome import UsedParameters
+from dure.trace import logs
 from dure.training.flat_buffers import FlatBuffers, padded
 from dure.training.grad_views import (
     CastGradView,
@@ -71,6 +73,8 @@ FIRST_CAP_BYTES = 1 << 20
 """Cap of the first bucket of each kind (the value of torch's DDP)."""
 
 _ROOT = 0
+_SHOWN = 8
+"""Buckets whose sizes the log has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +239,19 @@ class BucketAssignment:
     def bucket_sizes(self) -> list[int]:
         """Return the bytes of gradients in each bucket."""
         return [sum(view.size for view in b.views) for b in self.buckets if b.views]
+
+    def describe(self) -> str:
+        """Return the buckets as text for the log."""
+        sizes = self.bucket_sizes()
+        shown = [logs.size_text(size) for size in sizes[:_SHOWN]]
+        shown += [f"{len(sizes) - _SHOWN} more"] if len(sizes) > _SHOWN else []
+        reached = heap_address(self.buckets[-1].flat) is not None
+        where = ", in memory that the ranks of a host share" if reached else ""
+        count = sum(len(bucket.views) for bucket in self.buckets)
+        return (
+            f"{count} gradients of {logs.size_text(sum(sizes))} in {len(sizes)} bucket"
+            f"{'s' if len(sizes) > 1 else ''} ({', '.join(shown)}){where}"
+        )
 
     def _make_view(self, number: int, named: NamedParameter) -> GradView:
         own, wanted = named.parameter.dtype, self._options.reduce_dtype

@@ -24,6 +24,7 @@ from dure.parallel.ddp.buffers import BufferHook, BufferHookLocation
 from dure.parallel.ddp.hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from dure.parallel.ddp.step_times import Clock
 from dure.parallel.ddp.validation import trained_parameters
+from dure.trace import logs
 from dure.training.agreement import broadcast_tensors, describe_tensor, verify_equal
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ __all__ = [  # the underscored ones are torch's own names
     "sync_module_states",
     "verify_shapes",
 ]
+
+_log = logs.logger("parallel")
 
 _BROADCAST_BUCKET_BYTES = 250 << 20
 _ALWAYS_SAMPLED = 10
@@ -93,6 +96,11 @@ class Report:
             max(1, clock.comm_end - clock.comm_start),
             int(times.overlap_s * 1e9),
         ]
+        _log.debug(
+            "DistributedDataParallel, step %d: forward %.2f ms, backward %.2f ms, communication "
+            "%.2f ms, of which %.2f ms beside backward",
+            *(iteration, *(span / 1e6 for span in spans)),
+        )
         self._num_samples += 1
         self._sums = [total + span for total, span in zip(self._sums, spans, strict=True)]
         names = (

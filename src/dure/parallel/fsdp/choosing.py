@@ -17,6 +17,7 @@ from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.reducing import CustomCollective
 from dure.parallel.fsdp.shared import Shared, why_not_shared
 from dure.parallel.fsdp.strategy import Strategy
+from dure.trace import logs
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["forced", "strategy", "strategy_for"]
 
 NAMES = ("shared", "gathered")
+_log = logs.logger("parallel")
 _forced: ContextVar[str | None] = ContextVar("dure_fsdp_strategy", default=None)
 
 
@@ -76,6 +78,40 @@ def strategy_for(
     Raises:
         UsageError: *shared* is asked for where it cannot be; why.
     """
+    made = _choose(parameters, axes, asked, near, all_gather)
+    _report(made, parameters, axes)
+    return made
+
+
+class _Reported(set[tuple[str, str]]):
+    """Strategies, and why they were chosen, that the log has of a group."""
+
+
+def _report(made: Strategy, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
+    """Write one line: at INFO for the first parameters that get a strategy for a reason."""
+    group = axes.shard_group
+    known: _Reported = group.belongings.setdefault(_Reported, _Reported())
+    first = (made.name, made.why) not in known
+    known.add((made.name, made.why))
+    rank = group.rank() if first else 1
+    if logs.reports(_log, rank):
+        nbytes = sum(p.whole_shape.numel() * p.dtype.itemsize for p in parameters)
+        logs.decided(
+            _log,
+            rank,
+            "fully_shard: %d parameters of %s over %d ranks are %s (%s)%s",
+            *(len(parameters), logs.size_text(nbytes), axes.size, made.name, made.why),
+            "; others of the same kind are listed at DEBUG" if first else "",
+        )
+
+
+def _choose(
+    parameters: Sequence[FSDPParameter],
+    axes: DataAxes,
+    asked: str | None,
+    near: ProcessGroup | None,
+    all_gather: CustomCollective | None,
+) -> Strategy:
     reason = None
     if asked != "gathered" and all_gather is None:
         over_hosts = len(axes.shard_group.hosts) > 1
