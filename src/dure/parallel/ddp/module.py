@@ -178,6 +178,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         )
         # A weak reference: a cycle would keep shared memory until the garbage collector comes.
         self._reducer = Reducer(group, trained, options, weakref.ref(self))
+        self._reducer.report(type(self.module).__name__)
         return self._reducer
 
     def replaced(self, views: Sequence[GradView]) -> Sequence[GradView]:

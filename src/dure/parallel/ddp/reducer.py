@@ -64,7 +64,7 @@ from dure.parallel.ddp.outcome import (
     agreed_error,
 )
 from dure.parallel.ddp.step_times import Clock, StepTimes, trace_step
-from dure.trace import spans
+from dure.trace import logs, spans
 from dure.training import autograd_hooks
 from dure.training.grad_views import DORMANT, GradView, NamedParameter
 
@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from dure.parallel.ddp.comm_hooks import HookRunner
 
 __all__ = ["Reducer", "Reductions", "Replica"]
+
+_log = logs.logger("parallel")
 
 
 class Replica(Protocol):
@@ -237,6 +239,20 @@ class Reducer:
             autograd_hooks.hooks_of_program(view.parameter) for view in self.all_views
         ]
 
+    def report(self, module: str) -> None:
+        """Write one line about the buckets of a module of this type."""
+        caps = ", ".join(logs.size_text(cap) for cap in self.options.caps)
+        unused = "allowed" if self.allow_unused else "an error"
+        self._report_buckets(
+            f"{module} on {self.group.size()} ranks, bucket caps {caps}, unused parameters are "
+            f"{unused}"
+        )
+
+    def _report_buckets(self, what: str) -> None:
+        if logs.reports(_log, self.group.rank()):
+            text = self.assignment.describe()
+            logs.decided(_log, self.group.rank(), "DistributedDataParallel, %s: %s", what, text)
+
     def views(self) -> Iterator[GradView]:
         """Go through the gradients in all buckets."""
         return (view for bucket in self.buckets for view in bucket.views)
@@ -267,6 +283,7 @@ class Reducer:
         if self.assignment.rebuild():
             self.rebuilt = True
             self.buckets = self.assignment.buckets
+            self._report_buckets("in the order of the first backward")
             self._used_parameters = self.assignment.used_parameters
             for view in self.all_views:
                 if view.used and view.buffer_index == DORMANT:  # under no_sync, after the plan
