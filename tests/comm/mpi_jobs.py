@@ -31,7 +31,7 @@ def why_not() -> str:
 
 
 @functools.cache
-def _launcher() -> tuple[str, ...]:
+def launcher() -> tuple[str, ...]:
     """Return mpirun with what a test needs: more ranks than cores, and root in a container."""
     said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True)
     if "Open MPI" not in said.stdout:
@@ -89,4 +89,4 @@ def _run(command: tuple[str, ...], variables: dict[str, str]) -> Ended:
 def mpirun(n: int, program: Path | str, *arguments: str, **variables: str) -> Ended:
     """Run a Python program with `n` ranks."""
     path = PROGRAMS / program if isinstance(program, str) else program
-    return run(*_launcher(), "-n", str(n), sys.executable, str(path), *arguments, **variables)
+    return run(*launcher(), "-n", str(n), sys.executable, str(path), *arguments, **variables)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
-from dure.comm.creation import GroupSpec, WatchedStore
-from dure.errors import StoreTimeout
+from dure.comm import creation
+from dure.comm.creation import GroupSpec, WatchedStore, create_groups
+from dure.comm.world import World
+from dure.errors import RendezvousError, StoreTimeout
 from dure.store import HashStore
+from dure.store.builds import Build
 from dure.store.rendezvous import rendezvous
 from tests.waiting import PATIENCE_S
 
@@ -30,3 +34,20 @@ def test_waits_go_on_after_the_world_shrank_and_its_ranks_have_new_numbers():
     assert not watched.check(["never"])
     for one in made:
         one.close()
+
+
+def test_ranks_of_the_plugin_with_different_builds_make_no_group(monkeypatch: pytest.MonkeyPatch):
+    shared, mine = HashStore(), threading.local()
+    monkeypatch.setattr(creation, "own_build", lambda: Build(10, mine.version))
+    spec = GroupSpec(name="g", global_ranks=(0, 1), backend="gloo", timeout=LONG)
+
+    def create(rank: int) -> str:
+        mine.version = f"0.2.{rank}"
+        with pytest.raises(RendezvousError) as caught:
+            create_groups(World(), shared, rank, [spec])
+        return caught.value.seen or ""
+
+    with ThreadPoolExecutor(2) as pool:
+        for seen in pool.map(create, range(2)):
+            assert "0.2.0 (protocol 10): rank 0 (pid " in seen
+            assert "0.2.1 (protocol 10): rank 1 (pid " in seen

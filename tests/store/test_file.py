@@ -9,6 +9,7 @@ import pytest
 
 from dure.errors import StoreError, StoreTimeout
 from dure.store import FileStore
+from dure.store.builds import own_build
 from tests.waiting import PATIENCE_S
 
 TIMEOUT = timedelta(seconds=PATIENCE_S)
@@ -80,6 +81,16 @@ def test_a_file_that_is_not_what_it_was_is_an_error_and_closing_is_not(
             use()
     store.close()
     assert path.exists() == (then != "deleted")
+
+
+def test_a_line_that_cannot_be_read_is_an_error_that_names_the_builds(path: Path) -> None:
+    store = FileStore(path, timeout=TIMEOUT)
+    with path.open("ab") as file:
+        file.write(b'[null,"older",[7,"then","far","another host"]]\n[["of a later version"]]\n')
+    with pytest.raises(StoreError) as caught:
+        store.get("k")
+    assert "older than 0.2.0: pid 7 on far" in (caught.value.fix or "")
+    assert f"{own_build()}: pid {os.getpid()} on " in (caught.value.fix or "")
 
 
 def test_a_held_lock_ends_in_a_timeout(path: Path) -> None:

@@ -8,11 +8,14 @@ from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout
 from dure.store import JobKey, Store, TCPStore, network
+from dure.store.builds import Build, own_build
 from dure.store.connection import Connection, dial
+from dure.store.identity import host_name
 from dure.store.init_method import TcpPlace
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
@@ -27,6 +30,22 @@ def test_only_one_side_insecure_is_refused(
     monkeypatch.setenv("DURE_INSECURE", "1")
     with pytest.raises(StoreRefused):
         client(master, None)
+
+
+def test_messages_name_both_builds_where_the_server_is_of_another(
+    master: TCPStore, key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "own_build", lambda: Build(11, "9.8.7"))
+    store = client(master, key)
+    mine, theirs = f"9.8.7 (protocol 11) on {host_name()}", f"{own_build()} on {host_name()}"
+    with pytest.raises(StoreTimeout) as late:
+        store.wait(["never"], timedelta(0))
+    monkeypatch.setattr(network, "read_reply", lambda answer: msgspec.msgpack.decode(b"\xc1"))
+    with pytest.raises(StoreError) as unread:
+        store.num_keys()
+    for caught in (late, unread):
+        assert mine in caught.value.what
+        assert theirs in caught.value.what
 
 
 def test_a_client_with_a_key_does_not_talk_to_a_server_without(
