@@ -78,6 +78,23 @@ def test_warnings_obey_filters_for_dure_and_for_pythons_class(name, base, caught
 
 
 @pytest.mark.parametrize(
+    ("removed_in", "text"),
+    [
+        ("", "`x` is deprecated: use `y`"),
+        ("0.5", "`x` is deprecated, which Dure 0.5 will not have: use `y`"),
+    ],
+)
+def test_what_is_deprecated_names_its_successor_at_the_line_that_used_it(removed_in, text):
+    def old():
+        errors.warn_deprecated("`x`", "`y`", removed_in=removed_in)
+
+    with pytest.warns(dure.DureDeprecationWarning) as caught:
+        old()
+    (warning,) = caught
+    assert (str(warning.message), warning.filename) == (text, __file__)
+
+
+@pytest.mark.parametrize(
     ("options", "raised"),
     [
         (["error::dure.DureWarning"], ["UsageWarning", "PerformanceWarning"]),

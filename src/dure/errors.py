@@ -47,6 +47,7 @@ Tests match types and fields, never wording.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -569,6 +570,21 @@ class DureDeprecationWarning(DureWarning, FutureWarning):
 
     It is a `FutureWarning`, as in torch: Python hides a `DeprecationWarning` by default.
     """
+
+
+def warn_deprecated(old: str, new: str, *, removed_in: str = "", stacklevel: int = 2) -> None:
+    """Warn that a name, an argument or a form has a successor.
+
+    Args:
+        old: What was used.
+        new: The successor, and how it differs if it does.
+        removed_in: The release that no longer has `old`: two minor versions after the first one
+            that warns. Empty: it stays for as long as torch has it.
+        stacklevel: As for `warnings.warn`, seen from the caller; 2 is the caller's caller.
+    """
+    until = f", which Dure {removed_in} will not have" if removed_in else ""
+    text = f"{old} is deprecated{until}: use {new}"
+    warnings.warn(text, DureDeprecationWarning, stacklevel=stacklevel + 1)
 
 
 class UsageWarning(DureWarning, UserWarning):

@@ -12,7 +12,7 @@ Formats of the manifest. All that were ever released can be read, and the newest
     2   a line with the SHA-256 of the JSON text, then the text
     3   a JSON text whose first field is the SHA-256 of all bytes behind the digest
 
-    {"sha256": "5f0c...", "format": "dure checkpoint", "version": 3, "needs": "dure>=0.1",
+    {"sha256": "5f0c...", "format": "dure checkpoint", "version": 3, "needs": "dure>=0.2",
      "state": ..., "tensors": ...}
 
 Format 1 was replaced before the first release. A later format begins with the same four fields, so
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 NAME = "manifest.json"
-FORMAT, VERSION, _NEEDS = "dure checkpoint", 3, "dure>=0.1"
+FORMAT, VERSION, _NEEDS = "dure checkpoint", 3, "dure>=0.2"
 _OLDEST = 2
 _HEAD, _DIGEST_BYTES = b'{"sha256": "', 64
 _PART = re.compile(r"part-(\d{6,})-(\d{5,})\.safetensors")

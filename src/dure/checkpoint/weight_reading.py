@@ -60,7 +60,7 @@ KEY = "dure"
 """The key of the checksums in the metadata."""
 VERSION = 1
 """Of the checksums."""
-_VERSION_KEY, _NEEDS_KEY, _NEEDS = "dure_version", "dure_needs", "dure>=0.1"
+_VERSION_KEY, _NEEDS_KEY, _NEEDS = "dure_version", "dure_needs", "dure>=0.2"
 _MAX_HEADER_BYTES = 100_000_000
 _NAMES = frozenset(DTYPES.values())
 

@@ -7,7 +7,6 @@ along one axis after another, so in the end all values are those of the mesh's f
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from dure.comm.capture import has_no_values
 from dure.comm.differentiable import Map
 from dure.comm.group import ProcessGroup
 from dure.comm.untraced import untraced_below
-from dure.errors import DureDeprecationWarning, MeshError, ModuleError, PlacementError, UsageError
+from dure.errors import MeshError, ModuleError, PlacementError, UsageError, warn_deprecated
 from dure.mesh import DeviceMesh
 from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
 from dure.tensor.parameter_names import name_parameters
@@ -349,10 +348,9 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a function that takes the module too, as torch once did not ask."""
     if len(inspect.signature(fn).parameters) == 3:
         return fn
-    warnings.warn(
-        f"{name} takes (module, {name.removesuffix('_fn')}s, mesh); the form without the module "
-        "is torch's old one.",
-        DureDeprecationWarning,
+    warn_deprecated(
+        f"{name} without the module as its first argument",
+        f"{name}(module, {name.removesuffix('_fn')}s, mesh)",
         stacklevel=3,
     )
     return lambda module, values, mesh: fn(values, mesh)

@@ -38,7 +38,7 @@ from dure.trace.spans import Span
 __all__ = ["CRASHED", "FORMAT", "VERSION", "Target", "target", "wanted", "write"]
 
 FORMAT, VERSION = "dure-flight", 1
-_NEEDS = "dure>=0.1"
+_NEEDS = "dure>=0.2"
 CRASHED = "ended by "
 """How the reason of a file begins whose rank an exception has ended; the exception follows."""
 _MAX_JOBS = 20

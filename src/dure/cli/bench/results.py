@@ -22,7 +22,7 @@ from dure.errors import DataError
 from dure.trace.plain_files import release_that_reads
 
 FORMAT = "dure bench 1"
-_NEEDS = "dure>=0.1"
+_NEEDS = "dure>=0.2"
 _OWN = ["size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong"]
 _NONE = "-"
 

@@ -11,7 +11,6 @@ told so when it wraps its module.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,7 +20,7 @@ import torch
 
 from dure.comm.group import ProcessGroup
 from dure.comm.world import resolve
-from dure.errors import DureDeprecationWarning, ModuleError
+from dure.errors import ModuleError, warn_deprecated
 from dure.parallel.ddp.buckets import FIRST_CAP_BYTES
 from dure.parallel.ddp.outcome import shown
 from dure.training.autograd_hooks import on_outputs
@@ -93,11 +92,10 @@ class BufferRules:
 def buffer_rules(broadcast_buffers: bool | None, forward_sync: bool | None) -> BufferRules:
     """Take over `broadcast_buffers` and `forward_sync_buffers`, which replaces it."""
     if broadcast_buffers is not None:
-        what = "is ignored beside" if forward_sync is not None else "is deprecated in favour of"
-        warnings.warn(
-            f"`broadcast_buffers` {what} `forward_sync_buffers`, which leaves the buffers of a "
+        warn_deprecated(
+            "`broadcast_buffers`",
+            "`forward_sync_buffers`, which decides if both are given, and leaves the buffers of a "
             "newly wrapped module to `init_sync`",
-            DureDeprecationWarning,
             stacklevel=3,
         )
     if forward_sync is not None:

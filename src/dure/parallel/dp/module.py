@@ -11,13 +11,12 @@ end in the one module's parameters.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from dure.errors import DureDeprecationWarning, ModuleError
+from dure.errors import ModuleError, warn_deprecated
 from dure.parallel.dp.apply import parallel_apply
 from dure.parallel.dp.devices import Device, as_device, chosen_devices
 from dure.parallel.dp.replicas import replicate
@@ -61,12 +60,10 @@ class DataParallel(torch.nn.Module):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        warnings.warn(
-            "DataParallel's replicas share one Python interpreter and one backward; "
-            "DistributedDataParallel's have their own, also on one machine: "
-            "`dure run --nproc N` starts them.",
-            DureDeprecationWarning,
-            stacklevel=2,
+        warn_deprecated(
+            "DataParallel",
+            "DistributedDataParallel, whose replicas have their own Python interpreter and "
+            "backward, also on one machine (`dure run --nproc N`)",
         )
         self._devices = chosen_devices(module, device_ids)
         self.module, self.dim = module, dim
