@@ -4,7 +4,7 @@
 // place, and whatever is not as simple as it could be is declined, so that the slow path deals with
 // it and words its errors: tensors that are not plain, sizes that do not fit together, reductions
 // without a meaning for the dtype, a call from a forked child or a signal handler, or while a graph
-// is captured or a hook listens.
+// is captured, a hook listens or a profiler runs.
 //
 // Small operations keep the GIL until they would have to wait (interrupt.h).
 #include "engine.h"

@@ -33,9 +33,9 @@ bool read_plain(nanobind::handle tensor, PlainTensor& out);
 // The code of a `ReduceOp` object; `none` for others.
 Reduction reduction_of(nanobind::handle op);
 
-// Whether a hook of dure.trace listens, or this thread captures a graph by torch.jit.trace, or is
-// in a dispatch mode (make_fx, FakeTensorMode). Then the fast path does not touch memory, and the
-// slow path decides.
+// Whether a hook of dure.trace listens, one of torch's profilers runs in this process, or this
+// thread captures a graph by torch.jit.trace or is in a dispatch mode (make_fx, FakeTensorMode).
+// Then the fast path does not touch memory, and the slow path decides.
 bool is_watched();
 
 // Increment the version counter of a plain tensor, by which autograd detects a write.

@@ -33,6 +33,7 @@ from dure.checkpoint.randomness import random_state
 from dure.checkpoint.replicas import Rule, rule_of
 from dure.checkpoint.resuming import POSITIONS, RANDOM, RUN, Resuming
 from dure.checkpoint.saving import Saving, Taken, take
+from dure.comm.profiling import recorded
 from dure.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -112,6 +113,7 @@ class Checkpointer:
         """The ranks now: the default group may have been made after this object."""
         return Ranks(self._process_group)
 
+    @recorded("dure.checkpoint.save")
     def save(self, step: SupportsIndex, /, **objects: Any) -> Path:
         """Save `objects` as they are after `step`; return where.
 
@@ -228,6 +230,7 @@ class Checkpointer:
                 return Saved(found.step, found.path, found.world_size, found.catalog.num_bytes)
         return None
 
+    @recorded("dure.checkpoint.load")
     def load(self, step: int | None = None, /, **objects: Any) -> int | None:
         """Put `objects` back to the newest whole checkpoint, and return its step.
 

@@ -36,6 +36,7 @@ from dure.checkpoint.staging import AsyncStager
 from dure.checkpoint.storage import StorageReader, StorageWriter
 from dure.checkpoint.weight_folder import save_weights
 from dure.checkpoint.weight_reading import catalog_of_weights
+from dure.comm.profiling import recorded
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def save(
     return _save(state_dict, checkpoint_id, storage_writer, planner, ranks)
 
 
+@recorded("dure.checkpoint.save")
 def _save(
     state_dict: Mapping[str, Any],
     checkpoint_id: Where | None,
@@ -145,6 +147,7 @@ class AsyncCheckpointerType(Enum):
     PROCESS = "process"
 
 
+@recorded("dure.checkpoint.async_save")
 def async_save(
     state_dict: Mapping[str, Any],
     *,
@@ -244,6 +247,7 @@ def load(
     return _load(state_dict, checkpoint_id, storage_reader, planner, ranks)
 
 
+@recorded("dure.checkpoint.load")
 def _load(
     state_dict: MutableMapping[str, Any],
     checkpoint_id: Where | None,

@@ -43,6 +43,7 @@ from dure.comm.group import ProcessGroup
 from dure.comm.operators import call_operators
 from dure.comm.ops import ReduceOp
 from dure.comm.pending import pending
+from dure.comm.profiling import UNRECORDED, profiler, redistributing
 from dure.comm.world import when_left
 from dure.errors import InternalError, PlacementError
 from dure.tensor.placement_types import (
@@ -380,9 +381,11 @@ def redistribute(
     if order is not None:
         local = local.permute(order)
     about(subject_of(f"{name}, {subject.text}") if name else subject)
+    recorded = profiler._is_profiler_enabled
     try:
-        for step in steps:
-            local = _run(step, local, async_op and step is steps[-1], step is not steps[0])
+        with redistributing(local, subject.text) if recorded else UNRECORDED:
+            for step in steps:
+                local = _run(step, local, async_op and step is steps[-1], step is not steps[0])
     finally:
         about(NOTHING)
     return local if back is None else local.permute(back)

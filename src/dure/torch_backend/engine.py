@@ -68,6 +68,7 @@ def build(plan: Plan) -> ProcessGroup:
     )
     # The world is thrown away: it is torch that knows which groups there are.
     (group,) = create_groups(World(), store, plan.global_ranks[plan.rank], [spec])
+    group.in_torch = True
     try:
         begin_recording(store)
     except BaseException:

@@ -38,6 +38,7 @@ from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
 from dure.comm.capture import has_no_values, refuse_if_captured
 from dure.comm.group import call_log
+from dure.comm.profiling import OperationRecord, profiler
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
@@ -129,6 +130,9 @@ class GroupCore:
         belongings: What others keep with the group, by its type; it goes when the group is closed.
         companions: Groups that other modules made for this one; they are destroyed with it.
     """
+
+    in_torch = False
+    """Whether torch.distributed calls it, which has records of its own in a profile."""
 
     def __init__(
         self,
@@ -453,7 +457,8 @@ class GroupCore:
         backend, plain, finish = self._prepare(call)
         manager = self._own_manager()
         deferred = async_op or manager is not None
-        request, ended = self._start(backend, plain, deferred, finish)
+        start = self._start_recorded if profiler._is_profiler_enabled else self._start
+        request, ended = start(backend, plain, deferred, finish)
         if counts and _writes(call, self._rank):
             count_writes(list(call.outputs))
         if not deferred:
@@ -500,6 +505,14 @@ class GroupCore:
         if not deferred:
             ended(None)
         return request, ended
+
+    def _start_recorded(
+        self, backend: Backend, call: Call, deferred: bool, finish: checks.Finish | None
+    ) -> tuple[Request | None, Callable[[BaseException | None], None]]:
+        """As `_start`, while one of torch's profilers runs."""
+        with OperationRecord(self, backend, call, deferred) as record:
+            request, ended = self._start(backend, call, deferred, finish)
+        return request, record.follow(request, ended) if deferred else ended
 
     def _enter(self, op: str, stays: bool = True) -> bool:
         """Refuse a collective while another thread is inside a synchronous one of this channel.

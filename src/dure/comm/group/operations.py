@@ -8,8 +8,9 @@ so does everything in a coalescing manager, and on backends without plain calls.
 fast path are the same in every operation, and written out because a helper would cost as much as
 the rest; for the same reason these methods hold no closures, whose cells cost at every call.
 
-The engine also declines every call while a hook listens (dure.trace), and while a graph is
-captured; the slow path refuses the latter by name (capture.py).
+The engine also declines every call while a hook listens (dure.trace) or one of torch's profilers
+runs (profiling.py), and while a graph is captured, which the slow path refuses by name
+(capture.py).
 
 *Versions.* With ``counts=True`` an operation increments the versions of the tensors that it writes,
 so that autograd detects the write, as with `Tensor.add_`. The public functions use it, since their
@@ -43,6 +44,7 @@ from dure.comm.group.core import GroupCore, count_writes, started
 from dure.comm.group.sparse import sparse_all_reduce
 from dure.comm.monitored import monitored_barrier
 from dure.comm.ops import ReduceOp, as_reduce_op, check_reducible
+from dure.comm.profiling import profiler
 from dure.comm.work import Work, combine
 from dure.errors import CopyError, UsageError
 
@@ -464,7 +466,8 @@ class ProcessGroup(GroupCore):
         call = Call(op="recv", outputs=(tensor,), peer=src, tag=tag)
         backend, call, finish = self._prepare(call)
         deferred = self._own_manager() is not None  # its number stands among theirs
-        request, ended = self._start(backend, call, deferred, finish)
+        start = self._start_recorded if profiler._is_profiler_enabled else self._start
+        request, ended = start(backend, call, deferred, finish)
         assert request is not None
         if deferred:
             Work(request, [tensor], finish=finish, settled=ended).wait()

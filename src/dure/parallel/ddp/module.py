@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dure.comm.profiling import profiler, step
 from dure.comm.untraced import untraced, untraced_here
 from dure.comm.world import resolve
 from dure.errors import CommError, HookError
@@ -249,6 +250,13 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
     @untraced_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch (Any: whatever the module takes)."""
+        if profiler._is_profiler_enabled:
+            with step("DistributedDataParallel.forward"):
+                return self._forward(inputs, kwargs)
+        return self._forward(inputs, kwargs)
+
+    @untraced_here
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._is_replaced():
             return self._watch_replaced(self._compute(inputs, kwargs))

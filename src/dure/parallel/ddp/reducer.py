@@ -49,11 +49,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from dure.comm.ops import ReduceOp
+from dure.comm.profiling import UNRECORDED, communicating, profiler, step
 from dure.errors import CommError, HookError, ModuleError
 from dure.parallel.ddp.buckets import Bucket, BucketAssignment, ReducerOptions
 from dure.parallel.ddp.outcome import (
@@ -420,8 +422,14 @@ class Reducer:
         for view in bucket.idle:
             if not view.used:
                 view.contribute_unused()
-        self.reductions.start(bucket, self.buckets)
+        with self._record_of(bucket) if profiler._is_profiler_enabled else UNRECORDED:
+            self.reductions.start(bucket, self.buckets)
         self.clock.launched(start, bucket.num_bytes)
+
+    def _record_of(self, bucket: Bucket) -> AbstractContextManager[object]:
+        """Return the record, in a profile, of starting to reduce a bucket."""
+        name = f"DistributedDataParallel.reduce_bucket ({bucket.index})"
+        return communicating(name, self.group, bucket.flat)
 
     def _finish(self) -> None:
         """End a backward: start what is left, wait for all, and show the results."""
@@ -499,7 +507,9 @@ class Reducer:
             self._used_parameters.write(unused, bool(errors))
             while self._next < len(self.buckets):
                 self._start_next()
-            self.reductions.wait(self.buckets, self._used_parameters)
+            waiting = "DistributedDataParallel.wait_for_buckets"
+            with step(waiting) if profiler._is_profiler_enabled else UNRECORDED:
+                self.reductions.wait(self.buckets, self._used_parameters)
             self.clock.launch_ns = early_ns
             self.clock.comm_end = Clock.now()
             self.times = self.clock.times()

@@ -115,9 +115,14 @@ class Gathered(Strategy):
             parameter.has_changed()
         return written
 
+    @property
+    def begins_gather(self) -> bool:
+        """See `Strategy.begins_gather`."""
+        return not self._is_whole and self._begun is None
+
     def unshard(self) -> ProcessGroup | None:
         """Begin the all_gather."""
-        if self._is_whole or self._begun is not None:
+        if not self.begins_gather:
             return None
         if self._kept is not None:
             assert self._near is not None

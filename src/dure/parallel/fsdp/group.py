@@ -144,6 +144,11 @@ class ParameterGroup:
             self.adopt()
             self.strategy.publish()
 
+    @property
+    def begins_gather(self) -> bool:
+        """Whether `unshard` would begin a gather."""
+        return not self.unsharded and self.strategy.begins_gather
+
     def unshard(self) -> ProcessGroup | None:
         """Begin to make the parameters whole; see `Strategy.unshard`."""
         return None if self.unsharded else self.strategy.unshard()

@@ -69,9 +69,14 @@ class SharedByHost(Shared):
         super().publish()
         self._is_gathered = False
 
+    @property
+    def begins_gather(self) -> bool:
+        """See `Strategy.begins_gather`."""
+        return not self._is_gathered and self._begun is None
+
     def unshard(self) -> ProcessGroup | None:
         """Begin to gather the rows of other hosts, once a step."""
-        if self._is_gathered or self._begun is not None:
+        if not self.begins_gather:
             return None
         gathered = heap_empty(self._far.size(), sum(self._rooms), dtype=torch.uint8, must=False)
         flat = gathered[self._far.rank()]

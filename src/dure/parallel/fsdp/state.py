@@ -39,14 +39,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from dure.comm import profiling
 from dure.comm.call import NOTHING, about, subject_of
+from dure.comm.profiling import UNRECORDED, profiler, recorded
 from dure.comm.untraced import untraced
 from dure.errors import Desync, DureError, ModuleError, PeerLost, UsageError
 from dure.parallel.fsdp.backward import Backward
@@ -96,7 +98,7 @@ class Tree:
         self._backwards: dict[nn.Module, tuple[Order, Order]] = {}
         self._forward: Order | None = None
         self._backward: Backward | None = None
-        self._reducing: deque[tuple[str, ParameterGroup]] = deque()
+        self._reducing: deque[tuple[FSDPState, ParameterGroup]] = deque()
         self._kept: set[FSDPState] = set()
         self._shows = False  # an `unshard` of the program, between steps, has entered
 
@@ -159,7 +161,9 @@ class Tree:
                 self.forget()
             if state.announce is not None:
                 state.announce(module)
-            self._forward = self._enter(self._forwards.setdefault(module, Order()))
+            record = profiler._is_profiler_enabled and profiling.step("FSDP::root_pre_forward")
+            with record or UNRECORDED:
+                self._forward = self._enter(self._forwards.setdefault(module, Order()))
             self.entry = self._last_entry = module
         assert self._forward is not None
         self._join(self._forward.skipped(state))
@@ -417,7 +421,7 @@ class Tree:
         begin = now()
         state.end_backward()
         self._reshard_after_backward(state, keeps=state.hides_backward)
-        reducing = [(state.name, g) for g in state.groups if g.reduction.is_begun]
+        reducing = [(state, g) for g in state.groups if g.reduction.is_begun]
         num_bytes = sum(g.trained_bytes for _, g in reducing)
         if num_bytes:
             group = reducing[0][1].reduction.group
@@ -427,12 +431,13 @@ class Tree:
             self._finish_reduction()
 
     def _finish_reduction(self) -> None:
-        name, group = self._reducing.popleft()
+        state, group = self._reducing.popleft()
         begin = now()
-        deliveries = group.finish_reduction()
+        with state.step("FSDP::post_backward_rs_wait"):
+            deliveries = group.finish_reduction()
         if self._backward is not None:
             self._backward.deliveries += deliveries
-        self.clock.reduced(name, begin)
+        self.clock.reduced(state.name, begin)
 
     def _reshard_after_backward(self, state: FSDPState, keeps: bool) -> None:
         """Let a module have its shards; free the wholes, unless `keeps`, or something reads on."""
@@ -441,8 +446,11 @@ class Tree:
         backward = self._backward
         if backward is not None:
             keeps |= backward.keeps_graph and state.waits_for_backward
-        state.reshard(keeps=keeps or self.keeps_unsharded)
+        unsharded = any(group.unsharded for group in state.groups)
+        with state.step("FSDP::post_backward_reshard", unsharded):
+            state.reshard(keeps=keeps or self.keeps_unsharded)
 
+    @recorded("FSDP::root_post_backward_callback")
     def _end_backward(self) -> None:
         """Autograd has ended: reduce what is left, and wait for all."""
         backward = self._backward
@@ -578,12 +586,23 @@ class FSDPState:
         """Whether modules have shards."""
         return any(not group.unsharded for group in self.groups)
 
+    def step(self, name: str, happens: bool = True) -> AbstractContextManager[object]:
+        """Return the record of a step of these modules, while one of torch's profilers runs.
+
+        None where nothing `happens`, or no parameter is the module's own; as in torch.
+        """
+        if profiler._is_profiler_enabled and happens and self.groups:
+            return profiling.step(name, self.name)
+        return UNRECORDED
+
     def unshard(self) -> None:
         """Begin to make all parameters whole."""
         if self.is_sharded:
             begin = now()
             in_backward = self.tree is not None and self.tree.in_backward
-            with self._comparing("gathered in backward" if in_backward else "gathered in forward"):
+            what = "gathered in backward" if in_backward else "gathered in forward"
+            begins = any(group.begins_gather for group in self.groups)
+            with self.step("FSDP::all_gather", begins), self._comparing(what):
                 begun = [group.unshard() for group in self.groups]
             if self.tree is not None:
                 self.tree.clock.gather_started(self.name, begin, next(filter(None, begun), None))
@@ -592,8 +611,9 @@ class FSDPState:
         """Let the modules have the wholes."""
         if self.is_sharded:
             begin = now()
-            for group in self.groups:
-                group.show_wholes()
+            with self.step("FSDP::all_gather_copy_out"):
+                for group in self.groups:
+                    group.show_wholes()
             if self.tree is not None:
                 self.tree.clock.gathered(self.name, begin)
 
@@ -627,7 +647,7 @@ class FSDPState:
 
     def end_backward(self) -> None:
         """Reduce the gradients."""
-        with self._comparing("reduced"):
+        with self.step("FSDP::post_backward_reduce"), self._comparing("reduced"):
             for group in self.groups:
                 group.end_backward()
         self.in_backward = False
@@ -658,6 +678,12 @@ class FSDPState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather; cast inputs; watch for their gradients (Any: any inputs)."""
         tree = self.tree or Tree(self)
+        with self.step("FSDP::pre_forward"):
+            return self._begin_forward(tree, module, args, kwargs)
+
+    def _begin_forward(
+        self, tree: Tree, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         watches = True
         if autograd_hooks.in_backward():
             with tree.telling(self):
@@ -689,12 +715,16 @@ class FSDPState:
             output = cast_floats(output, self.policy.output_dtype)
         if autograd_hooks.in_backward():
             return output
-        tree = self.tree
-        assert tree is not None
+        assert self.tree is not None
+        with self.step("FSDP::post_forward"):
+            self._end_forward(self.tree, module, (args, kwargs), output)
+        return output
+
+    def _end_forward(self, tree: Tree, module: nn.Module, inputs: Any, output: Any) -> None:
         self.to_run.discard(module)
         self.running = max(0, self.running - 1)
         if torch.is_grad_enabled():
-            self._watch_outputs(output, (args, kwargs), tree.entry or module)
+            self._watch_outputs(output, inputs, tree.entry or module)
         if tree.entry is module and not self.running:
             self.to_run.clear()  # of a list of modules, called by themselves
         if not (self.to_run or self.running):
@@ -705,7 +735,6 @@ class FSDPState:
             except ModuleError:
                 tree.forget()
                 raise
-        return output
 
     def _watch_outputs(self, output: Any, inputs: Any, entry: nn.Module) -> None:
         """Watch for gradients of the outputs; note if one may arrive unseen."""
@@ -744,7 +773,7 @@ class FSDPState:
 
     def _before_backward(self, entry: nn.Module) -> None:
         assert self.tree is not None
-        with self.tree.telling(self):
+        with self.step("FSDP::pre_backward"), self.tree.telling(self):
             self.tree.begin_backward(self, entry)
 
     def _gradient_accumulated(self, parameter: FSDPParameter) -> None:

@@ -72,6 +72,11 @@ class Strategy:
         """
         return False
 
+    @property
+    def begins_gather(self) -> bool:
+        """Whether `unshard` would begin an all_gather."""
+        return False
+
     def unshard(self) -> ProcessGroup | None:
         """Begin to make the parameters whole; nothing if they are, or have begun to be.
 

@@ -23,6 +23,7 @@ import torch
 
 from dure.comm.objects import all_gather_object
 from dure.comm.ops import ReduceOp
+from dure.comm.profiling import UNRECORDED, profiler, step
 from dure.errors import CommError, PipelineError, UsageError
 from dure.parallel.pipeline.failures import (
     FailureReport,
@@ -207,7 +208,7 @@ class Executor:
     def _perform_timed(self, action: Action) -> None:
         start_ns, self._waited_ns = time.monotonic_ns(), 0
         custom = self.custom.get(action.kind)
-        with torch.profiler.record_function(f"PP:{action}"):
+        with step(f"PP:{action}") if profiler._is_profiler_enabled else UNRECORDED:
             if custom is not None:
                 assert self._batch is not None
                 custom(action, self._batch)

@@ -65,6 +65,9 @@ class EngineGroup:
         options: What the group is.
     """
 
+    makes_records = True
+    """The engine records its work in torch's profilers itself (comm/profiling.py)."""
+
     def __init__(self, engine: EngineCalls, options: BackendOptions) -> None:
         self.name, self.device_types = engine.name, engine.device_types
         self._rank, self._size = options.rank, options.size

@@ -1,0 +1,273 @@
+"""Operations and steps in torch's profilers, under the names that torch's own have.
+
+While a profiler runs (torch.profiler, emit_nvtx, emit_itt), an operation of a group is two records:
+
+    c10d::allreduce_      the call: until the result is there, or the operation has been started;
+                          its arguments are the group, dtype, number of elements, bytes, ...
+      shm:all_reduce      the operation on the backend, until it has ended
+
+The arguments have the names that NCCL's ``record_param_comms`` has in torch. (That name itself is
+reserved: torch crashes if a record of Python has it.) A profile shows them with
+``record_shapes=True``.
+
+The second record of an asynchronous operation ends on another thread, when the operation ends. So
+torch marks it as asynchronous, and it does not seem to contain what the caller does in between.
+Whoever waits for the operation also waits for the record's end: otherwise a profile could be
+closed before it, and the record be lost.
+
+No record is made twice: the engines of Gloo and NCCL record what happens on the backend themselves
+(`makes_records`), and a program that uses Dure as a backend of torch.distributed has the records of
+torch's call (`GroupCore.in_torch`, torch_backend/profiling.py).
+
+*Steps* (a forward, a bucket, a gather) are records of one range each: `recorded`, `step`.
+
+`profiler._is_profiler_enabled` is True while a profiler runs in any thread of the process. Without
+one, a call costs one look at it: here in Python, and in the engine, which then declines the call
+(`is_watched` in csrc/bindings/tensor.cpp), so that it comes here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from dure.comm.backends.request import Request
+from dure.comm.call import Call
+from dure.comm.futures import waiters
+from dure.comm.untraced import untraced_below
+
+if TYPE_CHECKING:
+    from dure.comm.backends.base import Backend
+    from dure.comm.group.core import GroupCore
+
+__all__ = [
+    "UNRECORDED",
+    "OperationRecord",
+    "communicating",
+    "profiler",
+    "recorded",
+    "redistributing",
+    "step",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+profiler: Any = torch.autograd.profiler
+"""Its `_is_profiler_enabled` is True while a profiler runs."""
+
+UNRECORDED = nullcontext()
+"""In the place of `step(...)` while no profiler runs."""
+
+_Range: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore
+
+_NAMES = {
+    "all_reduce": ("c10d::allreduce_", "allreduce"),
+    "broadcast": ("c10d::broadcast_", "broadcast"),
+    "reduce": ("c10d::reduce_", "reduce"),
+    "all_gather": ("c10d::allgather_", "all_gather"),
+    "all_gather_single": ("c10d::_allgather_base_", "_allgather_base"),
+    "gather": ("c10d::gather_", "gather"),
+    "scatter": ("c10d::scatter_", "scatter"),
+    "reduce_scatter": ("c10d::reduce_scatter_", "reduce_scatter"),
+    "reduce_scatter_single": ("c10d::_reduce_scatter_base_", "_reduce_scatter_base"),
+    "all_to_all": ("c10d::alltoall_", "all_to_all"),
+    "all_to_all_single": ("c10d::alltoall_base_", "all_to_all"),
+    "barrier": ("c10d::barrier", "barrier"),
+    "send": ("c10d::send", "send"),
+    "recv": ("c10d::recv_", "recv"),
+}
+"""How torch calls an operation, and how NCCL's records do in "Collective name"."""
+
+_DTYPES = {
+    torch.uint8: "Byte",
+    torch.int8: "Char",
+    torch.int16: "Short",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.float16: "Half",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.complex32: "ComplexHalf",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+    torch.bool: "Bool",
+    torch.bfloat16: "BFloat16",
+    torch.uint16: "UInt16",
+    torch.uint32: "UInt32",
+    torch.uint64: "UInt64",
+}
+"""How C++ writes them; others are written as Python does, with a capital: "Float8_e4m3fn"."""
+
+
+class OperationRecord:
+    """The records of one operation; a context around its start.
+
+    Args:
+        group: It is number `seq` + 1 of this one.
+        backend: What runs it.
+        call: What is asked of it.
+        deferred: It goes on after the block: `follow` says until when.
+    """
+
+    def __init__(self, group: GroupCore, backend: Backend, call: Call, deferred: bool) -> None:
+        op = "send" if call.op == "isend" else "recv" if call.op == "irecv" else call.op
+        name, collective = _NAMES.get(op, (f"dure::{op}", op))
+        if op == "recv" and call.peer is None:
+            name = "c10d::recv_any_source_"
+        self._ranges: list[Any] = []
+        self._deferred: Any = None
+        if group.in_torch:
+            return
+        shapes = _shapes(call)
+        self._ranges.append(_Range(name, shapes, _fields(group, call, collective, deferred)))
+        if getattr(backend, "makes_records", False):
+            return
+        on_backend = f"{backend.name}:{call.kind if op == call.op else op}"
+        if deferred:
+            self._deferred = profiler.record_function(on_backend)
+        else:
+            self._ranges.append(_Range(on_backend, shapes))
+
+    def __enter__(self) -> OperationRecord:
+        for each in self._ranges:
+            each.__enter__()
+        if self._deferred is not None:
+            self._deferred.__enter__()
+            self._future: torch.futures.Future[None] = torch.futures.Future()
+            self._ended = self._deferred._call_end_callbacks_on_future(self._future)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each in reversed(self._ranges):
+            each.__exit__(*error)
+        if error[0] is not None:
+            self.follow(None)
+
+    def follow(
+        self,
+        request: Request | None,
+        settled: Callable[[BaseException | None], None] | None = None,
+    ) -> Callable[[BaseException | None], None]:
+        """End the record of a deferred operation when its request ends; None: it has.
+
+        Returns:
+            `settled`, which now comes after the record's end.
+        """
+
+        def end() -> None:
+            with suppress(Exception):  # the one who waits for the operation raises it
+                if request is not None:
+                    request.wait_aside()
+            self._future.set_result(None)
+
+        def then(error: BaseException | None) -> None:
+            self._ended.wait()
+            if settled is not None:
+                settled(error)
+
+        if self._deferred is None:
+            return settled or (lambda _: None)
+        waiters.run(end)
+        return then
+
+
+def _shapes(call: Call) -> Sequence[Any]:
+    """Return the tensors whose shapes a record shows: outputs, then inputs."""
+    sides = [call.inputs] if call.inputs is call.outputs else [call.outputs, call.inputs]
+    return [side[0] if len(side) == 1 else list(side) for side in sides if side]
+
+
+def _fields(group: GroupCore, call: Call, collective: str, deferred: bool) -> dict[str, Any]:
+    """Return the arguments of a record, under torch's names."""
+    both = call.inputs is call.outputs
+    message = {"send": "Dst Rank", "recv": "Src Rank"}.get(collective)
+    peer = call.root if call.root >= 0 else call.peer
+    more: dict[str, Any] = {}
+    if collective == "all_to_all":
+        more["In split size"] = str(
+            [t.numel() for t in call.inputs] if len(call.inputs) > 1 else []
+        )
+        out = [t.numel() for t in call.outputs] if len(call.outputs) > 1 else []
+        more["Out split size"] = str(out)
+    if peer is not None:
+        more[message or "Root rank"] = group.global_ranks[peer]
+    outputs = call.inputs if both else call.outputs
+    tensors = call.inputs or outputs
+    return {
+        "Collective name": collective,
+        "In msg nelems": sum(t.numel() for t in call.inputs),
+        "Out msg nelems": sum(t.numel() for t in outputs),
+        **_size(tensors),
+        **_place(group),
+        "Seq": group.seq + 1,
+        "Is asynchronized op": deferred,
+        **more,
+    }
+
+
+def _size(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    dtype = tensors[0].dtype if tensors else torch.uint8
+    return {
+        "dtype": _DTYPES.get(dtype) or str(dtype).removeprefix("torch.").capitalize(),
+        "bytes": sum(t.numel() * t.element_size() for t in tensors),
+    }
+
+
+def _place(group: GroupCore) -> dict[str, Any]:
+    ranks = group.global_ranks
+    return {
+        "Group size": len(ranks),
+        "Process Group Name": group.group_name,
+        "Process Group Description": group.group_desc,
+        "Process Group Ranks": str(list(ranks)),
+        "Global rank start": ranks[0],
+        "Global rank stride": ranks[1] - ranks[0] if len(ranks) > 1 else 0,
+        "Rank": ranks[group.rank()],
+    }
+
+
+@untraced_below
+def step(name: str, of: str = "") -> AbstractContextManager[object]:
+    """Return the range of a step, such as ``FSDP::all_gather (layers.0)``; only while one profiles.
+
+    `of`: which one of several; "" and "(root)" are left out.
+    """
+    return profiler.record_function(f"{name} ({of})" if of not in ("", "(root)") else name)
+
+
+@untraced_below
+def communicating(
+    name: str, group: GroupCore, tensor: torch.Tensor
+) -> AbstractContextManager[object]:
+    """Return the range of a step that communicates `tensor`, with arguments as operations have."""
+    return _Range(name, [tensor], {**_size([tensor]), **_place(group)})
+
+
+@untraced_below
+def redistributing(tensor: torch.Tensor, what: str) -> AbstractContextManager[object]:
+    """Return the range of a redistribution, which brings `tensor` from spec to spec as `what` says.
+
+    It is no operator, which a graph that is captured would keep.
+    """
+    return _Range("Redistribute", [tensor], {**_size([tensor]), "placements": what})
+
+
+def recorded(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make calls of a function steps of this name."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not profiler._is_profiler_enabled:
+                return function(*args, **kwargs)
+            with profiler.record_function(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
