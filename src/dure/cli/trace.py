@@ -51,17 +51,27 @@ def merge(
         print(json.dumps(_as_json(flight, findings), indent=1))
         return
     console = Console()
+    _print_merged(console, flight, findings, last)
+    step = measured_step(flight)
+    if step is not None:
+        _tell_step(console, step, output)
+    if output is not None:
+        console.print(f"Timeline: {output} (open it in ui.perfetto.dev, or chrome://tracing)")
+
+
+def print_merged(console: Console, folder: Path, last: int = 10) -> None:
+    """Print the records of all ranks in `folder` side by side, and what did not match."""
+    flight = read(folder)
+    _print_merged(console, flight, study(flight), last)
+
+
+def _print_merged(console: Console, flight: Flight, findings: Findings, last: int) -> None:
     for problem in flight.problems:
         console.print(Text(f"left out: {problem}", "yellow"))
     for group in findings.groups:
         if group.numbers:
             console.print(_side_by_side(flight, findings, group, last))
     _tell(console, flight, findings)
-    step = measured_step(flight)
-    if step is not None:
-        _tell_step(console, step, output)
-    if output is not None:
-        console.print(f"Timeline: {output} (open it in ui.perfetto.dev, or chrome://tracing)")
 
 
 def _tell_step(console: Console, step: MeasuredStep, output: Path | None) -> None:

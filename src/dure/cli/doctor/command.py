@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any  # Any: what a rank told as JSON
 
 import typer
@@ -26,6 +27,7 @@ from rich.text import Text
 from dure import env
 from dure.cli.doctor import checks, collectives, hosts, machine
 from dure.cli.doctor.checks import Finding, Findings, Level, warning
+from dure.errors import UsageError
 
 _READ_LIMIT_S = 4.0
 _STYLES = {
@@ -50,17 +52,32 @@ def doctor(
         bool, typer.Option(help="Try a small collective on each backend.")
     ] = True,
     limit: Annotated[float, typer.Option(help="Seconds for the collectives.")] = 30.0,
+    as_report: Annotated[
+        bool,
+        typer.Option("--report", help="Print what a bug report needs, as Markdown, no secrets."),
+    ] = False,
+    traces: Annotated[
+        Path | None,
+        typer.Option(help="With --report: a folder with traces or error files of the job."),
+    ] = None,
     answer: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check this machine, and say in plain words what is wrong and what to do."""
     if answer is not None:  # a doctor on another host asks
         hosts.answer(answer)
         return
+    if traces is not None and not as_report:
+        raise UsageError("--traces belongs to --report", fix="Add --report.")
     start = time.monotonic()
     found = _examine(collective=collective, limit_s=limit)
     if hosts_to_ask is not None:
         options = ssh_option or []
         found += hosts.examine(hosts_to_ask, options, collective=collective, limit_s=limit)
+    if as_report:
+        from dure.cli.doctor.report import report  # lazy: the usual doctor needs none
+
+        print(report(found, traces), end="")
+        return
     (_print_json if as_json else _print_table)(found, time.monotonic() - start)
     raise typer.Exit(int(any(finding.level is Level.PROBLEM for finding in found)))
 

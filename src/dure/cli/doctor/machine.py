@@ -30,10 +30,13 @@ from dure.store.key import user_key_path
 from dure.store.system import control_groups, cpu_quota, kernel_text, memory_file
 
 _USUAL_PORT = 29500
+# As `store.system.memory_file`, which an interpreter without site-packages does not find.
 _CHILD = """
 import os, sys
-from dure.store.system import memory_file
-fd = memory_file("dure-doctor")
+try:
+    fd = os.memfd_create("dure-doctor", os.MFD_CLOEXEC | 8)
+except OSError:
+    fd = os.memfd_create("dure-doctor", os.MFD_CLOEXEC)
 os.write(fd, b"seen")
 print(fd, flush=True)
 sys.stdin.read()
