@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -41,7 +41,7 @@ class HasRankLists(Protocol):
         ...
 
 
-Group = Any
+Group = ProcessGroup
 """A `ProcessGroup`, or `GroupMember.NON_GROUP_MEMBER` on ranks outside it."""
 
 
@@ -409,7 +409,7 @@ def split_group(
     pg_options: object = None,
     group_desc: str | None = None,
     backend: str | None = None,
-) -> Group:
+) -> Group | None:
     """Split a group into disjoint groups; only the parent's members call.
 
     Args:

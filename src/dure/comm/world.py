@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dure.errors import NotInGroupError, UsageError
 from dure.trace import logs
@@ -128,7 +128,7 @@ class _NonMember:
         return "_NON_MEMBER"
 
 
-_NON_MEMBER = _NonMember()
+_NON_MEMBER = cast("ProcessGroup", _NonMember())  # may be given wherever a group may
 
 
 class _GroupMeta(type):

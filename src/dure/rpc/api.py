@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc import backend_registry, profiling
-from dure.rpc.agent import UNSET, Agent, Args, Function, Kwargs, To
+from dure.rpc.agent import UNSET, Agent, Args, Kwargs, To
 from dure.rpc.allow import Allowed
 from dure.rpc.autograd.backward import attach
 from dure.rpc.backend_registry import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -41,6 +41,10 @@ __all__ = [
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(__name__)
+
+T = TypeVar("T")
+Function = Callable[..., torch.futures.Future[T] | T]
+"""A function whose result, or whose future's (`functions.async_execution`), is a T."""
 
 _log = logs.logger("rpc")
 
@@ -203,8 +207,8 @@ def is_available() -> bool:
 
 
 def rpc_sync(
-    to: To, func: Function, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
-) -> Any:
+    to: To, func: Function[T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
+) -> T:
     """Call a function of another process, or of this one, and return what it returns.
 
     The function goes by name, the arguments are copied; tensors share memory there where they do
@@ -232,8 +236,8 @@ def rpc_sync(
 
 
 def rpc_async(
-    to: To, func: Function, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
-) -> torch.futures.Future[Any]:
+    to: To, func: Function[T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
+) -> torch.futures.Future[T]:
     """Begin to call a function of another process; arguments and errors as in `rpc_sync`.
 
     The arguments may be changed when this returns. It waits only in threads of the program, while
@@ -243,7 +247,7 @@ def rpc_async(
         A future of what the function returns; errors that come after this are raised by it, and
         that the callee is gone.
     """
-    future: torch.futures.Future[Any]
+    future: torch.futures.Future[T]
     try:
         if _profiler_runs():
             future = profiling.call(current(), "async", to, func, args, kwargs, timeout)
@@ -251,15 +255,15 @@ def rpc_async(
             future = current().rpc_async(to, func, args, kwargs, timeout)
     except PeerLost as error:
         future = torch.futures.Future()
-        future.set_exception(error)
+        future.set_exception(error)  # pyright: ignore[reportArgumentType]
     if hasattr(_here, "futures"):
         _here.futures.append(future)
     return future
 
 
 def remote(
-    to: To, func: Function, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
-) -> RRef[Any]:
+    to: To, func: Function[T], args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET
+) -> RRef[T]:
     """Begin to call a function of another process that keeps the result; arguments as `rpc_sync`.
 
     Returns:

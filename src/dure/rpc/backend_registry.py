@@ -137,8 +137,10 @@ def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> TensorPipeR
     return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
-BackendType: Any = enum.Enum("BackendType", {"TENSORPIPE": BackendValue(_options, None)})
-"""The backends. It is another enumeration after `register_backend`."""
+class BackendType(enum.Enum):
+    """The backends. It is another enumeration after `register_backend`."""
+
+    TENSORPIPE = BackendValue(_options, None)
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -150,7 +152,7 @@ def register_backend(
     backend_name: str,
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
-) -> Any:
+) -> BackendType:
     """Add a backend, and return its type.
 
     Args:
@@ -168,12 +170,12 @@ def register_backend(
         raise RpcError(f"RPC backend {backend_name}: already registered")
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
     known = {member.name: member.value for member in BackendType}
-    BackendType = enum.Enum("BackendType", known | {backend_name: value})
+    BackendType = enum.Enum("BackendType", known | {backend_name: value})  # pyright: ignore
     return BackendType[backend_name]
 
 
 def construct_rpc_backend_options(
-    backend: Any, rpc_timeout: float = 60.0, init_method: str = "env://", **kwargs: Any
-) -> Any:
+    backend: BackendType, rpc_timeout: float = 60.0, init_method: str = "env://", **kwargs: Any
+) -> RpcBackendOptions:
     """Return options for a backend."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)

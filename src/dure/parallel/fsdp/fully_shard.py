@@ -45,7 +45,7 @@ Taken = tuple[FSDPState, FSDPParameter]
 
 
 def fully_shard(
-    module: Any,
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -61,8 +61,7 @@ def fully_shard(
     afterwards. Forward and backward then run as before; gradients are averages over the ranks.
 
     Args:
-        module: The module, or a list of modules whose parameters are gathered together. Any: its
-            type is what is returned.
+        module: The module, or a list of modules whose parameters are gathered together.
         mesh: One axis, over which parameters are sharded; or two, replicas and shards. All ranks
             where None.
         reshard_after_forward: Free the whole parameters between forward and backward. None: yes,
