@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
-from dure.fsdp import fully_shard
-from dure.tensor import Shard
-from dure.testing import run_ranks
+from dure.fsdp import explain, fully_shard, strategy
+from dure.parallel.fsdp import reducing
+from dure.tensor import DTensor, Shard
+from dure.testing import CommRecorder, run_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import assert_same, full_weights
 
 
 def test_a_gradient_of_uneven_columns_has_the_strides_of_its_shard() -> None:
@@ -27,5 +32,143 @@ def test_a_gradient_of_uneven_columns_has_the_strides_of_its_shard() -> None:
         torch.optim.SGD(model.parameters(), lr=1.0, fused=True).step()
         expected = weight - torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
         assert torch.equal(model.weight.full_tensor(), expected)
+
+    run_ranks(2, body)
+
+
+# --------------------------------------------------------------------------------------------------
+# Frozen and low-rank: only trained parameters have gradients and state, and are reduced.
+
+
+WIDTH, RANK, LAYERS, STEPS = 12, 2, 2, 2
+BASE = WIDTH * WIDTH
+ADAPTER = 2 * RANK * WIDTH
+
+
+class Quantized(nn.Module):
+    """A frozen int8 weight [out, in] with a scale a row, and low-rank factors beside it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        drawn = torch.arange(BASE).view(WIDTH, WIDTH) * (7 + number) % 251 - 125
+        self.weight = nn.Parameter(drawn.to(torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.linspace(0.001, 0.002, WIDTH), requires_grad=False)
+        self.down = nn.Parameter(torch.linspace(-0.1, 0.1, RANK * WIDTH).view(RANK, WIDTH))
+        self.up = nn.Parameter(torch.linspace(-0.2, 0.1, RANK * WIDTH).view(WIDTH, RANK))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = self.weight.to(x.dtype) * self.scale[:, None]
+        return torch.tanh(x @ base.t() + x @ self.down.t() @ self.up.t())
+
+
+class Floating(Quantized):
+    """The same with a float base."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.weight = nn.Parameter(self.weight.float() / 2, requires_grad=False)
+
+
+def made(kind: type[Quantized]) -> nn.Sequential:
+    return nn.Sequential(*(kind(number) for number in range(LAYERS)))
+
+
+def sharded(kind: type[Quantized], way: str, trained: bool = False) -> nn.Sequential:
+    """Return a model; if `trained`, all of it, which is frozen afterwards."""
+    model = made(kind)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(trained)
+    with strategy(way):
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    for layer in model if trained else ():
+        layer.get_parameter("weight").requires_grad_(False)
+        layer.get_parameter("scale").requires_grad_(False)
+    return model
+
+
+def trained(model: nn.Module, size: int, rank: int) -> Any:
+    """Return the optimizer and the losses."""
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        rows = torch.linspace(-1, 1 + step, 4 * WIDTH).view(4, WIDTH).chunk(size)[rank]
+        loss = (model(rows) - 0.3).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return optimizer, torch.stack(losses)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Quantized, 1), (Quantized, 4), (Floating, 2)])
+def test_adapters_train_as_on_one_rank(way: str, kind: type[Quantized], size: int) -> None:
+    def body(rank: int) -> Any:
+        model = sharded(kind, way)
+        losses = trained(model, size, rank)[1]
+        return losses, full_weights(model)
+
+    reference = made(kind)
+    losses = trained(reference, 1, 0)[1]
+    results = run_ranks(size, body)
+    torch.testing.assert_close(torch.stack([r[0] for r in results]).mean(0), losses)
+    for _, weights in results:
+        assert_same(weights, full_weights(reference))
+
+
+@pytest.mark.parametrize("kind", [Quantized, Floating])
+def test_frozen_parameters_have_no_gradient_and_no_state(way: str, kind: type[Quantized]) -> None:
+    def body(rank: int) -> None:
+        model = sharded(kind, way)
+        report = explain(model)
+        per_layer = {"0": ADAPTER, "1": ADAPTER}
+        assert {g.module: g.numel for g in report.groups if g.trained} == per_layer
+        frozen = sum(g.numel for g in report.groups if not g.trained)
+        assert frozen == LAYERS * (BASE + WIDTH)
+        # Half of them on each rank; a gradient and two states of trained ones.
+        assert report.trained_bytes == LAYERS * ADAPTER * 4 // 2
+        base = LAYERS * BASE * (1 if kind is Quantized else 4)
+        assert report.frozen_bytes == (base + LAYERS * WIDTH * 4) // 2
+        optimizer, _ = trained(model, 2, rank)
+        shards: list[Any] = list(model.parameters())
+        gradients = [p.grad.to_local().numel() for p in shards if p.grad is not None]
+        assert sum(gradients) == LAYERS * ADAPTER // 2
+        state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, DTensor)]
+        assert sum(t.to_local().numel() for t in state) == 2 * LAYERS * ADAPTER // 2
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_frozen_parameters_are_not_reduced(way: str, later: bool) -> None:
+    """Nor if it was frozen after `fully_shard`."""
+
+    def body(rank: int) -> None:
+        model = sharded(Floating, way, trained=later)
+        with CommRecorder() as seen:
+            trained(model, 2, rank)
+        reduced = [e.nbytes for e in seen.events if e.op == "reduce_scatter_single"]
+        assert len(reduced) == STEPS * LAYERS
+        flags = 4 if later else 2  # each parameter of the group has one element a rank
+        assert set(reduced) == {(ADAPTER + 2 * flags) * 4}
+
+    run_ranks(2, body)
+
+
+def test_what_was_frozen_has_no_gradient_where_flags_have_no_values(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a run without values, in which every trained parameter counts as used."""
+    monkeypatch.setattr(reducing, "has_no_values", lambda _: True)
+
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        with strategy(way):
+            fully_shard(model)
+        model.weight.requires_grad_(False)
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is None and model.bias.grad is not None
 
     run_ranks(2, body)

@@ -1,13 +1,32 @@
 """Reshapes of sharded tensors: which shards go along, in every order."""
 
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
+
+import copy
+import pickle
 
 import pytest
 import torch
 
-from dure.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from dure.errors import PlacementError
+from dure.mesh import DeviceMesh
+from dure.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    spec,
+)
+from dure.tensor.dtensor import use_native
 from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks.operators import Sample, failures, ways
+from tests.tensor.ranks.parts import ORDERS, made
+from tests.thread_ranks import on_mesh, on_ranks
 
 
 def reshaped(*shapes):
@@ -74,3 +93,271 @@ def test_reshapes_of_reshapes(sizes):
         samples.append(Sample(f"heads {shape}", heads, (torch.randn(shape),)))
     tries = [(s.compute(), way) for s in samples for way in ways(s, sizes, 10)]
     assert failures(tries, sizes) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Views of sharded tensors: those that share memory with their source, and those that cannot.
+
+
+def refused():
+    return pytest.raises(PlacementError, match="a view that is a copy")
+
+
+def sharded(rows=4):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(float(rows * 2)).reshape(rows, 2)
+    made = DTensor.from_local(whole, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+    return whole, made
+
+
+@on_ranks(2)
+def test_a_view_that_needs_no_move_shares_memory(rank):
+    whole, x = sharded()
+    x[:, 1].add_(10)
+    whole[:, 1] += 10
+    assert torch.equal(x.full_tensor(), whole)
+
+
+@on_ranks(2)
+def test_a_view_is_no_copy_where_the_table_of_specs_was_emptied(rank):
+    whole, x = sharded()
+    spec._specs.clear()  # as it is when it is full
+    x.detach().add_(10)
+    assert torch.equal(x.full_tensor(), whole + 10)
+
+
+@on_ranks(2)
+def test_a_view_that_is_a_copy_is_not_written(rank):
+    whole, x = sharded()
+    row = x[0]
+    assert torch.equal(row.full_tensor(), whole[0])
+    assert torch.equal(row.clone().add_(1).full_tensor(), whole[0] + 1)
+    for write in (lambda: row.add_(1), row.zero_, lambda: torch.relu_(row)):
+        with refused():
+            write()
+        torch.relu_(x[:, 0])  # the same operator, known by now
+    with refused():
+        x[0] = 1.0
+    assert torch.equal(x.full_tensor(), whole)
+
+
+@on_ranks(2)
+def test_a_view_that_is_a_copy_is_not_read_when_its_source_was_written(rank):
+    whole, x = sharded()
+    row = x[1]
+    assert torch.equal((row + 1).full_tensor(), whole[1] + 1)
+    x.add_(1)
+    reads = (
+        lambda: row + 1,
+        lambda: torch.cat([row, row]),
+        row.full_tensor,
+        row.to_local,
+        lambda: row.view(2),
+    )
+    for read in reads:
+        with refused():
+            read()
+    assert torch.equal((x[1] + 1).full_tensor(), whole[1] + 2)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda row: row.view(2),
+        lambda row: row[0],
+        lambda row: row.detach(),
+        lambda row: row.unsqueeze(0).t(),
+        lambda row: row.split(1)[1],
+    ],
+)
+@on_ranks(2)
+def test_a_view_of_a_copy_is_a_copy(rank, view):
+    whole, x = sharded()
+    for _ in range(2):  # as the rules say, and as it is known
+        seen = view(x[1])
+        assert torch.equal(seen.full_tensor(), view(whole[1]))
+        with refused():
+            seen.add_(1)
+        x.add_(1)
+        whole = whole + 1
+        with refused():
+            _ = seen + 1
+    with refused():
+        x[1].data.add_(1)
+    assert torch.equal(x.full_tensor(), whole)
+
+
+@on_ranks(2)
+def test_lists_and_what_is_no_operator_meet_copies(rank):
+    whole, x = sharded()
+    row = x[1]
+    with refused():
+        torch._foreach_add_([row], 1.0)
+    with refused():
+        x.data = row
+    assert torch.equal(torch._foreach_add([row], 1.0)[0].full_tensor(), whole[1] + 1)
+    assert torch.equal(copy.deepcopy(row).full_tensor(), whole[1])
+    torch._foreach_add_([x], 1.0)
+    reads = (
+        lambda: torch._foreach_add([row], 1.0),
+        lambda: torch._foreach_norm([row]),
+        lambda: copy.deepcopy(row),
+        lambda: pickle.dumps(row),
+        lambda: str(row),
+    )
+    for read in reads:
+        with refused():
+            read()
+
+
+@on_ranks(2)
+def test_what_a_list_operator_writes_is_known_to_autograd(rank):
+    _, x = sharded()
+    x.requires_grad_()
+    loss = (x * x).sum()
+    with torch.no_grad():
+        torch._foreach_mul_([x], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss = (x * x).sum()
+    with torch.no_grad():  # tensor by tensor, as their placements differ
+        torch._foreach_mul_([x], [x.redistribute(placements=[Replicate()])])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:aten.as_strided_copy")
+@on_mesh(2)
+def test_a_view_of_memory(mesh):
+    """It is taken of parts only if they lie in memory as the whole does."""
+
+    whole = torch.arange(12.0).reshape(4, 3)
+    x = DTensor.from_local(whole.clone(), mesh)
+    cut = x.redistribute(placements=[Shard(0)])
+    expected = whole.as_strided((3,), (3,), 1)
+    assert torch.equal(x.t().as_strided((3,), (3,), 1).full_tensor(), expected)
+    assert torch.equal(cut.as_strided((3,), (3,), 1).full_tensor(), expected)
+    assert torch.equal(torch.as_strided_copy(cut.t(), (3,), (3,), 1).full_tensor(), expected)
+    x.as_strided((3,), (3,), 1).add_(1)
+    assert torch.equal(x.full_tensor()[:3, 1], whole[:3, 1] + 1)
+    with refused():
+        cut.as_strided((3,), (3,), 1).add_(1)
+    turned = x.t().redistribute(placements=[Shard(0)])
+    assert torch.equal(turned.as_strided((3,), (3,), 1).full_tensor(), expected + 1)
+    spread = whole.repeat(1, 2)[:, ::2]
+    seen = DTensor.from_local(spread, mesh).as_strided((3,), (3,), 1)
+    assert torch.equal(seen.full_tensor(), spread.as_strided((3,), (3,), 1))
+    assert torch.equal(cut[1:].as_strided((3,), (3,), 1).full_tensor(), expected)
+    for unknown in (cut.t(), cut[:, 1:]):
+        with pytest.raises(PlacementError):
+            unknown.as_strided((3,), (3,), 1)
+
+
+@on_ranks(2)
+def test_a_tensor_becomes_a_view_of_itself(rank):
+    whole, x = sharded()
+    x.transpose_(0, 1)
+    assert x.shape == (2, 4) and x.placements == (Shard(1),)
+    x.unsqueeze_(0).squeeze_(0)
+    assert torch.equal((x * 2).full_tensor(), whole.t() * 2)
+    assert torch.equal(x.t_().full_tensor(), whole)
+    with pytest.raises(PlacementError):
+        x.resize_(3)
+
+
+@on_ranks(2)
+def test_what_has_no_rule_in_place_is_written_by_its_twin(rank):
+    whole, x = sharded(5)
+    index = DTensor.from_local(torch.tensor([4, 0]), x.device_mesh)
+    before = x.to_local().data_ptr()
+    x.index_fill_(0, index, 7.0)
+    whole.index_fill_(0, torch.tensor([4, 0]), 7.0)
+    assert x.placements == (Shard(0),) and x.to_local().data_ptr() == before
+    assert torch.equal(x.full_tensor(), whole)
+    terms = DTensor.from_local(torch.ones(3), x.device_mesh, [Partial()])
+    with pytest.raises(PlacementError):
+        terms.index_fill_(0, index, 7.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Views of DTensors whose parts are stored in other orders than their specs say.
+
+
+@pytest.fixture(params=[True, False], ids=["extension", "Python"])
+def way(request: pytest.FixtureRequest):
+    use_native(request.param)
+    yield
+    use_native(True)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@on_ranks(2)
+def test_a_view_begins_where_that_of_the_full_tensor_does(
+    rank: int, placement: Shard | Replicate
+) -> None:
+    x = distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (2,)), [placement])
+    views = {
+        0: x, 1: x[:, 1:], 4: x[1:], 8: x[2], 2: x.t()[2:], 3: x.view(32)[3:],
+        24: x.split(2)[3],
+    }  # fmt: skip
+    assert [view.storage_offset() for view in views.values()] == list(views)
+    assert x[:, 1:].clone().storage_offset() == 0
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("order", ORDERS)
+@on_mesh(3)
+def test_flattened_parts_of_any_order_are_read_and_written_through(
+    mesh: DeviceMesh, order: str
+) -> None:
+    full = torch.arange(24.0).reshape(3, 4, 2)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for _ in range(2):  # the rules are asked, then the plan is known
+            x = made(mesh, full, [placement], order)
+            flat = x.view(3, 4, 2, 1) if placement.is_shard(1) else x.view(12, 2)
+            flat.mul_(2)
+            assert torch.equal(x.full_tensor(), full * 2)
+            assert torch.equal(flat.full_tensor(), (full * 2).view(flat.shape))
+            assert flat.stride() == full.view(flat.shape).stride()
+
+
+@pytest.mark.usefixtures("way")
+@on_mesh(2)
+def test_view_of_a_part_that_a_program_has_too_is_a_copy(mesh: DeviceMesh) -> None:
+    full = torch.arange(24.0).reshape(2, 3, 4)
+    for _ in range(2):
+        mine = ORDERS["columns"](full)
+        x = DTensor.from_local(mine, mesh, [Replicate()], shape=full.shape, stride=(12, 4, 1))
+        flat = x.view(6, 4)
+        assert torch.equal(flat.full_tensor(), full.view(6, 4))
+        with pytest.raises(PlacementError, match="a view that is a copy"):
+            flat.mul_(2)
+        mine.mul_(2)
+        assert torch.equal(x.full_tensor(), full * 2)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("order", ORDERS)
+@on_mesh(2)
+def test_other_dtypes_and_strided_views_of_parts_of_any_order(mesh: DeviceMesh, order: str) -> None:
+    full = torch.arange(24.0).reshape(3, 4, 2)
+    x = made(mesh, full, [Shard(1)], order)
+    complex_numbers = torch.view_as_complex(x)
+    assert torch.equal(complex_numbers.full_tensor(), torch.view_as_complex(full))
+    same = made(mesh, full, [Replicate()], order)
+    assert torch.equal(same.view(torch.int64).full_tensor(), full.view(torch.int64))
+    assert same.as_strided((4, 3), (2, 8), 1).full_tensor()[3].tolist() == [7.0, 15.0, 23.0]
+
+
+@on_mesh(2)
+def test_reshape_in_inference_mode_shares_memory_where_that_of_full_tensors_does(
+    mesh: DeviceMesh,
+) -> None:
+    rows, full = torch.arange(24.0).reshape(4, 6), torch.arange(24.0).reshape(4, 6)
+    with torch.inference_mode():
+        shared = made(mesh, full, [Replicate()], "columns")
+        shared.reshape(24).add_(1)
+        assert torch.equal(shared.full_tensor(), rows + 1)
+        copied = made(mesh, ORDERS["columns"](full), [Replicate()], "rows")
+        copied.reshape(24).add_(1)
+        assert torch.equal(copied.full_tensor(), rows)
