@@ -132,6 +132,8 @@ def test_a_skipped_order_is_not_resumed_as_another_order(kind, other, named):
     with pytest.raises(UsageError) as caught:
         second.load_state_dict(first.state_dict())
     assert named in caught.value.seen
+    with pytest.raises(UsageError, match="newer release"):
+        second.load_state_dict(before | {"version": 2})
     assert second.state_dict() == before
 
 

@@ -86,7 +86,11 @@ def test_sampler_counts_what_a_data_loader_took_and_padding_as_the_end():
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"shuffle": False}, {"length": 11}, {"epoch": None}, {"consumed": -1}]
+    "change",
+    [
+        *({"seed": 1}, {"shuffle": False}, {"length": 11}, {"epoch": None}, {"consumed": -1}),
+        {"version": 2},
+    ],
 )
 def test_sampler_state_of_another_order_is_refused(change):
     state = {**DistributedSampler(range(10), 1, 0).state_dict(), **change}

@@ -25,12 +25,12 @@ from dure.errors import UsageError
 from dure.plan import Gpu, Machine
 from dure.trace.plain_files import parse_json, read_plain
 
-__all__ = ["here", "machine_of"]
+__all__ = ["VERSION", "here", "machine_of"]
 
 _PROGRAM = ("-m", "dure.cli.here_rank")
 _A_DAY_S = 86_400
 _MOST_BYTES = 1 << 20
-_FORMAT, _VERSION = "dure machine", 1
+_FORMAT, VERSION = "dure machine", 1
 _LARGE, _SMALL = (1024, 1024, 1024), (128, 128, 1024)
 TOKENS, WIDTH, HIDDEN, HEADS = 512, 512, 1408, 8  # of the layer that is timed
 _VOCABULARY = 8192
@@ -67,7 +67,7 @@ def here(ranks: int, *, again: bool = False) -> Machine:
     machine = machine_of(_measured(ranks), ranks)
     folder.mkdir(parents=True, exist_ok=True)
     found = {"gpu": asdict(machine.gpu), "measured": machine.measured}
-    kept.write_text(json.dumps({"format": _FORMAT, "version": _VERSION} | found))
+    kept.write_text(json.dumps({"format": _FORMAT, "version": VERSION} | found))
     return machine
 
 
@@ -77,7 +77,7 @@ def _read(path: Path, ranks: int) -> Machine | None:
         if time.time() - path.stat().st_mtime >= _A_DAY_S:
             return None
         found = parse_json(read_plain(path, _MOST_BYTES))
-        if (found["format"], found["version"]) != (_FORMAT, _VERSION):
+        if (found["format"], found["version"]) != (_FORMAT, VERSION):
             return None
         return Machine(Gpu(**found["gpu"]), 1, ranks, found["measured"])
     except (OSError, ValueError, LookupError, TypeError):

@@ -37,8 +37,9 @@ def test_report_comes_back_from_json_and_says_medians_in_it():
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", report().encode().replace(b"h 1", b"h 9")])
 def test_what_is_no_report_is_refused(data):
-    with pytest.raises(DataError):
+    with pytest.raises(DataError) as caught:
         read_report(data, "x")
+    assert ("pip install 'dure>=0.2'" in caught.value.fix) == (b"bench 9" in data)
 
 
 def test_markdown_has_a_row_a_size_and_the_rival_beside_it():

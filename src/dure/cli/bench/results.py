@@ -21,7 +21,9 @@ from dure.cli.bench.plan import OPERATIONS, Plan, show_size
 from dure.errors import DataError
 from dure.trace.plain_files import release_that_reads
 
-FORMAT = "dure bench 1"
+VERSION = 1
+"""Of the files of `--json`."""
+FORMAT = f"dure bench {VERSION}"
 _NEEDS = "dure>=0.2"
 _OWN = ["size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong"]
 _NONE = "-"
