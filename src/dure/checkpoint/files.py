@@ -67,7 +67,9 @@ DTYPES: dict[torch.dtype, str] = {
 
 def can_be_named(name: str) -> bool:
     """Tell whether readers of the file format take a tensor of this name."""
-    return name != "__metadata__" and not any("\ud800" <= c <= "\udfff" for c in name)
+    if name.isascii():
+        return name != "__metadata__"
+    return not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -22,7 +22,6 @@ __all__ = [
     "StorageMeta",
     "TensorProperties",
     "TensorStorageMetadata",
-    "metadata_of",
 ]
 
 

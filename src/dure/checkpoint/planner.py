@@ -48,10 +48,6 @@ __all__ = [
     "TensorWriteData",
     "WriteItem",
     "WriteItemType",
-    "box_of",
-    "bytes_of_value",
-    "read_items",
-    "value_of_bytes",
 ]
 
 

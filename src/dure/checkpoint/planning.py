@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from msgspec.msgpack import encode
 
 from dure.checkpoint.replicas import ALIKE, LOWEST, MARKED, different
 from dure.checkpoint.slice_files import Kind, Layout, Slice
@@ -38,7 +39,7 @@ _NUM_KEPT = 8
 
 def digest_of(offer: Offer) -> bytes:
     """Return a digest of an offer."""
-    return hashlib.blake2b(repr(sorted(offer.items())).encode(), digest_size=16).digest()
+    return hashlib.blake2b(encode(sorted(offer.items())), digest_size=16).digest()
 
 
 def marked_of(offer: Offer) -> list[Slice]:

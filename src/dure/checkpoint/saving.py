@@ -59,6 +59,7 @@ from dure.trace import logs
 
 __all__ = ["OnDemand", "Saving", "Taken", "begin", "save_into", "take"]
 
+_NO_RULE = Rule()
 _NOT_SAVED = "the checkpoint was not saved"
 _log = logs.logger("checkpoint")
 _SHOWN = 8
@@ -128,7 +129,7 @@ def take(
     def may_differ(key: Any, name: str) -> bool:
         # A buffer may be saved with another rank's values, so entries of this rank alone that are
         # the same tensor are stored separately.
-        return len(ranks) > 1 and rules.get(str(key), Rule()).exempts(name)
+        return len(ranks) > 1 and rules.get(str(key), _NO_RULE).exempts(name)
 
     tree, key_of = encode_state(state, tensors, may_differ)
     taken = Taken({}, {}, tree, rules)
@@ -137,7 +138,7 @@ def take(
         pieces, kind = pieces_of(name, tensor), kind_of(tensor)
         if kind is None:
             raise UsageError("a tensor cannot be in a checkpoint", seen=f"{name} is {tensor.dtype}")
-        rule = rules.get(str(key_of[name]), Rule())
+        rule = rules.get(str(key_of[name]), _NO_RULE)
         how = handling(name, tensor, rule, ranks, is_everywhere)
         taken.offer[name] = kind, tuple(piece.box for piece in pieces), how
         for piece in pieces:

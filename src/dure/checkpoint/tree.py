@@ -35,7 +35,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import islice
 from types import MemberDescriptorType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -135,6 +135,15 @@ def encode_state(
     return _tagged("map", pairs), key_of
 
 
+class _Found(NamedTuple):
+    """A tensor, where it was found."""
+
+    tensor: torch.Tensor
+    key: Any
+    """Of the state."""
+    path: str
+
+
 class _Encoder:
     def __init__(
         self,
@@ -142,7 +151,8 @@ class _Encoder:
         within_key: Callable[[Any, str], bool] | None = None,
     ) -> None:
         self._tensors, self._within_key = tensors, within_key
-        self._name_of: dict[object, str] = {}
+        self._found_at: dict[int, dict[str, _Found]] = {}
+        """Tensors by the address at which they begin, and by name."""
         self._is_hashed = False
         """Whether the value is a key or an element of a set, or inside one: a dict cannot be
         hashed."""
@@ -209,27 +219,50 @@ class _Encoder:
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         require_dense(path, tensor)
-        same: object = object()  # no other is the same tensor
-        held, cut = tensor, None
-        if isinstance(tensor, DTensor):
-            spec = tensor.spec
-            held, cut = tensor.part, (spec.shape, spec.placements, id(spec.mesh))
-        else:
-            held = tensor = tensor.detach()
-        if held.numel() and not (held.is_conj() or held.is_neg()):
-            place = held.data_ptr(), held.device, cut
-            key = self.key if self._within_key and self._within_key(self.key, path) else None
-            same = (*place, held.shape, held.stride(), held.dtype, key)
-        name = self._name_of.get(same)
+        if not isinstance(tensor, DTensor):
+            tensor = tensor.detach()
+        held = _held(tensor)
+        found = _Found(tensor, self.key, path)
+        others = self._found_at.setdefault(held.data_ptr(), {}) if held.numel() else {}
+        name = next((name for name, it in others.items() if self._are_tied(it, found)), None)
         if name is None:
             name = path
             while name in self._tensors:  # "a.b" the key, and "b" within "a"
                 name += "'"
-            self._name_of[same], self._tensors[name] = name, tensor
+            self._tensors[name], others[name] = tensor, found
         node = tensor_node(name)
-        if tensor.numel() and not held.numel():
+        if not held.numel() and tensor.numel():
             node[_NO_ELEMENTS] = True
         return node
+
+    def _are_tied(self, first: _Found, second: _Found) -> bool:
+        """Return whether two tensors that begin at the same address are one."""
+        keys = {
+            it.key if self._within_key and self._within_key(it.key, it.path) else None
+            for it in (first, second)
+        }
+        return len(keys) == 1 and _is_same(first.tensor, second.tensor)
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.part if isinstance(tensor, DTensor) else tensor
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors that begin at the same address have the same values."""
+    cuts = [
+        (t.spec.shape, t.spec.placements, id(t.spec.mesh)) if isinstance(t, DTensor) else None
+        for t in (first, second)
+    ]
+    one, other = _held(first), _held(second)
+    return (
+        cuts[0] == cuts[1]
+        and one.device == other.device
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and not any(t.is_conj() or t.is_neg() for t in (one, other))
+    )
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
@@ -238,7 +271,7 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
     Raises:
         UsageError: It is not dense, quantised, or has no values.
     """
-    held = tensor.part if isinstance(tensor, DTensor) else tensor
+    held = _held(tensor)
     if held.layout != torch.strided or held.is_quantized or held.is_meta:
         raise UsageError(
             "a tensor cannot be in a checkpoint",
@@ -662,13 +695,14 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, Leaf]:
 
 
 def _enter(path: Path, value: Any, found: dict[str, Leaf], around: tuple[int, ...] = ()) -> None:
-    if isinstance(value, Mapping):
+    is_leaf = isinstance(value, torch.Tensor)  # by far the most, so they are looked at no further
+    if not is_leaf and isinstance(value, Mapping):
         items = cast(Mapping[Any, Any], value).items()
-    elif (fields := fields_of(value)) is not None:
+    elif not is_leaf and (fields := fields_of(value)) is not None:
         if id(value) in around:
             raise _is_within_itself(value, ".".join(map(str, path)))
         items, around = fields.items(), (*around, id(value))
-    elif _is_value(value):
+    elif is_leaf or _is_value(value):
         name = ".".join(map(str, path))
         if name in found:
             raise UsageError(

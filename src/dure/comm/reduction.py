@@ -49,9 +49,10 @@ _SIGNED_TWIN = {
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor [*] of any dtype as its bytes, a uint8 tensor [nbytes]."""
-    flat = tensor.detach().reshape(-1)
-    # One element may have any stride and yet be contiguous.
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+    flat = tensor.detach().view(-1)
+    if flat.stride(0) != 1:  # one element may have any stride and yet be contiguous
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
