@@ -25,8 +25,8 @@ from dure.checkpoint.format_utils import (
 from dure.checkpoint.planner import DefaultLoadPlanner
 from dure.checkpoint.state_dict import get_optimizer_state_dict
 from dure.errors import CheckpointError, CheckpointNotWritten, UsageError
-from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted
+from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
 
 
@@ -126,15 +126,13 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("store", [save, async_save, load])
-def test_a_sharded_optimizer_itself_is_refused_with_the_call_that_works(tmp_path, store):
-    def body(rank):
-        del rank
-        model = torch.nn.Linear(2, 2)
-        optimizer = dure.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-        if store is load:
-            states = {"o": get_optimizer_state_dict(model, optimizer)}
-            save(states, checkpoint_id=tmp_path)
-        with pytest.raises(CheckpointException, match="get_optimizer_state_dict"):
-            store({"o": optimizer}, checkpoint_id=tmp_path)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_sharded_optimizer_itself_is_refused_with_the_call_that_works(rank, tmp_path, store):
+    del rank
+    model = torch.nn.Linear(2, 2)
+    optimizer = dure.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    if store is load:
+        states = {"o": get_optimizer_state_dict(model, optimizer)}
+        save(states, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointException, match="get_optimizer_state_dict"):
+        store({"o": optimizer}, checkpoint_id=tmp_path)

@@ -27,6 +27,7 @@ from dure.checkpoint.planner import WriteItemType
 from dure.tensor import DTensor, Shard
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import WHOLE, rows
+from tests.thread_ranks import on_ranks
 
 
 class HalfOfTheWeights(DefaultSavePlanner):
@@ -66,35 +67,33 @@ class Renamed(DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_names_dtypes_and_values_are_the_planners(tmp_path, background):
-    def body(rank):
-        state = {
-            "old_w": rows(WHOLE),
-            "old_b": torch.ones(2),
-            "old_step": 3,
-            "_left": torch.ones(9),
-        }
-        if background:
-            future = async_save(state, checkpoint_id=tmp_path, planner=HalfOfTheWeights())
-            state["old_w"].part.zero_()
-            held = future.result()
-        else:
-            held = save(state, checkpoint_id=tmp_path, planner=HalfOfTheWeights())
-        assert held.state_dict_metadata.keys() == {"old_w", "old_b", "old_step"}
-        assert held.state_dict_metadata["old_w"].properties.dtype == torch.float16
-        into: dict[str, Any] = {
-            "new_w": rows(torch.zeros(7, 4), 1),
-            "new_b": torch.zeros(2),
-            "new_step": 0,
-        }
-        load(into, checkpoint_id=tmp_path, planner=Renamed())
-        assert torch.equal(into["new_w"].full_tensor(), WHOLE)
-        assert into["new_b"].tolist() == [1, 1] and into["new_step"] == 3
-        plain: dict[str, Any] = {"old_w": torch.zeros(7, 4), "old_step": 0}
-        load(plain, checkpoint_id=tmp_path)
-        assert torch.equal(plain["old_w"], WHOLE * 2) and plain["old_step"] == 3
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_names_dtypes_and_values_are_the_planners(rank, tmp_path, background):
+    state = {
+        "old_w": rows(WHOLE),
+        "old_b": torch.ones(2),
+        "old_step": 3,
+        "_left": torch.ones(9),
+    }
+    if background:
+        future = async_save(state, checkpoint_id=tmp_path, planner=HalfOfTheWeights())
+        state["old_w"].part.zero_()
+        held = future.result()
+    else:
+        held = save(state, checkpoint_id=tmp_path, planner=HalfOfTheWeights())
+    assert held.state_dict_metadata.keys() == {"old_w", "old_b", "old_step"}
+    assert held.state_dict_metadata["old_w"].properties.dtype == torch.float16
+    into: dict[str, Any] = {
+        "new_w": rows(torch.zeros(7, 4), 1),
+        "new_b": torch.zeros(2),
+        "new_step": 0,
+    }
+    load(into, checkpoint_id=tmp_path, planner=Renamed())
+    assert torch.equal(into["new_w"].full_tensor(), WHOLE)
+    assert into["new_b"].tolist() == [1, 1] and into["new_step"] == 3
+    plain: dict[str, Any] = {"old_w": torch.zeros(7, 4), "old_step": 0}
+    load(plain, checkpoint_id=tmp_path)
+    assert torch.equal(plain["old_w"], WHOLE * 2) and plain["old_step"] == 3
 
 
 def test_what_a_planner_does_wrong_on_one_rank_fails_on_all(tmp_path):
@@ -183,20 +182,18 @@ def test_one_rank_reads_a_file_of_torch_save_for_all(tmp_path):
     run_ranks(2, body)
 
 
-def test_optimizer_state_is_loaded_as_the_model_is_sharded(tmp_path):
-    def body(rank):
-        of_w = {"step": torch.tensor(3.0), "exp_avg": rows(WHOLE)}
-        saved = {"optim": {"state": {"w": of_w}, "param_groups": [{"lr": 0.5, "params": ["w"]}]}}
-        save_state_dict(saved | {"model": {"w": rows(WHOLE)}}, FileSystemWriter(tmp_path))
-        model = {"w": rows(torch.zeros(7, 4), 1)}
-        found: Any = load_sharded_optimizer_state_dict(model, "optim", FileSystemReader(tmp_path))
-        moment = found["optim"]["state"]["w"]["exp_avg"]
-        assert isinstance(moment, DTensor) and moment.placements == (Shard(1),)
-        assert torch.equal(moment.full_tensor(), WHOLE)
-        assert found["optim"]["state"]["w"]["step"].item() == 3
-        assert found.keys() == {"optim"}
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_optimizer_state_is_loaded_as_the_model_is_sharded(rank, tmp_path):
+    of_w = {"step": torch.tensor(3.0), "exp_avg": rows(WHOLE)}
+    saved = {"optim": {"state": {"w": of_w}, "param_groups": [{"lr": 0.5, "params": ["w"]}]}}
+    save_state_dict(saved | {"model": {"w": rows(WHOLE)}}, FileSystemWriter(tmp_path))
+    model = {"w": rows(torch.zeros(7, 4), 1)}
+    found: Any = load_sharded_optimizer_state_dict(model, "optim", FileSystemReader(tmp_path))
+    moment = found["optim"]["state"]["w"]["exp_avg"]
+    assert isinstance(moment, DTensor) and moment.placements == (Shard(1),)
+    assert torch.equal(moment.full_tensor(), WHOLE)
+    assert found["optim"]["state"]["w"]["step"].item() == 3
+    assert found.keys() == {"optim"}
 
 
 def test_an_object_that_fails_on_one_rank_fails_the_load_on_all(tmp_path):

@@ -23,6 +23,7 @@ from dure.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted, load_one, save_one
+from tests.thread_ranks import on_mesh
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 ONE_AXIS = [[R], [S0], [S1]]
@@ -113,25 +114,22 @@ class Position:
     seen: list[int]
 
 
-def test_a_dataclass_in_a_state_is_filled_and_its_tensors_keep_their_mesh(tmp_path):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
+@on_mesh(2)
+def test_a_dataclass_in_a_state_is_filled_and_its_tensors_keep_their_mesh(mesh, tmp_path):
 
-        def position(step, value):
-            whole = torch.full((4,), float(value))
-            return Position(step, distribute_tensor(whole, mesh, [Shard(0)]), [step])
+    def position(step, value):
+        whole = torch.full((4,), float(value))
+        return Position(step, distribute_tensor(whole, mesh, [Shard(0)]), [step])
 
-        saved, found = position(7, 3), position(0, 0)
-        save({"at": saved}, checkpoint_id=tmp_path)
-        state, mean = {"at": found}, found.mean
-        planner = DefaultLoadPlanner(allow_partial_load=True)
-        for how in (None, planner):
-            found.step, found.seen = 0, [0]
-            load(state, checkpoint_id=tmp_path, planner=how)
-            assert state["at"] is found and found.mean is mean
-            assert (found.step, found.seen, mean.to_local().tolist()) == (7, [7], [3, 3])
-
-    run_ranks(2, body)
+    saved, found = position(7, 3), position(0, 0)
+    save({"at": saved}, checkpoint_id=tmp_path)
+    state, mean = {"at": found}, found.mean
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    for how in (None, planner):
+        found.step, found.seen = 0, [0]
+        load(state, checkpoint_id=tmp_path, planner=how)
+        assert state["at"] is found and found.mean is mean
+        assert (found.step, found.seen, mean.to_local().tolist()) == (7, [7], [3, 3])
 
 
 class _Planner(DefaultLoadPlanner):

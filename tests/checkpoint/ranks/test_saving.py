@@ -29,6 +29,7 @@ from dure.tensor import (
 )
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted
+from tests.thread_ranks import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -104,34 +105,30 @@ def test_ranks_that_do_not_all_save(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["save", "load"])
-def test_ranks_that_do_not_all_call_a_checkpointer(tmp_path, name):
-    def body(rank):
-        call = getattr(Checkpointer(tmp_path), name)
-        with pytest.raises(Desync) as caught:
-            call(1, w={"a": 1}) if rank == 0 else dure.all_reduce(torch.zeros(3))
-        assert f"checkpoint.Checkpointer.{name}," in caught.value.calls[0]
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_that_do_not_all_call_a_checkpointer(rank, tmp_path, name):
+    call = getattr(Checkpointer(tmp_path), name)
+    with pytest.raises(Desync) as caught:
+        call(1, w={"a": 1}) if rank == 0 else dure.all_reduce(torch.zeros(3))
+    assert f"checkpoint.Checkpointer.{name}," in caught.value.calls[0]
 
 
-def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        terms = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-        half = distribute_tensor(counted(4), mesh, [S0])
-        tensors = {"terms": terms, "meta": torch.ones(2, device="meta")}
-        tensors |= {"sparse": torch.ones(2).to_sparse(), "own": torch.ones(2 + rank)}
-        for name, value in tensors.items():
-            with pytest.raises(CheckpointException, match=name):
-                save({name: value}, checkpoint_id=tmp_path)
-        with pytest.raises(CheckpointException, match=r"half.* in no slice"):
-            save({"half": half}, checkpoint_id=tmp_path / str(rank), no_dist=True)
-        together = {"a.b": 1} if rank else {"a": {"b": 2}}
-        for state in (together, {"a.b": 1, "a": {"b": 2}}, {"inner": {torch.ones(1)}}):
-            with pytest.raises(CheckpointException):
-                save(state, checkpoint_id=tmp_path)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_what_cannot_be_saved_is_refused_by_name(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    terms = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    half = distribute_tensor(counted(4), mesh, [S0])
+    tensors = {"terms": terms, "meta": torch.ones(2, device="meta")}
+    tensors |= {"sparse": torch.ones(2).to_sparse(), "own": torch.ones(2 + rank)}
+    for name, value in tensors.items():
+        with pytest.raises(CheckpointException, match=name):
+            save({name: value}, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointException, match=r"half.* in no slice"):
+        save({"half": half}, checkpoint_id=tmp_path / str(rank), no_dist=True)
+    together = {"a.b": 1} if rank else {"a": {"b": 2}}
+    for state in (together, {"a.b": 1, "a": {"b": 2}}, {"inner": {torch.ones(1)}}):
+        with pytest.raises(CheckpointException):
+            save(state, checkpoint_id=tmp_path)
 
 
 MISUSE = {

@@ -12,8 +12,8 @@ import torch
 from dure.checkpoint import async_save
 from dure.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager
 from dure.errors import UsageError
-from dure.testing import run_ranks
 from tests.checkpoint.saved_states import loaded
+from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
 
 
@@ -42,15 +42,13 @@ def test_the_buffer_is_kept_and_told_and_given_back(tmp_path):
     assert held() is None and forgetful.num_bytes == 832
 
 
-def test_a_rank_holds_only_what_it_writes(tmp_path):
-    def body(rank):
-        stager = DefaultStager()
-        state = {f"w{i}": torch.zeros(16) for i in range(4)}  # 64 bytes each
-        response = async_save(state, checkpoint_id=tmp_path, async_stager=stager)
-        response.upload_completion.result(PATIENCE_S)
-        return stager.num_bytes
-
-    assert run_ranks(2, body) == [128, 128]
+@on_ranks(2)
+def test_a_rank_holds_only_what_it_writes(rank, tmp_path):
+    stager = DefaultStager()
+    state = {f"w{i}": torch.zeros(16) for i in range(4)}  # 64 bytes each
+    response = async_save(state, checkpoint_id=tmp_path, async_stager=stager)
+    response.upload_completion.result(PATIENCE_S)
+    assert stager.num_bytes == 128
 
 
 def test_a_stager_that_has_only_torchs_stage_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from dure.comm.init import leave
 from dure.comm.world import current_world
 from dure.errors import CommError, PeerLost, UsageError
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S, until, waits_in_join
 
 
@@ -67,81 +68,71 @@ def test_destroying_a_group_waits_for_the_tasks_that_use_it(which):
     assert sums == [[2, 2], [2, 2]]
 
 
-def test_destroying_another_group_does_not_wait():
-    def body(rank):
-        group, other = dure.new_group([0, 1]), dure.new_group([0, 1])
-        gate = threading.Event()
-        task = BackgroundTask()
-        task.start(lambda: gate.wait(PATIENCE_S), "task", [other])
+@on_ranks(2)
+def test_destroying_another_group_does_not_wait(rank):
+    group, other = dure.new_group([0, 1]), dure.new_group([0, 1])
+    gate = threading.Event()
+    task = BackgroundTask()
+    task.start(lambda: gate.wait(PATIENCE_S), "task", [other])
+    dure.destroy_process_group(group)
+    assert not task.done()
+    gate.set()
+    assert task.result(PATIENCE_S)
+
+
+@on_ranks(2)
+def test_an_unseen_error_is_raised_once_and_the_groups_are_left(rank):
+    group = dure.new_group([0, 1])
+    BackgroundTask().start(_break, "task", [_not_left(group)])
+    BackgroundTask().start(_break, "task")
+    with pytest.raises(Broken) as caught:
         dure.destroy_process_group(group)
-        assert not task.done()
-        gate.set()
-        assert task.result(PATIENCE_S)
-
-    run_ranks(2, body)
-
-
-def test_an_unseen_error_is_raised_once_and_the_groups_are_left():
-    def body(rank):
-        group = dure.new_group([0, 1])
-        BackgroundTask().start(_break, "task", [_not_left(group)])
-        BackgroundTask().start(_break, "task")
-        with pytest.raises(Broken) as caught:
-            dure.destroy_process_group(group)
-        assert "in the background" in caught.value.__notes__[0]
-        assert group.closed and dure.is_initialized()
-        with pytest.raises(Broken):
-            dure.destroy_process_group()
-        assert not dure.is_initialized()
-        with pytest.raises(UsageError):
-            dure.destroy_process_group()
-
-    run_ranks(2, body)
+    assert "in the background" in caught.value.__notes__[0]
+    assert group.closed and dure.is_initialized()
+    with pytest.raises(Broken):
+        dure.destroy_process_group()
+    assert not dure.is_initialized()
+    with pytest.raises(UsageError):
+        dure.destroy_process_group()
 
 
 @pytest.mark.parametrize("ask", ["result", "exception", "callback"])
-def test_an_error_that_was_seen_is_not_raised_again(ask):
-    def body(rank):
-        task, found = BackgroundTask(), []
-        if ask == "callback":
-            task.add_done_callback(lambda t: found.append(t.exception()))
-        task.start(_break, "task")
-        if ask == "result":
-            with pytest.raises(Broken):
-                task.result(PATIENCE_S)
-        elif ask == "exception":
-            assert isinstance(task.exception(PATIENCE_S), Broken)
+@on_ranks(2)
+def test_an_error_that_was_seen_is_not_raised_again(rank, ask):
+    task, found = BackgroundTask(), []
+    if ask == "callback":
+        task.add_done_callback(lambda t: found.append(t.exception()))
+    task.start(_break, "task")
+    if ask == "result":
+        with pytest.raises(Broken):
+            task.result(PATIENCE_S)
+    elif ask == "exception":
+        assert isinstance(task.exception(PATIENCE_S), Broken)
+    dure.destroy_process_group()
+    assert ask != "callback" or isinstance(found[0], Broken)
+
+
+@on_ranks(1)
+def test_several_errors_are_one_with_notes(rank):
+    for _ in range(2):
+        BackgroundTask().start(_break, "task")
+    with pytest.raises(Broken) as caught:
         dure.destroy_process_group()
-        assert ask != "callback" or isinstance(found[0], Broken)
-
-    run_ranks(2, body)
+    assert [note for note in caught.value.__notes__ if "Broken: of the task" in note]
 
 
-def test_several_errors_are_one_with_notes():
-    def body(rank):
-        for _ in range(2):
-            BackgroundTask().start(_break, "task")
-        with pytest.raises(Broken) as caught:
-            dure.destroy_process_group()
-        assert [note for note in caught.value.__notes__ if "Broken: of the task" in note]
-
-    run_ranks(1, body)
-
-
-def test_a_task_ends_when_a_peer_is_lost_and_its_error_is_raised():
-    def body(rank):
-        group = current_world().default
-        if rank == 1:
-            leave(current_world(), abort=True)
-            return
-        BackgroundTask().start(
-            lambda: dure.all_reduce(torch.ones(1), group=group), "task", [_not_left(group)]
-        )
-        with pytest.raises(PeerLost):
-            dure.destroy_process_group()
-        assert not dure.is_initialized()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_task_ends_when_a_peer_is_lost_and_its_error_is_raised(rank):
+    group = current_world().default
+    if rank == 1:
+        leave(current_world(), abort=True)
+        return
+    BackgroundTask().start(
+        lambda: dure.all_reduce(torch.ones(1), group=group), "task", [_not_left(group)]
+    )
+    with pytest.raises(PeerLost):
+        dure.destroy_process_group()
+    assert not dure.is_initialized()
 
 
 def test_groups_that_are_aborted_end_their_tasks_and_the_error_is_logged(caplog):
@@ -188,26 +179,22 @@ def test_a_block_that_raises_waits_and_keeps_its_own_error():
     assert seen == ["end"]
 
 
-def test_a_task_cannot_be_canceled_and_may_leave_its_group():
-    def body(rank):
-        gate, task = threading.Event(), BackgroundTask()
-        task.add_done_callback(lambda _: dure.destroy_process_group())
-        task.start(lambda: gate.wait(PATIENCE_S), "task", [_not_left(current_world().default)])
-        assert not task.cancel()
-        gate.set()
-        task.join()
-        assert task.result() and not dure.is_initialized()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_task_cannot_be_canceled_and_may_leave_its_group(rank):
+    gate, task = threading.Event(), BackgroundTask()
+    task.add_done_callback(lambda _: dure.destroy_process_group())
+    task.start(lambda: gate.wait(PATIENCE_S), "task", [_not_left(current_world().default)])
+    assert not task.cancel()
+    gate.set()
+    task.join()
+    assert task.result() and not dure.is_initialized()
 
 
-def test_companions_of_a_group_are_destroyed_with_it():
-    def body(rank):
-        group, companion = dure.new_group([0, 1]), dure.new_group([0, 1])
-        group.companions.append(companion)
-        dure.destroy_process_group(group)
-        assert companion.closed
-        with pytest.raises((UsageError, CommError)):
-            dure.all_reduce(torch.ones(1), group=companion)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_companions_of_a_group_are_destroyed_with_it(rank):
+    group, companion = dure.new_group([0, 1]), dure.new_group([0, 1])
+    group.companions.append(companion)
+    dure.destroy_process_group(group)
+    assert companion.closed
+    with pytest.raises((UsageError, CommError)):
+        dure.all_reduce(torch.ones(1), group=companion)

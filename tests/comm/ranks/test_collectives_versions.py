@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dure as dist
-from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 
 pytestmark = pytest.mark.needs("engine")  # other backends write with torch, which counts
 
@@ -56,44 +56,38 @@ _WRITES = {
 
 
 @pytest.mark.parametrize("op", _WRITES)
-def test_backward_of_a_saved_tensor_that_was_overwritten_raises(op):
-    def body(rank):
-        x, w = torch.ones(K), torch.ones(K, requires_grad=True)
-        loss = (x * w).sum()
-        made = _WRITES[op](x, rank)
-        if hasattr(made, "wait"):
-            made.wait()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        dist.barrier()
-
-    run_ranks(2, body, backend="shm")
-
-
-def test_tensors_that_are_only_read_are_left_alone():
-    def body(rank):
-        x, w = torch.ones(K), torch.ones(K, requires_grad=True)
-        loss = (x * w).sum()
-        dist.all_gather_single(torch.zeros(2 * K), x)
-        dist.reduce_scatter_single(torch.zeros(K // 2), x)
-        if rank == 0:
-            dist.broadcast(x, 0)
-            dist.reduce(x, 1)
-        else:
-            dist.broadcast(torch.zeros(K), 0)
-            dist.reduce(torch.zeros(K), 1)
+@on_ranks(2, backend="shm")
+def test_backward_of_a_saved_tensor_that_was_overwritten_raises(rank, op):
+    x, w = torch.ones(K), torch.ones(K, requires_grad=True)
+    loss = (x * w).sum()
+    made = _WRITES[op](x, rank)
+    if hasattr(made, "wait"):
+        made.wait()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-        assert torch.equal(w.grad, torch.ones(K))
-
-    run_ranks(2, body, backend="shm")
+    dist.barrier()
 
 
-def test_methods_of_a_group_count_nothing():
+@on_ranks(2, backend="shm")
+def test_tensors_that_are_only_read_are_left_alone(rank):
+    x, w = torch.ones(K), torch.ones(K, requires_grad=True)
+    loss = (x * w).sum()
+    dist.all_gather_single(torch.zeros(2 * K), x)
+    dist.reduce_scatter_single(torch.zeros(K // 2), x)
+    if rank == 0:
+        dist.broadcast(x, 0)
+        dist.reduce(x, 1)
+    else:
+        dist.broadcast(torch.zeros(K), 0)
+        dist.reduce(torch.zeros(K), 1)
+    loss.backward()
+    assert torch.equal(w.grad, torch.ones(K))
+
+
+@on_ranks(2, backend="shm")
+def test_methods_of_a_group_count_nothing(rank):
     """What Dure writes for itself (buckets, unsharded parameters) goes through them."""
 
-    def body(rank):
-        x = torch.ones(K)
-        dist.group.WORLD.all_reduce(x)
-        return x._version
-
-    assert run_ranks(2, body, backend="shm") == [0, 0]
+    x = torch.ones(K)
+    dist.group.WORLD.all_reduce(x)
+    assert x._version == 0

@@ -16,6 +16,7 @@ from dure.errors import (
     UsageError,
 )
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 
 FILE = Path(__file__).name
 
@@ -70,29 +71,25 @@ def _keys() -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_keys_of_groups_that_all_have_left_are_removed(backend):
-    def body(rank):
-        before = _keys()
-        dist.barrier()
-        kept = dist.new_group([0, 1], backend=backend)
-        gone = dist.new_group([1, 2], backend=backend)
-        dist.barrier()
-        if gone is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.monitored_barrier(gone)
-            dist.destroy_process_group(gone)
-        dist.barrier()
-        assert kept is not None
-        return before, set(_keys())
-
-    assert run_ranks(3, body) == [([], {"1"})] * 3
+@on_ranks(3)
+def test_keys_of_groups_that_all_have_left_are_removed(rank, backend):
+    before = _keys()
+    dist.barrier()
+    kept = dist.new_group([0, 1], backend=backend)
+    gone = dist.new_group([1, 2], backend=backend)
+    dist.barrier()
+    if gone is not dist.GroupMember.NON_GROUP_MEMBER:
+        dist.monitored_barrier(gone)
+        dist.destroy_process_group(gone)
+    dist.barrier()
+    assert kept is not None
+    assert (before, set(_keys())) == ([], {"1"})
 
 
-def test_groups_left_by_all_at_once_keep_nobody_and_no_keys():
-    def body(rank):
-        for _ in range(30):
-            group = dist.new_group([0, 1, 2])
-            dist.destroy_process_group(group)
-        dist.barrier()
-        return _keys()
-
-    assert run_ranks(3, body) == [[]] * 3
+@on_ranks(3)
+def test_groups_left_by_all_at_once_keep_nobody_and_no_keys(rank):
+    for _ in range(30):
+        group = dist.new_group([0, 1, 2])
+        dist.destroy_process_group(group)
+    dist.barrier()
+    assert _keys() == []

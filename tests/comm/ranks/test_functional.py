@@ -9,8 +9,9 @@ import dure as dist
 from dure.comm import functional as F
 from dure.errors import NotInGroupError, ShapeError, UsageError
 from dure.nn import functional as nnF
-from dure.tensor import DTensor, Shard, init_device_mesh
+from dure.tensor import DTensor, Shard
 from dure.testing import run_ranks
+from tests.thread_ranks import on_mesh, on_ranks
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -62,11 +63,9 @@ def test_permute_tensor_sends_around_a_ring():
     assert run_ranks(3, body) == [(one[2], (0, 2)), (one[0], (2, 2)), (one[1], (0, 2))]
 
 
-def test_a_number_counts_as_a_tensor_of_one():
-    def body(rank):
-        return F.all_gather_tensor(torch.tensor(rank), 0).tolist()
-
-    assert run_ranks(3, body) == [[0, 1, 2]] * 3
+@on_ranks(3)
+def test_a_number_counts_as_a_tensor_of_one(rank):
+    assert F.all_gather_tensor(torch.tensor(rank), 0).tolist() == [0, 1, 2]
 
 
 class Mesh:
@@ -84,66 +83,59 @@ class Mesh:
         return self.groups[{"dp": 0, "tp": 1, 0: 0, 1: 1}[mesh_dim]]
 
 
-def test_group_may_be_ranks_a_name_or_an_axis_of_a_mesh():
-    def body(rank):
-        mesh = Mesh()
-        x = torch.tensor([2.0**rank])
-        ranks = [0, 1] if rank < 2 else [2, 3]
-        with pytest.raises(UsageError):
-            F.all_reduce(x, "sum", mesh)
-        with pytest.raises(UsageError):
-            F.all_reduce(x, "sum", [0, 3])
-        with pytest.raises(NotInGroupError):
-            F.all_reduce(x, "sum", dist.GroupMember.NON_GROUP_MEMBER)
-        return [
-            F.all_reduce(x, "sum", (mesh, 0)).item(),
-            F.all_reduce(x, "sum", (mesh, "tp")).item(),
-            F.all_reduce(x, "sum", ranks).item(),
-            F.all_reduce(x, "sum", (0, 1, 2, 3)).item(),
-            nnF.all_reduce(x, group=mesh.groups[0].group_name).item(),
-        ]
-
-    assert run_ranks(4, body) == [
+@on_ranks(4)
+def test_group_may_be_ranks_a_name_or_an_axis_of_a_mesh(rank):
+    mesh = Mesh()
+    x = torch.tensor([2.0**rank])
+    ranks = [0, 1] if rank < 2 else [2, 3]
+    with pytest.raises(UsageError):
+        F.all_reduce(x, "sum", mesh)
+    with pytest.raises(UsageError):
+        F.all_reduce(x, "sum", [0, 3])
+    with pytest.raises(NotInGroupError):
+        F.all_reduce(x, "sum", dist.GroupMember.NON_GROUP_MEMBER)
+    assert [
+        F.all_reduce(x, "sum", (mesh, 0)).item(),
+        F.all_reduce(x, "sum", (mesh, "tp")).item(),
+        F.all_reduce(x, "sum", ranks).item(),
+        F.all_reduce(x, "sum", (0, 1, 2, 3)).item(),
+        nnF.all_reduce(x, group=mesh.groups[0].group_name).item(),
+    ] == [
         [5, 3, 3, 15, 5],
         [10, 3, 3, 15, 10],
         [5, 12, 12, 15, 5],
         [10, 12, 12, 15, 10],
-    ]
+    ][rank]
 
 
-def test_misuse_is_refused():
-    def body(rank):
-        with pytest.raises(ShapeError):
-            F.reduce_scatter_tensor(torch.ones(3), "sum", 0)
-        with pytest.raises(ShapeError):
-            F.all_gather_tensor(torch.ones(3), 1)
-        with pytest.raises(UsageError):
-            F.all_to_all_single(torch.ones(2), [1, 1], None)
-        with pytest.raises(UsageError):
-            F.permute_tensor(torch.ones(2), [0, 0])
-        with pytest.raises(ShapeError):
-            nnF.scatter([torch.ones(2), torch.ones(3)])
-        x = torch.ones(2, requires_grad=True)
-        with pytest.raises(UsageError, match="gradient"):
-            F.all_reduce(x, "max").sum().backward()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_misuse_is_refused(rank):
+    with pytest.raises(ShapeError):
+        F.reduce_scatter_tensor(torch.ones(3), "sum", 0)
+    with pytest.raises(ShapeError):
+        F.all_gather_tensor(torch.ones(3), 1)
+    with pytest.raises(UsageError):
+        F.all_to_all_single(torch.ones(2), [1, 1], None)
+    with pytest.raises(UsageError):
+        F.permute_tensor(torch.ones(2), [0, 0])
+    with pytest.raises(ShapeError):
+        nnF.scatter([torch.ones(2), torch.ones(3)])
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(UsageError, match="gradient"):
+        F.all_reduce(x, "max").sum().backward()
 
 
-def test_a_dtensor_is_refused_with_what_to_pass():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        own = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-        for x in (own, own.detach().requires_grad_()):
-            for name, call in (
-                ("all_reduce", lambda x=x: F.all_reduce(x, "sum", mesh)),
-                ("broadcast", lambda x=x: F.broadcast(x, 0, mesh)),
-                ("all_gather", lambda x=x: F.all_gather_tensor(x, 0, mesh)),
-                ("reduce_scatter", lambda x=x: F.reduce_scatter_tensor(x, "sum", 0, mesh)),
-            ):
-                with pytest.raises(UsageError, match=r"to_local\(\)") as caught:
-                    call()
-                assert name in str(caught.value)
-        assert F.all_reduce(own.to_local(), "sum", mesh).tolist() == [2, 2]
-
-    run_ranks(2, body)
+@on_mesh(2)
+def test_a_dtensor_is_refused_with_what_to_pass(mesh):
+    own = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    for x in (own, own.detach().requires_grad_()):
+        for name, call in (
+            ("all_reduce", lambda x=x: F.all_reduce(x, "sum", mesh)),
+            ("broadcast", lambda x=x: F.broadcast(x, 0, mesh)),
+            ("all_gather", lambda x=x: F.all_gather_tensor(x, 0, mesh)),
+            ("reduce_scatter", lambda x=x: F.reduce_scatter_tensor(x, "sum", 0, mesh)),
+        ):
+            with pytest.raises(UsageError, match=r"to_local\(\)") as caught:
+                call()
+            assert name in str(caught.value)
+    assert F.all_reduce(own.to_local(), "sum", mesh).tolist() == [2, 2]

@@ -10,20 +10,18 @@ from dure.comm import init, objects
 from dure.errors import (
     UsageError,
 )
-from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 
 
-def test_destroy_of_the_world_destroys_every_group():
-    def body(rank):
-        group = dist.new_group()
-        dist.barrier()
-        dist.destroy_process_group()
-        assert not dist.is_initialized()
-        for g in (group, None):
-            with pytest.raises(UsageError):
-                dist.barrier(g)
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_destroy_of_the_world_destroys_every_group(rank):
+    group = dist.new_group()
+    dist.barrier()
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    for g in (group, None):
+        with pytest.raises(UsageError):
+            dist.barrier(g)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +57,10 @@ def test_a_cuda_device_without_a_backend_adds_nccl(monkeypatch, backend, device,
     assert init._with_device(backend, None if device is None else torch.device(device)) == used
 
 
-def test_init_twice_raises():
-    def body(rank):
-        with pytest.raises(UsageError):
-            dist.init_process_group("threads")
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_init_twice_raises(rank):
+    with pytest.raises(UsageError):
+        dist.init_process_group("threads")
 
 
 def test_unknown_backend_raises_before_anyone_is_waited_for():
@@ -73,11 +69,9 @@ def test_unknown_backend_raises_before_anyone_is_waited_for():
     assert not dist.is_initialized()
 
 
-def test_backend_name_and_config():
-    def body(rank):
-        return dist.get_backend(), dist.get_backend_config()
-
-    assert run_ranks(1, body) == [("threads", "cpu:threads")]
+@on_ranks(1)
+def test_backend_name_and_config(rank):
+    assert (dist.get_backend(), dist.get_backend_config()) == ("threads", "cpu:threads")
 
 
 def test_process_group_context_manager_leaves_at_the_end():

@@ -9,31 +9,28 @@ from dure.errors import (
     CommTimeout,
 )
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(("wait_all", "missing"), [(False, (1,)), (True, (1, 3))])
-def test_monitored_barrier_names_the_absent_on_all_that_came(wait_all, missing):
-    def body(rank):
-        if rank == 0:
-            dist.group.WORLD.store.wait(["monitored/1/2"])
-        if rank in (0, 2):
-            limit = 0.1 if rank == 0 else PATIENCE_S
-            with pytest.raises(CommTimeout) as caught:
-                dist.monitored_barrier(timeout=limit, wait_all_ranks=wait_all)
-            assert caught.value.missing == missing
-        dist.barrier()
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_monitored_barrier_names_the_absent_on_all_that_came(rank, wait_all, missing):
+    if rank == 0:
+        dist.group.WORLD.store.wait(["monitored/1/2"])
+    if rank in (0, 2):
+        limit = 0.1 if rank == 0 else PATIENCE_S
+        with pytest.raises(CommTimeout) as caught:
+            dist.monitored_barrier(timeout=limit, wait_all_ranks=wait_all)
+        assert caught.value.missing == missing
+    dist.barrier()
 
 
-def test_monitored_barrier_looks_at_every_rank_when_time_is_up():
-    def body(rank):
-        if rank == 0:
-            dist.group.WORLD.store.wait(["monitored/1/1", "monitored/1/2"])
-        dist.monitored_barrier(timeout=0 if rank == 0 else PATIENCE_S)
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_monitored_barrier_looks_at_every_rank_when_time_is_up(rank):
+    if rank == 0:
+        dist.group.WORLD.store.wait(["monitored/1/1", "monitored/1/2"])
+    dist.monitored_barrier(timeout=0 if rank == 0 else PATIENCE_S)
 
 
 def keys_of_monitored_barriers() -> list[str]:
@@ -44,29 +41,25 @@ def keys_of_monitored_barriers() -> list[str]:
     return keys
 
 
-def test_monitored_barriers_leave_one_answer_in_the_store():
-    def body(rank):
-        for _ in range(3):
-            dist.monitored_barrier()
-        return keys_of_monitored_barriers()
-
-    assert run_ranks(3, body) == [["monitored/3/answer"]] * 3
-
-
-def test_late_ranks_find_the_answer_and_their_keys_go_with_the_next_barrier():
-    def body(rank):
-        if rank == 0:
-            with pytest.raises(CommTimeout):
-                dist.monitored_barrier(timeout=0)
-        dist.barrier()
-        if rank != 0:
-            with pytest.raises(CommTimeout) as caught:
-                dist.monitored_barrier()
-            assert caught.value.missing == (1,)
+@on_ranks(3)
+def test_monitored_barriers_leave_one_answer_in_the_store(rank):
+    for _ in range(3):
         dist.monitored_barrier()
-        return keys_of_monitored_barriers()
+    assert keys_of_monitored_barriers() == ["monitored/3/answer"]
 
-    assert run_ranks(3, body) == [["monitored/2/answer"]] * 3
+
+@on_ranks(3)
+def test_late_ranks_find_the_answer_and_their_keys_go_with_the_next_barrier(rank):
+    if rank == 0:
+        with pytest.raises(CommTimeout):
+            dist.monitored_barrier(timeout=0)
+    dist.barrier()
+    if rank != 0:
+        with pytest.raises(CommTimeout) as caught:
+            dist.monitored_barrier()
+        assert caught.value.missing == (1,)
+    dist.monitored_barrier()
+    assert keys_of_monitored_barriers() == ["monitored/2/answer"]
 
 
 def test_monitored_barriers_that_a_rank_stays_away_from_leave_sixteen_answers():

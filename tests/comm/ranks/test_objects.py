@@ -8,6 +8,7 @@ import torch
 import dure as dist
 from dure.errors import ShapeError, UsageError
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 
 
 def thing(rank):
@@ -37,17 +38,15 @@ def test_broadcast_object_list_replaces_the_others(src, length):
     assert run_ranks(3, body) == [[thing(src + i) for i in range(length)]] * 3
 
 
-def test_wrong_lengths_raise_before_anything_is_sent():
-    def body(rank):
-        with pytest.raises(ShapeError):
-            dist.all_gather_object([None], rank)
-        with pytest.raises(UsageError):
-            dist.scatter_object_list([], ["a", "b"], src=rank)
-        with pytest.raises(ShapeError):
-            dist.scatter_object_list([None], ["a"], src=rank)
-        dist.barrier()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_wrong_lengths_raise_before_anything_is_sent(rank):
+    with pytest.raises(ShapeError):
+        dist.all_gather_object([None], rank)
+    with pytest.raises(UsageError):
+        dist.scatter_object_list([], ["a", "b"], src=rank)
+    with pytest.raises(ShapeError):
+        dist.scatter_object_list([None], ["a"], src=rank)
+    dist.barrier()
 
 
 def test_empty_object_list_is_sent_and_received():
@@ -60,22 +59,20 @@ def test_empty_object_list_is_sent_and_received():
     assert run_ranks(2, body) == [None, 0]
 
 
-def test_objects_and_sparse_tensors_are_refused_within_a_coalescing_manager():
-    def body(rank):
-        calls = (
-            lambda: dist.all_gather_object([None] * 2, rank),
-            lambda: dist.gather_object(rank, [None] * 2 if rank == 0 else None),
-            lambda: dist.broadcast_object_list([rank]),
-            lambda: dist.scatter_object_list([None], [1, 2]),
-            lambda: dist.send_object_list([rank], 1 - rank),
-            lambda: dist.recv_object_list([rank], 1 - rank),
-            lambda: dist.all_reduce(torch.eye(3).to_sparse()),
-        )
-        for call in calls:
-            with pytest.raises(UsageError), dist._coalescing_manager():
-                call()
-        t = torch.eye(3).to_sparse()
-        dist.all_reduce(t)
-        return torch.equal(t.to_dense(), 2 * torch.eye(3))
-
-    assert run_ranks(2, body) == [True, True]
+@on_ranks(2)
+def test_objects_and_sparse_tensors_are_refused_within_a_coalescing_manager(rank):
+    calls = (
+        lambda: dist.all_gather_object([None] * 2, rank),
+        lambda: dist.gather_object(rank, [None] * 2 if rank == 0 else None),
+        lambda: dist.broadcast_object_list([rank]),
+        lambda: dist.scatter_object_list([None], [1, 2]),
+        lambda: dist.send_object_list([rank], 1 - rank),
+        lambda: dist.recv_object_list([rank], 1 - rank),
+        lambda: dist.all_reduce(torch.eye(3).to_sparse()),
+    )
+    for call in calls:
+        with pytest.raises(UsageError), dist._coalescing_manager():
+            call()
+    t = torch.eye(3).to_sparse()
+    dist.all_reduce(t)
+    assert torch.equal(t.to_dense(), 2 * torch.eye(3))

@@ -20,6 +20,7 @@ from dure.errors import (
     UsageError,
 )
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 
 FILE = Path(__file__).name
 
@@ -52,11 +53,9 @@ def test_new_group_members_only_see_each_other():
 
 
 @pytest.mark.parametrize("array", [list, np.array, torch.tensor])
-def test_new_group_unsorted_ranks_keep_the_order_given(array):
-    def body(rank):
-        return dist.get_rank(dist.new_group(array([2, 0, 1]), sort_ranks=False))
-
-    assert run_ranks(3, body) == [1, 2, 0]
+@on_ranks(3)
+def test_new_group_unsorted_ranks_keep_the_order_given(rank, array):
+    assert dist.get_rank(dist.new_group(array([2, 0, 1]), sort_ranks=False)) == [1, 2, 0][rank]
 
 
 def test_new_group_with_local_synchronization_needs_members_only():
@@ -104,49 +103,41 @@ def test_members_alone_may_make_groups_that_overlap_one_after_another_3_ranks(mo
     assert run_ranks(3, body) == [[2, 3, 2, 2], [2, 3, 2, 2], [3, 2, 2]]
 
 
-def test_groups_do_not_mix_when_used_in_turn():
-    def body(rank):
-        a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
-        x, y = torch.tensor([1.0]), torch.tensor([10.0])
-        first = dist.all_reduce(x, group=a, async_op=True)
-        second = dist.all_reduce(y, group=b, async_op=True)
-        second.wait()
-        first.wait()
-        return x.item(), y.item()
-
-    assert run_ranks(2, body) == [(2.0, 20.0)] * 2
+@on_ranks(2)
+def test_groups_do_not_mix_when_used_in_turn(rank):
+    a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
+    x, y = torch.tensor([1.0]), torch.tensor([10.0])
+    first = dist.all_reduce(x, group=a, async_op=True)
+    second = dist.all_reduce(y, group=b, async_op=True)
+    second.wait()
+    first.wait()
+    assert (x.item(), y.item()) == (2.0, 20.0)
 
 
-def test_new_subgroups_cuts_the_world():
-    def body(rank):
-        own, groups = dist.new_subgroups(2)
-        t = torch.tensor([float(rank)])
-        dist.all_reduce(t, group=own)
-        return len(groups), dist.get_process_group_ranks(own), t.item()
-
-    assert run_ranks(4, body) == [
+@on_ranks(4)
+def test_new_subgroups_cuts_the_world(rank):
+    own, groups = dist.new_subgroups(2)
+    t = torch.tensor([float(rank)])
+    dist.all_reduce(t, group=own)
+    assert (len(groups), dist.get_process_group_ranks(own), t.item()) == [
         (2, [0, 1], 1.0),
         (2, [0, 1], 1.0),
         (2, [2, 3], 5.0),
         (2, [2, 3], 5.0),
-    ]
+    ][rank]
 
 
 @pytest.mark.parametrize("size", [0, 3, 5])
-def test_new_subgroups_size_that_does_not_fit_raises(size):
-    def body(rank):
-        with pytest.raises(UsageError):
-            dist.new_subgroups(size)
-
-    run_ranks(4, body)
+@on_ranks(4)
+def test_new_subgroups_size_that_does_not_fit_raises(rank, size):
+    with pytest.raises(UsageError):
+        dist.new_subgroups(size)
 
 
-def test_new_subgroups_by_enumeration_overlap_raises():
-    def body(rank):
-        with pytest.raises(UsageError):
-            dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_new_subgroups_by_enumeration_overlap_raises(rank):
+    with pytest.raises(UsageError):
+        dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
 
 
 def test_split_group_uses_ranks_of_the_parent():
@@ -161,13 +152,11 @@ def test_split_group_uses_ranks_of_the_parent():
 
 
 @pytest.mark.parametrize("ranks", [[-1, 0], [0, 2], [0, 0], []])
-def test_new_group_bad_ranks_raise_before_anything_is_sent(ranks):
-    def body(rank):
-        with pytest.raises(UsageError):
-            dist.new_group(ranks)
-        dist.barrier()
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_new_group_bad_ranks_raise_before_anything_is_sent(rank, ranks):
+    with pytest.raises(UsageError):
+        dist.new_group(ranks)
+    dist.barrier()
 
 
 def test_new_group_members_that_disagree_all_raise_desync():
@@ -198,40 +187,34 @@ def test_new_group_member_that_does_not_come_is_named():
     assert run_ranks(2, body)[0] == ((0,), (1,))
 
 
-def test_call_by_a_non_member_raises():
-    def body(rank):
-        group = dist.new_group([0])
-        if rank == 1:
-            with pytest.raises(NotInGroupError):
-                dist.all_reduce(torch.ones(1), group=group)
-            with pytest.raises(ValueError, match="Invalid process group"):
-                dist.get_backend(group)
-
-    run_ranks(2, body)
-
-
-def test_root_outside_the_group_raises_and_names_the_members():
-    def body(rank):
-        group = dist.new_group([0, 1])
-        if rank < 2:
-            with pytest.raises(NotInGroupError):
-                dist.broadcast(torch.ones(1), 2, group=group)
-
-    run_ranks(3, body)
-
-
-def test_destroyed_group_raises_usage_error():
-    def body(rank):
-        group = dist.new_group()
-        dist.barrier(group)
-        dist.destroy_process_group(group)
-        with pytest.raises(UsageError):
+@on_ranks(2)
+def test_call_by_a_non_member_raises(rank):
+    group = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(NotInGroupError):
             dist.all_reduce(torch.ones(1), group=group)
-        with pytest.raises(UsageError):
-            dist.destroy_process_group(group)
-        dist.barrier()
+        with pytest.raises(ValueError, match="Invalid process group"):
+            dist.get_backend(group)
 
-    run_ranks(2, body)
+
+@on_ranks(3)
+def test_root_outside_the_group_raises_and_names_the_members(rank):
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        with pytest.raises(NotInGroupError):
+            dist.broadcast(torch.ones(1), 2, group=group)
+
+
+@on_ranks(2)
+def test_destroyed_group_raises_usage_error(rank):
+    group = dist.new_group()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    with pytest.raises(UsageError):
+        dist.all_reduce(torch.ones(1), group=group)
+    with pytest.raises(UsageError):
+        dist.destroy_process_group(group)
+    dist.barrier()
 
 
 # ---- many groups at once, and their keys ---------------------------------------------------------
@@ -285,13 +268,11 @@ def test_new_group_on_one_rank_only_is_a_desync_with_both_lines(backend, monkeyp
         assert all(FILE in text for text in calls.values())
 
 
-def test_new_group_by_a_non_member_alone_is_a_desync_and_ends_nobody_elses_wait():
-    def body(rank):
-        with pytest.raises(Desync) as caught:
-            dist.new_group([0, 1]) if rank == 2 else dist.barrier()
-        return caught.value.calls[2].startswith("new_group([0, 1])")
-
-    assert run_ranks(3, body) == [True] * 3
+@on_ranks(3)
+def test_new_group_by_a_non_member_alone_is_a_desync_and_ends_nobody_elses_wait(rank):
+    with pytest.raises(Desync) as caught:
+        dist.new_group([0, 1]) if rank == 2 else dist.barrier()
+    assert caught.value.calls[2].startswith("new_group([0, 1])")
 
 
 def test_new_groups_of_many_are_announced_as_a_digest():

@@ -15,6 +15,7 @@ from dure.comm import work as work_module
 from dure.comm.work import Work, combine
 from dure.errors import Aborted, CommError, CommTimeout, UsageError
 from dure.testing import run_ranks
+from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
 
 
@@ -42,43 +43,37 @@ def test_results_that_cannot_be_copied_back_are_a_failure_at_every_wait():
 
 
 @pytest.mark.parametrize("limit", [PATIENCE_S, 0.5 + PATIENCE_S, timedelta(seconds=PATIENCE_S)])
-def test_limits_are_times_or_seconds(limit):
-    def body(rank):
-        dist.barrier(timeout=limit)
-        return dist.barrier(async_op=True).wait(limit)
-
-    assert run_ranks(2, body) == [True, True]
+@on_ranks(2)
+def test_limits_are_times_or_seconds(rank, limit):
+    dist.barrier(timeout=limit)
+    assert dist.barrier(async_op=True).wait(limit)
 
 
 @pytest.mark.parametrize("limit", ["5", float("nan"), [1]])
-def test_limits_that_are_no_times_are_refused_before_anything_is_sent(limit):
-    def body(rank):
-        work = dist.barrier(async_op=True)
-        before = dist.group.WORLD.seq
-        for call in (
-            work.wait,
-            lambda limit: dist.barrier(timeout=limit),
-            lambda limit: dist.monitored_barrier(timeout=limit),
-            lambda limit: dist.new_group(timeout=limit),
-            dist.group.WORLD.set_timeout,
-        ):
-            with pytest.raises(UsageError):
-                call(limit)
-        assert dist.group.WORLD.seq == before
-        return work.wait()
-
-    assert run_ranks(2, body) == [True, True]
+@on_ranks(2)
+def test_limits_that_are_no_times_are_refused_before_anything_is_sent(rank, limit):
+    work = dist.barrier(async_op=True)
+    before = dist.group.WORLD.seq
+    for call in (
+        work.wait,
+        lambda limit: dist.barrier(timeout=limit),
+        lambda limit: dist.monitored_barrier(timeout=limit),
+        lambda limit: dist.new_group(timeout=limit),
+        dist.group.WORLD.set_timeout,
+    ):
+        with pytest.raises(UsageError):
+            call(limit)
+    assert dist.group.WORLD.seq == before
+    assert work.wait()
 
 
 @pytest.mark.parametrize("limit", [float("inf"), 1e300, timedelta.max])
-def test_limits_may_be_longer_than_clocks_count(limit):
-    def body(rank):
-        dist.barrier(timeout=limit)
-        dist.monitored_barrier(timeout=limit)
-        group = dist.new_group(timeout=limit)
-        return dist.barrier(group, async_op=True).wait(limit)
-
-    assert run_ranks(2, body) == [True, True]
+@on_ranks(2)
+def test_limits_may_be_longer_than_clocks_count(rank, limit):
+    dist.barrier(timeout=limit)
+    dist.monitored_barrier(timeout=limit)
+    group = dist.new_group(timeout=limit)
+    assert dist.barrier(group, async_op=True).wait(limit)
 
 
 def test_a_copy_that_fails_leaves_nothing_that_complains(capfd):
@@ -143,36 +138,34 @@ _FINISHED_BY_A_COPY = {
 
 
 @pytest.mark.parametrize("op", _FINISHED_BY_A_COPY)
-def test_second_waiter_does_not_return_before_the_result_is_copied_back(op):
+@on_ranks(2)
+def test_second_waiter_does_not_return_before_the_result_is_copied_back(rank, op):
     """The second thread waits, or asks, while the first is copying."""
 
-    def body(rank):
-        work, copied, seen = _FINISHED_BY_A_COPY[op](rank), [], []
-        finish = work._finish
-        if finish is None:
-            assert (op, rank) in (("message", 0), ("broadcast", 0), ("premultiplied", 1))
-            work.wait()
-            return
-
-        def slowly():
-            other.start()
-            other.join(0.05)  # it can only be too early: it waits for this thread
-            finish()
-            copied.append(True)
-
-        def ask():
-            seen.append(work.is_completed() and not copied)
-            work.wait()
-            seen.append(not copied)
-
-        other = threading.Thread(target=ask)
-        work._finish = slowly
+    work, copied, seen = _FINISHED_BY_A_COPY[op](rank), [], []
+    finish = work._finish
+    if finish is None:
+        assert (op, rank) in (("message", 0), ("broadcast", 0), ("premultiplied", 1))
         work.wait()
-        assert copied
-        other.join()
-        assert seen == [False, False]
+        return
 
-    run_ranks(2, body)
+    def slowly():
+        other.start()
+        other.join(0.05)  # it can only be too early: it waits for this thread
+        finish()
+        copied.append(True)
+
+    def ask():
+        seen.append(work.is_completed() and not copied)
+        work.wait()
+        seen.append(not copied)
+
+    other = threading.Thread(target=ask)
+    work._finish = slowly
+    work.wait()
+    assert copied
+    other.join()
+    assert seen == [False, False]
 
 
 def test_copy_that_is_interrupted_is_made_at_the_next_wait():
@@ -196,14 +189,12 @@ def test_copy_that_is_interrupted_is_made_at_the_next_wait():
     assert len(calls) == 2
 
 
-def test_future_chains_and_carries_errors():
-    def body(rank):
-        work = dist.all_reduce(torch.tensor([2.0]), async_op=True)
-        doubled = work.get_future().then(lambda f: [t * 2 for t in f.wait()])
-        assert work.get_future() is work.get_future()
-        return doubled.wait()[0].item()
-
-    assert run_ranks(2, body) == [8.0, 8.0]
+@on_ranks(2)
+def test_future_chains_and_carries_errors(rank):
+    work = dist.all_reduce(torch.tensor([2.0]), async_op=True)
+    doubled = work.get_future().then(lambda f: [t * 2 for t in f.wait()])
+    assert work.get_future() is work.get_future()
+    assert doubled.wait()[0].item() == 8.0
 
 
 def test_future_of_a_failed_work_raises():
@@ -267,28 +258,24 @@ def test_a_future_is_waited_for_aside_on_its_thread():
     assert other.waited == ["wait_aside"]
 
 
-def test_coalesced_operations_end_together():
-    def body(rank):
-        a, b = torch.ones(2), torch.full((3,), float(rank))
-        with dist.coalescing_manager(async_ops=True) as both:
-            dist.all_reduce(a)
-            dist.all_reduce(b, dist.ReduceOp.MAX)
-        both.wait()
-        return a.tolist(), b.tolist()
-
-    assert run_ranks(3, body) == [([3.0] * 2, [2.0] * 3)] * 3
+@on_ranks(3)
+def test_coalesced_operations_end_together(rank):
+    a, b = torch.ones(2), torch.full((3,), float(rank))
+    with dist.coalescing_manager(async_ops=True) as both:
+        dist.all_reduce(a)
+        dist.all_reduce(b, dist.ReduceOp.MAX)
+    both.wait()
+    assert (a.tolist(), b.tolist()) == ([3.0] * 2, [2.0] * 3)
 
 
-def test_all_reduce_coalesced_checks_every_tensor_first():
-    def body(rank):
-        good = torch.ones(1)
-        with pytest.raises(UsageError):
-            dist.all_reduce_coalesced([good, torch.ones(1, dtype=torch.cfloat)], dist.ReduceOp.MIN)
-        assert good.item() == 1
-        dist.all_reduce_coalesced([good, torch.ones(2)])
-        return good.item()
-
-    assert run_ranks(2, body) == [2.0, 2.0]
+@on_ranks(2)
+def test_all_reduce_coalesced_checks_every_tensor_first(rank):
+    good = torch.ones(1)
+    with pytest.raises(UsageError):
+        dist.all_reduce_coalesced([good, torch.ones(1, dtype=torch.cfloat)], dist.ReduceOp.MIN)
+    assert good.item() == 1
+    dist.all_reduce_coalesced([good, torch.ones(2)])
+    assert good.item() == 2.0
 
 
 @pytest.mark.parametrize("backend", ["threads", "shm"])

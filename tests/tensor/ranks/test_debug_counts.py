@@ -118,16 +118,14 @@ def test_counts_are_found_by_the_names_of_torch(rank: int) -> None:
     assert mode.get_total_counts() == 0
 
 
-def test_each_thread_rank_counts_its_own() -> None:
-    def body(rank: int) -> int:
-        mesh = init_device_mesh("cpu", (2, 2))
-        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
-        with CommDebugMode() as mode:
-            for _ in range(rank // 2 + 1):  # the ranks of an inner group do the same
-                x.redistribute(placements=[Shard(0), Replicate()])
-        return mode.get_total_counts()
-
-    assert run_ranks(4, body) == [1, 1, 2, 2]
+@on_ranks(4)
+def test_each_thread_rank_counts_its_own(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+    with CommDebugMode() as mode:
+        for _ in range(rank // 2 + 1):  # the ranks of an inner group do the same
+            x.redistribute(placements=[Shard(0), Replicate()])
+    assert mode.get_total_counts() == [1, 1, 2, 2][rank]
 
 
 class Block(nn.Module):

@@ -55,14 +55,14 @@ def test_a_term_gets_what_it_contributes_to_the_value(reduction: str) -> None:
     assert run_ranks(2, body) == [[expected] * 3 for expected in EXPECTED[reduction]]
 
 
-def test_an_operator_on_terms_leaves_the_gradient_to_the_rank_that_has_the_maximum() -> None:
-    def body(rank: int) -> list[float]:
-        part = _terms(TERMS[rank])
-        whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial("max")])
-        (whole.reshape(3, 1) ** 2).sum().backward()
-        return part.grad.tolist()
-
-    assert run_ranks(2, body) == [[0, 10, 4], [6, 0, 0]]
+@on_ranks(2)
+def test_an_operator_on_terms_leaves_the_gradient_to_the_rank_that_has_the_maximum(
+    rank: int,
+) -> None:
+    part = _terms(TERMS[rank])
+    whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial("max")])
+    (whole.reshape(3, 1) ** 2).sum().backward()
+    assert part.grad.tolist() == [[0, 10, 4], [6, 0, 0]][rank]
 
 
 @pytest.mark.parametrize(
@@ -85,37 +85,31 @@ def test_terms_along_two_axes_are_those_of_all_their_ranks(reduction: str, expec
     assert run_ranks(4, body) == expected
 
 
-def test_terms_along_one_axis_of_parts_along_another() -> None:
-    def body(rank: int) -> list[float]:
-        # Rows of the mesh have the terms, its columns an element each.
-        part = _terms([[4.0], [1.0], [2.0], [3.0]][rank])
-        mesh = init_device_mesh("cpu", (2, 2))
-        whole = DTensor.from_local(part, mesh, [Partial("max"), Shard(0)])
-        (whole.full_tensor(grad_placements=WHOLE * 2) * torch.tensor([5.0, 6.0])).sum().backward()
-        return part.grad.tolist()
-
-    assert run_ranks(4, body) == [[5], [0], [0], [6]]
+@on_ranks(4)
+def test_terms_along_one_axis_of_parts_along_another(rank: int) -> None:
+    # Rows of the mesh have the terms, its columns an element each.
+    part = _terms([[4.0], [1.0], [2.0], [3.0]][rank])
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = DTensor.from_local(part, mesh, [Partial("max"), Shard(0)])
+    (whole.full_tensor(grad_placements=WHOLE * 2) * torch.tensor([5.0, 6.0])).sum().backward()
+    assert part.grad.tolist() == [[5], [0], [0], [6]][rank]
 
 
-def test_a_maximum_that_is_no_number_has_its_gradient_where_it_is() -> None:
-    def body(rank: int) -> list[float]:
-        part = _terms([[1.0, math.nan], [math.nan, math.nan]][rank])
-        whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial("max")])
-        whole.full_tensor(grad_placements=WHOLE).sum().backward()
-        return part.grad.tolist()
-
-    assert run_ranks(2, body) == [[0, 1], [1, 0]]
+@on_ranks(2)
+def test_a_maximum_that_is_no_number_has_its_gradient_where_it_is(rank: int) -> None:
+    part = _terms([[1.0, math.nan], [math.nan, math.nan]][rank])
+    whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial("max")])
+    whole.full_tensor(grad_placements=WHOLE).sum().backward()
+    assert part.grad.tolist() == [[0, 1], [1, 0]][rank]
 
 
 @pytest.mark.parametrize("reduction", ["sum", "avg"])
-def test_a_term_that_is_taken_out_again_has_its_own_gradient(reduction: str) -> None:
-    def body(rank: int) -> list[float]:
-        part = _terms([1.0, 2.0])
-        whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial(reduction)])
-        (whole.to_local(grad_placements=WHOLE) * (rank + 1)).sum().backward()
-        return part.grad.tolist()
-
-    assert run_ranks(2, body) == [[1, 1], [2, 2]]
+@on_ranks(2)
+def test_a_term_that_is_taken_out_again_has_its_own_gradient(rank: int, reduction: str) -> None:
+    part = _terms([1.0, 2.0])
+    whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial(reduction)])
+    (whole.to_local(grad_placements=WHOLE) * (rank + 1)).sum().backward()
+    assert part.grad.tolist() == [[1, 1], [2, 2]][rank]
 
 
 @pytest.mark.parametrize("reduction", ["max", "min", "product"])

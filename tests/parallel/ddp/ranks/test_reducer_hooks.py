@@ -122,13 +122,11 @@ def test_ranks_without_inputs_step_within_backward_as_the_others_do_2_ranks(rank
     # In the second step rank 0 adds nothing to rank 1's gradient of 2.
 
 
-def test_hooks_run_at_once_where_the_wrapper_was_not_called_2_ranks() -> None:
-    def rank_main(rank: int) -> list[float]:
-        ddp, seen = seen_by_hooks(rank, dist.DistributedDataParallel)
-        backward(ddp.module, rank)
-        return seen
-
-    assert run_ranks(2, rank_main) == [[1.0], [2.0]]
+@on_ranks(2)
+def test_hooks_run_at_once_where_the_wrapper_was_not_called_2_ranks(rank: int) -> None:
+    ddp, seen = seen_by_hooks(rank, dist.DistributedDataParallel)
+    backward(ddp.module, rank)
+    assert seen == [[1.0], [2.0]][rank]
 
 
 def test_hooks_do_not_run_in_a_step_that_fails_2_ranks() -> None:

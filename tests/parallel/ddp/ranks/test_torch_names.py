@@ -9,7 +9,7 @@ from torch import nn
 import dure as dist
 from dure.errors import ModuleError, UsageError
 from dure.parallel.ddp.torch_names import sync_module_states, verify_shapes
-from dure.testing import CommRecorder, run_ranks
+from dure.testing import CommRecorder
 from tests.thread_ranks import on_ranks
 
 Futures = list[torch.futures.Future[torch.Tensor]]
@@ -35,25 +35,21 @@ def test_buffer_hook_acts_in_place_of_the_broadcast_2_ranks(rank: int) -> None:
     # Two reductions: the hook's, and that of the gradients. The ranks' means are 1.5 and 2.5.
 
 
-def test_removed_hooks_leave_gradients_to_each_rank_2_ranks() -> None:
-    def rank_main(rank: int) -> float:
-        module = nn.Linear(1, 1, bias=False)
-        dist.DistributedDataParallel(module)._remove_autograd_hooks()
-        module(torch.full((1, 1), float(rank))).sum().backward()
-        return module.weight.grad.item()
-
-    assert run_ranks(2, rank_main) == [0.0, 1.0]
+@on_ranks(2)
+def test_removed_hooks_leave_gradients_to_each_rank_2_ranks(rank: int) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    dist.DistributedDataParallel(module)._remove_autograd_hooks()
+    module(torch.full((1, 1), float(rank))).sum().backward()
+    assert module.weight.grad.item() == [0.0, 1.0][rank]
 
 
-def test_states_come_from_the_rank_that_is_named_3_ranks() -> None:
-    def rank_main(rank: int) -> tuple[float, float]:
-        module = nn.BatchNorm1d(1)
-        nn.init.constant_(module.weight, rank)
-        nn.init.constant_(module.bias, rank)
-        sync_module_states(module, dist.group.WORLD, 1, 2, ["bias"])
-        return module.weight.item(), module.bias.item()
-
-    assert run_ranks(3, rank_main) == [(2, 0), (2, 1), (2, 2)]
+@on_ranks(3)
+def test_states_come_from_the_rank_that_is_named_3_ranks(rank: int) -> None:
+    module = nn.BatchNorm1d(1)
+    nn.init.constant_(module.weight, rank)
+    nn.init.constant_(module.bias, rank)
+    sync_module_states(module, dist.group.WORLD, 1, 2, ["bias"])
+    assert (module.weight.item(), module.bias.item()) == [(2, 0), (2, 1), (2, 2)][rank]
 
 
 @on_ranks(2)

@@ -97,20 +97,18 @@ def test_parameter_unfrozen_after_wrapping_is_named_2_ranks(rank: int) -> None:
     assert caught.value.parameters == ("right.weight",)
 
 
-def test_functional_call_leaves_gradients_to_its_caller_2_ranks() -> None:
-    def rank_main(rank: int) -> float:
-        ddp = dist.DistributedDataParallel(linear())
-        weight = torch.ones(1, 1, requires_grad=True)
-        x = torch.full((1, 1), rank + 1.0)
-        with CommRecorder() as seen:
-            torch.func.functional_call(ddp, {"module.weight": weight}, x).sum().backward()
-        assert seen.ops == []
-        assert ddp.module.weight.grad is None
-        ddp(x).sum().backward()
-        assert ddp.module.weight.grad.item() == 1.5
-        return weight.grad.item()
-
-    assert run_ranks(2, rank_main) == [1.0, 2.0]
+@on_ranks(2)
+def test_functional_call_leaves_gradients_to_its_caller_2_ranks(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(linear())
+    weight = torch.ones(1, 1, requires_grad=True)
+    x = torch.full((1, 1), rank + 1.0)
+    with CommRecorder() as seen:
+        torch.func.functional_call(ddp, {"module.weight": weight}, x).sum().backward()
+    assert seen.ops == []
+    assert ddp.module.weight.grad is None
+    ddp(x).sum().backward()
+    assert ddp.module.weight.grad.item() == 1.5
+    assert weight.grad.item() == [1.0, 2.0][rank]
 
 
 def one_replaced(module: nn.Linear) -> None:

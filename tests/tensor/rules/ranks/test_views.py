@@ -23,7 +23,7 @@ from dure.tensor import (
     spec,
 )
 from dure.tensor.dtensor import use_native
-from dure.testing import CommRecorder, run_ranks
+from dure.testing import CommRecorder
 from tests.tensor.ranks.operators import Sample, failures, ways
 from tests.tensor.ranks.parts import ORDERS, made
 from tests.thread_ranks import on_mesh, on_ranks
@@ -64,19 +64,17 @@ RESHAPES = [
 ]
 
 
-def test_a_view_beside_a_sharded_dimension_of_size_1_sends_nothing():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.arange(6.0).reshape(1, 2, 3), mesh, [Shard(0)])
-        with CommRecorder() as seen:
-            made = [x.view(1, 6), x.view(1, 1, 6), x.reshape(1, 3, 2)]
-        assert seen.ops == []
-        assert [y.placements for y in made] == [(Shard(0),)] * 3
-        assert [y.to_local().shape for y in made] == [(1 - rank, *y.shape[1:]) for y in made]
-        assert all(y.full_tensor().flatten().tolist() == [0, 1, 2, 3, 4, 5] for y in made)
-        assert x.view(6).placements == (Replicate(),)  # torch refuses
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_a_view_beside_a_sharded_dimension_of_size_1_sends_nothing(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(6.0).reshape(1, 2, 3), mesh, [Shard(0)])
+    with CommRecorder() as seen:
+        made = [x.view(1, 6), x.view(1, 1, 6), x.reshape(1, 3, 2)]
+    assert seen.ops == []
+    assert [y.placements for y in made] == [(Shard(0),)] * 3
+    assert [y.to_local().shape for y in made] == [(1 - rank, *y.shape[1:]) for y in made]
+    assert all(y.full_tensor().flatten().tolist() == [0, 1, 2, 3, 4, 5] for y in made)
+    assert x.view(6).placements == (Replicate(),)  # torch refuses
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 3), (2, 1, 2)], ids=str)
