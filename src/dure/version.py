@@ -7,6 +7,8 @@ rendezvous, in messages that are exchanged anyway (`dure.store.builds`).
 A version that is not released yet carries the day and the commit that it was built from:
 `0.2.0.dev20261128+g5d4b20e5`. Installing writes it into the module `dure._build`, so no process
 runs git. In a checkout that was never installed the module is missing; the version is `RELEASE`.
+
+Internal: its `__version__` is `dure.__version__`.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ would not understand it: messages of the rendezvous, of stores, launchers and RP
 native engine's shared memory (csrc/core/layout.h, which is compiled with this number)."""
 
 try:
-    from dure._build import VERSION
+    from dure._build import VERSION as _built  # pyright: ignore
 except ImportError:
-    VERSION = RELEASE
+    _built = RELEASE
+
+VERSION: str = _built
+"""The version of this build."""
 
 __version__ = VERSION
