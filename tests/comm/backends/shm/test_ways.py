@@ -13,7 +13,6 @@ from dure.comm.backends.shm.ways import INLINE_BYTES, SMALL_BYTES, way
 from dure.comm.call import Call
 from dure.comm.memory import heap_empty
 from dure.comm.ops import ReduceOp, as_reduce_op
-from dure.native import available
 
 CORE = Path(__file__).parents[4] / "csrc/core"
 KIB = 1024
@@ -55,7 +54,7 @@ def test_way_of_ordinary_tensors(
     assert way(_call(op, nbytes), size, copies) == text
 
 
-@pytest.mark.skipif(not available()[0], reason="no engine, no symmetric heap")
+@pytest.mark.needs("engine")
 @pytest.mark.parametrize(
     ("op", "text"),
     [
