@@ -396,6 +396,12 @@ def test_two_paths_that_read_alike_get_two_names():
     assert sorted(t.item() for t in tensors.values()) == [0, 1]
 
 
+def test_a_conjugate_of_the_same_memory_is_not_tied_to_it():
+    weight, tensors = torch.tensor([1 + 2j]), {}
+    encode({"a": weight, "b": weight.conj()}, "m", tensors)
+    assert [t.item() for t in tensors.values()] == [1 + 2j, 1 - 2j]
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_tensors_come_back(dtype):
     value = torch.tensor([1 + 2j, 3], dtype=dtype)
