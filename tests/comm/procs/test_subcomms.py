@@ -31,6 +31,16 @@ def test_default_over_hosts_is_hybrid_and_a_group_of_one_host_is_shared_memory(p
     assert set(pool.run(_kinds)) == {("hybrid", "HybridBackend", "ShmBackend")}
 
 
+def _details(rank: int) -> str:
+    return dist.group.WORLD.details
+
+
+def test_line_of_a_group_over_hosts_names_leaders_and_what_joins_the_hosts(pool):
+    for text in pool.run(_details):
+        assert text.startswith("leaders of hosts: ranks 0, ")
+        assert "over gloo; within the host: " in text
+
+
 def _recorded(rank: int) -> tuple[set[str], str]:
     """Return which groups are in this rank's flight record, and the name of a host's own group."""
     hosts = dist.group.WORLD.hosts
