@@ -11,6 +11,7 @@ Each case runs in processes of its own, as many as it asks for, with a time limi
 names `torch.distributed.rpc`, `torch.distributed.autograd`, `DistributedOptimizer` and
 `RemoteModule` are bound to Dure's before the tests are imported; the tests of DDP also get its
 process groups and its DDP.
+The exit code is 1 if a case that was run has failed.
 What is left out, and why, is in `rpc_left_out.txt`; outcomes are kept in `results/rpc_suite.json`.
 """
 
@@ -369,7 +370,8 @@ def show_table(results: dict[str, Any], out: dict[str, str]) -> None:
             print(f"- fails with TensorPipe: {case}: {outcome}; Dure: {ours.get(case, 'not run')}")
 
 
-def main() -> None:
+def main() -> int:
+    """Run cases, or show what is known; return 1 if a case that was run has failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agent", choices=AGENTS, default="dure")
     parser.add_argument("--only", default="", help="a regular expression on CLASS.test")
@@ -381,7 +383,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only show what is known")
     options = parser.parse_args()
     run, out = cases("tensorpipe" if options.table else options.agent)
-    results = read_results()
+    results, failed = read_results(), 0
     if not options.table:
         part, parts = map(int, options.part.split("/"))
         known = results[options.agent]
@@ -393,6 +395,7 @@ def main() -> None:
             outcome = run_case(case, run[case], options.limit, options.logs)
             print(f"{case}: {outcome} ({time.monotonic() - began:.1f} s)", flush=True)
             known[case] = outcome
+            failed += outcome != "passed" and not outcome.startswith("skipped: ")
             if options.write:
                 kept = {agent: results[agent] for agent in AGENTS}
                 in_order = {
@@ -401,10 +404,11 @@ def main() -> None:
                 text = json.dumps({**conditions(), **in_order}, indent=1)
                 RESULTS.write_text(text + "\n")
     show_table(results, out)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # makes its pool anew
     torch.set_num_threads(1)
-    main()
+    sys.exit(main())

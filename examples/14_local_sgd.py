@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import dure as dist
+from dure.algorithms.model_averaging.utils import average_parameters
 from dure.data import Images, load_digits
-from dure.parallel.averaging import average_parameters
 from dure.testing import CommRecorder
 
 STEPS, BATCH, WARMUP = 160, 64, 32

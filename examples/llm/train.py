@@ -33,7 +33,7 @@ from dure.fsdp import MixedPrecisionPolicy, fully_shard
 from dure.pipelining import PipelineStage
 from dure.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from dure.tensor import DTensor, clip_grad_norm_
-from dure.tensor.context_parallel import context_parallel, positions_of
+from dure.tensor.experimental import context_parallel, positions_of
 from dure.tensor.parallel import loss_parallel, parallelize_module
 
 

@@ -7,6 +7,8 @@ Two files are exempt, `launch/ranks/child.py` and `launch/ranks/forking.py`: the
 set its environment before Dure can be imported, and must import nothing of it (programs that do
 not use Dure would load it). The variables that they read by name are declared below as well,
 which the same test checks.
+
+Internal: names here may change in any release.
 """
 
 from __future__ import annotations

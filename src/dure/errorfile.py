@@ -8,6 +8,8 @@ torchrun names a file for each rank in TORCHELASTIC_ERROR_FILE, and torch's `@re
                  "errorCode": 3}}
 
 The last field is there only where it is known. A file may also hold `{"message": "text"}`.
+
+Internal: its `record` is `dure.record`.
 """
 
 from __future__ import annotations

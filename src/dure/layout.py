@@ -14,6 +14,8 @@ are one. So two axes with the same positions in the same order are equal, and ha
 
 Source: the layouts of CuTe (https://docs.nvidia.com/cutlass/media/docs/cpp/cute/02_layout_algebra.html),
 restricted to what cutting an array of ranks needs.
+
+Internal: names here may change in any release.
 """
 
 from __future__ import annotations

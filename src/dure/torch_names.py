@@ -9,6 +9,8 @@ no equivalent here. A module that such names could be imported from ends with::
 `from dure.fsdp import FullyShardedDataParallel` is then an ImportError that says what to write
 instead. `scripts/torch_names` writes the modules that exist only at torch's paths, and
 `scripts/public_names` what type checkers see of the others.
+
+Internal: names here may change in any release.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 import ast
 import re
+import tomllib
 
 from dure.env import VARIABLES
 from dure.torch_names import table
 from tests.arch.sources import (
     CSRC,
     PACKAGE,
+    ROOT,
     cpp_files,
     functions_of,
     imports_of,
@@ -122,3 +124,13 @@ def test_imports_inside_functions_give_their_reason():
                 if not any(REASON.search(line) for line in near):
                     offenders.append(shown(path, node.lineno))
     assert not sorted(set(offenders)), "move it to the top, or say why: `# lazy: reason`"
+
+
+IMPORTED_AS = {"pyzmq": "zmq"}
+
+
+def test_every_requirement_of_the_package_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    imported = {name.partition(".")[0] for path in python_files() for name, _ in imports_of(path)}
+    assert {IMPORTED_AS.get(name, name) for name in names} <= imported

@@ -10,6 +10,8 @@ in every program, until `dure run` takes it as an order to end the job.
 Whoever reads the output may have had enough (`dure env | head -1`). Then the command ends without
 a word, and with the exit code of a program that SIGPIPE has ended. If it cannot be written (a full
 disk), that is one line, and exit code 1.
+
+Internal: programs start `dure` as a command.
 """
 
 from __future__ import annotations

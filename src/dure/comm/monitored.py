@@ -21,6 +21,7 @@ from dure.comm.world import resolve
 from dure.errors import CommTimeout, StoreError, StoreTimeout, UsageError
 
 if TYPE_CHECKING:
+    from dure.comm.group import ProcessGroup
     from dure.comm.group.core import GroupCore
 
 _MOST_ANSWERS = 16
@@ -28,7 +29,7 @@ _MOST_ANSWERS = 16
 
 
 def monitored_barrier(
-    group: GroupCore | None = None,
+    group: ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:

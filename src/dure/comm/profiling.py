@@ -2,18 +2,18 @@
 
 While a profiler runs (torch.profiler, emit_nvtx, emit_itt), an operation of a group is two records:
 
-    c10d::allreduce_      the call: until the result is there, or the operation has been started;
-                          its arguments are the group, dtype, number of elements, bytes, ...
-      shm:all_reduce      the operation on the backend, until it has ended
+    c10d::allreduce_      the call; its arguments are the group, dtype, number of elements, bytes, ...
+      shm:all_reduce      the operation on the backend
+
+An asynchronous operation is two others: the call, which ends when the operation has been started,
+and ``c10d::wait (all_reduce)``, the time that `Work.wait` takes.
 
 The arguments have the names that NCCL's ``record_param_comms`` has in torch. (That name itself is
 reserved: torch crashes if a record of Python has it.) A profile shows them with
 ``record_shapes=True``.
 
-The second record of an asynchronous operation ends on another thread, when the operation ends. So
-torch marks it as asynchronous, and it does not seem to contain what the caller does in between.
-Whoever waits for the operation also waits for the record's end: otherwise a profile could be
-closed before it, and the record be lost.
+No record lives longer than a call. Torch can end one on another thread, when an asynchronous
+operation ends; but if the profile was closed before, it then writes into memory that was freed.
 
 No record is made twice: the engines of Gloo and NCCL record what happens on the backend themselves
 (`makes_records`), and a program that uses Dure as a backend of torch.distributed has the records of
@@ -30,14 +30,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from dure.comm.backends.request import Request
 from dure.comm.call import Call
-from dure.comm.futures import waiters
 from dure.comm.untraced import untraced_below
 
 if TYPE_CHECKING:
@@ -46,12 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNRECORDED",
-    "OperationRecord",
     "communicating",
+    "operation",
     "profiler",
     "recorded",
     "redistributing",
     "step",
+    "waiting",
 ]
 
 P = ParamSpec("P")
@@ -104,76 +103,50 @@ _DTYPES = {
 """How C++ writes them; others are written as Python does, with a capital: "Float8_e4m3fn"."""
 
 
-class OperationRecord:
-    """The records of one operation; a context around its start.
+@untraced_below
+def operation(
+    group: GroupCore, backend: Backend, call: Call, deferred: bool
+) -> AbstractContextManager[object]:
+    """Return a context around the start of an operation, which records it.
 
     Args:
         group: It is number `seq` + 1 of this one.
         backend: What runs it.
         call: What is asked of it.
-        deferred: It goes on after the block: `follow` says until when.
+        deferred: It goes on after the block.
     """
+    if group.in_torch:
+        return UNRECORDED
+    op = "send" if call.op == "isend" else "recv" if call.op == "irecv" else call.op
+    name, collective = _NAMES.get(op, (f"dure::{op}", op))
+    if op == "recv" and call.peer is None:
+        name = "c10d::recv_any_source_"
+    shapes = _shapes(call)
+    outer = _Range(name, shapes, _fields(group, call, collective, deferred))
+    if deferred or getattr(backend, "makes_records", False):
+        return outer
+    return _Nested(outer, _Range(f"{backend.name}:{op.removesuffix('_single')}", shapes))
 
-    def __init__(self, group: GroupCore, backend: Backend, call: Call, deferred: bool) -> None:
-        op = "send" if call.op == "isend" else "recv" if call.op == "irecv" else call.op
-        name, collective = _NAMES.get(op, (f"dure::{op}", op))
-        if op == "recv" and call.peer is None:
-            name = "c10d::recv_any_source_"
-        self._ranges: list[Any] = []
-        self._deferred: Any = None
-        if group.in_torch:
-            return
-        shapes = _shapes(call)
-        self._ranges.append(_Range(name, shapes, _fields(group, call, collective, deferred)))
-        if getattr(backend, "makes_records", False):
-            return
-        on_backend = f"{backend.name}:{call.kind if op == call.op else op}"
-        if deferred:
-            self._deferred = profiler.record_function(on_backend)
-        else:
-            self._ranges.append(_Range(on_backend, shapes))
 
-    def __enter__(self) -> OperationRecord:
+class _Nested:
+    """A range within another."""
+
+    def __init__(self, *ranges: Any) -> None:
+        self._ranges = ranges
+
+    def __enter__(self) -> None:
         for each in self._ranges:
             each.__enter__()
-        if self._deferred is not None:
-            self._deferred.__enter__()
-            self._future: torch.futures.Future[None] = torch.futures.Future()
-            self._ended = self._deferred._call_end_callbacks_on_future(self._future)
-        return self
 
     def __exit__(self, *error: object) -> None:
         for each in reversed(self._ranges):
             each.__exit__(*error)
-        if error[0] is not None:
-            self.follow(None)
 
-    def follow(
-        self,
-        request: Request | None,
-        settled: Callable[[BaseException | None], None] | None = None,
-    ) -> Callable[[BaseException | None], None]:
-        """End the record of a deferred operation when its request ends; None: it has.
 
-        Returns:
-            `settled`, which now comes after the record's end.
-        """
-
-        def end() -> None:
-            with suppress(Exception):  # the one who waits for the operation raises it
-                if request is not None:
-                    request.wait_aside()
-            self._future.set_result(None)
-
-        def then(error: BaseException | None) -> None:
-            self._ended.wait()
-            if settled is not None:
-                settled(error)
-
-        if self._deferred is None:
-            return settled or (lambda _: None)
-        waiters.run(end)
-        return then
+@untraced_below
+def waiting(op: str) -> AbstractContextManager[object]:
+    """Return the range of a wait for an operation that was started."""
+    return _Range(f"c10d::wait ({op})")
 
 
 def _shapes(call: Call) -> Sequence[Any]:

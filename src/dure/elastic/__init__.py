@@ -13,10 +13,21 @@ from typing import TYPE_CHECKING
 
 from dure.elastic.preempt import on_preempt, preempted
 from dure.elastic.running import Options, run
+from dure.elastic.snapshot import Snapshot
 from dure.elastic.state import Recovery, State
+from dure.elastic.views import Progress
 from dure.torch_names import lazy_names
 
-__all__ = ["Options", "Recovery", "State", "on_preempt", "preempted", "run"]
+__all__ = [
+    "Options",
+    "Progress",
+    "Recovery",
+    "Snapshot",
+    "State",
+    "on_preempt",
+    "preempted",
+    "run",
+]
 
 if TYPE_CHECKING:
     # Written by scripts/public_names:

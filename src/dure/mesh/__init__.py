@@ -1,4 +1,7 @@
-"""Device meshes: the job's ranks as an array, with a process group along each axis."""
+"""Device meshes: the job's ranks as an array, with a process group along each axis.
+
+Internal: its public names are those of `dure.device_mesh`.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ all the same: `available` then says why the engine cannot be used, and the names
 those of `_absent`, whose every use raises that reason.
 
 The engine chooses its instruction set when it is loaded; `DURE_ISA` bounds the choice.
+
+Internal: names here may change in any release.
 """
 
 from __future__ import annotations

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 from dure.parallel.pipeline.cutting import StageCut, cut_by_cost, cut_into_stages, measured_costs
 from dure.parallel.pipeline.executor import PipelineOptions
-from dure.parallel.pipeline.exported import Pipe, SplitPoint, build_stage, pipe_split, pipeline
+from dure.parallel.pipeline.exported import (
+    Pipe,
+    PipeInfo,
+    SplitPoint,
+    build_stage,
+    pipe_split,
+    pipeline,
+)
 from dure.parallel.pipeline.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -22,6 +29,7 @@ from dure.torch_names import lazy_names
 
 __all__ = [
     "Pipe",
+    "PipeInfo",
     "PipelineOptions",
     "PipelineStage",
     "Schedule1F1B",

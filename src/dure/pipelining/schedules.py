@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dure.parallel.pipeline.schedules import (
     PipelineContext,
+    PipelineSchedule,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
     Schedule1F1B,
@@ -22,6 +23,7 @@ from dure.schedules import Kind as _ComputationType
 
 __all__ = [
     "PipelineContext",
+    "PipelineSchedule",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule1F1B",

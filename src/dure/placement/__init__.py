@@ -5,6 +5,8 @@ variables of their own: how many processes there are and which one this is, or h
 are and which one this is, and the name of the first host. `detect` reads them all into one value,
 a `Placement`, and keeps for each number the variable it came from. It is a pure function of the
 variables handed in, and total: what it cannot make sense of becomes a note, not an error.
+
+Internal: names here may change in any release, except for `actor_variables`.
 """
 
 from dure.placement.actors import actor_variables

@@ -1,6 +1,8 @@
 """Key-value stores, through which the ranks of a job find each other.
 
 The launcher needs the server alone: so what a name brings along is imported when it is first used.
+
+Internal: its public names are those of `dure`, and `JobKey`.
 """
 
 from __future__ import annotations

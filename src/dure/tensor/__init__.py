@@ -21,12 +21,14 @@ from dure.tensor.dtensor import DTensor, safe_globals
 from dure.tensor.factories import empty, full, ones, rand, randn, zeros
 from dure.tensor.placement_types import Partial, Placement, Replicate, Shard
 from dure.tensor.state import strictly as strict
-from dure.tensor.watching import explain
+from dure.tensor.watching import Explanation, Operation, explain
 from dure.torch_names import lazy_names
 
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "Explanation",
+    "Operation",
     "Partial",
     "Placement",
     "Replicate",

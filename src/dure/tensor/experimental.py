@@ -18,6 +18,7 @@ from dure.tensor.context_parallel import (
     context_parallel,
     context_parallel_batch,
     context_parallel_unshard,
+    positions_of,
 )
 from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Placement, Replicate
@@ -31,6 +32,7 @@ __all__ = [
     "context_parallel_unshard",
     "implicit_replication",
     "local_map",
+    "positions_of",
     "register_sharding",
 ]
 

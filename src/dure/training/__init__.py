@@ -7,4 +7,6 @@ that lie in them. `precision` computes in fewer bits than parameters are kept in
 `agreement` finds out whether ranks have the same tensors, `pytrees` goes through tensors in nested
 arguments, `compiling` keeps torch.compile where it belongs. `memory` is where all of it allocates
 what other ranks see.
+
+Internal: its public names are those of `dure`.
 """

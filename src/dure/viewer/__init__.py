@@ -5,4 +5,6 @@ read; `access` (who may see it); `server`; `__main__` (the process of a run's pa
 (the page itself, and uPlot, a chart library under the MIT licence, whole and unchanged).
 
 The server needs starlette and uvicorn, which `pip install dure[page]` brings.
+
+Internal: programs start it with `dure run --page`.
 """

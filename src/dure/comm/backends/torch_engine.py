@@ -350,7 +350,7 @@ def create_gloo(options: BackendOptions) -> EngineGroup:
 
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import ProcessGroupNCCL as ProcessGroupNCCL
+    from torch._C._distributed_c10d import ProcessGroupNCCL
 else:
     ProcessGroupNCCL = getattr(c10d, "ProcessGroupNCCL", None)  # None: torch has no NCCL
 

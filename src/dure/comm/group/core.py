@@ -38,7 +38,7 @@ from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
 from dure.comm.capture import has_no_values, refuse_if_captured
 from dure.comm.group import call_log
-from dure.comm.profiling import OperationRecord, profiler
+from dure.comm.profiling import operation, profiler
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
 from dure.native import Channel, Outcome
@@ -510,9 +510,8 @@ class GroupCore:
         self, backend: Backend, call: Call, deferred: bool, finish: checks.Finish | None
     ) -> tuple[Request | None, Callable[[BaseException | None], None]]:
         """As `_start`, while one of torch's profilers runs."""
-        with OperationRecord(self, backend, call, deferred) as record:
-            request, ended = self._start(backend, call, deferred, finish)
-        return request, record.follow(request, ended) if deferred else ended
+        with operation(self, backend, call, deferred):
+            return self._start(backend, call, deferred, finish)
 
     def _enter(self, op: str, stays: bool = True) -> bool:
         """Refuse a collective while another thread is inside a synchronous one of this channel.

@@ -8,7 +8,7 @@ strategy.py                    how: shared.py, gathered.py
 from __future__ import annotations
 
 from dure.parallel.fsdp.choosing import strategy
-from dure.parallel.fsdp.explain import explain
+from dure.parallel.fsdp.explain import GroupLine, Sharding, explain
 from dure.parallel.fsdp.following import follow
 from dure.parallel.fsdp.fully_shard import fully_shard, register_fsdp_forward_method
 from dure.parallel.fsdp.module import FSDPModule, UnshardHandle, join_step, share_comm_ctx
@@ -25,8 +25,10 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GroupLine",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Sharding",
     "UnshardHandle",
     "explain",
     "follow",
