@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn, Self
 
 import torch
@@ -178,11 +179,12 @@ class DTensor(torch.Tensor):
         )
         if (shape is None) != (stride is None):
             raise ShapeError("shape and stride are given together", op="DTensor.from_local")
-        if shape is None or stride is None:
-            meta = _whole(local_tensor, mesh, given)
-        else:
-            meta = TensorMeta(torch.Size(shape), tuple(stride), local_tensor.dtype)
         try:
+            if shape is None or stride is None:
+                part = local_tensor.shape, local_tensor.stride(), local_tensor.dtype
+                meta = _whole(*part, mesh.shape, given)
+            else:
+                meta = TensorMeta(torch.Size(shape), tuple(stride), local_tensor.dtype)
             spec = spec_of(mesh, given, meta)
         except TypeError:
             _check_sizes(local_tensor)
@@ -690,13 +692,25 @@ def _check_sizes(local: torch.Tensor) -> None:
         )
 
 
-def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> TensorMeta:
-    """Return the full tensor's shape and strides, if all parts are like this one.
+@lru_cache(maxsize=1024)
+def _whole(
+    own: torch.Size,
+    given: tuple[int, ...],
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    placements: tuple[Placement, ...],
+) -> TensorMeta:
+    """Return what the full tensor is, if all parts are like this one.
 
     Dimensions keep the order that they have in the part's memory, and the gaps.
+
+    Args:
+        own, given, dtype: The part's shape, strides and dtype.
+        sizes: Of the mesh.
+        placements: One for each axis of the mesh.
     """
-    shape, own, given = list(local.shape), local.shape, local.stride()
-    for size, placement in zip(mesh.shape, placements, strict=True):
+    shape = list(own)
+    for size, placement in zip(sizes, placements, strict=True):
         if isinstance(placement, Shard):
             shape[placement.dim] *= size
     stride, factor, end = [0] * len(shape), 1, 1
@@ -705,7 +719,7 @@ def _whole(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
         if stride[dim] and own[dim]:
             factor *= shape[dim] // own[dim]
             end = stride[dim] * shape[dim]
-    return TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return TensorMeta(torch.Size(shape), tuple(stride), dtype)
 
 
 def _moved(grad: DTensor, placements: Sequence[Placement], name: str = "") -> DTensor:

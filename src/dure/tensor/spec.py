@@ -357,7 +357,8 @@ def as_placements(
     """
     if placements is None:
         return (Replicate(),) * mesh.ndim
-    if isinstance(placements, Placement) or not isinstance(placements, Iterable):  # pyright: ignore
+    is_sequence = type(placements) in (list, tuple) or isinstance(placements, Iterable)  # pyright: ignore
+    if isinstance(placements, Placement) or not is_sequence:
         raise PlacementError(
             "placements must be a list, one for each mesh axis",
             op=op,
@@ -365,25 +366,25 @@ def as_placements(
             fix=import_instead_of(placements),
         )
     found = tuple(placements)
-    foreign = next((p for p in found if not isinstance(p, Placement)), None)  # pyright: ignore
-    if foreign is not None:
-        raise PlacementError(
-            "placements must be Shard, Replicate or Partial of dure.tensor",
-            op=op,
-            seen=f"{foreign!r}, a {type(foreign).__module__}.{type(foreign).__name__}",
-            fix=import_instead_of(foreign),
-        )
+    for placement in found:
+        if not isinstance(placement, Placement):  # pyright: ignore
+            raise PlacementError(
+                "placements must be Shard, Replicate or Partial of dure.tensor",
+                op=op,
+                seen=f"{placement!r}, a {type(placement).__module__}.{type(placement).__name__}",
+                fix=import_instead_of(placement),
+            )
     if len(found) != mesh.ndim:
         raise PlacementError(
             "there is one placement for each mesh axis",
             op=op,
             seen=f"{list(found)} for a mesh of {mesh.ndim} axes",
         )
-    if mixes_reductions(found, dtype):
+    if len(found) > 1 and mixes_reductions(found, dtype):
         raise PlacementError(
             "these reductions do not commute, so their order would matter", op=op, seen=f"{found}"
         )
-    return tuple(resolved(placement, ndim, op) for placement in found)
+    return tuple([resolved(placement, ndim, op) for placement in found])
 
 
 def import_instead_of(value: object, home: str = "dure.tensor") -> str:
