@@ -8,6 +8,8 @@ A version that is not released yet carries the day and the commit that it was bu
 `0.2.0.dev20261128+g5d4b20e5`. Installing writes it into the module `dure._build`, so no process
 runs git. In a checkout that was never installed the module is missing; the version is `RELEASE`.
 
+Internal: names here may change in any release. The version is `dure.__version__`.
+
 Internal: its `__version__` is `dure.__version__`.
 """
 

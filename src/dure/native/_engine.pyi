@@ -436,6 +436,9 @@ def set_subject(about: Subject, /) -> None:
 def subject() -> Subject:
     """Return what the calling thread's collectives are about."""
 
+protocol: int
+"""`dure.version.PROTOCOL` of the sources that it was built from."""
+
 def kernel_isa() -> str:
     """Return the instruction set of the kernels in use: generic, avx2 or avx512."""
 
