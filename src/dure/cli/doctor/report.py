@@ -14,6 +14,7 @@ import platform
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 
 import dure
-from dure import env, native
+from dure import env
 from dure.cli import machine
 from dure.cli.doctor.checks import Finding
 from dure.errorfile import read_error
@@ -66,6 +67,12 @@ _GROUP_FILES = {
     "cpu": ("cpu.max", "cpu.cfs_quota_us"),
     "pids": ("pids.max",),
 }
+_ASK_ENGINE = """
+from dure import native
+usable, reason = native.available()
+print("the native engine can be used" if usable else f"the native engine cannot be used: {reason}")
+"""
+_ENGINE_S = 20.0
 _LONGEST = 400
 _MOST_ERRORS = 8
 _LAST_LINES = 60
@@ -194,8 +201,6 @@ def _limits() -> str:
 
 
 def _backends() -> str:
-    usable, reason = native.available()
-    engine = "the native engine works" if usable else f"cannot be used: {reason}"
     torch = "torch is installed" if find_spec("torch") else "torch is not installed"
     mpirun = machine.find_mpirun(sys.executable)
     mpi = "mpi4py is installed" if find_spec("mpi4py") else "mpi4py is not installed"
@@ -203,12 +208,26 @@ def _backends() -> str:
 
     cards, error = nvidia_cards()
     values = {
-        "shm, hybrid": engine,
-        "gloo, nccl": f"{torch}; whether they work: see the collectives below",
+        "shm, hybrid": _engine(),
+        "gloo, nccl": f"{torch}; whether they work: see the findings of the doctor",
         "mpi": f"{mpi}; {f'mpirun is {mpirun}' if mpirun else 'no mpirun'}",
         "GPUs": error or "; ".join(f"{c.name}, driver {c.driver}" for c in cards) or "none",
     }
     return _lines(values)
+
+
+def _engine() -> str:
+    """Ask another process, which may crash, whether the native engine can be used."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK_ENGINE],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_ENGINE_S,
+        check=False,
+    )
+    said = f"{done.stdout.strip()} {done.stderr.strip()[-_LONGEST:]}".strip()
+    return said if done.returncode == 0 else f"exit code {done.returncode}: {said}"
 
 
 def _findings(findings: Sequence[Finding]) -> str:
