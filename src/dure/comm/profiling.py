@@ -2,7 +2,7 @@
 
 While a profiler runs (torch.profiler, emit_nvtx, emit_itt), an operation of a group is two records:
 
-    c10d::allreduce_      the call; its arguments are the group, dtype, number of elements, bytes, ...
+    c10d::allreduce_      the call; its arguments are the group, dtype, elements, bytes, ...
       shm:all_reduce      the operation on the backend
 
 An asynchronous operation is two others: the call, which ends when the operation has been started,

@@ -1,0 +1,219 @@
+"""Operations in torch's profiler."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import dure as dist
+from dure.comm import collectives, objects, point_to_point
+from dure.testing import run_ranks
+from tests.profiles import arguments_in, names_in, profile_of
+from tests.thread_ranks import on_ranks
+
+
+def _pair() -> list[torch.Tensor]:
+    return [torch.zeros(4), torch.zeros(4)]
+
+
+def _message(rank: int, send: Any, recv: Any, sender: int = 0) -> None:
+    work = send(torch.ones(4), 1 - rank) if rank == sender else recv(torch.zeros(4), 1 - rank)
+    if isinstance(work, dist.Work):
+        work.wait()
+
+
+def _at_root(rank: int) -> list[torch.Tensor] | None:
+    return _pair() if rank == 0 else None
+
+
+OPERATIONS: dict[str, tuple[Any, list[str]]] = {
+    "all_reduce": (lambda r: dist.all_reduce(torch.ones(4)), ["allreduce_ all_reduce"]),
+    "all_reduce_coalesced": (
+        lambda r: dist.all_reduce_coalesced(_pair()),
+        ["allreduce_ all_reduce", "allreduce_ all_reduce"],
+    ),
+    "all_gather": (lambda r: dist.all_gather(_pair(), torch.ones(4)), ["allgather_ all_gather"]),
+    "all_gather_single": (
+        lambda r: dist.all_gather_single(torch.zeros(8), torch.ones(4)),
+        ["_allgather_base_ all_gather"],
+    ),
+    "all_gather_coalesced": (
+        lambda r: dist.all_gather_coalesced([[t] for t in _pair()], [torch.ones(4)]),
+        ["allgather_ all_gather"],
+    ),
+    "all_to_all": (lambda r: dist.all_to_all(_pair(), _pair()), ["alltoall_ all_to_all"]),
+    "all_to_all_single": (
+        lambda r: dist.all_to_all_single(torch.zeros(4), torch.ones(4)),
+        ["alltoall_base_ all_to_all"],
+    ),
+    "barrier": (lambda r: dist.barrier(), ["barrier barrier"]),
+    "broadcast": (lambda r: dist.broadcast(torch.ones(4), 0), ["broadcast_ broadcast"]),
+    "gather": (lambda r: dist.gather(torch.ones(4), _at_root(r), 0), ["gather_ gather"]),
+    "reduce": (lambda r: dist.reduce(torch.ones(4), 0), ["reduce_ reduce"]),
+    "reduce_scatter": (
+        lambda r: dist.reduce_scatter(torch.zeros(4), _pair()),
+        ["reduce_scatter_ reduce_scatter"],
+    ),
+    "reduce_scatter_single": (
+        lambda r: dist.reduce_scatter_single(torch.zeros(4), torch.ones(8)),
+        ["_reduce_scatter_base_ reduce_scatter"],
+    ),
+    "scatter": (lambda r: dist.scatter(torch.zeros(4), _at_root(r), 0), ["scatter_ scatter"]),
+    "send": (lambda r: _message(r, dist.send, dist.recv), ["send send"]),
+    "recv": (lambda r: _message(r, dist.send, dist.recv, 1), ["recv_ recv"]),
+    "isend": (lambda r: _message(r, dist.isend, dist.irecv), ["send send"]),
+    "irecv": (lambda r: _message(r, dist.isend, dist.irecv, 1), ["recv_ recv"]),
+}
+"""What is called, and the records: after "c10d::", and after the backend's name."""
+
+ASYNCHRONOUS = {"all_reduce_coalesced", "all_gather_coalesced", "isend", "irecv"}
+"""What starts operations: they have a record of their call, and one of the wait."""
+OBJECTS = {
+    "all_gather_object": ["_allgather_base_ all_gather", "allgather_ all_gather"],
+    "gather_object": ["_allgather_base_ all_gather", "gather_ gather"],
+    "broadcast_object_list": ["broadcast_ broadcast", "broadcast_ broadcast"],
+}
+"""Those of objects are made of several operations."""
+OTHER_FORMS = {
+    *("coalescing_manager", "batch_isend_irecv"),
+    *("scatter_object_list", "send_object_list", "recv_object_list"),
+}
+"""What only calls the others."""
+
+
+def test_every_public_operation_is_in_the_table():
+    public = {
+        name
+        for module in (collectives, point_to_point, objects)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and function.__module__ == module.__name__
+        and not name.startswith("_")
+    }
+    assert public == {*OPERATIONS, *OBJECTS, *OTHER_FORMS}
+
+
+@on_ranks(2)
+def test_every_operation_is_a_call_with_an_operation_on_the_backend(rank):
+    def run() -> None:
+        for call, _ in OPERATIONS.values():
+            call(rank)
+
+    profile = profile_of(rank, run)
+    if rank == 0:
+        assert [n for n in names_in(profile) if "wait" not in n] == [
+            f"{kind}{name}"
+            for key, (_, records) in OPERATIONS.items()
+            for record in records
+            for kind, name in zip(("c10d::", "threads:"), record.split(), strict=True)
+            if kind == "c10d::" or key not in ASYNCHRONOUS
+        ]
+
+
+@on_ranks(2)
+def test_objects_travel_in_operations(rank):
+    def run() -> None:
+        dist.all_gather_object([None, None], "x")
+        dist.gather_object("x", [None, None] if rank == 0 else None, 0)
+        dist.broadcast_object_list([1, 2], 0)
+
+    profile = profile_of(rank, run)
+    if rank == 0:
+        expected = [f"c10d::{n.split()[0]}" for ns in OBJECTS.values() for n in ns]
+        assert [n for n in names_in(profile) if n.startswith("c10d::")] == expected
+
+
+@on_ranks(2)
+def test_arguments_have_the_names_of_torchs_nccl(rank, tmp_path):
+    group = dist.new_group([1, 0], group_desc="pair")
+
+    def run() -> None:
+        dist.all_gather_single(torch.zeros(8), torch.ones(4), group=group)
+        _message(rank, dist.send, dist.recv)
+
+    profile = profile_of(rank, run)
+    if rank:
+        return
+    (gather, fields), (send, message) = arguments_in(profile, tmp_path)
+    assert (gather, send) == ("c10d::_allgather_base_", "c10d::send")
+    wanted = {
+        "Collective name": "_allgather_base",
+        "dtype": "Float",
+        "In msg nelems": 4,
+        "Out msg nelems": 8,
+        "bytes": 16,
+        "Group size": 2,
+        "Process Group Name": group.group_name,
+        "Process Group Description": "pair",
+        "Process Group Ranks": "[0, 1]",
+        "Global rank start": 0,
+        "Global rank stride": 1,
+        "Rank": 0,
+    }
+    assert {key: fields[key] for key in wanted} == wanted
+    assert (message["Collective name"], message["Dst Rank"], message["bytes"]) == ("send", 1, 16)
+
+
+@on_ranks(2)
+def test_an_asynchronous_operation_is_its_start_and_the_wait(rank):
+    def run() -> None:
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        torch.ones(1).cos_()
+        assert work is not None
+        work.wait()
+        work.wait()
+
+    profile = profile_of(rank, run)
+    if rank == 0:
+        starts = {event.name: event.time_range.start for event in profile.events()}
+        names = names_in(profile)
+        assert names == ["c10d::allreduce_", "c10d::wait (all_reduce)"]
+        assert starts[names[0]] < starts["aten::cos_"] < starts[names[1]]
+
+
+@on_ranks(2)
+def test_a_profile_may_begin_and_end_while_an_operation_runs(rank):
+    first = dist.all_reduce(torch.ones(4), async_op=True) if rank == 0 else None
+    works: list[Any] = []
+    profile = profile_of(
+        rank,
+        lambda: works.append(dist.all_reduce(torch.ones(2), async_op=True)) if rank == 0 else None,
+    )
+    if rank == 0:
+        assert names_in(profile).count("c10d::allreduce_") == 1
+        assert first is not None
+        works = [first, *works]
+    else:
+        works = [dist.all_reduce(torch.ones(n), async_op=True) for n in (4, 2)]
+    for work in works:
+        assert work.wait()
+
+
+@on_ranks(2)
+def test_an_operation_that_fails_ends_its_records(rank):
+    def run() -> None:
+        with pytest.raises(ValueError):
+            dist.all_reduce(torch.ones(4), group=dist.group.WORLD, op="no such")
+        if rank == 0:
+            with pytest.raises(dist.CommError):
+                dist.broadcast(torch.ones(4), 0)
+        else:
+            with pytest.raises(dist.CommError):
+                dist.all_reduce(torch.ones(4))
+
+    profile = profile_of(rank, run)
+    if rank == 0:
+        assert names_in(profile) == ["c10d::broadcast_", "threads:broadcast"]
+
+
+def _with_gloo(rank: int) -> None:
+    profile = profile_of(rank, lambda: dist.all_reduce(torch.ones(4)))
+    if rank == 0:
+        assert names_in(profile) == ["c10d::allreduce_", "gloo:all_reduce"]
+
+
+def test_what_gloo_records_is_not_recorded_twice():
+    run_ranks(2, _with_gloo, backend="gloo")
