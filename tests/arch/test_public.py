@@ -120,8 +120,8 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 def _imported(module: str) -> dict[str, tuple[str, str]]:
     """Return what a module imports, below `if TYPE_CHECKING:` too."""
     nodes = ast.walk(tree_of(Path(importlib.import_module(module).__file__ or "")))
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {a.asname or a.name: (n.module or "", a.name) for n in froms for a in n.names}
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {a.asname or a.name: (n.module or "", a.name) for n in imports for a in n.names}
 
 
 def _types(function: Any) -> Iterator[Any]:
