@@ -16,8 +16,8 @@ No record lives longer than a call. Torch can end one on another thread, when an
 operation ends; but if the profile was closed before, it then writes into memory that was freed.
 
 No record is made twice: the engines of Gloo and NCCL record what happens on the backend themselves
-(`makes_records`), and a program that uses Dure as a backend of torch.distributed has the records of
-torch's call (`GroupCore.in_torch`, torch_backend/profiling.py).
+(`makes_records`), and a program that uses Dure as a backend of torch.distributed has those of the
+plug-in (`GroupCore.in_torch`, torch_backend/profiling.py).
 
 *Steps* (a forward, a bucket, a gather) are records of one range each: `recorded`, `step`.
 
