@@ -169,8 +169,6 @@ class GroupCore:
         self._only: Backend | None = next(iter(backends.values())) if len(backends) == 1 else None
         self._engine: Channel | None = getattr(self._only, "plain", None)
         self._plain = self._engine
-        in_stream = {d: b for d, b in backends.items() if getattr(b, "in_stream", False)}
-        self._in_stream = cast(dict[str, Any], in_stream)
 
     def _open_ring(self) -> flight.FlightRing | None:
         """Make a flight recorder for backends that have none of their own."""
@@ -398,12 +396,13 @@ class GroupCore:
 
         `tensors` are what they send and receive.
         """
-        if not self._in_stream or self.closed:
+        in_stream = {d: b for d, b in self._backends.items() if getattr(b, "in_stream", False)}
+        if not in_stream or self.closed:
             return nullcontext()
-        used = {id(b): b for t in tensors if (b := self._in_stream.get(t.device.type)) is not None}
+        used = {id(b): b for t in tensors if (b := in_stream.get(t.device.type)) is not None}
         with ExitStack() as stack:
             for backend in used.values():
-                stack.enter_context(backend.together())
+                stack.enter_context(cast(Any, backend).together())
             return stack.pop_all()
 
     def _backend(self, op: str, *tensors: torch.Tensor) -> Backend:
