@@ -40,7 +40,6 @@ class CopyPlan(NamedTuple):
             f"{_from(self.shared_bytes)}, a block for each {_from(self.block_bytes)}"
         )
 
-
     @property
     def sentence(self) -> str:
         """The same for the log; "staging buffers" come next."""
