@@ -2,11 +2,11 @@
 
 `examples/llm` has the model and the training program, whose flags say how many ranks there are
 along each axis. Here the number of ranks chooses them: two ranks are two stages of a pipeline;
-four have each layer cut in two as well; eight also shard what is left.
+three shard the parameters; four are two stages, with each layer cut in two; eight also shard.
 
 How can one know that it is right? One rank makes the same steps: losses agree to 10 digits.
 
-    dure run --nproc 2 examples/25_llm_4d.py          (or 1, 4, 8)
+    dure run --nproc 2 examples/25_llm_4d.py          (or 1, 3, 4, 8)
 """
 
 import sys
@@ -23,8 +23,14 @@ sys.path.insert(0, str(Path(__file__).parent / "llm"))
 from train import Flags, Trainer
 
 STEPS = 5
-MESHES = {1: {}, 2: {"pp": 2}, 4: {"pp": 2, "tp": 2}, 8: {"pp": 2, "fsdp": 2, "tp": 2}}
-ONE = Flags(dtype="float64", microbatches=4)
+MESHES = {
+    1: {},
+    2: {"pp": 2},
+    3: {"fsdp": 3},
+    4: {"pp": 2, "tp": 2},
+    8: {"pp": 2, "fsdp": 2, "tp": 2},
+}
+ONE = Flags(dtype="float64", microbatches=4, batch=24)  # 24 = 4 microbatches of 1, 2 or 3 parts
 
 
 def losses(flags: Flags) -> list[float]:
