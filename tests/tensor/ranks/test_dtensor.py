@@ -96,6 +96,9 @@ CALLS: dict[str, Refused] = {
     ),
     "data of another kind": (lambda: setattr(rows(), "data", X), USAGE, "Tensor [4, 3]"),
     "to Partial": (lambda: rows().redistribute(placements=TERMS), PLACEMENT, "S(0) -> P(sum)"),
+    "replicated to Partial": (
+        lambda: from_local(X, WHOLE).redistribute(placements=TERMS), PLACEMENT, "R -> P(sum)"
+    ),
     "to another mesh": (lambda: rows(line("dp")).redistribute(line("tp"), ROWS), MESH, "tp=2"),
     "a part of another shape": (
         lambda: from_local(X, ROWS, **of_shape(12, 3)), SHAPE, "[4, 3], expected [6, 3]"
