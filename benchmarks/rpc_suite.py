@@ -390,6 +390,8 @@ def main() -> int:
         chosen = [case for case in run if re.search(options.only, case)][part - 1 :: parts]
         if options.failed:
             chosen = [case for case in chosen if known.get(case, "passed") != "passed"]
+        if not chosen:
+            parser.error("no case is chosen")
         for case in chosen:
             began = time.monotonic()
             outcome = run_case(case, run[case], options.limit, options.logs)

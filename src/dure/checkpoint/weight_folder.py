@@ -438,8 +438,8 @@ def save_weights(
 
 
 def consolidate(
-    folder: Path,
-    to: Path,
+    folder: str | os.PathLike[str],
+    to: str | os.PathLike[str],
     prefix: str = "",
     max_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
@@ -462,6 +462,7 @@ def consolidate(
 
     Cost: memory of the largest tensor.
     """
+    folder, to = Path(folder), Path(to)
     catalog = catalog_of(folder)
     leaves = catalog.leaves.items()
     stored = {n: str(v.value) for n, v in leaves if isinstance(v.value, Named)}

@@ -162,7 +162,7 @@ def test_a_checkpoint_is_consolidated(tmp_path):
         save({"model": model, "step": 3, "other": counted(2)}, checkpoint_id=tmp_path / "saved")
 
     run_ranks(2, body)
-    consolidate(tmp_path / "saved", tmp_path / "to", prefix="model.", max_bytes=100)
+    consolidate(f"{tmp_path}/saved", f"{tmp_path}/to", prefix="model.", max_bytes=100)
     held = HuggingFaceStorageReader(tmp_path / "to").read_metadata().state_dict_metadata
     assert sorted(held) == ["v", "w"]
     state = {"w": torch.zeros(7, 5), "v": torch.zeros(3)}
