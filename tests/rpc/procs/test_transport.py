@@ -492,9 +492,9 @@ def relayed(relays: list[Relay]) -> None:
         relays.append(Relay(listener.port))
         return listener
 
-    def peer(name, rank, process, heap, inbox, endpoint):
+    def peer(name, rank, process, heap, inbox, endpoint, build):
         endpoint = f"tcp://127.0.0.1:{relays[0].port}"
-        return Published(name, rank, process, heap, inbox, endpoint)
+        return Published(name, rank, process, heap, inbox, endpoint, build)
 
     meeting.listen, meeting.Peer = listen, peer  # pyright: ignore
 
