@@ -27,7 +27,7 @@
 namespace dure {
 
 constexpr uint64_t kMagic = 0x6472645f65727564;  // "dure_drd"
-constexpr uint32_t kProtocol = DURE_PROTOCOL;  // of src/dure/version.py
+constexpr uint32_t kProtocol = DURE_PROTOCOL;    // of src/dure/version.py
 constexpr int kMaxRanks = 256;
 constexpr int kChannels = 2;
 constexpr size_t kLine = 64;
