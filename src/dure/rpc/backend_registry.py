@@ -38,7 +38,7 @@ class RpcBackendOptions:
         init_method: Where the workers meet: `env://`, `tcp://HOST:PORT`, `file:///PATH`.
     """
 
-    def __init__(self, rpc_timeout: float = 60.0, init_method: str = "env://") -> None:
+    def __init__(self, rpc_timeout: float = 60.0, init_method: str | None = "env://") -> None:
         if not isinstance(rpc_timeout, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"incompatible constructor arguments: rpc_timeout is a number of seconds, "
@@ -72,7 +72,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         *,
         num_worker_threads: int = 16,
         rpc_timeout: float = 60.0,
-        init_method: str = "env://",
+        init_method: str | None = "env://",
         device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
         devices: Sequence[Device] | None = None,
         _transports: object = None,
@@ -133,7 +133,9 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any] | None
 
 
-def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> TensorPipeRpcBackendOptions:
+def _options(
+    rpc_timeout: float, init_method: str | None, **kwargs: Any
+) -> TensorPipeRpcBackendOptions:
     return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
@@ -175,7 +177,10 @@ def register_backend(
 
 
 def construct_rpc_backend_options(
-    backend: BackendType, rpc_timeout: float = 60.0, init_method: str = "env://", **kwargs: Any
+    backend: BackendType,
+    rpc_timeout: float = 60.0,
+    init_method: str | None = "env://",
+    **kwargs: Any,
 ) -> RpcBackendOptions:
     """Return options for a backend."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
