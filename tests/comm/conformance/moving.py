@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -126,7 +128,7 @@ def case_all_to_all_single_with_splits_on_some_ranks(rank, n):
     wanted = torch.cat([torch.arange(2).view(1, 2) + 2 * rank + 10 * r for r in range(n)])
     rows = torch.arange(2 * n).view(n, 2) + 10 * rank
     for some in (None, [1] * n, np.ones(n, dtype=int), torch.ones(n, dtype=torch.int64)):
-        splits = some if foreign or rank == n - 1 else None
+        splits: Any = some if foreign or rank == n - 1 else None
         output = torch.empty_like(rows)
         dist.all_to_all_single(output, rows, splits, splits)
         assert torch.equal(output, wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,7 +37,8 @@ def test_destroy_of_the_world_destroys_every_group(rank):
 )
 def test_small_messages_are_on_the_cpu_or_on_the_device_of_the_rank(kinds, bound, used):
     group = object.__new__(dist.ProcessGroup)
-    group._use(dict.fromkeys(kinds))
+    backends: dict[str, Any] = dict.fromkeys(kinds)
+    group._use(backends)
     group.device_types, group.belongings = frozenset({*kinds, "meta"}), {}
     group.global_ranks, group._manager = (0,), None
     group.bound_device_id = None if bound is None else torch.device(bound)

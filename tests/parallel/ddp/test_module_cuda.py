@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def device() -> Iterator[torch.device]:
 
 
 def test_scaler_skips_an_overflow_and_grows_back(device: torch.device) -> None:
-    model = dist.DistributedDataParallel(nn.Linear(8, 8).to(device), device_ids=[0])
+    model: Any = dist.DistributedDataParallel(nn.Linear(8, 8).to(device), device_ids=[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = dist.GradScaler(init_scale=2.0**8, growth_interval=2)
     assert scaler.is_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_a_mismatch_of_3_ranks_names_each_line_and_leaves_a_file_of_each_rank(
 
     def body(rank: int) -> str:
         dist.barrier()
-        call = (dist.all_reduce, dist.broadcast)[rank == 2]
+        call: Any = (dist.all_reduce, dist.broadcast)[rank == 2]
         with pytest.raises(Desync) as info:
             call(torch.ones(4), *[0] * (rank == 2))
         assert all(f"{__file__}:" in call for call in info.value.calls.values())

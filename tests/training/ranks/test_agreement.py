@@ -68,5 +68,10 @@ def test_texts_are_compared_on_the_device_of_the_group() -> None:
 
 def test_texts_of_different_lengths_come_back_2_ranks() -> None:
     texts = ("", "one\ntwo")
-    for found in run_ranks(2, lambda rank: gather_texts(dure.group.WORLD, texts[rank].encode())):
+
+    def rank_main(rank: int) -> list[list[str]]:
+        assert dure.group.WORLD is not None
+        return gather_texts(dure.group.WORLD, texts[rank].encode())
+
+    for found in run_ranks(2, rank_main):
         assert found == [[], ["one", "two"]]

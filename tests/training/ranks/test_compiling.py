@@ -37,9 +37,8 @@ def test_compiled_module_is_cut_and_makes_the_same_steps_1_rank(compiled: str) -
     def rank_main(rank: int) -> None:
         options: dict[str, Any] = {"bucket_cap_mb": 1}
         if compiled == "module":
-            ddp = dist.DistributedDataParallel(
-                torch.compile(module, backend=counting(graphs)), **options
-            )
+            whole: Any = torch.compile(module, backend=counting(graphs))
+            ddp = dist.DistributedDataParallel(whole, **options)
             run: Any = ddp
         else:
             ddp = dist.DistributedDataParallel(module, **options)

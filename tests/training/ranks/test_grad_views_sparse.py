@@ -34,7 +34,7 @@ def sum_and_divide(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[
 @pytest.mark.parametrize("hook", [None, sum_and_divide])
 @on_ranks(3)
 def test_sparse_gradients_stay_sparse_3_ranks(rank: int, hook: Any) -> None:
-    ddp = dist.DistributedDataParallel(Words())
+    ddp: Any = dist.DistributedDataParallel(Words())
     if hook is not None:
         ddp.register_comm_hook(dist.group.WORLD, hook)
     nn.init.constant_(ddp.module.out.weight, 0.75)
@@ -54,7 +54,7 @@ def test_sparse_gradients_stay_sparse_3_ranks(rank: int, hook: Any) -> None:
 def test_sparse_gradient_that_some_ranks_or_none_have_2_ranks(
     rank: int, rows: tuple[tuple[int, ...], ...], expected: list[float] | None
 ) -> None:
-    ddp = dist.DistributedDataParallel(Words(), find_unused_parameters=True)
+    ddp: Any = dist.DistributedDataParallel(Words(), find_unused_parameters=True)
     nn.init.constant_(ddp.module.out.weight, 0.25)
     for _ in range(2):
         ddp.zero_grad()

@@ -32,7 +32,7 @@ def test_training_is_that_of_low_precision_copies_of_master_weights(
     steps = 2
 
     def rank_main(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        ddp = dist.DistributedDataParallel(made(recompute), mixed_precision=BF16)
+        ddp: Any = dist.DistributedDataParallel(made(recompute), mixed_precision=BF16)
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.02)
         for step in range(steps):
             optimizer.zero_grad()

@@ -173,7 +173,9 @@ def test_sharded_optimizer_steps_and_skips_as_the_unsharded_one_3_ranks() -> Non
                 loss = ddp(x).square().mean()
             scaler.scale(loss).backward()
             if step == 2 and rank == 1:  # after the average: this rank alone has it
-                next(ddp.parameters()).grad[0, 0] = INF
+                gradient = next(ddp.parameters()).grad
+                assert gradient is not None
+                gradient[0, 0] = INF
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
             scaler.step(optimizer)

@@ -19,8 +19,10 @@ def test_many_tensors_go_in_few_reductions_and_come_back_exact_3_ranks(
         shapes = [(2, 3), (5,), (), (4, 4), (0,)]
         tensors = [torch.full(shape, 3.0 * rank) for shape in shapes]
         tensors += [torch.full((3,), rank, dtype=torch.float64)]
+        world = dist.group.WORLD
+        assert world is not None
         with CommRecorder() as seen:
-            packing.average_(tensors, dist.group.WORLD)
+            packing.average_(tensors, world)
         assert all(bool((t == (1 if t.dtype == torch.float64 else 3)).all()) for t in tensors)
         return [(e.op, e.nbytes) for e in seen.events]
 

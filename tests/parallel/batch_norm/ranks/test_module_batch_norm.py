@@ -95,7 +95,7 @@ def test_bfloat16_inputs_have_float32_statistics_2_ranks() -> None:
     expected = alone(torch.cat(inputs).float()).detach()
 
     def rank_main(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mine = convert(copy.deepcopy(layer))
+        mine: Any = convert(copy.deepcopy(layer))
         x = inputs[rank].clone().requires_grad_()
         y = mine(x)
         y.float().pow(3).sum().backward()
@@ -156,7 +156,7 @@ def test_inside_ddp_ranks_get_the_gradients_of_the_whole_batch_4_ranks() -> None
     net = Net().double()
     x = torch.randn(8, 2, 3, 3, dtype=torch.float64)
 
-    def rank_main(rank: int) -> list[torch.Tensor]:
+    def rank_main(rank: int) -> list[torch.Tensor | None]:
         ddp = dist.DistributedDataParallel(convert(copy.deepcopy(net)), bucket_cap_mb=1e-4)
         ddp(x[rank::4]).backward()
         return [p.grad for p in ddp.parameters()]
@@ -188,6 +188,7 @@ def test_wrong_inputs_are_refused_on_all_ranks_2_ranks(rank: int) -> None:
         with pytest.raises(ShapeError):
             layer(x)
     assert layer(torch.randn(0, 5)).shape == (0, 5)  # no rank has values: nothing happens
+    assert layer.running_mean is not None
     assert torch.equal(layer.running_mean, torch.zeros(5))
 
 

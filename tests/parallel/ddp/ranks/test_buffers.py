@@ -24,7 +24,7 @@ def test_buffers_follow_rank_0_unless_forwards_do_not_send_them_3_ranks(
     options: dict[str, Any], expected: list[float]
 ) -> None:
     def rank_main(rank: int) -> tuple[float, int]:
-        ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1), **options)
+        ddp: Any = dist.DistributedDataParallel(nn.BatchNorm1d(1), **options)
         ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).sum().backward()
         ddp.eval()
         with torch.no_grad():

@@ -96,7 +96,7 @@ def test_backward_on_another_thread_uses_the_ranks_group_2_ranks(rank: int) -> N
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph_is_accepted_1_rank() -> None:
     def rank_main(rank: int) -> list[float]:
-        ddp = dist.DistributedDataParallel(linear())
+        ddp: Any = dist.DistributedDataParallel(linear())
         values: list[float] = []
         for _ in range(3):
             ddp.zero_grad()

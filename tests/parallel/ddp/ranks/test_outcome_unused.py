@@ -178,7 +178,7 @@ def test_gradient_of_a_parameter_that_no_rank_used_is_kept_bit_by_bit_7_ranks() 
             return (self.a * values).sum() + self.b.sum() if both else self.b.sum()
 
     def rank_main(rank: int) -> bool:
-        ddp = dist.DistributedDataParallel(Two(), **UNUSED)
+        ddp: Any = dist.DistributedDataParallel(Two(), **UNUSED)
         ddp(True).backward()
         before = ddp.module.a.grad.clone()
         ddp(False).backward()

@@ -224,7 +224,7 @@ def test_only_backwards_that_fill_gradients_reduce_2_ranks(
 
 def test_reentrant_checkpoints_of_shared_layers_without_static_graph_are_named_2_ranks() -> None:
     def rank_main(rank: int) -> tuple[str, ...]:
-        ddp = dist.DistributedDataParallel(Checkpointed(True, 3), bucket_cap_mb=1e-6)
+        ddp: Any = dist.DistributedDataParallel(Checkpointed(True, 3), bucket_cap_mb=1e-6)
         with pytest.raises(ModuleError) as caught:
             plain(ddp, rank)
         ddp.module.reentrant = False
@@ -289,7 +289,7 @@ def test_exception_in_backward_is_an_error_on_all_ranks_and_the_next_step_is_goo
             return self.above(Trap.apply(self.below(x), armed))
 
     def rank_main(rank: int) -> list[Any]:
-        ddp = dist.DistributedDataParallel(Trapped(), bucket_cap_mb=1e-6)
+        ddp: Any = dist.DistributedDataParallel(Trapped(), bucket_cap_mb=1e-6)
         seen: list[Any] = []
         for step in range(3):
             ddp.zero_grad()

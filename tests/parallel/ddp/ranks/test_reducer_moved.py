@@ -164,7 +164,7 @@ def test_module_that_was_moved_can_be_wrapped_again_2_ranks(rank: int, swap: boo
 def test_gradients_follow_the_strides_that_parameters_get_2_ranks(
     rank: int, set_to_none: bool
 ) -> None:
-    ddp = dist.DistributedDataParallel(nn.Conv2d(2, 3, 2, bias=False))
+    ddp: Any = dist.DistributedDataParallel(nn.Conv2d(2, 3, 2, bias=False))
     image = torch.arange(36.0).view(1, 2, 3, 6) * (rank + 1)
     ddp(image).sum().backward()
     wanted = ddp.module.weight.grad.clone()

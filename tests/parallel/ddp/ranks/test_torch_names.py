@@ -12,7 +12,7 @@ from dure.parallel.ddp.torch_names import sync_module_states, verify_shapes
 from dure.testing import CommRecorder
 from tests.thread_ranks import on_ranks
 
-Futures = list[torch.futures.Future[torch.Tensor]]
+Futures = list[torch.futures.Future[list[torch.Tensor]]]
 
 
 def averages(group: dist.ProcessGroup, buffers: dict[str, torch.Tensor]) -> Futures:
@@ -27,7 +27,7 @@ def averages(group: dist.ProcessGroup, buffers: dict[str, torch.Tensor]) -> Futu
 def test_buffer_hook_acts_in_place_of_the_broadcast_2_ranks(rank: int) -> None:
     ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1, momentum=1.0))
     with pytest.raises(UsageError):
-        ddp._register_buffer_comm_hook(None, 3)
+        ddp._register_buffer_comm_hook(None, 3)  # pyright: ignore[reportArgumentType]
     ddp._register_buffer_comm_hook(ddp.process_group, averages)
     with CommRecorder() as seen:
         ddp(torch.arange(4.0).reshape(4, 1) + rank).sum().backward()
@@ -48,12 +48,14 @@ def test_states_come_from_the_rank_that_is_named_3_ranks(rank: int) -> None:
     module = nn.BatchNorm1d(1)
     nn.init.constant_(module.weight, rank)
     nn.init.constant_(module.bias, rank)
+    assert dist.group.WORLD is not None
     sync_module_states(module, dist.group.WORLD, 1, 2, ["bias"])
     assert (module.weight.item(), module.bias.item()) == [(2, 0), (2, 1), (2, 2)][rank]
 
 
 @on_ranks(2)
 def test_shapes_that_differ_are_refused_on_all_ranks_2_ranks(rank: int) -> None:
+    assert dist.group.WORLD is not None
     with pytest.raises(ModuleError):
         verify_shapes(dist.group.WORLD, [torch.zeros(2), torch.zeros(3 + rank)])
 

@@ -42,6 +42,7 @@ def lists_of_modules(model: Net) -> None:
 
 
 def nested_calls(model: Net) -> None:
+    block: Any
     for block in model.blocks:
         fully_shard(block.up)
     shard(model)

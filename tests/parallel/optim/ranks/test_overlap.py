@@ -118,13 +118,14 @@ def test_misuse_of_overlap_is_refused(rank):
 @pytest.mark.parametrize("how", ["end", "interleaved"])
 @on_ranks(2)
 def test_hooks_before_a_step_that_is_over_are_refused(rank, how):
-    ddp, zero = _overlapped(nn.Linear(2, 2), how)
-    before = ddp.module.weight.detach().clone()
+    module = nn.Linear(2, 2)
+    ddp, zero = _overlapped(module, how)
+    before = module.weight.detach().clone()
     handle = zero.register_step_pre_hook(lambda *_: None)
     with pytest.raises(HookError) as caught:
         ddp(torch.ones(1, 2)).sum().backward()
     assert isinstance(caught.value.__cause__, OptimizerError)
-    assert torch.equal(ddp.module.weight, before)
+    assert torch.equal(module.weight, before)
     handle.remove()
     seen = []
     zero.optim.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -132,7 +133,7 @@ def test_hooks_before_a_step_that_is_over_are_refused(rank, how):
     ddp.zero_grad()
     ddp(torch.ones(1, 2)).sum().backward()
     zero.step()
-    assert not torch.equal(ddp.module.weight, before)
+    assert not torch.equal(module.weight, before)
     assert seen == ["before", "after"]
 
 

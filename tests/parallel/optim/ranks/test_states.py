@@ -155,7 +155,7 @@ def test_hooks_of_the_state_get_it_whole_and_run_once():
         for to in range(2):
             optimizer.consolidate_state_dict(to)
         assert ours == []
-        states = [None]
+        states: list[Any] = [None]
         if rank == 1:
             states = [optimizer.state_dict()]
             assert ours == ["before", [0, 1, 2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,7 @@ def test_views_of_one_memory_stay_so(rank, kind):
 def test_bad_parameters_are_refused_by_type(rank):
     leaf = nn.Parameter(torch.zeros(3))
     sparse = torch.eye(3).to_sparse().requires_grad_()
+    wrong: Any
     for wrong in (leaf, [leaf * 2], [sparse], ["x"], [], [{"params": [leaf * 2]}], 3):
         with pytest.raises(OptimizerError):
             dist.ZeroRedundancyOptimizer(wrong, torch.optim.SGD, lr=0.1)
@@ -130,7 +132,7 @@ def test_bad_parameters_are_refused_by_type(rank):
     with pytest.raises(OptimizerError):
         dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1, **both)
     with pytest.raises(OptimizerError):  # an optimizer instead of its class
-        dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD([leaf]))
+        dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD([leaf]))  # pyright: ignore[reportArgumentType]
     ours = dist.ZeroRedundancyOptimizer([leaf], torch.optim.SGD, lr=0.1)
     with pytest.raises(OptimizerError):
         ours.add_param_group({"params": [leaf]})

@@ -125,6 +125,7 @@ def test_experts_and_shards_train_as_on_one_rank(shape: Any, how: str, way: str)
         model = copy.deepcopy(made)
         parallelize_module(model, mesh["ep"], {"layers.*.moe.experts": ExpertParallel()})
         with strategy(way):
+            block: Any
             for block in model.layers:
                 fully_shard(block.moe.experts, mesh=mesh["dp"])
                 fully_shard(block, mesh=data_mesh)
@@ -239,6 +240,7 @@ def test_balancing_is_exact_over_ranks_with_any_numbers_of_tokens(lengths: Any) 
         loss.backward()
         gradient = model.router.gate.weight.grad
         for mine, full in ((loss.detach(), wanted), (gradient, alone.router.gate.weight.grad)):
+            assert mine is not None
             dure.all_reduce(mine, dure.ReduceOp.AVG)
             close(mine, full.detach())
 

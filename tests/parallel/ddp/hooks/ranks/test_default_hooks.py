@@ -86,7 +86,7 @@ class Waves(nn.Module):
 )
 def test_compressed_gradients_may_be_complex_and_empty_2_ranks(hook: Any, power: bool) -> None:
     def rank_main(rank: int) -> torch.Tensor:
-        ddp = dist.DistributedDataParallel(Waves(), bucket_cap_mb=1e-6)
+        ddp: Any = dist.DistributedDataParallel(Waves(), bucket_cap_mb=1e-6)
         state = dist.PowerSGDState(None, start_powerSGD_iter=0) if power else None
         ddp.register_comm_hook(state, hook)
         ddp().backward()

@@ -89,6 +89,7 @@ def test_powersgd_sends_as_much_as_its_formula_says_and_averages_the_rest_2_rank
             sent = n * m + rest if step < 1 else r * (n + m) + rest
             assert seen.nbytes() == 4 * sent + bitmap
             for gradient in (p.grad for p in ddp.parameters()):
+                assert gradient is not None
                 torch.testing.assert_close(gradient, torch.full_like(gradient, 1.5))
         before, after = n * m + rest, r * (n + m) + rest
         assert state.compression_stats() == (before / after, before, after)
@@ -155,4 +156,4 @@ def test_impossible_settings_and_hooks_without_a_state_are_refused() -> None:
             PowerSGDState(None, rank_of, start)
     for hook in HOOKS:
         with pytest.raises(dist.UsageError):
-            hook(None, None)
+            hook(None, None)  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from dure.testing import CommRecorder, run_ranks
 )
 def test_eight_bits_are_off_by_half_a_level_at_most_3_ranks(kind: str, sent: int) -> None:
     def rank_main(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        ddp = dist.DistributedDataParallel(nn.Linear(40, 30, bias=False))  # 1200 numbers
+        ddp: Any = dist.DistributedDataParallel(nn.Linear(40, 30, bias=False))  # 1200 numbers
         register_ddp_comm_hook(DDPCommHookType[kind], ddp)
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank))
         mean = x.sum(0).expand(30, 40).clone()
