@@ -118,3 +118,9 @@ def test_sampler_that_drops_gives_the_batches_of_one_rank_to_any_number(length, 
     ]
     joined = [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)]
     assert joined == [sorted(batch) for batch in whole]
+
+
+def test_state_has_the_keys_that_older_checkpoints_have() -> None:
+    # A state is the template that a checkpoint is loaded into: a new key would be missing in it.
+    keys = {"epoch", "consumed", "seed", "shuffle", "length"}
+    assert DistributedSampler(range(8), 2, 0).state_dict().keys() == keys

@@ -151,8 +151,8 @@ class _Encoder:
         within_key: Callable[[Any, str], bool] | None = None,
     ) -> None:
         self._tensors, self._within_key = tensors, within_key
-        self._found_at: dict[int, dict[str, _Found]] = {}
-        """Tensors by the address at which they begin, and by name."""
+        self._found_at: dict[object, dict[str, _Found]] = {}
+        """Tensors by address, shape and dtype, and by name."""
         self._is_hashed = False
         """Whether the value is a key or an element of a set, or inside one: a dict cannot be
         hashed."""
@@ -222,8 +222,8 @@ class _Encoder:
         if not isinstance(tensor, DTensor):
             tensor = tensor.detach()
         held = _held(tensor)
-        found = _Found(tensor, self.key, path)
-        others = self._found_at.setdefault(held.data_ptr(), {}) if held.numel() else {}
+        found, place = _Found(tensor, self.key, path), (held.data_ptr(), held.shape, held.dtype)
+        others = self._found_at.setdefault(place, {}) if held.numel() else {}
         name = next((name for name, it in others.items() if self._are_tied(it, found)), None)
         if name is None:
             name = path
@@ -236,7 +236,7 @@ class _Encoder:
         return node
 
     def _are_tied(self, first: _Found, second: _Found) -> bool:
-        """Return whether two tensors that begin at the same address are one."""
+        """Return whether two tensors of one address, shape and dtype are one."""
         keys = {
             it.key if self._within_key and self._within_key(it.key, it.path) else None
             for it in (first, second)
@@ -249,7 +249,7 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors that begin at the same address have the same values."""
+    """Return whether two tensors of one address, shape and dtype have the same values."""
     cuts = [
         (t.spec.shape, t.spec.placements, id(t.spec.mesh)) if isinstance(t, DTensor) else None
         for t in (first, second)
@@ -258,9 +258,7 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return (
         cuts[0] == cuts[1]
         and one.device == other.device
-        and one.shape == other.shape
         and one.stride() == other.stride()
-        and one.dtype == other.dtype
         and not any(t.is_conj() or t.is_neg() for t in (one, other))
     )
 

@@ -32,7 +32,7 @@ import torch
 from torch.utils import data as torch_data
 
 from dure import env
-from dure.data.sampler import LOADED, SET, VERSION, DistributedSampler, check_version, moved
+from dure.data.sampler import LOADED, SET, DistributedSampler, check_version, moved
 from dure.errors import UsageError
 
 __all__ = ["DataLoader"]
@@ -284,7 +284,6 @@ class _Position:
             "batches": walk.skipped + walk.delivered,
             "batch_size": self._batch_size,
             "order": self._order(),
-            "version": VERSION,
         }
 
     def _order(self) -> dict[str, Any]:

@@ -207,7 +207,6 @@ class DistributedSampler(Sampler[int]):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "length": len(self.dataset),
-            "version": VERSION,
         }
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
