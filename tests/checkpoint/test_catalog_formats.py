@@ -18,7 +18,7 @@ from dure.checkpoint import (
     PerRank,
     load,
 )
-from dure.checkpoint.catalog import catalog_of
+from dure.checkpoint.catalog import VERSION, catalog_of
 from dure.checkpoint.reading import faults
 from dure.checkpoint.weight_reading import catalog_of_weights
 from dure.data import DataLoader
@@ -26,8 +26,9 @@ from dure.errors import CheckpointDamaged, CheckpointTooNew
 from tests.checkpoint.manifests import read_manifest, write_manifest
 
 STORED = Path(__file__).parent / "stored"
-FORMATS = pytest.mark.parametrize("format", ["format_2", "format_3"])
-FOLDERS = ["format_2", "weights_1", "format_3"]
+EVERY = [f"format_{n}" for n in range(2, VERSION + 1)]  # a new format needs a stored folder
+FORMATS = pytest.mark.parametrize("format", EVERY)
+FOLDERS = [*EVERY, "weights_1"]
 
 
 @FORMATS
