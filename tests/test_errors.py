@@ -81,7 +81,7 @@ def test_warnings_obey_filters_for_dure_and_for_pythons_class(name, base, caught
     ("removed_in", "text"),
     [
         ("", "`x` is deprecated: use `y`"),
-        ("0.5", "`x` is deprecated, which Dure 0.5 will not have: use `y`"),
+        ("0.5", "`x` is deprecated and will be removed in Dure 0.5: use `y`"),
     ],
 )
 def test_what_is_deprecated_names_its_successor_at_the_line_that_used_it(removed_in, text):

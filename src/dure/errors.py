@@ -582,7 +582,7 @@ def warn_deprecated(old: str, new: str, *, removed_in: str = "", stacklevel: int
             that warns. Empty: it stays for as long as torch has it.
         stacklevel: As for `warnings.warn`, seen from the caller; 2 is the caller's caller.
     """
-    until = f", which Dure {removed_in} will not have" if removed_in else ""
+    until = f" and will be removed in Dure {removed_in}" if removed_in else ""
     text = f"{old} is deprecated{until}: use {new}"
     warnings.warn(text, DureDeprecationWarning, stacklevel=stacklevel + 1)
 

@@ -9,8 +9,6 @@ A version that is not released yet carries the day and the commit that it was bu
 runs git. In a checkout that was never installed the module is missing; the version is `RELEASE`.
 
 Internal: names here may change in any release. The version is `dure.__version__`.
-
-Internal: its `__version__` is `dure.__version__`.
 """
 
 from __future__ import annotations
