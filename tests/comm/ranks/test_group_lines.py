@@ -17,6 +17,7 @@ from dure.testing import run_ranks
 from dure.trace import events, logs
 
 pytestmark = pytest.mark.usefixtures("shown_again")
+COMM = logging.getLogger("dure.comm")
 NATIVE = dist.is_backend_available("shm")
 
 
@@ -80,6 +81,21 @@ def test_calls_are_written_at_debug_when_their_class_is_first_seen(
     lines = [r.getMessage() for r in caplog.records if "all_reduce" in r.getMessage()]
     assert len(lines) == 3
     assert ["8 bytes" in lines[0], "4000 bytes" in lines[1], "MAX" in lines[2]] == [True] * 3
+
+
+def test_calls_are_not_watched_for_a_root_logger_at_debug_nor_after_the_level_has_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(rank: int) -> None:
+        assert (events.hooks != []) == (COMM.level == logging.DEBUG)
+        caplog.set_level(logging.WARNING, "dure.comm")
+        dist.all_reduce(torch.ones(2))
+        assert events.hooks == []
+
+    caplog.set_level(logging.DEBUG)
+    for level in (logging.NOTSET, logging.DEBUG):
+        caplog.set_level(level, "dure.comm")
+        run_ranks(1, body, backend="threads")
 
 
 @pytest.mark.parametrize(

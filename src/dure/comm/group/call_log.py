@@ -3,7 +3,8 @@
 A class is an operation on a group, with its dtype, reduction and size (within a factor of four).
 The fast path of the engine reports nothing, so `watch` adds a hook, with which every call takes the
 slow path (see group/operations.py). The hook is added when a group is made while the logger
-"dure.comm" is at DEBUG; without it a call costs nothing more.
+"dure.comm" is at DEBUG; without it a call costs nothing more. The level must be one of "dure.comm"
+or "dure" itself: a program whose root logger is at DEBUG has not asked for slower calls.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ _hook = trace.Hook()
 _seen: set[tuple[object, ...]] = set()
 
 
+def _is_wanted() -> bool:
+    own = (logging.getLogger(name).level for name in ("dure.comm", "dure"))
+    return _log.isEnabledFor(logging.DEBUG) and any(0 < n <= logging.DEBUG for n in own)
+
+
 def watch() -> None:
     """Begin to note calls if the logger is at DEBUG, and stop if it no longer is."""
-    wanted = _log.isEnabledFor(logging.DEBUG)
+    wanted = _is_wanted()
     if wanted and _hook not in trace.hooks:
         trace.hooks.append(_hook)
     elif not wanted:
@@ -34,7 +40,10 @@ def watch() -> None:
 
 def note(group: str, size: int, backend: Backend, call: Call, async_op: bool) -> None:
     """Write a line if the call is the first of its class, or takes another way than before."""
-    if _hook not in trace.hooks or not _log.isEnabledFor(logging.DEBUG):
+    if _hook not in trace.hooks:
+        return
+    if not _is_wanted():
+        watch()
         return
     data, reduction = call.data, call.reduction
     nbytes = 0 if data is None else data.nbytes
