@@ -171,3 +171,21 @@ def test_every_logger_of_the_sources_can_be_named() -> None:
     }
     assert {f"dure.{name}" for name in used} <= set(env.LOGGERS)
     assert {"comm", "launch", "parallel", "rpc", "store"} <= used
+
+
+def test_loggers_that_a_configuration_has_disabled_write_again_if_dure_log_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DURE_LOG", "info")
+    logs.configure()
+    COMM.disabled = True  # as `logging.config.dictConfig` does
+    try:
+        logs.configure()
+        COMM.info("shown")
+    finally:
+        COMM.disabled = False
+    assert "shown" in capsys.readouterr().err
+
+
+def test_sizes_just_below_a_unit_have_no_exponent() -> None:
+    assert [logs.size_text(n) for n in (1000, 1023, 1536 << 20)] == ["1000 B", "1023 B", "1.5 GiB"]

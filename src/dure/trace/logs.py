@@ -103,11 +103,19 @@ def configure() -> None:
     global _read
     read = env.text("DURE_LOG"), env.text("TORCH_DISTRIBUTED_DEBUG")
     if read == _read:
+        if _levels:
+            _enable()
         return
     levels = env.log_levels() or _BY_DEBUG_LEVEL[env.debug_level()]
     if _read is not None or levels:
         show(levels)
     _read = read
+
+
+def _enable() -> None:
+    """Enable Dure's loggers, which `logging.config` disables where a program does not name them."""
+    for name in ("dure", *env.LOGGERS):
+        logging.getLogger(name).disabled = False
 
 
 def show_debug_level(level: str) -> None:
@@ -131,6 +139,7 @@ def show(levels: Mapping[str, str]) -> None:
             logging.getLogger(name).setLevel(level)
             _levels[name] = logging.getLogger(name).level
         if levels:
+            _enable()
             logging.getLogger("dure").addHandler(_terminal)
         else:
             logging.getLogger("dure").removeHandler(_terminal)
@@ -150,6 +159,6 @@ def size_text(num_bytes: float) -> str:
     """Return a size as a person reads it, such as 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
+            return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
+    return f"{num_bytes:.4g} TiB"
