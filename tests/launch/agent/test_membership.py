@@ -233,12 +233,28 @@ def test_another_build_is_refused_by_name_and_left_alone(state: object, named: s
     store = HashStore()
     packed = state if isinstance(state, bytes) else msgspec.msgpack.encode(state)
     store.set(STATE, packed)
+    store.hold("dure/members/theirs", b"nonce", PATIENCE_S)
     with pytest.raises(UsageError) as caught:
         joined(Quiet(store), "h")
     seen = caught.value.seen or ""
     assert named in seen
     assert f"{own_build()} on {host_name()}" in seen
     assert store.get(STATE) == packed
+
+
+def test_a_job_of_another_build_without_hosts_is_replaced() -> None:
+    store = HashStore()
+    store.set(STATE, msgspec.msgpack.encode(["9.8.7", 3, "far"]))
+    assert joined(Quiet(store), "h")
+
+
+def test_a_refusal_of_an_earlier_job_does_not_end_the_next() -> None:
+    store = HashStore()
+    store.set("dure/refused", "9.8.7 on far")
+    first = Quiet(store)
+    assert joined(first, "h1", TWO)
+    first.speak()
+    assert first.machine().phase is not Phase.OVER
 
 
 @pytest.mark.parametrize(("terms", "ends"), [(TWO, True), (TERMS, False)])

@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 
@@ -227,24 +227,28 @@ class Member:
             try:
                 machine = None if packed is None else read_state(packed)
             except _OtherBuild as error:
-                # Those who wait for this host are told: they would wait until the join timeout.
-                self._shared.transact({}, {_REFUSED: str(error.seen).encode()})
-                raise
+                if former or any(key.startswith(_MEMBERS) for key in keys):
+                    # Notify the waiting hosts; otherwise they wait until the join timeout.
+                    self._shared.transact({}, {_REFUSED: str(error.seen).encode()})
+                    raise
+                machine = None  # no host is left in that job
             if machine is not None and not former and _is_over(machine, keys):
                 machine = None
             run_id = mine.settings.run_id
+            changes: dict[str, bytes | None] = {}
             if machine is not None:
                 run_id = run_id or machine.settings.run_id
                 _compare(_named(mine, run_id), machine)
             elif begins and not former:
                 machine = _named(mine, run_id or uuid.uuid4().hex)
+                changes[_REFUSED] = None  # of an earlier job
             else:
                 self._shared.release(self._key)
                 return False
             machine.apply(joined)
             settings, sent = machine.settings, boottime()
             self._shared.hold(self._key, self.nonce, settings.lease_s + settings.margin_s)
-            if self._write(packed, machine):
+            if self._write(packed, machine, changes):
                 self.address, self._lease_s = joined.address, settings.lease_s
                 self._extend(sent)
                 self._take(*self._shared.look(PREFIX, EVERYTHING, 0.0))
@@ -255,9 +259,11 @@ class Member:
     def _key(self) -> str:
         return _MEMBERS + self.agent
 
-    def _write(self, old: bytes | None, new: Machine) -> bool:
+    def _write(
+        self, old: bytes | None, new: Machine, changes: Mapping[str, bytes | None] | None = None
+    ) -> bool:
         expect = {STATE: old, self._key: self.nonce}
-        return self._shared.transact(expect, {STATE: _pack(new)})
+        return self._shared.transact(expect, {STATE: _pack(new), **(changes or {})})
 
     def _start(self) -> None:
         for run, name in ((self._listen, "listener"), (self._speak, "speaker")):
