@@ -15,7 +15,7 @@ import torch
 from dure.comm.backends.request import Request, current_stream
 from dure.comm.checks import duration
 from dure.comm.futures import Later, collected, waiters
-from dure.comm.profiling import UNRECORDED, profiler, waiting
+from dure.comm.profiling import profiler, waiting
 from dure.errors import CommTimeout, UnwaitedWorkWarning
 
 if TYPE_CHECKING:
@@ -177,8 +177,10 @@ class Work:
             CommError: The operation failed; the same error at every call.
         """
         limit = None if timeout is None else _limit_of(timeout)
-        recorded = profiler._is_profiler_enabled and not self._ended
-        with waiting(self._op or "several") if recorded else UNRECORDED:
+        if profiler._is_profiler_enabled and not self._ended:
+            with waiting(self._op or "several"):
+                ended = self.settle(limit)
+        else:
             ended = self.settle(limit)
         if not ended:
             group = self._group

@@ -446,8 +446,8 @@ class Tree:
         backward = self._backward
         if backward is not None:
             keeps |= backward.keeps_graph and state.waits_for_backward
-        unsharded = any(group.unsharded for group in state.groups)
-        with state.step("FSDP::post_backward_reshard", unsharded):
+        reshards = profiler._is_profiler_enabled and any(group.unsharded for group in state.groups)
+        with state.step("FSDP::post_backward_reshard", reshards):
             state.reshard(keeps=keeps or self.keeps_unsharded)
 
     @recorded("FSDP::root_post_backward_callback")
@@ -601,7 +601,8 @@ class FSDPState:
             begin = now()
             in_backward = self.tree is not None and self.tree.in_backward
             what = "gathered in backward" if in_backward else "gathered in forward"
-            begins = any(group.begins_gather for group in self.groups)
+            profiled = profiler._is_profiler_enabled
+            begins = profiled and any(group.begins_gather for group in self.groups)
             with self.step("FSDP::all_gather", begins), self._comparing(what):
                 begun = [group.unshard() for group in self.groups]
             if self.tree is not None:
