@@ -60,6 +60,33 @@ def test_a_secret_in_a_table_of_flight_records_is_not_broken_into_lines(
     assert "planted" not in text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("aws_secret_access_key=planted/1", "secret_key: planted", "access_key=planted"),
+        *("AccountKey=planted==;", "passphrase = planted", "MYSQL_PWD=planted"),
+        *("password='two planted'", '{"secret": "two planted"}', "http://me:two/planted@host/"),
+        *("redis://me:two@planted@host", "Authorization: Basic cGxhbnRlZA==planted"),
+        *("said two\\nplanted", "at x?y=two%0Aplanted&z", "two\nplanted"),
+    ],
+)
+def test_secrets_are_left_out_in_many_forms(text: str) -> None:
+    assert "planted" not in report.without_secrets(text, {"MY_TOKEN": "two\nplanted"})
+
+
+def test_names_of_authors_and_urls_without_a_password_are_left_as_they_are() -> None:
+    text = "http://host:80/a and tcp://[::1]:2, me: 'x'; basic form"
+    environ = {"GIT_AUTHOR_NAME": "http://host", "OLDPWD": "tcp://"}
+    assert report.without_secrets(text, environ) == text
+
+
+def test_a_private_key_above_the_last_lines_of_an_error_is_left_out(tmp_path: Path) -> None:
+    key = ["-----BEGIN PRIVATE KEY-----", *["planted"] * 80, "-----END PRIVATE KEY-----"]
+    error = {"message": "ValueError", "extraInfo": {"py_callstack": "\n".join(key)}}
+    (tmp_path / "error.json").write_text(json.dumps({"message": error}))
+    assert "planted" not in report.report([], tmp_path)
+
+
 def test_report_is_markdown_with_a_part_that_fails_named_and_all_others_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

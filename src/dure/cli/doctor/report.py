@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import quote
 
 from rich.console import Console
 
@@ -43,15 +45,17 @@ _PREFIXES = (
     *("TORCH", "PYTORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "HIP_"),
     *("UCX_", "OMPI_MCA_", "MPI4PY_", "OPENBLAS_", "MALLOC_", "PET_"),
 )
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|PRIVATE|SIGNATURE", re.I)
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH(?!OR)|COOKIE|PRIVATE|SIGNATURE", re.I)
 _LEAST = 6
 """Shorter values of secret variables, such as the number of a descriptor, are not looked for."""
 _PATTERNS = (
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S),
     re.compile(r"(?<=://)[^\s/@]+@"),
-    re.compile(r"(?i)(?<=bearer )[\w.~+/=-]{8,}"),
+    re.compile(r"(?<=://)[^\s/@:\"'<>]*:[^\s\"'<>]*@"),  # a password with a slash or an @
+    re.compile(r"(?i)(?:(?<=bearer )|(?<=basic ))[\w.~+/=-]{8,}"),
     re.compile(
-        r"(?i)(?:password|passwd|token|secret|api[_-]?key)[\"']?\s*[=:]\s*[\"']?[^\s\"',;&]+"
+        r"(?i)(?:password|passwd|passphrase|_pwd|token|secret|(?:api|access|account|secret)[_-]?key)"
+        r"[\"']?\s*[=:]\s*(?:\"[^\"\n]+\"|'[^'\n]+'|[\"']?[^\s\"',;&]+)"
     ),
     re.compile(r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA|AIza|eyJ)[\w.-]{12,}"),
     re.compile(r"\b[0-9a-fA-F]{48,}\b"),
@@ -120,7 +124,7 @@ def without_secrets(text: str, environ: Mapping[str, str]) -> str:
         line.strip(): name
         for name, value in environ.items()
         if _SECRET_NAME.search(name)
-        for line in (value, *value.splitlines())
+        for line in (value, *value.splitlines(), *_other_forms(value))
         if len(line.strip()) >= _LEAST
     }
     for value in sorted(secrets, key=len, reverse=True):
@@ -128,6 +132,11 @@ def without_secrets(text: str, environ: Mapping[str, str]) -> str:
     for pattern in _PATTERNS:
         text = pattern.sub("(left out)", text)
     return text
+
+
+def _other_forms(value: str) -> tuple[str, ...]:
+    """Return what `repr`, JSON and URLs write for a value."""
+    return repr(value)[1:-1], json.dumps(value)[1:-1], quote(value), quote(value, safe="")
 
 
 def shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -226,7 +235,8 @@ def _engine() -> str:
         timeout=_ENGINE_S,
         check=False,
     )
-    said = f"{done.stdout.strip()} {done.stderr.strip()[-_LONGEST:]}".strip()
+    errors = without_secrets(done.stderr.strip(), env.everything())  # before they are cut
+    said = f"{done.stdout.strip()} {errors[-_LONGEST:]}".strip()
     return said if done.returncode == 0 else f"exit code {done.returncode}: {said}"
 
 
@@ -246,7 +256,8 @@ def _errors(folder: Path) -> str:
     for path in sorted(files, key=lambda path: -path.stat().st_mtime):
         error = read_error(path) if len(texts) < _MOST_ERRORS else None
         if error is not None:
-            lines = [*error.traceback.splitlines(), error.message][-_LAST_LINES:]
+            traceback = without_secrets(error.traceback, env.everything())  # before it is cut
+            lines = [*traceback.splitlines(), error.message][-_LAST_LINES:]
             texts.append("\n".join([f"{path.relative_to(folder)}:", *lines]))
     return "\n\n".join(texts)
 
