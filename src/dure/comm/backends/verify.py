@@ -70,6 +70,7 @@ class VerifyingBackend:
 
         self.name, self.device_types = inner.name, inner.device_types
         self.in_stream: bool = getattr(inner, "in_stream", False)
+        self.makes_records: bool = getattr(inner, "makes_records", False)
         self._inner, self._store = inner, options.store
         self._rank, self._size = options.rank, options.size
         self._state = GroupState(options.name, options.rank, options.size)
