@@ -50,8 +50,8 @@ _LEAST = 6
 """Shorter values of secret variables, such as the number of a descriptor, are not looked for."""
 _PATTERNS = (
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S),
-    re.compile(r"(?<=://)[^\s/@]+@"),
     re.compile(r"(?<=://)[^\s/@:\"'<>]*:[^\s\"'<>]*@"),  # a password with a slash or an @
+    re.compile(r"(?<=://)[^\s/@]+@"),
     re.compile(r"(?i)(?:(?<=bearer )|(?<=basic ))[\w.~+/=-]{8,}"),
     re.compile(
         r"(?i)(?:password|passwd|passphrase|_pwd|token|secret|(?:api|access|account|secret)[_-]?key)"
