@@ -138,6 +138,7 @@ def test_a_newcomer_of_another_build_gives_up_and_is_not_let_in(begun: bool):
     assert "9.8.7" in caught.value.seen
     assert BUILD.version in caught.value.seen
     assert "pid 1 on elsewhere" in caught.value.seen
+    assert caught.value.seen.count("pid") == 2
     member = one_of(HashStore())
     member.me = MINE
     member.come(odd)

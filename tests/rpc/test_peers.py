@@ -62,6 +62,12 @@ def test_who_joins_those_of_another_build_is_refused_with_both_named(build: Buil
     assert [each.name for each in there.all()] == ["a"]
 
 
+def test_a_dead_process_of_another_build_refuses_nobody() -> None:
+    store, other = HashStore(), Build(own_build().protocol, "9.8.7")
+    Peers.join(store, msgspec.structs.replace(peer("a", process=ended()), build=other))
+    assert Peers.join(store, peer("b")).me.name == "b"
+
+
 def test_all_know_all() -> None:
     for rank, peers in enumerate(meet(["a", "b-2", "c:3_"])):
         assert isinstance(peers, Peers)

@@ -159,7 +159,8 @@ class Membership:
                 self._require_life(last)
 
     def _compare_builds(self, others: Sequence[Member]) -> None:
-        require_one_build(((m.build, m) for m in (*others, self.me)), rank=self._rank)
+        living = [m for m in others if alive(m.process) is not False]
+        require_one_build(((m.build, m) for m in (*living, self.me)), rank=self._rank)
 
     def _are_all(self, newcomers: Sequence[Member]) -> bool:
         """Return whether all that are expected in the first view have come."""

@@ -116,12 +116,12 @@ else:
         from dure.native import _absent as _found
 
         _reason = _reason or f"the native engine is not built, or does not load: {error}"
-    # An extension that was built before it had a protocol is taken as it is.
-    _protocol = getattr(_found, "protocol", PROTOCOL)
+    # Extensions from before 0.2 do not say their protocol; it was 9.
+    _protocol = getattr(_found, "protocol", 9)
     if not _reason and _protocol != PROTOCOL:
         _reason = (
-            f"the native engine was built from other sources: its protocol is {_protocol}, that of "
-            f"these is {PROTOCOL}; install Dure again"
+            f"the native engine was built from other sources: it has protocol {_protocol}, "
+            f"and the Python sources have protocol {PROTOCOL}; install Dure again"
         )
     Channel, Group, Outcome = _found.Channel, _found.Group, _found.Outcome
     HeapMemory, Process, Request = _found.HeapMemory, _found.Process, _found.Request

@@ -183,7 +183,8 @@ class Peers:
         deadline = time.monotonic() + silence_s() + _NAMED_S
         while True:
             peers._read()
-            require_one_build((peer.build, peer) for peer in (*peers.all(), me))
+            living = [peer for peer in peers.all() if alive(peer.process) is not False]
+            require_one_build((peer.build, peer) for peer in (*living, me))
             other = next((p for p in peers.all() if p.name == me.name), None)
             if other is None:
                 id = peers._free_id(me.id)

@@ -1,8 +1,8 @@
 """Builds of Dure in messages, and what is said when those of a job differ.
 
 Every process puts its build into what it writes about itself anyway: members of a rendezvous, the
-first request of a connection to a store, processes of RPC, the state of launchers. A message that
-has none was written by a version from before 0.2.0.
+answer to the first request of a connection to a store, processes of RPC, the state of launchers. A
+message that has none was written by a version from before 0.2.0.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Build(msgspec.Struct, array_like=True, frozen=True):
 
 
 def own_build() -> Build:
-    """Return the build of this process."""
-    return Build(version.PROTOCOL, version.VERSION)
+    """Return the build of this process; changed files are not compared."""
+    return Build(version.PROTOCOL, version.VERSION.removesuffix(".dirty"))
 
 
 def differing(found: Iterable[tuple[Build, object]]) -> str:
@@ -54,12 +54,12 @@ def differing(found: Iterable[tuple[Build, object]]) -> str:
     Args:
         found: Of each process its build, and how messages name it.
     """
-    named: dict[Build, list[str]] = {}
+    named: dict[Build, dict[str, None]] = {}
     for build, process in found:
-        named.setdefault(build, []).append(str(process))
+        named.setdefault(build, {})[str(process)] = None
     if len(named) < 2:
         return ""
-    return "; ".join(f"{build}: {_listed(processes)}" for build, processes in named.items())
+    return "; ".join(f"{build}: {_listed(list(processes))}" for build, processes in named.items())
 
 
 def require_one_build(found: Iterable[tuple[Build, object]], **where: object) -> None:

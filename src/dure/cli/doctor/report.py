@@ -45,7 +45,9 @@ _PREFIXES = (
     *("TORCH", "PYTORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "HIP_"),
     *("UCX_", "OMPI_MCA_", "MPI4PY_", "OPENBLAS_", "MALLOC_", "PET_"),
 )
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH(?!OR(?!I[ZS]))|COOKIE|PRIVATE|SIGNATURE", re.I)
+_SECRET_NAME = re.compile(
+    r"KEY|TOKEN|SECRET|PASS|CRED|AUTH(?!OR(?!I[ZS]))|COOKIE|PRIVATE|SIGNATURE", re.I
+)
 _LEAST = 6
 """Shorter values of secret variables, such as the number of a descriptor, are not looked for."""
 _PATTERNS = (
