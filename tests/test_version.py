@@ -100,6 +100,8 @@ print(native.available()[1])
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     if raised_by:
-        assert f"protocol is {PROTOCOL}, that of these is {PROTOCOL + 1}" in said
+        assert (
+            f"has protocol {PROTOCOL}, and the Python sources have protocol {PROTOCOL + 1}" in said
+        )
     else:
         assert said == ""
