@@ -26,6 +26,20 @@ def profile_of(rank: int, run: Callable[[], object]) -> Any:
     return profile
 
 
+def steps_of(model: torch.nn.Module) -> Callable[[], None]:
+    """Return a training step of a model of 8 inputs, which has made two of them."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    return step
+
+
 def names_in(profile: Any) -> list[str]:
     """Return the names of Dure's records and of optimizers', the first to begin first."""
     events = sorted(profile.events(), key=lambda event: event.time_range.start)

@@ -1,8 +1,8 @@
 """Which build of Dure this is, and what the processes of a job compare when they meet.
 
-A *build* is a version and a protocol. Processes of one job must have equal builds: messages, shared
-memory and the order of collectives are only tested within one version. They are compared at every
-rendezvous, in messages that are exchanged anyway (`dure.store.builds`).
+A *build* is a version and a protocol. Processes of one job must have equal builds, since only
+processes of one version are tested together. Builds are compared at every rendezvous, in messages
+that are exchanged anyway (`dure.store.builds`).
 
 A version that is not released yet carries the day and the commit that it was built from:
 `0.2.0.dev20261128+g5d4b20e5`. Installing writes it into the module `dure._build`, so no process

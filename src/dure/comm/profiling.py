@@ -5,7 +5,7 @@ While a profiler runs (torch.profiler, emit_nvtx, emit_itt), an operation of a g
     c10d::allreduce_      the call; its arguments are the group, dtype, elements, bytes, ...
       shm:all_reduce      the operation on the backend
 
-An asynchronous operation is two others: the call, which ends when the operation has been started,
+An asynchronous operation has two records: the call, which ends when the operation has been started,
 and ``c10d::wait (all_reduce)``, the time that `Work.wait` takes.
 
 The arguments have the names that NCCL's ``record_param_comms`` has in torch. (That name itself is
@@ -60,8 +60,9 @@ profiler: Any = torch.autograd.profiler
 """Its `_is_profiler_enabled` is True while a profiler runs."""
 
 UNRECORDED = nullcontext()
-"""In the place of `step(...)` while no profiler runs."""
+"""Used instead of `step(...)` while no profiler runs."""
 
+_RANKS_SHOWN = 30
 _Range: Any = torch._C._profiler._RecordFunctionFast  # pyright: ignore
 
 _NAMES = {
@@ -80,7 +81,7 @@ _NAMES = {
     "send": ("c10d::send", "send"),
     "recv": ("c10d::recv_", "recv"),
 }
-"""How torch calls an operation, and how NCCL's records do in "Collective name"."""
+"""Torch's name of an operation, and "Collective name" in NCCL's records."""
 
 _DTYPES = {
     torch.uint8: "Byte",
@@ -110,10 +111,10 @@ def operation(
     """Return a context around the start of an operation, which records it.
 
     Args:
-        group: It is number `seq` + 1 of this one.
-        backend: What runs it.
-        call: What is asked of it.
-        deferred: It goes on after the block.
+        group: The group; the operation gets its number `seq` + 1.
+        backend: Runs the operation.
+        call: The operation and its tensors.
+        deferred: Whether the operation continues after the block.
     """
     if group.in_torch:
         return UNRECORDED
@@ -157,7 +158,6 @@ def _shapes(call: Call) -> Sequence[Any]:
 
 def _fields(group: GroupCore, call: Call, collective: str, deferred: bool) -> dict[str, Any]:
     """Return the arguments of a record, under torch's names."""
-    both = call.inputs is call.outputs
     message = {"send": "Dst Rank", "recv": "Src Rank"}.get(collective)
     peer = call.root if call.root >= 0 else call.peer
     more: dict[str, Any] = {}
@@ -169,13 +169,11 @@ def _fields(group: GroupCore, call: Call, collective: str, deferred: bool) -> di
         more["Out split size"] = str(out)
     if peer is not None:
         more[message or "Root rank"] = group.global_ranks[peer]
-    outputs = call.inputs if both else call.outputs
-    tensors = call.inputs or outputs
     return {
         "Collective name": collective,
         "In msg nelems": sum(t.numel() for t in call.inputs),
-        "Out msg nelems": sum(t.numel() for t in outputs),
-        **_size(tensors),
+        "Out msg nelems": sum(t.numel() for t in call.outputs),
+        **_size(call.inputs or call.outputs),
         **_place(group),
         "Seq": group.seq + 1,
         "Is asynchronized op": deferred,
@@ -191,13 +189,19 @@ def _size(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     }
 
 
+def _listed(ranks: Sequence[int]) -> str:
+    """Return ranks as text; of large groups the first ones, as each record has this text."""
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    return f"[{shown}, ...]" if len(ranks) > _RANKS_SHOWN else f"[{shown}]"
+
+
 def _place(group: GroupCore) -> dict[str, Any]:
     ranks = group.global_ranks
     return {
         "Group size": len(ranks),
         "Process Group Name": group.group_name,
         "Process Group Description": group.group_desc,
-        "Process Group Ranks": str(list(ranks)),
+        "Process Group Ranks": _listed(ranks),
         "Global rank start": ranks[0],
         "Global rank stride": ranks[1] - ranks[0] if len(ranks) > 1 else 0,
         "Rank": ranks[group.rank()],
@@ -223,7 +227,7 @@ def communicating(
 
 @untraced_below
 def redistributing(tensor: torch.Tensor, what: str) -> AbstractContextManager[object]:
-    """Return the range of a redistribution, which brings `tensor` from spec to spec as `what` says.
+    """Return the range of a redistribution of `tensor`; `what` names both specs.
 
     It is no operator, which a graph that is captured would keep.
     """

@@ -49,10 +49,10 @@ def own_build() -> Build:
 
 
 def differing(found: Iterable[tuple[Build, object]]) -> str:
-    """Return which processes have which build; "" if all have one.
+    """Return a text that lists the processes of each build, or "" if all builds are equal.
 
     Args:
-        found: Of each process its build, and how messages name it.
+        found: Of each process its build, and its name in messages.
     """
     named: dict[Build, dict[str, None]] = {}
     for build, process in found:

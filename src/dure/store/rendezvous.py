@@ -59,6 +59,7 @@ _COMEBACK_S = 30.0
 
 _LATE_S = 1.0
 _NAMED = 8
+_SIZES_DIFFER = "the ranks disagree on the world size"
 """How many ranks a message names before it only counts them."""
 
 
@@ -439,8 +440,8 @@ def _gather(keys: Store, me: Member, generation: int, deadline: float) -> tuple[
     elif keys.add(f"{generation}/count", 1) == me.world_size:
         _agree(keys, generation, _Outcome())
     outcome = _await_outcome(keys, generation, me, deadline)
-    if outcome.what and not outcome.of_builds:
-        # A version from before 0.2.0 that came second has called it another disagreement.
+    if outcome.what == _SIZES_DIFFER:
+        # A version from before 0.2.0 that came second says this of different builds, too.
         with contextlib.suppress(StoreError):
             found = _disagreement(_came(keys, generation))
             outcome = found if found.of_builds else outcome
@@ -523,7 +524,7 @@ def _disagreement(came: list[Member]) -> _Outcome:
     for member in came:
         says.setdefault(member.world_size, []).append(member)
     return _Outcome(
-        "the ranks disagree on the world size",
+        _SIZES_DIFFER,
         seen="; ".join(f"{size} says {_named(group)}" for size, group in sorted(says.items())),
         fix="Start all ranks with the same WORLD_SIZE (or world_size=).",
     )

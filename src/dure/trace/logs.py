@@ -146,7 +146,7 @@ def show(levels: Mapping[str, str]) -> None:
 
 
 def reports(log: logging.Logger, rank: int) -> bool:
-    """Tell whether `decided` would write a line, for lines that are work to make."""
+    """Return whether `decided` would write a line; call it before expensive lines."""
     return log.isEnabledFor(logging.DEBUG if rank else logging.INFO)
 
 

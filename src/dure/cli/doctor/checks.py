@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple  # Any: what a rank told as JSON
 
+from dure.trace.logs import size_text
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OLDEST_KERNEL = (5, 6)  # pidfd_getfd; pidfd_open and memfd are older
 _RANK_BYTES = 300 << 20  # a rank that has imported torch
@@ -48,15 +50,6 @@ fine = partial(Finding, Level.OK)
 note = partial(Finding, Level.NOTE)
 warning = partial(Finding, Level.WARNING)
 problem = partial(Finding, Level.PROBLEM)
-
-
-def size(num_bytes: float) -> str:
-    """Return a size as a person reads it: 512 MiB, 1.5 GiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
 
 
 def versions(python: str, packages: Mapping[str, str]) -> Findings:
@@ -139,9 +132,9 @@ def cores(total: int, usable: int, quota: float, load: float, governor: str) -> 
 
 def memory(total: int, free: int, swapped: int, left: int | None) -> Findings:
     """`left` are the bytes that a container leaves this process."""
-    text, whose = f"{size(free)} of {size(total)} free", "of the host"
+    text, whose = f"{size_text(free)} of {size_text(total)} free", "of the host"
     if left is not None and left < free:
-        text += f"; the container leaves {size(left)}"
+        text += f"; the container leaves {size_text(left)}"
         free, whose = left, "of the container"
     if free < _RANK_BYTES:
         yield problem(
@@ -157,7 +150,7 @@ def memory(total: int, free: int, swapped: int, left: int | None) -> Findings:
     if swapped > total // 10:
         yield warning(
             "swap",
-            f"{size(swapped)} swapped out: whoever needs it again waits for the disk",
+            f"{size_text(swapped)} swapped out: whoever needs it again waits for the disk",
             "Free memory before measuring or training.",
         )
 
@@ -176,7 +169,7 @@ def huge_pages(private: str, shared: str) -> Findings:
 
 def shm(total: int, free: int, writable: bool) -> Findings:
     """Dure does not use /dev/shm, but DataLoader workers and NCCL do; `total` 0: there is none."""
-    text = f"{size(free)} of {size(total)} free"
+    text = f"{size_text(free)} of {size_text(total)} free"
     if not writable:
         yield warning(
             "/dev/shm",
@@ -240,12 +233,12 @@ def locked_memory(limit: float, fabric: bool) -> Findings:
     elif fabric and limit < 1 << 30:
         yield problem(
             "locked memory",
-            f"at most {size(limit)}, and there is an RDMA network, which locks its buffers",
+            f"at most {size_text(limit)}, and there is an RDMA network, which locks its buffers",
             "ulimit -l unlimited (limits.conf: memlock; Slurm: PropagateResourceLimits; docker: "
             "--ulimit memlock=-1).",
         )
     else:
-        yield fine("locked memory", f"at most {size(limit)} (enough without RDMA)")
+        yield fine("locked memory", f"at most {size_text(limit)} (enough without RDMA)")
 
 
 def files(limit: float) -> Findings:
@@ -276,7 +269,7 @@ def processes(limit: float, running: int) -> Findings:
 
 
 def temporary_files(free: int, folder: str) -> Findings:
-    text = f"{size(free)} free in {folder}"
+    text = f"{size_text(free)} free in {folder}"
     if free < 100 << 20:
         advice = "Free some, or set TMPDIR: torch's compiler and shared tensors write there."
         yield problem("temporary files", text, advice)

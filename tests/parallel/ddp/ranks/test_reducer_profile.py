@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dure.parallel.ddp import DistributedDataParallel
-from tests.profiles import names_in, profile_of
+from tests.profiles import names_in, profile_of, steps_of
 from tests.thread_ranks import on_ranks
 
 
@@ -13,16 +13,7 @@ from tests.thread_ranks import on_ranks
 def test_forward_and_buckets_are_recorded(rank):
     layers = torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.0002)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step() -> None:
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    profile = profile_of(rank, step)
+    profile = profile_of(rank, steps_of(model))
     if rank == 0:
         names = names_in(profile)
         assert names.count("c10d::allreduce_") == 2

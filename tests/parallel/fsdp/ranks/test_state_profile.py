@@ -8,7 +8,7 @@ import torch
 from dure import fsdp
 from dure.fsdp import fully_shard
 from dure.testing import run_ranks
-from tests.profiles import names_in, profile_of
+from tests.profiles import names_in, profile_of, steps_of
 
 GATHERED = [
     "FSDP::root_pre_forward",
@@ -55,16 +55,7 @@ def _step(rank: int, strategy: str) -> None:
     with fsdp.strategy(strategy):
         for layer in (model[0], model[2], model):
             fully_shard(layer)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step() -> None:
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    profile = profile_of(rank, step)
+    profile = profile_of(rank, steps_of(model))
     if rank:
         return
     others = "threads", "c10d::wait", "c10d::allreduce_"
