@@ -291,8 +291,7 @@ Reduction reduction_of(nb::handle op) {
 bool is_watched() {
     const Torch& known = torch();
     if (known.hooks && PyList_GET_SIZE(known.hooks) != 0) return true;
-    if (known.profiler &&
-        PyDict_GetItemWithError(known.profiler, known.profiler_runs) == Py_True) {
+    if (known.profiler && PyDict_GetItemWithError(known.profiler, known.profiler_runs) == Py_True) {
         return true;
     }
     if (known.tracing_state ? *known.tracing_state() != nullptr : ask(known.is_tracing))
