@@ -74,6 +74,7 @@ class StoreServer:
         key: The job key; None lets everybody in.
         presence: Told of leased keys whose connection broke or came back (see `Board`), in the
             server's thread: it must return at once.
+        board: What answers the requests; by default a `Board` without keys.
 
     Threads: `retire` and `stop` may be called from any thread.
     """
@@ -83,10 +84,12 @@ class StoreServer:
         listener: Listener,
         key: JobKey | None,
         presence: Callable[[str, bool], None] | None = None,
+        board: Board | None = None,
     ) -> None:
         self.endpoint, self.port, self.pid = listener.endpoint, listener.port, os.getpid()
         self._listen_fd = listener.fd
-        self._board, self._clock = Board(secrets.token_bytes(8), presence), ListeningClock()
+        self._board = board or Board(secrets.token_bytes(8), presence)
+        self._clock = ListeningClock()
         self._ending = threading.Lock()  # between the thread's decision to end, and `adopt`
         self._num_owners = 1
         self._retired: tuple[float, float] | None = None  # when it may end, and when it must

@@ -75,6 +75,7 @@ Op = Literal[
     "renew",
     "release",
     "look",
+    "control",
 ]
 
 Values = dict[str, bytes | None]
@@ -85,7 +86,8 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     """One operation.
 
     Attributes:
-        op: Which.
+        op: Which. The value of `control` is a message to the coordinator of a job on several hosts
+            (`dure.launch.agent.messages`); a board has no such operation.
         keys: Its keys; of `look` the prefix.
         values: Its values, mostly one a key.
         amount: What `add` adds; of `look` the revision.
