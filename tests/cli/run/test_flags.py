@@ -1,4 +1,4 @@
-"""The table of flags against torch's own parser, and the pages that list them."""
+"""The flags against torch's own parser, and the page that lists them."""
 
 from __future__ import annotations
 
@@ -11,51 +11,36 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.launch import parse_args as parse_legacy
 from torch.distributed.run import get_args_parser
 
-from dure.cli.run import flags
-from dure.cli.run.flags import FLAGS, Flag, find
+from dure.cli.run.flags import run_parser
 
 LAUNCH_PAGE = Path(__file__).parents[3] / "docs" / "launch.md"
-HELP = Path(flags.__file__).with_name("help.txt")
 ACTIONS = [x for x in get_args_parser()._actions if x.option_strings and x.dest != "help"]
 
 
-def flag_of(action: Action) -> Flag:
-    longest = max(action.option_strings, key=len)
-    flag = find(longest)
-    assert flag is not None, f"torchrun's {longest} is missing in dure.cli.run.flags"
-    return flag
-
-
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.dest)
-def test_every_flag_of_torchrun_is_in_the_table(action: Action) -> None:
-    flag = flag_of(action)
-    assert flag.torchruns in action.option_strings
-    assert {find(text) for text in action.option_strings} == {flag}
-    assert (flag.parse is None) == (action.nargs == 0)
-    from_environment = isinstance(action, env | check_env)
-    assert flag.variable == (f"PET_{action.dest.upper()}" if from_environment else "")
+def test_every_flag_of_torchrun_is_known(action: Action) -> None:
+    parser = run_parser()
+    ours = {parser.spellings[text.replace("_", "-")] for text in action.option_strings}
+    assert len(ours) == 1
+    flag = ours.pop()
+    assert (flag.nargs == 0) == (action.nargs == 0)
+    has_variable = isinstance(action, env | check_env)
+    assert (parser.variables.get(f"PET_{action.dest.upper()}") is flag) == has_variable
 
 
-def test_torchruns_flags_are_torchruns() -> None:
-    known = {text for action in ACTIONS for text in action.option_strings}
-    assert {flag.torchruns for flag in FLAGS if flag.torchrun} - known == {"--use-env"}
-    assert parse_legacy(["--use-env", "x"]).use_env
+def test_only_torchruns_flags_have_variables() -> None:
+    known = {f"PET_{action.dest.upper()}" for action in ACTIONS}
+    assert run_parser().variables.keys() <= known
+    assert parse_legacy(["--use-env", "x"]).use_env  # of torch's older launcher
+    assert "--use-env" in run_parser().spellings
 
 
-def test_no_spelling_has_two_meanings() -> None:
-    spellings = [text for flag in FLAGS for text in flag.spellings.split()]
-    assert len(set(spellings)) == len(spellings)
-    assert len({flag.name for flag in FLAGS}) == len(FLAGS)
-
-
-def test_help_and_the_page_about_launching_tell_of_every_flag() -> None:
-    lines = [line for line in HELP.read_text().splitlines() if line.startswith("  -")]
-    heads = [line[2:].partition("  ")[0] for line in lines]
-    told = [word for head in heads for word in re.split("[ ,]+", head) if word[:1] == "-"]
-    assert sorted(told) == sorted(text for flag in FLAGS for text in flag.spellings.split())
-    page = LAUNCH_PAGE.read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `-")]
-    for flag in FLAGS:
-        spelling = flag.torchruns or flag.spellings.split()[-1]
-        told_at = [row for row in rows if spelling in re.split("[`, ]+", row.split("` |")[0])]
-        assert any(not flag.pet or f"| `{flag.variable}` |" in row for row in told_at), spelling
+def test_the_page_about_launching_lists_every_flag() -> None:
+    rows = [line for line in LAUNCH_PAGE.read_text().splitlines() if line.startswith("| `-")]
+    parser = run_parser()
+    variables = {action.dest: name for name, action in parser.variables.items()}
+    for action in set(parser.spellings.values()) - {parser.spellings["--help"]}:
+        spelling = action.option_strings[-1]
+        found = [row for row in rows if spelling in re.split("[`, ]+", row.split("` |")[0])]
+        variable = variables.get(action.dest)
+        assert any(variable is None or f"| `{variable}` |" in row for row in found), spelling

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from dure.cli.run.parse import from_variables, parse
+from dure.cli.run.flags import run_parser
 from dure.cli.run.request import make_request
 from dure.errors import UsageError
 from dure.launch import JobSpec, Std
 
 
 def spec_of(*words: str, variables: dict[str, str] | None = None) -> JobSpec:
-    found, _ = from_variables(variables or {})
-    return make_request(parse([*words, "prog.py"]), found).spec
+    parser = run_parser()
+    found, _ = parser.parse_variables(variables or {})
+    return make_request(parser.parse([*words, "prog.py"]), found).spec
 
 
 ETCD = "--rdzv-backend=etcd --rdzv-endpoint=a,b:3,[::1] --rdzv-id=me"
@@ -140,7 +141,7 @@ def test_mistake_is_one_line_that_names_what_is_right(words: list[str], named: s
 
 def test_program_is_needed() -> None:
     with pytest.raises(UsageError):
-        make_request(parse(["--nproc", "2"]))
+        make_request(run_parser().parse(["--nproc", "2"]))
 
 
 def test_variables_stand_for_flags() -> None:
@@ -160,8 +161,9 @@ def test_variables_stand_for_flags() -> None:
 
 
 def test_flags_come_before_variables_and_these_before_what_was_found() -> None:
-    variables, _ = from_variables({"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r"})
+    parser = run_parser()
+    variables, _ = parser.parse_variables({"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r"})
     found = {"nproc": 8, "role": "slurm", "max_restarts": 1}
-    request = make_request(parse(["-n", "1", "p"]), variables, found)
+    request = make_request(parser.parse(["-n", "1", "p"]), variables, found)
     assert (request.spec.nproc, request.spec.role, request.spec.max_restarts) == (1, "r", 1)
     assert request.set_by_user == {"nproc", "role"}

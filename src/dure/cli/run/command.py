@@ -1,7 +1,7 @@
-"""`dure run`, in the order in which a command line passes through it.
+"""`dure run`: from the command line to the job.
 
-`flags` (what there is, and what a text means; `help.txt` tells it), `parse` (which values were
-given), `request` (what they mean together), `command` (doing it), `over_ssh` (doing it elsewhere).
+`flags` lists the flags, `values` reads their texts, `parser` the command line; `request` makes a
+`JobSpec` of the values, and this module runs it, or `over_ssh` on other hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dure import env
-from dure.cli.run.parse import from_variables, misplaced, parse
+from dure.cli.run.flags import run_parser
 from dure.cli.run.request import Request, make_request
 from dure.errorfile import RecordedError, write_error
 from dure.errors import UsageError
@@ -27,22 +27,23 @@ from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
 from dure.store.key import KEY_BYTES, key_from_file
 
+_NUMBER_OF_HOSTS = frozenset({"standalone", "hosts", "hostfile", "nnodes"})
+"""Flags that say how many hosts take part."""
+
 
 def run(words: list[str]) -> int:
-    """Do what `dure run WORDS` says, and return the exit code.
+    """Run `dure run WORDS`, and return the exit code.
 
     Raises:
         UsageError: The user's mistake, in one line.
     """
-    given = parse(words)
-    if given.wants_help:
-        print(Path(__file__).with_name("help.txt").read_text(), end="")
-        return 0
+    parser = run_parser()
+    given = parser.parse(words)
     env.check_flags()
-    variables, notes = from_variables(env.beginning_with("PET_"))
-    for note in (*notes, misplaced(given), env.unknown_note()):
+    variables, notes = parser.parse_variables(env.beginning_with("PET_"))
+    for note in (*notes, parser.misplaced(given), env.unknown_note()):
         if note:
-            _say(note)
+            _print_note(note)
     request = make_request(given, variables, _found({**variables, **given.values}))
     if request.dry_run or request.hosts is not None or request.hostfile is not None:
         from dure.cli.run.over_ssh import start_elsewhere  # lazy: most jobs have one host
@@ -54,7 +55,7 @@ def run(words: list[str]) -> int:
         spec = dataclasses.replace(spec, stdin="none")
     _show_warnings()
     result = _run_with_page(spec) if request.page else run_job(spec)
-    _hand_on(result)
+    _record_failure(result)
     return result.exit_code
 
 
@@ -68,22 +69,25 @@ def _run_with_page(spec: JobSpec) -> JobResult:
 
 
 def _show_warnings() -> None:
-    """Show what the launcher's store warns of as the launcher's other lines are shown."""
+    """Show warnings of the launcher's store as the launcher's other lines are shown."""
     log = logging.getLogger("dure")
-    if not log.hasHandlers():  # or somebody else shows them
+    if not log.hasHandlers():  # otherwise the program shows them
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[dure] %(message)s"))
-        handler.handleError = lambda record: None  # nobody reads it
+        handler.handleError = lambda record: None  # the output is closed
         handler.setLevel(logging.WARNING)
         log.addHandler(handler)
 
 
 def _found(chosen: Mapping[str, object]) -> dict[str, object]:
-    """Return the values that the cluster around this process fills in, and say so."""
+    """Return the values that the cluster around this process fills in, and print which."""
     placement = detect(env.everything())
     taken = take_node_slot(placement, chosen)
     if taken.line:
-        _say(taken.line)
+        _print_note(taken.line)
+    elif not _NUMBER_OF_HOSTS & chosen.keys():
+        for note in placement.notes:
+            _print_note(note)
     values = dict(taken.values)
     if "endpoint" in values:
         values["endpoint"] = outward(str(values["endpoint"]), placement.hosts)
@@ -100,24 +104,24 @@ def _with_key(request: Request) -> JobSpec:
 
 
 def _prepared(request: Request) -> JobSpec:
-    """Fill in what only this process can know: the key, and a place for files."""
+    """Fill in the key, and a directory for files if one is needed."""
     spec = _with_key(request)
     files = spec.redirects or spec.tee or spec.stdout_filters or spec.stderr_filters
     if spec.log_dir is None and files:
         directory = Path(tempfile.mkdtemp(prefix="logs_dure_"))
-        _say(f"the ranks' streams are kept in {directory}")
+        _print_note(f"the ranks' streams are kept in {directory}")
         spec = dataclasses.replace(spec, log_dir=directory)
     if spec.grace_s is None and (seconds := env.text("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
         try:
             spec = dataclasses.replace(spec, grace_s=float(seconds))
         except ValueError:
             name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-            raise UsageError(f"{name} must be a number of seconds", seen=repr(seconds)) from None
+            raise UsageError(f"{name} must be a number of seconds, got {seconds!r}") from None
     return spec
 
 
-def _hand_on(result: JobResult) -> None:
-    """Tell the launcher that started this one, if there is one, how the first rank failed."""
+def _record_failure(result: JobResult) -> None:
+    """Write the first failure into the file that the launcher of this launcher reads, if any."""
     file, failure = env.text("TORCHELASTIC_ERROR_FILE"), result.first_failure
     if file is None or failure is None or result.ok:
         return
@@ -131,7 +135,7 @@ def _hand_on(result: JobResult) -> None:
     try:
         write_error(Path(file), error)
     except OSError as trouble:
-        _say(f"{file} cannot be written: {trouble.strerror}")
+        _print_note(f"{file} cannot be written: {trouble.strerror}")
 
 
 def _key_line() -> bytes:
@@ -148,12 +152,12 @@ def _key_line() -> bytes:
         key = b""
     if len(key) != KEY_BYTES:
         raise UsageError(
-            "--key-stdin found no key",
+            "--key-stdin did not find a key",
             seen=f"{len(line)} bytes on the first line of the standard input",
             fix=f"Give {2 * KEY_BYTES} hexadecimal digits and a newline.",
         )
     return key
 
 
-def _say(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"[dure] {text}", file=sys.stderr, flush=True)

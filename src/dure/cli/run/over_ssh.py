@@ -1,4 +1,4 @@
-"""`dure run --hosts` and `--dry-run`: from what the user said to a job on several hosts."""
+"""`dure run --hosts` and `--dry-run`: a job on several hosts, started over ssh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_THE_SSH_LAUNCHER = frozenset(
     | {"nnodes", "endpoint", "backend", "run_id", "node_rank", "master_addr", "master_port"}
     | {"key_file", "key_stdin", "standalone", "local_addr"}
 )
-"""Flags that the ssh launcher heeds, or sets on each host itself."""
+"""Flags that the ssh launcher uses itself, or sets on each host."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -36,7 +36,7 @@ def start_elsewhere(request: Request) -> int:
     """
     if request.dry_run and request.spec.nnodes != (1, 1):
         raise UsageError(
-            "--dry-run shows several hosts by their names",
+            "--dry-run cannot be combined with --nnodes",
             seen=f"--nnodes {request.spec.nnodes[1]}",
             fix="Name them with --hosts, and leave out --nnodes.",
         )
@@ -52,7 +52,7 @@ def start_elsewhere(request: Request) -> int:
     for name in ("node_rank", "nnodes", "leash", "standalone", "local_addr"):
         if name in request.set_by_user:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} and --hosts exclude each other", seen="both were given")
+            raise UsageError(f"{flag} and --hosts exclude each other")
     key = request.spec.key or mint().raw
     return run_on_hosts(_hosts_job(request), key)
 
@@ -77,7 +77,7 @@ def _hosts_job(request: Request) -> HostsJob:
         python=request.remote_python or sys.executable,
         options=interpreter_options(),
         exports=_exports(request),
-        ssh_options=request.ssh_options,
+        ssh_options=tuple(request.ssh_options),
         backend="etcd" if spec.rdzv_backend == "etcd" else "static",
     )
 
@@ -93,7 +93,7 @@ def _hosts(request: Request) -> tuple[Slots, ...]:
 
 
 def _endpoint(request: Request, hosts: tuple[Slots, ...], run_id: str) -> str:
-    host = meeting_host([slots.host for slots in hosts], request.ssh_options)
+    host = meeting_host([slots.host for slots in hosts], tuple(request.ssh_options))
     port = request.spec.master_port or derived_port(run_id)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -1,15 +1,14 @@
-"""What the user said, made sense of: from values by name to a `JobSpec`.
+"""From the values of flags to a `JobSpec`.
 
-Flags come before variables `PET_*`, and these before what was found of a cluster. The one knot is
-where several hosts meet. In torchrun's words:
+Flags come before variables `PET_*`, and these before what was found of a cluster. The difficult
+part is where several hosts meet. In torchrun's words:
 
-    --rdzv-backend c10d     the endpoint alone; hosts are numbered as they come
+    --rdzv-backend c10d     the endpoint alone; hosts are numbered as they arrive
     --rdzv-backend static   the endpoint, or --master-addr and --master-port; --node-rank numbers
-    --rdzv-backend etcd     the etcd servers are the endpoint; hosts are numbered as they come
+    --rdzv-backend etcd     the etcd servers are the endpoint; hosts are numbered as they arrive
 
-and without a backend, --node-rank or --master-* mean static. A single host meets nobody, so none
-of these but etcd matters to it, except that --master-addr and --master-port are what its ranks
-find.
+Without a backend, --node-rank or --master-* mean static. With one host only etcd and the
+--master-* flags, which set what its ranks find, have an effect.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dure.cli.run.flags import endpoint
-from dure.cli.run.parse import Given
+from dure.cli.run.parser import Given
+from dure.cli.run.values import endpoint
 from dure.errors import UsageError
 from dure.launch import JobSpec
 
@@ -38,7 +38,7 @@ _COUNT = {
     "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
     "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else 0",
 }
-# What several flags say together; the other values that are named like a field become that field.
+# These need several flags; every other value that is named like a field becomes that field.
 _OF_RENDEZVOUS = frozenset(
     {"nnodes", "node_rank", "endpoint", "master_addr", "master_port", "run_id", "local_addr"}
 )
@@ -47,10 +47,10 @@ _PLAIN = frozenset(field.name for field in fields(JobSpec)) - _OF_RENDEZVOUS - {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The job on this host, and what the flags named alike say of where and how it is started.
+    """The job on this host, and the values of flags that say where and how it is started.
 
-    `flags` are those that were written, to give to other hosts: names, and words. `set_by_user` are
-    the names of the values that the user, and nobody else, chose.
+    `flags` are those that were written, to pass on to other hosts: names, and words. `set_by_user`
+    are the names of the values that the user chose, by flags or variables.
     """
 
     spec: JobSpec
@@ -60,9 +60,9 @@ class Request:
     key_file: Path | None = None
     key_stdin: bool = False
     flags: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    exports: tuple[str, ...] = ()
+    exports: Sequence[str] = ()
     remote_python: str | None = None
-    ssh_options: tuple[str, ...] = ()
+    ssh_options: Sequence[str] = ()
     leash: bool = False
     page: bool = False
     set_by_user: frozenset[str] = frozenset()
@@ -76,7 +76,12 @@ def make_request(
     variables: Mapping[str, object] | None = None,
     found: Mapping[str, object] | None = None,
 ) -> Request:
-    """Return what to do; `variables` are of `PET_*`, and `found` of the cluster around us.
+    """Return what to do.
+
+    Args:
+        given: The command line.
+        variables: The values of the variables `PET_*`, by the flags' names.
+        found: What the cluster around this process says, by the flags' names.
 
     Raises:
         UsageError: Flags contradict each other, or the program is missing.
@@ -84,12 +89,11 @@ def make_request(
     chosen = {**(variables or {}), **given.values}
     values: dict[str, Any] = {**(found or {}), **chosen}
     if not given.program:
-        raise UsageError("there is no program to start", fix="Write `dure run --nproc 2 train.py`.")
+        raise UsageError("no program was given", fix="Write `dure run --nproc 2 train.py`.")
     if "min_ranks" in chosen and not values.get("elastic"):
         raise UsageError(
-            "--min-ranks is for elastic jobs",
-            seen=f"--min-ranks {chosen['min_ranks']} without --elastic",
-            fix="Add --elastic if the program outlives deaths (dure.elastic), or leave it out.",
+            "--min-ranks needs --elastic",
+            fix="Add --elastic if the program survives deaths of ranks, or leave out --min-ranks.",
         )
     module, executable = (bool(values.get(name)) for name in ("module", "no_python"))
     script = bool(values.get("run_path")) or not (module or executable)
@@ -146,11 +150,11 @@ def _etcd(values: Mapping[str, Any], credentials: dict[str, str]) -> dict[str, A
                 f"--rdzv-backend etcd needs {flag}",
                 fix="Give --rdzv-endpoint HOST:2379[,HOST:2379] and the job's name, --rdzv-id.",
             )
-    places = [
-        _endpoint(place, "--rdzv-endpoint", _ETCD_PORT)
-        for place in str(values["endpoint"]).split(",")
+    addresses = [
+        _endpoint(address, "--rdzv-endpoint", _ETCD_PORT)
+        for address in str(values["endpoint"]).split(",")
     ]
-    return {"rdzv_backend": "etcd", "rdzv_conf": credentials, "endpoint": ",".join(places)}
+    return {"rdzv_backend": "etcd", "rdzv_conf": credentials, "endpoint": ",".join(addresses)}
 
 
 def _several(values: Mapping[str, Any], conf: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,23 +176,23 @@ def _several(values: Mapping[str, Any], conf: Mapping[str, Any]) -> dict[str, An
     elif static:
         host = str(values.get("master_addr", "127.0.0.1"))
         bare = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        place = f"{bare}:{values.get('master_port', _STATIC_PORT)}"
-        out["endpoint"] = _endpoint(place, "--master-addr", _ENDPOINT_PORT)
+        address = f"{bare}:{values.get('master_port', _STATIC_PORT)}"
+        out["endpoint"] = _endpoint(address, "--master-addr", _ENDPOINT_PORT)
     return out
 
 
 def _endpoint(text: str, flag: str, port: int) -> str:
     try:
         return endpoint(text, port)
-    except ValueError as error:
-        raise UsageError(f"{flag} must be {error}", seen=repr(text)) from None
+    except ArgumentTypeError as error:
+        raise UsageError(f"{flag} must be {error}, got {text!r}") from None
 
 
 def _count(kind: str) -> int:
     """Return how many ranks `auto`, `cpu`, `gpu` or `xpu` means on this host.
 
-    How many GPUs a program will see is torch's to say. The launcher does not load torch, so it asks
-    an interpreter of its own (some seconds), and only if this host has what could be a GPU.
+    Only torch knows how many GPUs a program will see. The launcher does not load torch, so it asks
+    another interpreter (some seconds), and only if this host has something that could be a GPU.
 
     Raises:
         UsageError: There is no such device.
@@ -211,7 +215,7 @@ def _ask_torch(question: str) -> int:
     code = f"import torch; print('devices:', {question})"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],  # -P: not the modules of the working directory
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -221,7 +225,7 @@ def _ask_torch(question: str) -> int:
         return int(done.stdout.rpartition("devices:")[2])
     except (subprocess.SubprocessError, ValueError) as error:
         raise UsageError(
-            "torch could not say how many devices there are",
+            "the devices could not be counted with torch",
             seen=str(getattr(error, "stderr", "") or error).strip().splitlines()[-1],
             fix="Give a number: --nproc N.",
         ) from None
