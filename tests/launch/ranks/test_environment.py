@@ -17,7 +17,7 @@ ADDRESS = JobAddress(name="j", key_fd=7, key_file="/k")
 
 
 def one_host(nproc: int = 1) -> Round:
-    return Round(hosts=("h",), nprocs=(nproc,), master_addr="h", master_port=5, store="h:6")
+    return Round.of(hosts=("h",), nprocs=(nproc,), master_addr="h", master_port=5, store="h:6")
 
 
 def variables(
@@ -73,7 +73,7 @@ def test_error_file_is_in_the_log_directory_or_a_private_one(tmp_path: Path) -> 
 
 
 def test_ranks_are_numbered_host_by_host_and_told_of_their_job() -> None:
-    third = Round(
+    third = Round.of(
         number=2,
         node=1,
         hosts=("a", "b", "c"),

@@ -14,7 +14,7 @@ from dure.launch.spec import Exit, JobResult, JobSpec, RankResult, Std, Stream
 
 
 def round_(number: int = 0, node: int = 0) -> Round:
-    return Round(
+    return Round.of(
         number=number,
         node=node,
         hosts=("a", "b"),

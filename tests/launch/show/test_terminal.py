@@ -15,7 +15,7 @@ from dure.launch.show.folding import say_alike
 from dure.launch.show.output import IDLE_S
 from dure.launch.show.terminal import Terminal
 
-ROUND = Round(hosts=("h",), nprocs=(2,), master_addr="127.0.0.1", master_port=1, store="h:1")
+ROUND = Round.of(hosts=("h",), nprocs=(2,), master_addr="127.0.0.1", master_port=1, store="h:1")
 VALUE = b"""before
 Traceback (most recent call last):
   File "a.py", line 1, in <module>

@@ -207,7 +207,7 @@ class Agent:
 
     def _run_round(self, action: Work) -> None:
         plan = action.plan
-        round = Round(
+        round = Round.of(
             number=plan.number,
             node=plan.node_of(self._me.agent),
             hosts=plan.hosts,

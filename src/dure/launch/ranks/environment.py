@@ -52,13 +52,18 @@ class JobAddress:
 class Round:
     """One start of all ranks, seen from one host.
 
-    Ranks are numbered host by host, in the order of `hosts`.
+    Ranks are numbered host by host, in the order of the nodes.
 
     Args:
         number: How often the job was restarted before.
-        node: Which of `hosts` this one is.
-        hosts: Their names.
-        nprocs: How many ranks each of them starts.
+        node: The number of this host.
+        host: Its name.
+        nproc: How many ranks it starts.
+        num_hosts: How many hosts take part.
+        first_rank: The rank of its local rank 0.
+        world_size: How many ranks there are on all hosts.
+        hosts: The names of hosts, for records: node 0 knows all, others perhaps the first ones.
+        nprocs: How many ranks each of these starts.
         master_addr: The host of rank 0.
         master_port: Free for rank 0 to listen on.
         store: host:port of the job's store.
@@ -66,24 +71,44 @@ class Round:
 
     number: int = 0
     node: int = 0
+    host: str
+    nproc: int
+    num_hosts: int
+    first_rank: int
+    world_size: int
     hosts: tuple[str, ...]
     nprocs: tuple[int, ...]
     master_addr: str
     master_port: int
     store: str
 
-    @property
-    def nproc(self) -> int:
-        return self.nprocs[self.node]
-
-    @property
-    def first_rank(self) -> int:
-        """The rank of this host's local rank 0."""
-        return sum(self.nprocs[: self.node])
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.nprocs)
+    @classmethod
+    def of(
+        cls,
+        hosts: tuple[str, ...],
+        nprocs: tuple[int, ...],
+        node: int = 0,
+        *,
+        number: int = 0,
+        master_addr: str,
+        master_port: int,
+        store: str,
+    ) -> Round:
+        """Return the part of one host in a round whose hosts are all known."""
+        return cls(
+            number=number,
+            node=node,
+            host=hosts[node],
+            nproc=nprocs[node],
+            num_hosts=len(hosts),
+            first_rank=sum(nprocs[:node]),
+            world_size=sum(nprocs),
+            hosts=hosts,
+            nprocs=nprocs,
+            master_addr=master_addr,
+            master_port=master_port,
+            store=store,
+        )
 
     def rank(self, local_rank: int) -> int:
         return self.first_rank + local_rank
@@ -105,7 +130,7 @@ def rank_variables(
         "LOCAL_WORLD_SIZE": str(round.nproc),
         "ROLE_WORLD_SIZE": of,
         "GROUP_RANK": str(round.node),
-        "GROUP_WORLD_SIZE": str(len(round.hosts)),
+        "GROUP_WORLD_SIZE": str(round.num_hosts),
         "ROLE_NAME": spec.role,
         "MASTER_ADDR": round.master_addr,
         "MASTER_PORT": str(round.master_port),

@@ -99,9 +99,9 @@ class Terminal:
         self._begun.clear()
         self._tracebacks = Tracebacks()
         self._first_rank = round.first_rank
-        spec, several = self._spec, len(round.hosts) > 1
+        spec, several = self._spec, round.num_hosts > 1
         with_host = spec.prefix == "host" or (spec.prefix == "auto" and several)
-        host = round.hosts[round.node] if with_host else None
+        host = round.host if with_host else None
         shown = spec.prefix != "none"
         self._prefixes = Prefixes(round.first_rank, round.world_size, host, shown)
         for stream, sink in self._sinks.items():
