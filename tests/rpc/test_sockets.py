@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from dure.rpc import sockets
 from dure.rpc.sockets import Assembly, Sockets, Told, frames_of
@@ -185,3 +186,120 @@ def test_processes_are_looked_for_again_after_a_pause_of_this_one(opened: Socket
         for _ in range(3):
             busy.accept()[0].close()
         assert lost.peers == []
+
+
+# --- a connection that breaks while an answer is on its way back ----------------------------------
+
+
+class Noted(Told):
+    """Notes what is reported, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def message(self, sender: int, body: bytes, memories: list[torch.Tensor]) -> None:
+        self.events.append(bytes(body))
+
+    def broken(self, peer: int) -> None:
+        self.events.append("broken")
+
+    def unreachable(self, peer: int) -> None:
+        self.events.append("unreachable")
+
+
+class Peer:
+    """Process 1, on another host: the test decides when it reads, sends and closes."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], to: Sockets, noted: Noted) -> None:
+        self._to, self._noted = to, noted
+        self._router = context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        self._dealer = context.socket(zmq.DEALER)
+        self._dealer.linger = 1000 * PATIENCE_S
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        to.send(1, f"tcp://127.0.0.1:{port}", False, b"call", ())
+        assert self._router.poll(1000 * PATIENCE_S), "the call did not come"
+
+    def greet(self) -> None:
+        self._dealer.connect(self._to.endpoint)
+        self._dealer.send(sockets._HELLO + sockets._pack(sockets._Hello("world", 1)))
+        self.answer(b"first")
+        until(lambda: self._noted.events == [b"first"], "the first answer")
+
+    def answer(self, body: bytes) -> None:
+        for frame in frames_of(body, ()):
+            self._dealer.send(frame)
+
+    def close_what_leads_to_it(self) -> None:
+        self._router.close()
+        (way,) = self._to._ways.values()
+        until(lambda: not way.open, "a connection that is seen to break")
+
+    def close(self) -> None:
+        self._router.close()
+        self._dealer.close()
+
+
+@pytest.fixture
+def noted() -> Noted:
+    return Noted()
+
+
+@pytest.fixture
+def peer(opened: Sockets, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+    monkeypatch.setattr(sockets, "_FINISH_S", 2.0 * PATIENCE_S)
+    opened.start(0, noted)
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        made = Peer(context, opened, noted)
+        yield made
+        made.close()
+
+
+def test_an_answer_is_read_before_the_break_of_the_connection_that_led_to_its_sender(
+    peer: Peer, noted: Noted
+) -> None:
+    peer.greet()
+    peer.close_what_leads_to_it()
+    peer.answer(b"last")
+    peer.close()
+    until(lambda: "broken" in noted.events, "a report of the break")
+    assert noted.events[:3] == [b"first", b"last", "broken"]
+
+
+def test_the_first_answer_of_a_peer_that_leaves_is_read_before_the_break(
+    opened: Sockets, peer: Peer, noted: Noted
+) -> None:
+    with socket.create_connection(("127.0.0.1", opened._guarded.peers._port)):
+        until(lambda: opened._guarded.peers.strangers, "a connection that may be the peer's")
+        peer.close_what_leads_to_it()
+        peer._dealer.connect(opened.endpoint)
+        peer._dealer.send(sockets._HELLO + sockets._pack(sockets._Hello("world", 1)))
+        peer.answer(b"only")
+        until(lambda: b"only" in noted.events, "the answer")
+    peer.close()
+    until(lambda: "broken" in noted.events, "a report of the break")
+    assert noted.events[:2] == [b"only", "broken"]
+
+
+def test_a_peer_that_has_died_is_reported_without_waiting(peer: Peer, noted: Noted) -> None:
+    peer.greet()
+    peer.close()
+    until(lambda: "broken" in noted.events, "a report of the break, before the limit")
+
+
+def test_a_peer_that_never_connected_is_reported_without_waiting(peer: Peer, noted: Noted) -> None:
+    peer.close()
+    until(lambda: noted.events[:1] == ["broken"], "a report of the break, before the limit")
+
+
+def test_a_connection_that_broke_alone_is_reported_at_the_limit_and_drops_what_waits(
+    opened: Sockets, peer: Peer, noted: Noted
+) -> None:
+    peer.greet()
+    peer.close_what_leads_to_it()
+    (way,) = opened._ways.values()
+    opened.send(1, way.endpoint, False, b"sent into the break", ())
+    opened._leave(lambda: opened._broken.update({way: 0.0}))
+    until(lambda: "broken" in noted.events, "a report of the break")
+    assert noted.events[:2] == [b"first", "broken"]
+    assert not way.queue

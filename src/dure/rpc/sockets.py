@@ -9,8 +9,11 @@ and into the memory that the receiver will use.
 
 A connection is opened once. When it breaks, what waits to be sent through it is dropped, and both
 ends are told, the receiver after all that came through it: what was under way may or may not have
-arrived. The next message opens another. To a peer of another host it is opened at once, for to that
-alone shows whether the peer is still there; who cannot be reached for a while is told to be lost.
+arrived. A process that answers and leaves breaks both connections, and the one to it may be seen to
+break before the answer was read from the other; so the break is reported when nothing can come from
+the peer any more, or after `_FINISH_S`. The next message opens another connection. To a peer of
+another host it is opened at once, for that alone shows whether the peer is still there; a peer that
+cannot be reached for a while is reported to be lost.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ _BUSY_S = 1.0  # that this thread may be busy; longer is a pause of this process
 _ASK_S = 2.0  # between two questions whether a port does
 _CLOSE_S = 1.0  # for what waits to be sent when the process leaves
 _LOOK_S = 0.2  # between two looks at processes that no descriptor stands for
-_FINISH_S = 1.0  # for the connections of a process that has ended to be seen to break
+_FINISH_S = 1.0  # for all connections of a process to be seen to break, when one did or it ended
 _MOST_SOCKETS = 16_383
 _LONGEST_POLL_S = 3600.0
 _HELLO = b"\0"
@@ -225,6 +228,7 @@ class Sockets:
         self._left: deque[_Outgoing | Callable[[], None]] = deque()  # for the thread
         self._ways: dict[int, _Outgoing] = {}
         self._closed_ways: set[_Outgoing] = set()  # that are to be opened
+        self._broken: dict[_Outgoing, float] = {}  # until when the report of a break is held back
         self._monitors: dict[zmq.Socket[bytes], _Outgoing] = {}
         self._full: set[_Outgoing] = set()  # that wait for ZeroMQ to take more
         self._incoming: dict[bytes, _Incoming] = {}
@@ -330,6 +334,7 @@ class Sockets:
         now = time.monotonic()
         dues = [way.retry_at if way.socket is None else now + _PAUSE_S for way in self._closed_ways]
         dues += [until for until, _ in self._finishing.values()]
+        dues += self._broken.values()
         if self._looked_at:
             dues.append(self._look_due)
         dues += [due for due in (self._guarded.peers.due(), self._ends_at) if due is not None]
@@ -345,6 +350,8 @@ class Sockets:
                 left()
             elif left.open:
                 self._pump(left)
+            elif left in self._broken:
+                continue  # what waits is dropped when the break is reported
             elif left.socket is None and self._ways.get(left.peer) is left:
                 left.since = left.since or self._clock.now()
                 self._closed_ways.add(left)
@@ -353,13 +360,15 @@ class Sockets:
             then = self._watched.pop(descriptor)
             os.close(descriptor)
             then()
-        for monitor, way in [each for each in self._monitors.items() if each[0] in ready]:
-            self._watch(way, monitor)
         for gone in self._guarded.serve(ready):
             self._read_all()
             self._gone(gone)
         if self._guarded.socket in ready:
             self._read(_BURST)
+        if self._broken:
+            self._report_breaks()
+        for monitor, way in [each for each in self._monitors.items() if each[0] in ready]:
+            self._watch(way, monitor)
         for way in [way for way in self._full if way.socket in ready]:
             self._pump(way)
         self._look_at_the_clock()
@@ -506,11 +515,24 @@ class Sockets:
 
     def _break(self, way: _Outgoing) -> None:
         self._shut(way)
-        way.queue.clear()
-        self._told.broken(way.peer)
-        if not way.near and self._ways.get(way.peer) is way:
-            way.since, way.retry_at = self._clock.now(), time.monotonic()
-            self._closed_ways.add(way)
+        way.since = self._clock.now()
+        self._broken[way] = time.monotonic() + _FINISH_S
+        self._leave(lambda: None)  # the next turn sees what else had happened by now
+
+    def _report_breaks(self) -> None:
+        """Report the connections that broke to peers from which nothing can come any more."""
+        self._read_all()
+        now = time.monotonic()
+        for way, until in list(self._broken.items()):
+            may_come = self._comes_from(way.peer) or self._guarded.peers.strangers
+            if may_come and now < until:
+                continue
+            del self._broken[way]
+            way.queue.clear()
+            self._told.broken(way.peer)
+            if not way.near and self._ways.get(way.peer) is way:
+                way.retry_at = now
+                self._closed_ways.add(way)
 
     def _shut(self, way: _Outgoing) -> None:
         """Close the sockets of a way, if it has any."""
@@ -557,5 +579,6 @@ class Sockets:
         way = self._ways.pop(peer, None)
         if way is not None:
             self._closed_ways.discard(way)
+            self._broken.pop(way, None)
             way.queue.clear()
             self._shut(way)

@@ -54,6 +54,15 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/meeting"
 
 
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """Restore the level that `joined` sets, for tests after these in this process."""
+    log = logging.getLogger("dure.rpc")
+    before = log.level
+    yield
+    log.setLevel(before)
+
+
 def joined(url: str, rank: int, size: int | None, name: str = "", **options: Any) -> Agent:
     """Join at `url` as "w0", "w1", ... or `name`."""
     logging.getLogger("dure.rpc").setLevel(logging.CRITICAL)  # some end as they should
@@ -522,8 +531,8 @@ def cut(rank: int, url: str) -> None:
             until(relays[0].cut, "a connection to be cut")
         with pytest.raises(RpcError, match="may have run"):  # the other end has lost its way back
             future.wait()
+        dure.barrier()  # before, an answer would still arrive through the connection that is whole
         _held.set()
-        dure.barrier()
         data = numbered(1 << 20, 1)
         while True:  # a call that is made before the other connection is found broken ends, too
             try:
