@@ -42,7 +42,7 @@ __all__ = ["run_job"]
 _log = logs.logger("launch")
 _LAST_WORDS_S = 0.3  # how long an interrupted job waits for who reads its output
 _OURS_ALONE = 0o700  # programs print what not everybody may read
-_KEY_FD = 10
+_KEY_FD = 64
 """The lowest number for the key: what a zygote imports may have opened those below."""
 
 

@@ -147,8 +147,6 @@ facts = dict(
     loader=type(__loader__).__name__, cached=__cached__,
     environment={k: v for k, v in sorted(os.environ.items()) if k not in volatile},
     libc=getenv(b"RANK").decode(),
-    shown=dict(x.split("=", 1) for x in open("/proc/self/environ").read().split("\\0") if x
-        ).get("RANK") if len(str(os.environ)) < 50_000 else None,
     leader=[os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
     threads=[threading.active_count(), len(os.listdir("/proc/self/task")),
              threading.main_thread().native_id == os.getpid(),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import dure as dist
@@ -35,19 +40,27 @@ def test_error_of_dure_ends_with_the_users_line(monkeypatch: pytest.MonkeyPatch)
     assert "comm/x.py" in child._formatted(error)
 
 
-def test_errors_that_come_of_being_a_rank_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchs = ValueError("Default process group has not been initialized, please make sure to ...")
-    assert child._hint(torchs) == ""  # there is no group of Dure's either
-
-    def body(rank: int) -> str:
-        dist.barrier()
-        return child._hint(torchs)
-
-    assert all("import from dure" in hint for hint in run_ranks(2, body))
+def test_reading_standard_input_on_another_rank_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "0")
     assert child._hint(EOFError("EOF when reading a line")) == ""
     monkeypatch.setenv("RANK", "1")
     assert "rank 0 alone has the standard input" in child._hint(EOFError())
+
+
+def test_traceback_is_printed_before_the_crash_is_reported(tmp_path: Path) -> None:
+    """The launcher ends the job once it knows of a crash: what comes later may be lost."""
+    program = tmp_path / "program.py"
+    program.write_text("raise ValueError('first')")
+    reading, writing = os.pipe()
+    words = [sys.executable, child.__file__, str(writing), "0", "", "script", str(program)]
+    with open(reading) as both:
+        with open(writing, "w"):
+            subprocess.run(words, stderr=writing, pass_fds=(writing,), check=False)
+        text = both.read()
+    assert 0 <= text.index("Traceback") < text.index('{"crash"')
+    assert text.count("ValueError: first\n") == 1
 
 
 def test_a_crash_blames_a_rank_of_the_job_not_of_a_group():

@@ -45,6 +45,29 @@ def test_reader_understands_stack_and_crash_however_cut(size: int) -> None:
     assert reader.crash == Crash(type="E", message="é\n", traceback="t", peer=3)
 
 
+def test_frames_of_a_record_that_is_written_after_the_program_are_left_out() -> None:
+    reader = ReportReader()
+    reader.feed(
+        f"""Stack (most recent call first):
+  File "/lib/dure/trace/files.py", line 182 in _threads
+  File "{CHILD}", line 88 in become
+  File "{CHILD}", line 70 in main
+  File "{CHILD}", line 200 in <module>
+""".encode()
+    )
+    assert reader.told
+    assert reader.stack == ()
+    reader.feed(
+        f"""Stack (most recent call first):
+  File "/home/me/train.py", line 12 in <module>
+  File "{CHILD}", line 120 in _run_script
+  File "{CHILD}", line 82 in become
+  File "{CHILD}", line 200 in <module>
+""".encode()
+    )
+    assert reader.stack == (Frame("/home/me/train.py", 12, "<module>"),)
+
+
 @pytest.mark.parametrize("end", ["  ...\n", "  <no Python frame>\n"])
 def test_reader_knows_every_end_of_a_stack(end: str) -> None:
     reader = ReportReader()

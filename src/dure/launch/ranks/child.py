@@ -1,4 +1,4 @@
-"""The bootstrap of a rank: becomes the user's program, and tells the launcher how it ends.
+"""The bootstrap of a rank: becomes the user's program, and reports to the launcher how it ends.
 
 The launcher runs this file by its path, in a fresh interpreter:
 
@@ -13,14 +13,15 @@ It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `s
 3. On the signal STACK_SIGNAL, faulthandler writes the main thread's Python stack to the same pipe.
    That handler runs in C at once, so it answers even while the program is stuck in native code.
    Once the program has a process group, `dure.trace.line` adds the last operation.
-4. A traceback that nobody else prints is written at once, so that the launcher can show it in one
-   piece; of an error that Dure itself has raised it ends with the user's line, for what is below
-   tells nothing of the program. DURE_TRACEBACK=full shows all of it.
+4. The traceback is printed in one piece, and before the report: the launcher may end the rank as
+   soon as it has that. If Dure itself has raised the error, the traceback ends with the user's
+   line; DURE_TRACEBACK=full shows all of it.
 
-Where ranks are forked from a zygote, `forking.py` comes here by `become`, and all of this holds.
+Ranks that are forked from a zygote (`forking.py`) continue here with `become`.
 
-This file imports nothing of Dure, so that a rank starts as quickly as a plain interpreter. It lies
-first on `sys.path` while its imports below run: no file beside it may carry the name of one.
+This file imports nothing of Dure, so that a rank starts as quickly as a plain interpreter. Its
+directory is first on `sys.path` while its imports below run: no file beside it may have the name of
+one of them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ _BOOTSTRAP = (
     "<frozen runpy>",
 )
 _DURE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_NO_TORCH_GROUP = "Default process group has not been initialized"
-_LONGEST_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dying rank never waits
+_MAX_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dying rank never waits
 
 
 def main() -> None:
@@ -76,15 +76,15 @@ def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:
         faulthandler.register(STACK_SIGNAL, file=report_fd, all_threads=False, chain=False)
         (_run_module if kind == "module" else _run_script)(program)
     except BaseException as error:
-        if os.getpid() == me and _is_still(report_fd, pipe):  # else a fork came back up to here
+        _print_traceback(error)
+        if os.getpid() == me and _is_same_file(report_fd, pipe):  # else this is a forked child
             _report(report_fd, error)
             if flight := sys.modules.get("dure.trace.flight"):
                 flight.on_crash(error)
             if page := sys.modules.get("dure.trace.publishing"):
                 page.on_crash(error)
-        _hide_bootstrap_frames()
         raise
-    if os.getpid() == me and _is_still(report_fd, pipe):
+    if os.getpid() == me and _is_same_file(report_fd, pipe):
         _write(report_fd, {"finished": True})
 
 
@@ -109,7 +109,7 @@ def _publish(report_fd: int) -> None:
 
 
 def die_with(launcher: int) -> None:
-    """Ask to be killed with the launcher, and end now if it has died already; 0 is nobody."""
+    """Ask to be killed with the launcher, and exit now if it has died already; 0: no launcher."""
     if launcher == 0:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -172,36 +172,38 @@ def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _hide_bootstrap_frames() -> None:
-    """Let the program's own `sys.excepthook` print what it would have printed without us.
+def _print_traceback(error: BaseException) -> None:
+    """Print an error as the interpreter would, without the frames of those who start ranks.
 
     Nothing is printed for KeyboardInterrupt: on Ctrl-C every rank would print the same, and the
-    launcher says where each of them was.
+    launcher reports where each of them was. A hook of the program's own is left to the interpreter.
     """
-    hook = sys.excepthook
+    hook, own = sys.excepthook, sys.excepthook is not sys.__excepthook__
+    quiet = isinstance(error, (SystemExit, KeyboardInterrupt))
+    if not own and not quiet and sys.stderr is not None:
+        try:
+            sys.stderr.write(_formatted(error))
+        except (OSError, ValueError):
+            pass  # closed, as the interpreter would find it
 
-    def quieter(
+    def print_later(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            return
-        if hook is sys.__excepthook__ and sys.stderr is not None:
-            sys.stderr.write(_formatted(error))
-            return
-        trace = _without_bootstrap(trace)
-        hook(kind, error.with_traceback(trace), trace)
+        if own and not issubclass(kind, KeyboardInterrupt):
+            trace = _without_bootstrap(trace)
+            hook(kind, error.with_traceback(trace), trace)
 
-    sys.excepthook = quieter
+    sys.excepthook = print_later
 
 
 def _formatted(error: BaseException) -> str:
     trace = _without_bootstrap(error.__traceback__)
-    told = traceback.TracebackException(type(error), error, trace, compact=True)
+    text = traceback.TracebackException(type(error), error, trace, compact=True)
     own = type(error).__module__.partition(".")[0] == "dure"
-    frames = [frame for frame in told.stack if not frame.filename.startswith(_DURE)]
+    frames = [frame for frame in text.stack if not frame.filename.startswith(_DURE)]
     if own and frames and os.environ.get("DURE_TRACEBACK") != "full":
-        told.stack[:] = frames
-    return "".join(told.format())
+        text.stack[:] = frames
+    return "".join(text.format())
 
 
 def _exit_code(error: BaseException) -> int:
@@ -214,8 +216,8 @@ def _exit_code(error: BaseException) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
-def _is_still(fd: int, file: os.stat_result) -> bool:
-    """Tell whether `fd` is what it was, since programs that close everything reuse numbers."""
+def _is_same_file(fd: int, file: os.stat_result) -> bool:
+    """Return whether `fd` is still `file`: programs that close everything reuse numbers."""
     try:
         return os.path.samestat(os.fstat(fd), file)
     except OSError:
@@ -229,15 +231,15 @@ def _report(fd: int, error: BaseException) -> None:
         return
     crash: dict[str, object] = {
         "type": type(error).__qualname__,
-        "message": _text(error)[:_LONGEST_TEXT],
-        "traceback": _formatted(error)[-_LONGEST_TEXT:],
+        "message": _text(error)[:_MAX_TEXT],
+        "traceback": _formatted(error)[-_MAX_TEXT:],
         "hint": _hint(error),
         "exit_code": code,
         "peer": _blamed(error),
     }
-    telling = sys.modules.get("dure.trace.line")
-    if telling is not None:
-        telling.tell_last()
+    line = sys.modules.get("dure.trace.line")
+    if line is not None:
+        line.tell_last()
     _write(fd, {"crash": crash})
 
 
@@ -250,31 +252,21 @@ def _write(fd: int, content: dict[str, object]) -> None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return what to do about an error that a program runs into because it has become a rank."""
-    world = sys.modules.get("dure.comm.world")
-    frames = traceback.extract_tb(_without_bootstrap(error.__traceback__))
-    own = [frame for frame in frames if "-packages" not in frame.filename]
-    where = f"{own[-1].filename}:{own[-1].lineno}" if own else "the program"
-    if world is not None and world.current_world().groups and _NO_TORCH_GROUP in _text(error):
-        return (
-            f"{where} uses torch.distributed, but the process group is Dure's: import from dure "
-            "instead, also DistributedDataParallel, DistributedSampler and SyncBatchNorm, or "
-            "make Dure a backend of torch.distributed (docs/torch_backend.md)"
-        )
-    if isinstance(error, EOFError) and os.environ.get("RANK", "0") != "0":
-        return (
-            f"rank 0 alone has the standard input, and {where} reads it on every rank: read on "
-            "rank 0, and send what was read (dure.broadcast_object_list)"
-        )
-    return ""
+    """Return how to fix an error that a program gets only because it has become a rank."""
+    if not isinstance(error, EOFError) or os.environ.get("RANK", "0") == "0":
+        return ""
+    return (
+        "rank 0 alone has the standard input: read on rank 0, and send what was read "
+        "(dure.broadcast_object_list)"
+    )
 
 
 def _blamed(error: BaseException) -> int | None:
-    """Return the rank of the job that `error` blames; its `peer` is a rank of its `group`."""
+    """Return the rank of the job that `error` blames; its `peer` is numbered within its `group`."""
     peer, name = getattr(error, "peer", None), getattr(error, "group", None)
     if not isinstance(peer, int):
         return None
-    world = sys.modules.get("dure.comm.world")  # nothing to translate where it is not loaded
+    world = sys.modules.get("dure.comm.world")
     group = world.current_world().groups.get(str(name)) if world else None
     if group is None or not 0 <= peer < group.size():
         return peer
@@ -282,7 +274,7 @@ def _blamed(error: BaseException) -> int | None:
 
 
 def _text(error: BaseException) -> str:
-    """Return str(error), which is code of the program's and may fail."""
+    """Return str(error), which runs code of the program and may fail."""
     try:
         return str(error)
     except Exception as second:

@@ -9,19 +9,19 @@ The launcher runs this file by its path, in a fresh interpreter, and talks to it
     launcher ◀──the rank's number── intermediate      (which exits: the launcher adopts the rank)
 
 A rank must be the launcher's own child, so that the launcher can wait for it and the kernel ends it
-with the launcher. Hence the intermediate process, and a launcher that adopts orphans. It has the
-socket, too: a zygote that is killed while it forks leaves no rank that the launcher has not heard
-of, and the socket's end says that there is none.
+with the launcher. Hence the intermediate process, and a launcher that adopts orphans. The
+intermediate has the socket, too: if the zygote is killed while it forks, either the rank's number
+still arrives, or the end of the socket shows that there is no rank.
 
-*When it is safe.* A fork copies one thread and all memory: locks that other threads hold stay shut
-for ever, and a CUDA context does not survive. So, after the imports, the zygote forks once for
-trial (OpenBLAS ends its threads when it is forked), counts its threads, and says why it is unfit if
-there is more than the one.
+*When it is safe.* A fork copies one thread and all memory: locks that other threads hold are never
+released in it, and a CUDA context does not survive. So, after the imports, the zygote forks once
+for trial (OpenBLAS ends its threads when it is forked), counts its threads and children, and
+reports why it cannot be forked, if so.
 
 *As a fresh interpreter.* The zygote was started with the variables that interpreters and libraries
 read when they start, and with `sys.path` as the program will have it. The rank gets what is left.
-The differences that remain are told in docs/launch.md; why C++ libraries are not taken apart at a
-rank's end, and what was imported is frozen, in docs/decisions/0019-zygote.md.
+The remaining differences are listed in docs/launch.md; why C++ libraries are not taken apart at a
+rank's end, and imported objects are frozen, in docs/decisions/0019-zygote.md.
 
 Like `child.py`, this file imports nothing of Dure.
 """
@@ -36,20 +36,20 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-import weakref
 from types import ModuleType
 from typing import Any, TextIO
 
 __all__ = ["receive", "send", "settle"]
 
-_MOST_FDS = 16
-_KEY_FD = 10  # ranks get their key at this number or above
-_THREADS_LEAVE_S = 0.5  # for a thread that has ended to vanish from /proc
-_Message = dict[str, Any]  # JSON, both ways: its fields are told where it is made
+_MAX_FDS = 16
+_THREAD_END_S = 0.5  # for a thread that has ended to vanish from /proc
+_REQUESTS_TO_END = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
+_Message = dict[str, Any]  # JSON, both ways: its fields are listed where it is made
 
 
 def send(link: socket.socket, message: _Message, fds: tuple[int, ...] = ()) -> None:
@@ -63,7 +63,7 @@ def receive(link: socket.socket) -> tuple[_Message, list[int]]:
     Raises:
         EOFError: The other side has closed the socket, or ended.
     """
-    mark, fds, _, _ = socket.recv_fds(link, 1, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+    mark, fds, _, _ = socket.recv_fds(link, 1, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     text = b""
     while not text.endswith(b"\n"):
         part = link.recv(1 << 20) if mark else b""
@@ -74,7 +74,7 @@ def receive(link: socket.socket) -> tuple[_Message, list[int]]:
 
 
 def main() -> None:
-    """Import, then fork; only in a rank this goes on to the program."""
+    """Import, then fork; only in a rank this continues to the program."""
     link = socket.socket(fileno=int(sys.argv[1]))
     bootstrap = _bootstrap()
     bootstrap.die_with(int(sys.argv[2]))
@@ -83,8 +83,10 @@ def main() -> None:
         setup, _ = receive(link)
         trouble = _preload(setup)
         if trouble is None:
-            _skip_destructors()
+            _skip_native_destructors()
             gc.freeze()
+        # Whoever signals all processes of a job ends the ranks by it, and the launcher ends this.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS_TO_END)
         send(link, {"trouble": trouble})
         if trouble is not None:
             os._exit(0)
@@ -97,6 +99,7 @@ def main() -> None:
     while os.getppid() == order["intermediate"]:  # then the launcher is the parent
         time.sleep(0.0002)
     bootstrap.die_with(order["launcher"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     bootstrap.become(report, order["kind"], order["program"], order["args"])
 
 
@@ -118,11 +121,11 @@ def _bootstrap() -> ModuleType:
 def _preload(setup: _Message) -> str | None:
     """Import what the ranks will need; return why none should be forked from here, if so.
 
-    `needed` must come in; `wanted` (module or module:name) may fail, as it may in the program.
+    `needed` must import without an error; `wanted` (module or module:name) may fail, as it may in
+    the program.
     """
-    first: str = setup["first_path"]
     if not sys.flags.safe_path:
-        sys.path[0] = first
+        sys.path[0] = setup["first_path"]
     gc.disable()
     for name in setup["needed"]:
         try:
@@ -133,40 +136,28 @@ def _preload(setup: _Message) -> str | None:
         module, _, attribute = name.partition(":")
         with contextlib.suppress(Exception):
             getattr(importlib.import_module(module), attribute or "__name__")
-    return _unfit(first, {name.partition(".")[0] for name in setup["needed"] + setup["wanted"]})
+    return _unfit()
 
 
-def _skip_destructors() -> None:
+def _skip_native_destructors() -> None:
     """Let ranks end without the destructors of the C++ libraries that were imported.
 
-    What a program loads later is destroyed as usual; a library that was preloaded (a profiler) may
-    count on its own.
+    torch's take 0.1 s of processor time. Libraries that a program loads later are destroyed as
+    usual; a library that was preloaded (a profiler) may count on its own destructors. What Python
+    does at its end is left as it is. torch's exit handlers (20 ms) give threads that wait for the
+    interpreter the time to get it: without these handlers, gloo's aborted one program in 20.
     """
-    if os.environ.get("LD_PRELOAD"):
-        return
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
-        alive = finalizer.peek()
-        if alive is not None and alive[1].__module__ == "torch.library":
-            finalizer.atexit = False
-    with contextlib.suppress(AttributeError):  # a C library other than GNU's
-        libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)  # handlers run in reverse order, and this one with the code
-        libc.__cxa_atexit(libc.fflush, None, None)
+    if not os.environ.get("LD_PRELOAD"):
+        with contextlib.suppress(AttributeError):  # a C library other than GNU's
+            libc = ctypes.CDLL(None)
+            libc.on_exit(libc._exit, None)  # handlers run in reverse order
+            libc.__cxa_atexit(libc.fflush, None, None)
 
 
-def _unfit(first: str, imported: set[str]) -> str | None:
+def _unfit() -> str | None:
     """Return why a fork of this process would not be as a fresh interpreter."""
-    if sys.gettrace() is not None or sys.getprofile() is not None:
-        return "a debugger, profiler or coverage tool is active"
-    if not sys.flags.safe_path and sys.path[0] != first:
-        return "an imported module has put itself first on sys.path"
-    beside = _found_in(first) - imported
-    if beside:
-        return f"the import found modules beside the program: {', '.join(sorted(beside))}"
     if _has_children():
         return "an imported module has started a process"
-    if max({int(fd) for fd in os.listdir("/proc/self/fd")} - {int(sys.argv[1])}) >= _KEY_FD:
-        return "an imported module keeps many files open"
     threads = _threads_after_fork()
     if threads > 1:
         return f"an imported module has started threads ({threads - 1} of them)"
@@ -174,15 +165,6 @@ def _unfit(first: str, imported: set[str]) -> str | None:
     if cuda is not None and cuda.is_initialized():
         return "CUDA is in use already"
     return None
-
-
-def _found_in(directory: str) -> set[str]:
-    """Return which top-level modules were imported from `directory`."""
-    found: set[str] = set()
-    for name, module in list(sys.modules.items()):
-        if "." not in name and not name.startswith("__") and home_of(module) == directory:
-            found.add(name)
-    return found
 
 
 def home_of(module: ModuleType) -> str | None:
@@ -210,7 +192,7 @@ def _threads_after_fork() -> int:
     if trial == 0:
         os._exit(0)
     os.waitpid(trial, 0)
-    deadline = time.monotonic() + _THREADS_LEAVE_S
+    deadline = time.monotonic() + _THREAD_END_S
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
         time.sleep(0.005)
     return len(os.listdir("/proc/self/task"))
@@ -233,7 +215,7 @@ def _serve(link: socket.socket) -> tuple[_Message, list[int]]:
 
 
 def _fork(link: socket.socket, order: _Message) -> bool:
-    """Fork a rank that will be the launcher's child; tell its number; return True in the rank."""
+    """Fork a rank that will be the launcher's child; send its number; return True in the rank."""
     intermediate = os.fork()
     if intermediate != 0:
         os.waitpid(intermediate, 0)
@@ -271,28 +253,16 @@ def settle(order: _Message, fds: list[int], before: dict[str, str]) -> int:
     if 0 in order["numbers"]:
         sys.stdin = sys.__stdin__ = _open_stdin()
     importlib.invalidate_caches()
-    _draw_anew()
+    _reseed()
     gc.enable()
     return report
 
 
 def _set_environment(wanted: dict[str, str], before: dict[str, str]) -> None:
-    """Give the rank its variables; what an import has set, it would have set here, too.
-
-    The kernel shows others (`ps e`, /proc/PID/environ) the memory in which this process was given
-    its variables when it started. Once all of them have been copied elsewhere, which setenv does,
-    that memory is free to be written: the zygote was given more than it needs.
-    """
+    """Give the rank its variables; keep what an import has set, for it would set it here, too."""
     for name in before.keys() - wanted.keys():
         os.environ.pop(name, None)
-    changed = {name: value for name, value in wanted.items() if before.get(name) != value}
-    os.environ.update({**os.environ, **changed})
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    start, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
-    block = b"".join(b"%s=%s\0" % variable for variable in os.environb.items())
-    if start and len(block) <= end - start:
-        ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+    os.environ.update({name: x for name, x in wanted.items() if before.get(name) != x})
 
 
 def _remember_environment() -> None:
@@ -326,8 +296,8 @@ def _open_stdin() -> TextIO:
     return text
 
 
-def _draw_anew() -> None:
-    """Replace what every process draws for itself when it starts (`random` does by itself)."""
+def _reseed() -> None:
+    """Draw again what every process draws when it starts (`random` does so by itself)."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()

@@ -68,6 +68,7 @@ class ReportReader:
         self._told_stack = False
         self._tells_last = False
         self._frames: list[Frame] = []
+        self._in_bootstrap = False  # whether a frame of the bootstrap has come already
         self._rest = b""
 
     @property
@@ -87,6 +88,7 @@ class ReportReader:
                 self._take(msgspec.json.decode(line, type=_Message))
         elif line.startswith("Stack "):
             self._frames.clear()
+            self._in_bootstrap = False
         elif line == "  ..." or line.startswith("  <"):  # too deep, or no Python frame
             self._end_stack()
         elif match := _FRAME.fullmatch(line):
@@ -95,7 +97,11 @@ class ReportReader:
             frame = Frame(match["file"], int(number) if known else 0, match["function"])
             if frame.file not in _BOOTSTRAP:
                 self._frames.append(frame)
-            elif frame.function in ("<module>", "_run"):
+                return
+            if frame.function == "become" and not self._in_bootstrap:
+                self._frames.clear()  # the program has ended, and its bootstrap writes a record
+            self._in_bootstrap = True
+            if frame.function in ("<module>", "_run"):
                 self._end_stack()
 
     def _take(self, message: _Message) -> None:

@@ -36,9 +36,7 @@ _FRESH = "each rank starts in a fresh interpreter"
 INTERRUPTED = "interrupted while it imported"
 _IMPORT_S = 300.0  # torch over a slow network file system
 _FORK_S = 30.0
-_PRINTED_BYTES = 1 << 20  # of what the imports print: nobody reads before they are done
-_ROOM_BYTES = 1 << 13
-"""For what the ranks' variables take more than the zygote's: see `forking._set_environment`."""
+_PRINTED_BYTES = 1 << 20  # of what the imports print: it is read when they are done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,7 @@ class Zygote:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=environment | {"DURE_ROOM": "x" * _ROOM_BYTES},
+                env=environment,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -168,11 +166,8 @@ class Zygote:
             "launcher": start.launcher,
         }
         try:
-            self._link.settimeout(_FORK_S)
-            send(self._link, order, (*fds, report))
-            answer: dict[str, Any] = receive(self._link)[0]
+            answer = self._answer(order, (*fds, report))
         except TimeoutError:
-            self._ended()
             self._give_up(f"did not answer for {_FORK_S:.0f} s")
             return None
         except (EOFError, OSError):
@@ -181,6 +176,27 @@ class Zygote:
         if "error" in answer:
             raise OSError(answer.get("errno", 0), answer["error"])
         return answer["pid"]
+
+    def _answer(self, order: dict[str, Any], fds: tuple[int, ...]) -> dict[str, Any]:
+        """Send an order, and return the answer.
+
+        A zygote that is too slow is killed. What it was forking at that time still answers, or ends
+        and closes the socket: so no rank appears later beside the one that is started in its place.
+
+        Raises:
+            TimeoutError: There was no answer in time, and there is no rank.
+        """
+        self._link.settimeout(_FORK_S)
+        try:
+            send(self._link, order, fds)
+            return receive(self._link)[0]
+        except TimeoutError:
+            self._process.kill()
+            self._link.settimeout(None)
+            try:
+                return receive(self._link)[0]
+            except (EOFError, OSError):
+                raise TimeoutError from None
 
     def close(self) -> None:
         """End it; ranks that were forked stay."""
@@ -227,7 +243,7 @@ def zygote_for(
     forked = bool(needed) and wanted and (several or spec.zygote == "always")
     variable = variable_set_first(spec) if forked and spec.zygote != "always" else ""
     if variable:
-        say(f"{_FRESH}: the program sets {variable} before it imports torch")
+        say(f"{_FRESH}: the program uses {variable} before it imports torch")
         forked = False
     check_memory(spec, torch="torch" in needed, forked=forked or spec.call is not None)
     if not forked:
