@@ -26,6 +26,7 @@ one of them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import io
@@ -181,10 +182,8 @@ def _print_traceback(error: BaseException) -> None:
     hook, own = sys.excepthook, sys.excepthook is not sys.__excepthook__
     quiet = isinstance(error, (SystemExit, KeyboardInterrupt))
     if not own and not quiet and sys.stderr is not None:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # closed
             sys.stderr.write(_formatted(error))
-        except (OSError, ValueError):
-            pass  # closed, as the interpreter would find it
 
     def print_later(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
