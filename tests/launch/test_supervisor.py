@@ -9,45 +9,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dure.launch.spec import Exit
-from dure.launch.supervisor import AskStacks, Measure, Phase, Signal, Supervisor, Sweep, Timing
+from dure.launch.supervisor import (
+    AskStacks,
+    Kill,
+    Measure,
+    Phase,
+    Policy,
+    Signal,
+    Supervisor,
+    Sweep,
+    Timing,
+)
 
 TIMING = Timing()
 TERM_ALL = Signal(signal.SIGTERM, everything=True)
 KILL_ALL = Signal(signal.SIGKILL, everything=True)
 
 
-def exited(machine: Supervisor, rank: int, exit: Exit, now: float) -> list[Measure]:
-    """End a rank; if it fails, stop the round, as the job's state does."""
-    return [*machine.exited(rank, exit, now), *stopped(machine, now)]
-
-
-def crashed(machine: Supervisor, rank: int, now: float) -> list[Measure]:
-    machine.crashed(rank)
-    return stopped(machine, now)
-
-
-def stopped(machine: Supervisor, now: float) -> list[Measure]:
-    failed = machine.first_failure is not None and machine.phase is Phase.RUNNING
-    return machine.stop(now, explain=True) if failed else []
-
-
-def test_a_failure_is_noted_and_decides_nothing() -> None:
-    machine = Supervisor(3, TIMING)
+@pytest.mark.parametrize("policy", [Policy.REPORT, Policy.HOLD])
+def test_a_failure_is_noted_where_others_decide(policy: Policy) -> None:
+    machine = Supervisor(3, TIMING, policy)
     assert machine.exited(1, Exit(signal=9), 0.0) == []
-    machine.crashed(2)
+    assert machine.crashed(2, 0.0) == []
     assert (machine.phase, machine.first_failure) == (Phase.RUNNING, 1)
 
 
-def test_a_held_machine_does_not_end_with_its_ranks() -> None:
-    machine = Supervisor(2, TIMING, held=True)
-    assert machine.exited(0, Exit(code=0), 0.0) == machine.exited(1, Exit(code=0), 0.0) == []
-    assert machine.phase is Phase.RUNNING
-
-
-def test_a_held_machine_notes_ends_until_it_is_stopped() -> None:
-    machine = Supervisor(3, TIMING, held=True)
+def test_a_held_round_notes_ends_until_it_is_stopped() -> None:
+    machine = Supervisor(3, TIMING, Policy.HOLD)
     assert machine.exited(1, Exit(signal=9), 0.0) == []
-    machine.crashed(2)
+    assert machine.crashed(2, 0.0) == []
     assert machine.exited(0, Exit(code=0), 1.0) == []
     assert machine.exited(2, Exit(code=1), 2.0) == []
     assert machine.phase is Phase.RUNNING
@@ -59,15 +49,43 @@ def test_a_held_machine_notes_ends_until_it_is_stopped() -> None:
     assert machine.ended_by_launcher == frozenset()
 
 
-def test_a_machine_that_is_stopped_from_elsewhere_ends_its_ranks() -> None:
-    machine = Supervisor(2, TIMING)
+def test_a_rank_of_a_held_round_that_crashed_and_does_not_exit_is_killed() -> None:
+    machine = Supervisor(2, TIMING, Policy.HOLD)
+    machine.crashed(1, 0.0)
+    assert machine.wake_at == 5.0
+    assert machine.tick(4.9) == []
+    assert machine.tick(5.0) == [Kill(1)]
+    assert machine.tick(5.1) == []
+    machine.exited(1, Exit(signal=9), 5.2)
+    assert machine.wake_at is None
+
+
+def test_a_round_that_is_stopped_from_elsewhere_ends_its_ranks() -> None:
+    machine = Supervisor(2, TIMING, Policy.REPORT)
     assert machine.stop(0.0, explain=True) == [AskStacks((0, 1))]
-    machine.told(0, 0.1)
-    assert machine.told(1, 0.1) == [TERM_ALL]
+    machine.explained(0, 0.1)
+    assert machine.explained(1, 0.1) == [TERM_ALL]
     assert machine.first_failure is None
     assert machine.ended_by_launcher == {0, 1}
     assert machine.stop(0.2) == []
     assert Supervisor(2, TIMING).stop(0.0) == [TERM_ALL]
+
+
+def test_signals_of_one_request_do_not_shorten_the_time_for_saving() -> None:
+    machine = Supervisor(2, TIMING)
+    machine.interrupted(signal.SIGTERM, 0.0, caught=True)
+    assert machine.interrupted(signal.SIGHUP, 0.01, caught=True) == []
+    assert machine.interrupted(signal.SIGTERM, 1.9, caught=True) == []
+    assert machine.phase is Phase.SAVING
+    assert machine.interrupted(signal.SIGTERM, 2.0, caught=True) == [KILL_ALL]
+
+
+def test_ranks_that_hang_end_the_round_and_say_where_they_are() -> None:
+    machine = Supervisor(2, TIMING)
+    assert machine.hung(1, 10.0) == [AskStacks((0, 1))]
+    assert machine.first_failure == 1
+    machine.explained(0, 10.1)
+    assert machine.explained(1, 10.1) == [TERM_ALL]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -81,22 +99,22 @@ def test_signal_that_ranks_catch_goes_to_them_alone_and_gives_time(number: int) 
 
 def test_failure_asks_the_others_before_it_ends_them() -> None:
     machine = Supervisor(3, TIMING)
-    assert exited(machine, 1, Exit(signal=9), 0.0) == [AskStacks((0, 2))]
-    assert machine.told(0, 0.01) == []
-    assert machine.told(2, 0.02) == [TERM_ALL]
+    assert machine.exited(1, Exit(signal=9), 0.0) == [AskStacks((0, 2))]
+    assert machine.explained(0, 0.01) == []
+    assert machine.explained(2, 0.02) == [TERM_ALL]
     assert machine.first_failure == 1
     assert machine.ended_by_launcher == {0, 2}
-    assert exited(machine, 0, Exit(signal=15), 0.1) == []
-    assert exited(machine, 2, Exit(signal=15), 0.1) == [Sweep()]
+    assert machine.exited(0, Exit(signal=15), 0.1) == []
+    assert machine.exited(2, Exit(signal=15), 0.1) == [Sweep()]
 
 
 def test_silent_ranks_are_not_waited_for_long() -> None:
     machine = Supervisor(2, TIMING)
-    exited(machine, 1, Exit(code=3), 0.0)
-    exited(machine, 0, Exit(code=5), 0.0)  # which does not change which was the first
+    machine.exited(1, Exit(code=3), 0.0)
+    machine.exited(0, Exit(code=5), 0.0)  # which does not change which was the first
     assert machine.first_failure == 1
     machine = Supervisor(2, TIMING)
-    exited(machine, 1, Exit(code=3), 0.0)
+    machine.exited(1, Exit(code=3), 0.0)
     assert machine.wake_at == 0.3
     assert machine.tick(0.2) == []
     assert machine.tick(0.3) == [TERM_ALL]
@@ -104,37 +122,37 @@ def test_silent_ranks_are_not_waited_for_long() -> None:
 
 def test_ranks_that_write_flight_records_get_time_to_fail_by_themselves() -> None:
     machine = Supervisor(3, Timing(settle_s=1.0))
-    exited(machine, 1, Exit(signal=9), 0.0)
-    machine.told(0, 0.01)
-    assert machine.told(2, 0.02) == []
-    assert exited(machine, 0, Exit(code=1), 0.4) == []
+    machine.exited(1, Exit(signal=9), 0.0)
+    machine.explained(0, 0.01)
+    assert machine.explained(2, 0.02) == []
+    assert machine.exited(0, Exit(code=1), 0.4) == []
     assert machine.tick(0.9) == []
     assert machine.tick(1.0) == [TERM_ALL]
     assert machine.ended_by_launcher == {2}
     machine = Supervisor(2, Timing(settle_s=1.0))
-    exited(machine, 1, Exit(signal=9), 0.0)
-    assert exited(machine, 0, Exit(code=1), 0.1) == [TERM_ALL, Sweep()]  # nobody is waited for
+    machine.exited(1, Exit(signal=9), 0.0)
+    assert machine.exited(0, Exit(code=1), 0.1) == [TERM_ALL, Sweep()]  # nobody is waited for
     assert machine.ended_by_launcher == frozenset()
 
 
 def test_crashed_rank_may_get_to_its_end() -> None:
     machine = Supervisor(2, TIMING)
-    assert crashed(machine, 0, 0.0) == [AskStacks((1,))]
-    assert machine.told(1, 0.01) == []
-    assert exited(machine, 0, Exit(code=1), 0.05) == [TERM_ALL]
+    assert machine.crashed(0, 0.0) == [AskStacks((1,))]
+    assert machine.explained(1, 0.01) == []
+    assert machine.exited(0, Exit(code=1), 0.05) == [TERM_ALL]
     assert machine.ended_by_launcher == {1}
     machine = Supervisor(1, TIMING)
-    assert crashed(machine, 0, 0.0) == []
+    assert machine.crashed(0, 0.0) == []
     assert machine.tick(0.6) == [TERM_ALL]  # it hangs
     assert machine.ended_by_launcher == {0}
 
 
 def test_grace_over_kills_until_nothing_is_left() -> None:
     machine = Supervisor(2, TIMING)
-    exited(machine, 1, Exit(code=1), 0.0)
-    machine.told(0, 0.0)
+    machine.exited(1, Exit(code=1), 0.0)
+    machine.explained(0, 0.0)
     assert machine.tick(TIMING.grace_s) == [KILL_ALL]
-    exited(machine, 0, Exit(signal=9), 5.0)
+    machine.exited(0, Exit(signal=9), 5.0)
     machine.swept(2, 5.0)
     assert machine.tick(5.1) == [KILL_ALL, Sweep()]
     machine.swept(0, 5.1)
@@ -150,8 +168,8 @@ def test_a_host_that_was_given_up_kills_at_once() -> None:
 def test_where_nothing_helps_it_gives_up() -> None:
     machine = Supervisor(1, TIMING)
     machine.interrupted(signal.SIGINT, 0.0)
-    assert machine.interrupted(signal.SIGINT, 1.0) == [KILL_ALL]
-    machine.tick(6.0)
+    assert machine.interrupted(signal.SIGINT, 2.0) == [KILL_ALL]
+    machine.tick(7.0)
     assert machine.phase is Phase.DONE
 
 
@@ -175,10 +193,10 @@ class World:
             if isinstance(measure, AskStacks):
                 for rank in measure.ranks:
                     if self.plans[rank][2]:
-                        self.act(self.machine.told(rank, now), now)
+                        self.act(self.machine.explained(rank, now), now)
             elif isinstance(measure, Signal):
                 self.send(measure, now)
-            else:
+            elif isinstance(measure, Sweep):
                 self.act(self.machine.swept(self.orphans, now), now)
 
     def send(self, measure: Signal, now: float) -> None:
@@ -204,7 +222,7 @@ class World:
                 if entry in self.pending:
                     self.pending.remove(entry)
                     self.orphans += self.plans[entry[1]][4]
-                    self.act(exited(self.machine, entry[1], entry[2], now), now)
+                    self.act(self.machine.exited(entry[1], entry[2], now), now)
             while interrupts and interrupts[0] <= now:
                 interrupts.pop(0)
                 self.act(self.machine.interrupted(signal.SIGINT, now), now)

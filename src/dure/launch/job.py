@@ -20,7 +20,8 @@ from dataclasses import replace
 from dure import env
 from dure.errors import LaunchError, StoreError
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.link import Alone, EndpointLink, EtcdLink, Link
+from dure.launch.agent.link import EndpointLink, EtcdLink
+from dure.launch.local import LocalJob
 from dure.launch.program import check_program
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress
@@ -106,7 +107,8 @@ def run_job(spec: JobSpec) -> JobResult:
                 signals=signals,
                 zygote=usable(zygote, signals, terminal.say),
             )
-            return _run(Agent(place, link), place, started)
+            job = LocalJob(place) if link is None else Agent(place, link)
+            return _run(job, place, started)
     except StoreError as error:  # it says itself what to do
         raise LaunchError("the job could not be started", seen=str(error)) from error
     except OSError as error:
@@ -142,18 +144,18 @@ def _advice(error: OSError) -> str:
     return "Start fewer ranks, or see what is used up (`ulimit -a`, `df`)."
 
 
-def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
-    """Let the agent work, and show what came of it."""
+def _run(job: LocalJob | Agent, place: Workplace, started: float) -> JobResult:
+    """Run the job to its end, and show its result."""
     _say_threads(place)
     _report(place)
-    outcome = agent.work()
+    outcome = job.work()
     result = JobResult(
         exit_code=outcome.code,
-        ranks=outcome.ranks or agent.ranks,
+        ranks=outcome.ranks or job.ranks,
         elapsed_s=time.monotonic() - started,
         first_failure=outcome.failure,
-        interrupted_by=agent.interrupted_by,
-        outlived=tuple(agent.outlived.items()),
+        interrupted_by=job.interrupted_by,
+        outlived=tuple(job.outlived.items()),
     )
     terminal = place.terminal
     if result.interrupted_by == signal.SIGPIPE and not terminal.unread:
@@ -161,7 +163,7 @@ def _run(agent: Agent, place: Workplace, started: float) -> JobResult:
     if outcome.why and result.interrupted_by is None:
         terminal.say(outcome.why)
     lines = summary(result, terminal.has_shown)
-    for line in lines if agent.node == 0 else lines[:1]:  # node 0 tells the whole story
+    for line in lines if job.node == 0 else lines[:1]:  # node 0 tells the whole story
         terminal.say(line)
     if outcome.limit:
         terminal.say(f"the job has failed ({outcome.limit})")
@@ -186,11 +188,13 @@ def _drain(terminal: Terminal, signals: int, *, in_haste: bool) -> None:
 @contextlib.contextmanager
 def _link(
     spec: JobSpec, signals: int, say: Callable[[str], None], reaper: Reaper
-) -> Iterator[Link]:
-    """Link this host to the job's others."""
+) -> Iterator[EndpointLink | EtcdLink | None]:
+    """Connect this host to the job's others; None if the job is on this host alone."""
     if spec.endpoint is None:
-        link: Link = Alone(spec)
-    elif spec.rdzv_backend == "etcd":
+        yield None
+        return
+    link: EndpointLink | EtcdLink
+    if spec.rdzv_backend == "etcd":
         link = EtcdLink(spec, reaper, interrupted=signals, say=say)
     else:
         host = spec.endpoint.rpartition(":")[0].strip("[]")

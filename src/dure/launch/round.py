@@ -1,10 +1,10 @@
-"""One round on one host: its ranks are started, watched until none is left, and told of.
+"""One round on one host: its ranks are started, and watched until none is left.
 
 One thread, one selector. It waits for any of: output and reports of the ranks (pipes), their ends
 (pidfds), signals to the launcher (a pipe), a terminal that can take more, news of other hosts, and
-the next deadline. What happens is told to the supervisor (`dure.launch.supervisor`), and what that
-answers is done. A round ends by itself when its ranks do, or when the agent (`dure.launch.agent`)
-or a signal says so.
+the next deadline. What happens is reported to the supervisor (`dure.launch.supervisor`), and the
+measures that it returns are carried out. A round ends when its ranks do, when one fails, or when
+its caller says so: the job on one host (`dure.launch.local`) or the agent (`dure.launch.agent`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,22 @@ from dure.launch.show.output import LineReader, Sink
 from dure.launch.show.terminal import Terminal
 from dure.launch.signals import read_signals
 from dure.launch.spec import Exit, JobSpec, RankResult, Stream
-from dure.launch.supervisor import AskStacks, Measure, Phase, Signal, Supervisor, Timing
+from dure.launch.supervisor import (
+    AskStacks,
+    Kill,
+    Measure,
+    Phase,
+    Policy,
+    Signal,
+    Supervisor,
+    Timing,
+    leaves_no_time,
+)
 
 __all__ = ["RoundRun", "Workplace"]
 
 _CHUNK = 1 << 16
-_SESSION_S = 1.0  # for what a rank that is replaced has left running to die
+_SESSION_S = 1.0  # for processes that a replaced rank has left running to die
 
 _SETTLE_S = 1.0
 """For a rank to notice that a peer has gone, over any engine, and to write its flight record."""
@@ -67,13 +77,13 @@ class RoundRun:
 
     Args:
         place: What it shares with other rounds.
-        round: Who takes part.
-        held: Whether ranks that end are only noted (`Supervisor`).
+        layout: Which hosts and ranks take part.
+        policy: Which ends of ranks end it.
     """
 
-    def __init__(self, place: Workplace, round: Round, *, held: bool) -> None:
-        self.round = round
-        self.supervisor = Supervisor(round.nproc, _timing(place.spec), held=held)
+    def __init__(self, place: Workplace, layout: Round, policy: Policy) -> None:
+        self.round = layout
+        self.supervisor = Supervisor(layout.nproc, _timing(place.spec), policy)
         self.ranks: list[RankProcess] = []
         self.reports: list[ReportReader] = []
         self.outlived: dict[int, str] = {}
@@ -124,6 +134,7 @@ class RoundRun:
         for fd in (old.stdout.fileno(), old.stderr.fileno(), old.report_fd):
             self._drain(fd)
             self._forget(fd)
+        old.close()  # a job may replace thousands
         self.ranks[local_rank] = process
         self.reports[local_rank] = ReportReader()
         self._watch(local_rank)
@@ -132,16 +143,16 @@ class RoundRun:
 
     def run(
         self,
-        attend: Callable[[float], list[Measure]],
-        news: int,
-        look_at: Callable[[], float | None],
+        attend: Callable[[float], list[Measure]] | None = None,
+        news: int = -1,
+        look_at: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Return when no process of the round is left.
 
         Args:
-            attend: Looks at what has happened, and says what to do; called after everything.
-            news: A descriptor that is readable when it is to be called; -1: none.
-            look_at: Says when it is to be called at the latest.
+            attend: Called after each event; returns what to do about it.
+            news: A descriptor that becomes readable when `attend` is to be called; -1: none.
+            look_at: Returns when it is to be called at the latest.
         """
         if news >= 0:
             self._selector.register(news, selectors.EVENT_READ, lambda: None)
@@ -175,14 +186,14 @@ class RoundRun:
         place, number = self._place, self._numbers.get(local_rank, self.round.number)
         path = error_file(place.spec, place.address.name, process.rank, number)
         expected = Exit(signal=9) if report.crash is None else Exit(code=report.crash.exit_code)
-        exit = self.supervisor.exits.get(local_rank, expected)
+        status = self.supervisor.exits.get(local_rank, expected)
         return RankResult(
             rank=process.rank,
             host=place.host,
             pid=process.pid,
-            exit=exit,
+            exit=status,
             ended_by_launcher=local_rank in self.supervisor.ended_by_launcher,
-            crash=known_crash(path, report.crash, exit),
+            crash=known_crash(path, report.crash, status),
             stack=report.stack,
             last=report.last,
             progress="" if report.step is None else str(report.step),
@@ -191,9 +202,9 @@ class RoundRun:
 
     # --- its processes -----------------------------------------------------------------------
 
-    def _started(self, local_rank: int, round: Round) -> RankProcess:
+    def _started(self, local_rank: int, layout: Round) -> RankProcess:
         place, rank = self._place, self.round.rank(local_rank)
-        variables = rank_variables(place.spec, local_rank, place.address, round, self._threads)
+        variables = rank_variables(place.spec, local_rank, place.address, layout, self._threads)
         environment = env.child_environment(variables)
         secrets, zygote = place.address.secrets, place.zygote
         return start_rank(place.spec, rank, environment, secrets, zygote, local_rank)
@@ -208,7 +219,8 @@ class RoundRun:
         self._pipes[process.report_fd] = partial(self._reported, local_rank)
         for fd in (process.stdout.fileno(), process.stderr.fileno(), process.report_fd):
             os.set_blocking(fd, False)
-            self._selector.register(fd, selectors.EVENT_READ, partial(self._readable, fd))
+            if self._reading or fd == process.report_fd:
+                self._selector.register(fd, selectors.EVENT_READ, partial(self._readable, fd))
         ended = partial(self._ended, local_rank)
         self._selector.register(process.pidfd, selectors.EVENT_READ, ended)
 
@@ -221,7 +233,7 @@ class RoundRun:
 
     # --- what happens ------------------------------------------------------------------------
 
-    def _step(self, attend: Callable[[float], list[Measure]], look_at: float | None) -> None:
+    def _step(self, attend: Callable[[float], list[Measure]] | None, look_at: float | None) -> None:
         """Wait for something to happen, and deal with it."""
         self._watch_terminal()
         times = (self.supervisor.wake_at, self._terminal.wake_at, look_at)
@@ -235,7 +247,7 @@ class RoundRun:
             self._terminal.say(self._terminal.why_broken)
             self._do(self.supervisor.interrupted(signal.SIGPIPE, now))
         self._do(self.supervisor.tick(now))
-        if self.supervisor.phase is not Phase.DONE:
+        if attend is not None and self.supervisor.phase is not Phase.DONE:
             self._do(attend(now))
 
     def _watch_terminal(self) -> None:
@@ -301,23 +313,23 @@ class RoundRun:
         crash = None if had_crash else report.crash
         self._terminal.reported(self.ranks[rank].rank, crash, report.step)
         if report.told and not had_stack:
-            self._do(self.supervisor.told(rank, now))
+            self._do(self.supervisor.explained(rank, now))
         if crash is not None:
-            self.supervisor.crashed(rank)
+            self._do(self.supervisor.crashed(rank, now))
 
     def _ended(self, local_rank: int) -> None:
         process = self.ranks[local_rank]
-        exit = process.exit()
-        if exit is None:
+        status = process.exit()
+        if status is None:
             return
         self._selector.unregister(process.pidfd)
         self._drain(process.report_fd)  # its last words come before its end
-        self._terminal.ended(process, exit)
-        self._do(self.supervisor.exited(local_rank, exit, time.monotonic()))
+        self._terminal.ended(process, status)
+        self._do(self.supervisor.exited(local_rank, status, time.monotonic()))
 
     def _signalled(self) -> None:
-        """Pass warnings on to the ranks; tell the supervisor of signals that end the job."""
-        for number in read_signals(self._place.signals):
+        """Pass warnings on to the ranks; report signals that end the job to the supervisor."""
+        for number in sorted(read_signals(self._place.signals), key=leaves_no_time):
             if number in self._place.spec.signals:
                 caught = self.catches(number)
                 self._do(self.supervisor.interrupted(number, time.monotonic(), caught=caught))
@@ -328,17 +340,19 @@ class RoundRun:
     # --- what is done about it ---------------------------------------------------------------
 
     def _do(self, measures: list[Measure]) -> None:
-        """Carry out what the supervisor wants, and what it wants upon that."""
+        """Carry out measures of the supervisor, and those that follow from them."""
         for measure in measures:
             if isinstance(measure, AskStacks):
                 self._ask(measure.ranks)
             elif isinstance(measure, Signal):
                 self._send(measure)
+            elif isinstance(measure, Kill):
+                self.ranks[measure.rank].signal(signal.SIGKILL)
             else:
                 self._sweep()
 
     def _sweep(self) -> None:
-        """Count what is left; what successful ranks have detached stays, and is named."""
+        """Count the processes left; those that successful ranks detached stay, and are named."""
         spares = self.supervisor.spares_detached
         others = self._processes.others(detached=not spares)
         self._do(self.supervisor.swept(len(others), time.monotonic()))
@@ -351,7 +365,7 @@ class RoundRun:
     def _ask(self, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
             if not self.ranks[rank].ask_stack():
-                self._do(self.supervisor.told(rank, time.monotonic()))
+                self._do(self.supervisor.explained(rank, time.monotonic()))
 
     def _send(self, measure: Signal) -> None:
         """Signal ranks last: a parent that ends first would turn its children into orphans."""

@@ -117,6 +117,8 @@ class JobSpec:
         join_timeout_s: How long to wait for the least number of hosts.
         last_call_s: How long to wait then for more, up to the most.
         max_restarts: How often the program may be started again, in the whole job.
+        longest_restart_delay_s: When rounds fail within 10 seconds of their start, wait before the
+            next one: 0, 1, 2, 4, ... seconds, but no longer than this.
         elastic: The program outlives deaths itself (`dure.elastic`): dead ranks are replaced, and
             the living left alone. Implies `keep_going`.
         min_ranks: An elastic job ends when fewer ranks than these live.
@@ -167,6 +169,7 @@ class JobSpec:
     join_timeout_s: float = 600.0
     last_call_s: float = 5.0
     max_restarts: int = 0
+    longest_restart_delay_s: float = 30.0
     elastic: bool = False
     min_ranks: int = 1
     zygote: Literal["auto", "always", "never"] = "auto"

@@ -1,28 +1,32 @@
-"""When to end a job, and how hard: a state machine without any input or output.
+"""When to end a round's ranks, and how hard: a state machine without any input or output.
 
-The loop (`dure.launch.round`) tells the machine what happened (*events*) and does what it answers
-(*measures*); the machine knows only ranks, exit statuses and the time that it is handed.
+The loop (`dure.launch.round`) reports what happened (*events*) and carries out what the machine
+returns (*measures*). The machine knows only ranks, exit statuses and the time that it receives.
 
     RUNNING ──stop, a rank failed──▶ EXPLAINING ──▶ ENDING ──grace is over──▶ KILLING
        │                                              ▲                          ▲
        ├──all ranks succeeded──▶ LEAVING ─────────────┤ processes remain         │
        ├──stop, SIGTERM, SIGHUP───────────────────────┤                          │
        ├──stop, SIGTERM,... that ranks catch─▶ SAVING─┤                          │
-       └──SIGINT──▶ INTERRUPTING ─────────────────────┘      a second SIGINT ────┘
+       └──SIGINT──▶ INTERRUPTING ─────────────────────┘      a second request ───┘
 
-A supervisor answers for one round on one host: it ends ranks well, but does not decide that they
-must end. It only notes which rank failed first; what follows from that is decided for all hosts in
-the job's state (`dure.launch.agent.machine`), and comes back as `stop`. One that is *held* does not
-even take it for the round's end that all its ranks succeeded; they may be `replaced`.
+What ends a round is its `Policy`. On one host the first failure does (FAIL_FAST), and the machine
+acts at once. On several hosts a failure is only noted (REPORT): the job's state decides for all
+hosts, and `stop` carries the decision out. Ranks of an elastic job may be replaced (HOLD), so
+neither failures nor successes end the round, only `stop`.
 
 EXPLAINING asks the other ranks where they are, before anything makes them move, and lets a rank
-that reported a crash get to its end. INTERRUPTING has passed the SIGINT on to the ranks, as a
-terminal would. SAVING has passed SIGTERM (or another signal that was chosen to end the job, such as
-SIGUSR1 before a batch system's time is up) on to ranks that have a handler for it, and not to what
-they started (a loader's workers are needed for saving). ENDING has sent SIGTERM to every process of
-the job, KILLING sends SIGKILL until none is left. Every state but RUNNING has a deadline, so the
-job ends whatever the ranks do. The last state, DONE, is reached when all ranks have exited and no
-process of the job was left.
+that reported a crash exit. INTERRUPTING has passed SIGINT on to the ranks, as a terminal would.
+SAVING has passed SIGTERM (or another signal of `JobSpec.signals`, such as SIGUSR1 before a batch
+system's time limit) on to ranks that have a handler for it, and not to their children (a loader's
+workers are needed for saving). ENDING has sent SIGTERM to every process of the job, KILLING sends
+SIGKILL until none is left. Every state but RUNNING has a deadline, so the job ends whatever the
+ranks do. The last state, DONE, is reached when all ranks have exited and no process of the job is
+left.
+
+**One request, many signals.** systemd, LSF and others signal every process of a service, and
+systemd sends SIGHUP right after SIGTERM. So all signals within `request_s` of the first are one
+request; a later one kills.
 """
 
 from __future__ import annotations
@@ -33,10 +37,33 @@ from enum import Enum
 
 from dure.launch.spec import Exit
 
-__all__ = ["AskStacks", "Measure", "Phase", "Signal", "Supervisor", "Sweep", "Timing"]
+__all__ = [
+    "AskStacks",
+    "Kill",
+    "Measure",
+    "Phase",
+    "Policy",
+    "Signal",
+    "Supervisor",
+    "Sweep",
+    "Timing",
+    "leaves_no_time",
+]
 
-_TO_ALL = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
-"""Signals that leave no time for saving: somebody has had enough, or is no longer there."""
+_LEAVE_NO_TIME = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+
+
+def leaves_no_time(number: int) -> bool:
+    """Whether a signal means that the user has had enough, or is gone: no time for saving."""
+    return number in _LEAVE_NO_TIME
+
+
+class Policy(Enum):
+    """Which ends of ranks end the round."""
+
+    FAIL_FAST = "the first failure, or the success of all ranks"
+    REPORT = "the success of all ranks; a failure is reported"
+    HOLD = "none: ranks may be replaced until `stop`"
 
 
 class Phase(Enum):
@@ -56,19 +83,28 @@ class Phase(Enum):
 class Timing:
     """How long the machine waits, in seconds.
 
-    `stacks_s`: for the other ranks' stacks; `crash_s`: for a rank that reported a crash to exit;
-    `grace_s` and `interrupt_grace_s`: from asking politely to SIGKILL, after a failure and after
-    Ctrl-C or SIGTERM; `saving_s`: after SIGTERM, for ranks that catch it; `leave_s`: for processes
-    that outlive successful ranks to leave by themselves; `sweep_s`: between two looks for remaining
-    processes; `give_up_s`: for SIGKILL to work, which only a process stuck in the kernel resists;
-    `settle_s`: for the other ranks to fail because of the first, and to write down what they did.
+    Attributes:
+        stacks_s: For the other ranks' stacks.
+        crash_s: For a rank that reported a crash to exit, when the round ends.
+        held_crash_s: The same while the round continues; then the rank is killed.
+        grace_s: From SIGTERM to SIGKILL, after a failure.
+        interrupt_grace_s: The same after Ctrl-C or SIGTERM.
+        saving_s: After SIGTERM, for ranks that catch it.
+        request_s: Signals to the launcher within this time are one request.
+        leave_s: For processes that outlive successful ranks to exit by themselves.
+        sweep_s: Between two looks for remaining processes.
+        give_up_s: For SIGKILL to work, which only a process stuck in the kernel resists.
+        settle_s: For the other ranks to fail because of the first, and to write their flight
+            records.
     """
 
     stacks_s: float = 0.3
     crash_s: float = 0.6
+    held_crash_s: float = 5.0
     grace_s: float = 5.0
     interrupt_grace_s: float = 0.6
     saving_s: float = 30.0
+    request_s: float = 2.0
     leave_s: float = 0.2
     sweep_s: float = 0.02
     give_up_s: float = 5.0
@@ -91,23 +127,38 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill one rank, which has crashed and does not exit."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """Count the processes of the job besides the ranks, and answer with `swept`."""
 
 
-Measure = AskStacks | Signal | Sweep
+Measure = AskStacks | Signal | Kill | Sweep
 
 
 class Supervisor:
-    """The state of one job. Each event method returns what to do now.
+    """The state of one round on one host. Each event method returns what to do now.
 
     Args:
         nproc: How many ranks were started.
         timing: How long to wait for what.
-        held: Whether the round goes on when all ranks have ended well, until `stop`.
+        policy: Which ends of ranks end the round.
+
+    Attributes:
+        phase: Where the round is on its way to the end.
+        first_failure: The rank that failed first while the round ran.
+        interrupted_by: The first signal that asked the launcher to end.
+        fenced: Whether everything was killed because other hosts may have given this one up.
+        ended_by_launcher: Ranks that still ran when the round had to end.
+        exits: How ranks ended, as far as they have.
     """
 
-    def __init__(self, nproc: int, timing: Timing, *, held: bool = False) -> None:
+    def __init__(self, nproc: int, timing: Timing, policy: Policy = Policy.FAIL_FAST) -> None:
         self.phase = Phase.RUNNING
         self.first_failure: int | None = None
         self.interrupted_by: int | None = None
@@ -116,11 +167,12 @@ class Supervisor:
         self.exits: dict[int, Exit] = {}
         self._timing = timing
         self._nproc = nproc
-        self._held = held
+        self._policy = policy
         self._deadline: float | None = None
         self._sweep_at: float | None = None
+        self._one_request_until = 0.0
         self._silent: set[int] = set()  # asked for their stack, without an answer yet
-        self._crashed: set[int] = set()
+        self._crashed: dict[int, float] = {}  # when a crash was reported
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -131,24 +183,30 @@ class Supervisor:
     def wake_at(self) -> float | None:
         """When `tick` must be called at the latest; None while only events matter."""
         times = [t for t in (self._deadline, self._sweep_at) if t is not None]
-        return min(times, default=None)
+        return min((*times, *self._overdue().values()), default=None)
 
-    def crashed(self, rank: int) -> None:
-        """Take note that an exception left the program of `rank`, which is about to exit."""
-        self._crashed.add(rank)
-        self._note_failure(rank)
+    def crashed(self, rank: int, now: float) -> list[Measure]:
+        """An exception has left the program of `rank`, which is about to exit."""
+        self._crashed[rank] = now
+        return self._failed(rank, now)
 
-    def exited(self, rank: int, exit: Exit, now: float) -> list[Measure]:
-        """Take note that `rank` has ended."""
-        self.exits[rank] = exit
+    def hung(self, rank: int, now: float) -> list[Measure]:
+        """All ranks have been idle for too long, `rank` among them."""
+        self._crashed.pop(rank, None)
+        return self._failed(rank, now)
+
+    def exited(self, rank: int, status: Exit, now: float) -> list[Measure]:
+        """A rank has ended."""
+        self.exits[rank] = status
         self._silent.discard(rank)
         if self.phase is Phase.RUNNING:
             if not self.succeeded(rank):
-                self._note_failure(rank)
-            well = self._all_succeeded and not self._held
-            return self._leave(now) if well else []
+                return self._failed(rank, now)
+            if self._all_succeeded and self._policy is not Policy.HOLD:
+                return self._leave(now)
+            return []
         if self.phase is Phase.EXPLAINING:
-            return self._explained(now)
+            return self._end_if_explained(now)
         if self.alive:
             return []
         self._sweep_at = None
@@ -168,9 +226,9 @@ class Supervisor:
         return rank in self._crashed
 
     def replaced(self, rank: int) -> None:
-        """Take note that another process was started in place of one that has ended."""
+        """Another process was started in place of one that has ended."""
         self.exits.pop(rank, None)
-        self._crashed.discard(rank)
+        self._crashed.pop(rank, None)
 
     def stop(self, now: float, *, explain: bool = False, saving: bool = False) -> list[Measure]:
         """End the round: a rank has failed, here or elsewhere, or hosts come or go.
@@ -181,18 +239,18 @@ class Supervisor:
         if self.phase is not Phase.RUNNING:
             return []
         if not self.alive:
-            failed = explain and not self._held
+            failed = explain and self._policy is not Policy.HOLD
             return self._end(now, self._grace) if failed else self._leave(now)
         if saving:
             return self._save(now, signal.SIGTERM)
         if explain:
             self.phase = Phase.EXPLAINING
-            self._silent = {rank for rank in self.alive if rank not in self._crashed}
-            leaving = self._crashed.intersection(self.alive)
+            self._silent = set(self.alive) - self._crashed.keys()
+            leaving = self._crashed.keys() & set(self.alive)
             explain_s = self._timing.crash_s if leaving else self._timing.stacks_s
             self._deadline = now + max(explain_s, self._timing.settle_s)
             asking: list[Measure] = [AskStacks(tuple(self._silent))] if self._silent else []
-            return asking + self._explained(now)
+            return asking + self._end_if_explained(now)
         return self._end(now, self._grace)
 
     def fence(self, now: float) -> list[Measure]:
@@ -200,23 +258,24 @@ class Supervisor:
         self.fenced = True
         return [] if self.phase in (Phase.KILLING, Phase.DONE) else self._kill(now)
 
-    def told(self, rank: int, now: float) -> list[Measure]:
-        """Take note that `rank` has told its stack."""
+    def explained(self, rank: int, now: float) -> list[Measure]:
+        """A rank has answered with its stack."""
         self._silent.discard(rank)
-        return self._explained(now) if self.phase is Phase.EXPLAINING else []
+        return self._end_if_explained(now) if self.phase is Phase.EXPLAINING else []
 
     def interrupted(self, number: int, now: float, *, caught: bool = False) -> list[Measure]:
-        """Take note of a signal to the launcher: the first is polite, the second kills.
+        """The launcher was sent a signal: the first request is polite, the second kills.
 
         `caught`: a rank has a handler for it.
         """
         if self.phase is Phase.DONE:
             return []
         if self.interrupted_by is not None:
-            return self._kill(now)
+            return self._kill(now) if now >= self._one_request_until else []
         self.interrupted_by = number
+        self._one_request_until = now + self._timing.request_s
         self._mark_survivors()
-        if number not in _TO_ALL and caught and self.alive:
+        if not leaves_no_time(number) and caught and self.alive:
             return self._save(now, number)
         if number != signal.SIGINT or not self.alive:
             return self._end(now, self._timing.interrupt_grace_s)
@@ -225,7 +284,7 @@ class Supervisor:
         return [AskStacks(self.alive), Signal(signal.SIGINT, everything=False)]
 
     def swept(self, others: int, now: float) -> list[Measure]:
-        """Take note of how many processes besides the ranks are left."""
+        """So many processes are left besides the ranks."""
         if self.alive or self.phase is Phase.RUNNING:
             return []
         if others == 0:
@@ -248,7 +307,17 @@ class Supervisor:
                 self._sweep_at = now + self._timing.sweep_s
                 again.insert(0, Signal(signal.SIGKILL, everything=True))
             return again
-        return []
+        overdue = [rank for rank, at in self._overdue().items() if now >= at]
+        for rank in overdue:
+            self._crashed[rank] = now
+        return [Kill(rank) for rank in overdue]
+
+    def _overdue(self) -> dict[int, float]:
+        """Return when to kill each rank that has crashed and does not exit, while others work."""
+        if self.phase is not Phase.RUNNING or self._policy is not Policy.HOLD:
+            return {}
+        held_s = self._timing.held_crash_s
+        return {r: at + held_s for r, at in self._crashed.items() if r not in self.exits}
 
     @property
     def _grace(self) -> float:
@@ -266,17 +335,21 @@ class Supervisor:
         self._deadline = self._sweep_at = None
         return []
 
-    def _note_failure(self, rank: int) -> None:
-        if self.phase is Phase.RUNNING and self.first_failure is None:
+    def _failed(self, rank: int, now: float) -> list[Measure]:
+        """Note the first failure; end the round if one is enough."""
+        if self.phase is not Phase.RUNNING:
+            return []
+        if self.first_failure is None:
             self.first_failure = rank
+        return self.stop(now, explain=True) if self._policy is Policy.FAIL_FAST else []
 
     @property
     def _all_succeeded(self) -> bool:
         return all(self.succeeded(rank) for rank in range(self._nproc))
 
-    def _explained(self, now: float) -> list[Measure]:
+    def _end_if_explained(self, now: float) -> list[Measure]:
         """Go on to ENDING once every answer is in and the crashed ranks have gone."""
-        if self._silent or self._crashed.intersection(self.alive):
+        if self._silent or self._crashed.keys() & set(self.alive):
             return []
         if self.alive and self._timing.settle_s:
             return []

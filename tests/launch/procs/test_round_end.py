@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -197,13 +198,14 @@ def test_signal_lets_ranks_clean_up(job: Launching, number: int) -> None:
     assert done.code == 128 + number
 
 
-def test_second_ctrl_c_kills(job: Launching) -> None:
+def test_ctrl_c_that_is_repeated_after_a_while_kills(job: Launching) -> None:
     process = job.start("-n", "2", "--timeout-term", NEVER_S, job.write(STUBBORN))
     wait_for_lines(process, 2)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    # which of the two arrived first is the kernel's choice
-    assert job.finish(process).code in (130, 143)
+    while process.poll() is None:  # those of the first two seconds are one request
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    # the last one may come when the launcher has put the handler back
+    assert job.finish(process).code in (130, -signal.SIGINT)
 
 
 def test_grandchildren_end_with_a_failing_rank(job: Launching) -> None:

@@ -57,7 +57,7 @@ from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
 from dure.launch.signals import read_signals
 from dure.launch.spec import RankResult
-from dure.launch.supervisor import Measure, Phase
+from dure.launch.supervisor import Measure, Phase, Policy
 
 __all__ = ["Agent"]
 
@@ -225,7 +225,8 @@ class Agent:
                 f"{state.settings.max_restarts})"
             )
         self._replaced, self._crashed_at = dict(action.replaced), {}
-        run = self._run = RoundRun(self._place, round, held=self._held)
+        policy = Policy.HOLD if self._held else Policy.REPORT
+        run = self._run = RoundRun(self._place, round, policy)
         try:
             run.start()
             run.run(self._attend, self._me.fd, self._look_at)

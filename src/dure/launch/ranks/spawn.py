@@ -102,10 +102,16 @@ class RankProcess:
         else:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.pid, os.WNOHANG)
+        self.close()
+
+    def close(self) -> None:
+        """Close what the launcher holds of the process, which stays a zombie; again is nothing."""
         self.stdout.close()
         self.stderr.close()
-        os.close(self.report_fd)
-        os.close(self.pidfd)
+        for fd in (self.report_fd, self.pidfd):
+            if fd >= 0:
+                os.close(fd)
+        self.report_fd = self.pidfd = -1
 
 
 def start_rank(

@@ -1,0 +1,259 @@
+"""A job on this host alone: its rounds, one after another, until one needs no other.
+
+Nothing is decided between hosts here, so there is no state of the job besides the rounds. From the
+death of a rank to SIGTERM for the others, a reader crosses three objects:
+
+1. `RoundRun` (round.py) finds the rank's pidfd readable.
+2. `Supervisor` (supervisor.py) notes the first failure and returns the measures.
+3. `JobProcesses` (ranks/processes.py) finds the processes of the job and signals them.
+
+`LocalJob` does what is left: it starts the next round while restarts are left, or, in an elastic
+job, replaces dead ranks within the only round. The ranks' store is a server in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dure.launch.agent.events import Outcome
+from dure.launch.ranks.environment import MASTER_ADDR, Round
+from dure.launch.ranks.ports import reserve_port
+from dure.launch.ranks.report import root_cause
+from dure.launch.round import RoundRun, Workplace
+from dure.launch.signals import read_signals
+from dure.launch.spec import RankResult
+from dure.launch.supervisor import Measure, Phase, Policy
+from dure.store.address import resolve
+from dure.store.key import JobKey, mint
+from dure.store.listener import listen
+from dure.store.server import StoreServer
+
+__all__ = ["LocalJob", "restart_delay"]
+
+_SHORT_ROUND_S = 10.0
+"""A round that fails sooner has hardly done any work, so the next one may fail as well."""
+
+
+def restart_delay(short_rounds: int, longest_s: float) -> float:
+    """Return how many seconds to wait before the next restart.
+
+    Args:
+        short_rounds: How many rounds in a row have failed within 10 seconds.
+        longest_s: Never wait longer than this.
+
+    Example:
+        0, 0, 1, 2, 4, 8, ... seconds after 0, 1, 2, 3, 4, 5, ... rounds.
+    """
+    if short_rounds < 2:
+        return 0.0
+    return min(longest_s, 2.0 ** min(short_rounds - 2, 30))
+
+
+class LocalJob:
+    """Runs a job whose ranks are all on this host.
+
+    Args:
+        place: What its rounds share.
+
+    Attributes:
+        interrupted_by: The signal that asked the launcher to end, if one did.
+        outlived: Processes that ranks left behind and the launcher ended, by number.
+        ranks: What became of the ranks in the last round.
+        node: This host's number: 0.
+    """
+
+    node = 0
+
+    def __init__(self, place: Workplace) -> None:
+        self.interrupted_by: int | None = None
+        self.outlived: dict[int, str] = {}
+        self.ranks: tuple[RankResult, ...] = ()
+        spec = replace(place.spec, run_id=place.spec.run_id or uuid.uuid4().hex)
+        self._place = replace(place, spec=spec)
+        self._holds = spec.elastic or spec.keep_going
+        self._restarts = 0
+        self._elastic = _ElasticRound(0)
+
+    def work(self) -> Outcome:
+        """Run the job until it is over."""
+        spec = self._place.spec
+        key = mint() if spec.key is None else JobKey(spec.key)
+        os.pwrite(self._place.address.key_fd, key.raw, 0)
+        # Not a TCPStore: DURE_STORE_BIND is for rank 0's store, and this one never leaves the host.
+        server = StoreServer(listen(resolve(MASTER_ADDR, 0)), key)
+        try:
+            return self._rounds(f"{MASTER_ADDR}:{server.port}")
+        finally:
+            server.stop()
+
+    def _rounds(self, store: str) -> Outcome:
+        number = short_rounds = 0
+        while True:
+            began = time.monotonic()
+            with self._round(number, store) as run:
+                failure = self._failure(run)
+            if failure is None or self._holds or not self._may_restart():
+                return self._outcome(failure)
+            short = time.monotonic() - began < _SHORT_ROUND_S
+            short_rounds = short_rounds + 1 if short else 0
+            self._restarts += 1
+            number += 1
+            delay_s = restart_delay(short_rounds, self._place.spec.longest_restart_delay_s)
+            self._announce_restart(failure, number, delay_s)
+            self._pause(delay_s)
+            if self.interrupted_by is not None:
+                return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
+
+    @contextlib.contextmanager
+    def _round(self, number: int, store: str) -> Iterator[RoundRun]:
+        """Run one round to its end, and release it after the `with` block."""
+        spec, host = self._place.spec, self._place.host
+        with contextlib.ExitStack() as kept:
+            port = spec.master_port
+            if port is None:
+                keeper, port = reserve_port()
+                kept.callback(keeper.close)
+            layout = Round.of(
+                number=number,
+                hosts=(host,),
+                nprocs=(spec.nproc,),
+                master_addr=spec.master_addr or MASTER_ADDR,
+                master_port=port,
+                store=store,
+            )
+            policy = Policy.HOLD if self._holds else Policy.FAIL_FAST
+            run = RoundRun(self._place, layout, policy)
+            kept.callback(run.close)
+            self._elastic = _ElasticRound(spec.nproc)
+            run.start()
+            run.run((lambda now: self._attend(run, now)) if self._holds else None)
+            self.ranks = run.results()
+            self.outlived |= run.outlived
+            self.interrupted_by = run.supervisor.interrupted_by
+            yield run
+
+    # --- after a round -----------------------------------------------------------------------
+
+    def _failure(self, run: RoundRun) -> RankResult | None:
+        """Return the failure that explains the round's end, or one that the job outlived."""
+        if self._holds:
+            if self._elastic.succeeded == run.round.nproc:
+                self._warn_of_no_elastic(run, "without it a job needs no --elastic")
+            first = self._elastic.first_failure
+        else:
+            local = run.supervisor.first_failure
+            first = None if local is None else self.ranks[local]
+        return None if first is None else root_cause(first, self.ranks)
+
+    def _may_restart(self) -> bool:
+        return self.interrupted_by is None and self._restarts < self._place.spec.max_restarts
+
+    def _outcome(self, failure: RankResult | None) -> Outcome:
+        interrupted = self.interrupted_by
+        if interrupted is not None and (failure is None or self._holds):
+            return Outcome(code=128 + interrupted, ranks=self.ranks)
+        if failure is None or self._elastic.succeeded:
+            return Outcome(code=0, failure=failure, ranks=self.ranks)
+        code = failure.status or 1
+        return Outcome(code=code, failure=failure, ranks=self.ranks, limit=self._limit())
+
+    def _limit(self) -> str:
+        """Say which limit of the user's lets the job fail."""
+        spec, limits = self._place.spec, list[str]()
+        if self._holds and spec.min_ranks > 1 and self._elastic.alive < spec.min_ranks:
+            limits.append(f"fewer than --min-ranks {spec.min_ranks} live")
+        if spec.max_restarts:
+            limits.append(f"restarts: {self._restarts} of {spec.max_restarts} used")
+        return ", ".join(limits)
+
+    def _announce_restart(self, failure: RankResult, number: int, delay_s: float) -> None:
+        how = f"failed: {failure.exit}"
+        if failure.crash is not None:
+            how = f"raised {failure.crash.type}: {failure.crash.message}"
+        spec = self._place.spec
+        later = f" in {delay_s:g} s" if delay_s else ""
+        self._place.terminal.say(
+            f"rank {failure.rank} on {failure.host} {how}; round {number} starts{later} with "
+            f"{spec.nproc} rank{'s' if spec.nproc > 1 else ''} (restarts: {self._restarts} of "
+            f"{spec.max_restarts})"
+        )
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before a restart, unless the user asks to end."""
+        spec, signals = self._place.spec, self._place.signals
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0 and self.interrupted_by is None:
+            select.select([signals], [], [], left_s)
+            asked = [number for number in read_signals(signals) if number in spec.signals]
+            self.interrupted_by = next(iter(asked), None)
+
+    # --- an elastic round --------------------------------------------------------------------
+
+    def _attend(self, run: RoundRun, now: float) -> list[Measure]:
+        """Replace ranks that have died while restarts are left; stop if too few live."""
+        supervisor, elastic = run.supervisor, self._elastic
+        if supervisor.phase is not Phase.RUNNING:
+            return []
+        for local in sorted(supervisor.exits.keys() - elastic.gone):
+            if supervisor.succeeded(local):
+                elastic.succeeded += 1
+            else:
+                elastic.first_failure = elastic.first_failure or run.result(local)
+                if not elastic.succeeded and self._restarts < self._place.spec.max_restarts:
+                    self._replace(run, local)
+                    continue
+            elastic.gone.add(local)
+        too_few = not elastic.succeeded and elastic.alive < self._place.spec.min_ranks
+        if too_few or not elastic.alive:
+            return supervisor.stop(now, explain=elastic.first_failure is not None)
+        return []
+
+    def _replace(self, run: RoundRun, local: int) -> None:
+        self._restarts += 1
+        self._place.terminal.say(
+            f"rank {local} has ended ({run.supervisor.exits[local]}); replacement "
+            f"{self._restarts} of {self._place.spec.max_restarts} is started"
+        )
+        self._warn_of_no_elastic(run, "until then no rank recovers from a death")
+        times = self._elastic.replaced.get(local, 0) + 1
+        self._elastic.replaced[local] = times
+        run.replace(local, times)
+
+    def _warn_of_no_elastic(self, run: RoundRun, why: str) -> None:
+        """Say once that a program which was started with --elastic does not recover by itself."""
+        spec, elastic = self._place.spec, self._elastic
+        if spec.elastic and spec.kind != "executable" and not run.elastic and not elastic.warned:
+            elastic.warned = True
+            self._place.terminal.say(f"--elastic: no rank has called dure.elastic.run; {why}")
+
+
+class _ElasticRound:
+    """What has become of the ranks of a round in which they may be replaced.
+
+    Attributes:
+        succeeded: How many ranks have ended well. Then the program is on its way out: no rank is
+            replaced any more, and few may be left.
+        gone: Ranks that have ended and are not replaced.
+        replaced: How often each rank was replaced.
+        first_failure: The first rank that failed, as it was then.
+        warned: Whether the user was told that the program does not recover.
+    """
+
+    def __init__(self, nproc: int) -> None:
+        self.succeeded = 0
+        self.gone: set[int] = set()
+        self.replaced: dict[int, int] = {}
+        self.first_failure: RankResult | None = None
+        self.warned = False
+        self._nproc = nproc
+
+    @property
+    def alive(self) -> int:
+        """How many ranks live, those included that are being replaced."""
+        return self._nproc - len(self.gone)
