@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from dure.errors import StoreLost, StoreTimeout
-from dure.store import JobKey, connection, tracker
+from dure.store import JobKey, connection, router
 from dure.store.address import is_refused, why_unreachable
 from dure.store.connection import dial
 from dure.store.network import NetworkStore
@@ -46,7 +46,7 @@ def test_a_server_lost_just_before_a_request_is_noticed(server: StoreServer, key
 
 def test_a_server_that_says_nothing_is_tried_again_before_it_would_hang_up(monkeypatch) -> None:
     """A busy server ends handshakes itself at last, which must not be taken for a refusal."""
-    assert connection._ATTEMPT_S < tracker.HANDSHAKE_S
+    assert connection._ATTEMPT_S < router.HANDSHAKE_S
     monkeypatch.setattr(connection, "_ATTEMPT_S", 0.02)
     with zmq.Context() as context, socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"

@@ -18,6 +18,8 @@ from dure.store import rendezvous as module
 from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself
 from dure.store.rendezvous import Rendezvous, rendezvous
+from dure.store.wire import Reply, Request
+from tests.waiting import until
 
 from .conftest import TIMEOUT, dead_process
 
@@ -189,6 +191,41 @@ def test_a_missing_rank_is_named_with_those_who_came() -> None:
         assert error.came == (0, 2)
         assert error.missing == (1, 3)
         assert f"pid {os.getpid()}" in error.seen
+
+
+class CountingStore(HashStore):
+    """Counts the requests of one rank; all ranks share the keys of `shared`."""
+
+    def __init__(self, shared: HashStore) -> None:
+        super().__init__(TIMEOUT)
+        self._shared = shared
+        self.num_requests = 0
+
+    def _answered(self, request: Request, patience_s: float) -> Reply | None:
+        self.num_requests += 1
+        return self._shared._answered(request, patience_s)
+
+
+def test_ranks_that_wait_for_a_missing_one_do_not_all_read_all_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks look who has come; the others have one request each, which waits."""
+    monkeypatch.setattr(module, "_WATCH_S", 0.01)  # so that they look often
+    world_size = 16
+    shared = HashStore(TIMEOUT)
+    stores = [CountingStore(shared) for _ in range(world_size - 1)]
+    keys = PrefixStore("dure/store/", shared)
+
+    def join(rank: int) -> Callable[[], Rendezvous]:
+        return lambda: rendezvous(None, rank, world_size, stores[rank], TIMEOUT)
+
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(each, *(join(rank) for rank in range(world_size - 1)))
+        until(lambda: keys.check(["0/count"]) and keys.get("0/count") == b"15", "all but one rank")
+        until(lambda: sum(store.num_requests > 30 for store in stores) >= 2, "ten looks of two")
+        assert sum(store.num_requests > 8 for store in stores) == 2
+        met([rendezvous(None, world_size - 1, world_size, shared, TIMEOUT)])
+        met(waits.result())
 
 
 def test_group_names_set_meetings_in_one_store_apart() -> None:

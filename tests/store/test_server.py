@@ -3,8 +3,6 @@
 import contextlib
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
 
@@ -19,7 +17,7 @@ from dure.store.silence import ListeningClock
 from dure.store.wire import Reply
 from tests.waiting import until
 
-from .conftest import TIMEOUT, client
+from .conftest import TIMEOUT
 
 
 def test_port_zero_picks_a_port_on_the_given_address_only(master: TCPStore) -> None:
@@ -64,21 +62,6 @@ def test_masters_at_one_address_share_a_server_until_the_last_closes(master: TCP
     again.close()
 
 
-def test_a_client_takes_no_server_that_its_owners_have_left(key: JobKey, port: int) -> None:
-    """It would register with a server that ends, while the master waits for it at the next one."""
-    left = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
-    left.close(serve_s=TIMEOUT.total_seconds())  # as a process group does, for late ranks
-    with pytest.raises(StoreTimeout):
-        TCPStore("127.0.0.1", port, 2, timeout=timedelta(seconds=0.2), key=key)
-    with ThreadPoolExecutor() as pool:
-        late = pool.submit(TCPStore, "127.0.0.1", port, 2, timeout=TIMEOUT, key=key)
-        again = TCPStore("127.0.0.1", port, 2, True, TIMEOUT, key=key)
-        late.result().set("came", "yes")
-        assert again.get("came") == b"yes"
-        late.result().close()
-        again.close()
-
-
 def test_a_master_takes_back_a_server_whose_clients_stay(key: JobKey, port: int) -> None:
     """One of them may be of a rank that has opened the store again already."""
     master = TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT, key=key)
@@ -103,24 +86,16 @@ def test_stores_that_a_rank_opens_in_turn_do_not_make_the_masters_meeting(
         store.close()
 
 
-def test_a_retired_server_serves_those_who_are_left(key: JobKey) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=key)
-    late = client(store, key)
-    store.set("k", "v")
-    store.close()
-    assert late.get("k") == b"v"
-    late.close()
-
-
-def test_a_retired_server_ends_with_its_last_client_and_not_before(
+def test_a_released_server_ends_with_its_last_client_and_not_before(
     server: StoreServer, key: JobKey
 ) -> None:
     with contextlib.closing(NetworkStore(server.endpoint, key, TIMEOUT)) as store:
         store.set("k", "v")
-        server.retire(0.0, 600.0)
-        assert not server._ended()
+        server.release()
+        assert not server._has_ended()
         assert store.get("k") == b"v"
     until(lambda: not server._thread.is_alive(), "the server to end")
+    assert not server.hold()
 
 
 class Busy:

@@ -37,9 +37,8 @@ from dure.errors import StoreError
 from dure.store.address import is_refused
 from dure.store.key import JobKey
 from dure.store.listener import Listener
-from dure.store.router import GuardedRouter, Guarding
+from dure.store.router import GuardedRouter, Guarding, read_event
 from dure.store.silence import ListeningClock, end_after_silence, silence_s
-from dure.store.tracker import read_event
 from dure.store.wire import MAX_FRAME_BYTES
 from dure.trace import logs
 
@@ -337,7 +336,7 @@ class Sockets:
         dues += self._broken.values()
         if self._looked_at:
             dues.append(self._look_due)
-        dues += [due for due in (self._guarded.peers.due(), self._ends_at) if due is not None]
+        dues += [due for due in (self._guarded.refusals.due(), self._ends_at) if due is not None]
         return int(max(0.0, min((*dues, now + _LONGEST_POLL_S)) - now) * 1000) + bool(dues)
 
     def _serve(self, ready: dict[Any, int]) -> None:
@@ -392,7 +391,7 @@ class Sockets:
         if self._looked_at and now >= self._look_due:
             self._look_due = now + _LOOK_S
             self._look()
-        self._guarded.peers.tidy(now)
+        self._guarded.refusals.report(now)
 
     def _look(self) -> None:
         for one in list(self._looked_at):

@@ -61,7 +61,6 @@ class Board:
         self, name: bytes = b"", presence: Callable[[str, bool], None] | None = None
     ) -> None:
         self.data: dict[str, bytes] = {}
-        self.is_retired = False  # who serves it has no owner any more; `check` of no keys says so
         self._name, self._presence = name, presence
         self._parked: dict[bytes, _Parked] = {}
         self._waiting: dict[str, dict[bytes, None]] = {}  # clients by the keys of `get` and `wait`
@@ -184,10 +183,9 @@ class Board:
             case "list":
                 return Reply("ok", len(self.data), names=tuple(sorted(self.data)))
             case "check" if not keys:
-                left = "retired" if self.is_retired else ""
                 build = own_build()
                 names = (str(build.protocol), build.version, host_name())
-                return Reply("ok", 1, values=(self._name,), names=names, text=left)
+                return Reply("ok", 1, values=(self._name,), names=names)
             case "check":
                 return Reply("ok", int(not self._missing(request)))
             case "delete":

@@ -20,8 +20,8 @@ from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.address import LOOPBACK, why_unreachable
 from dure.store.builds import Build
 from dure.store.key import JobKey
+from dure.store.router import read_event
 from dure.store.silence import end_after_silence
-from dure.store.tracker import read_event
 from dure.store.wire import FRAME_LIMIT, Request, frames_of, pack, read_reply
 
 __all__ = ["Connection", "dial", "lost"]

@@ -43,7 +43,7 @@ from dure.store.identity import start_of
 from dure.store.key import SHARED_HOME_S, JobKey, name_of
 from dure.store.listener import Listener, listen
 from dure.store.network import NetworkStore, job_key
-from dure.store.server import StoreServer, adopt_or_make
+from dure.store.server import StoreServer, shared_server
 from dure.store.silence import silence_s
 from dure.trace import logs
 
@@ -126,10 +126,10 @@ class TcpPlace:
             store.set_timeout(timedelta(seconds=timeout_s))
             return store
         server = self.server
-        if rank == 0 and (server is None or server.retired):
+        if rank == 0 and server is None:
             bind = env.text("DURE_STORE_BIND")
             at = resolve(bind, self.port, "DURE_STORE_BIND") if bind else address
-            server = adopt_or_make(at.endpoint, lambda: StoreServer(listen(at), key))
+            server = shared_server(at.endpoint, lambda: StoreServer(listen(at), key))
         return NetworkStore(address.endpoint, key, timedelta(seconds=timeout_s), server)
 
     def _own_name(self) -> str:
@@ -157,7 +157,7 @@ class LocalPlace:
         endpoint = f"ipc://@dure-{word}"
         server = None
         if rank == 0:
-            server = adopt_or_make(endpoint, lambda: StoreServer(Listener(endpoint=endpoint), key))
+            server = shared_server(endpoint, lambda: StoreServer(Listener(endpoint=endpoint), key))
         return NetworkStore(endpoint, key, timedelta(seconds=timeout_s), server)
 
 

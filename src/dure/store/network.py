@@ -32,7 +32,7 @@ from dure.store.connection import Connection, dial, lost
 from dure.store.identity import host_name
 from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
-from dure.store.server import StoreServer, adopt_or_make
+from dure.store.server import StoreServer, shared_server
 from dure.store.silence import silence_s
 from dure.store.wire import Reply, Request, pack, read_reply
 from dure.trace import logs
@@ -45,20 +45,17 @@ _GRACE_S = 1.0
 _REDIAL_S = 2.0
 """How long a client whose server was there once looks for it again."""
 
-_LOOK_S = 0.05
-"""How often a client looks whether a server that was left has been replaced."""
-
 _log = logs.logger("store")
 
 
 class NetworkStore(AskingStore):
-    """A client of the store at a ZeroMQ endpoint, which may own the server.
+    """A client of the store at a ZeroMQ endpoint, which may hold the server.
 
     Args:
         endpoint: Where the server is, such as ``tcp://10.0.0.1:29500``.
         key: The job key; None talks in the clear.
         timeout: How long `get`, `wait` and the first connection wait.
-        server: The server, if this store is its owner: `close` retires it.
+        server: The server, if this store holds it: `close` releases it.
         patience_s: Nobody is waited for: who is not there counts as gone at once, who is silent
             after so long. None: look for the server until `timeout`.
 
@@ -99,6 +96,11 @@ class NetworkStore(AskingStore):
         """The job key; None: it talks in the clear."""
         return self._key
 
+    @property
+    def serves(self) -> bool:
+        """Whether this store holds a server of this process."""
+        return self._server is not None
+
     def server_has_ended(self) -> bool:
         """Tell whether the server is known to have ended; no says nothing.
 
@@ -108,21 +110,18 @@ class NetworkStore(AskingStore):
         return self._replaced or is_refused(self._endpoint)
 
     def clone(self) -> NetworkStore:
-        return NetworkStore(self._endpoint, self._key, self._timeout, self._adopted())
+        return NetworkStore(self._endpoint, self._key, self._timeout, self._server_for_clone())
 
-    def _adopted(self) -> StoreServer | None:
-        """Return the server that this store owns, with one more owner: the clone."""
+    def _server_for_clone(self) -> StoreServer | None:
+        """Return the server that this store holds, held once more."""
         server = self._server
-        owned = server is not None and server.pid == os.getpid() and server.adopt()
-        return server if owned else None
+        holds = server is not None and server.pid == os.getpid() and server.hold()
+        return server if holds else None
 
-    def close(self, serve_s: float = 0.0) -> None:
-        """Say goodbye; a server that this store owns goes on until its last client has left.
+    def close(self) -> None:
+        """Close the connections; a server that this store holds serves until no client is left.
 
         Calls of other threads that wait in this store end with `StoreError`.
-
-        Args:
-            serve_s: How long the server goes on at least, for those that come late.
         """
         with self._lock:
             if self._closed:
@@ -133,7 +132,7 @@ class NetworkStore(AskingStore):
             connection.close()
         self._context.term()  # wakes the threads that use a connection, which close it
         if self._server is not None and self._server.pid == os.getpid():
-            self._server.retire(serve_s)
+            self._server.release()
 
     def __del__(self) -> None:
         if hasattr(self, "_lock"):
@@ -282,49 +281,17 @@ class TCPStore(NetworkStore):
         if is_master:
             bind = env.text("DURE_STORE_BIND")
             at = resolve(bind, port, "DURE_STORE_BIND") if bind else address
-            server = adopt_or_make(at.endpoint, lambda: _served(at, host_name, key), afresh=True)
+            server = shared_server(at.endpoint, lambda: _served(at, host_name, key), own_keys=True)
             address = resolve(host_name, server.port)
         key = key or job_key(host_name, name_of(host_name, address.port))
         self._host, self._port = host_name, address.port
-        meets = world_size if world_size and world_size > 0 and wait_for_workers else None
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not self._opened(address.endpoint, key, timeout, server, meets):
-            if time.monotonic() > deadline:
-                raise StoreTimeout(
-                    "the master of the store did not open it", keys=(), seen=address.endpoint
-                )
-            time.sleep(_LOOK_S)
-
-    def _opened(
-        self,
-        endpoint: str,
-        key: JobKey | None,
-        timeout: timedelta,
-        server: StoreServer | None,
-        world_size: int | None,
-    ) -> bool:
-        """Connect, and meet the others; False if the server is one that its owners have left.
-
-        The master opens another one, or the same again, after it has left the one before. Who was
-        here first would else register with a server that ends.
-        """
-        super().__init__(endpoint, key, timeout, server)
-        try:
-            if world_size is not None and (server is not None or not self._is_left()):
-                self._meet(world_size)
-            if server is not None or not self._is_left():
-                return True
-            if world_size is not None:
-                self.add("dure/workers", -1)
-        except StoreLost:
-            if server is not None:
+        super().__init__(address.endpoint, key, timeout, server)
+        if world_size and world_size > 0 and wait_for_workers:
+            try:
+                self._await_workers(world_size)
+            except BaseException:
+                self.close()
                 raise
-        self.close()
-        return False
-
-    def _is_left(self) -> bool:
-        reply = self._answered(Request("check", ()), self._timeout.total_seconds())
-        return reply is not None and reply.text == "retired"
 
     @property
     def host(self) -> str:
@@ -338,13 +305,15 @@ class TCPStore(NetworkStore):
 
     def clone(self) -> TCPStore:
         made = TCPStore.__new__(TCPStore)
-        NetworkStore.__init__(made, self._endpoint, self._key, self._timeout, self._adopted())
+        NetworkStore.__init__(
+            made, self._endpoint, self._key, self._timeout, self._server_for_clone()
+        )
         made._host, made._port = self._host, self._port
         return made
 
-    def _meet(self, world_size: int) -> None:
-        # A server may see several meetings, and a rank may open its next store before the master
-        # has opened this one: so the master's nth waits for n times as many as there are ranks.
+    def _await_workers(self, world_size: int) -> None:
+        # A server may serve several stores in turn, and a rank may open its next store before the
+        # master has opened this one: so the master's nth waits for n times `world_size` stores.
         came = self.add("dure/workers", 1)
         if came % world_size == 0:
             self.set(f"dure/all workers/{came // world_size}", b"")

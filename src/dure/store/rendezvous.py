@@ -2,28 +2,28 @@
 
 Every rank carries out the same steps on a few keys:
 
-1. Its *generation* is how often its number has left this store before (`next/R`). Ranks that
-   destroy their world and meet again therefore meet under new keys, each at its own pace.
+1. Its *generation* is how often its number has left this store before (`next/R`). So ranks that
+   destroy their world and meet again use new keys, each at its own pace.
 2. It claims its number (`G/member/R`) by compare-and-set, so of two ranks with one number exactly
-   one wins, and the other knows by whom it was beaten.
-3. It compares its world size and its build with those of the first to come (`G/world`).
-4. It counts itself (`G/count`); the last to come writes the *outcome* (`G/outcome`): met.
-5. Everybody waits for the outcome, then reads all members.
+   one wins, and the other learns which process has the number.
+3. It compares its world size and its build with those of the first rank to arrive (`G/world`).
+4. It counts itself (`G/count`); the last rank writes the *outcome* (`G/outcome`): met.
+5. Every rank waits for the outcome, then reads all members.
 
-Whoever finds a mistake writes it into the outcome instead, unless there is one already. So all
-ranks that wait learn of it at once, in the same words, and long before any timeout. Meanwhile the
-two lowest ranks that came look once a second whether a rank that came has died since.
+A rank that finds a mistake writes it into the outcome instead, unless there is one already. So all
+waiting ranks learn of it at once, in the same words, and long before any timeout. In the meantime
+the first two ranks by `G/count` check once a second whether a rank that arrived has died since, and
+at the end of the timeout they report who is missing. The others only wait, so a rank that is
+missing for long costs two readers of all members, however many ranks wait.
 
-Cost: seven round trips a rank, of which one is parked until the last rank comes.
-
-A client may still reach the server of the ranks' previous rendezvous, which rank 0 is about to
-close. It then loses the connection before all have come, and begins again with the next server.
+Cost: seven round trips per rank, one of which is parked until the last rank arrives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -54,13 +54,16 @@ __all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_alone", "rendezvous
 
 _GOODBYE = timedelta(seconds=1)
 _WATCH_S = 1.0
-_COMEBACK_S = 30.0
-"""How long a server that was lost during a rendezvous is waited for."""
+_PROPOSAL_S = 1.0
+"""How much longer than its timeout a rank waits for the outcome of the two that watch."""
 
 _LATE_S = 1.0
+"""How long rank 0 serves after a rendezvous that failed, for ranks that arrive late."""
+
 _NAMED = 8
-_SIZES_DIFFER = "the ranks disagree on the world size"
 """How many ranks a message names before it only counts them."""
+
+_SIZES_DIFFER = "the ranks disagree on the world size"
 
 
 class Member(msgspec.Struct, array_like=True, frozen=True):
@@ -190,8 +193,7 @@ class Rendezvous:
         The store that was met in stays open.
         """
         self._closed = True
-        _open.discard(self)
-        _active.discard(self.members[self.rank].token)
+        _active.pop(self.members[self.rank].token, None)
 
     def close(self) -> None:
         """Leave; safe to call twice, and without effect in a forked child.
@@ -210,11 +212,8 @@ class Rendezvous:
                 self._base.close()
 
 
-_open: set[Rendezvous] = set()
-"""What the ranks of this process are in: until they leave, or the process ends."""
-
-_active: set[str] = set()
-"""The tokens of these, and of those that this process is about to be in."""
+_active: dict[str, Rendezvous | None] = {}
+"""The rendezvous that ranks of this process are in, by token; None while they are joining."""
 
 
 def rendezvous(
@@ -270,28 +269,24 @@ def rendezvous_at(
     """Meet the other ranks at a place that is known; otherwise as `rendezvous`."""
     deadline = time.monotonic() + timeout.total_seconds()
     me, place = _myself(spot.rank, spot.world_size), spot.place
-    lost_at = None
-    while True:
-        try:
-            base = place.open(me.rank, me.world_size, max(0.1, deadline - time.monotonic()))
-        except StoreError as error:
+    try:
+        base = place.open(me.rank, me.world_size, max(0.1, timeout.total_seconds()))
+    except StoreError as error:
+        raise _translated(error, me) from None
+    keys = PrefixStore(f"dure/{place.name}/{group_name}", base)
+    try:
+        result = _join(base, keys, me, deadline, place)
+    except BaseException as error:
+        if isinstance(base, NetworkStore) and base.serves:
+            # Ranks that arrive late must still learn why. The end of the process waits for timers.
+            threading.Timer(_LATE_S, base.close).start()
+        else:
+            base.close()
+        if isinstance(error, StoreError):
             raise _translated(error, me) from None
-        try:
-            keys = PrefixStore(f"dure/{place.name}/{group_name}", base)
-            result = _join(base, keys, me, deadline, place)
-            base.set_timeout(timeout)
-            return result
-        except BaseException as error:
-            if isinstance(base, NetworkStore):
-                base.close(serve_s=_LATE_S)  # so that ranks that come late can still learn why
-            else:
-                base.close()
-            if not isinstance(error, StoreError):
-                raise
-            lost_at = lost_at or time.monotonic()
-            out_of_time = time.monotonic() > min(deadline, lost_at + _COMEBACK_S)
-            if not isinstance(error, StoreLost) or out_of_time:
-                raise _translated(error, me) from None
+        raise
+    base.set_timeout(timeout)
+    return result
 
 
 def rendezvous_alone(rank: int, world_size: int) -> Rendezvous:
@@ -314,7 +309,7 @@ def rendezvous_alone(rank: int, world_size: int) -> Rendezvous:
         _holder=None,
         _number=rank,
     )
-    _open.add(result)
+    _active[me.token] = result
     return result
 
 
@@ -382,7 +377,7 @@ def _join(
     base: Store, keys: Store, me: Member, deadline: float, place: Place | None = None
 ) -> Rendezvous:
     """Meet in `keys` of `base`, which was opened at `place` or is the caller's."""
-    _active.add(me.token)
+    _active[me.token] = None
     try:
         generation = _claim(keys, me)
         try:
@@ -392,7 +387,7 @@ def _join(
                 _leave(keys, me.rank, generation)
             raise
     except BaseException:
-        _active.discard(me.token)
+        del _active[me.token]
         raise
     result = Rendezvous(
         store=PrefixStore(f"{generation}/keys", keys),
@@ -406,7 +401,7 @@ def _join(
         _holder=members[0] if place is not None and place.held_by_rank_0 else None,
         _number=me.rank,
     )
-    _open.add(result)
+    _active[me.token] = result
     return result
 
 
@@ -437,9 +432,10 @@ def _gather(keys: Store, me: Member, generation: int, deadline: float) -> tuple[
         found = _disagreement(_came(keys, generation))
         agreed = _agree(keys, generation, found)
         (agreed if agreed.what and not found.of_builds else found).raise_for(me)
-    elif keys.add(f"{generation}/count", 1) == me.world_size:
+    arrived = keys.add(f"{generation}/count", 1)
+    if arrived == me.world_size:
         _agree(keys, generation, _Outcome())
-    outcome = _await_outcome(keys, generation, me, deadline)
+    outcome = _await_outcome(keys, generation, me, deadline, watches=arrived <= 2)
     if outcome.what == _SIZES_DIFFER:
         # A version from before 0.2.0 that came second says this of different builds, too.
         with contextlib.suppress(StoreError):
@@ -450,21 +446,25 @@ def _gather(keys: Store, me: Member, generation: int, deadline: float) -> tuple[
     return tuple(map(_read_member, found))
 
 
-def _await_outcome(keys: Store, generation: int, me: Member, deadline: float) -> _Outcome:
+def _await_outcome(
+    keys: Store, generation: int, me: Member, deadline: float, watches: bool
+) -> _Outcome:
+    """Wait for the outcome; propose one at the deadline or, if this rank watches, after a death."""
     key = f"{generation}/outcome"
+    end = deadline if watches else deadline + _PROPOSAL_S
     while True:
-        left_s = deadline - time.monotonic()
+        left_s = max(0.0, end - time.monotonic())
+        wait_s = min(left_s, _WATCH_S) if watches else left_s
         try:
-            keys.wait([key], timedelta(seconds=max(0.0, min(left_s, _WATCH_S))))
+            keys.wait([key], timedelta(seconds=wait_s))
             return _read_outcome(keys.get(key))
         except StoreTimeout:
             came = _came(keys, generation)
-        if left_s <= _WATCH_S:
+        if wait_s == left_s:
             return _agree(keys, generation, _timeout(came, me))
-        if me.rank in [member.rank for member in came[:2]]:
-            dead = [member for member in came if alive(member.process) is False]
-            if dead:
-                return _agree(keys, generation, _death(dead, came))
+        dead = [member for member in came if alive(member.process) is False]
+        if dead:
+            return _agree(keys, generation, _death(dead, came))
 
 
 def _agree(keys: Store, generation: int, outcome: _Outcome) -> _Outcome:
@@ -537,8 +537,9 @@ def _named(each: Sequence[object]) -> str:
 
 def _leave_all() -> None:
     """At the end of the process: leave what the program forgot to leave."""
-    for each in list(_open):
-        each.close()
+    for each in list(_active.values()):
+        if each is not None:
+            each.close()
 
 
 at_process_end(_leave_all, order=1)

@@ -1,14 +1,23 @@
 """A ROUTER socket that only members of the job reach, and that knows who is connected.
 
-Beside the socket there are two more: one on which ZeroMQ asks whether a client that has completed
-the CURVE handshake may come in (RFC 27: only the one public key derived from the job key may), and
-the monitor, which tells who connects, leaves or is refused. The store's server has one, and every
-process of RPC.
+Next to the socket there are two more: the ZAP socket, on which ZeroMQ asks whether a client that
+has completed the CURVE handshake may come in (RFC 27: only the one public key that is derived from
+the job key may), and the monitor, which reports who connects, leaves or is refused. The store's
+server has one router, and every process of RPC has one.
+
+A client that has no key fails in the handshake, so none of its bytes is parsed here. What it can
+occupy is one descriptor for `HANDSHAKE_S` and one frame of 64 KiB (see `wire`). There is no limit
+on how many clients may be in the handshake at once: a large job connects all its ranks at the same
+moment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import socket
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -17,23 +26,50 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from dure.store import tracker
 from dure.store.key import JobKey
 from dure.store.listener import BACKLOG, Listener
-from dure.store.tracker import ConnectionTracker, read_event
 from dure.store.wire import FRAME_LIMIT
+from dure.trace import logs
 
-__all__ = ["GuardedRouter", "Guarding"]
+__all__ = ["GuardedRouter", "Guarding", "RefusalLog", "read_event"]
+
+HANDSHAKE_S = 10.0
+"""How long a handshake may take before ZeroMQ closes the connection."""
+
+QUIET_S = 10.0
+"""The shortest time between two log lines about refused connections."""
+
+_MAX_DESCRIPTORS = 65_536
+_OTHER_KEY = "it has another job key"
+_FOREIGN = "it does not speak our protocol"
+_LEFT = (
+    "it left in the middle of the handshake, as a port scan does, or did not complete it in time"
+)
+_PROTOCOL_REASONS: dict[int, str] = {
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "one of us talks in the clear, the other does not "
+    "(DURE_INSECURE on one side only?)",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _OTHER_KEY,
+}
+_EVENTS = (
+    zmq.Event.ACCEPTED
+    | zmq.Event.DISCONNECTED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+_EVENT = struct.Struct("=hi")
+
+_log = logs.logger("store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarding:
-    """What a guarded socket is to be.
+    """The settings of a guarded socket.
 
     Attributes:
-        what: Its name, for people, and for the keys of its two sides ("store server").
-        waiting_requests: How many messages of one client ZeroMQ keeps for us; a client's own
-            kernel keeps the rest.
+        what: Its name, for messages, and for the keys of its two sides ("store server").
+        waiting_requests: How many messages of one client ZeroMQ keeps for this process; the
+            client's own kernel keeps the rest.
         waiting_replies: How many are kept for a client that does not read them.
     """
 
@@ -42,18 +78,51 @@ class Guarding:
     waiting_replies: int
 
 
-class GuardedRouter:
-    """The three sockets. One thread at a time.
+class RefusalLog:
+    """Log lines about refused connections: the first one at once, then one every `QUIET_S`.
 
     Args:
-        context: ZeroMQ's; it is this socket's alone, for a context has one who admits clients.
+        where: The server, for messages.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._num_unreported, self._reported_at = 0, float("-inf")
+        self._last = "", ""
+
+    def add(self, peer: str, reason: str) -> None:
+        """Count a refusal; `report` logs it."""
+        self._num_unreported += 1
+        self._last = peer, reason
+
+    def due(self) -> float | None:
+        """Return when `report` is next needed."""
+        return self._reported_at + QUIET_S if self._num_unreported else None
+
+    def report(self, now: float) -> None:
+        """Log what was refused, if it is time."""
+        due = self.due()
+        if due is None or now < due:
+            return
+        peer, reason = self._last
+        more = f" and {self._num_unreported - 1} more" if self._num_unreported > 1 else ""
+        _log.warning("%s refused %s%s: %s", self._where, peer, more, reason)
+        self._num_unreported, self._reported_at = 0, now
+
+
+class GuardedRouter:
+    """The three sockets, and the connections that are open. One thread at a time.
+
+    Args:
+        context: ZeroMQ's. It belongs to this socket alone, because a context has one ZAP socket.
         listener: Where to listen.
-        key: The job key; None lets everybody in.
-        guarding: What it is to be.
+        key: The job key; None admits every client.
+        guarding: The settings.
 
     Attributes:
         socket: The ROUTER.
-        peers: Its connections.
+        members: The ZeroMQ identities of the clients that have sent something, by descriptor.
+        refusals: What to log about the others.
 
     Raises:
         zmq.ZMQError: It cannot listen there.
@@ -66,17 +135,21 @@ class GuardedRouter:
         key: JobKey | None,
         guarding: Guarding,
     ) -> None:
-        self.peers = ConnectionTracker(listener.endpoint, listener.port, f"the {guarding.what}")
+        self.members: dict[int, bytes] = {}
+        self.refusals = RefusalLog(f"the {guarding.what} at {listener.endpoint}")
+        self._clients: set[bytes] = set()
+        self._joining: dict[int, str] = {}  # names by descriptor
+        self._reason = _FOREIGN  # of the connection that is closed next
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")
         self.socket = router = context.socket(zmq.ROUTER)
         router.linger = 0
         router.maxmsgsize = FRAME_LIMIT
-        router.handshake_ivl = int(1000 * tracker.HANDSHAKE_S)
+        router.handshake_ivl = int(1000 * HANDSHAKE_S)
         router.backlog = BACKLOG
         router.rcvhwm, router.sndhwm = guarding.waiting_requests, guarding.waiting_replies
-        router.router_mandatory = True  # so that we learn of those that do not read
+        router.router_mandatory = True  # an error for clients that do not read their replies
         router.tcp_keepalive, router.tcp_keepalive_idle = 1, 60
         router.ipv6 = "[" in listener.endpoint
         self._admitted = b""
@@ -87,9 +160,7 @@ class GuardedRouter:
             router.zap_domain = b"dure"
             if listener.endpoint.startswith("ipc://") and hasattr(zmq, "IPC_FILTER_UID"):
                 router.set(zmq.IPC_FILTER_UID, os.getuid())  # other users are not even accepted
-        events = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
-        events |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-        router.monitor("inproc://monitor", events)
+        router.monitor("inproc://monitor", _EVENTS)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.linger = 0
         self._monitor.rcvhwm = 0  # ZeroMQ's I/O thread must never wait for this one
@@ -100,30 +171,54 @@ class GuardedRouter:
 
     @property
     def sources(self) -> tuple[zmq.Socket[bytes], ...]:
-        """What is to be polled; `serve` deals with all but the ROUTER."""
+        """The sockets to poll; `serve` handles all but the ROUTER."""
         return self.socket, self._zap, self._monitor
 
     def serve(self, ready: dict[Any, int]) -> Iterator[bytes]:
-        """Let in who may come in; return the identities of the clients that have left."""
+        """Admit clients; yield the identities of the members that have left."""
         if self._monitor in ready:
             while self._monitor.poll(0):
-                gone = self.peers.event(*read_event(self._monitor))
-                if gone:
-                    yield gone
+                client = self._event(*read_event(self._monitor))
+                if client:
+                    yield client
         if self._zap in ready:
-            self._admit()
+            while self._zap.poll(0):  # all of them: a thousand ranks may connect at once
+                self._admit()
 
     def receive(self, client: bytes) -> bytes:
         """Receive the first frame of a message of `client`, whose identity has been received."""
-        if client in self.peers.clients:
+        if client in self._clients:
             return self.socket.recv()
         first = self.socket.recv(copy=False)
-        self.peers.admit(client, first.get(zmq.SRCFD))  # pyright: ignore[reportArgumentType]
+        fd: int = first.get(zmq.SRCFD)  # pyright: ignore[reportAssignmentType]
+        if self._joining.pop(fd, None) is not None:  # else the connection is gone already
+            self.members[fd] = client
+            self._clients.add(client)
         return first.bytes
 
     def close(self) -> None:
-        """Stop watching, before the context is destroyed."""
+        """Stop the monitor, before the context is destroyed."""
         self.socket.disable_monitor()
+
+    def _event(self, event: int, value: int) -> bytes:
+        """Handle an event of the monitor; return the identity of a member that has left, or b""."""
+        if event == zmq.Event.ACCEPTED:
+            self._joining[value] = _peer_of(value)
+            _have_descriptors_for(len(self._joining) + len(self.members))
+        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self._reason = _OTHER_KEY
+        elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+            self._reason = _PROTOCOL_REASONS.get(value, _FOREIGN)
+        elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+            self._reason = _LEFT
+        elif value in self.members:
+            client = self.members.pop(value)
+            self._clients.discard(client)
+            return client
+        elif value in self._joining:
+            self.refusals.add(self._joining.pop(value), self._reason)
+            self._reason = _FOREIGN
+        return b""
 
     def _admit(self) -> None:
         """Answer ZeroMQ's question about one client that has proved its public key (RFC 27)."""
@@ -136,3 +231,35 @@ class GuardedRouter:
         )
         verdict = (b"200", b"OK") if known else (b"400", b"another job key")
         self._zap.send_multipart([b"1.0", number, *verdict, b"", b""])
+
+
+def read_event(monitor: zmq.Socket[Any], flags: int = 0) -> tuple[int, int]:
+    """Receive one event of a socket's monitor; return which (see `zmq.Event`) and its value.
+
+    PyZMQ has a reader of its own, but that one imports asyncio, which costs every process 20 ms.
+
+    Raises:
+        zmq.ZMQError: The monitor is closed, or with `zmq.NOBLOCK` there is no event.
+    """
+    event, value = _EVENT.unpack(monitor.recv_multipart(flags)[0])
+    return event, value
+
+
+def _peer_of(fd: int) -> str:
+    """Return a name for the other end of a connection, which ZeroMQ may have closed by now."""
+    with (
+        contextlib.suppress(OSError),
+        socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as probe,
+    ):
+        name = probe.getpeername()
+        return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a process of this host"
+    return "a peer that has hung up"
+
+
+def _have_descriptors_for(connections: int) -> None:
+    """Raise the soft limit of descriptors when connections take a quarter of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and 4 * connections >= soft and most > soft:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -23,7 +23,7 @@ from dure.rpc.current import current
 from dure.rpc.envelope import Envelope, Kind
 from dure.rpc.transport import HostTransport
 from dure.store.key import CurvePair, JobKey, mint
-from dure.store.tracker import read_event
+from dure.store.router import read_event
 from tests.rpc import served
 from tests.rpc.procs.rpc_workers import Start, double, workers
 from tests.store.procs.wire_tools import (

@@ -4,12 +4,10 @@ import signal
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import pytest
 
-from dure.errors import StoreLost
 from dure.store import FileStore, TCPStore
-from tests.store.procs.store_programs import line, running, tell
+from tests.store.procs.store_programs import line, running
 from tests.waiting import PATIENCE_S
 
 TIMEOUT = timedelta(seconds=PATIENCE_S)
@@ -43,30 +41,6 @@ store.set("torn", "x" * 100)
         assert path.stat().st_size != size
         store.set("after", "2")
         assert FileStore(path).multi_get(["whole", "after"]) == [b"1", b"2"]
-
-
-def test_a_killed_server_is_noticed_although_a_forked_child_of_it_lives() -> None:
-    code = """
-store = TCPStore("127.0.0.1", 0, is_master=True)
-say(store.port)
-sys.stdin.readline()
-if os.fork() == 0:
-    say(os.getpid())
-sys.stdin.read()
-os._exit(0)
-"""
-    with running((code,)) as (server,):
-        port = int(line(server))
-        store = TCPStore("127.0.0.1", port, timeout=TIMEOUT)
-        store.set("k", "v")
-        tell(server)
-        child = psutil.Process(int(line(server)))
-        assert [c for c in child.net_connections() if c.laddr.port == port] == []
-        server.kill()
-        with pytest.raises(StoreLost):
-            store.get("never")
-        store.close()
-        assert child.is_running()
 
 
 def test_a_stopped_server_ends_in_a_timeout() -> None:

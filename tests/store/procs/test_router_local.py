@@ -60,7 +60,7 @@ def test_a_stranger_of_this_host_is_told_of(
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect("\0" + name)
         assert stranger.recv(10)
-        until(lambda: server._peers.strangers)  # who leaves before he was looked at has no name
+        until(lambda: server._guarded._joining)  # who leaves before he was looked at has no name
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(OSError):
             while stranger.recv(100):

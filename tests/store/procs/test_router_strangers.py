@@ -7,7 +7,6 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -32,14 +31,13 @@ from tests.store.procs.wire_tools import (
 from tests.waiting import PATIENCE_S
 
 TWO_GB = 2 << 30
-MOST = 48
 TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    small = {"MOST": MOST, "HANDSHAKE_S": 2.0, "QUIET_S": 0.05}
-    with victim(tmp_path_factory.mktemp("victim"), tracker=small) as it:
+    brief = {"HANDSHAKE_S": 2.0, "QUIET_S": 0.05}
+    with victim(tmp_path_factory.mktemp("victim"), brief) as it:
         yield it
 
 
@@ -114,30 +112,11 @@ def test_other_mechanisms_are_refused(plain: bool, server: Victim) -> None:
         assert not stranger.poll(0)
 
 
-def test_handshakes_that_are_held_open_are_shut(server: Victim) -> None:
-    source = new_source()
-    held = [connect(server.port, source) for _ in range(MOST + 60)]
-    with server.under_attack():
-        for i, stranger in enumerate(held):
-            stranger.sendall(greeting()[: i % 64])
-        assert all(is_closed(stranger) for stranger in held[:60])
-        server.has_at_most(MOST + 50)
-        assert all(is_closed(stranger, 20) for stranger in held)  # ZeroMQ's own limit is 30 s
-    for stranger in held:
-        stranger.close()
-    assert "while many others" in server.refused(len(held))
-
-
-def test_a_flood_from_one_place_takes_no_room_from_another(tmp_path: Path) -> None:
-    patience = {"MOST": MOST, "HANDSHAKE_S": 60.0}
-    with victim(tmp_path, tracker=patience) as server, contextlib.ExitStack() as opened:
-        patient = opened.enter_context(connect(server.port))
-        patient.sendall(greeting())
-        source = new_source()
-        with server.under_attack():
-            flood = [opened.enter_context(connect(server.port, source)) for _ in range(MOST + 20)]
-            assert is_closed(flood[0])
-            assert is_closed(patient, 0.05) is False
+def test_a_handshake_that_is_held_open_ends(server: Victim) -> None:
+    with server.under_attack(), connect(server.port) as stranger:
+        stranger.sendall(greeting())
+        assert is_closed(stranger)
+    assert "did not complete" in server.refused(1)
 
 
 def test_a_frame_of_2_gb_before_the_handshake_is_cut_off_at_its_header(server: Victim) -> None:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
-
 from dure.store import JobKey, TCPStore
 from dure.store.key import mint
 from tests.store.procs.store_programs import Program, line, running
@@ -19,11 +17,10 @@ from tests.waiting import PATIENCE_S, key_file, until
 
 SERVER = """
 import logging
-from dure.store import tracker, wire
+from dure.store import router
 logging.basicConfig(filename=args[0], level=logging.WARNING, format="%(message)s")
-for module, names in json.loads(args[1]).items():
-    for name, value in names.items():
-        setattr({"tracker": tracker, "wire": wire}[module], name, value)
+for name, value in json.loads(args[1]).items():
+    setattr(router, name, value)
 store = TCPStore("127.0.0.1", 0, is_master=True)
 say(store.port)
 sys.stdin.readline()
@@ -66,11 +63,6 @@ class Victim:
     key: JobKey
     log: Path
     _read: int = 0
-
-    def has_at_most(self, descriptors: int) -> None:
-        """The server has so few open, as soon as ZeroMQ has closed what was shut."""
-        process = psutil.Process(self.program.pid)
-        until(lambda: process.num_fds() <= descriptors, "descriptors to be closed")
 
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines()
@@ -115,8 +107,8 @@ class Victim:
 
 
 @contextlib.contextmanager
-def victim(folder: Path, **settings: dict[str, float]) -> Iterator[Victim]:
-    """A server with its own key; `settings` changes numbers of `tracker` and `wire`."""
+def victim(folder: Path, settings: dict[str, float]) -> Iterator[Victim]:
+    """A server with its own key; `settings` changes numbers of `router`."""
     key = mint()
     path = key_file(folder / "key", key.raw)
     log = folder / "log"

@@ -143,7 +143,7 @@ class Alone:
 
     def close(self) -> None:
         """Let the store end when the last rank has left it."""
-        self._server.retire()
+        self._server.release()
 
 
 # --- several hosts --------------------------------------------------------------------------------

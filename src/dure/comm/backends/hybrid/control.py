@@ -44,8 +44,8 @@ from dure.comm.backends.hybrid.subcomms import SubComms
 from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address, resolve
 from dure.store.listener import listen
+from dure.store.router import read_event
 from dure.store.silence import end_after_silence, silence_s
-from dure.store.tracker import read_event
 
 __all__ = ["SHOW_S", "Channel", "ControlMessage", "Watch", "open_channel"]
 
