@@ -113,20 +113,6 @@ JOBSET = {
     "NNODES": "4",
     "JOBSET_NAME": "llm",
 }
-SKYPILOT = {
-    "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.9",
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-    "SKYPILOT_TASK_ID": "sky-2023-07-06-21-18-31-563597_train_8",
-}
-SKYPILOT_CPU = SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_INTERNAL_JOB_ID": "3"}
-SKYPILOT_ON_SLURM = SKYPILOT | {  # SkyPilot unsets what srun says of its own step
-    "SLURM_JOB_ID": "476",
-    "SLURM_JOB_NODELIST": "cn[08-09]",
-    "SLURM_NNODES": "2",
-    "SLURM_GPUS_ON_NODE": "8",
-}
 PYTORCHJOB_ELASTIC = PYTORCHJOB_OLD | {  # elasticPolicy 1 to 3, with a master
     "PET_NNODES": "1:3",
     "PET_NPROC_PER_NODE": "4",
@@ -150,11 +136,6 @@ VOLCANO = {  # its pytorch plugin
     "WORLD_SIZE": "3",
     "RANK": "2",
 }
-ACCELERATE = (
-    TORCHRUN
-    | {  # accelerate launch, which runs torchrun
-    }
-)
 TORCHX = TORCHRUN | {  # dist.ddp on Kubernetes, which runs torchrun
     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
     "HOSTNAME": "train-abc-1-0",
@@ -177,18 +158,6 @@ AZURE_PYTORCH = {  # PyTorch distribution, two processes a node
     "MASTER_PORT": "6105",
     "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
 }
-AZURE_MPI = OPEN_MPI_4 | {  # MPI distribution, two processes a node
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
-    "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.4",
-}
-SAGEMAKER = {
-    "SM_HOSTS": '["algo-1","algo-2"]',
-    "SM_CURRENT_HOST": "algo-2",
-    "SM_NUM_GPUS": "8",
-    "TRAINING_JOB_NAME": "bert-2024-05-01-10-00-00-123",
-}
 RAY_TRAIN = {  # TorchTrainer, in each worker
     "RANK": "3",
     "LOCAL_RANK": "1",
@@ -210,6 +179,4 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "1"}
 DURE_RUN = TORCHRUN | {"DURE_LAUNCHER": "abc"}
 SLURM_TERMINAL = SLURM_STEP | {"SLURM_PTY_PORT": "4"}  # srun --pty
 SALLOC = SLURM_STEP | {"SLURM_STEP_ID": "4294967290"}  # its interactive step
-SAGEMAKER_TORCHRUN = SAGEMAKER | TORCHRUN
-
 ALL = [value for name, value in sorted(vars().items()) if name.isupper()]

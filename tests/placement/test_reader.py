@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from dure.placement import System, detect
+from dure.placement import detect
 from tests.placement import environments as seen
 
 
@@ -12,11 +10,6 @@ def test_malformed_number_is_passed_over_with_a_note():
     found = detect(seen.SLURM_STEP | {"SLURM_PROCID": "five"})
     assert found.member is None
     assert any("SLURM_PROCID" in note for note in found.notes)
-
-
-@pytest.mark.parametrize("hosts", ["[", "[" * 100_000, '["a", 1]', '{"algo-2": 1}', "algo-2", "[]"])
-def test_list_of_hosts_that_is_none_is_passed_over(hosts):
-    assert detect(seen.SAGEMAKER | {"SM_HOSTS": hosts}).system is System.NOBODY
 
 
 def test_every_value_has_its_source():

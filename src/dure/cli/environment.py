@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dure import env
 from dure.errors import StoreError
-from dure.placement import CLUSTER_VARIABLES, Placement, detect, set_here
+from dure.placement import Placement, detect, set_here
 from dure.store.key import key_source
 
 
@@ -85,7 +85,7 @@ def _show_variables(console: Console, environ: dict[str, str], everything: bool)
     rows = [(name, Text(value), meaning) for name, value, meaning in known if value is not None]
     rows = [row for row in rows if everything or row[0] != "PATH"]
     rows += [
-        (name, Text(value), CLUSTER_VARIABLES[name])
+        (name, Text(value), Text("see docs/clusters.md"))
         for name, value in set_here(environ).items()
         if name not in env.VARIABLES
     ]

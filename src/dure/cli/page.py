@@ -30,7 +30,7 @@ import typer
 
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec
-from dure.launch.show.live import Row, indented
+from dure.launch.show.rows import Row, indented
 from dure.launch.show.summary import summary, where
 from dure.launch.spec import RankResult, Stream
 from dure.viewer.access import Access, listen

@@ -31,7 +31,7 @@ from dure.launch.ranks.reaper import Reaper
 from dure.launch.ranks.zygote import usable, zygote_for
 from dure.launch.round import Workplace
 from dure.launch.show.summary import summary
-from dure.launch.show.terminal import Terminal
+from dure.launch.show.terminal import Terminal, terminal_variables
 from dure.launch.signals import caught_signals, read_signals
 from dure.launch.spec import JobResult, JobSpec
 from dure.store.key import SHARED_HOME_S, JobKey, load_for
@@ -72,6 +72,7 @@ def run_job(spec: JobSpec) -> JobResult:
     a zygote, one import for all of them, and some 20 ms a rank.
     """
     check_program(spec)
+    spec = replace(spec, env={**terminal_variables(spec), **spec.env})
     _open_standard_output()
     started = time.monotonic()
     try:

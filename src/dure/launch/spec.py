@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dure.errors import LaunchError
 
 if TYPE_CHECKING:
-    from dure.launch.show.live import Watcher
+    from dure.launch.show.rows import Watcher
 
 __all__ = [
     "Crash",
@@ -137,7 +137,9 @@ class JobSpec:
         signals: Signals to the launcher that end the job.
         prefix: What stands before each line.
         fold: Show lines that several ranks write alike once.
-        live: Show the progress of all ranks in one view.
+        timestamps: Put the time of day before each line.
+        log_max_bytes: Start another file when a log file has this size; None: no limit.
+        log_keep: How many of the earlier files of each log to keep.
         watcher: Is told of the ranks and what they write, beside the terminal.
     """
 
@@ -186,8 +188,21 @@ class JobSpec:
     signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     prefix: Literal["auto", "rank", "host", "none"] = "auto"
     fold: bool = True
-    live: bool = False
+    timestamps: bool = False
+    log_max_bytes: int | None = None
+    log_keep: int = 3
     watcher: Watcher | None = field(default=None, repr=False)
+
+    @property
+    def inherits_terminal(self) -> bool:
+        """Whether a rank writes to the launcher's terminal itself.
+
+        Only the one rank of a host does, and only if no option asks for its output.
+        """
+        asked = (self.log_dir, self.on_line, self.watcher, self.call, self.local_ranks_filter)
+        files = (self.redirects, self.tee, self.stdout_filters, self.stderr_filters)
+        default = self.prefix in ("auto", "none") and not self.timestamps
+        return self.nproc == 1 and default and asked == (None,) * len(asked) and not any(files)
 
 
 @dataclass(frozen=True, slots=True)

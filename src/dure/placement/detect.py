@@ -1,19 +1,19 @@
-"""Which of the systems that left variables here is the one that counts.
+"""Which of the systems that set variables here is the one that counts.
 
-Several leave theirs at once: mpirun inside a Slurm job, srun with PMI, torchrun inside a pod. What
-was set nearest to the program counts, for it knows best what it started:
+Several set theirs at once: mpirun inside a Slurm job, srun with PMI, torchrun inside a pod. The one
+that is nearest to the program counts, because it knows best what it started:
 
-1. RANK and WORLD_SIZE, in this order: of pods (they count hosts there), else of processes.
-   Whoever sets them does so for this program.
+1. RANK and WORLD_SIZE, which are set for this program: they count hosts in a PyTorchJob, else
+   processes.
 2. mpirun and mpiexec. They start their daemons with srun inside Slurm, so SLURM_PROCID is the
    daemon's, not ours.
 3. srun. With PMI (`srun --mpi=pmi2`) it sets PMI_RANK, too, but not the MPI_LOCALRANKID by which
-   mpiexec is known.
-4. Another launcher that speaks PMI.
-5. SkyPilot, SageMaker, then Kubernetes: they start one process a host, mostly a launcher.
+   mpiexec is recognized.
+4. Another launcher with PMI.
+5. Kubernetes: it starts one process per host, mostly a launcher.
 6. The shell of a Slurm job.
 
-MASTER_ADDR and MASTER_PORT are told by a person or a launcher, and go before any address that is
+MASTER_ADDR and MASTER_PORT are set by a person or a launcher, and come before any address that is
 derived from a list of hosts.
 """
 
@@ -24,10 +24,10 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from dure.placement.mpi import read_mpi, read_pmi
-from dure.placement.pods import read_kubernetes, read_pods, read_sagemaker, read_skypilot
+from dure.placement.pods import read_kubernetes, read_pytorchjob
 from dure.placement.reader import Reader
 from dure.placement.slurm import read_batch_shell, read_step
-from dure.placement.value import Member, Placement, System
+from dure.placement.value import Placement, RankSlot, System
 
 __all__ = ["derived_port", "detect"]
 
@@ -111,12 +111,12 @@ def _read_environment(reader: Reader) -> Placement | None:
     if unclear:
         reader.note(
             "RANK and WORLD_SIZE are set without LOCAL_RANK: a program takes them to count "
-            "processes; if they count hosts, as PAI-DLC and old PyTorchJobs mean them, start "
+            "processes; if they count hosts, as those of PAI-DLC and old PyTorchJobs do, start "
             '`dure run --nnodes "$WORLD_SIZE" --node-rank "$RANK" --nproc N ...`'
         )
     return Placement(
         system=system,
-        member=Member(
+        member=RankSlot(
             rank=rank, world_size=size, local_rank=local, local_world_size=here, node=node
         ),
         job=reader.text("TORCHELASTIC_RUN_ID"),
@@ -133,13 +133,11 @@ def _starter(reader: Reader) -> System:
 
 
 _READERS: tuple[Callable[[Reader], Placement | None], ...] = (
-    read_pods,
+    read_pytorchjob,
     _read_environment,
     read_mpi,
     read_step,
     read_pmi,
-    read_skypilot,
-    read_sagemaker,
     read_kubernetes,
     read_batch_shell,
 )

@@ -1,8 +1,8 @@
 """The launchers of MPI: Open MPI's mpirun, the hydra of MPICH and Intel MPI, and others with PMI.
 
-They say who a process is, not where rank 0 is. Inside Slurm its list of hosts fills the gap, for
-mpirun puts rank 0 on the first of them; Azure names the first host; elsewhere MASTER_ADDR must say,
-or the ranks meet over MPI itself (mpi4py), or they are on one host and need no address.
+They say which rank a process is, not where rank 0 is. Inside Slurm its list of hosts fills the gap,
+because mpirun puts rank 0 on the first of them; elsewhere MASTER_ADDR must say, or the ranks meet
+over MPI itself (mpi4py), or they are on one host and need no address.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dure.placement.reader import Reader
-from dure.placement.value import Member, NodeSlot, Placement, System
+from dure.placement.value import NodeSlot, Placement, RankSlot, System
 
 __all__ = ["read_mpi", "read_pmi"]
 
@@ -27,6 +27,7 @@ _HYDRA_JOB = ("I_MPI_HYDRA_UUID", "PMI_JOBID", "SLURM_JOB_ID")
 
 
 def read_mpi(reader: Reader) -> Placement | None:
+    """Return the placement of a process that mpirun or mpiexec started."""
     if reader.has(*_OPEN_MPI[:2]):
         return _read(reader, System.OPEN_MPI, _OPEN_MPI, _OPEN_MPI_JOB)
     if reader.has(*_HYDRA[:3]):
@@ -35,11 +36,11 @@ def read_mpi(reader: Reader) -> Placement | None:
 
 
 def read_pmi(reader: Reader) -> Placement | None:
-    """Another launcher that speaks PMI."""
+    """Return the placement of a process that another launcher with PMI started."""
     if reader.has(*_HYDRA[:2]):
         return _read(reader, System.PMI, _HYDRA, _HYDRA_JOB)
     if reader.has("PMIX_RANK"):
-        reader.note("PMIX_RANK is set, but no variable says how many ranks there are")
+        reader.note("PMIX_RANK is set, but no variable gives the number of ranks")
     return None
 
 
@@ -57,25 +58,14 @@ def _read(
     source = next((name for name in job_names if reader.has(name)), None)
     if source is not None:
         reader.keep("job", reader.text(source), source)
-    slot = None  # known only where there is one process a host
+    slot = None  # known only if there is one process per host
     if here is not None:
         each = max(here, 1)
         slot = NodeSlot(nnodes=max(1, size // each), node_rank=rank // each, copies=here)
     return Placement(
         system=system,
-        member=Member(rank=rank, world_size=size, local_rank=local, local_world_size=here),
+        member=RankSlot(rank=rank, world_size=size, local_rank=local, local_world_size=here),
         slot=slot,
         job=None if source is None else f"{system} {reader.text(source)}",
-        host=None if hosts else _azure(reader),
         hosts=hosts,
     )
-
-
-def _azure(reader: Reader) -> str | None:
-    """Return the first host as Azure ML names it, whose jobs are started by mpirun."""
-    for name in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):
-        host = (reader.text(name) or "").partition(":")[0]
-        if host and host != "localhost":
-            reader.keep("first host", host, name)
-            return host
-    return None

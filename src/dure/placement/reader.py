@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
-
-import msgspec
 
 from dure.placement.nodes import expand_counts, expand_hosts
 from dure.placement.value import Reason
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "set_here"]
 
 T = TypeVar("T")
 
-_LARGEST = 0xFFFF_FFFF  # so far do the numbers of Slurm's steps go
+_LARGEST = 0xFFFF_FFFF  # the numbers of Slurm's steps go up to this
+
+_NAMES = """
+RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK NODE_RANK CROSS_RANK
+MASTER_ADDR MASTER_PORT DURE_LAUNCHER TORCHELASTIC_RUN_ID
+PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE PET_MASTER_ADDR PET_MASTER_PORT
+SLURM_JOB_ID SLURM_STEP_ID SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NODEID SLURM_LOCALID
+SLURM_STEP_NODELIST SLURM_JOB_NODELIST SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_STEP_TASKS_PER_NODE
+SLURM_TASKS_PER_NODE SLURM_LAUNCH_NODE_IPADDR SLURM_PTY_PORT SLURM_GPUS_ON_NODE SLURM_RESTART_COUNT
+OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
+OMPI_MCA_ess_base_jobid PMIX_NAMESPACE PMIX_RANK PMI_RANK PMI_SIZE PMI_JOBID MPI_LOCALRANKID
+MPI_LOCALNRANKS I_MPI_HYDRA_UUID
+JOB_COMPLETION_INDEX NNODES JOBSET_NAME JOBSET_SUBDOMAIN HOSTNAME KUBERNETES_SERVICE_HOST
+"""
+"""Every variable that detection reads; docs/clusters.md has their meanings."""
+
+
+def set_here(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that detection reads and `environ` has."""
+    return {name: environ[name] for name in _NAMES.split() if environ.get(name)}
 
 
 class Reader:
-    """The variables of one environment; what is malformed counts as absent, and makes a note.
+    """The variables of one environment; a malformed one counts as absent, and makes a note.
 
     `reasons` and `notes` grow in the order of reading.
     """
@@ -29,6 +46,7 @@ class Reader:
         self.notes: list[str] = []
 
     def has(self, *names: str) -> bool:
+        """Whether all of `names` are set."""
         return all(self.text(name) for name in names)
 
     def text(self, *names: str) -> str | None:
@@ -41,43 +59,39 @@ class Reader:
 
     def number(self, *names: str) -> int | None:
         """Return the first of `names` that is a whole number, 0 or more."""
-        return self._parsed(_whole, "a whole number", names)
+        return self._parsed(_whole, "a whole number", *names)
 
     def counts(self, *names: str) -> tuple[int, ...]:
         """Return the first of `names` that is a list of counts, as Slurm writes it."""
-        return self._parsed(expand_counts, "a list of counts", names) or ()
+        return self._parsed(expand_counts, "a list of counts", *names) or ()
 
-    def names(self, *names: str) -> tuple[str, ...]:
-        """Return the first of `names` that is a list of hosts in JSON."""
-        return self._parsed(_json_names, "a list of names in JSON", names) or ()
+    def count(self, name: str) -> int | None:
+        """Return a count as torchrun writes it.
+
+        It may also be a range, whose upper end counts, or auto, cpu or gpu, which like 0 give no
+        number.
+        """
+        return self._parsed(_count, "a number or a range", name) or None
 
     def take(self, what: str, why: str, *names: str) -> int | None:
-        """Return the number in the first of `names` that holds one, and keep where it was."""
+        """Return the first of `names` that is a number, and keep the reason."""
         return self._taken(what, why, names, self.number)
 
     def take_count(self, what: str, why: str, *names: str) -> int | None:
-        """Return the first of `names` that is a count in torchrun's words, and keep where it was.
-
-        Those may also be a range, whose end counts, or auto, cpu, gpu, which say nothing here; nor
-        does 0.
-        """
+        """Return the first of `names` that is a count (`count`), and keep the reason."""
         return self._taken(what, why, names, self.count)
-
-    def count(self, name: str) -> int | None:
-        """Return a count in torchrun's words."""
-        return self._parsed(_count, "a number or a range", (name,)) or None
 
     def take_hosts(self, *names: str) -> tuple[str, ...]:
         """Return the first of `names` that is a list of hosts, as Slurm writes it, and keep it."""
         for name in names:
-            hosts = self._parsed(expand_hosts, "a list of hosts", (name,))
+            hosts = self._parsed(expand_hosts, "a list of hosts", name)
             if hosts:
                 self.keep("hosts", self.text(name), name, f"{len(hosts)} of them")
                 return hosts
         return ()
 
     def _taken(
-        self, what: str, why: str, names: Sequence[str], read: Callable[[str], int | None]
+        self, what: str, why: str, names: tuple[str, ...], read: Callable[[str], int | None]
     ) -> int | None:
         for name in names:
             value = read(name)
@@ -87,13 +101,15 @@ class Reader:
         return None
 
     def keep(self, what: str, value: object, source: str, why: str = "") -> None:
+        """Record where a value came from."""
         self.reasons.append(Reason(what=what, value=str(value), source=source, why=why))
 
     def note(self, text: str) -> None:
+        """Record what does not fit together."""
         if text not in self.notes:
             self.notes.append(text)
 
-    def _parsed(self, parse: Callable[[str], T], form: str, names: tuple[str, ...]) -> T | None:
+    def _parsed(self, parse: Callable[[str], T], form: str, *names: str) -> T | None:
         for name in names:
             text = self.text(name)
             if text is None:
@@ -101,16 +117,8 @@ class Reader:
             try:
                 return parse(text)
             except ValueError:
-                self.note(f"{name} is not {form}, and is passed over: {text[:80]!r}")
+                self.note(f"{name} is not {form}, and is ignored: {text[:80]!r}")
         return None
-
-
-def _json_names(text: str) -> tuple[str, ...]:
-    try:
-        names = msgspec.json.decode(text, type=list[str])
-    except msgspec.DecodeError as error:
-        raise ValueError(text) from error
-    return tuple(dict.fromkeys(filter(None, names)))
 
 
 def _count(text: str) -> int:

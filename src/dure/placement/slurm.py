@@ -1,16 +1,16 @@
-"""Slurm: what `srun` tells each task, and what a batch script's shell knows.
+"""Slurm: what `srun` sets for each task, and what the shell of a batch script has.
 
 A task of `srun` has SLURM_STEP_ID, and is a rank. The shell of a batch script, of `salloc` and of
-`srun --pty bash` has SLURM_JOB_ID, too, and even SLURM_PROCID=0, but is no rank: its steps are the
-batch and the interactive one, whose numbers are the last before 2^32, or it holds a terminal.
+`srun --pty bash` has SLURM_JOB_ID, too, and even SLURM_PROCID=0, but is not a rank: it is the batch
+or the interactive step, whose numbers are the last before 2^32, or it has a terminal.
 
-Of two variables that say the same the step's goes first: a step may be smaller than its job.
+Of two variables that mean the same the step's comes first: a step may be smaller than its job.
 """
 
 from __future__ import annotations
 
 from dure.placement.reader import Reader
-from dure.placement.value import Member, NodeSlot, Placement, System
+from dure.placement.value import NodeSlot, Placement, RankSlot, System
 
 __all__ = ["read_batch_shell", "read_step"]
 
@@ -39,7 +39,7 @@ def read_step(reader: Reader) -> Placement | None:
     reader.keep("job", job, "SLURM_JOB_ID, SLURM_STEP_ID")
     return Placement(
         system=System.SLURM,
-        member=Member(
+        member=RankSlot(
             rank=rank, world_size=size, local_rank=local, local_world_size=copies, node=node
         ),
         slot=slot,
@@ -50,15 +50,16 @@ def read_step(reader: Reader) -> Placement | None:
 
 
 def read_batch_shell(reader: Reader) -> Placement | None:
-    """A shell in a Slurm job: no rank, but the hosts are known."""
+    """Return the placement of a shell in a Slurm job: not a rank, but the hosts are known."""
     if not reader.has("SLURM_JOB_ID") or _in_step(reader):
         return None
     hosts = reader.take_hosts("SLURM_JOB_NODELIST")
     reader.keep("job", reader.text("SLURM_JOB_ID"), "SLURM_JOB_ID", "a shell of it, not a task")
     if len(hosts) > 1:
         reader.note(
-            f"this shell runs on one of the {len(hosts)} hosts of its Slurm job; start "
-            "`srun --ntasks-per-node=1 dure run ...` to use all of them"
+            f"this shell is on one of the {len(hosts)} hosts of its Slurm job, and `dure run` uses "
+            "this host alone. To use all of them: `srun --ntasks-per-node=1 dure run ...`, or "
+            "`dure run --hosts slurm ...` over ssh"
         )
     return Placement(system=System.SLURM, job=reader.text("SLURM_JOB_ID"), hosts=hosts)
 

@@ -1,8 +1,8 @@
-"""The values of a detection: who started this process, and what that makes it.
+"""The values of a detection: what started this process, and which part of a job it is.
 
-One environment can be read in two ways, and who asks decides. Under `srun --ntasks-per-node=1` a
-training program is a *member*: rank r of n. A `dure run` in its place has a *node slot*: host h of
-n, on which it will start the ranks itself. So a `Placement` has both where both can be.
+One environment can be read in two ways. Under `srun --ntasks-per-node=1` a training program has a
+*rank slot*: rank r of n. A `dure run` in its place has a *node slot*: host h of n, on which it will
+start the ranks itself. A `Placement` has both if both are possible.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Member", "NodeSlot", "Placement", "Reason", "System"]
+__all__ = ["NodeSlot", "Placement", "RankSlot", "Reason", "System"]
 
 
 class System(enum.StrEnum):
-    """Who started this process.
+    """What started this process.
 
     A LAUNCHER sets LOCAL_RANK beside RANK and WORLD_SIZE, as DeepSpeed's, Azure's and Ray Train do;
-    PLAIN is whoever sets the two alone. HYDRA is the mpiexec of MPICH and Intel MPI. PAI and the
-    older PYTORCHJOB count hosts by WORLD_SIZE. KUBERNETES is an indexed job, in a JobSet or not.
-    NOBODY: a shell, no cluster, no launcher.
+    PLAIN sets the two alone. HYDRA is the mpiexec of MPICH and Intel MPI. PYTORCHJOB counts hosts
+    by WORLD_SIZE. KUBERNETES is an indexed job, in a JobSet or not. NOBODY: a shell, no cluster, no
+    launcher.
     """
 
     DURE = "dure run"
@@ -30,11 +30,8 @@ class System(enum.StrEnum):
     HYDRA = "MPICH or Intel MPI"
     PMI = "a launcher that speaks PMI"
     SLURM = "Slurm"
-    PAI = "PAI-DLC"
     PYTORCHJOB = "PyTorchJob"
     KUBERNETES = "Kubernetes"
-    SKYPILOT = "SkyPilot"
-    SAGEMAKER = "SageMaker"
     NOBODY = "nobody"
 
 
@@ -49,7 +46,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class RankSlot:
     """This process as one rank of a job; None: not known."""
 
     rank: int
@@ -98,7 +95,7 @@ class Placement:
     """
 
     system: System
-    member: Member | None = None
+    member: RankSlot | None = None
     slot: NodeSlot | None = None
     job: str | None = None
     host: str | None = None

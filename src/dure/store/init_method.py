@@ -35,7 +35,7 @@ import psutil
 
 from dure import env
 from dure.errors import RendezvousError
-from dure.placement import Member, Placement, System, detect
+from dure.placement import Placement, RankSlot, System, detect
 from dure.store.address import await_name, interface_to, patience_for_names, resolve
 from dure.store.base import Store
 from dure.store.file import FileStore, clear_ended
@@ -342,7 +342,7 @@ def _port_after(port: int) -> int:
     return env.integer("DURE_STORE_PORT") or min(port + 1, 65535)
 
 
-def _in_cluster(placement: Placement, member: Member, rank: int, world_size: int) -> Spot:
+def _in_cluster(placement: Placement, member: RankSlot, rank: int, world_size: int) -> Spot:
     """Return where the ranks meet by the variables of a cluster.
 
     Raises:
@@ -362,7 +362,7 @@ def _in_cluster(placement: Placement, member: Member, rank: int, world_size: int
     return Spot(place=_cluster_place(placement, member), rank=rank, world_size=world_size)
 
 
-def _cluster_place(placement: Placement, member: Member) -> Place:
+def _cluster_place(placement: Placement, member: RankSlot) -> Place:
     job = placement.job or _launching_process() or str(placement.system)
     if member.on_one_host:
         return LocalPlace(name=job)

@@ -50,7 +50,8 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
     ("--monitor-interval 0.3 --start-method fork --use-env --event-log-handler null", {}),
     ("--no-zygote --preload a,b.c", {"zygote": "never", "preload": ("a", "b.c")}),
     ("--elastic --min-ranks 2", {"elastic": True, "min_ranks": 2}),
-    ("--no-fold --live --prefix host", {"fold": False, "live": True, "prefix": "host"}),
+    ("--no-fold --timestamps --prefix host", {"fold": False, "timestamps": True, "prefix": "host"}),
+    ("--log-max-size 2m --log-keep 0", {"log_max_bytes": 2 << 20, "log_keep": 0}),
     # One host meets nobody.
     ("--standalone --rdzv-endpoint h:1 --rdzv-id x", {}),
     ("--rdzv-backend c10d --rdzv-endpoint localhost:0", {}),

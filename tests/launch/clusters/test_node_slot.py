@@ -27,7 +27,7 @@ def test_one_launcher_a_host_takes_everything_from_slurm():
     assert "Slurm" in take_node_slot(detect(seen.SLURM_AGENT), {}).line
 
 
-@pytest.mark.parametrize("environ", [seen.PAI, seen.PYTORCHJOB, seen.SKYPILOT, seen.INDEXED_JOB])
+@pytest.mark.parametrize("environ", [seen.PYTORCHJOB, seen.INDEXED_JOB])
 def test_pods_and_tasks_take_their_slot(environ):
     found = detect(environ)
     assert found.slot is not None
@@ -51,10 +51,20 @@ def test_own_hosts_need_no_slot(flag):
     assert taken({"RANK": "1", "WORLD_SIZE": "2"}, **{flag: True}) == {}
 
 
-@pytest.mark.parametrize("environ", [{}, seen.TORCHRUN, seen.SLURM_BATCH, {"WORLD_SIZE": "2"}])
-def test_no_seat_no_values(environ):
+@pytest.mark.parametrize("environ", [{}, seen.TORCHRUN, {"WORLD_SIZE": "2"}])
+def test_without_a_slot_no_values_are_taken(environ):
     assert taken(environ) == {}
     assert take_node_slot(detect(environ), {}).line == ""
+
+
+@pytest.mark.parametrize("environ", [seen.SLURM_BATCH, seen.SALLOC])
+def test_shell_of_a_slurm_job_names_srun(environ):
+    found = detect(environ)
+    line = take_node_slot(found, {"nproc": 8}).line
+    assert f"one of the {len(found.hosts)} hosts" in line
+    assert "`srun --ntasks-per-node=1 dure run ...`" in line
+    for chosen in ("standalone", "hosts", "nnodes"):
+        assert take_node_slot(found, {chosen: True}).line == ""
 
 
 @pytest.mark.parametrize("environ", [seen.SLURM_STEP, seen.OPEN_MPI_4, seen.MPICH])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import subprocess
+import termios
 from pathlib import Path
 
 from tests.launch.procs.launching import DURE, Launching, unfolded, writers
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 
 def test_many_lines_of_each_rank_arrive_whole_and_in_order(job: Launching) -> None:
@@ -49,9 +49,9 @@ def test_long_lines_and_garbage_survive(job: Launching) -> None:
 
 
 def test_prefix_is_padded_and_a_missing_last_newline_added(job: Launching) -> None:
-    done = job.run("--live", "-n", "11", "--no-python", "sh", "-c", "echo x $RANK; printf end$RANK")
+    done = job.run("-n", "11", "--no-python", "sh", "-c", "echo x $RANK; printf end$RANK")
     lines = [f"[{rank:>2}] {text}{rank}" for rank in range(11) for text in ("x ", "end")]
-    assert sorted(done.out.splitlines()) == sorted(lines)  # without a terminal there is no view
+    assert sorted(done.out.splitlines()) == sorted(lines)
 
 
 def test_lines_that_all_ranks_write_are_shown_once(job: Launching) -> None:
@@ -106,46 +106,47 @@ def test_slow_reader_slows_the_ranks_and_loses_nothing(job: Launching) -> None:
     assert job.finish(process).code == 0
 
 
-def test_terminal_gets_colours_and_a_prefix_after_carriage_returns(job: Launching) -> None:
-    program = job.write("""
-        import sys
-        sys.stdout.write("10%\\r20%\\r\\n")
-    """)
+def on_terminal(job: Launching, *words: str) -> bytes:
+    """Run `dure run` on a terminal of 100 columns, and return what it got."""
     terminal, inner = os.openpty()
-    process = job.start(program, stdout=inner)
+    termios.tcsetwinsize(inner, (30, 100))
+    process = job.start(*words, stdout=inner, stderr=inner)
     os.close(inner)
     data = b""
-    while b"\n" not in data:
-        data += os.read(terminal, 1000)
-    assert job.finish(process).code == 0
-    os.close(terminal)
-    prefix = b"\x1b[36m[0] \x1b[0m"
-    assert data.startswith(prefix + b"10%\r" + prefix + b"20%\r")
-
-
-def test_live_view_shows_every_rank_and_its_step_and_goes_at_the_end(job: Launching) -> None:
-    program = job.write("""
-        import sys
-        import dure
-        dure.progress(3, 9, loss=0.5)
-        print("a line")
-        sys.stdin.read()
-    """)
-    terminal, inner = os.openpty()
-    process = job.start(
-        "--live", "-n", "2", program, stdin=subprocess.PIPE, stdout=inner, stderr=inner
-    )
-    os.close(inner)
-    data = b""
-    while data.count(b"3/9") < 2 or data.count(b"a line") < 1:
-        data += os.read(terminal, 10_000)
-    process.communicate(timeout=PATIENCE_S)
     with contextlib.suppress(OSError):  # the end of a terminal
         while more := os.read(terminal, 10_000):
             data += more
     os.close(terminal)
-    assert process.returncode == 0
-    assert data.endswith(b"\x1b[J")
+    assert job.finish(process).code == 0
+    return data
+
+
+def test_ranks_on_a_terminal_draw_side_by_side_and_know_its_width(job: Launching) -> None:
+    program = job.write("""
+        import os, sys
+        rank = os.environ["RANK"]
+        names = ("COLUMNS", "LINES", "FORCE_COLOR", "TTY_COMPATIBLE")
+        print(*(os.environ.get(name) for name in names), sys.stdout.isatty())
+        sys.stderr.write(f"\\r10% of {rank}")
+        sys.stderr.write(f"\\r100% of {rank}\\n")
+    """)
+    data = on_terminal(job, "-n", "2", program)
+    prefixes = [b"\x1b[36m[0] \x1b[0m", b"\x1b[33m[1] \x1b[0m"]
+    assert b"96 30 1 1 False\r\n" in data
+    for rank, prefix in enumerate(prefixes):
+        assert prefix + b"100%% of %d\r\n" % rank in data
+
+
+def test_only_rank_of_a_host_inherits_the_terminal_unless_its_output_is_asked_for(
+    job: Launching,
+) -> None:
+    program = job.write("""
+        import sys
+        print(sys.stdout.isatty(), sys.stderr.isatty())
+    """)
+    assert on_terminal(job, program).startswith(b"True True\r\n")
+    for flags in (["--timestamps"], ["--log-dir", "logs"], ["--prefix", "rank"]):
+        assert b"[0] " in on_terminal(job, *flags, program), flags
 
 
 def test_job_without_standard_output_and_errors_runs(job: Launching) -> None:

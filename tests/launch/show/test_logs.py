@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -98,34 +97,24 @@ def test_journal_tells_what_happened_and_how_the_job_ended(tmp_path: Path) -> No
     assert (tmp_path / "launcher.node1.log").read_text() == "early\nhello \\udcff\n"
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("events.jsonl", "launcher.log", "job.json.part", "attempt_0", "attempt_0/rank_1"),
-        *("attempt_0/rank_1/stderr.log", "attempt_0/filtered_stdout.log"),
-    ],
-)
-def test_what_others_put_in_the_way_is_not_written_to(tmp_path: Path, kind: str, name: str) -> None:
-    target, planted = tmp_path / "target", tmp_path / "logs" / name
-    if planted.suffix:
-        target.write_text("precious")
-    else:
-        target.mkdir()
-    planted.parent.mkdir(parents=True)
-    if kind == "link":
-        planted.symlink_to(target)
-    else:
-        os.mkfifo(planted)
-    spec = JobSpec(program="x", nproc=2, log_dir=tmp_path / "logs", stdout_filters=("loss",))
-    logs = Logs(spec)
-    try:
-        logs.begin(round_())
-        trouble = logs.trouble
-    except OSError as error:
-        trouble = error
+def test_directory_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(PermissionError, match="every user may write"):
+        Logs(JobSpec(program="x", log_dir=tmp_path))
+    Logs(JobSpec(program="x", log_dir=tmp_path / "mine")).close()
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
+
+
+def test_logs_have_a_size_limit_and_the_latest_files_are_kept(tmp_path: Path) -> None:
+    logs = Logs(JobSpec(program="x", nproc=2, log_dir=tmp_path, log_max_bytes=10, log_keep=2))
+    logs.begin(round_())
+    for text in (b"one\n", b"two\n", b"three\n", b"four\n", b"larger than ten bytes\n", b"six\n"):
+        logs.write(1, "stdout", text)
     logs.close()
-    assert "a link, or something else" in str(trouble)
-    assert trouble is not None
-    assert trouble.filename == str(planted)
-    assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "precious"
+    kept = {path.name: path.read_text() for path in (tmp_path / "attempt_0/rank_1").iterdir()}
+    assert kept == {
+        "stdout.log": "six\n",
+        "stdout.log.1": "larger than ten bytes\n",
+        "stdout.log.2": "four\n",
+        "stderr.log": "",
+    }

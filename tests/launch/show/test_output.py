@@ -87,12 +87,15 @@ def test_sink_that_cannot_write_says_why(code: int) -> None:
 
 def test_area_stays_below_what_is_written(pipe: tuple[int, int]) -> None:
     sink = Sink(pipe[1])
-    sink.put_area(["one", "two"])
+    sink.put_part("a", b"[0] ", b"Name? ")
+    sink.put_area([b"one", b"two"])
     sink.write_some()
-    sink.put("a", b"[0] ", [b"line"])
+    sink.put("b", b"[1] ", [b"line"])
     sink.write_some()
     sink.put_area([])
-    sink.finish()
+    sink.put("a", b"[0] ", [b"Dure"])
     sink.write_some()
+    area = b"\x1b[?7lone\x1b[0m\ntwo\x1b[0m\n\x1b[?7h"  # without wrapping
     erase = b"\x1b[2F\x1b[J"
-    assert os.read(pipe[0], 1000) == b"one\ntwo\n" + erase + b"[0] line\none\ntwo\n" + erase
+    shown = b"[0] Name? \n" + area + erase + b"[1] line\n" + area + erase + b"[0] Dure\n"
+    assert os.read(pipe[0], 1000) == shown

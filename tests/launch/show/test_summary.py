@@ -29,7 +29,10 @@ def test_where_names_the_users_line_and_what_it_called() -> None:
     user = Frame("/home/me/train.py", 12, "step")
     assert where((library, user)).startswith("/home/me/train.py:12 in step")
     assert where((user,)) == "/home/me/train.py:12 in step"
-    assert where((library,)) == str(library)
+    package = Frame("/opt/lib/python3.11/site-packages/trainer/main.py", 9, "run")
+    assert where((library, package, library)).startswith(str(package))
+    for without in ((), (library,), (Frame(child.__file__, 5, "main"), library)):
+        assert where(without) == "in no line of the program (starting or ending)"
 
 
 def test_summary_of_failure_names_every_rank_and_how_the_first_failed() -> None:
@@ -132,7 +135,10 @@ def test_rank_that_had_finished_is_told_so() -> None:
     reader = ReportReader()
     reader.feed(b'{"finished": true}\n')
     other = dataclasses.replace(rank(1, Exit(signal=15), ended=True), finished=reader.finished)
-    assert told((failed(0, "E: x"), other))[-1] == "  rank 1 (pid 101): had finished its program"
+    last = "  rank 1 (pid 101): had finished its program"
+    assert told((failed(0, "E: x"), other))[-1] == last
+    outside = dataclasses.replace(other, ended_by_launcher=False)  # a SIGTERM to all processes
+    assert told((failed(0, "E: x"), outside))[-1] == last
 
 
 def test_summary_of_many_ranks_is_short() -> None:

@@ -10,8 +10,6 @@ import pytest
 
 from dure.launch import JobSpec
 from dure.launch.ranks.environment import Round
-from dure.launch.show import logs
-from dure.launch.show.folding import say_alike
 from dure.launch.show.output import IDLE_S
 from dure.launch.show.terminal import Terminal
 
@@ -23,12 +21,6 @@ Traceback (most recent call last):
 ValueError: one
 """
 KEY = VALUE.replace(b"ValueError: one", b"KeyError: 'two'")
-DESYNC = b"""Traceback (most recent call last):
-  File "a.py", line %d, in step
-    call()
-dure.errors.Desync: not the same thing (rank %d of 2, group 'world'): rank 0: x; rank 1: y.
-Flight record: /t/rank%d.json
-"""
 
 
 def begun(**fields: Any) -> Terminal:
@@ -68,16 +60,6 @@ def test_equal_tracebacks_are_shown_once_unless_nothing_folds(
     assert shown(capfd, (0, VALUE), (1, VALUE)) == [f"[0-1] {line}" for line in lines]
     each = [f"[{rank}] {line}" for rank in (0, 1) for line in lines]
     assert shown(capfd, (0, VALUE), (1, VALUE), fold=False) == each
-
-
-def test_the_same_error_of_dure_is_told_once_and_where_the_other_rank_was(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    first, second = DESYNC % (5, 0, 0), DESYNC % (9, 1, 1)
-    assert shown(capfd, (0, first), (1, second)) == [
-        *(f"[0] {line}" for line in first.decode().splitlines()),
-        "[1] the same Desync as on rank 0, here at a.py:9",
-    ]
 
 
 def test_unfinished_line_is_shown_behind_what_waits_and_goes_on_behind_itself(
@@ -120,15 +102,11 @@ def test_what_was_shown_is_known_but_of_long_lines_their_beginnings(
 
 
 def test_full_disk_is_told_once_and_ends_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    real = logs._open
-
-    def open_on_a_full_disk(directory: int, path: Path) -> Any:
-        full = path.name in ("stdout.log", "launcher.log")
-        return open("/dev/full", "wb", buffering=0) if full else real(directory, path)
-
-    monkeypatch.setattr(logs, "_open", open_on_a_full_disk)
+    for name in ("launcher.log", "attempt_0/rank_0/stdout.log"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to("/dev/full")
     terminal = begun(prefix="none", log_dir=tmp_path)
     reader = terminal.reader(0, "stdout")
     terminal.received(reader, b"first\n", 0.0)
@@ -141,15 +119,3 @@ def test_full_disk_is_told_once_and_ends_nothing(
     assert out.split() == ["first", "second", "third"]
     assert err.count("\n") == 1
     assert "No space left on device" in err
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "alike"),
-    [
-        ("lost (rank 0 of 4, group 'g') after 1.25 s", "lost (rank 3 of 4, g) after 0.5 s", True),
-        ("rank 0 is gone", "rank 1 is gone", False),
-        ("E: 3 of 4", "E: 3 of 5", False),
-    ],
-)
-def test_ranks_say_alike_what_differs_only_in_who_speaks(one: str, other: str, alike: bool) -> None:
-    assert say_alike(one, other) == alike

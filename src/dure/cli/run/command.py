@@ -27,9 +27,6 @@ from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
 from dure.store.key import KEY_BYTES, key_from_file
 
-_NUMBER_OF_HOSTS = frozenset({"standalone", "hosts", "hostfile", "nnodes"})
-"""Flags that say how many hosts take part."""
-
 
 def run(words: list[str]) -> int:
     """Run `dure run WORDS`, and return the exit code.
@@ -85,9 +82,6 @@ def _found(chosen: Mapping[str, object]) -> dict[str, object]:
     taken = take_node_slot(placement, chosen)
     if taken.line:
         _print_note(taken.line)
-    elif not _NUMBER_OF_HOSTS & chosen.keys():
-        for note in placement.notes:
-            _print_note(note)
     values = dict(taken.values)
     if "endpoint" in values:
         values["endpoint"] = outward(str(values["endpoint"]), placement.hosts)

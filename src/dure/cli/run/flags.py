@@ -21,6 +21,7 @@ from dure.cli.run.values import (
     ranks,
     seconds,
     signals,
+    size,
     streams,
     whole_number,
     words,
@@ -176,6 +177,17 @@ def _add_output(parser: RunParser) -> None:
     parser.start_group("Output and files")
     add, torchrun = parser.add, partial(parser.add, variable=True)
     torchrun("--log-dir DIR", "Keep the output of each rank in files here.", Path)
+    add(
+        "--log-max-size SIZE",
+        "Start another file when a log file has this size, such as 100M. [default: no limit]",
+        size,
+        dest="log_max_bytes",
+    )
+    add(
+        "--log-keep N",
+        "With --log-max-size: how many earlier files of each log to keep. [default: 3]",
+        whole_number(0),
+    )
     torchrun(
         "-r, --redirects STREAMS",
         "Streams that go to files only: 1 stdout, 2 stderr, 3 both; or 0:1,1:2 by rank. "
@@ -216,7 +228,7 @@ def _add_output(parser: RunParser) -> None:
         dest="fold",
         const=False,
     )
-    add("--live", "Show the progress of all ranks in one view.")
+    add("--timestamps", "Put the time of day before each line.")
     add("--page", "Show the run as a page in a browser of this machine (needs dure[page]).")
     add("--trace-dir DIR", "Where ranks write their flight records, for `dure trace merge`.", Path)
 

@@ -198,6 +198,8 @@ class RunParser:
         plain = spelling.replace("_", "-")
         if plain in self.spellings:
             return self.spellings[plain]
+        if plain == "--live":
+            raise UsageError("--live was removed", fix="Use --page: it shows the same and more.")
         found = [text for text in self.spellings if text.startswith(plain)]
         meant = {self.spellings[text] for text in found}
         if len(meant) == 1 and plain.startswith("--") and len(plain) > 3:

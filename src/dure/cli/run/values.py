@@ -29,6 +29,14 @@ def whole_number(least: int) -> Callable[[str], int]:
     return read
 
 
+def size(text: str) -> int:
+    """Read a number of bytes: 1000000, 500K, 100M, 2G (powers of 1024)."""
+    found = re.fullmatch(r"([1-9][0-9]{0,15})([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ArgumentTypeError("a size, such as 500K, 100M or 2G")
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2].upper()]
+
+
 def seconds(text: str) -> float:
     """Read a duration in seconds."""
     try:

@@ -1,8 +1,8 @@
-"""Taking a host's slot: what `dure run` does without flags where a cluster started it.
+"""Taking a host's slot: what `dure run` does without flags if a cluster started it.
 
-The cluster says how many hosts there are, which one this is and where the first one is. Flags and
-`PET_*` go before it, one by one. Two mistakes are refused, because guessing would start a wrong
-job: a `dure run` a rank instead of a host, and RANK and WORLD_SIZE that may count either.
+The cluster gives the number of hosts, which one this is and where the first one is. Flags and
+`PET_*` come before it, one by one. Two mistakes are refused, because guessing would start a wrong
+job: a `dure run` per rank instead of per host, and RANK and WORLD_SIZE that may count either.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dure.placement import NodeSlot, Placement, System
 __all__ = ["Taken", "take_node_slot"]
 
 _ALONE = frozenset({"standalone", "hosts", "hostfile"})
-"""Flags that say how many hosts there are without the cluster."""
+"""Flags that set the hosts without the cluster."""
 
 _PLACES = frozenset({"nnodes", "node_rank", "endpoint", "master_addr"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What the cluster fills in: values by the flags' names, and one line that says so."""
+    """What the cluster fills in: values by the flags' names, and a line about it for the user."""
 
     values: Mapping[str, object] = field(default_factory=dict[str, object])
     line: str = ""
@@ -37,16 +37,16 @@ def take_node_slot(placement: Placement, chosen: Mapping[str, object]) -> Taken:
         chosen: The values that the user chose, by the flags' names.
 
     Raises:
-        UsageError: This process was started once a rank; or nothing says what WORLD_SIZE counts; or
-            there are several hosts and nothing says where the first is.
+        UsageError: This process was started once per rank; or it is unknown what WORLD_SIZE counts;
+            or there are several hosts and the address of the first is unknown.
     """
     if _ALONE & set(chosen):
         return Taken()
-    slot = placement.slot
-    if placement.unclear and not _PLACES & set(chosen):
+    slot, placed = placement.slot, bool(_PLACES & set(chosen))
+    if placement.unclear and not placed:
         raise _unclear(placement)
     if slot is None:
-        return Taken()
+        return Taken(line="" if placed else "; ".join(placement.notes))
     if slot.copies > 1:
         raise _once_a_rank(placement, slot)
     values: dict[str, object] = {}
@@ -61,7 +61,7 @@ def take_node_slot(placement: Placement, chosen: Mapping[str, object]) -> Taken:
 def _meeting(
     placement: Placement, slot: NodeSlot, chosen: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return how the hosts meet; by numbers, unless the user wants from so many to so many."""
+    """Return how the hosts rendezvous: by their numbers, unless the user gave a range of hosts."""
     values: dict[str, object] = {"nnodes": (slot.nnodes, slot.nnodes), "run_id": placement.job}
     wanted = chosen.get("nnodes", values["nnodes"])
     least, most = wanted if isinstance(wanted, tuple) else (1, 1)
@@ -73,7 +73,7 @@ def _meeting(
         return values
     if most > 1 and placement.endpoint is None:
         raise UsageError(
-            "nothing says where the job's first host is",
+            "the address of the job's first host is unknown",
             seen=f"{placement.system}: this is host {slot.node_rank} of {slot.nnodes}",
             fix="Set MASTER_ADDR to the first host's name, or give --rdzv-endpoint HOST:PORT.",
         )
@@ -81,17 +81,17 @@ def _meeting(
 
 
 def _line(placement: Placement, slot: NodeSlot, values: Mapping[str, object]) -> str:
-    """Say in one line what was taken from the cluster; nothing if nothing was."""
+    """Return one line about what was taken from the cluster, or an empty one."""
     if not values:
         return ""
-    said: list[str] = []
+    parts: list[str] = []
     if "nnodes" in values or "node_rank" in values:
-        said.append(f"host {slot.node_rank} of {slot.nnodes}")
+        parts.append(f"host {slot.node_rank} of {slot.nnodes}")
     if "nproc" in values:
-        said.append(f"{slot.nproc} ranks here")
+        parts.append(f"{slot.nproc} ranks here")
     if "endpoint" in values:
-        said.append(f"hosts meet at {placement.endpoint}")
-    return f"{placement.system}: {', '.join(said)} (see `dure env`; --standalone: this host alone)"
+        parts.append(f"the hosts rendezvous at {placement.endpoint}")
+    return f"{placement.system}: {', '.join(parts)} (see `dure env`; --standalone: this host alone)"
 
 
 def _once_a_rank(placement: Placement, slot: NodeSlot) -> UsageError:
@@ -99,21 +99,21 @@ def _once_a_rank(placement: Placement, slot: NodeSlot) -> UsageError:
         System.SLURM: "srun --ntasks-per-node=1",
         System.OPEN_MPI: "mpirun --map-by ppr:1:node",
         System.HYDRA: "mpiexec -ppn 1",
-    }.get(placement.system, "once a host")
+    }.get(placement.system, "once per host")
     return UsageError(
-        "dure run was started once a rank, and would start all ranks again each time",
+        "dure run was started once per rank, and would start all ranks again each time",
         seen=f"{placement.system} started {slot.copies} processes on this host",
-        fix=f"Start one a host (`{how} dure run --nproc {slot.copies} ...`), or the program itself "
-        "without dure run: it finds its rank. --standalone makes each a job of its own.",
+        fix=f"Start one per host (`{how} dure run --nproc {slot.copies} ...`), or the program "
+        "itself without dure run: it finds its rank. --standalone makes each a job of its own.",
     )
 
 
 def _unclear(placement: Placement) -> UsageError:
     member = placement.member
-    told = f"RANK={member.rank}, WORLD_SIZE={member.world_size}" if member else ""
+    seen = f"RANK={member.rank}, WORLD_SIZE={member.world_size}" if member else ""
     return UsageError(
         "RANK and WORLD_SIZE are set, and may count hosts or processes",
-        seen=f"{told}, without LOCAL_RANK",
+        seen=f"{seen}, without LOCAL_RANK",
         fix='If they count hosts (PAI-DLC, old PyTorchJobs): --nnodes "$WORLD_SIZE" --node-rank '
         '"$RANK". If they count processes, start the program without dure run. If they are left '
         "over: --standalone.",

@@ -140,6 +140,8 @@ def start_rank(
             ends.append(read)
             pipes.append(write)
         local = rank if local_rank is None else local_rank
+        if spec.inherits_terminal:  # the launcher finds the pipes at their end
+            pipes[:2] = [fd if os.isatty(fd) else pipes[fd - 1] for fd in (1, 2)]
         start = RankStart(
             spec=spec,
             args=tuple(x.replace("${local_rank}", str(local)) for x in spec.args),  # torchrun's

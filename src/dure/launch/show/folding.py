@@ -1,28 +1,24 @@
-"""The same line from many ranks, shown once; and what stands before each line: who wrote it.
+"""The same line from many ranks, shown once, and the prefix that says which ranks wrote it.
 
-Ranks mostly say the same thing at the same time. A `Folder` holds each line back for a moment, the
-*window*, and lets other ranks' equal lines join it: `[0-3] epoch 2`.
+Ranks mostly print the same thing at the same time. A `Folder` holds each line back for a moment,
+the *window*, and lets other ranks' equal lines join it: `[0-3] epoch 2`.
 
 Lines wait in one queue, as *entries*: a text, and the ranks that wrote it. A line of rank r joins
-the first entry with its text behind r's last entry; if there is none, it begins an entry. So its
-lines are shown in the order in which it wrote them, whatever joins what. An entry leaves once every
-rank is in it, or when its window is over; when too many wait, the oldest leave early.
+the first entry with its text behind r's last entry; if there is none, it begins an entry. So a
+rank's lines are shown in the order in which it wrote them, whatever joins them. An entry leaves
+once every rank is in it, or when its window is over; if too many wait, the oldest leave early.
 
-Line by line, the different tracebacks of two ranks would come under one header. So the lines of a
-traceback, from its header to the line that names the error, go through the folder as one. An error
-of Dure's own mostly comes to several ranks in the same words, for each tells of all ranks
-(`Desync`: who called what, where), while they are at different lines. The second rank's traceback
-is then one line, which says where that rank was.
+Folded line by line, different tracebacks of two ranks would come under one header. So the lines of
+a traceback, from its header to the line that names the error, go through the folder as one text.
 
 `[3] ` is rank 3, `[0-2,5] ` are four ranks that wrote the same line, `[node7:3] ` is rank 3 on the
-host node7. A single rank's prefix is padded to one width, so that lines stand in columns.
+host node7. A single rank's prefix is padded to one width, so that lines are aligned.
 
-Cost: about 1 us a line of processor time.
+Cost: about 1 us of processor time per line.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
@@ -30,7 +26,7 @@ from operator import attrgetter
 
 from dure.launch.spec import Stream
 
-__all__ = ["WINDOW_S", "Entry", "Folder", "Prefixes", "Tracebacks", "rank_set", "say_alike"]
+__all__ = ["WINDOW_S", "Entry", "Folder", "Prefixes", "Tracebacks", "rank_set"]
 
 WINDOW_S = 0.1
 MAX_BYTES = 1 << 20
@@ -40,12 +36,7 @@ _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _MANY = 1  # bold
 
 _HEADER = b"Traceback (most recent call last):"
-_RECORD = b"Flight record: "
 _LONGEST = 1000  # lines that are kept together
-_FRAME = re.compile(rb'(?m)^  File "(?P<file>.*)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
-_OWN = re.compile(rb"dure\.errors\.(?P<kind>\w+): ")
-_VARIES = re.compile(r" \(rank \d+ of \d+[^()]*\)|[\d.e-]+ (?=s\b|ms\b)|\brank\d+\.json")
-"""What tells the ranks' own words apart: who speaks, times, the name of its flight record."""
 
 
 class Entry:
@@ -176,61 +167,33 @@ class Prefixes:
         return f"\x1b[{code}m{text}\x1b[0m"
 
 
-def _words(text: str) -> str:
-    """Return a text without what differs between ranks that say the same."""
-    return _VARIES.sub("", text)
-
-
-def say_alike(one: str, other: str) -> bool:
-    """Tell whether two ranks' errors are the same in other words."""
-    return _words(one) == _words(other)
-
-
 class Tracebacks:
-    """The tracebacks in the lines of all ranks; a pipe is named by an object that stands for it."""
+    """Joins the lines of a traceback into one text; `owner` stands for the pipe they came from."""
 
     def __init__(self) -> None:
         self._held: dict[object, list[bytes]] = {}
-        self._told: dict[str, tuple[int, bytes]] = {}  # an error's words: who was first, and how
 
     def holds(self, owner: object) -> bool:
+        """Whether a traceback has begun, and not ended."""
         return owner in self._held
 
     def release(self, owner: object) -> list[bytes]:
-        """Return the lines that wait, as they are."""
+        """Return the lines that are held back, one by one."""
         return self._held.pop(owner, [])
 
-    def gather(self, owner: object, rank: int, lines: list[bytes]) -> list[bytes]:
-        """Return lines, in which a traceback is one with line breaks in it."""
+    def gather(self, owner: object, lines: list[bytes]) -> list[bytes]:
+        """Return lines, in which a traceback is one text with line breaks in it."""
         if owner not in self._held and _HEADER not in lines:
             return lines
         out: list[bytes] = []
-        alike = False  # the last traceback was told already, and so is the folder of its record
         for line in lines:
             held = self._held.get(owner)
-            if held is None:
-                if line == _HEADER:
-                    self._held[owner] = [line]
-                elif not (alike and line.startswith(_RECORD)):
-                    out.append(line)
-                continue
-            held.append(line)
-            if len(held) > _LONGEST:
-                out += self.release(owner)
-            elif not line.startswith(b" "):
-                block = b"\n".join(self.release(owner))
-                out.append(self._shortened(rank, block))
-                alike = out[-1] is not block
+            if held is None and line == _HEADER:
+                self._held[owner] = [line]
+            elif held is None:
+                out.append(line)
+            else:
+                held.append(line)
+                if not line.startswith(b" ") or len(held) > _LONGEST:
+                    out.append(b"\n".join(self.release(owner)))
         return out
-
-    def _shortened(self, rank: int, block: bytes) -> bytes:
-        """Return a traceback, or one line in its place if another rank has said the same."""
-        last = block.rpartition(b"\n")[2]
-        own, frames = _OWN.match(last), list(_FRAME.finditer(block))
-        if own is None or not frames:
-            return block
-        first, told = self._told.setdefault(_words(last.decode(errors="replace")), (rank, block))
-        if first == rank or told == block:
-            return block
-        at = b"%s:%s" % (frames[-1]["file"], frames[-1]["line"])
-        return b"the same %s as on rank %d, here at %s" % (own["kind"], first, at)

@@ -1,22 +1,21 @@
 """What is kept of a job on disk, below `JobSpec.log_dir`.
 
     LOG_DIR/
-        job.json                        what was started, and what came of it
-        events.jsonl                    what happened, a JSON object a line
-        launcher.log                    what the launcher said
+        job.json                        what was started, and the result
+        events.jsonl                    what happened, one JSON object per line
+        launcher.log                    what the launcher printed
         attempt_0/rank_1/error.json     how it failed, if it did (`dure.errorfile`)
-        attempt_0/filtered_stdout.log   lines of all ranks with a word the user looks for
+        attempt_0/filtered_stdout.log   lines of all ranks with a given word
         attempt_0/rank_1/stdout.log     what rank 1 wrote, as it came, in the first round
+        attempt_0/rank_1/stdout.log.1   what it wrote before, if a size limit was requested
         attempt_1/...                   the same after the first restart
 
 Where several hosts share the directory, all but the first add their number to the names of the
 three files: `events.node1.jsonl`. Nothing here reads these files; `version` in job.json and in the
-event "round" is for programs that do. It grows if a field gets another meaning or is left out.
+event "round" is for programs that do. It grows if a field gets another meaning or is removed.
 
-Others may write to such a directory, as to one in a shared place. Who may can put a symbolic link
-where a file of ours will be, and have us overwrite whatever it points to; or a pipe, and have us
-wait for ever. So below the directory that the user has named, each step is taken from the last
-one's descriptor and follows no link, and what is opened is looked at before it is changed.
+Directories are made for the user alone. A log directory that every user of the machine may write to
+is refused, because others could put links in place of the files.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from dure.launch.ranks.environment import Round
 from dure.launch.spec import JobResult, JobSpec, RankResult, Std, Stream, StreamChoice
@@ -40,10 +37,8 @@ __all__ = ["VERSION", "Logs", "is_kept", "is_shown"]
 VERSION = 1
 """Of job.json and the events."""
 
-_OURS_ALONE = 0o700  # of a directory that is made here: programs print what not everybody may read
-_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_IN_THE_WAY = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
+_OURS_ALONE = 0o700  # ranks print what not every user may read
+_STREAMS: tuple[Stream, Stream] = ("stdout", "stderr")
 
 
 def _choice(choice: StreamChoice, local_rank: int) -> Std:
@@ -51,7 +46,7 @@ def _choice(choice: StreamChoice, local_rank: int) -> Std:
 
 
 def is_kept(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
-    """Whether a rank's stream goes to a file: all do, unless some were chosen."""
+    """Whether a rank's stream is kept in a file: all are, unless some were chosen."""
     if spec.log_dir is None:
         return False
     if spec.redirects == Std.NONE and spec.tee == Std.NONE:
@@ -61,6 +56,7 @@ def is_kept(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
 
 
 def is_shown(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
+    """Whether a rank's stream is shown."""
     if spec.local_ranks_filter is not None and local_rank not in spec.local_ranks_filter:
         return False
     if _choice(spec.tee, local_rank).has(stream):
@@ -68,52 +64,107 @@ def is_shown(spec: JobSpec, local_rank: int, stream: Stream) -> bool:
     return not _choice(spec.redirects, local_rank).has(stream)
 
 
+class LogFile:
+    """A file that is written from its start, and replaced when it has a given size.
+
+    The earlier files are called `PATH.1` (the latest), `PATH.2` and so on. A chunk of output is not
+    divided, so a file may be smaller than the limit, and a chunk that is larger has its own file.
+
+    Args:
+        path: The file.
+        max_bytes: The size limit; None: no limit.
+        keep: How many earlier files to keep.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path, max_bytes: int | None = None, keep: int = 0) -> None:
+        self._path, self._max_bytes, self._keep = path, max_bytes, keep
+        self._size = 0
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
+
+    def write(self, data: bytes) -> None:
+        """Write all of `data`.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self._max_bytes is not None and 0 < self._size > self._max_bytes - len(data):
+            self._rotate()
+        self._size += len(data)
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _rotate(self) -> None:
+        self.close()
+        for number in range(self._keep, 0, -1):
+            newer = self._earlier(number - 1)
+            with contextlib.suppress(FileNotFoundError):
+                newer.replace(self._earlier(number))
+        self._file, self._size = open(self._path, "wb", buffering=0), 0  # noqa: SIM115
+
+    def _earlier(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+
 class Logs:
     """The files of a job. Without a directory (`JobSpec.log_dir`) nothing is kept.
 
     Attributes:
-        trouble: Why something could not be written, once that has happened: a disk that is full
-            ends the keeping, not the job.
+        trouble: Why something could not be written, once that has happened. A full disk ends the
+            logs, not the job.
 
     Raises:
-        OSError: The directory cannot be written.
+        OSError: The directory cannot be made, or every user may write to it.
     """
 
     def __init__(self, spec: JobSpec) -> None:
         self.trouble: OSError | None = None
         self._spec = spec
         self._mark = ""
-        self._outputs: dict[tuple[int, Stream], IO[bytes]] = {}
-        self._filtered: dict[Stream, IO[bytes]] = {}
+        self._outputs: dict[tuple[int, Stream], LogFile] = {}
+        self._filtered: dict[Stream, LogFile] = {}
         self._words = {"stdout": spec.stdout_filters, "stderr": spec.stderr_filters}
         self._job: dict[str, object] = {}
-        self._events: IO[bytes] | None = None
-        self._said: IO[bytes] | None = None
-        self._early = b""  # said before this host had a number
+        self._events: LogFile | None = None
+        self._printed: LogFile | None = None
+        self._early = b""  # printed before this host had a number
         if spec.log_dir is not None:
             spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
+            if spec.log_dir.stat().st_mode & stat.S_IWOTH:
+                text = "every user may write to the log directory; name a directory in it"
+                raise OSError(errno.EPERM, text, str(spec.log_dir))
 
-    def begin(self, round: Round) -> None:
+    def begin(self, this_round: Round) -> None:
         """Keep what was started, and make the files of a round.
 
         Raises:
             OSError: They cannot be made, in the first round.
         """
         self._close_outputs()
-        if self._spec.log_dir is None:
+        top = self._spec.log_dir
+        if top is None:
             return
         try:
-            if self._said is None:
-                self._open_journal(self._spec.log_dir, round.node)
-            for local_rank in range(round.nproc):
-                self._open_rank(self._spec.log_dir, round, local_rank)
-            self._open_filtered(self._spec.log_dir, round)
+            if self._printed is None:
+                self._mark = f".node{this_round.node}" if this_round.node else ""
+                self._events = LogFile(top / f"events{self._mark}.jsonl")
+                self._printed = LogFile(top / f"launcher{self._mark}.log")
+                self._write(self._printed, self._early)
+            self._open_outputs(top / f"attempt_{this_round.number}", this_round)
         except OSError as error:
-            if round.number == 0:
+            if this_round.number == 0:
                 raise
             self._fail(error)
-        at = {"number": round.number, "node": round.node}
-        self.note("round", version=VERSION, **at, hosts=round.hosts, nprocs=round.nprocs)
+        at = {"number": this_round.number, "node": this_round.node}
+        self.note("round", version=VERSION, **at, hosts=this_round.hosts, nprocs=this_round.nprocs)
         self._job |= {
             "format": "dure job",
             "version": VERSION,
@@ -121,45 +172,37 @@ class Logs:
             "kind": self._spec.kind,
             "run_id": self._spec.run_id,
             "directory": str(Path.cwd()),
-            "rounds": round.number + 1,
-            "hosts": round.hosts,
-            "nprocs": round.nprocs,
+            "rounds": this_round.number + 1,
+            "hosts": this_round.hosts,
+            "nprocs": this_round.nprocs,
             "state": "running",
         }
         self._write_job()
 
-    def _open_journal(self, top: Path, node: int) -> None:
-        self._mark = f".node{node}" if node else ""
-        with _below(top) as directory:
-            self._events = _open(directory, top / f"events{self._mark}.jsonl")
-            self._said = _open(directory, top / f"launcher{self._mark}.log")
-        self._write(self._said, self._early)
-
-    def _open_rank(self, top: Path, round: Round, local_rank: int) -> None:
-        rank = round.rank(local_rank)
-        path = top / f"attempt_{round.number}" / f"rank_{rank}"
-        with _below(top, path.parent.name, path.name) as directory:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink("error.json", dir_fd=directory)  # of an earlier job
-            streams: tuple[Stream, Stream] = ("stdout", "stderr")
-            for stream in streams:
-                if is_kept(self._spec, local_rank, stream):
-                    self._outputs[rank, stream] = _open(directory, path / f"{stream}.log")
-
-    def _open_filtered(self, top: Path, round: Round) -> None:
-        streams: tuple[Stream, Stream] = ("stdout", "stderr")
-        for stream in streams:
+    def _open_outputs(self, attempt: Path, this_round: Round) -> None:
+        spec = self._spec
+        for local_rank in range(this_round.nproc):
+            rank = this_round.rank(local_rank)
+            directory = attempt / f"rank_{rank}"
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "error.json").unlink(missing_ok=True)  # of an earlier job
+            for stream in _STREAMS:
+                if is_kept(spec, local_rank, stream):
+                    self._outputs[rank, stream] = self._log(directory / f"{stream}.log")
+        for stream in _STREAMS:
             if self._words[stream]:
-                mark = f".node{round.node}" if round.node else ""
-                path = top / f"attempt_{round.number}" / f"filtered_{stream}{mark}.log"
-                with _below(top, path.parent.name) as directory:
-                    self._filtered[stream] = _open(directory, path)
+                path = attempt / f"filtered_{stream}{self._mark}.log"
+                self._filtered[stream] = self._log(path)
+
+    def _log(self, path: Path) -> LogFile:
+        return LogFile(path, self._spec.log_max_bytes, self._spec.log_keep)
 
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Keep what a rank wrote."""
         self._write(self._outputs.get((rank, stream)), data)
 
     def lines(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
-        """Collect those lines of a rank that hold a word the user looks for."""
+        """Keep the lines of a rank that contain a word the user looks for."""
         if stream in self._filtered:
             words = [os.fsencode(word) for word in self._words[stream]]
             found = [line for line in lines if any(word in line for word in words)]
@@ -167,17 +210,19 @@ class Logs:
             self._write(self._filtered[stream], text)
 
     def note(self, event: str, **fields: object) -> None:
-        """Append one event, with the time of day in seconds."""
+        """Append one event, with the time in seconds since 1970."""
         content = {"time": _seconds(time.time()), "event": event} | fields
         self._write(self._events, json.dumps(content).encode() + b"\n")
 
     def said(self, text: str) -> None:
+        """Keep a line of the launcher."""
         line = text.encode(errors="backslashreplace") + b"\n"
-        if self._said is None:
+        if self._printed is None:
             self._early += line
-        self._write(self._said, line)
+        self._write(self._printed, line)
 
     def conclude(self, result: JobResult) -> None:
+        """Keep the result of the job."""
         failure = result.first_failure
         self._job |= {
             "state": "succeeded" if result.ok else "failed",
@@ -198,18 +243,16 @@ class Logs:
         path = top / f"job{self._mark}.json"
         fresh = path.with_suffix(".json.part")
         try:
-            with _below(top) as directory:
-                with _open(directory, fresh) as file:
-                    file.write(json.dumps(self._job, indent=1).encode() + b"\n")
-                os.replace(fresh.name, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+            fresh.write_bytes(json.dumps(self._job, indent=1).encode() + b"\n")
+            fresh.replace(path)
         except OSError as error:
             self.trouble = error
 
-    def _write(self, file: IO[bytes] | None, data: bytes) -> None:
-        left = memoryview(data)
+    def _write(self, file: LogFile | None, data: bytes) -> None:
+        if file is None or not data:
+            return
         try:
-            while file is not None and left:
-                left = left[file.write(left) :]
+            file.write(data)
         except OSError as error:
             self._fail(error)
 
@@ -220,18 +263,17 @@ class Logs:
 
     def _close_outputs(self) -> None:
         for file in (*self._outputs.values(), *self._filtered.values()):
-            with contextlib.suppress(OSError):
-                file.close()
+            file.close()
         self._outputs.clear()
         self._filtered.clear()
 
     def close(self) -> None:
+        """Close all files."""
         self._close_outputs()
-        for file in (self._events, self._said):
+        for file in (self._events, self._printed):
             if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
-        self._events = self._said = None
+                file.close()
+        self._events = self._printed = None
 
 
 def _seconds(seconds: float) -> float:
@@ -243,45 +285,3 @@ def _plain(rank: RankResult) -> dict[str, object]:
     content: dict[str, object] = {**dataclasses.asdict(rank), "status": rank.status}
     content["stack"] = [str(frame) for frame in rank.stack]
     return content
-
-
-@contextlib.contextmanager
-def _below(top: Path, *names: str) -> Iterator[int]:
-    """Open a directory below `top`, made where it is missing, and yield its descriptor."""
-    with contextlib.ExitStack() as opened:
-        fd, path = os.open(top, _DIRECTORY), top
-        opened.callback(os.close, fd)
-        for name in names:
-            path /= name
-            with _named(path):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(name, dir_fd=fd)
-                fd = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-            opened.callback(os.close, fd)
-        yield fd
-
-
-def _open(directory: int, path: Path) -> IO[bytes]:
-    """Open a regular file of this directory to write it anew."""
-    with _named(path):
-        file = os.fdopen(os.open(path.name, _FILE, 0o666, dir_fd=directory), "wb", buffering=0)
-        try:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.ENXIO, "")
-            file.truncate(0)
-        except OSError:
-            file.close()
-            raise
-    return file
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Let an error say which file it is about, and what is in its way."""
-    try:
-        yield
-    except OSError as error:
-        text = error.strerror
-        if error.errno in _IN_THE_WAY:
-            text = "a link, or something else that is not ours, has its name; remove it"
-        raise OSError(error.errno, text, str(path)) from None

@@ -1,17 +1,17 @@
 """Many ranks' output on one terminal, line by line.
 
-Each pipe has a `LineReader`, which cuts what comes into lines, and the terminal (or file) has a
-`Sink`, which writes them with a prefix. The rules:
+Each pipe has a `LineReader`, which cuts bytes into lines, and the terminal (or file) has a `Sink`,
+which writes them with a prefix. The rules:
 
 - A line is written whole: a long one is held back until its newline has come.
-- A line without an end (a prompt, a progress bar) is shown once nothing has come for `IDLE_S`; one
-  that goes back to its start (a progress bar, which may never be idle) every `PATIENCE_S`. What
-  comes next from the same pipe goes on behind it; what comes from another starts a new line first.
-- Bytes are passed on as they are. Only on a terminal, a carriage return is followed by the prefix
-  again, since it makes the cursor go back over it.
-- The launcher must never wait for who reads its output, or it could not end the job. So the sink
-  queues, writes only what the kernel takes at once, and says when it is `full`: the launcher then
-  stops reading from the ranks.
+- A line without an end (a prompt, a progress bar) is shown once nothing has come for `IDLE_S`; in a
+  file, one that returns to its start (a progress bar, which may never be idle) every `PATIENCE_S`.
+  What comes next from the same pipe continues it; what comes from another starts a new line first.
+- Bytes are passed on as they are. On a terminal, what returns to its start is drawn in an *area* at
+  the bottom (see `screen`), with one prefix per row.
+- The launcher must never wait for the reader of its output, or it could not end the job. So the
+  sink queues, writes only what the kernel takes at once, and reports when it is `full`: the
+  launcher then stops reading from the ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import select
 import stat
 from collections import deque
+from collections.abc import Sequence
 
 from dure.launch.spec import Stream
 
@@ -30,6 +31,7 @@ IDLE_S = 0.2
 PATIENCE_S = 1.0
 _HOLD_BYTES = 64 << 20  # the longest line that is held back
 _QUEUE_BYTES = 1 << 20
+_NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 
 
 class LineReader:
@@ -45,11 +47,12 @@ class LineReader:
 
     @property
     def holds(self) -> bool:
+        """Whether some of an unfinished line is held back."""
         return bool(self._parts)
 
     @property
     def show_at(self) -> float:
-        """When what is held back should be shown, finished or not."""
+        """When what is held back is shown, finished or not."""
         idle = self._last_at + IDLE_S
         return min(idle, self._begun_at + PATIENCE_S) if self._returns else idle
 
@@ -64,7 +67,7 @@ class LineReader:
         return self._held_bytes > _HOLD_BYTES
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Take bytes and return the lines that they complete, without their newlines."""
+        """Take bytes, and return the lines that they complete, without their newlines."""
         self._last_at = now
         lines = data.split(b"\n")
         rest = lines.pop()
@@ -106,13 +109,13 @@ class Sink:
         self.trouble: OSError | None = None
         self._may_block = True
         self.terminal = os.isatty(fd)
-        self._fresh: list[bytes] = []  # what comes behind the queue
+        self._fresh: list[bytes] = []  # comes after the queue
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
-        self._area: list[bytes] = []  # what stays below all that is written
-        self._drawn = 0  # lines of it that stand there
+        self._area: list[bytes] = []  # rows that stay below everything that is written
+        self._drawn = 0  # how many of them are on the terminal
         self._redraw = False
-        self._owner: object = None  # whose unfinished line the cursor stands behind
+        self._owner: object = None  # the pipe behind whose unfinished line the cursor is
         try:
             self._may_block = not stat.S_ISREG(os.fstat(fd).st_mode)
         except OSError:  # the descriptor was closed before we started
@@ -134,29 +137,28 @@ class Sink:
         """Queue whole lines of one pipe, for which `owner` stands."""
         if not lines:
             return
-        if self.terminal and any(b"\r" in line for line in lines):
-            lines = [self._body(line, prefix) for line in lines]
         body = (b"\n" + prefix).join(lines) + b"\n"
         self._push(body if self._owner is owner else self._fresh_line() + prefix + body)
         self._owner = None
 
     def put_part(self, owner: object, prefix: bytes, text: bytes) -> None:
-        """Queue some of a pipe's line, whose end has not come."""
+        """Queue a part of a pipe's line, whose end has not come."""
         before = b"" if self._owner is owner else self._fresh_line() + prefix
-        self._push(before + self._body(text, prefix))
+        self._push(before + text)
         self._owner = owner
 
     def say(self, text: str) -> None:
-        """Queue lines of the launcher's own, on lines of their own."""
+        """Queue a line of the launcher."""
         self._push(self._fresh_line() + text.encode(errors="backslashreplace") + b"\n")
 
-    def put_area(self, lines: list[str]) -> None:
-        """Keep lines at the bottom of the terminal, in place of those kept before.
+    def put_area(self, rows: Sequence[bytes]) -> None:
+        """Keep rows at the bottom of the terminal, in place of those kept before.
 
-        Each must fit into a line of the terminal, and all that is put must end with a newline.
+        A row that is longer than a line of the terminal is cut off by the terminal.
         """
-        self._area = [line.encode(errors="replace") for line in lines]
-        self._redraw = True
+        if rows or self._area:
+            self._area = list(rows)
+            self._redraw = True
 
     def finish(self) -> None:
         """Leave the cursor at the start of a line."""
@@ -178,23 +180,20 @@ class Sink:
         self._owner = None
         return newline
 
-    def _body(self, text: bytes, prefix: bytes) -> bytes:
-        if not self.terminal or b"\r" not in text:
-            return text
-        head, last = text[:-1], text[-1:]  # a last \r may belong to \r\n
-        return head.replace(b"\r", b"\r" + prefix) + last
-
     def _push(self, data: bytes) -> None:
         if data and not self.broken:
             self._fresh.append(data)
             self._queued_bytes += len(data)
 
     def _gather(self) -> None:
-        """Make one chunk of what was pushed: it costs a system call each."""
+        """Make one chunk of what was pushed: each costs a system call."""
         if not self._fresh and not self._redraw:
             return
         erase = b"\x1b[%dF\x1b[J" % self._drawn if self._drawn else b""
-        area = b"".join(line + b"\n" for line in self._area)
+        area = b""
+        if self._area:
+            rows = b"".join(row + b"\x1b[0m\n" for row in self._area)
+            area = self._fresh_line() + _NO_WRAP + rows + _WRAP
         self._drawn, self._redraw = len(self._area), False
         data = b"".join((erase, *self._fresh, area))
         self._queued_bytes += len(erase) + len(area)
@@ -213,7 +212,7 @@ class Sink:
             written = os.write(self.fd, data[:limit])
         except BlockingIOError:
             written = 0
-        except OSError as error:  # nobody reads any more, or the disk is full
+        except OSError as error:  # the reader has gone, or the disk is full
             self.broken, self.trouble = True, error
             self._queue.clear()
             self._fresh.clear()

@@ -1,36 +1,39 @@
 """The summary of a job that failed or was interrupted: what the user reads last.
 
-It tells the rank that failed first, how, its traceback unless that stands in the output above
-already, and what it did last; which ranks failed in the same way; and of each other rank where it
-was: the error it raised because of the first, or its Python stack, and its last operation. Ranks of
-which the same is to be said are named together.
+It names the rank that failed first, how, its traceback unless that is in the output above already,
+and its last operation; the ranks that failed in the same way; and where each other rank was: the
+error it raised because of the first, or its Python stack, and its last operation. Ranks with the
+same text are named together.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+import sysconfig
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from dure.launch.show.folding import rank_set, say_alike
+from dure.launch.show.folding import rank_set
 from dure.launch.spec import Exit, Frame, JobResult, RankResult, signal_name
 from dure.trace.frames import is_library
 
 __all__ = ["summary", "where"]
 
 _FRAME = re.compile(r'(?m)^  File "(.*)", line (\d+)(?:, in (.*))?$')
+_DURE = f"{Path(__file__).parents[2]}/"
+_PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _SHOWN_BEFORE = 160  # characters of an error that the user has just seen
 _HINTS = {
-    signal.SIGKILL: "perhaps the kernel ran out of memory (see `dmesg`), or somebody killed it",
-    signal.SIGSEGV: "native code touched memory not its own; set PYTHONFAULTHANDLER=1 to see where",
+    signal.SIGKILL: "perhaps the kernel ran out of memory (see `dmesg`), or a user killed it",
+    signal.SIGSEGV: "native code used memory that is not its own; PYTHONFAULTHANDLER=1 shows where",
     signal.SIGBUS: "a file or memory it had mapped was too small (is the disk or /dev/shm full?)",
-    signal.SIGABRT: "native code gave up; its last words are in the output above",
+    signal.SIGABRT: "native code gave up; its last message is in the output above",
     signal.SIGILL: "a library was built for another processor",
     signal.SIGFPE: "native code divided by zero",
-    signal.SIGXCPU: "its limit of processor time is used up (see `ulimit -t`)",
-    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGXCPU: "its limit of processor time was reached (see `ulimit -t`)",
+    signal.SIGTERM: "another process asked it to end",
 }
 
 
@@ -40,25 +43,37 @@ def _never(rank: int, text: str) -> bool:
 
 
 def where(stack: tuple[Frame, ...]) -> str:
-    """Say in one line where a stack is: the innermost line of the user's, and what it called."""
-    if not stack:
-        return "in no Python code"
+    """Return in one line where a stack is: the program's innermost line, and what it called.
+
+    The program may be an installed package. A rank that starts or ends has no line of the program,
+    and a line of Dure's or Python's own would mislead.
+    """
+    candidates = [frame for frame in stack if not _is_internal(frame.file)]
+    user = next((frame for frame in candidates if not is_library(frame.file)), None)
+    user = user or next(iter(candidates), None)
+    if user is None:
+        return "in no line of the program (starting or ending)"
     inner = stack[0]
-    user = next((frame for frame in stack if not is_library(frame.file)), inner)
     if user is inner:
         return str(user)
     return f"{user} (inside {inner.function}, {Path(inner.file).name}:{inner.line})"
 
 
+def _is_internal(file: str) -> bool:
+    """Whether a file is Dure's or of Python's standard library."""
+    installed = "site-packages" in file or "dist-packages" in file
+    return file.startswith(("<", _DURE)) or (file.startswith(_PYTHON) and not installed)
+
+
 def summary(
     result: JobResult, shown: Callable[[int, str], bool] = _never, limit: int = 32
 ) -> list[str]:
-    """Return the lines that tell the user why the job ended; none if there is nothing to tell.
+    """Return the lines that say why the job ended; none if there is nothing to report.
 
     Args:
-        result: What became of the job.
-        shown: Tells whether a rank has just written a text that the user could see.
-        limit: How many lines about other ranks to give at most.
+        result: The result of the job.
+        shown: Whether a rank has just written a text that the user could see.
+        limit: The most lines about other ranks.
     """
     if result.first_failure is not None:
         return _failure(result, result.first_failure, shown, limit)
@@ -87,9 +102,9 @@ def _failure(
     others = [rank for rank in others if rank not in alike]
     if others:
         replaced = any(rank.rank == failure.rank for rank in others)
-        fate = "it was replaced" if replaced else "the others went on without it"
-        lines.append(f"{fate}, and the job succeeded:" if result.ok else "where the others were:")
-    return lines + _fates(others, limit, failure)
+        then = "it was replaced" if replaced else "the others continued without it"
+        lines.append(f"{then}, and the job succeeded:" if result.ok else "where the others were:")
+    return lines + _others(others, limit, failure)
 
 
 def _traceback(rank: int, traceback: str, shown: Callable[[int, str], bool]) -> list[str]:
@@ -115,7 +130,7 @@ def _is_alike(rank: RankResult, failure: RankResult) -> bool:
 
 
 def _general(rank: RankResult, text: str) -> str:
-    """Take a rank's own number out of a text, so that those of several can be compared."""
+    """Remove a rank's own number from a text, so that texts of several ranks can be compared."""
     return re.sub(rf"\b(rank:? ){rank.rank}\b", r"\1*", text, flags=re.IGNORECASE)
 
 
@@ -125,12 +140,12 @@ def _ranks(ranks: list[RankResult]) -> str:
     return f"rank {numbers} (pid {ranks[0].pid})" if one else f"ranks {numbers}"
 
 
-def _fates(ranks: list[RankResult], limit: int, failure: RankResult) -> list[str]:
-    """Say where ranks were, those together of which the same is to be said."""
+def _others(ranks: list[RankResult], limit: int, failure: RankResult) -> list[str]:
+    """Return where ranks were, those with the same text together."""
     groups: dict[tuple[str, ...], list[RankResult]] = {}
     texts: dict[tuple[str, ...], list[str]] = {}
     for rank in ranks:
-        text = [_fate(rank, failure), *_doing(rank)]
+        text = [_where_was(rank, failure), *_doing(rank)]
         key = tuple(_general(rank, re.sub(r"[\d.e-]+ s earlier", "", part)) for part in text)
         groups.setdefault(key, []).append(rank)
         texts.setdefault(key, text)
@@ -139,7 +154,7 @@ def _fates(ranks: list[RankResult], limit: int, failure: RankResult) -> list[str
         first, *more = texts[key]
         lines += [f"  {_ranks(members)}: {first}", *(f"    {text}" for text in more)]
     if len(lines) > limit:
-        lines[limit:] = [f"  ... and {len(lines) - limit} lines more (see job.json of --log-dir)"]
+        lines[limit:] = [f"  ... and {len(lines) - limit} more lines (see job.json of --log-dir)"]
     return lines
 
 
@@ -147,20 +162,22 @@ def _interruption(result: JobResult, number: int) -> list[str]:
     if number == signal.SIGPIPE:  # the launcher has said why
         return ["all ranks were ended"]
     lines = [f"{signal_name(number)}: all ranks were ended"]
-    told = [rank for rank in result.ranks if rank.stack]
-    return lines + [f"  rank {rank.rank} (pid {rank.pid}): {where(rank.stack)}" for rank in told]
+    with_stack = [rank for rank in result.ranks if rank.stack]
+    return lines + [
+        f"  rank {rank.rank} (pid {rank.pid}): {where(rank.stack)}" for rank in with_stack
+    ]
 
 
 def _how(rank: RankResult) -> str:
-    told = rank.crash is not None and rank.crash.type not in ("SystemExit", "error")
-    if rank.crash is not None and (rank.ended_by_launcher or (told and not rank.exit.signal)):
+    raised = rank.crash is not None and rank.crash.type not in ("SystemExit", "error")
+    if rank.crash is not None and (rank.ended_by_launcher or (raised and not rank.exit.signal)):
         return f"it raised {rank.crash.type}"
     hint = _hint(rank.exit)
     return f"{rank.exit}{f' ({hint})' if hint else ''}"
 
 
-def _hint(exit: Exit) -> str:
-    return _HINTS.get(signal.Signals(exit.signal), "") if exit.signal in set(signal.Signals) else ""
+def _hint(how: Exit) -> str:
+    return _HINTS.get(signal.Signals(how.signal), "") if how.signal in set(signal.Signals) else ""
 
 
 def _last_words(traceback: str) -> str:
@@ -170,20 +187,20 @@ def _last_words(traceback: str) -> str:
     return lines[min(frames[-1] + 1, len(lines) - 1)] if frames else lines[-1]
 
 
-def _fate(rank: RankResult, failure: RankResult) -> str:
+def _where_was(rank: RankResult, failure: RankResult) -> str:
     """Describe in one line what became of a rank that did not fail first."""
     if rank.crash is not None:
-        said = _last_words(rank.crash.traceback)
+        error = _last_words(rank.crash.traceback)
         first = "" if failure.crash is None else _last_words(failure.crash.traceback)
         frames = _FRAME.findall(rank.crash.traceback)
-        if frames and say_alike(said, first):
+        if frames and _general(rank, error) == _general(failure, first):
             file, line, function = frames[-1]
             return f"raised the same {rank.crash.type}, at {file}:{line} in {function}"
-        return f"failed as well: {said}"
-    if rank.finished and rank.ended_by_launcher:
+        return f"failed as well: {error}"
+    if rank.finished and (rank.ended_by_launcher or rank.exit.signal == signal.SIGTERM):
         return "had finished its program"
     if rank.stack:
         return where(rank.stack)
     if rank.ended_by_launcher:
-        return "did not say (starting, ending, or not a Python program)"
+        return "did not answer (starting, ending, or not a Python program)"
     return f"ended with {rank.exit}" if rank.exit.ok else f"had ended: {rank.exit}"

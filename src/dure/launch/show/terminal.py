@@ -1,14 +1,19 @@
-"""Where the ranks' output goes: to the terminal or to a function, and to files if asked for.
+"""Where the ranks' output goes: to the terminal or to a function, and to files if requested.
 
-A rank's bytes take this way: pipe, log file (as they are), `LineReader` (lines), `Folder` (lines
-that several ranks wrote alike, once), `Sink` (with a prefix, to the terminal). A function that was
-asked for (`JobSpec.on_line`) gets every line in place of the last two.
+A rank's bytes pass through: pipe, log file (unchanged), `LineReader` or, on a terminal, `Screen`
+(lines), `Folder` (equal lines of several ranks, once), `Sink` (with a prefix). A function of the
+caller (`JobSpec.on_line`) gets every line in place of the last two.
+
+With one rank on this host, and none of the options that ask for its output, the rank gets the
+launcher's terminal itself (`inherits`). Otherwise its variables say that a terminal shows what it
+writes (`terminal_variables`), so that it prints colors and draws progress bars.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections import deque
 
@@ -17,15 +22,42 @@ from dure.launch.ranks.environment import Round
 from dure.launch.ranks.report import Step
 from dure.launch.ranks.spawn import RankProcess
 from dure.launch.show.folding import WINDOW_S, Entry, Folder, Prefixes, Tracebacks
-from dure.launch.show.live import Rows
 from dure.launch.show.logs import Logs, is_shown
 from dure.launch.show.output import LineReader, Sink, same_file
+from dure.launch.show.rows import Rows
+from dure.launch.show.screen import Screen
 from dure.launch.spec import Crash, Exit, JobResult, JobSpec, Line, Stream
 
-__all__ = ["Terminal"]
+__all__ = ["Terminal", "terminal_variables"]
 
+_DRAW_S = 0.05  # between two drawings of progress bars
 _SEEN = 200
 _SEEN_BYTES = 1 << 13  # of each of these lines
+_COLOR = re.compile(rb"\x1b\[[\d;]*m")
+
+
+def terminal_variables(spec: JobSpec) -> dict[str, str]:
+    """Return the variables by which ranks learn that a terminal shows what they write.
+
+    rich and many others read FORCE_COLOR and TTY_COMPATIBLE, tqdm COLUMNS and LINES. A variable
+    that is already set is left alone.
+    """
+    fd = next((fd for fd in (2, 1) if os.isatty(fd)), None)
+    if fd is None or spec.on_line is not None:
+        return {}
+    try:
+        columns, lines = os.get_terminal_size(fd)
+    except OSError:
+        return {}
+    found = {"TTY_COMPATIBLE": "1"}
+    if not env.text("NO_COLOR"):
+        found["FORCE_COLOR"] = "1"
+    if columns and lines:
+        prefix = len(Prefixes(0, spec.nproc * spec.nnodes[1]).of(1, colour=False))
+        width = columns - (0 if spec.prefix == "none" else prefix)
+        found |= {"COLUMNS": str(max(20, width)), "LINES": str(lines)}
+    present = env.everything()
+    return {name: value for name, value in found.items() if name not in present}
 
 
 class Terminal:
@@ -46,12 +78,13 @@ class Terminal:
         self._colour = {sink.fd: sink.terminal and not env.text("NO_COLOR") for sink in self.sinks}
         self._prefixes = Prefixes(0, spec.nproc)
         self._first_rank = 0
-        self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of errors
+        self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of standard error
         self._tracebacks = Tracebacks()
         self._begun: set[LineReader] = set()  # whose line was shown in part
-        self._live = spec.live and spec.on_line is None and out.terminal
-        looked_at = self._live or spec.watcher is not None
-        self._rows = Rows(" ".join((spec.program, *spec.args))) if looked_at else None
+        self._drawn_at = float("-inf")
+        self._changed = False  # progress bars are to be drawn
+        self._day = time.time() - time.monotonic()
+        self._rows = Rows() if spec.watcher is not None else None
         self._warned = False
         self._logs = Logs(spec)
 
@@ -62,12 +95,12 @@ class Terminal:
 
     @property
     def broken(self) -> bool:
-        """Whether nobody reads the standard output any more."""
+        """Whether the standard output cannot be written any more."""
         return self._sinks["stdout"].broken
 
     @property
     def unread(self) -> bool:
-        """Whether a broken standard output is one that nobody reads, and not a full disk."""
+        """Whether a broken standard output has no reader, and is not a full disk."""
         trouble = self._sinks["stdout"].trouble
         return trouble is None or trouble.errno == errno.EPIPE
 
@@ -81,14 +114,15 @@ class Terminal:
 
     @property
     def wake_at(self) -> float | None:
-        if self._spec.on_line is not None:
-            return None
-        held = [reader.show_at for reader in self._readers if self._may_show_part(reader)]
-        held += [self._rows.draw_at] if self._rows is not None else []
-        held += [f.wake_at for f in self._folders.values() if f.wake_at is not None]
-        return min(held, default=None)
+        """When `tick` is to be called."""
+        times = [] if self._rows is None else [self._rows.due_at]
+        if self._spec.on_line is None:
+            times += [reader.show_at for reader in self._readers if self._may_show_part(reader)]
+            times += [f.wake_at for f in self._folders.values() if f.wake_at is not None]
+            times += [self._drawn_at + _DRAW_S] if self._changed else []
+        return min(times, default=None)
 
-    def begin(self, round: Round) -> None:
+    def begin(self, this_round: Round) -> None:
         """Start on a round of the job: its ranks, their number and files.
 
         Raises:
@@ -98,33 +132,35 @@ class Terminal:
         self._readers.clear()
         self._begun.clear()
         self._tracebacks = Tracebacks()
-        self._first_rank = round.first_rank
-        spec, several = self._spec, round.num_hosts > 1
+        self._first_rank = this_round.first_rank
+        spec, several = self._spec, this_round.num_hosts > 1
         with_host = spec.prefix == "host" or (spec.prefix == "auto" and several)
-        host = round.host if with_host else None
+        host = this_round.host if with_host else None
         shown = spec.prefix != "none"
-        self._prefixes = Prefixes(round.first_rank, round.world_size, host, shown)
+        self._prefixes = Prefixes(this_round.first_rank, this_round.world_size, host, shown)
         for stream, sink in self._sinks.items():
-            ranks = [r for r in range(round.nproc) if is_shown(spec, r, stream)]
+            ranks = [r for r in range(this_round.nproc) if is_shown(spec, r, stream)]
             self._folders[sink.fd] = Folder(ranks, WINDOW_S if spec.fold else 0.0)
-        self._logs.begin(round)
+        self._logs.begin(this_round)
         self._warn()
 
     def started(self, process: RankProcess) -> None:
+        """Record that a rank has started."""
         rank, pid = process.rank, process.pid
         self._logs.note("started", rank=rank, pid=pid, host=process.host)
         if self._rows is not None:
             self._rows.started(rank, pid, process.host)
 
-    def ended(self, process: RankProcess, exit: Exit) -> None:
+    def ended(self, process: RankProcess, how: Exit) -> None:
+        """Record that a rank has ended."""
         rank, pid = process.rank, process.pid
-        self._logs.note("ended", rank=rank, pid=pid, code=exit.code, signal=exit.signal)
+        self._logs.note("ended", rank=rank, pid=pid, code=how.code, signal=how.signal)
         self._warn()
         if self._rows is not None:
-            self._rows.ended(rank, exit.ok)
+            self._rows.ended(rank, how.ok)
 
     def reported(self, rank: int, crash: Crash | None, step: Step | None) -> None:
-        """Take note of what a rank told of itself: its crash, the first time, or its progress."""
+        """Record what a rank reported: its crash, the first time, or its progress."""
         if crash is not None:
             self._logs.note("crashed", rank=rank, type=crash.type, message=crash.message)
         if self._rows is None:
@@ -135,7 +171,9 @@ class Terminal:
             self._rows.progressed(rank, step)
 
     def reader(self, rank: int, stream: Stream) -> LineReader:
-        reader = LineReader(rank, stream)
+        """Return what cuts a pipe's bytes into lines."""
+        draws = self._sinks[stream].terminal and self._spec.on_line is None
+        reader = Screen(rank, stream) if draws else LineReader(rank, stream)
         self._readers.append(reader)
         return reader
 
@@ -144,6 +182,9 @@ class Terminal:
         self._logs.write(reader.rank, reader.stream, data)
         lines = reader.feed(data, now)
         self._logs.lines(reader.rank, reader.stream, lines)
+        self._changed = self._changed or _draws(reader)
+        if lines:
+            self._settle_others(reader, now)
         self._show(reader, lines, now)
         if self._rows is not None:
             self._rows.wrote(reader.rank, lines[-1] if lines else reader.held, now)
@@ -153,37 +194,39 @@ class Terminal:
 
     def tick(self, now: float) -> None:
         """Show what has waited long enough: unfinished lines, and lines that might have folded."""
+        if self._rows is not None and self._spec.watcher is not None and now >= self._rows.due_at:
+            self._spec.watcher.saw(self._rows.look(now))
         if self._spec.on_line is not None:
             return
-        if self._rows is not None and now >= self._rows.draw_at:
-            self._look(self._rows, now)
         for reader in self._readers:
             if self._may_show_part(reader) and now >= reader.show_at:
                 self._show_part(reader, now)
         for sink in self.sinks:
             self._put(sink, self._folders[sink.fd].due(now))
+        if self._changed and now >= self._drawn_at + _DRAW_S:
+            self._draw(now)
 
     def has_shown(self, rank: int, text: str) -> bool:
-        """Tell whether a text is among the last lines of errors that a rank was seen to write.
+        """Whether a text is among the last lines of standard error that a rank was seen to write.
 
-        torch.distributed puts `[rank1]: ` before each line of a traceback: it is the same then.
+        torch.distributed puts `[rank1]: ` before each line of a traceback, and Python colors it.
         """
         mark = b"[rank%d]: " % rank
-        lines = [line.removeprefix(mark) for line in self._seen.get(rank, ())]
+        lines = [_COLOR.sub(b"", line).removeprefix(mark) for line in self._seen.get(rank, ())]
         return text.strip().encode() in b"\n".join(lines)
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher's own, behind what ranks wrote before it."""
+        """Show a line of the launcher, behind what ranks wrote before it."""
         self._logs.said(text)
         if self._spec.quiet:
             return
         for sink in self.sinks:
             self._put(sink, self._folders[sink.fd].flush())
-        self._sinks["stderr"].say(f"[dure] {text}")
+        self._sinks["stderr"].say(f"{self._stamp(time.monotonic()).decode()}[dure] {text}")
         self._sinks["stderr"].write_some()
 
     def _warn(self) -> None:
-        """Say once that the disk takes no more of the logs."""
+        """Report once that the disk takes no more of the logs."""
         trouble = self._logs.trouble
         if trouble is None or self._warned:
             return
@@ -195,14 +238,13 @@ class Terminal:
         )
 
     def conclude(self, result: JobResult) -> None:
+        """Keep the result of the job."""
         self._logs.conclude(result)
         self._warn()
 
     def finish(self) -> None:
         """Show what is left of unfinished lines, and close the files."""
         self._flush()
-        if self._live:
-            self._sinks["stdout"].put_area([])
         if self._spec.watcher is not None and self._rows is not None:
             self._spec.watcher.saw(self._rows.look(time.monotonic()))
         for sink in self.sinks:
@@ -210,28 +252,43 @@ class Terminal:
         self.close()
 
     def close(self) -> None:
+        """Close the files."""
         self._logs.close()
 
     def _flush(self) -> None:
+        now = time.monotonic()
         for reader in self._readers:
-            self._show_part(reader, 0.0)
+            if _draws(reader):
+                self._show(reader, reader.flush().split(b"\n"), now)
+            self._show_part(reader, now)
         for sink in self.sinks:
             self._put(sink, self._folders[sink.fd].flush())
+            sink.put_area([])
+            sink.write_some()
 
-    def _look(self, rows: Rows, now: float) -> None:
-        """Show the watcher where the ranks are, and draw them unless the terminal is behind."""
-        seen = rows.look(now)
-        if self._spec.watcher is not None:
-            self._spec.watcher.saw(seen)
-        sink = self._sinks["stdout"]
-        if not self._live or sink.waiting:
-            return
-        try:
-            width, height = os.get_terminal_size(sink.fd)
-        except OSError:
-            return
-        sink.put_area(rows.draw(now, width or 80, height or 24))
-        sink.write_some()
+    def _draw(self, now: float) -> None:
+        """Draw the progress bars, unless the terminal has not taken the last drawing."""
+        self._drawn_at, self._changed = now, False
+        for sink in self.sinks:
+            if sink.waiting:
+                self._changed = True
+                continue
+            readers = [r for r in self._readers if self._sinks[r.stream] is sink]
+            rows = [row for reader in readers for row in self._bars(reader, sink)]
+            if rows:
+                most = max(1, os.get_terminal_size(sink.fd).lines // 2)
+                more = len(rows) - most
+                rows[most:] = [b"... and %d more" % more] if more > 0 else []
+            sink.put_area(rows)
+            sink.write_some()
+
+    def _bars(self, reader: LineReader, sink: Sink) -> list[bytes]:
+        """Return what a rank draws, with its prefix."""
+        local = reader.rank - self._first_rank
+        if not isinstance(reader, Screen) or not is_shown(self._spec, local, reader.stream):
+            return []
+        prefix = self._prefixes.of(1 << local, self._colour[sink.fd])
+        return [prefix + row for row in reader.rows if row.strip()]
 
     def _show(self, reader: LineReader, lines: list[bytes], now: float) -> None:
         if not lines:
@@ -253,9 +310,9 @@ class Terminal:
         if reader in self._begun:  # the first is the end of a line that was shown in part
             self._begun.discard(reader)
             self._put(sink, folder.flush())
-            sink.put(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), lines[:1])
+            sink.put(reader, self._prefix(sink, 1 << local, now), lines[:1])
             lines = lines[1:]
-        lines = self._tracebacks.gather(reader, reader.rank, lines)
+        lines = self._tracebacks.gather(reader, lines)
         self._put(sink, folder.put(reader, local, reader.stream, lines, now))
 
     def _show_part(self, reader: LineReader, now: float) -> None:
@@ -264,26 +321,52 @@ class Terminal:
         folder = self._folders[sink.fd]
         lines = self._tracebacks.release(reader)
         self._put(sink, folder.put(reader, local, reader.stream, lines, now))
+        if isinstance(reader, Screen) and reader.rows:
+            self._show(reader, reader.settle(), now)
+            self._changed = True
+            return
         text = reader.flush()
         if not text:
             return
-        if self._spec.on_line is not None or self._live:
-            self._show(reader, [text], now)  # nothing may stay unfinished above the live view
+        if self._spec.on_line is not None:
+            self._show(reader, [text], now)
             return
         if self._spec.watcher is not None:
             self._spec.watcher.wrote(reader.rank, reader.stream, [text])
         if is_shown(self._spec, local, reader.stream):
             self._put(sink, folder.flush())
-            sink.put_part(reader, self._prefixes.of(1 << local, self._colour[sink.fd]), text)
+            sink.put_part(reader, self._prefix(sink, 1 << local, now), text)
             sink.write_some()
             self._begun.add(reader)
 
+    def _settle_others(self, reader: LineReader, now: float) -> None:
+        """Show a rank's finished progress bar before what it prints next on its other stream."""
+        others = [r for r in self._readers if r.rank == reader.rank and r is not reader]
+        for other in others:
+            if _draws(other) and other.holds:
+                self._show_part(other, now)
+
     def _may_show_part(self, reader: LineReader) -> bool:
-        """Tell whether something of a pipe waits for its end, and need not wait for ever."""
-        return self._tracebacks.holds(reader) or (reader.holds and not self._live)
+        """Whether something of a pipe waits for its end, and need not wait forever."""
+        return self._tracebacks.holds(reader) or reader.holds
 
     def _put(self, sink: Sink, entries: list[Entry]) -> None:
-        of, colour = self._prefixes.of, self._colour[sink.fd]
         for entry in entries:
-            sink.put(entry.owner, of(entry.ranks, colour), entry.text.split(b"\n"))
+            prefix = self._prefix(sink, entry.ranks, entry.at)
+            sink.put(entry.owner, prefix, entry.text.split(b"\n"))
         sink.write_some()
+
+    def _prefix(self, sink: Sink, ranks: int, at: float) -> bytes:
+        return self._stamp(at) + self._prefixes.of(ranks, self._colour[sink.fd])
+
+    def _stamp(self, at: float) -> bytes:
+        """Return the time of day with milliseconds, if it was requested."""
+        if not self._spec.timestamps:
+            return b""
+        seconds = self._day + at
+        text = time.strftime("%H:%M:%S", time.localtime(seconds))
+        return f"{text}.{int(seconds * 1000) % 1000:03} ".encode()
+
+
+def _draws(reader: LineReader) -> bool:
+    return isinstance(reader, Screen) and bool(reader.rows)
