@@ -139,14 +139,17 @@ def test_no_older_checkpoint_is_taken_instead_of_one_of_a_newer_format(tmp_path)
     assert read_manifest(newest)["version"] == 4  # it is kept
 
 
+@pytest.mark.parametrize(
+    ("version", "error"), [(b"2", CheckpointTooNew), (b"0", CheckpointDamaged)]
+)
 @pytest.mark.parametrize("name", ["weights", "weights_indexed"])
-def test_weights_with_checksums_of_a_newer_format_are_refused(name, tmp_path):
+def test_weights_with_checksums_of_another_format_are_refused(name, version, error, tmp_path):
     shutil.copytree(STORED / "format_3" / name, tmp_path, dirs_exist_ok=True)
     file = tmp_path / ("model.safetensors.index.json" if "_" in name else "model.safetensors")
     text = file.read_bytes()
-    changed = text.replace(b'"dure_version":"1"', b'"dure_version":"2"')
-    changed = changed.replace(b'"dure_version": "1"', b'"dure_version": "2"')
+    changed = text.replace(b'"dure_version":"1"', b'"dure_version":"%b"' % version)
+    changed = changed.replace(b'"dure_version": "1"', b'"dure_version": "%b"' % version)
     assert changed != text
     file.write_bytes(changed)
-    with pytest.raises(CheckpointTooNew):
+    with pytest.raises(error):
         catalog_of_weights(tmp_path)

@@ -1,4 +1,4 @@
-"""`dure plan layouts`: the table, its numbers, what is refused, JSON, every term, the report."""
+"""`dure plan layouts`: the table, its numbers, what is refused, JSON, every term."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_here_is_measured_and_computes_in_float32(monkeypatch):
     [
         (["--gpu", "h100"], "a model is needed"),
         (["--model", "gpt2"], "a machine is needed"),
-        (["--model", "gpt2", *OWN, "--gpu", "h100"], "a model is told twice"),
+        (["--model", "gpt2", *OWN, "--gpu", "h100"], "the model is given twice"),
         (["--layers", "2", "--hidden", "64", "--gpu", "h100"], "--heads, --vocab, --seq"),
         (["--model", "llama3-9b", "--gpu", "h100"], "near names: llama3-8b"),
         (["--model", "mixtral-8x7b", "--gpu", "h100"], "mixtures of experts"),
@@ -257,8 +257,6 @@ def test_here_is_measured_and_computes_in_float32(monkeypatch):
         ([*LLAMA, "--explain", "fsdp=4"], "fsdp=4,mb=1 has 4 ranks, the machine 8"),
         ([*LLAMA, "--explain", "fsdp=8,ep=2"], "'ep=2'"),
         ([*LLAMA, "--explain", "tp=2,pp=4,interleaved=5"], "does not divide the job"),
-        ([*LLAMA, "--report", "page.pdf"], ".html"),
-        ([*LLAMA, "--report", "/nowhere/page.html"], "/nowhere"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, said):

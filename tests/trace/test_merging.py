@@ -36,6 +36,7 @@ def test_ranks_of_two_hosts_are_aligned_by_the_time_of_day(tmp_path):
         ("list.json", "[1, 2]"),
         ("foreign.json", '{"format": "something", "version": 1}'),
         ("newer.json", '{"format": "dure-flight", "version": 99, "needs": "dure>=0.9"}'),
+        ("older.json", '{"format": "dure-flight", "version": 0}'),
         ("damaged.json", '{"format": "dure-flight", "version": 1, "rank": "one"}'),
         ("binary.json", "\udcff\udcfe"),
     ],
@@ -50,6 +51,7 @@ def test_a_file_that_cannot_be_read_is_named_and_left_out(tmp_path, name, conten
     with pytest.raises(UsageError) as caught:
         read_file(tmp_path / name)
     assert ("pip install 'dure>=0.9'" in str(caught.value)) == (name == "newer.json")
+    assert ("does not read older formats" in str(caught.value)) == (name == "older.json")
 
 
 def test_of_two_files_of_a_rank_the_newer_counts(tmp_path):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable
-from dure.checkpoint.files import DTYPES, open_file, read_file, too_new
+from dure.checkpoint.files import DTYPES, damaged, open_file, read_file, too_new
 from dure.checkpoint.slice_files import Kind, Layout, Slice
 from dure.checkpoint.slices import Box, fault_of_cover, whole_box
 from dure.checkpoint.tree import tensor_node
@@ -167,10 +167,13 @@ def _text_of(folder: Path, metadata: Mapping[str, Any]) -> str | None:
 
     Raises:
         CheckpointTooNew: They are of a newer format.
+        CheckpointDamaged: They are of a format that was never written.
     """
     version = str(metadata.get(_VERSION_KEY, VERSION))
     if KEY in metadata and version != str(VERSION):
         seen = f"the checksums of its weights are of format {version:.20}"
+        if not version.isdecimal() or int(version) < VERSION:
+            raise damaged(folder, seen)
         raise too_new(folder, seen, VERSION, metadata.get(_NEEDS_KEY))
     return metadata.get(KEY)
 

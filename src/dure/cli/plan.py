@@ -1,7 +1,7 @@
 """`dure plan`: what a job would take, before it is started.
 
 `dure plan --model ...` is `dure plan layouts --model ...` (`plan_layouts`); `pipeline` and `memory`
-stand here.
+are in this module.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Row:
 
 @commands.command(help="Compare schedules of a pipeline: step time, idle time, activations held.")
 def pipeline(
-    schedule: Annotated[str, typer.Option(help="A schedule, or a CSV file of one's own.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="A schedule, or a CSV file.")] = "1f1b",
     stages: Annotated[int | None, typer.Option(help="Stages over all ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches a step.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks of the pipeline.")] = None,

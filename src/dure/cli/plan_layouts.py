@@ -17,12 +17,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from dure.cli.plan_advice import code, command
 from dure.cli.plan_explain import write_terms
-from dure.cli.plan_report import PARTS, shares, short, too_large, write_report
 from dure.errors import UsageError
 from dure.plan import Job, Machine, Model, Plan, Row, configured_model, find_gpu, find_model
 from dure.plan import plan as plan_layouts
+from dure.plan.advice import code, command
 from dure.plan.jobs import PRECISIONS
 from dure.plan.layouts import Layout
 from dure.plan.planning import usable
@@ -35,6 +34,20 @@ _WIDE, _WIDEST = 100, 120  # columns of a terminal
 _USUAL_BATCH, _USUAL_BATCH_OF_A_CPU = 4 << 20, 64 << 10  # tokens
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 _LEAST = 0.005  # of a step: shares below are shown as "-"
+_TOO_LARGE = 3  # layouts that are listed
+_FURTHEST = 2.5  # times a GPU's memory: layouts that take more are not listed
+_PARTS = {
+    "compute": ("products", "attention", "elementwise", "ends"),
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "messages": ("messages",),
+    "bubble": ("bubble",),
+    "optimizer": ("optimizer",),
+    "host": ("launches",),
+}
+"""Where the time of a step goes, as it is shown, with the terms that each adds up."""
+
 _NARROW = {"compute": "comp", "messages": "msgs", "bubble": "bub", "optimizer": "opt"}
 
 _of_model = partial(typer.Option, rich_help_panel="The model")
@@ -84,9 +97,9 @@ def layouts(
     here: Annotated[
         bool, _of_machine("--here", help="This machine, measured in a minute and kept for a day;")
     ] = False,
-    measure: Annotated[bool, _of_machine("--measure", help="measured anew.")] = False,
+    measure: Annotated[bool, _of_machine("--measure", help="measured again.")] = False,
     machines: Annotated[
-        Path | None, _of_machine(help="A file with figures of GPUs of one's own (docs/plan.md).")
+        Path | None, _of_machine(help="A file with figures of custom GPUs (docs/plan.md).")
     ] = None,
     memory: Annotated[
         float | None, _of_machine(help="GB (10^9 bytes) of a GPU that has another memory.")
@@ -98,14 +111,10 @@ def layouts(
         str, _of_answer(help="Every term of a layout: a row's number, or fsdp=8,tp=2,mb=1.")
     ] = "",
     as_json: Annotated[bool, _of_answer("--json", help="Print JSON instead.")] = False,
-    report: Annotated[
-        Path | None, _of_answer(help="Draw a page with pictures here, .html.")
-    ] = None,
 ) -> None:
     """Print the layouts of a job on a machine by predicted speed, with reasons."""
     sizes = {"layers": layers, "width": hidden, "heads": heads, "vocabulary": vocab}
     sizes |= {"length": seq, "groups": kv_heads, "hidden": ffn, "gated": 0 if gelu else None}
-    _check_report(report)
     shape = _model(model, config, {name: n for name, n in sizes.items() if n is not None})
     if here or measure:
         machine = _this_machine(gpus_per_node or 2, measure, gpu or machines or nodes != 1)
@@ -118,8 +127,6 @@ def layouts(
         return
     found = plan_layouts(job, machine, everything=everything)
     title = _title(found, model or (str(config) if config else "a model"))
-    if report is not None:
-        write_report(report, found, title)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
@@ -133,7 +140,7 @@ def _model(name: str, config: Path | None, sizes: dict[str, int]) -> Model:
     own = set(sizes) - {"length"}
     if (bool(name), config is not None, bool(own)).count(True) > 1:
         raise UsageError(
-            "a model is told twice",
+            "the model is given twice",
             op=_OP,
             fix="Give --model, or --config, or the sizes; --seq goes with each.",
         )
@@ -212,18 +219,10 @@ def _job(model: Model, machine: Machine, tokens: str, precision: str, compiled: 
 
 
 def _usual_batch(model: Model, machine: Machine) -> int:
-    """Return a batch for those who tell none: a power of two of sequences for each rank."""
+    """Return the default batch: a power of two of sequences for each rank."""
     tokens = _USUAL_BATCH_OF_A_CPU if machine.gpu.kind == "cpu" else _USUAL_BATCH
     each = max(1, tokens // (model.length * machine.ranks))
     return (1 << (each.bit_length() - 1)) * machine.ranks * model.length
-
-
-def _check_report(report: Path | None) -> None:
-    """Refuse a page that cannot be written before there is work."""
-    if report is not None and report.suffix != ".html":
-        raise UsageError("a report is a page, .html", op=_OP, seen=str(report))
-    if report is not None and not report.absolute().parent.is_dir():
-        raise UsageError("there is no such directory", op=_OP, seen=str(report.absolute().parent))
 
 
 def _explained(text: str, job: Job, machine: Machine, everything: bool) -> Layout:
@@ -257,12 +256,12 @@ def _title(found: Plan, name: str) -> str:
 def show(console: Console, found: Plan, title: str, *, everything: bool) -> None:
     """Print a plan: its table, and below it what is too large, reasons, changes, code."""
     rows = found.rows if everything else found.rows[:_ROWS]
-    _say(console, title)
+    _print(console, title)
     console.print(_table(rows, found, console.width))
     first, ties = found.rows[0], found.ties
     within = first.high / first.speed - 1
     more = f" of {len(found.rows)}" if len(rows) < len(found.rows) else ""
-    _say(
+    _print(
         console,
         "Behind GB (of the fullest rank): shares of a step; tp, cp and dp are communication that "
         f"nothing hides. 8 of 10 measurements were within {within:.0%} of what is predicted. "
@@ -270,9 +269,9 @@ def show(console: Console, found: Plan, title: str, *, everything: bool) -> None
         + _simplest(found),
     )
     parts = [f"{name} {size / 1e9:.1f}" for name, size in first.memory.items() if size]
-    _say(console, f"GB of the first: {', '.join(parts)}.")
+    _print(console, f"GB of the first: {', '.join(parts)}.")
     room = f"{usable(found.machine) / 1e9:.3g} of {found.machine.gpu.memory_gb:g} GB"
-    _section(console, f"Faster, but too large ({room} are usable):", too_large(found))
+    _section(console, f"Faster, but too large ({room} are usable):", _too_large(found))
     _section(console, "Why:", [f"{i}. {text}" for i, text in enumerate(found.reasons, 1)])
     _section(
         console,
@@ -284,6 +283,32 @@ def show(console: Console, found: Plan, title: str, *, everything: bool) -> None
     _section(console, f"{first.layout} in a program:", lines, verbatim=True)
     where = "The command, on each node:" if found.machine.nodes > 1 else "The command:"
     _section(console, where, [command(found.machine)], verbatim=True)
+
+
+def _shares(row: Row) -> dict[str, float]:
+    """Return which part of a step is spent on what, as it is shown."""
+    return {
+        name: sum(row.time[part] for part in parts) / row.seconds for name, parts in _PARTS.items()
+    }
+
+
+def _too_large(found: Plan) -> list[str]:
+    """Return a sentence for each of the first layouts that do not fit."""
+    first, room = found.rows[0], usable(found.machine) / 1e9
+    near = [row for row in found.too_large if row.peak / 1e9 <= _FURTHEST * room]
+    return [
+        f"{row.layout}: {row.speed / first.speed - 1:.0%} faster; {row.peak / 1e9:.1f} GB are "
+        f"{row.peak / 1e9 - room:.1f} too many"
+        for row in near[:_TOO_LARGE]
+    ]
+
+
+def _short(number: float) -> str:
+    """Write a number with three digits: 186k, 1.02M."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
 
 
 def _simplest(found: Plan) -> str:
@@ -301,13 +326,13 @@ def _table(rows: Sequence[Row], found: Plan, width: int) -> Table:
     cells = {"#": [f"{i}{' ~' if 1 < i <= found.ties else ''}" for i in range(1, len(rows) + 1)]}
     cells["tokens/s"] = [f"{row.speed:,.0f}" for row in rows]
     if wide:
-        cells["interval"] = [f"{short(row.low)}-{short(row.high)}" for row in rows]
+        cells["interval"] = [f"{_short(row.low)}-{_short(row.high)}" for row in rows]
     if width >= _WIDEST:
         cells["a GPU"] = [f"{row.speed / found.machine.ranks:,.0f}" for row in rows]
     cells["MFU"] = [f"{row.mfu:.0%}" for row in rows]
     cells["GB"] = [f"{row.peak / 1e9:.1f}" for row in rows]
-    spent = [shares(row) for row in rows]
-    for name in PARTS:
+    spent = [_shares(row) for row in rows]
+    for name in _PARTS:
         if max(each[name] for each in spent) >= _LEAST:
             head = name if wide else _NARROW.get(name, name)
             cells[head] = [f"{s[name]:.0%}" if s[name] >= _LEAST else "-" for s in spent]
@@ -334,7 +359,7 @@ def _broken(layout: str, room: int) -> str:
     return "\n".join(lines)
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(Text(text))
 
 

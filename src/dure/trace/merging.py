@@ -238,7 +238,8 @@ def _decode(content: bytes) -> RankFile:
         raise _Unreadable("is no flight record")
     if header.version != VERSION:
         seen = f"is of format {header.version}, and this release of Dure reads {VERSION}"
-        raise _Unreadable(f"{seen}: install {release_that_reads(header.needs)}")
+        older = header.version < VERSION
+        raise _Unreadable(f"{seen}: install {release_that_reads(header.needs, older=older)}")
     try:
         return msgspec.json.decode(content, type=RankFile)
     except msgspec.ValidationError as error:

@@ -132,12 +132,15 @@ def nested_at(text: str) -> int:
     return len(text)
 
 
-def release_that_reads(needs: object) -> str:
-    """Return which release reads a file of a newer format, as the end of an advice.
+def release_that_reads(needs: object, *, older: bool = False) -> str:
+    """Return which release reads a file of another format, as the end of an advice.
 
     Args:
         needs: What the file says in the field `needs`, such as "dure>=0.3"; it may say anything.
+        older: The format is older than those that this release reads.
     """
+    if older:
+        return "the release that wrote it; this one does not read older formats"
     if isinstance(needs, str) and _NEEDS.fullmatch(needs):
         return f"a release that reads it: pip install '{needs}'"
     return "the release that wrote it, or a newer one"

@@ -47,7 +47,6 @@ def test_names_may_be_repeated_joined_or_all():
         ["--op", "sendrecv", "--ranks", "1"],
         ["--ranks", "4000", "--sizes", "1G"],
         ["--json", "/no/such/folder/x.json"],
-        ["--plot", "plot.png"],
         ["--from", "/no/such/file"],
     ],
     ids=" ".join,

@@ -1,68 +1,39 @@
-"""Events, runs, their comparison and their report: arithmetic on known numbers."""
+"""Runs, their comparison and the report: arithmetic on known numbers."""
 
-import random
+from __future__ import annotations
 
 import pytest
 
-from dure.cli.demo.events import EpochEnd, Step
-from dure.cli.demo.report import Ran, write_report
-from dure.cli.demo.results import Run, common_target, comparison
-from tests.cli.demo.demo_sample import finished_run, phases
-
-RAN = Ran(command="dure demo --out 'a <b>'", when="2026-01-31 12:00", busy_cores=0.5)
+from dure.cli.demo.results import Run, common_target, comparison, report
 
 
-def test_run_averages_losses_and_waits_for_the_slowest_rank():
-    run = Run(ranks=2, batch_size=4)
-    run.add(0, Step(step=1, loss=1.0, phases=phases(1.0)))
-    assert run.points == []
-    run.add(1, Step(step=1, loss=3.0, phases=phases(2.0, 1.0)))
-    (point,) = run.points
-    assert point.loss == 2.0
-    assert point.elapsed_s == 3.0
-    assert point.phases["exposed communication"] == 0.5
-    assert point.phases["other"] == 1.0  # the mean rank had nothing to do so long
-    assert sum(point.phases.values()) == 3.0
+def finished_run(ranks: int, step_s: float, communication_s: float = 0.0) -> Run:
+    """Return a run of 20 steps whose loss halves every step, from 8."""
+    run = Run(name=f"<{ranks}> ranks", ranks=ranks, batch_size=4)
+    compute_s = step_s - communication_s
+    phases = [0.0, compute_s / 4, compute_s / 2, communication_s, compute_s / 4, 0.0]
+    for step in range(1, 21):
+        run.add({"loss": 16 * 0.5**step, "phases": phases})
+    run.add({"accuracy": 0.5, "memory": ranks * 30_000_000})
+    run.add({"accuracy": 0.9, "memory": ranks * 20_000_000})
+    return run
 
 
-def test_run_of_two_ranks_is_the_same_for_any_mix_of_their_events():
-    for seed in range(5):
-        left = [[Step(step=i, loss=i + r, phases=phases(i)) for i in range(1, 6)] for r in (0, 1)]
-        rng, run = random.Random(seed), Run(ranks=2, batch_size=4)
-        while any(left):
-            rank = rng.choice([r for r in (0, 1) if left[r]])
-            run.add(rank, left[rank].pop(0))
-        assert [(p.step, p.loss) for p in run.points] == [(i, i + 0.5) for i in range(1, 6)]
-        assert run.train_s == 15.0
-
-
-def test_run_counts_images_communication_and_accuracy():
-    run = finished_run(2, step_s=0.5, communication_s=0.125)
-    assert run.train_s == 10.0
-    assert run.images_per_s == 8.0
-    assert run.communication_share == 0.25
-    assert run.accuracy_curve() == [(5.0, 0.5), (10.0, 0.9)]
-    run.add(1, EpochEnd(epoch=3, accuracy=0.1))  # rank 0 speaks for all
-    assert run.accuracy == 0.9
-
-
-def test_time_to_a_loss_is_that_of_the_first_step_where_the_last_steps_mean_is_there():
+def test_time_to_a_loss_is_that_of_the_first_step_whose_smoothed_loss_is_there() -> None:
     run = finished_run(1, step_s=0.5)  # losses 8, 4, 2, ...: means 8, 6, 14/3, 3.75, ...
     assert run.smooth_losses()[:4] == pytest.approx([8, 6, 14 / 3, 3.75])
-    assert run.time_to(3.75) == 2.0
-    assert run.time_to(3.7) == 2.5
-    assert run.time_to(0.0) is None
+    assert (run.time_to(3.75), run.time_to(3.7), run.time_to(0.0)) == (2.0, 2.5, 10.0)
 
 
-def test_common_target_is_just_above_the_worst_end_and_has_two_digits():
+def test_common_target_is_just_above_the_worst_end_and_has_two_digits() -> None:
     # The last mean is 16 (2^-10 + ... + 2^-20) / 11 = 0.00284; 5 percent more are 0.00298.
     one, two = finished_run(1, 1.0), finished_run(2, 0.5)
     assert common_target([one, two]) == pytest.approx(0.0030)
-    del one.points[11:]  # 16 (2^-1 + ... + 2^-11) / 11 = 1.4538, and 1.527
+    del one.losses[11:]  # 16 (2^-1 + ... + 2^-11) / 11 = 1.4538, and 1.527
     assert common_target([one, two]) == pytest.approx(1.6)
 
 
-def test_comparison_says_what_the_last_run_gains():
+def test_comparison_shows_what_the_last_run_gains() -> None:
     rows = comparison([finished_run(1, 1.0), finished_run(2, 0.5, 0.125)])
     assert {row.label: (row.values, row.gain) for row in rows} == {
         "time to training loss 0.003": (("20.00 s", "10.00 s"), "2.00×"),
@@ -78,8 +49,18 @@ def test_comparison_says_what_the_last_run_gains():
     }
 
 
-def test_comparison_of_one_run_has_no_gain(tmp_path):
-    alone = [finished_run(1, 1.0)]
-    assert [row.gain for row in comparison(alone) if row.gain] == []
-    write_report(tmp_path / "r.html", alone, RAN)
-    assert "gain" not in (tmp_path / "r.html").read_text()
+def test_memory_is_compared_between_runs_of_as_many_ranks() -> None:
+    rows = comparison([finished_run(2, 1.0), finished_run(2, 1.0)])
+    assert [row.values for row in rows if row.label == "memory of all ranks"] == [("60 MB",) * 2]
+
+
+def test_report_is_self_contained_and_complete() -> None:
+    one, two = finished_run(1, 1.0), finished_run(2, 0.5, 0.125)
+    one.add({"facts": {"Images": "stripes & dots"}})
+    text = report([one, two], "dure demo --out 'a <b>'", "2026-01-31 12:00")
+    assert text.count("<polyline") == 2
+    for outside in ("src=", "href", "url(", "<script", "<link", "<img", "<b>"):
+        assert outside not in text
+    for wanted in ("a &lt;b&gt;", "2026-01-31", "stripes &amp; dots", "Kernel", "2.00×"):
+        assert wanted in text
+    assert "gain" in text and "&lt;2&gt; ranks" in text

@@ -1,7 +1,7 @@
-"""The command `dure bench`: options to a plan, and what was found to a table, JSON and a plot.
+"""The command `dure bench`: from options to a plan, and from results to a table and JSON.
 
-`plan` is what was asked, with how bytes are counted. `measure` takes the samples from `group`s of
-ranks, each of which runs `rank`; `results` is what came out, with its tables, and `plot` draws it.
+`plan` is what to measure, and how bytes are counted. `measure` takes the samples from `group`s of
+ranks, each of which runs `rank`; `results` has the figures and their tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from dure.cli.bench.plan import (
     parse_sizes,
     show_size,
 )
-from dure.cli.bench.plot import page
 from dure.cli.bench.results import Report, markdown, read_report, rich_tables, tables_of
 from dure.cli.machine import busy_cores, conditions, oversubscribed, usable_cores
 from dure.errors import UsageError
@@ -61,7 +60,6 @@ def bench(
     samples: Annotated[int, typer.Option(help="Taken of each cell, in turn.", min=1)] = 7,
     sample_time: Annotated[float, typer.Option(help="Seconds of a sample.", min=0.0)] = 0.03,
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a page to this file, .html.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Show a file of --json; measure nothing.")
     ] = None,
@@ -87,11 +85,8 @@ def bench(
         samples=samples,
         sample_s=sample_time,
     )
-    for path in (json, plot):  # now, not after all the work
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError("there is no such directory", seen=str(path.absolute().parent))
-    if plot is not None and plot.suffix != ".html":
-        raise UsageError("a plot is a page, .html", seen=str(plot))
+    if json is not None and not json.absolute().parent.is_dir():  # before all the work
+        raise UsageError("no such directory", seen=str(json.absolute().parent))
     screen = Console(stderr=as_markdown, quiet=as_markdown and source is not None)
     if not screen.is_terminal:
         screen.width = _PAPER_COLUMNS
@@ -110,8 +105,6 @@ def bench(
     try:
         if json is not None:
             json.write_bytes(report.encode())
-        if plot is not None:
-            plot.write_text(page(report), "utf-8")
     except OSError as error:
         raise UsageError("the file cannot be written", seen=str(error)) from error
     for cell in report.wrong:

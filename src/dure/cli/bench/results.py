@@ -143,14 +143,16 @@ def read_report(data: bytes, name: str) -> Report:
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.format != FORMAT:
+            number = head.format.removeprefix("dure bench ")
+            older = number.isdecimal() and int(number) < VERSION
             raise DataError(
                 f"{name} is a report of another format",
                 seen=f"{head.format!r:.40}, and this release of Dure reads {FORMAT!r}",
-                fix=f"Install {release_that_reads(head.needs)}.",
+                fix=f"Install {release_that_reads(head.needs, older=older)}.",
             )
         report = msgspec.json.decode(data, type=Report)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{name} is no report of dure bench", seen=str(error)) from error
+        raise DataError(f"{name} is not a report of dure bench", seen=str(error)) from error
     return report
 
 

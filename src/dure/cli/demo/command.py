@@ -1,15 +1,15 @@
 """The command `dure demo`: one rank, then several (or DDP, then FSDP), on the same images.
 
-Both jobs are started by `run_job`, which is what `dure run` calls, and both run `train`, a program
-like any. `events` is what its ranks tell; `results` what it amounts to; `report` shows it.
-What the user got wrong is a `UsageError`, found before anything is started wherever it can be.
+Both jobs run `train`, a program like any, through `run_job`, as `dure run` does. What rank 0 prints
+as JSON becomes a `Run` (`results`). Mistakes of the user are a `UsageError`, found before anything
+is started if possible.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
-import time
 from collections import deque
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +18,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Column, Table
+from rich.table import Table
 
-from dure.cli.demo.events import decode
-from dure.cli.demo.report import Ran, write_report
-from dure.cli.demo.results import Run, comparison
+from dure.cli.demo.results import Run, comparison, report
 from dure.cli.machine import busy_cores, oversubscribed
 from dure.data import read_idx_directory, require_digits
 from dure.errors import UsageError
@@ -31,7 +29,7 @@ from dure.launch import JobResult, JobSpec, Line, run_job
 _USER_ERRORS = {"UsageError", "DataError"}
 _QUICK_IMAGES = 2400
 _KEPT_LINES = 200
-_FSDP_HIDDEN = 8  # layers: some 11 million parameters, in place of 0.27
+_FSDP_HIDDEN = 8  # layers: some 11 million parameters, instead of 0.27
 
 
 def demo(
@@ -39,15 +37,15 @@ def demo(
         Path | None,
         typer.Option(help="Directory of IDX files (MNIST, Fashion-MNIST), plain or .gz."),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Processes of the second run.", min=1)] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks of the second run.", min=1)] = 2,
     epochs: Annotated[
         int | None,
         typer.Option(help="Passes over the images; by default 20, with --data 2.", min=1),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(help="Images a step, all ranks together.", min=1)
+        int, typer.Option(help="Images per step, of all ranks together.", min=1)
     ] = 120,
-    backend: Annotated[str, typer.Option(help="What moves the gradients: shm or gloo.")] = "shm",
+    backend: Annotated[str, typer.Option(help="Backend of the gradients: shm or gloo.")] = "shm",
     out: Annotated[Path, typer.Option(help="Directory of the report.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="Of the initial weights and the order of images.")] = 0,
     fsdp: Annotated[
@@ -55,41 +53,42 @@ def demo(
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A shorter run on fewer images.")] = False,
 ) -> None:
-    """Train a small network on real images, with one process and with several, and compare.
+    """Train a small network on real images, with one rank and with several, and compare.
 
     With --fsdp both runs have several: parameters are replicated in one, and sharded in the other.
     """
     if epochs is None:
         epochs = 2 if data else 6 if quick or fsdp else 20
     _check(data, ranks, batch_size, fsdp)
-    report = _report_file(out)
-    shared = [
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        reason = e.strerror or str(e)
+        raise UsageError(f"{out} cannot be the report's directory", seen=reason) from e
+    options = [
         *(["--data", str(data)] if data else []),
         *("--epochs", str(epochs), "--batch-size", str(batch_size)),
         *("--backend", backend, "--seed", str(seed)),
-    ]
-    own = ["--ranks", str(ranks), "--out", str(out)]
-    own += [*(["--fsdp"] if fsdp else []), *(["--quick"] if quick else [])]
-    console, busy = Console(), busy_cores()
-    if slow := oversubscribed(ranks, busy):
-        console.print(f"Note: {slow}", highlight=False)
-    ran = Ran(
-        command=shlex.join(["dure", "demo", *shared, *own]),
-        when=f"{datetime.now():%Y-%m-%d %H:%M}",
-        busy_cores=busy,
-    )
-    ways = [(ranks, "DDP"), (ranks, "FSDP")] if fsdp else [(n, "") for n in sorted({1, ranks})]
-    runs = [Run(ranks=number, batch_size=batch_size, way=way) for number, way in ways]
-    shared += [
         *(["--hidden", str(_FSDP_HIDDEN)] if fsdp else []),
         *(["--images", str(_QUICK_IMAGES)] if quick else []),
     ]
-    with _Screen(console) as screen:
+    console = Console()
+    if slow := oversubscribed(ranks, busy_cores()):
+        console.print(f"Note: {slow}", highlight=False)
+    ways = [(ranks, "DDP, "), (ranks, "FSDP, ")] if fsdp else [(n, "") for n in sorted({1, ranks})]
+    runs = [
+        Run(name=f"{way}{n} rank{'s' if n > 1 else ''}", ranks=n, batch_size=batch_size)
+        for n, way in ways
+    ]
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console) as progress:
         for run in runs:
-            _train(run, shared, screen)
-    _show(console, runs)
-    write_report(report, runs, ran)
-    console.print(f"Report: {report}", soft_wrap=True, highlight=False)
+            _train(run, options + ["--fsdp"] * run.name.startswith("FSDP"), progress)
+    _print_comparison(console, runs)
+    path = out / "report.html"
+    command = shlex.join(["dure", *sys.argv[1:]])
+    path.write_text(report(runs, command, f"{datetime.now():%Y-%m-%d %H:%M}"), "utf-8")
+    console.print(f"Report: {path}", soft_wrap=True, highlight=False)
 
 
 def _check(data: Path | None, ranks: int, batch_size: int, fsdp: bool) -> None:
@@ -100,90 +99,37 @@ def _check(data: Path | None, ranks: int, batch_size: int, fsdp: bool) -> None:
             fix=f"Try --batch-size {max(1, round(batch_size / ranks)) * ranks}.",
         )
     if fsdp and ranks < 2:
-        raise UsageError(
-            "there is nothing to shard among one rank", seen="--fsdp, --ranks 1", fix="Try 2."
-        )
+        raise UsageError("--fsdp needs at least two ranks", seen="--ranks 1")
     if data is None:
         require_digits()
     else:
         read_idx_directory(data)
 
 
-def _report_file(directory: Path) -> Path:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        reason = e.strerror or str(e)
-        raise UsageError(f"{directory} cannot be the report's directory", seen=reason) from e
-    return directory / "report.html"
-
-
-class _Screen(Progress):
-    """Shows runs as they advance: a bar each on a terminal, ten lines each anywhere else."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._percent = 0
-
-    def begin(self, run: Run) -> None:
-        self._percent = 0
-        self.add_task(run.name, total=None, state="starting")
-        if self.disable:
-            self.console.print(f"{run.name}: starting", highlight=False)
-
-    def update_run(self, run: Run) -> None:
-        """Show how far `run` has come; cheap enough to call after every event."""
-        if run.start is None:
-            return
-        done, steps = len(run.points), run.start.steps
-        before, self._percent = self._percent, done * 100 // steps
-        if self._percent == before:
-            return
-        state = (  # short enough for a bar in 80 columns
-            f"loss {run.points[-1].loss:.3f}, {run.images_per_s:,.0f} images/s, "
-            f"{run.communication_share:.1%} in communication"
-        )
-        self.update(self.task_ids[-1], total=steps, completed=done, state=state)
-        if self.disable and self._percent // 10 > before // 10:
-            text = f"{run.name}: step {done:,} of {steps:,}, {state}"
-            self.console.print(text, highlight=False, soft_wrap=True)
-
-
-def _train(run: Run, options: list[str], screen: _Screen) -> None:
-    """Run `train.py` as `run` says, which gets what came of it; leave with its exit code."""
-    sharded = ["--fsdp"] if run.way == "FSDP" else []
+def _train(run: Run, options: list[str], progress: Progress) -> None:
+    """Run the program, and collect what it reports; exit with its code if it fails."""
+    task = progress.add_task(run.name, total=None)
     other: deque[str] = deque(maxlen=_KEPT_LINES)
 
-    def take(line: Line) -> None:
+    def read(line: Line) -> None:
         text = line.text.decode(errors="replace")
-        event = decode(text)
-        if event is None:
-            other.append(f"[{line.rank}] {text}")
+        if text.startswith('{"dure demo": '):
+            run.add(json.loads(text)["dure demo"])
+            progress.update(task, total=run.facts["Steps"], completed=len(run.losses))
         else:
-            run.add(line.rank, event)
-            screen.update_run(run)
+            other.append(f"[{line.rank}] {text}")
 
-    screen.begin(run)
-    began = time.monotonic()
     result = run_job(
         JobSpec(
             program="dure.cli.demo.train",
             kind="module",
-            args=(*options, *sharded, "--events"),
+            args=(*options, "--events"),
             nproc=run.ranks,
-            on_line=take,
+            on_line=read,
             stdin="none",
             quiet=True,
         )
     )
-    run.wall_s = time.monotonic() - began
     if not result.ok:
         _explain(result, list(other))
     for line in other:
@@ -191,10 +137,10 @@ def _train(run: Run, options: list[str], screen: _Screen) -> None:
 
 
 def _explain(result: JobResult, output: list[str]) -> None:
-    """Say why a job failed, and leave with its exit code.
+    """Print why a job failed, and exit with its code.
 
     Raises:
-        UsageError: A rank says that the user is wrong.
+        UsageError: A rank reports a mistake of the user.
     """
     failure = result.first_failure
     if failure is None:  # interrupted: the user knows
@@ -202,19 +148,17 @@ def _explain(result: JobResult, output: list[str]) -> None:
     crash = failure.crash
     if crash is not None and crash.type.rpartition(".")[2] in _USER_ERRORS:
         raise UsageError(crash.message)
-    why = f"{crash.type}: {crash.message}" if crash else str(failure.exit)
-    for line in (*output, f"dure demo: error: rank {failure.rank} failed: {why}"):
+    reason = f"{crash.type}: {crash.message}" if crash else str(failure.exit)
+    for line in (*output, f"dure demo: error: rank {failure.rank} failed: {reason}"):
         print(line, file=sys.stderr)
     raise typer.Exit(result.exit_code)
 
 
-def _show(console: Console, runs: list[Run]) -> None:
+def _print_comparison(console: Console, runs: list[Run]) -> None:
     table = Table(title="The same training", title_justify="left")
     table.add_column("")
-    for run in runs:
-        table.add_column(run.name, justify="right")
-    if len(runs) > 1:
-        table.add_column("gain", justify="right")
+    for name in (*(run.name for run in runs), "gain"):
+        table.add_column(name, justify="right")
     for row in comparison(runs):
-        table.add_row(row.label, *row.values, *([row.gain] if len(runs) > 1 else []))
+        table.add_row(row.label, *row.values, row.gain)
     console.print(table)

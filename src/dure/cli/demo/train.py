@@ -1,9 +1,12 @@
 """The program that `dure demo` trains with: an ordinary data-parallel PyTorch program.
 
 Every rank runs this file. It builds the same model, takes its share of each batch, and
-`DistributedDataParallel` averages the gradients while backward goes on, so that after each step all
-ranks hold the same parameters: those that one process would have after the whole batch. With
+`DistributedDataParallel` averages the gradients while backward runs, so that after each step all
+ranks have the same parameters: those that one process would have after the full batch. With
 `--fsdp` the ranks share one set of parameters, gradients and optimizer state instead.
+
+With `--events` rank 0 prints what it reports as one JSON object per line: first the facts, then
+each step with the means of all ranks, and the end of each epoch.
 
 Run it by itself, on 2 ranks:  dure run --nproc 2 -m dure.cli.demo.train --epochs 5
 """
@@ -11,9 +14,11 @@ Run it by itself, on 2 ranks:  dure run --nproc 2 -m dure.cli.demo.train --epoch
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any  # Any: what goes into JSON
 
 import torch
 import torch.nn.functional as F
@@ -22,20 +27,18 @@ from torch.utils.data import DataLoader, Subset
 
 import dure as dist
 from dure import fsdp
-from dure.cli.demo.events import PHASES, EpochEnd, Event, Memory, Start, Step, encode
 from dure.data import DistributedSampler, ImageData, load_digits, load_idx
 from dure.errors import UsageError
 
-Report = Callable[[Event], None]
 Batches = DataLoader[tuple[torch.Tensor, torch.Tensor]]
 
 
 def build_model(side: int, num_classes: int, width: int = 64, hidden: int = 0) -> nn.Sequential:
     """Build a network that maps pixels [n, 1, side, side] to logits [n, classes].
 
-    It has neither dropout nor batch norm, so what it learns does not depend on who holds which part
-    of a batch. Images larger than 16 pixels are halved by the first convolution. So many `hidden`
-    layers before the last one make it large beside what it computes.
+    It has neither dropout nor batch norm, so what it learns does not depend on how a batch is
+    divided. The first convolution halves images larger than 16 pixels. `hidden` is a number of
+    layers before the last one, which have many parameters for little computation.
     """
     features = 2 * width * 9
     between = [m for _ in range(hidden) for m in (nn.Linear(features, features), nn.ReLU())]
@@ -61,21 +64,23 @@ def build_model(side: int, num_classes: int, width: int = 64, hidden: int = 0) -
 
 
 def main() -> None:
+    """Train as the command line says."""
     options = parse_options()
-    torch.set_num_threads(1)  # one core a rank: more ranks, not more threads, make it faster
+    torch.set_num_threads(1)  # one core per rank: more ranks, not more threads, make it faster
     dist.init_process_group(options.backend)
     try:
-        data = load_idx(options.data) if options.data else load_digits()
-        train(options, data, tell_by_line if options.events else tell_a_person)
+        train(options, load_idx(options.data) if options.data else load_digits())
     finally:
         dist.destroy_process_group()
 
 
-def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
+def train(options: argparse.Namespace, data: ImageData) -> None:
+    """Train, and report on the way."""
     world_size = dist.get_world_size()
     torch.manual_seed(options.seed)
     before = memory()
     model = build_model(data.train.pixels.shape[-1], data.num_classes, hidden=options.hidden)
+    parameters = sum(p.numel() for p in model.parameters())
     if options.fsdp:
         model = shard(model)
     elif world_size > 1:
@@ -90,24 +95,39 @@ def train(options: argparse.Namespace, data: ImageData, report: Report) -> None:
     steps = options.epochs * len(batches)
     if options.batch_size % world_size or not steps:
         raise UsageError(
-            "the batch cannot be shared out",
-            seen=f"{options.batch_size} of {len(images)} images a batch, {world_size} ranks",
+            "the ranks cannot share a batch equally",
+            seen=f"{options.batch_size} of {len(images)} images per batch, {world_size} ranks",
             fix="Use a batch size that the number of ranks divides, at most the training set.",
         )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps)
     meter = dist.StepMeter(model, optimizer)
-    report(describe(data, model, len(images), steps, len(batches)))
+    if options.events:
+        facts = {"Images": data.name, "Training images": len(images), "Test images": len(data.test)}
+        facts |= {"Parameters": parameters, "Backend": dist.get_backend(), "Steps": steps}
+        report({"facts": {**facts, "torch": str(torch.__version__)}})
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
-        for i, (loss, phases) in enumerate(run_epoch(model, optimizer, batches, meter), 1):
+        for means in run_epoch(model, optimizer, batches, meter):
             schedule.step()
-            report(Step(step=epoch * len(batches) + i, loss=loss, phases=phases))
-        report(EpochEnd(epoch=epoch + 1, accuracy=evaluate(model, data)))
-        if before:
-            report(Memory(nbytes=memory() - before))
+            if options.events:
+                report({"loss": means[0], "phases": means[1:]})
+        accuracy = evaluate(model, data)
+        used = torch.tensor(memory() - before, dtype=torch.int64)
+        dist.all_reduce(used)
+        if options.events:
+            report({"accuracy": accuracy, "memory": used.item() if before else 0})
+        elif dist.get_rank() == 0:
+            print(f"epoch {epoch + 1}: test accuracy {accuracy:.2%}", flush=True)
+
+
+def report(event: dict[str, Any]) -> None:
+    """Print one line for `dure demo`."""
+    if dist.get_rank() == 0:
+        print(json.dumps({"dure demo": event}), flush=True)
 
 
 def shard(model: nn.Sequential) -> nn.Module:
+    """Shard the parameters of each layer among the ranks."""
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             fsdp.fully_shard(layer)
@@ -115,7 +135,7 @@ def shard(model: nn.Sequential) -> nn.Module:
 
 
 def memory() -> int:
-    """Return this rank's share of the host's memory, in bytes; 0 where the system does not tell."""
+    """Return this rank's share of the host's memory, in bytes (Linux's PSS); 0 if not known."""
     try:
         rows = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
     except OSError:
@@ -128,17 +148,20 @@ def run_epoch(
     optimizer: torch.optim.Optimizer,
     batches: Batches,
     meter: dist.StepMeter,
-) -> Iterator[tuple[float, dict[str, float]]]:
-    """Take one step a batch; yield its loss, and where its time went."""
+) -> Iterator[list[float]]:
+    """Take one step per batch; yield the means of all ranks: the loss, and seconds of phases."""
     for pixels, labels in meter.batches(batches):
         loss = F.cross_entropy(model(normalize(pixels)), labels, label_smoothing=0.05)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        meter.end_step()  # what the caller does with the loss is no part of it
+        meter.end_step()  # the exchange of means is not part of the step
         took = meter.last
         work = (took.data_wait_s, took.forward_s, took.backward_s, took.exposed_comm_s)
-        yield loss.item(), dict(zip(PHASES, (*work, took.optimizer_s, took.other_s), strict=True))
+        values = (loss.item(), *work, took.optimizer_s, took.other_s)
+        means = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(means)
+        yield (means / dist.get_world_size()).tolist()
 
 
 def normalize(pixels: torch.Tensor) -> torch.Tensor:
@@ -148,7 +171,7 @@ def normalize(pixels: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: ImageData) -> float:
-    """Return the accuracy on the test images, of which each rank looks at its share."""
+    """Return the accuracy on the test images; each rank evaluates its share of them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pixels, labels = (t[rank::world_size] for t in (data.test.pixels, data.test.labels))
     correct = torch.zeros(1, dtype=torch.int64)
@@ -162,33 +185,8 @@ def evaluate(model: nn.Module, data: ImageData) -> float:
     return correct.item() / len(data.test)
 
 
-def describe(
-    data: ImageData, model: nn.Module, train_images: int, steps: int, steps_per_epoch: int
-) -> Start:
-    height, width = data.train.pixels.shape[-2:]
-    return Start(
-        data=data.name,
-        train_images=train_images,
-        test_images=len(data.test),
-        image_shape=(height, width),
-        parameters=sum(p.numel() for p in model.parameters()),
-        backend=dist.get_backend(),
-        steps=steps,
-        steps_per_epoch=steps_per_epoch,
-        torch_version=str(torch.__version__),
-    )
-
-
-def tell_by_line(event: Event) -> None:
-    print(encode(event), flush=True)
-
-
-def tell_a_person(event: Event) -> None:
-    if isinstance(event, EpochEnd) and dist.get_rank() == 0:
-        print(f"epoch {event.epoch}: test accuracy {event.accuracy:.2%}", flush=True)
-
-
 def parse_options() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small convolutional network.")
     parser.add_argument("--data", type=Path, help="directory of IDX files; default: digits")
     parser.add_argument("--epochs", type=int, default=20)

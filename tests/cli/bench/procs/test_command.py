@@ -51,10 +51,10 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
 def test_every_operation_is_measured_and_right_beside_its_rivals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    json, plot = tmp_path / "figures.json", tmp_path / "plot.html"
+    json = tmp_path / "figures.json"
     rivals = ["gloo", "mpi"] if MPI else ["gloo"]
     words = ("--op", "all", "--sizes", "4,12K", "--against", ",".join(rivals), *QUICK)
-    process = start(*words, "--json", str(json), "--plot", str(plot))
+    process = start(*words, "--json", str(json))
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     report = read_report(json.read_bytes(), "figures")
@@ -66,7 +66,6 @@ def test_every_operation_is_measured_and_right_beside_its_rivals(
     for cell in report.cells:
         assert (len(cell.samples_s), cell.wrong) == (2, 0), cell
     assert "reduce_scatter (sum), float32, 2 ranks: dure shm" in out
-    assert plot.stat().st_size > 10_000
     assert run_command_line(["bench", "--from", str(json)]) == 0
     assert capsys.readouterr().out.strip() == out.strip()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dure.cli.plan_advice import code, command
 from dure.plan import Job, Layout, Machine, Model, find_gpu
+from dure.plan.advice import code, command
 
 
 def test_lines_of_code_are_those_of_the_layout():
