@@ -107,6 +107,7 @@ def run_job(spec: JobSpec) -> JobResult:
                 terminal=terminal,
                 signals=signals,
                 zygote=usable(zygote, signals, terminal.say),
+                reaper=reaper,
             )
             job = LocalJob(place) if link is None else Agent(place, link)
             return _run(job, place, started)

@@ -15,14 +15,15 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dure import env
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress, Round, rank_log_dir, rank_variables
 from dure.launch.ranks.errorfiles import error_file, known_crash
-from dure.launch.ranks.processes import JobProcesses
+from dure.launch.ranks.processes import JobProcesses, now, start_times
+from dure.launch.ranks.reaper import Reaper
 from dure.launch.ranks.report import ReportReader
 from dure.launch.ranks.spawn import RankProcess, start_rank
 from dure.launch.ranks.zygote import Zygote
@@ -62,6 +63,8 @@ class Workplace:
         terminal: Where output goes.
         signals: The pipe in which signals to the launcher arrive.
         zygote: What ranks are forked from, if anything.
+        reaper: What ends the ranks if the launcher cannot, if anything.
+        since: When the job began (`ranks.processes.now`).
     """
 
     spec: JobSpec
@@ -70,6 +73,8 @@ class Workplace:
     terminal: Terminal
     signals: int
     zygote: Zygote | None
+    reaper: Reaper | None = None
+    since: int = field(default_factory=now)
 
 
 class RoundRun:
@@ -114,6 +119,7 @@ class RoundRun:
             self.ranks.append(self._started(local_rank, self.round))
             self.reports.append(ReportReader())
             self._watch(local_rank)
+        self._processes = self._all_processes()
         may_restart = spec.max_restarts > 0 or spec.elastic or spec.nnodes[0] != spec.nnodes[1]
         if zygote is not None and not may_restart:
             zygote.close()
@@ -129,7 +135,7 @@ class RoundRun:
         process = self._started(local_rank, again)
         old = self.ranks[local_rank]
         session = f"none but those of {old.pid}"
-        JobProcesses((old.pid,), session, below=os.getpid()).kill_all(_SESSION_S)
+        JobProcesses(start_times((old.pid,)), session, below=os.getpid()).kill_all(_SESSION_S)
         self._retired.append(old)  # a zombie that keeps its session's number
         for fd in (old.stdout.fileno(), old.stderr.fileno(), old.report_fd):
             self._drain(fd)
@@ -227,9 +233,11 @@ class RoundRun:
     def _all_processes(self) -> JobProcesses:
         """Return the job's processes on this host, without the launcher's own."""
         place = self._place
-        pids = tuple(rank.pid for rank in (*self.ranks, *self._retired))
-        spared = () if place.zygote is None else (place.zygote.pid,)
-        return JobProcesses(pids, place.address.name, spared, below=os.getpid())
+        ranks = start_times(rank.pid for rank in (*self.ranks, *self._retired))
+        if place.reaper is not None:
+            place.reaper.watch(ranks)
+        spared = [own.pid for own in (place.zygote, place.reaper) if own is not None]
+        return JobProcesses(ranks, place.address.name, spared, below=os.getpid(), since=place.since)
 
     # --- what happens ------------------------------------------------------------------------
 

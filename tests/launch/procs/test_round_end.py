@@ -15,7 +15,7 @@ import pytest
 from dure.errors import LaunchError
 from dure.launch import JobSpec, Line, run_job
 from tests.launch.procs.launching import DURE, Launching, living, wait_for_lines
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 NEVER_S = "3600"  # a grace after which pytest would have ended the test
 STUBBORN = """
@@ -254,12 +254,64 @@ def test_orphan_with_an_empty_environment_ends_by_its_session(job: Launching) ->
     assert not Path(f"/proc/{pid}").exists()
 
 
+ESCAPED = """
+    import os, subprocess, sys, time
+    alone = ["env", "-i", "setsid", "/bin/sleep", "600"]
+    escaped = subprocess.Popen(alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    in_session = subprocess.Popen(["sleep", "600"], env={}, stdout=subprocess.DEVNULL)
+    print(escaped.pid, in_session.pid)
+    if sys.argv[1] == "raise":
+        while os.getsid(escaped.pid) != escaped.pid:
+            time.sleep(0.01)
+        raise ValueError
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGTERM"])
+def test_process_with_its_own_session_and_environment_ends_with_the_job(
+    job: Launching, how: str
+) -> None:
+    process = job.start("-n", "1", "--timeout-term", "0.2", job.write(ESCAPED), how)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().partition("] ")[2].split()]
+    if how == "SIGTERM":
+        until(lambda: os.getsid(pids[0]) == pids[0])
+        process.send_signal(signal.SIGTERM)
+    assert job.finish(process).code == (1 if how == "raise" else 143)
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
 def test_launcher_killed_takes_everything_along(job: Launching) -> None:
     process = job.start("-n", "2", job.write(FAMILY))
     wait_for_lines(process, 2)
     process.kill()
     job.wait_until_gone()
     assert list(job.directory.iterdir()) == [job.directory / "prog.py"]
+
+
+def test_launcher_killed_takes_processes_without_the_jobs_environment_along(
+    job: Launching,
+) -> None:
+    process = job.start("-n", "1", job.write(ESCAPED), "sleep")
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().partition("] ")[2].split()]
+    reaper = next(pid for pid in job.left() if b"reaper.py" in command_line(pid))
+    before = times_waited(reaper)
+    until(lambda: times_waited(reaper) > before + 3, "a look of the reaper between two waits")
+    os.kill(reaper, signal.SIGSTOP)  # the launcher's death lets it continue
+    process.kill()
+    job.wait_until_gone()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"the end of {pids}")
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def times_waited(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith("voluntary_ctxt_switches"))
 
 
 def test_output_that_nobody_or_no_disk_takes_ends_the_job(job: Launching) -> None:

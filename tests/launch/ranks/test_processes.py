@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch.ranks import processes
-from dure.launch.ranks.processes import JobProcesses, adopting_orphans
+from dure.launch.ranks.processes import JobProcesses, adopting_orphans, start_times
 from dure.launch.ranks.spawn import start_rank
 from dure.launch.spec import JobSpec
 
@@ -27,13 +27,13 @@ def test_a_process_is_signalled_without_a_look_at_all_others(
         ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as rank:
         assert rank.stdout is not None
-        job = JobProcesses((rank.pid,), "no job of this name")
+        job = JobProcesses(start_times((rank.pid,)), "no job of this name")
         try:
             grandchild = int(rank.stdout.readline())
             assert grandchild in {process.pid for process in job.others()}
             assert [p.pid for p in job.others(detached=False)] == []  # it has a session of its own
             monkeypatch.delattr(processes, "_all_processes")
-            below = JobProcesses((rank.pid,), "no job of this name", below=os.getpid())
+            below = JobProcesses(start_times((rank.pid,)), "no job of this name", below=os.getpid())
             assert [p.pid for p in below.others()] == [grandchild]
             assert job.signal(grandchild, signal.SIGKILL)
             assert not job.signal(os.getpid(), 0)
@@ -91,7 +91,7 @@ def test_detached_process_that_dies_to_the_launcher_is_reaped() -> None:
         detached = int(rank.stdout.readline())
         rank.stdin.close()
         os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # and its child is ours
-        job = JobProcesses((rank.pid,), "a job", below=os.getpid())
+        job = JobProcesses(start_times((rank.pid,)), "a job", below=os.getpid())
         has_become(detached, "sleep")
         try:
             assert [p.pid for p in job.others()] == [detached]

@@ -1,23 +1,26 @@
-"""Which processes belong to a job, and how to signal them without hitting a stranger.
+"""Which processes belong to a job, and how to signal them and no others.
 
 A rank may start other processes, and those may leave their parent, their process group and their
 session. A process belongs to the job if any of these holds:
 
 - it descends from a rank (walking parents);
 - it is in the session of a rank (each rank starts one, and the launcher keeps a dead rank as a
-  zombie until the job is over, so that the number of its session cannot be given to a stranger);
-- it was started with the job's name in its environment (`DURE_LAUNCHER`), which a daemon keeps
-  when it leaves its parent and session.
+  zombie until the job is over, so that the number of its session is not reused);
+- it descends from the launcher, was started after the job began, and is in another session than
+  the launcher: an orphan that the launcher has adopted. The launcher's own children are in its
+  session, except the zygote and the reaper, which are spared;
+- it has the job's name in its environment (`DURE_LAUNCHER`);
+- it was found to belong to the job before.
 
-The launcher adopts orphans, so all of them descend from it, and a look goes down from the launcher
-alone: it reads of the job's processes only. A reaper, or a kernel that does not list children,
-looks at all processes of the host.
+The launcher adopts orphans, so all of them descend from it, and it looks at its descendants alone.
+A reaper, or a kernel that does not list children, looks at all processes of the host.
 
-A process is *detached* if it has left the rank's session: somebody started it to outlive the rank
+A process is *detached* if it has left the rank's session: it was started to outlive the rank
 (TensorBoard, an uploader). A rank's own workers are in it.
 
-All of this is read from /proc. Between reading and signalling, a process may end and its number be
-given to another: so a pidfd is opened first, then membership is read, then the pidfd is signalled.
+All of this is read from /proc. A process is known by its number and the time of its start. Between
+reading and signalling it may end and its number be reused: so a pidfd is opened first, then
+membership is read, then the pidfd is signalled.
 """
 
 from __future__ import annotations
@@ -27,26 +30,52 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["JobProcesses", "Process", "adopting_orphans", "remove_files"]
+__all__ = [
+    "JobProcesses",
+    "Process",
+    "adopting_orphans",
+    "now",
+    "remove_files",
+    "start_times",
+    "wake_with_parent",
+]
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
+    """What /proc says of a process; `start` is in clock ticks since the machine booted."""
+
     pid: int
     parent: int
     session: int
     state: str
+    start: int
     command: str
+
+    @property
+    def dead(self) -> bool:
+        return self.state in "ZX"
 
 
 _Find = Callable[[int], Process | None]
 """Looks a process up by its number."""
+
+
+def now() -> int:
+    """Return the time in the unit of `Process.start`."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
+def start_times(pids: Iterable[int]) -> dict[int, int]:
+    """Return when each process was started; of one that is gone, nothing."""
+    return {process.pid: process.start for process in map(_read, pids) if process is not None}
 
 
 def _read(pid: int) -> Process | None:
@@ -54,13 +83,14 @@ def _read(pid: int) -> Process | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    head, _, tail = text.rpartition(")")  # the command itself may hold brackets and spaces
+    head, _, tail = text.rpartition(")")  # the command itself may have brackets and spaces
     fields = tail.split()
     return Process(
         pid=pid,
         parent=int(fields[1]),
         session=int(fields[3]),
         state=fields[0],
+        start=int(fields[19]),
         command=head.partition("(")[2],
     )
 
@@ -75,14 +105,19 @@ def _children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
-                found += map(int, text.split())
+            found += _children_of_thread(pid, int(thread))
     return found
 
 
+def _children_of_thread(pid: int, thread: int) -> list[int]:
+    try:
+        return [*map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())]
+    except OSError:
+        return []
+
+
 def _descendants(root: int) -> dict[int, Process]:
-    """Return the processes below `root`; all of the host where this kernel lists no children."""
+    """Return the processes below `root`; all of the host if this kernel lists no children."""
     if not os.path.exists("/proc/thread-self/children"):
         return _all_processes()
     found: dict[int, Process] = {}
@@ -96,12 +131,6 @@ def _descendants(root: int) -> dict[int, Process]:
     return found
 
 
-def _is_dead(pid: int) -> bool:
-    """Tell whether a rank, which nobody has reaped, has ended."""
-    process = _read(pid)
-    return process is None or process.state in "ZX"
-
-
 def _has_variable(pid: int, entry: bytes) -> bool:
     try:
         return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -113,58 +142,77 @@ class JobProcesses:
     """The processes of one job.
 
     Args:
-        ranks: The process number of each rank; none of them may be reaped yet.
+        ranks: The start time of each rank (`start_times`), by its process number.
         job: The value of `DURE_LAUNCHER` in the job's environment.
-        spared: Processes of the launcher's own that carry that variable, too: the zygote.
+        spared: Processes of the launcher's own: the zygote, the reaper.
         below: The process that all descend from; None: look at every process of the host.
+        since: When the job began, if orphans that this process has adopted belong to it (`now`).
     """
 
     def __init__(
         self,
-        ranks: tuple[int, ...],
+        ranks: Mapping[int, int],
         job: str,
-        spared: tuple[int, ...] = (),
+        spared: Iterable[int] = (),
         below: int | None = None,
+        since: int | None = None,
     ) -> None:
-        self._ranks = frozenset(ranks)
+        self.ranks = ranks
         self._below = below
-        self._spared = frozenset(spared)
+        self._since = since
+        self.spared = frozenset(spared)
         self._entry = f"DURE_LAUNCHER={job}".encode()
-        self._me = os.getpid()
-        self._known: set[int] = set()
+        self._me, self._session = os.getpid(), os.getsid(0)
+        self._known: dict[int, int] = {}  # start times of those that were found
 
     def others(self, *, detached: bool = True) -> list[Process]:
-        """List the job's living processes except the ranks, and reap those that died to us.
+        """List the job's living processes except the ranks, and reap adopted ones that have died.
 
         Args:
-            detached: Whether those count that have left the session of their rank.
+            detached: Whether to list those that have left the session of their rank.
 
-        Cost: reads a small file or two for each process, and one for each thread, of the job; where
+        Cost: reads a small file or two for each process, and one for each thread, of the job; if
         `below` is not known, two for each process of the host.
         """
         found = self._look()
         if not found:  # one that ends while its parent's children are listed may hide another
             found = self._look()
-        return [p for p in found if detached or p.session in self._ranks]
+        return [p for p in found if detached or p.session in self.ranks]
+
+    def living(self) -> list[int]:
+        """List the living processes of the job, the ranks included."""
+        ranks = [process for process in map(_read, self.ranks) if self._is_rank(process)]
+        return [p.pid for p in (*ranks, *self.others()) if p is not None and not p.dead]
+
+    def remember(self) -> None:
+        """Note the processes that ranks have started on their main threads, and theirs.
+
+        They are known from then on, even if they lose their parent and have a session and an
+        environment of their own.
+        Cost: reads a small file or two for each rank and each process found.
+        """
+        waiting = [pid for pid in self.ranks if self._is_rank(_read(pid))]
+        self._known = {pid: x for pid, x in self._known.items() if start_times([pid]) == {pid: x}}
+        while waiting:
+            parent = waiting.pop()
+            for child in map(_read, _children_of_thread(parent, parent)):
+                if child is not None and child.pid not in self.ranks:
+                    self._known[child.pid] = child.start
+                    waiting.append(child.pid)
 
     def _look(self) -> list[Process]:
         everyone = _all_processes() if self._below is None else _descendants(self._below)
         mine = [
             process
             for process in everyone.values()
-            if process.pid not in self._ranks
-            and (self._has_died(process) or self._owns(process, everyone.get))
+            if process.pid not in self.ranks and self._owns(process, everyone.get)
         ]
-        self._known.update(process.pid for process in mine)
+        self._known.update((process.pid, process.start) for process in mine)
         for process in mine:
             if process.state == "Z" and process.parent == self._me:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
-        return [process for process in mine if process.state not in "ZX"]
-
-    def _has_died(self, process: Process) -> bool:
-        """Whether it is one of the job's that died to us: it has no environment any more."""
-        return process.state == "Z" and process.parent == self._me and process.pid in self._known
+        return [process for process in mine if not process.dead]
 
     def signal(self, pid: int, number: int) -> bool:
         """Send signal `number` to process `pid` if it still is one of the job's.
@@ -177,7 +225,7 @@ class JobProcesses:
             return False
         try:
             process = _read(pid)
-            if process is None or not (pid in self._ranks or self._owns(process, _read)):
+            if process is None or not (self._is_rank(process) or self._owns(process, _read)):
                 return False
             signal.pidfd_send_signal(fd, number)
         except OSError:
@@ -190,32 +238,39 @@ class JobProcesses:
         """Kill every process of the job, the ranks included, and wait until they are gone."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            running = [pid for pid in self._ranks if not _is_dead(pid)]
-            others = [process.pid for process in self.others()]
-            if not running and not others:
+            living = self.living()
+            if not living:
                 return
-            for pid in (*running, *others):
+            for pid in living:
                 self.signal(pid, signal.SIGKILL)
             time.sleep(0.01)
 
-    def _owns(self, process: Process, find: _Find) -> bool:
-        if process.pid == self._me or process.pid in self._spared:
-            return False
-        if process.session in self._ranks or self._descends(process, find):
-            return True
-        return _has_variable(process.pid, self._entry)
+    def _is_rank(self, process: Process | None) -> bool:
+        return process is not None and self.ranks.get(process.pid) == process.start
 
-    def _descends(self, process: Process, find: _Find) -> bool:
+    def _owns(self, process: Process, find: _Find) -> bool:
+        if process.pid == self._me or process.pid in self.spared:
+            return False
+        if process.session in self.ranks or self._known.get(process.pid) == process.start:
+            return True
+        return self._is_below(process, find) or _has_variable(process.pid, self._entry)
+
+    def _is_below(self, process: Process, find: _Find) -> bool:
         """Walk up the parents; a loop (numbers reused while reading) ends the walk."""
-        seen: set[int] = set()
-        while process.pid not in seen:
-            seen.add(process.pid)
-            if process.parent in self._ranks:
+        child, seen = process, set[int]()
+        while child.pid not in seen:
+            seen.add(child.pid)
+            if child.parent in self.ranks:
                 return True
-            parent = find(process.parent)
-            if parent is None or parent.pid == self._me:
+            if child.parent == self._me:
+                adopted = self._since is not None and process.start >= self._since
+                return adopted and process.session != self._session
+            parent = find(child.parent)
+            if parent is None or parent.pid in self.spared:
                 return False
-            process = parent
+            if self._known.get(parent.pid) == parent.start:
+                return True
+            child = parent
         return False
 
 
@@ -233,6 +288,11 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def wake_with_parent() -> None:
+    """Let this process continue, should it be stopped, when the parent dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def remove_files(job: str) -> None:

@@ -1,18 +1,23 @@
-"""The reaper: a process beside the launcher that ends its ranks where the launcher cannot.
+"""The reaper: a process beside the launcher that ends its ranks if the launcher cannot.
 
     python -I -S .../reaper.py SOCKET_FD JOB
 
+    launcher ──"R": the ranks that run, and when they were started──▶ reaper
     launcher ──"D": the agent's deadline────────────────────────────▶ reaper
-    launcher ──"W": what to say of the agent after its death────────▶ reaper
+    launcher ──"W": what to report of the agent after its death─────▶ reaper
     launcher ──its end of the socket closes, whatever ends the launcher──▶ reaper
 
-Past the deadline (`dure.launch.agent.membership`) it kills all that the job has on this host but
-the launcher's own processes, also where the launcher was stopped and cannot. When the launcher has
-died, it kills everything, removes the job's files, and then says to the job's other agents that
-nothing is left here, so that they need not wait for the lease to end.
+Past the deadline (`dure.launch.agent.membership`) it kills all that the job has on this host except
+the launcher's own processes, even if the launcher was stopped. When the launcher has died, it kills
+everything, removes the job's files, and then reports to the job's other agents that nothing is left
+here, so that they need not wait for the lease to end.
 
-It lives in a session of its own, so that what kills the launcher's does not reach it. This file
-imports nothing of Dure but a file beside it, so that the process is small and quickly there.
+Twice a second at most, it notes what the ranks have started. So it finds processes that have a
+session and an environment of their own even after the ranks have died.
+
+It has a session of its own, and ignores requests to end, so that what ends the launcher does not
+end it. If it is stopped, the launcher's death lets it continue. This file imports nothing of Dure
+except a file beside it, so that the process is small and starts quickly.
 """
 
 from __future__ import annotations
@@ -27,24 +32,34 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 __all__ = ["Reaper", "main"]
 
-_MESSAGE_BYTES = 1 << 16
+_MESSAGE_BYTES = 1 << 17
 _LOOK_S = 0.5
-"""Between two looks at the clock, which may jump where a machine wakes from sleep."""
+"""Between two looks at the clock, which may jump when a machine wakes from sleep, and at the
+processes that ranks have started."""
 
+_LOOK_SHARE = 0.005  # of a core's time, at most, for looks at processes
 _AGAIN_S = 0.01
 _PROCESSES = "__dure_processes__"
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
-_SAY_DEAD = "from dure.launch.agent.membership import say_dead; say_dead()"
+_SAY_DEAD = f"""
+import sys
+sys.path.append({_ROOT!r})
+from dure.launch.agent.membership import say_dead
+say_dead()
+"""
 
 
 class Reaper:
     """The launcher's side of its reaper.
 
-    It waits at a socket whose other end only the launcher holds, so it cannot miss its death.
+    It waits at a socket whose other end only the launcher has, so it cannot miss its death.
 
     Args:
         job: The job's name in the environment of its processes.
@@ -60,11 +75,11 @@ class Reaper:
         import subprocess  # lazy: the process itself needs it only at its end
 
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told = json.dumps({"job": job, "spared": spared, "python": sys.executable})
+        about = json.dumps({"job": job, "spared": spared, "python": sys.executable})
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__, str(theirs.fileno()), told],
+                    [sys.executable, "-I", "-S", __file__, str(theirs.fileno()), about],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -76,16 +91,24 @@ class Reaper:
             raise
         self._link.setblocking(False)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, ranks: Mapping[int, int]) -> None:
+        """Report the ranks that now run, with the times of their starts (`start_times`)."""
+        self._send(b"R" + json.dumps(list(ranks.items())).encode())
+
     def extend(self, deadline: float) -> None:
-        """Tell it the agent's deadline, of CLOCK_BOOTTIME; from any thread."""
+        """Report the agent's deadline, of CLOCK_BOOTTIME; from any thread."""
         self._send(b"D" + struct.pack("d", deadline))
 
     def appoint(self, will: bytes) -> None:
-        """Tell it what `dure.launch.agent.membership.say_dead` needs."""
+        """Send what `dure.launch.agent.membership.say_dead` needs."""
         self._send(b"W" + will)
 
     def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # it was killed: the job goes on without
+        with contextlib.suppress(OSError):  # it was killed: the job continues without
             self._link.send(message)
 
     def close(self) -> None:
@@ -96,52 +119,84 @@ class Reaper:
 
 
 def main() -> None:
-    """Mind the deadline until the launcher has died, then clean up."""
+    """Watch the deadline until the launcher has died, then clean up."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     link = socket.socket(fileno=int(sys.argv[1]))
-    told = json.loads(sys.argv[2])
-    will = _mind(link, told["job"], (told["spared"],))
+    about = json.loads(sys.argv[2])
+    watch = _Watch(link, about["job"], [pid for pid in [about["spared"]] if pid is not None])
+    watch.run()
     link.close()
-    processes = _processes()
-    processes.JobProcesses((), told["job"]).kill_all()
-    processes.remove_files(told["job"])
-    if will:
+    watch.spared = []
+    watch.processes().kill_all()
+    _module().remove_files(about["job"])
+    if watch.will:
         import subprocess  # lazy: as before
 
-        subprocess.run([told["python"], "-c", _SAY_DEAD], input=will, check=False, timeout=10.0)
+        words = [about["python"], "-P", "-c", _SAY_DEAD]
+        subprocess.run(words, input=watch.will, check=False, timeout=10.0)
 
 
-def _mind(link: socket.socket, job: str, spared: tuple[int | None]) -> bytes:
-    """Kill the ranks past each deadline; return the last will when the launcher has died.
+class _Watch:
+    """What the reaper knows of the job, and its loop."""
 
-    Who joins again says its new deadline before its new ranks start. So what was found to be late
-    is killed only if nothing has been said since.
-    """
-    deadline, will = None, b""
-    while True:
-        late, wait_s, passed = [], None, False
-        if deadline is not None:
-            left_s = deadline - time.clock_gettime(time.CLOCK_BOOTTIME)
-            passed, wait_s = left_s <= 0, min(max(left_s, 0.0), _LOOK_S)
-        if passed:
-            late = _processes().JobProcesses((), job, spared).others()
-        if select.select([link], [], [], wait_s)[0]:
-            data = link.recv(_MESSAGE_BYTES)
-            if not data:
-                return will
-            if data[:1] == b"D":
-                (deadline,) = struct.unpack("d", data[1:])
-            else:
-                will = data[1:]
-        elif passed and not late:
-            deadline = None
+    def __init__(self, link: socket.socket, job: str, spared: list[int]) -> None:
+        self.will = b""
+        self.spared = spared
+        self._link, self._job = link, job
+        self._ranks: dict[int, int] = {}
+        self._deadline: float | None = None
+        self._found: Any = None  # a JobProcesses
+
+    def processes(self) -> Any:
+        """Return the job's processes, those included that were found before."""
+        if self._found is None:
+            self._found = _module().JobProcesses({}, self._job)
+            _module().wake_with_parent()
+        self._found.ranks, self._found.spared = self._ranks, frozenset(self.spared)
+        return self._found
+
+    def run(self) -> None:
+        """Return when the launcher has died; kill the ranks past each deadline until then.
+
+        An agent that joins again sends its new deadline before its new ranks start. So what was
+        found to be late is killed only if nothing has arrived since.
+        """
+        look_at = time.monotonic() + _LOOK_S
+        while True:
+            wait_s, late = max(0.0, look_at - time.monotonic()), None
+            if self._deadline is not None:
+                left_s = self._deadline - time.clock_gettime(time.CLOCK_BOOTTIME)
+                late = self.processes().living() if left_s <= 0 else None
+                wait_s = min(wait_s, max(left_s, 0.0))
+            if select.select([self._link], [], [], wait_s)[0]:
+                message = self._link.recv(_MESSAGE_BYTES)
+                if not message:
+                    return
+                self._receive(message[:1], message[1:])
+            elif late:
+                for pid in late:
+                    self.processes().signal(pid, signal.SIGKILL)
+                time.sleep(_AGAIN_S)
+            elif late is not None:
+                self._deadline = None
+            elif time.monotonic() >= look_at:
+                processes, begin = self.processes(), time.process_time()
+                processes.remember()
+                took_s = time.process_time() - begin
+                look_at = time.monotonic() + max(_LOOK_S, took_s / _LOOK_SHARE)
+
+    def _receive(self, kind: bytes, content: bytes) -> None:
+        if kind == b"D":
+            (self._deadline,) = struct.unpack("d", content)
+        elif kind == b"R":
+            self._ranks = dict(json.loads(content))
         else:
-            for process in late:
-                _processes().JobProcesses((), job, spared).signal(process.pid, signal.SIGKILL)
-            time.sleep(_AGAIN_S if late else 0.0)
+            self.will = content
 
 
-def _processes() -> ModuleType:
-    """Load `processes.py`, which lies beside this file."""
+def _module() -> ModuleType:
+    """Load `processes.py`, which is beside this file."""
     if _PROCESSES in sys.modules:
         return sys.modules[_PROCESSES]
     path = os.path.join(os.path.dirname(__file__), "processes.py")
