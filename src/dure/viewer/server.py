@@ -7,15 +7,16 @@
     GET  /SECRET/events       what it shows, whenever that changes: `view`, `curves`, `over`
     GET  /SECRET/output?rank= the lines of a rank: `lines`
 
-A reader that is slow gets the newest state, and no queue of old ones. How many connections there
-are, how long one may stay silent, and how much it may send is bounded: whoever can reach the port
-may open connections, and gets no further.
+A reader that is slow gets the newest state, and no queue of old ones. The number of connections,
+how long one may stay silent, and how much it may send are bounded, because every user of the host
+can open connections.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from importlib.resources import files
 from typing import Any  # Any: what ASGI hands over
@@ -38,6 +39,8 @@ LISTENERS = 16
 """How many streams are served at a time; a browser has two."""
 
 _MOST_CONNECTIONS, _SILENT_S, _LONGEST_TOKEN = 64, 5.0, 256
+_ADMITTED = "dure.admitted"
+"""Set in the scope of requests for what the page shows."""
 _KEEP_ALIVE_S, _EVERY_S = 15.0, 0.5  # between events, at most and at least
 _TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}
 _STATIC = (
@@ -78,21 +81,36 @@ class _Gate:
         if refused is not None:
             await PlainTextResponse(refused[1], refused[0])(scope, receive, answer)
         else:
+            if scope["path"].startswith(f"/{self._access.path}/"):
+                scope[_ADMITTED] = True
             await self._app(scope, receive, answer)
 
 
 class _Bounded(H11Protocol):
-    """A connection that is closed if there are too many, or if nothing is asked on it."""
+    """A connection that is closed if nothing is asked on it, or to make room for a newer one.
+
+    Every user of the host can open connections. The oldest one without an admitted request makes
+    room: idle connections then cannot keep others out, and a stream of the page is never closed.
+    """
 
     silent_s = _SILENT_S
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Take a connection, if there is room."""
+        """Take a connection; if there are too many, close the oldest that shows nothing."""
         super().connection_made(transport)
+        self.arrived_at = time.monotonic()
         if len(self.connections) > _MOST_CONNECTIONS:
-            transport.abort()
-            return
+            others = [each for each in self.connections if isinstance(each, _Bounded)]
+            closable = [each for each in others if not each.is_admitted()]
+            oldest = min(closable, key=lambda each: each.arrived_at)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
         asyncio.get_running_loop().call_later(self.silent_s, self._ask)
+
+    def is_admitted(self) -> bool:
+        """Tell whether a request that `Access` admits is being answered."""
+        cycle = getattr(self, "cycle", None)
+        return cycle is not None and not cycle.response_complete and _ADMITTED in cycle.scope
 
     def _ask(self) -> None:
         if getattr(self, "cycle", None) is None and not self.transport.is_closing():
@@ -250,7 +268,7 @@ async def serve(
         lifespan="off",
         interface="asgi3",
         log_config=None,
-        log_level="critical",  # whoever can connect can send nonsense: it fills no terminal
+        log_level="critical",  # any user of the host can send nonsense; it must not fill a terminal
         access_log=False,
         proxy_headers=False,
         server_header=False,
