@@ -25,16 +25,16 @@ from dure.store.identity import Identity, myself
 from dure.store.key import mint
 from dure.store.listener import listen
 from dure.store.server import StoreServer
+from tests.store.fake_etcd import FakeEtcd, fake_etcd
 from tests.store.procs import etcd
 from tests.waiting import PATIENCE_S
 
 TIMEOUT = timedelta(seconds=PATIENCE_S)
-needs_etcd = pytest.mark.needs("etcd")
 KINDS = [
     "hash",
     "file",
     "tcp",
-    pytest.param("etcd", marks=needs_etcd),
+    "etcd",
     "prefix-hash",
 ]
 
@@ -43,16 +43,13 @@ JOB_VARIABLES = (
     "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT DURE_STORE_ADDR DURE_STORE_BIND "
     "DURE_JOB_KEY_FD DURE_JOB_KEY_FILE DURE_INSECURE"
 )
-servers: list[etcd.Etcd] = []
+servers: list[etcd.Etcd | FakeEtcd] = []
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_etcd_for_all() -> Iterator[None]:
-    """Start it before the first module, so that none has left it behind."""
-    if etcd.PROGRAM is None:
-        yield
-        return
-    with etcd.etcd() as server:
+    """Start a real member before the first module; where etcd is not installed, a fake one."""
+    with fake_etcd() if etcd.PROGRAM is None else etcd.etcd() as server:
         servers.append(server)
         yield
 

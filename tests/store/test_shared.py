@@ -19,7 +19,7 @@ from tests.store.procs import etcd
 from tests.store.procs.relay import Relay
 from tests.waiting import PATIENCE_S, until
 
-from .conftest import TIMEOUT, etcd_url, needs_etcd
+from .conftest import TIMEOUT, etcd_url
 
 LOOPBACK = Address(family=socket.AF_INET, ip="127.0.0.1", port=0)
 
@@ -41,7 +41,7 @@ def server(key: JobKey, presence: list[tuple[str, bool]]) -> Iterator[StoreServe
     it.stop()
 
 
-@pytest.fixture(params=["hash", "network", pytest.param("etcd", marks=needs_etcd)])
+@pytest.fixture(params=["hash", "network", "etcd"])
 def shared(request: pytest.FixtureRequest, server: StoreServer, key: JobKey) -> Iterator[Shared]:
     with opened(request.param, server, key) as store:
         yield store

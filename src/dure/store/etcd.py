@@ -10,9 +10,9 @@ After an answer that did not come, the same transaction is sent again. Either it
 arrive: then the lost one will never be carried out, for what it expects is no more. Or the lost
 one's nonce is there, and with it what became of it. So `add` never counts twice.
 
-A lease is etcd's own. A watch begins at the revision after the last one seen, ends after
-`_WATCH_S` without a word and begins again at the next member, so one that is cut off from its
-cluster holds nobody up for longer.
+A lease is etcd's own. Callers of `look` share one watch per prefix, which stays open between the
+calls. A watch without an event is opened again at the next member after `QUIET_S`, or as soon as
+a request has found its member missing: that one may be cut off from its cluster.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from dure.store.etcd_gateway import (
     Gateway,
     Json,
     Unanswered,
+    Watch,
     coded,
     decoded,
 )
@@ -52,11 +53,16 @@ _USERS = "dure/users"
 _MOST_READS = 100
 """Keys in one transaction; etcd takes 128 steps."""
 
-_WATCH_S = 5.0
 _RENEWAL_S = 1.0
 """How long one member may take to renew a lease: others must still be asked before it ends."""
 _PAUSE_S = 0.05
-_CROWD_S = 0.002
+_LONG_BYTES = 256
+"""From which length on a value that was seen is compared by its revision."""
+
+_CROWD_S, _MOST_CROWD_S = 0.002, 1.0
+"""How long those wait who lost a race for a key, at first and at most. It doubles with each race
+that is lost, so n that want one key need some n log n transactions together."""
+
 _LOST_S = 30.0
 """Members that answered once are asked for so long before etcd counts as lost."""
 
@@ -160,6 +166,8 @@ class EtcdStore(AskingStore):
                 return Reply("ok")
             case "look":
                 return self._look(keys[0], request.amount, request.timeout_s)
+            case "control":
+                raise StoreError("etcd has no coordinator", op=request.op)
 
     def _delete(self, key: str) -> bool:
         while there := self._read([key])[1]:
@@ -169,15 +177,21 @@ class EtcdStore(AskingStore):
         return False
 
     def _transact(self, expect: Values, write: Values) -> bool:
-        compares = [
-            _is_at(self._keys + key, 0) if value is None else _has(self._keys + key, value)
-            for key, value in expect.items()
-        ]
+        compares = [self._compare(key, value) for key, value in expect.items()]
         steps = [
             _delete(self._keys + key) if value is None else self._put(key, value)
             for key, value in write.items()
         ]
         return self._commit(compares, steps)
+
+    def _compare(self, key: str, value: bytes | None) -> Json:
+        """Expect a value; a long one that was seen by its revision, so that it need not travel."""
+        if value is None:
+            return _is_at(self._keys + key, 0)
+        revision, seen = self._seen.get(key, (0, b""))
+        if len(value) >= _LONG_BYTES and seen == value:
+            return _is_at(self._keys + key, revision)
+        return _has(self._keys + key, value)
 
     def _hold(self, key: str, value: bytes, ttl_s: float) -> None:
         lease = secrets.randbits(62) + 1  # ours to choose: granted twice, it is the same one
@@ -202,10 +216,11 @@ class EtcdStore(AskingStore):
 
     def _look(self, prefix: str, since: int, timeout_s: float) -> Reply:
         below = _below(self._keys + prefix)
-        if since != EVERYTHING:
-            self._watch(below, since + 1, time.monotonic() + timeout_s)
+        if since != EVERYTHING and timeout_s > 0:
+            self._await_change(below, since + 1, time.monotonic() + timeout_s, keep=True)
         answer = self._ask_etcd("kv/range", below)
         found = self._found(answer)
+        self._seen |= found
         values = tuple(value for _, value in found.values())
         return Reply("ok", int(answer["header"]["revision"]), values, tuple(found))
 
@@ -224,14 +239,17 @@ class EtcdStore(AskingStore):
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for writer in idle:
-            writer.close()
+            watches, self._watches = self._watches, {}
+        for each in (*idle, *watches.values()):
+            each.close()
 
     def _start_afresh(self) -> None:
         """Begin without connections: at first, and in a forked child, whose parent's they are."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[_Writer] = []
+        self._watches: dict[str, Watch] = {}
+        self._seen: dict[str, tuple[int, bytes]] = {}  # what `look` found: revision, value
 
     @contextlib.contextmanager
     def _writer(self) -> Generator[_Writer]:
@@ -334,7 +352,7 @@ class EtcdStore(AskingStore):
             if board.data[key] == value or self._commit([at], [self._put(key, board.data[key])]):
                 return reply
             time.sleep(random.uniform(0, crowd_s))  # others want the same key
-            crowd_s = min(2 * crowd_s, 0.1)
+            crowd_s = min(2 * crowd_s, _MOST_CROWD_S)
 
     def _await(self, request: Request) -> Reply:
         """Return the values of keys when all are there, or which are not in time."""
@@ -346,25 +364,35 @@ class EtcdStore(AskingStore):
                 return Reply("ok", values=tuple(found[key][1] for key in keys))
             if time.monotonic() >= deadline:
                 return Reply("timeout", names=missing)
-            self._watch({"key": coded(self._keys + missing[0])}, revision + 1, deadline)
+            self._await_change({"key": coded(self._keys + missing[0])}, revision + 1, deadline)
 
-    def _watch(self, where: Json, start: int, deadline: float) -> None:
-        """Return when something has changed at or after a revision, or perhaps; or at the deadline.
+    def _await_change(self, where: Json, since: int, deadline: float, keep: bool = False) -> None:
+        """Return when keys have changed at or after a revision, or perhaps; or at the deadline.
 
-        Whoever calls looks how things stand; that look says so, too, if etcd is lost.
+        The caller looks how things stand; that look raises if etcd is lost.
+
+        Args:
+            where: The key, or the range of keys.
+            since: The revision.
+            deadline: When to return at the latest.
+            keep: Whether the next call for these keys is to find the watch open.
         """
-        connection = self._gateway.connection()
-        create = where | {"start_revision": str(start)}
-        lost_at = time.monotonic() + _LOST_S
-        while (left_s := deadline - time.monotonic()) > 0:
-            try:
-                if connection.watch(create, min(left_s, _WATCH_S)):
-                    return
-                lost_at = time.monotonic() + _LOST_S
-            except Unanswered:
-                if time.monotonic() > lost_at:
-                    return
-                time.sleep(min(_PAUSE_S, max(0.0, left_s)))
+        name = str(where)
+        with self._lock:
+            watch = self._watches.pop(name, None)
+        if watch is not None and not watch.covers(since):
+            watch.close()
+            watch = None
+        watch = watch or Watch(self._gateway, where, since)
+        watch.await_change(since, deadline - time.monotonic())
+        if watch.has_ended:
+            time.sleep(_PAUSE_S)  # a cluster without a leader refuses watches at once
+        elif keep:
+            with self._lock:
+                if not self._closed:
+                    watch, self._watches[name] = self._watches.get(name), watch
+        if watch is not None:
+            watch.close()
 
 
 class _Writer:

@@ -1,8 +1,8 @@
 """Talking to etcd through its JSON gateway (the /v3 API over HTTP): requests and watches.
 
-An etcd cluster has several members. A request goes to one of them, and to the next one when that
-one is gone, has no leader, or says nothing for `ANSWER_S`. What became of a request without an
-answer is not known: `Unanswered` says so, and the caller settles it (see `etcd`).
+An etcd cluster has several members. A request goes to one of them, and to the next one if that one
+is gone, has no leader, or does not answer for `ANSWER_S`. If a request has no answer, it may have
+been carried out or not: `Unanswered` reports that, and the caller settles it (see `etcd`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import ipaddress
 import json
 import os
 import random
+import socket
 import ssl
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,13 +27,26 @@ from dure import env
 from dure.errors import StoreError, StoreRefused, UsageError
 from dure.store.key import read_key_file
 
-__all__ = ["ANSWER_S", "EtcdOptions", "Gateway", "Json", "Unanswered", "coded", "decoded", "parsed"]
+__all__ = [
+    "ANSWER_S",
+    "EtcdOptions",
+    "Gateway",
+    "Json",
+    "Unanswered",
+    "Watch",
+    "coded",
+    "decoded",
+    "parsed",
+]
 
 Json = dict[str, Any]
 
 _PORT = 2379
 ANSWER_S = 2.0
 """How long one member may take for an answer before another one is asked."""
+
+QUIET_S = 15.0
+"""How long a watch may be without an event before it is opened again at another member."""
 
 _CONNECT_S = 2.0
 _LONGEST_PASSWORD = 1024
@@ -208,6 +223,61 @@ class Gateway:
         return context
 
 
+class Watch:
+    """A watch that stays open, so that a caller who looks often opens one connection.
+
+    Args:
+        gateway: The way to etcd.
+        where: The key or the range of keys.
+        start: The first revision that counts.
+
+    Threads: any; a thread of its own reads the events.
+    """
+
+    def __init__(self, gateway: Gateway, where: Json, start: int) -> None:
+        self._where, self._start = where, start
+        self._latest, self._ended = 0, False
+        self._changed = threading.Condition()
+        self._connection = gateway.connection()
+        threading.Thread(target=self._run, name="dure-etcd-watch", daemon=True).start()
+
+    def await_change(self, since: int, limit_s: float) -> None:
+        """Return when keys have changed at or after the revision `since`, or it may be so."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._latest >= since or self._ended, limit_s)
+
+    def covers(self, since: int) -> bool:
+        """Tell whether no change at or after the revision `since` can be missed."""
+        return self._start <= since and not self._ended and self._connection.is_first
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it must be opened again."""
+        return self._ended
+
+    def close(self) -> None:
+        """Close the connection; a thread that waits returns."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._connection.shut_down()
+
+    def _run(self) -> None:
+        try:
+            for revision in self._connection.events(self._where, self._start):
+                with self._changed:
+                    self._latest = max(self._latest, revision)
+                    self._changed.notify_all()
+                if self._ended:
+                    return
+        except (Unanswered, StoreError):
+            pass  # the caller asks how things stand, and learns of the same trouble
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+
 class Connection:
     """An HTTP connection to one member, opened again, to the next one, when it fails.
 
@@ -248,34 +318,53 @@ class Connection:
             raise self._complaint(answer)
         return answer
 
-    def watch(self, create: Json, limit_s: float) -> bool:
-        """Tell whether a watch has news; False if it said nothing for `limit_s`.
+    def events(self, where: Json, start: int) -> Iterator[int]:
+        """Watch keys; yield 0, then the revision of each change from the revision `start` on.
+
+        It ends when the member said nothing for `QUIET_S` (it may be cut off from its cluster, and
+        not know it yet), or has forgotten changes since `start`, or when `shut_down` is called.
 
         Raises:
             Unanswered: The member is gone or has no leader.
         """
-        self.ask("kv/range", {"key": create["key"], "count_only": True})  # for a token that is good
+        if self._gateway.options.user:
+            self.ask("kv/range", {"key": where["key"], "count_only": True})  # for a valid token
+        create = where | {"start_revision": str(start)}
         try:
             response = self._send("watch", {"create_request": create}, ANSWER_S)
             assert self._http is not None
+            if self._http.sock is not None:
+                self._http.sock.settimeout(QUIET_S)
+            yield 0  # from here on `shut_down` has something to shut down
             while line := response.readline():
                 word = parsed(line)
                 if "error" in word:
                     raise self._complaint(word)
-                if word["result"].get("events") or word["result"].get("canceled"):
-                    return True
-                if self._http.sock is not None:
-                    self._http.sock.settimeout(limit_s)
+                if word["result"].get("canceled"):
+                    return
+                for event in word["result"].get("events", ()):
+                    yield int(event["kv"]["mod_revision"])
             raise Unanswered("a watch ended")
         except TimeoutError:
-            self._number += 1  # that one may be cut off from its cluster, and not know it yet
-            return False
+            self._gateway.first = self._number + 1
         except _StaleToken as error:
             raise Unanswered(str(error)) from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise self._failed(error) from None
         finally:
             self.close()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether new connections go to the same member: no request has found it missing."""
+        return self._number == self._gateway.first
+
+    def shut_down(self) -> None:
+        """End `events` in another thread."""
+        sock = None if self._http is None else self._http.sock
+        with contextlib.suppress(OSError):
+            if sock is not None:
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close it; the next request opens it again."""
