@@ -15,7 +15,7 @@ WORKS = [{"backend": b, "ranks": 2, "us": 3.0} for b in ("shm", "gloo")]
 
 
 @pytest.mark.parametrize(
-    ("told", "others", "levels"),
+    ("lines", "others", "levels"),
     [
         (WORKS, {}, [OK, OK]),
         ([{"backend": "shm", "absent": True}, WORKS[1]], {}, [PROBLEM, OK]),
@@ -25,7 +25,7 @@ WORKS = [{"backend": b, "ranks": 2, "us": 3.0} for b in ("shm", "gloo")]
     ],
 )
 def test_collectives_say_which_backend_fails(
-    told: list[dict[str, Any]], others: dict[str, Any], levels: list[Level]
+    lines: list[dict[str, Any]], others: dict[str, Any], levels: list[Level]
 ) -> None:
-    attempt = Attempt(backends=("shm", "gloo"), told=told, **others)
+    attempt = Attempt(backends=("shm", "gloo"), lines=lines, **others)
     assert [finding.level for finding in collectives.judge(attempt)] == levels

@@ -1,27 +1,56 @@
-"""What the doctor says of a machine: each check judges values, and looks at nothing else.
+"""The checks of `dure doctor`: each reads something of this machine, and judges it.
 
-So a test can make up a machine. `machine` reads the values of this one.
+A check changes nothing, and yields what it found. `ranks` has the checks that start processes.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import contextlib
+import csv
 import os
+import platform
 import re
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple  # Any: what a rank told as JSON
+from typing import Any, NamedTuple  # Any: what a rank reports as JSON
 
+import psutil
+
+import dure
+from dure import env
+from dure.cli.machine import commit, usable_cores
+from dure.cli.version import checkout_note
+from dure.errors import DureError
+from dure.launch.ranks.limits import available_memory
+from dure.store.key import key_from_file, user_key_path
+from dure.store.system import control_groups, cpu_quota, kernel_text, memory_file
 from dure.trace.logs import size_text
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OLDEST_KERNEL = (5, 6)  # pidfd_getfd; pidfd_open and memfd are older
 _RANK_BYTES = 300 << 20  # a rank that has imported torch
-_VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "tun", "tap", "wg")
+_VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "tun", "tap", "wg")
+# As `store.system.memory_file`, which an interpreter without site-packages does not find.
+_CHILD = """
+import os, sys
+try:
+    fd = os.memfd_create("dure-doctor", os.MFD_CLOEXEC | 8)
+except OSError:
+    fd = os.memfd_create("dure-doctor", os.MFD_CLOEXEC)
+os.write(fd, b"seen")
+print(fd, flush=True)
+sys.stdin.read()
+"""
 
 
 class Level(Enum):
@@ -36,13 +65,12 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`advice` is empty where nothing needs doing, `host` where only this one was asked."""
+    """What a check found; `advice` is empty if there is nothing to do."""
 
     level: Level
     check: str
     seen: str
     advice: str = ""
-    host: str = ""
 
 
 Findings = Iterator[Finding]
@@ -52,11 +80,15 @@ warning = partial(Finding, Level.WARNING)
 problem = partial(Finding, Level.PROBLEM)
 
 
-def versions(python: str, packages: Mapping[str, str]) -> Findings:
-    """A package that is not there is not in `packages`."""
-    shown = ", ".join(f"{name} {number}" for name, number in packages.items())
-    yield fine("versions", f"Python {python}, {shown}")
-    torch = packages.get("torch")
+def versions() -> Findings:
+    """Python, packages, the kernel, and whether the checkout is the installed commit."""
+    found = {"dure": dure.__version__}
+    for name in ("torch", "pyzmq", "msgspec", "psutil", "mpi4py", "ClusterShell"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    shown = ", ".join(f"{name} {number}" for name, number in found.items())
+    yield fine("versions", f"Python {platform.python_version()}, {shown}")
+    torch = found.get("torch")
     if torch is None:
         yield problem("torch", "not installed", "pip install torch")
     elif _numbers(torch) < (2, 11):
@@ -64,19 +96,16 @@ def versions(python: str, packages: Mapping[str, str]) -> Findings:
     elif _numbers(torch) >= (2, 14):
         seen = f"{torch} is newer than 2.13, the newest that the tests have passed with"
         yield warning("torch", seen, "pip install 'torch<2.14'")
-
-
-def checkout(version: str, commit: str) -> Findings:
-    """Compare the commit that the version names with that of the checkout, "none" without one."""
-    built = version.partition("+g")[2].partition(".")[0]
-    at = commit.partition("-")[0]
-    if built and at != "none" and not (built.startswith(at) or at.startswith(built)):
-        yield note(
-            "checkout",
-            f"it is at {commit}, and Dure was installed from {built}: its version, which the ranks "
-            "of a job compare, is that of the installation",
-            "Install it again in this checkout: `make setup`, or `pip install -e .`.",
-        )
+    if text := checkout_note(dure.__version__, commit()):
+        yield note("checkout", text, "Install it again: `make setup`, or `pip install -e .`.")
+    text = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    if platform.system() != "Linux":
+        seen = f"{text}: no shared-memory engine, no `dure run`"
+        yield warning("system", seen, "backend='gloo' works.")
+    elif _numbers(platform.release()) < _OLDEST_KERNEL:
+        yield warning("system", f"{text}: older than 5.6", "A newer kernel; or backend='gloo'.")
+    else:
+        yield fine("system", text)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -85,19 +114,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def system(name: str, kernel: str, machine: str) -> Findings:
-    text = f"{name} {kernel} on {machine}"
-    if name != "Linux":
-        unsupported = f"{text}: no shared-memory engine, no `dure run`"
-        yield warning("system", unsupported, "backend='gloo' works.")
-    elif _numbers(kernel) < _OLDEST_KERNEL:
-        yield warning("system", f"{text}: older than 5.6", "A newer kernel; or backend='gloo'.")
-    else:
-        yield fine("system", text)
-
-
-def cores(total: int, usable: int, quota: float, load: float, governor: str) -> Findings:
-    """`quota` is in cores, or infinite."""
+def cores() -> Findings:
+    """The cores this process may use, and other load on them."""
+    total, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota()
     text = f"{usable} of {total} hardware threads usable"
     if usable < total:
         yield warning(
@@ -116,23 +135,22 @@ def cores(total: int, usable: int, quota: float, load: float, governor: str) -> 
             f"Start at most {max(1, int(quota))} ranks, or raise the limit (docker --cpus, "
             "resources.limits.cpu).",
         )
-    limit = min(usable, quota)
+    load, limit = os.getloadavg()[0], min(usable, quota)
     if load > 0.5 * limit:
         yield warning(
             "load",
             f"{load:.1f} threads want to run already, of {limit:.3g} that can",
-            "Look with `top` who they are; collectives wait for the slowest rank.",
+            "See `top`; collectives wait for the slowest rank.",
         )
     else:
         yield fine("load", f"{load:.1f} threads running")
-    if governor == "powersave":
-        advice = "For speed: `cpupower frequency-set -g performance`."
-        yield warning("clock rate", "the cores save power", advice)
 
 
-def memory(total: int, free: int, swapped: int, left: int | None) -> Findings:
-    """`left` are the bytes that a container leaves this process."""
-    text, whose = f"{size_text(free)} of {size_text(total)} free", "of the host"
+def memory() -> Findings:
+    """The memory that ranks can have, and /dev/shm."""
+    now, left = psutil.virtual_memory(), available_memory()
+    free, whose = now.available, "of the host"
+    text = f"{size_text(free)} of {size_text(now.total)} free"
     if left is not None and left < free:
         text += f"; the container leaves {size_text(left)}"
         free, whose = left, "of the container"
@@ -147,364 +165,257 @@ def memory(total: int, free: int, swapped: int, left: int | None) -> Findings:
         yield warning("memory", f"{text}: room for {fits}", "Start few ranks.")
     else:
         yield fine("memory", text)
-    if swapped > total // 10:
-        yield warning(
-            "swap",
-            f"{size_text(swapped)} swapped out: whoever needs it again waits for the disk",
-            "Free memory before measuring or training.",
-        )
-
-
-def huge_pages(private: str, shared: str) -> Findings:
-    """Both are chosen words of the kernel's setting, or nothing."""
-    if private == "never":
-        yield warning(
-            "huge pages",
-            "switched off: large tensors cost more page faults",
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-        )
-    else:
-        yield fine("huge pages", f"{private or 'unknown'}, shared {shared or 'unknown'}")
-
-
-def shm(total: int, free: int, writable: bool) -> Findings:
-    """Dure does not use /dev/shm, but DataLoader workers and NCCL do; `total` 0: there is none."""
-    text = f"{size_text(free)} of {size_text(total)} free"
-    if not writable:
-        yield warning(
-            "/dev/shm",
-            "it cannot be written" if total else "there is none",
-            "Mount a tmpfs there with mode 1777: DataLoader needs it.",
-        )
+    total = free = 0
+    with contextlib.suppress(OSError):
+        total, _, free = shutil.disk_usage("/dev/shm")
+    if not os.access("/dev/shm", os.W_OK):
+        seen = "it cannot be written" if total else "it does not exist"
+        yield warning("/dev/shm", seen, "Mount a tmpfs with mode 1777: DataLoader needs it.")
     elif free < 256 << 20:
         yield warning(
             "/dev/shm",
-            f"{text}: DataLoader workers and NCCL may die with SIGBUS (Dure does not use it)",
+            f"{size_text(free)} of {size_text(total)} free: DataLoader workers and NCCL may die "
+            "with SIGBUS (Dure does not use it)",
             "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with medium: "
-            "Memory; else `df /dev/shm`, and remove what is left there.",
+            "Memory; else `df /dev/shm`, and remove old files there.",
         )
     else:
-        yield fine("/dev/shm", text)
+        yield fine("/dev/shm", f"{size_text(free)} of {size_text(total)} free")
 
 
-def engine(memfd_error: str, peer_error: str, pidfd_error: str) -> Findings:
-    """Say whether ranks of this host can share memory; an error is empty where it worked."""
-    if memfd_error:
+def sharing() -> Findings:
+    """What the engine of one host needs: shared anonymous memory, and pidfds.
+
+    A peer opens Dure's segments (memfd) through `/proc/PID/fd`, which a container, `hidepid` or a
+    seccomp filter may forbid. The peer here is a child of this process.
+    """
+    memfd = _error_of(lambda: os.close(memory_file("dure-doctor")))
+    peer = "" if memfd else _error_of(open_peer)
+    if memfd:
         yield problem(
             "shared memory",
-            f"anonymous memory is refused: {memfd_error}",
+            f"anonymous memory is refused: {memfd}",
             "A seccomp profile forbids memfd_create: allow it, or use backend='gloo'.",
         )
-    elif peer_error:
+    elif peer:
         yield problem(
             "shared memory",
-            f"a peer's memory cannot be opened through /proc/PID/fd: {peer_error}",
-            "Ranks must be one user's, in one PID namespace, and /proc mounted without hidepid=2; "
-            "or use backend='gloo'.",
+            f"a peer's memory cannot be opened through /proc/PID/fd: {peer}",
+            "Ranks must be of one user, in one PID namespace, and /proc mounted without "
+            "hidepid=2; or use backend='gloo'.",
         )
     else:
         yield fine("shared memory", "anonymous memory is shared with a peer")
-    if pidfd_error:
+    if error := _error_of(lambda: os.close(os.pidfd_open(os.getpid()))):
         yield problem(
             "process watch",
-            f"pidfd_open is refused: {pidfd_error}",
+            f"pidfd_open is refused: {error}",
             "Linux 5.3 or newer, and a seccomp profile that allows it (a newer docker).",
         )
-
-
-def ptrace(scope: int, container: str, seccomp: bool) -> Findings:
-    text = f"in a {container} container" if container else "no container seen"
-    text += ", with a seccomp filter" if seccomp else ""
-    if scope >= 2:
+    if int(kernel_text(Path("/proc/sys/kernel/yama/ptrace_scope")) or 0) >= 2:
         yield warning(
             "ptrace",
-            f"{text}; ptrace is for root alone (scope {scope}): py-spy and gdb cannot look at "
-            "ranks, and large tensors take one more copy",
+            "only root may use it: py-spy and gdb cannot look at ranks, and large tensors take one "
+            "more copy",
             "sysctl kernel.yama.ptrace_scope=1",
         )
+
+
+def _error_of(action: Callable[[], object]) -> str:
+    """Return why `action` failed, or an empty text."""
+    try:
+        action()
+    except OSError as error:
+        return f"{error.strerror or error}"
+    return ""
+
+
+def open_peer() -> None:
+    """Open the memory of a child as a rank opens that of another; raise OSError if refused."""
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        number = int(child.stdout.readline() or -1)
+        if Path(f"/proc/{child.pid}/fd/{number}").read_bytes() != b"seen":
+            raise OSError(0, "another content was read than was written")
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def limits() -> Findings:
+    """How many files and processes this process may have, and how much memory it may lock."""
+    files, mine, locked = (
+        float("inf") if soft == resource.RLIM_INFINITY else soft
+        for soft in (
+            resource.getrlimit(name)[0]
+            for name in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+        )
+    )
+    if files < 1024:
+        make = problem if files < 256 else warning
+        seen = f"at most {files} per process: few for ranks and DataLoader workers"
+        yield make("open files", seen, "ulimit -n 65536")
     else:
-        yield fine("ptrace", f"{text}; ptrace {'of descendants only' if scope else 'unrestricted'}")
-
-
-def locked_memory(limit: float, fabric: bool) -> Findings:
-    """`limit` is in bytes, and infinite without one; on a `fabric` for RDMA buffers are locked."""
-    if limit == float("inf"):
-        yield fine("locked memory", "no limit")
-    elif fabric and limit < 1 << 30:
+        yield fine("open files", f"at most {files} per process")
+    groups = [kernel_text(group / "pids.max") for group in control_groups(Path("/"), "pids")]
+    limit, running = (
+        min(mine, *(int(n) for n in groups if n.isdigit()), float("inf")),
+        len(psutil.pids()),
+    )
+    if limit - running < 64:
+        yield problem(
+            "processes",
+            f"at most {limit} processes and threads, and {running} are running: ranks and their "
+            "threads will not start",
+            "Raise ulimit -u, docker --pids-limit or the pod's limit.",
+        )
+    else:
+        yield fine("processes", f"at most {limit} processes and threads")
+    if Path("/sys/class/infiniband").is_dir() and locked < 1 << 30:
         yield problem(
             "locked memory",
-            f"at most {size_text(limit)}, and there is an RDMA network, which locks its buffers",
+            f"at most {size_text(locked)}, and there is an RDMA network, which locks its buffers",
             "ulimit -l unlimited (limits.conf: memlock; Slurm: PropagateResourceLimits; docker: "
             "--ulimit memlock=-1).",
         )
-    else:
-        yield fine("locked memory", f"at most {size_text(limit)} (enough without RDMA)")
 
 
-def files(limit: float) -> Findings:
-    text = "no limit" if limit == float("inf") else f"at most {limit} a process"
-    if limit < 256:
-        yield problem("open files", text, "ulimit -n 65536")
-    elif limit < 1024:
-        yield warning("open files", f"{text}: few for DataLoader workers", "ulimit -n 65536")
-    else:
-        yield fine("open files", text)
-
-
-def processes(limit: float, running: int) -> Findings:
-    """`limit` is the lowest of the user's and the container's; threads count, too."""
-    text = f"at most {limit} processes and threads, {running} processes are there"
-    if limit == float("inf"):
-        yield fine("processes", "no limit")
-    elif limit - running < 64:
-        yield problem(
-            "processes",
-            f"{text}: ranks and their threads will not start",
-            "ulimit -u, or docker --pids-limit / the pod's limit, must be raised.",
-        )
-    elif limit < 1024:
-        yield warning("processes", text, "Set OMP_NUM_THREADS low, or raise the limit.")
-    else:
-        yield fine("processes", text)
-
-
-def temporary_files(free: int, folder: str) -> Findings:
-    text = f"{size_text(free)} free in {folder}"
-    if free < 100 << 20:
-        advice = "Free some, or set TMPDIR: torch's compiler and shared tensors write there."
-        yield problem("temporary files", text, advice)
-    else:
-        yield fine("temporary files", text)
-
-
-class Interface(NamedTuple):
-    """One that is up: its name, IPv4 addresses, and Mbit/s (0: it does not say)."""
-
-    name: str
-    addresses: tuple[str, ...]
-    mbits: int = 0
-
-    @property
-    def is_real(self) -> bool:
-        """Whether it may lead to other hosts."""
-        return not self.name.startswith(_VIRTUAL) and not all(map(_loops, self.addresses))
-
-
-def _loops(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def interfaces(known: Sequence[Interface], default: str, chosen: Mapping[str, str]) -> Findings:
-    """Say by which interface other hosts would reach this one.
-
-    Args:
-        known: Those that are up.
-        default: The name of the one that has the default route; empty without one.
-        chosen: What the variables name that choose an interface, such as GLOO_SOCKET_IFNAME.
-    """
-    real = [i for i in known if i.is_real]
-    speeds = [f" ({i.mbits // 1000} Gbit/s)" if i.mbits >= 1000 else "" for i in real]
-    text = ", ".join(
-        f"{i.name} {i.addresses[0]}{speed}" for i, speed in zip(real, speeds, strict=True)
-    )
-    if not any(_loops(address) for i in known for address in i.addresses):
-        no_loopback = "no loopback interface is up: no job can start"
-        yield problem("interfaces", no_loopback, "ip link set lo up")
-    elif not real:
-        yield note(
-            "interfaces",
-            "loopback only: jobs on this host work, with other hosts they cannot",
-            "Bring an interface up, if there are other hosts.",
-        )
+def network() -> Findings:
+    """By which interface and name other hosts would reach this one; whether it reaches itself."""
+    stats = psutil.net_if_stats()
+    up: dict[str, list[str]] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        own = [a.address for a in addresses if a.family == socket.AF_INET]
+        if name in stats and stats[name].isup and own:
+            up[name] = own
+    real = {name: own[0] for name, own in up.items() if not name.startswith(_VIRTUAL)}
+    text = ", ".join(f"{name} {address}" for name, address in real.items())
+    chosen = _set_variables("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    if error := _error_of(_connect_to_self):
+        seen = f"this host cannot connect to itself: {error}"
+        yield problem("interfaces", seen, "ip link set lo up; see the firewall's loopback rules.")
     elif len(real) > 1 and not chosen:
         yield note(
             "interfaces",
-            f"{text}: engines may choose different ones on different hosts "
-            f"(the default route is {default or 'missing'})",
+            f"{text}: backends may choose different ones on different hosts",
             "On several hosts name the fast one: `dure run --local-addr ADDRESS`, "
             "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.",
         )
     else:
-        yield fine("interfaces", text)
-    names = sorted(i.name for i in known)
+        yield fine("interfaces", text or "loopback only: no other hosts")
     for variable, value in chosen.items():
         wanted = [] if value.startswith("^") else [w.lstrip("=") for w in value.split(",")]
-        missing = [w for w in wanted if not any(name.startswith(w) for name in names)]
+        missing = [w for w in wanted if not any(name.startswith(w) for name in up)]
         if missing:
-            yield problem(
-                "interfaces",
-                f"{variable}={value}, but {', '.join(missing)} is not up here "
-                f"(there are {', '.join(names)})",
-                f"Correct or unset {variable}.",
-            )
+            seen = f"{variable}={value}, but {', '.join(missing)} is not up here ({', '.join(up)})"
+            yield problem("interfaces", seen, f"Correct or unset {variable}.")
+    yield _own_name({address for own in up.values() for address in own}, bool(real))
 
 
-def own_name(hostname: str, resolved: Sequence[str], known: Sequence[Interface]) -> Findings:
-    """Say whether the addresses that this host's name stands for lead to it from elsewhere.
+def _connect_to_self() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=2.0).close()
 
-    A host's own name often stands for 127.0.1.1 in /etc/hosts: rank 0 then tells the others an
-    address that leads each of them to itself.
+
+def _own_name(own: set[str], has_network: bool) -> Finding:
+    """Judge the addresses of this host's name.
+
+    It is often 127.0.1.1 in /etc/hosts: rank 0 then gives the others an address that leads each of
+    them to itself.
     """
-    own = sorted({address for i in known for address in i.addresses})
-    text = f"{hostname} is {', '.join(resolved)}"
-    if not resolved:
-        yield note(
+    hostname, start = socket.gethostname(), time.monotonic()
+    resolved: list[str] = []
+    with contextlib.suppress(OSError):
+        resolved = socket.gethostbyname_ex(hostname)[2]
+    text = f"{hostname} is {', '.join(resolved) or 'not known to the resolver'}"
+    if (took_s := time.monotonic() - start) > 0.5:
+        advice = "Correct the name server in /etc/resolv.conf, or add the hosts to /etc/hosts."
+        return warning("own name", f"{text}; looking it up took {took_s:.1f} s", advice)
+    elsewhere = [address for address in resolved if not address.startswith("127.")]
+    if has_network and not elsewhere:
+        return note(
             "own name",
-            f"{hostname} stands for no address",
-            f"Add a line `ADDRESS {hostname}` to /etc/hosts; on one host it does not matter.",
-        )
-    elif all(map(_loops, resolved)) and not all(map(_loops, own)):
-        yield note(
-            "own name",
-            f"{text}: other hosts that are told this address would reach themselves",
+            f"{text}: other hosts cannot use this name",
             "On several hosts give MASTER_ADDR (or --rdzv-endpoint) as an address, not as this "
             "name; or correct /etc/hosts.",
         )
-    elif any(a not in own and not _loops(a) for a in resolved):
-        yield warning(
-            "own name",
-            f"{text}, but this host has only {', '.join(own)}",
-            "The name server or /etc/hosts is out of date; use an address instead of the name.",
-        )
-    else:
-        yield fine("own name", text)
+    if set(elsewhere) - own:
+        seen = f"{text}, but this host has only {', '.join(sorted(own))}"
+        return warning("own name", seen, "Correct the name server or /etc/hosts, or use addresses.")
+    return fine("own name", text)
 
 
-def look_ups(own_s: float, reverse_s: float) -> Findings:
-    """Judge how long this host's own name takes, and how long the names of its addresses."""
-    slowest = max(own_s, reverse_s)
-    if slowest > 0.5:
-        kind = "this host's own name" if own_s >= 0.5 else "names of addresses"
-        yield warning(
-            "name look-up",
-            f"asking for {kind} takes {slowest:.1f} s: everything that logs a client's name waits",
-            "Correct the name server in /etc/resolv.conf, or add the hosts to /etc/hosts.",
-        )
-    else:
-        yield fine("name look-up", f"{slowest * 1e3:.0f} ms")
-
-
-def ports(first: int, last: int, used: int, usual_by: str, loopback_error: str) -> Findings:
-    """Say whether a store can listen; `usual_by` is who holds port 29500, empty if nobody."""
-    if loopback_error:
-        yield problem(
-            "ports",
-            f"this host cannot connect to itself: {loopback_error}",
-            "ip link set lo up; and see the firewall's rules for the loopback interface.",
-        )
-        return
-    room = last - first + 1 - used
-    text = f"{room} of {first}-{last} free"
-    if room < 2000:
-        yield warning(
-            "ports",
-            f"{text}: connections may fail with EADDRNOTAVAIL",
-            'sysctl -w net.ipv4.ip_local_port_range="15000 65000"',
-        )
-    else:
-        yield fine("ports", text)
-    if usual_by:
-        yield warning(
-            "port 29500",
-            f"taken by {usual_by}: torchrun and scripts with the usual MASTER_PORT fail here",
-            "Choose another MASTER_PORT (`dure run` does by itself), or end that process.",
-        )
-
-
-def clock(synchronised: bool, source: str, read_ns: float) -> Findings:
-    text = f"source {source}, {read_ns:.0f} ns a reading"
-    if read_ns > 500:
-        yield warning(
-            "clock",
-            f"{text}: measuring and tracing become slow",
-            "Use the clock source tsc or kvm-clock, if the host lets you.",
-        )
-    else:
-        yield fine("clock", text)
-    if not synchronised:
-        yield note(
-            "clock",
-            "the time of day is not synchronised: traces and logs of several hosts do not line up "
-            "(it does not matter on one)",
-            "Start chrony or systemd-timesyncd (in a virtual machine its host may do it).",
-        )
-
-
-def key_file(
-    path: Path, file: os.stat_result | None, folder_mode: int, user: int, *, named: bool
-) -> Findings:
-    """Say whether a key is a secret of `user`; `named`: DURE_JOB_KEY_FILE says where it is."""
-    if file is None and not named:
-        yield fine("job key", "no key of your own yet; it is made on first use")
-    elif file is None:
-        advice = "Copy the key there (mode 0600), or unset the variable."
-        yield problem("job key", f"DURE_JOB_KEY_FILE names {path}: no such file", advice)
-    elif file.st_uid != user:
-        advice = f"chown it, or remove it: {path}"
-        yield problem("job key", f"{path} belongs to another user ({file.st_uid})", advice)
-    elif file.st_mode & 0o077:
-        mode = stat.S_IMODE(file.st_mode)
-        seen = f"{path} has mode {mode:04o}: others can read or change it"
-        advice = f"Remove it, since it is known now, and let a new one be made: rm {path}"
-        yield problem("job key", seen, advice)
-    elif folder_mode & 0o022 and not folder_mode & stat.S_ISVTX:
-        seen = f"others can write to {path.parent}, and so replace the key"
-        yield problem("job key", seen, f"chmod go-w {path.parent}")
-    else:
-        yield fine("job key", f"{path}, mode {stat.S_IMODE(file.st_mode):04o}")
-
-
-def environment(
-    variables: Mapping[str, str], usable: int, *, insecure: bool, unknown: str = ""
-) -> Findings:
-    """Say what would surprise a job started from here; `usable` hardware threads are there."""
-    given = [name for name in RANK_VARIABLES if name in variables]
-    partly = 0 < len(given) < len(RANK_VARIABLES) and "DURE_LAUNCHER" not in variables
-    threads = variables.get("OMP_NUM_THREADS", "")
-    many = threads.isdigit() and int(threads) > usable
-    if insecure:
+def keys() -> Findings:
+    """Whether the keys of jobs can be read, and by nobody else."""
+    named = env.text("DURE_JOB_KEY_FILE")
+    for path in [Path(named)] if named else [user_key_path()]:
+        if not named and not path.exists():
+            yield fine("job key", "the user has no key yet; it is made on first use")
+            continue
+        try:
+            key_from_file(path)
+        except DureError as error:
+            yield problem("job key", f"{error.what}: {error.seen}", error.fix)
+        else:
+            yield fine("job key", f"{path}")
+    if env.flag("DURE_INSECURE"):
         yield warning(
             "job key",
-            "DURE_INSECURE is set: whoever reaches the store's port can join a job",
-            "Unset it; `dure run` mints a key for each job by itself.",
+            "DURE_INSECURE is set: everyone who reaches the store's port can join a job",
+            "Unset it; `dure run` makes a key for each job.",
         )
-    if unknown:
-        yield warning("environment", unknown, "Correct the name, or unset it: dure env --all.")
-    if partly:
-        yield warning(
-            "environment",
-            f"{', '.join(given)} set, but not the rest of a rank's variables",
-            f"unset {' '.join(given)}, unless a scheduler has set them (`dure env` says who).",
-        )
-    if many:
-        yield warning(
-            "environment",
-            f"OMP_NUM_THREADS={threads}, with {usable} usable hardware threads",
-            "unset OMP_NUM_THREADS; `dure run` chooses it from cores and ranks.",
-        )
-    if not many and not partly and not unknown:
-        yield fine("environment", "nothing in the way")
 
 
-class Orphan(NamedTuple):
-    """A rank whose launcher is gone: nobody waits for it any more."""
+def environment() -> Findings:
+    """Variables that would surprise a job started from here."""
+    variables = _set_variables(*RANK_VARIABLES, "DURE_LAUNCHER", "OMP_NUM_THREADS")
+    given = [name for name in RANK_VARIABLES if name in variables]
+    threads, usable = variables.get("OMP_NUM_THREADS", ""), usable_cores()
+    found: list[Finding] = []
+    if unknown := env.unknown_note():
+        advice = "Correct the name, or unset it: dure env --all."
+        found.append(warning("environment", unknown, advice))
+    if 0 < len(given) < len(RANK_VARIABLES) and "DURE_LAUNCHER" not in variables:
+        seen = f"{', '.join(given)} set, but not the other variables of a rank"
+        advice = f"unset {' '.join(given)}, unless a scheduler has set them (see `dure env`)."
+        found.append(warning("environment", seen, advice))
+    if threads.isdigit() and int(threads) > usable:
+        seen = f"OMP_NUM_THREADS={threads}, with {usable} usable hardware threads"
+        advice = "unset OMP_NUM_THREADS; `dure run` chooses it from cores and ranks."
+        found.append(warning("environment", seen, advice))
+    yield from found or [fine("environment", "no unexpected variables")]
 
-    pid: int
-    command: str
-    age_s: float
+
+def _set_variables(*names: str) -> dict[str, str]:
+    return {name: value for name in names if (value := env.text(name))}
 
 
-def leftovers(jobs: int, left: Sequence[Orphan]) -> Findings:
-    """Name ranks of jobs that are over: they keep memory, GPUs and ports."""
+def leftovers() -> Findings:
+    """Ranks of jobs whose launcher is gone: they keep memory, GPUs and ports."""
+    jobs: dict[int, str] = {}
+    parents: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["environ", "uids", "ppid", "name", "create_time"]):
+        environ, uids = process.info["environ"], process.info["uids"]
+        if environ and "DURE_LAUNCHER" in environ and uids and uids.real == os.getuid():
+            jobs[process.pid] = environ["DURE_LAUNCHER"]
+            parents[process.pid] = process
+    left = [
+        p.info for pid, p in parents.items() if p.info["ppid"] == 1 and jobs.get(1) != jobs[pid]
+    ]
     if not left:
-        yield fine("leftovers", f"none (running jobs: {jobs})")
+        yield fine("leftovers", f"none (running jobs: {len(set(jobs.values()))})")
         return
-    names = ", ".join(f"{o.command} (pid {o.pid}, {o.age_s / 60:.0f} min)" for o in left[:8])
-    numbers = " ".join(str(orphan.pid) for orphan in left[:8])
+    now = time.time()
+    names = ", ".join(
+        f"{i['name']} (pid {i['pid']}, {(now - i['create_time']) / 60:.0f} min)" for i in left[:8]
+    )
     yield warning(
         "leftovers",
         f"{len(left)} processes of jobs whose launcher is gone: {names}",
-        f"If they are not wanted (an elastic job may go on): kill {numbers}",
+        f"If you do not need them: kill {' '.join(str(i['pid']) for i in left[:8])}",
     )
 
 
@@ -519,15 +430,33 @@ class Gpu(NamedTuple):
     mode: str = "Default"
 
 
-def gpus(cards: Sequence[Gpu], error: str, torch: Mapping[str, Any], hidden: bool) -> Findings:
-    """Compare what the driver shows with what torch sees.
+def nvidia_cards() -> tuple[list[Gpu], str]:
+    """Return the cards that nvidia-smi shows, and its error if it is installed and fails."""
+    if shutil.which("nvidia-smi") is None:
+        return [], ""
+    query = "--query-gpu=index,name,driver_version,memory.total,memory.used,compute_mode"
+    words = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=5.0, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], str(error)
+    if done.returncode != 0:
+        return [], (done.stdout + done.stderr).strip()
+    cards: list[Gpu] = []
+    for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True):
+        number, name, driver, total, used, mode = row
+        megabytes = [int(text) if text.isdigit() else 0 for text in (total, used)]
+        cards.append(Gpu(number, name, driver, *megabytes, mode=mode))
+    return cards, ""
+
+
+def gpus(torch: Mapping[str, Any]) -> Findings:
+    """Compare the driver's view of GPUs with that of torch.
 
     Args:
-        cards: The driver's view.
-        error: Why nvidia-smi failed, where it is installed.
-        torch: What a rank told: `torch`, `cuda`, `gpus`, `apart`; empty if none did.
-        hidden: CUDA_VISIBLE_DEVICES chooses among them.
+        torch: What a rank reported: `torch`, `cuda`, `gpus`, `apart`; empty if none did.
     """
+    cards, error = nvidia_cards()
     seen: list[str] = torch.get("gpus", [])
     if error:
         yield problem(
@@ -536,19 +465,17 @@ def gpus(cards: Sequence[Gpu], error: str, torch: Mapping[str, Any], hidden: boo
             "The driver is not loaded or was upgraded under a running kernel: reboot, or start "
             "the container with --gpus all.",
         )
-        return
-    if not cards:
+    elif not cards:
         yield fine("GPUs", f"torch sees {len(seen)}" if seen else "none; CPU only")
-        return
-    if torch:
-        yield _gpus_of_torch(cards, torch, len(seen), hidden)
+    elif torch:
+        yield _gpus_of_torch(cards, torch, len(seen))
     for card in cards:
         name = f"GPU {card.number}"
         text = f"{card.name}, {card.total_mib - card.used_mib} of {card.total_mib} MiB free"
         if "Prohibited" in card.mode or "Exclusive" in card.mode:
             yield warning(name, f"{text}, mode {card.mode}", "nvidia-smi -c DEFAULT, to share it.")
         elif card.used_mib > 0.5 * card.total_mib:
-            yield warning(name, f"{text}: somebody uses it", "`nvidia-smi` lists the processes.")
+            yield warning(name, f"{text}: it is in use", "`nvidia-smi` lists the processes.")
         else:
             yield fine(name, text)
     if torch.get("apart"):
@@ -560,9 +487,7 @@ def gpus(cards: Sequence[Gpu], error: str, torch: Mapping[str, Any], hidden: boo
         )
 
 
-def _gpus_of_torch(
-    cards: Sequence[Gpu], torch: Mapping[str, Any], seen: int, hidden: bool
-) -> Finding:
+def _gpus_of_torch(cards: list[Gpu], torch: Mapping[str, Any], seen: int) -> Finding:
     if torch.get("cuda") is None:
         return warning(
             "GPUs",
@@ -578,32 +503,19 @@ def _gpus_of_torch(
             "or unset CUDA_VISIBLE_DEVICES.",
         )
     text = f"torch (CUDA {torch['cuda']}) sees {seen} of {len(cards)}"
-    if seen < len(cards) and not hidden:
+    if seen < len(cards) and not env.text("CUDA_VISIBLE_DEVICES"):
         return warning("GPUs", text, "See CUDA_VISIBLE_DEVICES, and nvidia-smi for broken cards.")
     return fine("GPUs", text)
 
 
-def same_versions(mine: Mapping[str, str], others: Mapping[str, str], host: str) -> Finding:
-    differ = [name for name in sorted({*mine, *others}) if mine.get(name) != others.get(name)]
-    if not differ:
-        return fine("same versions", "as here")
-    text = ", ".join(
-        f"{n} {others.get(n, 'missing')} (here {mine.get(n, 'missing')})" for n in differ
-    )
-    make = problem if {"dure", "torch", "python"} & set(differ) else warning
-    return make("same versions", text, f"Install the same ones on {host} as here.")
-
-
-def clock_difference(ahead_s: float, uncertain_s: float) -> Finding:
-    """Judge how far another host's clock is ahead of this one's."""
-    text = f"{ahead_s * 1e3:+.0f} ms from this host's (+-{uncertain_s * 1e3:.0f} ms)"
-    if abs(ahead_s) - uncertain_s > 1.0:
-        return warning("clock difference", text, "Synchronise the clocks of all hosts (chrony).")
-    return fine("clock difference", text)
-
-
-def connection(reached: bool, way: str) -> Finding:
-    if reached:
-        return fine("connections", f"{way}: open")
-    advice = "A firewall: open the range of local ports between the hosts of the job."
-    return problem("connections", f"{way}: a free port cannot be reached", advice)
+CHECKS: tuple[Callable[[], Findings], ...] = (
+    versions,
+    cores,
+    memory,
+    sharing,
+    limits,
+    network,
+    keys,
+    environment,
+    leftovers,
+)

@@ -1,8 +1,7 @@
-"""A real collective over each backend: two processes, started as a user would, with a time limit.
+"""A real collective over each backend: processes started by `dure run`, with a time limit.
 
-The backends of one kind of launcher share their processes, for importing torch costs more than all
-else. MPI has a launcher of its own, which is a job of one program for `dure run`, so that nothing
-of it can stay behind.
+Backends with the same launcher share their processes, because importing torch takes longest. For
+MPI `dure run` starts one program, mpirun, so that its processes cannot stay behind either.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any  # Any: what JSON holds
 
@@ -20,6 +19,7 @@ from dure.cli.doctor.checks import RANK_VARIABLES, Findings, fine, problem, warn
 from dure.cli.machine import MPI_VARIABLES, QUIET_VARIABLES, find_mpirun
 
 MARK = "DURE-DOCTOR "
+_END_S = 3.0
 _ABSENT = {
     "shm": "Reinstall Dure on Linux with a C++20 compiler: pip install --force-reinstall dure",
     "gloo": "Install a torch that was built with Gloo (the official ones are).",
@@ -30,20 +30,24 @@ _ABSENT = {
 class Attempt:
     """What came of trying some backends.
 
-    `told` are the lines of rank 0 (see `dure.cli.doctor.rank`), `words` the last lines that the
-    processes wrote, `timed_out` whether they had to be ended.
+    Attributes:
+        backends: In the order in which they were tried.
+        lines: Of rank 0 (see `dure.cli.doctor.rank`).
+        code: The exit code.
+        timed_out: Whether the processes had to be ended.
+        words: The last lines that they wrote.
     """
 
     backends: tuple[str, ...]
-    told: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     code: int = 0
     timed_out: bool = False
     words: str = ""
 
     @property
     def torch(self) -> dict[str, Any]:
-        """What torch says of GPUs; empty where no rank came that far."""
-        return next((line for line in self.told if "torch" in line), {})
+        """What torch reports of GPUs; empty if no rank came that far."""
+        return next((line for line in self.lines if "torch" in line), {})
 
 
 def try_backends(
@@ -63,27 +67,30 @@ def try_backends(
         env=env.child_environment({**QUIET_VARIABLES, **MPI_VARIABLES, **unset}),
         start_new_session=True,
     )
-    output, timed_out = "", False
-    for end, wait_s in ((process.terminate, limit_s), (process.kill, 3.0), (bool, None)):
+    timed_out = False
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        timed_out = True
+        process.terminate()
         try:
-            output, _ = process.communicate(timeout=wait_s)
-            break
+            output, _ = process.communicate(timeout=_END_S)
         except subprocess.TimeoutExpired:
-            timed_out = True
-            end()
+            process.kill()
+            output, _ = process.communicate()
     lines = output.splitlines()
     words = "\n".join(line for line in lines if MARK not in line)[-1000:]
     return Attempt(
         backends=backends,
-        told=[json.loads(line.partition(MARK)[2]) for line in lines if MARK in line],
+        lines=[json.loads(line.partition(MARK)[2]) for line in lines if MARK in line],
         code=process.returncode,
         timed_out=timed_out,
-        words=words.strip() or "nothing was said",
+        words=words.strip() or "no output",
     )
 
 
 def try_mpi(limit_s: float) -> Findings:
-    """Let mpirun start two ranks, where there is an MPI to try."""
+    """Let mpirun start two ranks, if an MPI is installed."""
     mpirun = find_mpirun(sys.executable)
     if mpirun is None or find_spec("mpi4py") is None:
         yield fine("mpi", "not tried: no mpirun, or no mpi4py (pip install '.[mpi]')")
@@ -92,9 +99,16 @@ def try_mpi(limit_s: float) -> Findings:
     yield from judge(try_backends(("mpi",), limit_s, flags))
 
 
+def try_hosts(flags: Sequence[str], limit_s: float) -> Findings:
+    """Let one rank on each of several hosts do a collective together."""
+    attempt = try_backends(("gloo",), limit_s, flags)
+    for finding in judge(attempt):
+        yield replace(finding, check="hosts")
+
+
 def judge(attempt: Attempt) -> Findings:
-    """Say which backends work; what comes after a silent one was not tried."""
-    known = {line["backend"]: line for line in attempt.told if "backend" in line}
+    """Judge which backends work; those after one without an answer were not tried."""
+    known = {line["backend"]: line for line in attempt.lines if "backend" in line}
     for backend in attempt.backends:
         name, line = f"{backend} collective", known.get(backend)
         if line is None and attempt.timed_out:
@@ -108,13 +122,13 @@ def judge(attempt: Attempt) -> Findings:
             yield problem(
                 name,
                 f"the ranks ended with exit code {attempt.code}: {attempt.words}",
-                "The last line says why; try `dure run -n 2` on a small program.",
+                "See the last line; try `dure run -n 2` on a small program.",
             )
             return
         if line.get("absent") and backend in _ABSENT:
-            yield problem(name, "this backend is not there", _ABSENT[backend])
+            yield problem(name, "this backend is not available", _ABSENT[backend])
         elif line.get("absent"):
-            yield fine(name, "not tried: this backend is not there")
+            yield fine(name, "not tried: this backend is not available")
         elif "error" in line:
             yield problem(
                 name,

@@ -1,12 +1,8 @@
-"""`dure doctor`: runs every check, each on a thread of its own with a time limit, and shows them.
+"""`dure doctor`: runs every check, each on a thread with a time limit, and shows the findings.
 
-`machine` reads what the machine shows, and `checks` judges such values without looking at anything
-else, so that a test can make up a machine. `collectives` (with `rank`) and `hosts` start processes
-here and elsewhere.
-
-The machine is read before the collectives are tried, so that the load is not ours. A check that
-raises becomes a warning that names it, and so does one that is late: a thread cannot be ended, but
-it is a daemon and the command does not wait for it.
+The machine is read before the collectives are tried, so that their load is not measured. A check
+that raises becomes a warning that names it, and so does one that is late: a thread cannot be ended,
+but it is a daemon, and the command does not wait for it.
 """
 
 from __future__ import annotations
@@ -14,18 +10,17 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any  # Any: what a rank told as JSON
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dure import env
-from dure.cli.doctor import checks, collectives, hosts, machine
+from dure.cli.doctor import checks, collectives
 from dure.cli.doctor.checks import Finding, Findings, Level, warning
 from dure.errors import UsageError
 
@@ -40,9 +35,9 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def doctor(
-    hosts_to_ask: Annotated[
+    hosts: Annotated[
         str | None,
-        typer.Option("--hosts", help="Also ask these hosts (node[1-4],other), over ssh."),
+        typer.Option(help="Also try a collective over these hosts (node[1-4],other), by ssh."),
     ] = None,
     ssh_option: Annotated[
         list[str] | None, typer.Option(help="With --hosts: an option for ssh, such as -p2222.")
@@ -60,21 +55,24 @@ def doctor(
         Path | None,
         typer.Option(help="With --report: a folder with traces or error files of the job."),
     ] = None,
-    answer: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Check this machine, and say in plain words what is wrong and what to do."""
-    if answer is not None:  # a doctor on another host asks
-        hosts.answer(answer)
-        return
+    """Check this machine: what is wrong, and what to do about it."""
     if traces is not None and not as_report:
-        raise UsageError("--traces belongs to --report", fix="Add --report.")
+        raise UsageError("--traces needs --report", fix="Add --report.")
     start = time.monotonic()
-    found = _examine(collective=collective, limit_s=limit)
-    if hosts_to_ask is not None:
-        options = ssh_option or []
-        found += hosts.examine(hosts_to_ask, options, collective=collective, limit_s=limit)
+    attempts: dict[str, Check] = {"GPUs": lambda: checks.gpus({})}
+    if collective:
+        attempts = {
+            "collectives": lambda: _try_backends(limit),
+            "mpi": lambda: collectives.try_mpi(limit),
+        }
+    if hosts is not None:
+        flags = ["--hosts", hosts, *(f"--ssh-option={o}" for o in ssh_option or []), "--nproc=1"]
+        attempts["hosts"] = lambda: collectives.try_hosts(flags, limit)
+    found = run_checks({check.__name__: check for check in checks.CHECKS}, _READ_LIMIT_S)
+    found += run_checks(attempts, limit + _READ_LIMIT_S)
     if as_report:
-        from dure.cli.doctor.report import report  # lazy: the usual doctor needs none
+        from dure.cli.doctor.report import report  # lazy: only for a bug report
 
         print(report(found, traces), end="")
         return
@@ -82,28 +80,12 @@ def doctor(
     raise typer.Exit(int(any(finding.level is Level.PROBLEM for finding in found)))
 
 
-def _examine(*, collective: bool, limit_s: float) -> list[Finding]:
-    found = run_checks(machine.CHECKS, _READ_LIMIT_S)
-    if not collective:
-        return found + run_checks({"GPUs": lambda: _cards({})}, _READ_LIMIT_S)
-    attempts: dict[str, Check] = {
-        "collectives": lambda: _try_backends(limit_s),
-        "mpi": lambda: collectives.try_mpi(limit_s),
-    }
-    return found + run_checks(attempts, limit_s + _READ_LIMIT_S)
-
-
 def _try_backends(limit_s: float) -> Findings:
     attempt = collectives.try_backends(("shm", "gloo"), limit_s)
-    yield from _cards(attempt.torch)
+    yield from checks.gpus(attempt.torch)
     yield from collectives.judge(attempt)
     if len(attempt.torch.get("gpus", [])) > 1:
         yield from collectives.judge(collectives.try_backends(("nccl",), limit_s))
-
-
-def _cards(torch: Mapping[str, Any]) -> Findings:
-    cards, error = machine.nvidia_cards()
-    return checks.gpus(cards, error, torch, bool(env.text("CUDA_VISIBLE_DEVICES")))
 
 
 def run_checks(
@@ -117,7 +99,7 @@ def run_checks(
             found = list(check())
         except Exception as error:  # one check's failure must not end the others
             seen = f"could not be checked: {type(error).__name__}: {error}"
-            found = [warning(name, seen, "The rest does not depend on it.")]
+            found = [warning(name, seen, "The other checks do not depend on it.")]
         results.setdefault(name, found)
 
     deadline = clock() + limit_s
@@ -130,23 +112,22 @@ def run_checks(
     for name, thread in threads.items():
         thread.join(max(0.0, deadline - clock()))
         late = f"no answer within {limit_s:.0f} s"
-        advice = "The machine is very busy, or this part hangs."
+        advice = "The machine is very busy, or this check hangs."
         results.setdefault(name, [warning(name, late, advice)])
     return [finding for name in wanted for finding in results[name]]
 
 
-def _print_json(findings: list[Finding], elapsed_s: float) -> None:
+def _print_json(findings: Sequence[Finding], elapsed_s: float) -> None:
     content = [asdict(finding) | {"level": finding.level.value} for finding in findings]
     worst = max((f.level for f in findings), key=list(Level).index, default=Level.OK)
     summary = {"worst": worst.value, "elapsed_s": round(elapsed_s, 3)}
     print(json.dumps(summary | {"findings": content}, indent=1))
 
 
-def _print_table(findings: list[Finding], elapsed_s: float) -> None:
+def _print_table(findings: Sequence[Finding], elapsed_s: float) -> None:
     console = Console()
-    several = any(finding.host for finding in findings)
     table = Table(box=None, pad_edge=False, show_header=False)
-    for column in range(3 + several):
+    for column in range(3):
         table.add_column(overflow="fold", no_wrap=column == 0)
     for finding in findings:
         mark = finding.level.value
@@ -154,8 +135,7 @@ def _print_table(findings: list[Finding], elapsed_s: float) -> None:
         seen = Text(finding.seen)
         if finding.advice:
             seen.append(f"\n→ {finding.advice}", "cyan")
-        host = [Text(finding.host or "this host")] if several else []
-        table.add_row(Text(mark, _STYLES[finding.level]), *host, Text(finding.check, "bold"), seen)
+        table.add_row(Text(mark, _STYLES[finding.level]), Text(finding.check, "bold"), seen)
     console.print(table)
     problems, warnings = (
         sum(f.level is level for f in findings) for level in (Level.PROBLEM, Level.WARNING)

@@ -2,9 +2,9 @@
 
     python -m dure.cli.doctor.rank LIMIT_S BACKEND...
 
-Rank 0 prints one line a backend, `DURE-DOCTOR {...}`, and one about torch and its GPUs. A backend
-that hangs ends in its time limit, by the group's own timeout; if even that does not help, whoever
-started the ranks ends them, and the lines that are missing tell which backend it was.
+Rank 0 prints one line per backend, `DURE-DOCTOR {...}`, and one about torch and its GPUs. A backend
+that hangs ends by its group's timeout; if not, the doctor ends the ranks, and the missing lines
+show which backend it was.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _COUNT = 1024
 def main() -> None:
     limit_s, backends = float(sys.argv[1]), sys.argv[2:]
     for number, backend in enumerate(backends):
-        told = _try(backend, limit_s)
-        if told.pop("rank", 0) == 0:
-            for content in [_torch(), told] if number == 0 else [told]:
+        found = _try(backend, limit_s)
+        if found.pop("rank", 0) == 0:
+            for content in [_torch(), found] if number == 0 else [found]:
                 os.write(1, f"DURE-DOCTOR {json.dumps(content)}\n".encode())
 
 
 def _try(backend: str, limit_s: float) -> dict[str, Any]:
     """Join, reduce a few numbers, check them and leave."""
-    told: dict[str, Any] = {"backend": backend}
+    found: dict[str, Any] = {"backend": backend}
     if not dist.is_backend_available(backend):
-        return told | {"absent": True}
+        return found | {"absent": True}
     try:
         with dist.process_group(backend, timeout=timedelta(seconds=limit_s)) as group:
-            told["rank"], told["ranks"] = group.rank(), group.size()
-            told["us"] = _reduce(backend, group)
+            found["rank"], found["ranks"] = group.rank(), group.size()
+            found["us"] = _reduce(backend, group)
             if group.copies is not None:
-                told["copies"] = str(group.copies)
-    except Exception as error:  # whatever goes wrong here is what the user wants to know
-        return told | {"error": f"{type(error).__name__}: {error}"}
-    return told
+                found["copies"] = str(group.copies)
+    except Exception as error:  # reported to the user
+        return found | {"error": f"{type(error).__name__}: {error}"}
+    return found
 
 
 def _reduce(backend: str, group: dist.ProcessGroup) -> float:

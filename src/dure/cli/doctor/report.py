@@ -29,7 +29,7 @@ from rich.console import Console
 import dure
 from dure import env
 from dure.cli import machine
-from dure.cli.doctor.checks import Finding
+from dure.cli.doctor.checks import Finding, nvidia_cards
 from dure.errorfile import read_error
 from dure.errors import UsageError
 from dure.placement import set_here
@@ -215,8 +215,6 @@ def _backends() -> str:
     torch = "torch is installed" if find_spec("torch") else "torch is not installed"
     mpirun = machine.find_mpirun(sys.executable)
     mpi = "mpi4py is installed" if find_spec("mpi4py") else "mpi4py is not installed"
-    from dure.cli.doctor.machine import nvidia_cards  # lazy: it needs psutil, which may be broken
-
     cards, error = nvidia_cards()
     values = {
         "shm, hybrid": _engine(),
@@ -245,8 +243,7 @@ def _engine() -> str:
 def _findings(findings: Sequence[Finding]) -> str:
     rows: list[str] = []
     for found in findings:
-        host = f" [{found.host}]" if found.host else ""
-        rows.append(f"{found.level.value:<8}{host} {found.check}: {found.seen}")
+        rows.append(f"{found.level.value:<8} {found.check}: {found.seen}")
         rows += [f"{'':<8} -> {found.advice}"] if found.advice else []
     return "\n".join(rows)
 
