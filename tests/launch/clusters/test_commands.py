@@ -60,3 +60,9 @@ def test_shown_commands_are_words_of_a_shell():
         assert words[:2] == ["cd", JOB.directory]
         assert "--leash" not in words and "--key-stdin" not in words
         assert words[words.index("--node-rank") + 1] == str(number)
+
+
+def test_agents_are_killed_only_after_the_documented_time_to_save():
+    assert (JOB.end_s, JOB.follow_s) == (35, 10)
+    patient = dataclasses.replace(JOB, grace_s=60.0)
+    assert (patient.end_s, patient.follow_s) == (65, 65)

@@ -44,11 +44,15 @@ def test_hosts_that_mean_nothing_are_refused(text):
         read_hosts(text)
 
 
-def test_hostfile_of_any_mpi(tmp_path):
+def test_hosts_of_the_slurm_job_around_the_shell(monkeypatch):
+    assert pairs(read_hosts("slurm")) == [("slurm", None)]
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "cn[08-09],login")
+    assert pairs(read_hosts("slurm")) == [("cn08", None), ("cn09", None), ("login", None)]
+
+
+def test_hostfile_has_hosts_and_slots(tmp_path):
     path = tmp_path / "hosts"
-    path.write_text(
-        "# the cluster\na slots=2  # Open MPI\nb:3\n\nnode[1-2] slots=4 max_slots=8\nc\n"
-    )
+    path.write_text("# the cluster\na slots=2  # fast\nb:3\n\nnode[1-2] slots=4\nc\n")
     found = [("a", 2), ("b", 3), ("node1", 4), ("node2", 4), ("c", None)]
     assert pairs(read_hostfile(path)) == found
 

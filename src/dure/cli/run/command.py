@@ -48,7 +48,7 @@ def run(words: list[str]) -> int:
         return start_elsewhere(dataclasses.replace(request, spec=_with_key(request)))
     spec = _prepared(request)
     if request.leash:
-        follow_control_stream(sys.stdin.fileno())
+        follow_control_stream(sys.stdin.fileno(), spec.grace_s)
         spec = dataclasses.replace(spec, stdin="none")
     _show_warnings()
     result = _run_with_page(spec) if request.page else run_job(spec)

@@ -79,6 +79,7 @@ def _hosts_job(request: Request) -> HostsJob:
         exports=_exports(request),
         ssh_options=tuple(request.ssh_options),
         backend="etcd" if spec.rdzv_backend == "etcd" else "static",
+        grace_s=spec.grace_s,
     )
 
 

@@ -1,10 +1,10 @@
-"""What the ssh launcher says to each host: pure functions from a job to words and lines.
+"""What the ssh launcher sends to each host: pure functions from a job to words and lines.
 
-A remote host is told in two ways. The command of ssh holds what anybody may see:
+A remote host gets two things. The command of ssh holds what every user may see:
 
     exec /bin/sh -c 'read variables until an empty line; cd DIR; exec PYTHON -m dure.cli run ..'
 
-and ssh's standard input the rest, first the variables of `-x`, a line each, then an empty line,
+and ssh's standard input the rest, first the variables of `-x`, one per line, then an empty line,
 then the key. So neither a key nor a variable's value is ever in a list of processes, in the
 environment of ssh or in a file. The shell reads its lines byte by byte and leaves the key to
 `dure run --key-stdin`; after the key it is the *control stream*: signals come on it, and its end
@@ -18,8 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dure.errors import UsageError
+from dure.launch.clusters.control_stream import end_s
 from dure.launch.clusters.hosts import Slots
 from dure.launch.clusters.meeting import is_this_host
+from dure.launch.supervisor import Timing
 
 __all__ = ["HostsJob", "agent_words", "first_lines", "host_command", "shown_command"]
 
@@ -31,7 +33,7 @@ class HostsJob:
     """A job for several hosts, as the ssh launcher sees it.
 
     Attributes:
-        hosts: Where, and how many ranks each.
+        hosts: The hosts, and the number of ranks of each.
         program: The program and its arguments.
         flags: The user's own flags that every host's `dure run` gets as they are.
         run_id: The job's name.
@@ -41,6 +43,8 @@ class HostsJob:
         options: The interpreter's own, such as -O.
         exports: Variables for the ranks, by name.
         ssh_options: Words for ssh, before the host.
+        backend: How the hosts rendezvous.
+        grace_s: How long ranks have to end (`JobSpec.grace_s`).
     """
 
     hosts: tuple[Slots, ...]
@@ -54,12 +58,23 @@ class HostsJob:
     exports: Mapping[str, str] = field(default_factory=dict[str, str])
     ssh_options: tuple[str, ...] = ()
     backend: str = "static"
+    grace_s: float | None = None
+
+    @property
+    def end_s(self) -> float:
+        """How long agents have to end when they are asked to."""
+        return end_s(self.grace_s)
+
+    @property
+    def follow_s(self) -> float:
+        """How long agents have to end by themselves after the first failure."""
+        return end_s(Timing().grace_s if self.grace_s is None else self.grace_s)
 
 
 def agent_words(job: HostsJob, number: int, *, held: bool = True) -> tuple[str, ...]:
     """Return the command line of host `number`'s agent, from the interpreter on.
 
-    `held` says that its standard input is the control stream; else it is started by hand.
+    If `held`, its standard input is the control stream; else it is started by hand.
     """
     nproc = job.hosts[number].nproc
     words = [job.python, *job.options, "-m", "dure.cli", "run", *job.flags]
@@ -96,7 +111,7 @@ def first_lines(job: HostsJob, key: bytes) -> bytes:
     """
     for name, value in job.exports.items():
         if "\n" in value:
-            raise UsageError("-x cannot hand on a value of several lines", seen=name)
+            raise UsageError("-x cannot pass on a value of several lines", seen=name)
     lines = [f"{name}={value}" for name, value in job.exports.items()]
     text = "".join(f"{line}\n" for line in lines)
     return text.encode("utf-8", "surrogateescape") + b"\n" + key.hex().encode() + b"\n"

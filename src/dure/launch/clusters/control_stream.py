@@ -1,9 +1,9 @@
 """The control stream: an agent's standard input, held by the ssh launcher that started it.
 
 A line names a signal to pass on. The end of the stream means that the ssh launcher or the
-connection has gone, and the agent must go, too: it gets SIGHUP, which ends a job as Ctrl-C does,
-and SIGKILL if it still lives some time later. A thread reads it, for the agent's own loop need not
-know; an ssh launcher that ends with the job lets go of agents that have gone already.
+connection has gone, and the agent must end, too: it gets SIGHUP, which ends a job as Ctrl-C does,
+and SIGKILL if it still lives when its ranks had their time to end. A thread reads it, because the
+agent's own loop need not know.
 """
 
 from __future__ import annotations
@@ -14,18 +14,29 @@ import signal
 import threading
 import time
 
-__all__ = ["follow_control_stream"]
+from dure.launch.supervisor import Timing
 
-_LET_GO_S = 20.0
-"""From the end of the stream to SIGKILL, should the agent not end: more than any grace it has."""
+__all__ = ["end_s", "follow_control_stream"]
+
+_MARGIN_S = 5.0
 
 
-def follow_control_stream(fd: int) -> None:
+def end_s(grace_s: float | None) -> float:
+    """Return the time from asking an agent to end until it is killed: more than its ranks have.
+
+    `grace_s` is that of the job; by default ranks that catch the signal have 30 s to save.
+    """
+    return (Timing().saving_s if grace_s is None else grace_s) + _MARGIN_S
+
+
+def follow_control_stream(fd: int, grace_s: float | None = None) -> None:
     """Do what comes on `fd`, in a thread, until this process ends."""
-    threading.Thread(target=_follow, args=(fd,), name="dure control stream", daemon=True).start()
+    threading.Thread(
+        target=_follow, args=(fd, end_s(grace_s)), name="dure control stream", daemon=True
+    ).start()
 
 
-def _follow(fd: int) -> None:
+def _follow(fd: int, kill_after_s: float) -> None:
     rest = b""
     with contextlib.suppress(OSError):
         while chunk := os.read(fd, 4096):
@@ -33,7 +44,7 @@ def _follow(fd: int) -> None:
             for line in lines:
                 _pass_on(line.strip().decode("ascii", "replace"))
     os.kill(os.getpid(), signal.SIGHUP)
-    time.sleep(_LET_GO_S)
+    time.sleep(kill_after_s)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,8 +1,9 @@
 """Which hosts, and how many ranks each: `--hosts` and `--hostfile`.
 
     --hosts node[1-4,7]          ClusterShell's node sets, with its ranges, ! & ^ and @groups
-    --hosts a:2,b:4              how many ranks each host gets, as Intel MPI and MPICH write it
-    --hostfile FILE              a host or node set a line, slots=N (Open MPI) or :N; # comments
+    --hosts a:2,b:4              how many ranks each host gets
+    --hosts slurm                the hosts of the Slurm job around this shell
+    --hostfile FILE              one host or node set per line; slots=N; # comments
 
 Hosts keep the order in which they are named, node sets that of ClusterShell. A host that is named
 twice with a number of ranks gets the sum, as with mpirun; without one it is a mistake.
@@ -18,40 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dure import env
 from dure.errors import UsageError
 from dure.placement.nodes import MOST_HOSTS
 from dure.trace.plain_files import read_plain
 
-__all__ = ["Slots", "cluster_shell", "read_hostfile", "read_hosts"]
+__all__ = ["Slots", "read_hostfile", "read_hosts"]
 
 _RANGE = re.compile(r"([0-9]+)-([0-9]+)(?:/([1-9][0-9]*))?")
 _COUNTED = re.compile(r"(.+?):([0-9]+)")
+_SLOTS = re.compile(r"slots=([0-9]+)")
 _MOST_BYTES = 16 << 20  # of a hostfile
-_IGNORED = frozenset({"max_slots", "max-slots", "ifname", "binding", "user"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """A host, and how many ranks it gets; None: as --nproc says."""
+    """A host, and its number of ranks; None: that of --nproc."""
 
     host: str
     nproc: int | None = None
-
-
-def cluster_shell(module: str) -> Any:
-    """Return a module of ClusterShell.
-
-    Raises:
-        UsageError: It is not installed.
-    """
-    try:
-        return importlib.import_module(f"ClusterShell.{module}")
-    except ImportError as error:
-        raise UsageError(
-            "starting on several hosts needs ClusterShell",
-            seen=str(error),
-            fix="Install the extra, in the checkout of Dure: pip install '.[cluster]'.",
-        ) from None
 
 
 def read_hosts(text: str) -> tuple[Slots, ...]:
@@ -60,6 +46,8 @@ def read_hosts(text: str) -> tuple[Slots, ...]:
     Raises:
         UsageError: The list cannot be understood, or ClusterShell is missing.
     """
+    if text == "slurm":
+        text = env.everything().get("SLURM_JOB_NODELIST", text)
     found: list[Slots] = []
     for part in re.split(r",(?![^\[\]]*\])", text):  # at the commas outside brackets
         if part.strip():
@@ -85,6 +73,18 @@ def read_hostfile(path: Path) -> tuple[Slots, ...]:
     return _merged(found, str(path))
 
 
+def _node_sets() -> Any:
+    """Return ClusterShell's module of node sets."""
+    try:
+        return importlib.import_module("ClusterShell.NodeSet")
+    except ImportError as error:
+        raise UsageError(
+            "starting on several hosts needs ClusterShell",
+            seen=str(error),
+            fix="Install the extra, in the checkout of Dure: pip install '.[cluster]'.",
+        ) from None
+
+
 def _node_set(text: str, nproc: int | None, where: str) -> list[Slots]:
     """Return the hosts of one node set, which may end in `:N`."""
     text = text.strip()
@@ -93,39 +93,38 @@ def _node_set(text: str, nproc: int | None, where: str) -> list[Slots]:
         text, nproc = counted[1], int(counted[2])
     if nproc == 0:
         raise UsageError("a host needs a rank", seen=f"{where}: {text} gets 0")
-    sets = cluster_shell("NodeSet")
+    sets = _node_sets()
     try:
         sizes = [(int(b) - int(a)) // int(step or 1) for a, b, step in _RANGE.findall(text)]
         if max(sizes, default=0) >= MOST_HOSTS or len(nodes := sets.NodeSet(text)) > MOST_HOSTS:
             raise UsageError(f"{where} names more than {MOST_HOSTS:,} hosts", seen=repr(text))
         names = [str(name) for name in nodes]
     except sets.NodeSetException as error:
-        raise UsageError(f"{where} is no list of hosts", seen=f"{text!r}: {error}") from None
+        raise UsageError(f"{where} is not a list of hosts", seen=f"{text!r}: {error}") from None
     for name in names:
         if not name or name.startswith("-") or any(c.isspace() for c in name):
-            raise UsageError("this is no host's name", seen=f"{where}: {name!r}")
+            raise UsageError("this is not the name of a host", seen=f"{where}: {name!r}")
     return [Slots(host=name, nproc=nproc) for name in names]
 
 
 def _slots(words: list[str], where: str) -> int | None:
-    """Return the number behind `slots=` among the words after a host."""
+    """Return N of `slots=N` among the words after a host."""
     nproc: int | None = None
     for word in words:
-        key, _, value = word.partition("=")
-        if key == "slots" and value.isdecimal():
-            nproc = int(value)
-        elif key not in _IGNORED:
+        found = _SLOTS.fullmatch(word)
+        if found is None:
             raise UsageError(
                 "a line of the hostfile cannot be understood",
                 seen=f"{where}: {word!r}",
-                fix="Write HOST, HOST slots=N or HOST:N.",
+                fix="Write HOST, or HOST slots=N.",
             )
+        nproc = int(found[1])
     return nproc
 
 
 def _merged(found: list[Slots], where: str) -> tuple[Slots, ...]:
     if not found:
-        raise UsageError("there is no host to start on", seen=f"{where} names none")
+        raise UsageError("there is no host to start on", seen=f"{where} names no host")
     by_host: dict[str, int | None] = {}
     for slots in found:
         if slots.host not in by_host:
@@ -136,7 +135,7 @@ def _merged(found: list[Slots], where: str) -> tuple[Slots, ...]:
             raise UsageError(
                 "a host is named twice",
                 seen=f"{where}: {slots.host}",
-                fix=f"Say how many ranks it gets: {slots.host}:N.",
+                fix=f"Give its number of ranks: {slots.host}:N.",
             )
         by_host[slots.host] = before + slots.nproc
     return tuple(Slots(host=host, nproc=nproc) for host, nproc in by_host.items())

@@ -1,187 +1,231 @@
 """The ssh launcher of a job on several hosts: it starts agents, and shows what they write.
 
-ClusterShell's event loop runs one ssh a host, all at once; a host that is this machine gets its
-agent without ssh. The ssh launcher itself has no part in the job: it hands out the key, passes
-signals on, writes the agents' lines as they come (each has its host and rank in front already), and
-ends with the exit code of the first host that failed. Agents agree among themselves on what a dead
-rank means; it steps in where they cannot: it names a host that cannot be reached, and ends the
-others.
+One ssh per host runs an agent there, all at once; a host that is this machine gets its agent
+without ssh. The ssh launcher itself takes no part in the job: it sends the key, passes signals on,
+writes the agents' lines as they come (each has its host and rank in front already), and exits with
+the code of the first host that failed. Agents agree among themselves on what a dead rank means. It
+steps in where they cannot: it names a host that cannot be reached, and ends the others.
 
-When it dies, however it dies, its ends of the agents' standard inputs close, and the agents end
-(`dure.launch.clusters.control_stream`).
+One task per agent and per stream, on one thread. No write blocks, so that signals pass while the
+reader of the output has stopped. When the ssh launcher dies, for whatever reason, its ends of the
+agents' standard inputs close, and the agents end (`dure.launch.clusters.control_stream`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-import shlex
 import signal
-import sys
+from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 from dure.launch.clusters.commands import HostsJob, first_lines, host_command
-from dure.launch.clusters.hosts import cluster_shell
 from dure.launch.clusters.meeting import is_this_host
+from dure.launch.show.output import IDLE_S, LineReader, Sink, same_file
+from dure.launch.spec import Stream
 from dure.store.silence import silence_s
 
 __all__ = ["run_on_hosts"]
 
-_TICK_S = 0.1
-_FOLLOW_S = 6.0
-"""How long the other hosts have to end by themselves after the first failure."""
-
-_KILL_S = 8.0
-"""From asking agents to end to cutting their connections."""
-
 _PROBES = 6
-"""How often ssh asks a host that is silent whether it is there, before it gives up."""
+"""How often ssh asks a silent host for a sign of life before it gives up."""
 
 _SSH_FAILED = 255
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_CHUNK = 1 << 16
+_REST_S = 0.5  # for output that another process than ssh holds open (its ControlMaster)
+_LAST_S = 0.3  # for the reader of an interrupted job's output
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_on_hosts(job: HostsJob, key: bytes) -> int:
     """Run a job on its hosts; return the exit code of the first that failed, or 0.
 
     Raises:
-        UsageError: ClusterShell is missing, or a variable cannot be handed on.
+        UsageError: A variable cannot be passed on.
 
-    Threads: on the main thread, for signals are handled there.
+    Threads: on the main thread, because signals are handled there.
     """
-    task = cluster_shell("Task").task_self()
-    task.set_info("fanout", max(64, len(job.hosts)))
-    task.set_info("ssh_options", shlex.join(_ssh_words(job)))
-    launcher = _SshLauncher(job, task, first_lines(job, key))
-    with _caught(launcher.signals):
-        launcher.start()
-        task.resume()
-    return launcher.exit_code
+    return asyncio.run(_SshLauncher(job).run(first_lines(job, key)))
 
 
-def _ssh_words(job: HostsJob) -> list[str]:
-    """Return options for ssh; the first of two that contradict each other counts."""
-    words = [*job.ssh_options, "-T", "-oConnectTimeout=10"]
+def _words(job: HostsJob, number: int) -> list[str]:
+    """Return the command that starts a host's agent.
+
+    Of two options of ssh that contradict each other, the first counts.
+    """
+    command = host_command(job, number)
+    host = job.hosts[number].host
+    if is_this_host(host):
+        return ["/bin/sh", "-c", command]
     interval_s = max(1, silence_s() // _PROBES)
     count = math.ceil(silence_s() / interval_s)
-    return [*words, f"-oServerAliveInterval={interval_s}", f"-oServerAliveCountMax={count}"]
+    probes = [f"-oServerAliveInterval={interval_s}", f"-oServerAliveCountMax={count}"]
+    return ["ssh", *job.ssh_options, "-T", "-oConnectTimeout=10", *probes, "--", host, command]
 
 
 class _SshLauncher:
-    """The hosts of a job while it runs. ClusterShell calls the methods that begin with `ev_`."""
+    """The hosts of a job while it runs."""
 
-    def __init__(self, job: HostsJob, task: Any, lines: bytes) -> None:
-        self._job, self._task, self._lines = job, task, lines
-        self._agents: dict[Any, str] = {}
-        self._words: dict[str, deque[str]] = {}
-        self._ended: set[str] = set()
-        self._first: tuple[str, int] | None = None
-        self._interrupted: int | None = None
-        self._asked_s: float | None = None
-        self._failed_s: float | None = None
-        self._now_s = 0.0
-        self.signals: list[int] = []
+    def __init__(self, job: HostsJob) -> None:
+        self._job = job
+        out = Sink(1)
+        errors = out if same_file(1, 2) else Sink(2)
+        self._sinks: dict[Stream, Sink] = {"stdout": out, "stderr": errors}
+        self._running: dict[str, Process] = {}
+        self._interrupted_by: int | None = None
+        self._first_code = 0
+        self._asked = False
+        self._cut = asyncio.Event()  # the agents had their time to end
 
-    @property
-    def exit_code(self) -> int:
-        """The first failing host's, or 128 + the signal that ended the job."""
-        if self._interrupted is not None:
-            return 128 + self._interrupted
-        return self._first[1] if self._first is not None else 0
+    async def run(self, lines: bytes) -> int:
+        """Start all agents with the first lines of their standard input, and follow them."""
+        loop = asyncio.get_running_loop()
+        for number in (*_ENDS, *_WARNINGS):
+            loop.add_signal_handler(number, self._signaled, number)
+        agents = [
+            asyncio.create_task(self._follow(number, lines))
+            for number in range(len(self._job.hosts))
+        ]
+        done = asyncio.gather(*agents)
+        cut = asyncio.create_task(self._cut.wait())
+        await asyncio.wait([done, cut], return_when=asyncio.FIRST_COMPLETED)
+        for agent in self._running.values():  # only if they were cut off
+            assert agent.stdin is not None
+            agent.stdin.close()
+            agent.terminate()
+        await done
+        cut.cancel()
+        await self._finish()
+        return self._first_code if self._interrupted_by is None else 128 + self._interrupted_by
 
-    def start(self) -> None:
-        for number, slots in enumerate(self._job.hosts):
-            command = host_command(self._job, number)
-            nodes = {} if is_this_host(slots.host) else {"nodes": slots.host}
-            agent = self._task.shell(command, handler=self, stderr=True, stdin=True, **nodes)
-            self._agents[agent] = slots.host
-            self._words[slots.host] = deque(maxlen=4)
-            agent.write(self._lines)
-        self._task.timer(_TICK_S, handler=self, interval=_TICK_S, autoclose=True)
+    async def _follow(self, number: int, lines: bytes) -> None:
+        """Run one host's agent to its end."""
+        host = self._job.hosts[number].host
+        agent = await asyncio.create_subprocess_exec(
+            *_words(self._job, number), stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stderr is not None
+        self._running[host] = agent
+        agent.stdin.write(lines)
+        if self._asked:
+            self._send(agent, signal.SIGTERM)
+        last: deque[str] = deque(maxlen=4)  # lines of standard error, for ssh may say why it failed
+        outputs = [
+            asyncio.create_task(self._pass_on(agent.stdout, "stdout", deque(maxlen=0))),
+            asyncio.create_task(self._pass_on(agent.stderr, "stderr", last)),
+        ]
+        status = await agent.wait()
+        await asyncio.wait(outputs, timeout=_REST_S)
+        for output in outputs:
+            output.cancel()
+        del self._running[host]
+        words = " / ".join(line.strip() for line in last if line.strip())
+        self._ended(host, status if status >= 0 else 128 - status, words)
 
-    def _ignore(self, *_: object) -> None:
-        """Nothing needs doing when ssh has started, or a stream is written or closed."""
+    async def _pass_on(self, pipe: asyncio.StreamReader, stream: Stream, last: deque[str]) -> None:
+        """Write an agent's lines, and its unfinished lines when nothing comes for a while."""
+        reader, sink = LineReader(0, stream), self._sinks[stream]
+        data = b"-"
+        while data:
+            try:
+                data = await asyncio.wait_for(pipe.read(_CHUNK), IDLE_S if reader.holds else None)
+            except TimeoutError:
+                sink.put_part(reader, b"", reader.flush())
+            else:
+                lines = reader.feed(data, 0.0)
+                last.extend(line.decode(errors="replace") for line in lines)
+                sink.put(reader, b"", lines)
+            if (not data or reader.overfull) and reader.holds:
+                sink.put_part(reader, b"", reader.flush())
+            await self._write(sink)
 
-    ev_start = ev_pickup = ev_written = ev_close = _ignore
+    async def _write(self, sink: Sink) -> None:
+        """Write what the sink has; wait only if it is full, as the ranks then must, too."""
+        sink.write_some()
+        if sink.trouble is not None and self._interrupted_by is None:
+            self._interrupted_by = signal.SIGPIPE
+            self._ask_all(signal.SIGTERM)
+        while sink.full:
+            await self._room(sink)
+            sink.write_some()
 
-    def ev_read(self, worker: Any, node: str, sname: str, msg: bytes) -> None:
-        """Write a line as it came; remember the last errors, for ssh may have said them."""
-        stream = sys.stderr if sname == "stderr" else sys.stdout
-        if sname == "stderr":
-            self._words[self._agents[worker]].append(msg.decode(errors="replace"))
-        stream.buffer.write(msg + b"\n")
-        stream.buffer.flush()
+    async def _room(self, sink: Sink) -> None:
+        """Wait until the sink's reader takes more."""
+        loop, room = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_writer(sink.fd, room.set)
+        try:
+            await room.wait()
+        finally:
+            loop.remove_writer(sink.fd)
 
-    def ev_hup(self, worker: Any, node: str, rc: int) -> None:
-        host = self._agents[worker]
-        self._ended.add(host)
-        if rc == 0 or self._first is not None:
+    def _ended(self, host: str, code: int, words: str) -> None:
+        if code == 0 or self._first_code:
             return
-        self._first = (host, rc)
-        self._failed_s = self._now_s
-        if self._interrupted is not None:
+        self._first_code = code
+        if self._interrupted_by is not None:
             return
-        said = " / ".join(line.strip() for line in self._words[host] if line.strip())
-        trouble = self._trouble(host, rc, said)
+        trouble = self._trouble(host, code, words)
         if trouble:
-            _say(f"host {host} {trouble}: {said or 'ssh said nothing'}")
-            self._ask_all("SIGTERM")
+            self._print(f"host {host} {trouble}: {words or 'ssh said nothing'}")
+            self._ask_all(signal.SIGTERM)
+        else:
+            asyncio.get_running_loop().call_later(self._job.follow_s, self._end_others)
 
-    def _trouble(self, host: str, rc: int, said: str) -> str:
-        """Say what kept an agent from its work, if it was no rank's failure."""
-        if rc == _SSH_FAILED and not is_this_host(host):
+    def _trouble(self, host: str, code: int, words: str) -> str:
+        """Return what kept an agent from its work, if that was not the failure of a rank."""
+        if code == _SSH_FAILED and not is_this_host(host):
             return "cannot be reached, or was lost"
-        if rc in (126, 127) and "/bin/sh:" in said:
+        if code in (126, 127) and "/bin/sh:" in words:
             return f"cannot start {self._job.python} (see --remote-python)"
-        if rc == 2 and "/bin/sh:" in said:
+        if code == 2 and "/bin/sh:" in words:
             return f"has no directory {self._job.directory}"
-        if "No module named" in said and "dure" in said.partition("No module named")[2][:10]:
+        if "No module named" in words and "dure" in words.partition("No module named")[2][:10]:
             return f"has no Dure in {self._job.python} (see --remote-python)"
         return ""
 
-    def ev_timer(self, timer: Any) -> None:
-        """Pass signals on; end those that should have ended by themselves."""
-        self._now_s += _TICK_S
-        while self.signals:
-            number = self.signals.pop(0)
-            if number not in (signal.SIGUSR1, signal.SIGUSR2):
-                self._interrupted = self._interrupted or number
-            self._ask_all(signal.Signals(number).name)
-        late = self._failed_s is not None and self._now_s - self._failed_s > _FOLLOW_S
-        if late and self._asked_s is None:
-            _say(f"ending the hosts that still run: {', '.join(sorted(self._running()))}")
-            self._ask_all("SIGTERM")
-        if self._asked_s is not None and self._now_s - self._asked_s > _KILL_S:
-            self._task.abort()
+    def _signaled(self, number: int) -> None:
+        if number in _WARNINGS:  # for the ranks
+            for agent in self._running.values():
+                self._send(agent, number)
+            return
+        self._interrupted_by = self._interrupted_by or number
+        self._ask_all(number)
 
-    def _running(self) -> set[str]:
-        return set(self._agents.values()) - self._ended
+    def _end_others(self) -> None:
+        if self._running and not self._asked:
+            self._print(f"ending the hosts that still run: {', '.join(sorted(self._running))}")
+            self._ask_all(signal.SIGTERM)
 
-    def _ask_all(self, name: str) -> None:
-        """Send a signal to every agent that runs; one that ends a job ends the stream, too."""
-        ends = name not in ("SIGUSR1", "SIGUSR2")
-        if ends and self._asked_s is None:
-            self._asked_s = self._now_s
-        for agent, host in self._agents.items():
-            if host not in self._ended:
-                agent.write(f"{name}\n".encode())
+    def _ask_all(self, number: int) -> None:
+        """Ask every agent that runs to end; the time to do so begins with the first request."""
+        if not self._asked:
+            self._asked = True
+            asyncio.get_running_loop().call_later(self._job.end_s, self._cut.set)
+        for agent in self._running.values():
+            self._send(agent, number)
 
+    def _send(self, agent: Process, number: int) -> None:
+        assert agent.stdin is not None
+        agent.stdin.write(f"{signal.Signals(number).name}\n".encode())
 
-@contextmanager
-def _caught(signals: list[int]) -> Iterator[None]:
-    def note(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
+    def _print(self, text: str) -> None:
+        self._sinks["stderr"].say(f"[dure] {text}")
+        self._sinks["stderr"].write_some()
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    async def _finish(self) -> None:
+        """Write what is left; after an interruption, do not wait long for the reader."""
+        for sink in self._sinks.values():
+            sink.finish()
+            limit = None if self._interrupted_by is None else _LAST_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._write_all(sink), limit)
 
-
-def _say(text: str) -> None:
-    print(f"[dure] {text}", file=sys.stderr, flush=True)
+    async def _write_all(self, sink: Sink) -> None:
+        sink.write_some()
+        while sink.waiting:
+            await self._room(sink)
+            sink.write_some()
