@@ -81,6 +81,10 @@ VARIABLES: dict[str, Variable] = {
             name="TORCHELASTIC_MAX_RESTARTS", meaning="how often the launcher may restart the job"
         ),
         Variable(
+            name="TORCHELASTIC_HEALTH_CHECK_PORT",
+            meaning="where the launcher answers probes of Kubernetes (`--health-port`)",
+        ),
+        Variable(
             name="TORCHELASTIC_ERROR_FILE",
             meaning="where torch's @record leaves the error of a rank",
         ),

@@ -79,3 +79,18 @@ def test_only_the_main_thread_can_watch():
     thread.start()
     thread.join()
     assert len(errors) == 1
+
+
+def test_signals_of_one_request_are_noted_once_and_a_later_one_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    preempt.watch()
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    for _ in range(2):
+        preempt._note(signal.SIGTERM, None)
+    assert preempt.asked() and sent == []
+    preempt._notes.one_request_until = 0.0
+    preempt._note(signal.SIGTERM, None)
+    assert sent == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -6,8 +6,10 @@ handler only notes it. Ranks learn of it together, at the end of a step: through
 all_reduce in `dure.elastic.run`, or, in any other program, in `preempted()`. Then the callbacks
 run on all ranks at the same step, so they may save a checkpoint together.
 
-A second SIGTERM ends the process at once, as if nothing had been installed. A handler that the
-program had before is called as well.
+A second SIGTERM, two seconds or more after the first, ends the process at once, as if no handler
+had been installed. Earlier ones are the same request: systemd and some batch systems signal every
+process of a job, and the launcher passes its signal on. A handler that the program had before is
+called as well, once for each signal.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,12 +47,15 @@ __all__ = [
 EXIT_CODE = 128 + signal.SIGTERM
 """What a rank exits with after it was asked to end, and has done what was to do: 143."""
 
+_ONE_REQUEST_S = 2.0
+
 F = TypeVar("F", bound=Callable[[], object])
 
 
 class _Notes:
     def __init__(self) -> None:
         self.number: int | None = None
+        self.one_request_until = 0.0
         self.pid = 0  # who catches them: a process that it forks has handlers, too
         self.before: dict[int, Any] = {}  # the handlers that were there
         self.handled = False
@@ -158,12 +164,14 @@ def forget() -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    before = _notes.before.get(number)
-    again = number == signal.SIGTERM == _notes.number and not callable(before)
-    if again or os.getpid() != _notes.pid:  # a loader's worker is to end when it is told to
+    before, now = _notes.before.get(number), time.monotonic()
+    later = number == signal.SIGTERM == _notes.number and now >= _notes.one_request_until
+    if (later and not callable(before)) or os.getpid() != _notes.pid:  # a loader's worker ends
         signal.signal(number, before or signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
+    if number != _notes.number:
+        _notes.one_request_until = now + _ONE_REQUEST_S
     _notes.number = number
     if callable(before):
         before(number, frame)

@@ -16,6 +16,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dure import env
 from dure.errors import LaunchError, StoreError
@@ -38,10 +40,14 @@ from dure.store.key import SHARED_HOME_S, JobKey, load_for
 from dure.store.system import memory_file
 from dure.trace import logs
 
+if TYPE_CHECKING:
+    from dure.launch.health import HealthServer
+
 __all__ = ["run_job"]
 
 _log = logs.logger("launch")
 _LAST_WORDS_S = 0.3  # how long an interrupted job waits for who reads its output
+_TERMINATION_LOG = Path("/dev/termination-log")  # which Kubernetes makes in each container
 _OURS_ALONE = 0o700  # programs print what not everybody may read
 _KEY_FD = 64
 """The lowest number for the key: what a zygote imports may have opened those below."""
@@ -91,6 +97,7 @@ def run_job(spec: JobSpec) -> JobResult:
             error_directory(spec, name),  # which the reaper removes if we cannot
             adopting_orphans(),
             contextlib.closing(Terminal(spec)) as terminal,
+            _health_server(spec) as health,
             _link(spec, signals, terminal.say, reaper) as link,
         ):
             for note in notes:
@@ -108,6 +115,7 @@ def run_job(spec: JobSpec) -> JobResult:
                 signals=signals,
                 zygote=usable(zygote, signals, terminal.say),
                 reaper=reaper,
+                health=health,
             )
             job = LocalJob(place) if link is None else Agent(place, link)
             return _run(job, place, started)
@@ -169,10 +177,19 @@ def _run(job: LocalJob | Agent, place: Workplace, started: float) -> JobResult:
         terminal.say(line)
     if outcome.limit:
         terminal.say(f"the job has failed ({outcome.limit})")
+    if not result.ok:
+        _write_termination_log(lines)
     terminal.conclude(result)
     terminal.finish()
     _drain(terminal, place.signals, in_haste=result.interrupted_by is not None)
     return result
+
+
+def _write_termination_log(lines: list[str]) -> None:
+    """Let Kubernetes show why the container ended (`kubectl describe pod`)."""
+    if lines and _TERMINATION_LOG.exists():
+        with contextlib.suppress(OSError):
+            _TERMINATION_LOG.write_text(lines[0] + "\n")
 
 
 def _drain(terminal: Terminal, signals: int, *, in_haste: bool) -> None:
@@ -185,6 +202,19 @@ def _drain(terminal: Terminal, signals: int, *, in_haste: bool) -> None:
             sink.drain(0.05)
         if read_signals(signals):
             break
+
+
+@contextlib.contextmanager
+def _health_server(spec: JobSpec) -> Iterator[HealthServer | None]:
+    """Answer probes, if the user or torch's variable names a port."""
+    port = spec.health_port or env.integer("TORCHELASTIC_HEALTH_CHECK_PORT")
+    if port is None:
+        yield None
+        return
+    from dure.launch.health import HealthServer  # lazy: few jobs use it, it imports much
+
+    with contextlib.closing(HealthServer(port)) as health:
+        yield health
 
 
 @contextlib.contextmanager

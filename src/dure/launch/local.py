@@ -26,8 +26,9 @@ from dure.launch.ranks.environment import MASTER_ADDR, Round
 from dure.launch.ranks.ports import reserve_port
 from dure.launch.ranks.report import root_cause
 from dure.launch.round import RoundRun, Workplace
+from dure.launch.show.summary import summary
 from dure.launch.signals import read_signals
-from dure.launch.spec import RankResult
+from dure.launch.spec import HANG, JobResult, RankResult
 from dure.launch.supervisor import Measure, Phase, Policy
 from dure.store.address import resolve
 from dure.store.key import JobKey, mint
@@ -173,15 +174,19 @@ class LocalJob:
         return ", ".join(limits)
 
     def _announce_restart(self, failure: RankResult, number: int, delay_s: float) -> None:
-        how = f"failed: {failure.exit}"
-        if failure.crash is not None:
-            how = f"raised {failure.crash.type}: {failure.crash.message}"
-        spec = self._place.spec
+        spec, terminal = self._place.spec, self._place.terminal
+        terminal.note(
+            "restart", number=number, restarts=self._restarts, why=failure.how, delay_s=delay_s
+        )
         later = f" in {delay_s:g} s" if delay_s else ""
-        self._place.terminal.say(
-            f"rank {failure.rank} on {failure.host} {how}; round {number} starts{later} with "
-            f"{spec.nproc} rank{'s' if spec.nproc > 1 else ''} (restarts: {self._restarts} of "
-            f"{spec.max_restarts})"
+        ranks = f"{spec.nproc} rank{'s' if spec.nproc > 1 else ''}"
+        if failure.crash is not None and failure.crash.type == HANG:
+            result = JobResult(exit_code=1, ranks=self.ranks, elapsed_s=0, first_failure=failure)
+            for line in summary(result, terminal.has_shown):
+                terminal.say(line)
+        terminal.say(
+            f"rank {failure.rank} on {failure.host} {failure.how}; round {number} starts{later} "
+            f"with {ranks} (restarts: {self._restarts} of {spec.max_restarts})"
         )
 
     def _pause(self, seconds: float) -> None:
@@ -209,6 +214,10 @@ class LocalJob:
                     self._replace(run, local)
                     continue
             elastic.gone.add(local)
+        if supervisor.has_hung:
+            local = supervisor.first_failure
+            elastic.first_failure = None if local is None else run.result(local)
+            return supervisor.stop(now, explain=True)
         too_few = not elastic.succeeded and elastic.alive < self._place.spec.min_ranks
         if too_few or not elastic.alive:
             return supervisor.stop(now, explain=elastic.first_failure is not None)

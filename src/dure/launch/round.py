@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from dure import env
+from dure.launch.hang import HangDetector, likely_cause
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress, Round, rank_log_dir, rank_variables
 from dure.launch.ranks.errorfiles import error_file, known_crash
@@ -30,7 +32,7 @@ from dure.launch.ranks.zygote import Zygote
 from dure.launch.show.output import LineReader, Sink
 from dure.launch.show.terminal import Terminal
 from dure.launch.signals import read_signals
-from dure.launch.spec import Exit, JobSpec, RankResult, Stream
+from dure.launch.spec import HANG, Crash, Exit, JobSpec, RankResult, Stream
 from dure.launch.supervisor import (
     AskStacks,
     Kill,
@@ -42,6 +44,9 @@ from dure.launch.supervisor import (
     Timing,
     leaves_no_time,
 )
+
+if TYPE_CHECKING:
+    from dure.launch.health import HealthServer
 
 __all__ = ["RoundRun", "Workplace"]
 
@@ -65,6 +70,7 @@ class Workplace:
         zygote: What ranks are forked from, if anything.
         reaper: What ends the ranks if the launcher cannot, if anything.
         since: When the job began (`ranks.processes.now`).
+        health: What answers probes, if anything does.
     """
 
     spec: JobSpec
@@ -75,6 +81,7 @@ class Workplace:
     zygote: Zygote | None
     reaper: Reaper | None = None
     since: int = field(default_factory=now)
+    health: HealthServer | None = None
 
 
 class RoundRun:
@@ -103,6 +110,10 @@ class RoundRun:
         self._pipes: dict[int, Callable[[bytes], None]] = {}  # descriptor to who takes its bytes
         self._watched_sinks: set[int] = set()
         self._reading = True
+        hang_s = place.spec.hang_timeout_s
+        self.hang = None if hang_s is None else HangDetector(hang_s, time.monotonic())
+        if place.health is not None:
+            place.health.running, place.health.hang = True, self.hang
         self._selector.register(place.signals, selectors.EVENT_READ, self._signalled)
 
     # --- its life ----------------------------------------------------------------------------
@@ -170,6 +181,8 @@ class RoundRun:
 
     def close(self) -> None:
         """Kill what is left, and release everything; safe after any error."""
+        if self._place.health is not None:
+            self._place.health.running = False
         if self.supervisor.phase is not Phase.DONE:
             self._all_processes().kill_all()
         for rank in (*self.ranks, *self._retired):
@@ -199,12 +212,23 @@ class RoundRun:
             pid=process.pid,
             exit=status,
             ended_by_launcher=local_rank in self.supervisor.ended_by_launcher,
-            crash=known_crash(path, report.crash, status),
+            crash=known_crash(path, report.crash, status) or self._hang_of(local_rank),
             stack=report.stack,
             last=report.last,
             progress="" if report.step is None else str(report.step),
             finished=report.finished,
         )
+
+    def _hang_of(self, local_rank: int) -> Crash | None:
+        """Describe a hang as the crash of the rank that probably caused it."""
+        if not self.supervisor.has_hung or local_rank != self.supervisor.first_failure:
+            return None
+        stack = self.reports[local_rank].stack
+        lines = [f'  File "{f.file}", line {f.line}, in {f.function}' for f in reversed(stack)]
+        after_s = self._place.spec.hang_timeout_s
+        said = f"no output, no step and no finished operation for {after_s:g} s"
+        shown = "\n".join(["Stack (most recent call last):", *lines, f"{HANG}: {said}"])
+        return Crash(type=HANG, message=said, traceback=shown)
 
     # --- its processes -----------------------------------------------------------------------
 
@@ -244,7 +268,8 @@ class RoundRun:
     def _step(self, attend: Callable[[float], list[Measure]] | None, look_at: float | None) -> None:
         """Wait for something to happen, and deal with it."""
         self._watch_terminal()
-        times = (self.supervisor.wake_at, self._terminal.wake_at, look_at)
+        hang_at = None if self.hang is None else self.hang.wake_at
+        times = (self.supervisor.wake_at, self._terminal.wake_at, look_at, hang_at)
         wakes = [t for t in times if t is not None]
         timeout = max(0.0, min(wakes) - time.monotonic()) if wakes else None
         for key, _ in self._selector.select(timeout):
@@ -255,8 +280,33 @@ class RoundRun:
             self._terminal.say(self._terminal.why_broken)
             self._do(self.supervisor.interrupted(signal.SIGPIPE, now))
         self._do(self.supervisor.tick(now))
+        self._look_for_hang(now)
         if attend is not None and self.supervisor.phase is not Phase.DONE:
             self._do(attend(now))
+
+    def _look_for_hang(self, now: float) -> None:
+        """Ask quiet ranks for their last operation; end the round if it does not change."""
+        alive = self.supervisor.alive
+        if self.hang is None or not alive:
+            return
+        if self.supervisor.phase is not Phase.RUNNING:
+            self.hang = None
+            return
+        last = {rank: self.reports[rank].last for rank in alive}
+        match self.hang.tick(last, now):
+            case "ask":
+                self._ask(alive)
+            case "hung":
+                self.hang = None
+                self._terminal.note("hung", after_s=self._place.spec.hang_timeout_s)
+                self._do(self.supervisor.hung(likely_cause(last), now))
+            case _:
+                return
+
+    def _active(self) -> None:
+        """Note that a rank has shown a sign of work."""
+        if self.hang is not None:
+            self.hang.active(time.monotonic())
 
     def _watch_terminal(self) -> None:
         """Wait for slow readers, and let the ranks wait for them, too."""
@@ -310,12 +360,15 @@ class RoundRun:
             self._selector.unregister(fd)
 
     def _output(self, reader: LineReader, data: bytes) -> None:
+        self._active()
         self._terminal.received(reader, data, time.monotonic())
 
     def _reported(self, rank: int, data: bytes) -> None:
         report = self.reports[rank]
-        had_crash, had_stack = report.crash is not None, report.told
+        had_crash, had_stack, step = report.crash is not None, report.told, report.step
         report.feed(data)
+        if report.step is not step:
+            self._active()
         self.elastic = self.elastic or report.elastic
         now = time.monotonic()
         crash = None if had_crash else report.crash
@@ -341,9 +394,28 @@ class RoundRun:
             if number in self._place.spec.signals:
                 caught = self.catches(number)
                 self._do(self.supervisor.interrupted(number, time.monotonic(), caught=caught))
+            elif number == signal.SIGTSTP:
+                self._stop_and_continue()
             else:
                 for rank in self.supervisor.alive:
                     self.ranks[rank].signal(number)
+
+    def _stop_and_continue(self) -> None:
+        """Stop the job and this launcher (Ctrl-Z); go on when the shell continues the launcher.
+
+        The ranks get SIGSTOP, for the kernel ignores SIGTSTP to sessions without a terminal.
+        """
+        self._signal_all(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._signal_all(signal.SIGCONT)
+        self._active()
+
+    def _signal_all(self, number: int) -> None:
+        """Signal every process of the job."""
+        for process in self._processes.others():
+            self._processes.signal(process.pid, number)
+        for rank in self.supervisor.alive:
+            self.ranks[rank].signal(number)
 
     # --- what is done about it ---------------------------------------------------------------
 
@@ -372,6 +444,7 @@ class RoundRun:
 
     def _ask(self, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
+            self.reports[rank].asked()
             if not self.ranks[rank].ask_stack():
                 self._do(self.supervisor.explained(rank, time.monotonic()))
 

@@ -1,8 +1,8 @@
 """Signals to the launcher, as bytes in a pipe that the loop can wait for.
 
-Those of `JobSpec.signals` end the job. SIGUSR1 and SIGUSR2 are for the ranks otherwise: with them
-Slurm (`--signal=USR1@120`) and others warn of the end that is near, and the launcher passes them
-on.
+Those of `JobSpec.signals` end the job. SIGTSTP (Ctrl-Z) stops the ranks and the launcher. SIGUSR1
+and SIGUSR2 are passed on to the ranks: with them Slurm (`--signal=USR1@120`) and others warn of the
+end of the job's time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
-__all__ = ["caught_signals", "read_signals"]
+__all__ = ["PASSED_ON", "caught_signals", "read_signals"]
+
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
+"""Signals that are caught without ending the job."""
 
 
 @contextlib.contextmanager
@@ -24,6 +27,7 @@ def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
     Signals that this process was started to ignore (`nohup`, a background job of a script) stay
     ignored. Python lets only the main thread catch signals: in another one, none ever arrives.
     The bytes are written by Python's C handler, so none is missed just before a wait begins.
+    SIGCHLD gets its default handling, for a process that ignores it cannot see how ranks end.
     """
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before: dict[int, signal._HANDLER] = {}  # pyright: ignore[reportPrivateUsage]
@@ -32,9 +36,11 @@ def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
     try:
         if main:
             wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-            for number in {*numbers, signal.SIGUSR1, signal.SIGUSR2}:
+            for number in {*numbers, *PASSED_ON}:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, _note)
+            if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield read
     finally:
         for number, handler in before.items():

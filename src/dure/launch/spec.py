@@ -40,6 +40,9 @@ __all__ = [
 
 Stream = Literal["stdout", "stderr"]
 Kind = Literal["script", "module", "executable"]
+HANG = "Hang"
+"""The `Crash.type` of a rank that was ended because the round hung."""
+
 Numa = Literal["node", "socket", "exclusive", "core-complex"]
 
 
@@ -119,6 +122,13 @@ class JobSpec:
         max_restarts: How often the program may be started again, in the whole job.
         longest_restart_delay_s: When rounds fail within 10 seconds of their start, wait before the
             next one: 0, 1, 2, 4, ... seconds, but no longer than this.
+        hang_timeout_s: If no rank writes a line, reports a step or finishes an operation for so
+            long, show where all ranks are and end the round as failed; None: never.
+        on_event: Called with each event of the job: a dict with "time", "event" and what the
+            event is about (docs/output.md lists them). It runs on the thread of `run_job`, and an
+            exception that it raises ends the job.
+        event_log: A file for the events, one JSON object per line.
+        health_port: Answer HTTP requests there, for probes of Kubernetes (`launch.health`).
         elastic: The program outlives deaths itself (`dure.elastic`): dead ranks are replaced, and
             the living left alone. Implies `keep_going`.
         min_ranks: An elastic job ends when fewer ranks than these live.
@@ -172,6 +182,10 @@ class JobSpec:
     last_call_s: float = 5.0
     max_restarts: int = 0
     longest_restart_delay_s: float = 30.0
+    hang_timeout_s: float | None = None
+    on_event: Callable[[Mapping[str, object]], object] | None = field(default=None, repr=False)
+    event_log: Path | None = None
+    health_port: int | None = None
     elastic: bool = False
     min_ranks: int = 1
     zygote: Literal["auto", "always", "never"] = "auto"
@@ -201,6 +215,7 @@ class JobSpec:
         """
         asked = (self.log_dir, self.on_line, self.watcher, self.call, self.local_ranks_filter)
         files = (self.redirects, self.tee, self.stdout_filters, self.stderr_filters)
+        asked = (*asked, self.hang_timeout_s)  # which needs to see that a rank writes
         default = self.prefix in ("auto", "none") and not self.timestamps
         return self.nproc == 1 and default and asked == (None,) * len(asked) and not any(files)
 
@@ -280,6 +295,15 @@ class RankResult:
     def is_process_of(self, other: RankResult) -> bool:
         """Tell whether both are of one process: a rank that is replaced has had several."""
         return (self.rank, self.host, self.pid) == (other.rank, other.host, other.pid)
+
+    @property
+    def how(self) -> str:
+        """How the rank failed, in one line."""
+        if self.crash is None:
+            return f"failed: {self.exit}"
+        if self.crash.type == HANG:
+            return f"hung: {self.crash.message}"
+        return f"raised {self.crash.type}: {self.crash.message}"
 
     @property
     def status(self) -> int:

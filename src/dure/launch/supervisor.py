@@ -153,6 +153,7 @@ class Supervisor:
         phase: Where the round is on its way to the end.
         first_failure: The rank that failed first while the round ran.
         interrupted_by: The first signal that asked the launcher to end.
+        has_hung: Whether the round was found to hang.
         fenced: Whether everything was killed because other hosts may have given this one up.
         ended_by_launcher: Ranks that still ran when the round had to end.
         exits: How ranks ended, as far as they have.
@@ -162,6 +163,7 @@ class Supervisor:
         self.phase = Phase.RUNNING
         self.first_failure: int | None = None
         self.interrupted_by: int | None = None
+        self.has_hung = False
         self.fenced = False
         self.ended_by_launcher: frozenset[int] = frozenset()
         self.exits: dict[int, Exit] = {}
@@ -192,7 +194,10 @@ class Supervisor:
 
     def hung(self, rank: int, now: float) -> list[Measure]:
         """All ranks have been idle for too long, `rank` among them."""
-        self._crashed.pop(rank, None)
+        if self.phase is not Phase.RUNNING:
+            return []
+        self.has_hung = True
+        self.first_failure = None
         return self._failed(rank, now)
 
     def exited(self, rank: int, status: Exit, now: float) -> list[Measure]:

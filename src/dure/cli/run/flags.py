@@ -158,6 +158,26 @@ def _add_failures(parser: RunParser) -> None:
         whole_number(1),
     )
     add("--keep-going", "A rank that fails does not end the others (see dure.shrink).")
+    add(
+        "--max-restart-delay SECONDS",
+        "Longest wait before a restart. The first restart is immediate; if rounds keep failing "
+        "within 10 seconds, the next ones wait 1, 2, 4, ... seconds. [default: 30]",
+        seconds,
+        dest="longest_restart_delay_s",
+    )
+    add(
+        "--hang-timeout SECONDS",
+        "If no rank writes a line, reports a step (dure.progress) or finishes a collective for "
+        "this time, show where all ranks are, and restart or end the job. [default: never]",
+        seconds,
+        dest="hang_timeout_s",
+    )
+    add(
+        "--health-port PORT",
+        "Answer HTTP requests at this port, for probes of Kubernetes. [default: "
+        "TORCHELASTIC_HEALTH_CHECK_PORT, or none]",
+        whole_number(1),
+    )
     torchrun(
         "--timeout-term, --shutdown-timeout SECONDS",
         "Time from SIGTERM to SIGKILL when the job must end. [default: 5 after a failure, 0.6 "
@@ -188,6 +208,7 @@ def _add_output(parser: RunParser) -> None:
         "With --log-max-size: how many earlier files of each log to keep. [default: 3]",
         whole_number(0),
     )
+    add("--event-log FILE", "Write the events of the job here, one JSON object per line.", Path)
     torchrun(
         "-r, --redirects STREAMS",
         "Streams that go to files only: 1 stdout, 2 stderr, 3 both; or 0:1,1:2 by rank. "
@@ -287,7 +308,7 @@ def _add_compatible(parser: RunParser) -> None:
     )
     torchrun(
         "--event-log-handler null",
-        "Only null is available. Events are in LOG_DIR/events.jsonl.",
+        "Only null is available. See --event-log.",
         event_log,
     )
     add("--use-env", "No effect: ranks always find LOCAL_RANK.")

@@ -76,6 +76,11 @@ class ReportReader:
         """Whether all has come that the rank was asked for: the stack, and the last operation."""
         return self._told_stack and (bool(self.last) or not self._tells_last)
 
+    def asked(self) -> None:
+        """Wait for new answers, as the rank is being asked again."""
+        self._told_stack = False
+        self.last = ""
+
     def feed(self, data: bytes) -> None:
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = rest[:_LONGEST_LINE]

@@ -28,6 +28,7 @@ from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks import child, forking
 from dure.launch.ranks.cores import bound_cpus
 from dure.launch.ranks.zygote import RankStart, Zygote
+from dure.launch.signals import PASSED_ON
 from dure.launch.spec import Exit, JobSpec, Kind
 
 __all__ = ["RankProcess", "start_rank"]
@@ -217,7 +218,7 @@ def _copy(start: RankStart, call: Callable[[], None]) -> int:
 def _settle(start: RankStart) -> int:
     """Let go of what is the launcher's; return the pipe for reports."""
     signal.set_wakeup_fd(-1)
-    for number in {*start.spec.signals, signal.SIGUSR1, signal.SIGUSR2}:
+    for number in {*start.spec.signals, *PASSED_ON}:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stdout, stderr, report = start.pipes

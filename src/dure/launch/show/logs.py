@@ -135,6 +135,7 @@ class Logs:
         self._job: dict[str, object] = {}
         self._events: LogFile | None = None
         self._printed: LogFile | None = None
+        self._event_log = None if spec.event_log is None else LogFile(spec.event_log)
         self._early = b""  # printed before this host had a number
         if spec.log_dir is not None:
             spec.log_dir.mkdir(parents=True, exist_ok=True, mode=_OURS_ALONE)
@@ -149,8 +150,11 @@ class Logs:
             OSError: They cannot be made, in the first round.
         """
         self._close_outputs()
+        at = {"number": this_round.number, "node": this_round.node}
+        about = {**at, "hosts": this_round.hosts, "nprocs": this_round.nprocs}
         top = self._spec.log_dir
         if top is None:
+            self.note("round", version=VERSION, **about)
             return
         try:
             if self._printed is None:
@@ -163,8 +167,7 @@ class Logs:
             if this_round.number == 0:
                 raise
             self._fail(error)
-        at = {"number": this_round.number, "node": this_round.node}
-        self.note("round", version=VERSION, **at, hosts=this_round.hosts, nprocs=this_round.nprocs)
+        self.note("round", version=VERSION, **about)
         self._job |= {
             "format": "dure job",
             "version": VERSION,
@@ -210,9 +213,13 @@ class Logs:
             self._write(self._filtered[stream], text)
 
     def note(self, event: str, **fields: object) -> None:
-        """Append one event, with the time in seconds since 1970."""
+        """Append one event, with the time in seconds since 1970, and show it to the user's hook."""
         content = {"time": _seconds(time.time()), "event": event} | fields
-        self._write(self._events, json.dumps(content).encode() + b"\n")
+        if self._spec.on_event is not None:
+            self._spec.on_event(content)
+        line = json.dumps(content).encode() + b"\n"
+        self._write(self._events, line)
+        self._write(self._event_log, line)
 
     def said(self, text: str) -> None:
         """Keep a line of the launcher."""
@@ -270,10 +277,10 @@ class Logs:
     def close(self) -> None:
         """Close all files."""
         self._close_outputs()
-        for file in (self._events, self._printed):
+        for file in (self._events, self._printed, self._event_log):
             if file is not None:
                 file.close()
-        self._events = self._printed = None
+        self._events = self._printed = self._event_log = None
 
 
 def _seconds(seconds: float) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dure.launch.show.folding import rank_set
-from dure.launch.spec import Exit, Frame, JobResult, RankResult, signal_name
+from dure.launch.spec import HANG, Exit, Frame, JobResult, RankResult, signal_name
 from dure.trace.frames import is_library
 
 __all__ = ["summary", "where"]
@@ -169,6 +169,8 @@ def _interruption(result: JobResult, number: int) -> list[str]:
 
 
 def _how(rank: RankResult) -> str:
+    if rank.crash is not None and rank.crash.type == HANG:
+        return f"it hung ({rank.crash.message})"
     raised = rank.crash is not None and rank.crash.type not in ("SystemExit", "error")
     if rank.crash is not None and (rank.ended_by_launcher or (raised and not rank.exit.signal)):
         return f"it raised {rank.crash.type}"

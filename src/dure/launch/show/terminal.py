@@ -206,6 +206,10 @@ class Terminal:
         if self._changed and now >= self._drawn_at + _DRAW_S:
             self._draw(now)
 
+    def note(self, event: str, **fields: object) -> None:
+        """Keep an event of the job, and show it to the user's hook."""
+        self._logs.note(event, **fields)
+
     def has_shown(self, rank: int, text: str) -> bool:
         """Whether a text is among the last lines of standard error that a rank was seen to write.
 

@@ -1,0 +1,80 @@
+"""An HTTP port for probes of Kubernetes: does the launcher live, and does it do its work?
+
+Each GET is answered with 200 and a line of JSON, such as `{"running": true, "quiet_s": 1.5}`:
+whether a round runs, and for how long its ranks have shown no sign of work (only known with
+`--hang-timeout`). A launcher that should have ended a hanging round long ago answers 503.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from dure.launch.hang import HangDetector
+
+__all__ = ["HealthServer"]
+
+_OVERDUE = 3
+"""A hang is found after at most twice the time-out, so after three times the launcher is stuck."""
+
+
+class HealthServer:
+    """Answers HTTP requests on a thread until `close`.
+
+    Args:
+        port: The TCP port, on every address of this host; 0: a free one.
+
+    Attributes:
+        running: Whether a round runs.
+        hang: What watches the round for a hang, if anything does.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.running = False
+        self.hang: HangDetector | None = None
+        health = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, state = health.state()
+                body = json.dumps(state).encode() + b"\n"
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Do not print each request."""
+
+        self._server = HTTPServer(("", port), Handler)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="dure-health", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port, if any was asked for."""
+        return self._server.server_port
+
+    def state(self) -> tuple[int, dict[str, object]]:
+        """Return the HTTP status, and what is known of the job."""
+        hang, code = self.hang, 200
+        state: dict[str, object] = {"running": self.running}
+        if self.running and hang is not None:
+            quiet_s = hang.quiet_s(time.monotonic())
+            state["quiet_s"] = round(quiet_s, 1)
+            code = 503 if quiet_s > _OVERDUE * hang.after_s else 200
+        return code, state
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

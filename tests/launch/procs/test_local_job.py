@@ -1,0 +1,149 @@
+"""One host: hangs, replaced ranks, Ctrl-Z, probes, and events."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from dure.launch import JobSpec, run_job
+from dure.launch import job as job_module
+from tests.launch.procs.launching import DURE, Launching, living, wait_for_lines
+from tests.waiting import PATIENCE_S, free_port, until
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state: T if it is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_round_that_hangs_shows_where_ranks_are_and_is_restarted(job: Launching) -> None:
+    program = job.write("""
+        import os, time
+        def stuck():
+            time.sleep(600)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            stuck()
+        print("done")
+    """)
+    log = job.directory / "events.jsonl"
+    flags = ("-n", "2", "--hang-timeout", "1", "--max-restarts", "1", "--event-log", log)
+    done = job.run(*flags, program)
+    assert done.code == 0, done.err
+    assert (done.lines(0), done.lines(1)) == (["done"], ["done"])
+    assert "it hung (no output, no step and no finished operation for 1 s)" in done.err
+    assert done.err.count("in stuck") == 2  # once for each rank
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    order = [e["event"] for e in events if e["event"] not in ("started", "ended")]
+    assert order == ["round", "hung", "restart", "round", "job ended"]
+    restart = next(event for event in events if event["event"] == "restart")
+    assert (restart["number"], restart["restarts"]) == (1, 1)
+
+
+def test_a_hook_sees_the_events_and_kubernetes_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = tmp_path / "termination-log"
+    reason.touch()
+    monkeypatch.setattr(job_module, "_TERMINATION_LOG", reason)
+    program = tmp_path / "prog.py"
+    program.write_text("raise ValueError('wrong')")
+    events: list[dict[str, object]] = []
+    spec = JobSpec(
+        program=str(program), max_restarts=1, quiet=True, stdin="none",
+        on_line=lambda line: None, on_event=lambda event: events.append(dict(event)),
+    )  # fmt: skip
+    assert run_job(spec).exit_code == 1
+    names = ["round", "started", "crashed", "ended"]
+    assert [event["event"] for event in events] == [*names, "restart", *names, "job ended"]
+    assert events[4]["why"] == "raised ValueError: wrong"
+    assert "failed first: it raised ValueError" in reason.read_text()
+
+
+def test_a_launcher_that_was_started_with_sigchld_ignored_sees_how_ranks_end(
+    job: Launching,
+) -> None:
+    program = job.write("import sys; sys.exit(7)")
+    start = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+    start += "os.execv(sys.executable, sys.argv[1:])"
+    words = (sys.executable, "-c", start, *DURE, "run", "-n", "2", program)
+    assert job.finish(job.start_any(*words)).code == 7
+
+
+def test_ranks_can_be_replaced_without_end(job: Launching) -> None:
+    """Each replaced rank held four descriptors, and 128 are few."""
+    program = job.write("""
+        import os, sys
+        sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "50")
+    """)
+    words = (*DURE, "run", "-n", "1", "--elastic", "--max-restarts", "60", program)
+    done = job.finish(job.start_any("sh", "-c", 'ulimit -n 128; exec "$@"', "sh", *words))
+    assert done.code == 0, done.err[-500:]
+    assert "replacement 50 of 60 is started" in done.err
+
+
+def test_a_rank_is_replaced_while_the_reader_of_its_output_waits(job: Launching) -> None:
+    program = job.write("""
+        import os
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+            raise SystemExit(0)
+        open(os.environ["RANK"], "w").write(str(os.getpid()))
+        while not os.path.exists("end"):
+            print("x" * 5000)
+    """)
+    errors = job.directory / "errors"
+    with errors.open("w") as file:
+        flags = ("-n", "2", "--elastic", "--max-restarts", "1", "--no-fold")
+        process = job.start(*flags, program, stderr=file)
+    wait_for_lines(process, 1)
+
+    def waits(rank: int) -> bool:
+        file = job.directory / str(rank)
+        pid = file.read_text() if file.exists() else ""
+        return pid != "" and b"pipe_write" in Path(f"/proc/{pid}/wchan").read_bytes()
+
+    until(lambda: all(waits(rank) for rank in range(2)), "ranks that wait for the reader")
+    os.kill(int((job.directory / "1").read_text()), signal.SIGKILL)
+    until(lambda: "replacement 1 of 1" in errors.read_text(), "a replacement")
+    (job.directory / "end").touch()
+    assert job.finish(process).code == 0, errors.read_text()
+
+
+def test_ctrl_z_stops_the_ranks_and_fg_continues_them(job: Launching) -> None:
+    program = job.write("""
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"])
+        print("up")
+        child.wait()
+    """)
+    process = job.start("-n", "2", program)
+    wait_for_lines(process, 2)
+    ranks = [pid for pid in living("RANK=") if pid in job.left()]
+
+    def all_are(stopped: bool) -> bool:
+        return all((state_of(pid) == "T") == stopped for pid in ranks)
+
+    process.send_signal(signal.SIGTSTP)
+    until(lambda: state_of(process.pid) == "T", "a stopped launcher")
+    assert len(ranks) >= 4  # two ranks and what they started
+    until(lambda: all_are(True), "stopped ranks")
+    process.send_signal(signal.SIGCONT)
+    until(lambda: all_are(False), "ranks that run")
+    process.send_signal(signal.SIGTERM)
+    assert job.finish(process).code == 128 + signal.SIGTERM
+
+
+def test_a_probe_is_answered_at_torchs_port(job: Launching) -> None:
+    port = free_port()
+    environment = {"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)}
+    process = job.start(job.write("print('up'); input()"), env=environment, stdin=subprocess.PIPE)
+    wait_for_lines(process, 1)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S) as answer:
+        assert (answer.status, json.load(answer)) == (200, {"running": True})
+    assert job.finish(process, stdin="\n").code == 0
