@@ -159,7 +159,7 @@ def _add_failures(parser: RunParser) -> None:
     )
     add("--keep-going", "A rank that fails does not end the others (see dure.shrink).")
     add(
-        "--max-restart-delay SECONDS",
+        "--restart-delay SECONDS",
         "Longest wait before a restart. The first restart is immediate; if rounds keep failing "
         "within 10 seconds, the next ones wait 1, 2, 4, ... seconds. [default: 30]",
         seconds,
