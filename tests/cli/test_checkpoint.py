@@ -47,7 +47,7 @@ def test_show_lists_what_is_there(tmp_path, capsys):
 
 def test_verify_finds_each_file_that_is_changed(tmp_path, capsys):
     folder = saved(tmp_path)
-    assert called(capsys, "verify", folder) == (0, "whole: 2 files, 48 bytes\n")
+    assert called(capsys, "verify", folder) == (0, "complete: 2 files, 48 bytes\n")
     flipped, short = sorted(tmp_path.glob("part-*"))
     flipped.write_bytes(flipped.read_bytes()[:-1] + b"\x7f")
     short.write_bytes(short.read_bytes()[:-1])
@@ -63,7 +63,7 @@ def test_verify_finds_changed_weights(tmp_path, capsys, max_bytes):
     save(state, storage_writer=HuggingFaceStorageWriter(tmp_path, max_bytes=max_bytes))
     files = sorted(tmp_path.glob("*.safetensors"))
     code, out = called(capsys, "verify", str(tmp_path))
-    assert (code, out) == (0, f"whole: {len(files)} files, 40 bytes\n")
+    assert (code, out) == (0, f"complete: {len(files)} files, 40 bytes\n")
     shown = called(capsys, "show", str(tmp_path))[1]
     assert "v F32 [4] 1 16" in " ".join(shown.split())
     files[-1].write_bytes(files[-1].read_bytes()[:-1] + b"\x7f")

@@ -3,13 +3,13 @@
 Subcommands are found in a table and imported when they are called, so that `dure run` does not pay
 for what `dure demo` needs, and `dure --help` for neither.
 
-Ctrl-C while they load ends the process at once: there is nothing to clean up yet, and raised in the
-midst of an import the exception may be lost, or come out as another. From then on it is raised, as
-in every program, until `dure run` takes it as an order to end the job.
+Ctrl-C during these imports ends the process at once: there is nothing to clean up yet, and an
+exception raised inside an import may be lost, or come out as another. After them it is raised, as
+in every program, until `dure run` handles it as the order to end the job.
 
-Whoever reads the output may have had enough (`dure env | head -1`). Then the command ends without
-a word, and with the exit code of a program that SIGPIPE has ended. If it cannot be written (a full
-disk), that is one line, and exit code 1.
+If the output has no reader any more (`dure env | head -1`), the command ends silently, with the
+exit code of a program that SIGPIPE has ended. If it cannot be written (a full disk), that is one
+line, and exit code 1.
 
 Internal: programs start `dure` as a command.
 """
@@ -37,9 +37,9 @@ def main(*words: str, args: list[str] | None = None) -> None:
     mine = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # and is not ignored
     if mine:
         signal.signal(signal.SIGINT, _leave)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without our arrows is no error
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals without our arrows
         sys.stdout.reconfigure(errors="replace")
-    from dure.cli import app  # lazy: Ctrl-C is heeded while it loads
+    from dure.cli import app  # lazy: Ctrl-C already works here
 
     def loaded() -> None:
         if mine:
@@ -47,10 +47,10 @@ def main(*words: str, args: list[str] | None = None) -> None:
 
     try:
         code = app.run_command_line([*words, *(sys.argv[1:] if args is None else args)], loaded)
-        if isinstance(sys.stdout, io.TextIOBase):  # and not None, where a shell has closed it
+        if isinstance(sys.stdout, io.TextIOBase):  # None if a shell has closed it
             sys.stdout.flush()
     except KeyboardInterrupt:
-        _say_interrupted()
+        _print_interrupted()
         code = _CTRL_C
     except BrokenPipeError:
         if not _is_unread():
@@ -62,17 +62,17 @@ def main(*words: str, args: list[str] | None = None) -> None:
         print(f"dure: error: the output cannot be written: {error.strerror}", file=sys.stderr)
         code = 1
     if mine:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the interpreter comes to its end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the interpreter exits
     sys.exit(code)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    _say_interrupted()
+    _print_interrupted()
     os._exit(_CTRL_C)
 
 
 def _is_unread() -> bool:
-    """Tell whether nobody reads our output any more; then what is left of it goes nowhere."""
+    """Return whether our output has no reader any more; then the rest of it is discarded."""
     out = select.poll()
     for fd in (1, 2):
         out.register(fd, 0)
@@ -83,11 +83,11 @@ def _is_unread() -> bool:
 
 
 def _is_unwritten() -> bool:
-    """Tell whether our output cannot be written; then what is left of it goes nowhere."""
+    """Return whether our output cannot be written; then the rest of it is discarded."""
     if not isinstance(sys.stdout, io.TextIOBase):  # a shell has closed it
         return False
     try:
-        sys.stdout.flush()  # what failed is still in its buffer, if it has one
+        sys.stdout.flush()  # what failed is still in the buffer
         os.write(1, b"\n")
     except OSError:
         _discard(1)
@@ -96,11 +96,11 @@ def _is_unwritten() -> bool:
 
 
 def _discard(fd: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, fd)
-    os.close(nowhere)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)
 
 
-def _say_interrupted() -> None:
-    with contextlib.suppress(OSError):  # nobody reads it
+def _print_interrupted() -> None:
+    with contextlib.suppress(OSError):  # the output is closed
         os.write(2, b"[dure] interrupted\n")

@@ -27,11 +27,11 @@ COMMANDS = {
     ),
     "doctor": (
         "doctor.command:doctor",
-        "Check this machine, and say what is wrong and what to do.",
+        "Check this machine: what is wrong, and what to do.",
     ),
     "plan": (
         "plan:commands",
-        "Say which layout suits a job, how fast, in how much memory, before it is started.",
+        "Compare layouts of a job before it is started: speed, memory, reasons.",
     ),
     "rpc": ("rpc:commands", "Show what workers do with remote calls."),
     "trace": ("trace:commands", "Show what ranks did last, and what did not match."),
@@ -42,28 +42,27 @@ COMMANDS = {
     ),
     "env": (
         "environment:show_environment",
-        "Show who started this process, and the variables that Dure reads.",
+        "Show what started this process, and the variables that Dure reads.",
     ),
-    "version": ("version:show_version", "Show the versions of Dure and of what it stands on."),
+    "version": ("version:show_version", "Show the versions of Dure and of the packages it needs."),
 }
 """By name: the function that typer calls, or its own subcommands, and one line about it.
 
-`run` reads the words behind it itself, and returns the exit code: what follows the first word that
-is no flag belongs to another program.
+`run` reads its own words, and returns the exit code.
 """
 
 
-def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) -> int:
+def run_command_line(arguments: list[str], loaded: Callable[[], object] | None = None) -> int:
     """Run `dure ARGUMENTS` and return its exit code.
 
-    What a user got wrong is one line on the standard error, and exit code 2.
+    A mistake of the user is one line on the standard error, and exit code 2.
 
     Args:
-        arguments: The words behind `dure`.
-        loaded: Called when all code is there, and before it does anything.
+        arguments: The words after `dure`.
+        loaded: Called when all code is imported, before it does anything.
 
     Raises:
-        BrokenPipeError: Nobody reads what it prints, and no library has noticed.
+        BrokenPipeError: The output has no reader, and no library has noticed.
     """
     if arguments[:1] == ["--version"]:
         arguments = ["version"]
@@ -71,15 +70,17 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) 
     try:
         if wanted == "run":
             run = _load("run")
-            loaded()
+            if loaded is not None:
+                loaded()
             return run(arguments[arguments.index(wanted) + 1 :])
         if wanted is not None and wanted not in COMMANDS and os.path.isfile(wanted):
-            raise UsageError(f"there is no command {wanted}", fix=f"Write `dure run {wanted}`.")
+            raise UsageError(f"unknown command {wanted}", fix=f"Write `dure run {wanted}`.")
         app = _app(wanted)
-        loaded()
+        if loaded is not None:
+            loaded()
         app(args=arguments, prog_name="dure")
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # of which typer and rich make a 1
+        if isinstance(end.__context__, BrokenPipeError):  # typer and rich exit with 1 then
             return UNREAD_EXIT_CODE
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except DureError as error:
@@ -90,7 +91,7 @@ def run_command_line(arguments: list[str], loaded: Callable[[], object] = bool) 
 
 def _app(wanted: str | None) -> typer.Typer:
     """Build the command line, with the code of the one command that is wanted."""
-    import typer  # lazy: 35 ms, and `dure run` reads its own words
+    import typer  # lazy: 35 ms, and `dure run` does not need it
 
     app = typer.Typer(
         help="Distributed PyTorch that you can see through.",
@@ -115,4 +116,4 @@ def _load(name: str) -> Any:
 
 
 def _nothing() -> None:
-    """Stand for a command that is not wanted now, so that its code is not imported."""
+    """Replace a command that is not called, so that its code is not imported."""

@@ -1,4 +1,4 @@
-"""`dure checkpoint`: what is in a checkpoint, whether it is whole, how two differ, its weights."""
+"""`dure checkpoint`: list, verify and compare checkpoints, and write their weights."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def verify(folder: Readable) -> None:
         print(fault)
     if found:
         raise typer.Exit(1)
-    print(f"whole: {len(catalog.layouts)} files, {catalog.num_bytes:,} bytes")
+    print(f"complete: {len(catalog.layouts)} files, {catalog.num_bytes:,} bytes")
 
 
-@commands.command(help="Say how two checkpoints differ: names, kinds, values and bytes.")
+@commands.command(help="Compare two checkpoints: names, kinds, values and bytes.")
 def diff(first: Folder, second: Folder) -> None:
     """Print the differences; exit with 1 if there is one."""
     from dure.checkpoint.reading import differences  # lazy: torch
@@ -96,7 +96,7 @@ def diff(first: Folder, second: Folder) -> None:
     print("the same")
 
 
-@commands.command(help="Make a folder of weights, as Hugging Face has them, of a checkpoint.")
+@commands.command(help="Write the weights of a checkpoint as Hugging Face stores them.")
 def consolidate(
     folder: Folder,
     to: Annotated[Path, typer.Argument(help="The folder of weights; made if absent.")],

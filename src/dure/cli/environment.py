@@ -1,4 +1,4 @@
-"""`dure env`: who started this process, what that makes it, and the variables that say so."""
+"""`dure env`: what started this process, its rank, and the variables that decide it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show_environment(
         bool, typer.Option("--json", help="Write one JSON object, for programs.")
     ] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also show variables that nobody has set.")
+        bool, typer.Option("--all", help="Also show variables that are not set.")
     ] = False,
 ) -> None:
     """Show what Dure finds in the environment and why, and the variables that are set."""
@@ -41,7 +41,7 @@ def _show_found(console: Console, placement: Placement) -> None:
     for column in ("what", "value", "from", "why"):
         table.add_column(column, overflow="fold")
     table.add_row("started by", str(placement.system), "", "")
-    for what, value, why in _standing(placement):
+    for what, value, why in _roles(placement):
         table.add_row(what, Text(value), "", Text(why))
     for reason in placement.reasons:
         table.add_row(reason.what, Text(reason.value), Text(reason.source), Text(reason.why))
@@ -52,8 +52,8 @@ def _show_found(console: Console, placement: Placement) -> None:
     console.print()
 
 
-def _standing(placement: Placement) -> list[tuple[str, str, str]]:
-    """Say what the program would be, and what `dure run` would be; and why, where it is odd."""
+def _roles(placement: Placement) -> list[tuple[str, str, str]]:
+    """Return what a program started here would be, and what `dure run` would be."""
     member, slot = placement.member, placement.slot
     if member is None:
         program = ("a program", "no rank", "start it with `dure run`")
@@ -65,7 +65,7 @@ def _standing(placement: Placement) -> list[tuple[str, str, str]]:
         return [program, ("dure run", "this host alone", "")]
     why = ""
     if slot.copies > 1:
-        why = f"started {slot.copies} times on this host, where once is right"
+        why = f"started {slot.copies} times on this host, expected once"
     return [program, ("dure run", f"host {slot.node_rank} of {slot.nnodes}", why)]
 
 
@@ -101,7 +101,7 @@ def _show_variables(console: Console, environ: dict[str, str], everything: bool)
         console.print(table)
     if not everything:
         others = len(known) - sum(value is not None for _, value, _ in known)
-        console.print(f"{others} more are read where they are set: dure env --all", style="dim")
+        console.print(f"{others} more would be read if they were set: dure env --all", style="dim")
 
 
 def _as_dictionary(placement: Placement, environ: dict[str, str]) -> dict[str, object]:

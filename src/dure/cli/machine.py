@@ -22,7 +22,7 @@ QUIET_VARIABLES = {
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""One thread a rank, and no warnings of libraries among what ranks tell."""
+"""One thread per rank, and no warnings of libraries in the output of ranks."""
 MPI_VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -31,7 +31,7 @@ MPI_VARIABLES = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
-"""Open MPI refuses root and more ranks than cores, and binds each to one, unless it is told."""
+"""By default Open MPI refuses root and more ranks than cores, and binds each rank to one."""
 
 
 def find_mpirun(python: str) -> str | None:
@@ -104,7 +104,7 @@ def usable_cores() -> int:
 
 
 def oversubscribed(ranks: int, busy: float) -> str:
-    """Say that ranks will be slow where others keep `busy` cores; nothing where there is room."""
+    """Return a note if ranks will be slow because other programs keep `busy` cores busy."""
     cores = usable_cores()
     if ranks + busy <= cores + _QUIET_CORES:
         return ""

@@ -1,8 +1,8 @@
 """The page of a run (`dure run --page`) and of recorded traces (`dure view`).
 
-A run's page is served by a process of its own, which is told what the live view reads. So whatever
-is done to its port costs the launcher neither time nor descriptors. The launcher never waits for it
-either: what does not fit into the pipe is left out, and the next news has all again.
+A separate process serves a run's page, and the launcher sends it the state of the ranks. So
+connections to its port cost the launcher neither time nor descriptors. The launcher never waits for
+that process either: what does not fit into the pipe is left out, and the next message has it again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dure.viewer.access import Access, listen
 from dure.viewer.view import Feed, Outcome, RankRow, Site
 
 _NEEDED = ("starlette", "uvicorn")
-_MOST_LINES, _LONGEST_LINE = 2000, 1000  # between two news
+_MOST_LINES, _LONGEST_LINE = 2000, 1000  # between two messages
 _LAST_S, _LEAVE_S = 1.0, 4.0
 _LAST = re.compile(
     r"(?P<call>.+?)(?: of group '.*?')?(?: at (?P<at>\S.*:\d+))?, "
@@ -75,11 +75,11 @@ def _address(listening: socket.socket, token: str) -> str:
 
 
 class Page:
-    """Tells the page's process what happens (a `Watcher`).
+    """Sends the state of the run to the page's process (a `Watcher`).
 
     Args:
-        title: What runs.
-        folder: Where ranks publish.
+        title: The program.
+        folder: Into which ranks publish.
     """
 
     def __init__(self, title: str, folder: Path) -> None:
@@ -95,7 +95,7 @@ class Page:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(listening.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the launcher, which tells of the end
+                start_new_session=True,  # Ctrl-C is for the launcher
             )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin.fileno()
@@ -103,18 +103,18 @@ class Page:
         self._write(msgspec.json.encode((access.token, title)) + b"\n")
 
     def wrote(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
-        """Take note of lines that a rank wrote."""
+        """Keep lines that a rank wrote for the next message."""
         self._lines.extend((rank, stream, line[-_LONGEST_LINE:]) for line in lines)
 
     def saw(self, rows: Sequence[Row]) -> None:
-        """Tell where the ranks are, unless the page has not taken the last news."""
+        """Send the state of the ranks, unless the page has not read the last message."""
         now = time.monotonic()
         self._ranks = [_rank_row(row, now) for row in rows]
         if self._write(b""):
-            self._tell(None)
+            self._send(None)
 
     def conclude(self, result: JobResult) -> None:
-        """Tell how the run has ended."""
+        """Send how the run has ended."""
         deadline = time.monotonic() + _LAST_S
         while not self._write(b"") and time.monotonic() < deadline:
             select.select([], [self._pipe], [], 0.05)
@@ -123,12 +123,12 @@ class Page:
             if (rank := results.get(row.rank)) is not None and rank.crash is None:
                 row.state = "stopped" if rank.ended_by_launcher else row.state
                 row.last = row.last if rank.exit.ok else str(rank.exit)
-        self._tell(outcome_of(result))
+        self._send(outcome_of(result))
         while not self._write(b"") and time.monotonic() < deadline:
             select.select([], [self._pipe], [], 0.05)
 
     def close(self) -> None:
-        """Let the page end, once browsers have its last state; then nothing of it is left."""
+        """End the page's process, once browsers have its last state."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -138,7 +138,7 @@ class Page:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, outcome: Outcome | None) -> None:
+    def _send(self, outcome: Outcome | None) -> None:
         lines = [(rank, str(stream), indented(line)) for rank, stream, line in self._lines]
         self._lines.clear()
         elapsed_s = time.monotonic() - self._began
@@ -146,14 +146,14 @@ class Page:
         self._write(msgspec.json.encode(feed) + b"\n")
 
     def _write(self, data: bytes) -> bool:
-        """Write what is left, then `data`, as far as it is taken; return whether all was."""
+        """Write the rest, then `data`, without waiting; return whether all was written."""
         self._rest += data
         try:
             while self._rest:
                 self._rest = self._rest[os.write(self._pipe, self._rest) :]
         except BlockingIOError:
             return False
-        except OSError:  # the page has gone: the run has not
+        except OSError:  # the page's process has ended, the run has not
             self._rest = b""
         return True
 
@@ -176,7 +176,7 @@ def _rank_row(row: Row, now: float) -> RankRow:
 
 
 def outcome_of(result: JobResult) -> Outcome:
-    """Return what the page says of a run's end."""
+    """Return what the page shows of a run's end."""
     failure = result.first_failure
     text = "succeeded" if result.ok else f"ended with exit code {result.exit_code}"
     return Outcome(
@@ -190,9 +190,9 @@ def outcome_of(result: JobResult) -> Outcome:
 
 
 def _site(rank: RankResult) -> Site:
-    """Return what a rank has told of its last operation (`trace.line.last_operation`)."""
-    told = _LAST.fullmatch(rank.last)
-    call, at, how = (told["call"], told["at"] or "", told["how"]) if told else (rank.last, "", "")
+    """Return a rank's last operation, read from its text (`trace.line.last_operation`)."""
+    read = _LAST.fullmatch(rank.last)
+    call, at, how = (read["call"], read["at"] or "", read["how"]) if read else (rank.last, "", "")
     elsewhere = how == "ended" and bool(rank.stack)
     stack = where(rank.stack) if elsewhere else ""
     return Site(ranks=[rank.rank], call=call, at=at, how=how, where=stack)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dure.rpc.figures import Figures, Seen, seen
 
-_NOBODY = "no process of yours on this host has called dure.rpc.init_rpc"
+_NO_WORKERS = "no process of yours on this host has called dure.rpc.init_rpc"
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -24,10 +24,10 @@ def _group() -> None:
     """Show what the workers of this host do with remote calls."""
 
 
-@commands.command(help="Show who calls how much, what is under way, and who holds references.")
+@commands.command(help="Show the calls and references of each worker.")
 def top(
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one table, and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one table, and exit.")] = False,
 ) -> None:
     """Show a live table of the workers of this host, until interrupted."""
     console = Console()
@@ -48,15 +48,15 @@ def top(
 
 
 def table(before: list[Seen], now: list[Seen], seconds: float) -> Table | Text:
-    """Return a table of what workers did between two looks.
+    """Return a table of what workers did between two readings.
 
     Args:
-        before: The first look; who is not in it is shown from its start.
-        now: The second look.
+        before: The first reading; workers that are not in it are shown from their start.
+        now: The second reading.
         seconds: Between the two.
     """
     if not now:
-        return Text(_NOBODY)
+        return Text(_NO_WORKERS)
     made = Table(box=None, padding=(0, 2, 0, 0))
     made.add_column("worker", no_wrap=True)
     for title in ("pid", "calls/s", "served/s", "wait", "run", "out MB/s", "in MB/s"):

@@ -1,4 +1,4 @@
-"""`dure trace`: what the ranks of a job did last, from their flight records."""
+"""`dure trace`: the last operations of the ranks of a job, from their flight records."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ _MOST_CALLS = 20
 commands = typer.Typer(no_args_is_help=True)
 
 
-@commands.command(help="Put the records of all ranks side by side, and say what did not match.")
+@commands.command(
+    help="Compare the records of all ranks: what they did last, and what did not match."
+)
 def merge(
-    folder: Annotated[Path, typer.Argument(help="Where the ranks' files (rank0.json, ...) lie.")],
+    folder: Annotated[
+        Path, typer.Argument(help="The folder of the ranks' files (rank0.json, ...).")
+    ],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write a timeline for Perfetto or Chrome here."),
@@ -54,7 +58,7 @@ def merge(
     _print_merged(console, flight, findings, last)
     step = measured_step(flight)
     if step is not None:
-        _tell_step(console, step, output)
+        _print_step(console, step, output)
     if output is not None:
         console.print(f"Timeline: {output} (open it in ui.perfetto.dev, or chrome://tracing)")
 
@@ -71,11 +75,11 @@ def _print_merged(console: Console, flight: Flight, findings: Findings, last: in
     for group in findings.groups:
         if group.numbers:
             console.print(_side_by_side(flight, findings, group, last))
-    _tell(console, flight, findings)
+    _print_findings(console, flight, findings)
 
 
-def _tell_step(console: Console, step: MeasuredStep, output: Path | None) -> None:
-    """Show a pipeline's step beside what its lists take with the measured times; draw both."""
+def _print_step(console: Console, step: MeasuredStep, output: Path | None) -> None:
+    """Compare a pipeline's step with the simulation of its schedule; draw both."""
     table = Table("pipeline", "step", "bubble")
     for name, each in (("measured", step.measured), ("simulated", step.simulated)):
         table.add_row(name, f"{each.step_time:.4g} ms", f"{each.bubble:.1%}")
@@ -126,7 +130,7 @@ def _took(record: Record) -> Text:
 
 
 def _side_by_side(flight: Flight, findings: Findings, group: GroupView, last: int) -> Table:
-    """Make a table of the group's last collectives: a row a number, a column a rank."""
+    """Make a table of the group's last collectives: one row per number, one column per rank."""
     difference = next((d for d in findings.differences if d.group == group.name), None)
     numbers = group.numbers[-last:]
     if difference is not None and difference.seq not in numbers:
@@ -148,7 +152,7 @@ def _side_by_side(flight: Flight, findings: Findings, group: GroupView, last: in
 
 
 def _columns(findings: Findings, group: GroupView) -> list[int]:
-    """Choose the ranks to show where there are too many: first those something is said about."""
+    """Choose the ranks to show if there are too many: those with findings first."""
     absent = [a.rank for a in findings.absences if a.group == group.name]
     late = sorted(
         (a for a in findings.arrivals if a.group == group.name), key=lambda a: -a.num_last
@@ -175,12 +179,12 @@ def _short(record: Record) -> str:
     return f"{Path(record.file).name}:{record.line}" if record.file else "(unknown place)"
 
 
-def _tell(console: Console, flight: Flight, findings: Findings) -> None:
+def _print_findings(console: Console, flight: Flight, findings: Findings) -> None:
     for rank, file in flight.ranks.items():
         reason = textwrap.shorten(file.reason, _LONGEST_REASON)
         console.print(Text(f"rank {rank} ({file.host}, pid {file.pid}) wrote: {reason}"))
-    told = {absence.rank for absence in findings.absences}
-    for rank in set(flight.absent) - told:
+    mentioned = {absence.rank for absence in findings.absences}
+    for rank in set(flight.absent) - mentioned:
         console.print(Text(f"rank {rank} left no file", "yellow"))
     for record in findings.failures:
         text = f"rank {record.global_rank}: {describe(record)} of group {record.group!r} failed"
@@ -192,11 +196,11 @@ def _tell(console: Console, flight: Flight, findings: Findings) -> None:
     crashed = any(file.failure for file in flight.ranks.values())
     if not findings.sentences and not findings.failures and not crashed:
         console.print(Text("The ranks' operations match.", "green"))
-    _tell_arrivals(console, findings)
-    _tell_calls(console, flight)
+    _print_arrivals(console, findings)
+    _print_calls(console, flight)
 
 
-def _tell_calls(console: Console, flight: Flight) -> None:
+def _print_calls(console: Console, flight: Flight) -> None:
     found = calls(flight)
     if not found:
         return
@@ -217,11 +221,11 @@ def _tell_calls(console: Console, flight: Flight) -> None:
     console.print(table)
 
 
-def _tell_arrivals(console: Console, findings: Findings) -> None:
+def _print_arrivals(console: Console, findings: Findings) -> None:
     if not findings.arrivals:
         return
-    table = Table("group", "rank", "comes last", "late on average", "at most", "there")
-    table.title, table.title_justify = "Who is waited for", "left"
+    table = Table("group", "rank", "comes last", "late on average", "at most", "at")
+    table.title, table.title_justify = "Late ranks", "left"
     for a in findings.arrivals:
         table.add_row(
             Text(a.group),

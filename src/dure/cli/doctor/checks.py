@@ -349,7 +349,7 @@ def _own_name(own: set[str], has_network: bool) -> Finding:
 
 
 def keys() -> Findings:
-    """Whether the keys of jobs can be read, and by nobody else."""
+    """Whether the keys of jobs can be read, and only by this user."""
     named = env.text("DURE_JOB_KEY_FILE")
     for path in [Path(named)] if named else [user_key_path()]:
         if not named and not path.exists():
