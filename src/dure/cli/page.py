@@ -14,12 +14,11 @@ import importlib.util
 import os
 import re
 import select
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ import typer
 
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec
+from dure.launch.ranks.errorfiles import temporary_folder
 from dure.launch.show.rows import Row, indented
 from dure.launch.show.summary import summary, where
 from dure.launch.spec import RankResult, Stream
@@ -206,12 +206,9 @@ def shown_on_page(spec: JobSpec) -> Iterator[tuple[JobSpec, Page]]:
         UsageError: The server is not installed.
     """
     _require_server()
-    folder = Path(tempfile.mkdtemp(prefix="dure_page_"))
-    page = Page(" ".join((spec.program, *spec.args)), folder)
-    try:
-        print(f"[dure] the page: {page.address}", file=sys.stderr, flush=True)
-        env = {**spec.env, "DURE_PAGE_DIR": str(folder)}
-        yield dataclasses.replace(spec, env=env, watcher=page), page
-    finally:
-        page.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with temporary_folder(f"page_{uuid.uuid4().hex}") as folder:
+        page = Page(" ".join((spec.program, *spec.args)), folder)
+        with contextlib.closing(page):
+            print(f"[dure] the page: {page.address}", file=sys.stderr, flush=True)
+            env = {**spec.env, "DURE_PAGE_DIR": str(folder)}
+            yield dataclasses.replace(spec, env=env, watcher=page), page

@@ -28,8 +28,8 @@ import pickle
 import re
 import signal
 import sys
-import tempfile
 import threading
+import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,7 +44,9 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 from dure import env
 from dure.errors import LaunchError, UsageError
 from dure.launch.job import run_job
+from dure.launch.ranks.errorfiles import temporary_folder
 from dure.launch.ranks.forking import home_of
+from dure.launch.ranks.spawn import open_descriptors
 from dure.launch.spec import JobSpec, Line
 from dure.trace.plain_files import read_plain
 
@@ -99,7 +101,8 @@ def spawn(
     if start == "fork" and why_not is not None:
         raise UsageError("this process cannot be forked", seen=why_not, fix='Use start="spawn".')
     torch = "torch" in sys.modules
-    with tempfile.TemporaryDirectory(prefix="dure_spawn_") as directory:
+    with temporary_folder(f"spawn_{uuid.uuid4().hex}") as folder:
+        directory = str(folder)
         forks = why_not is None and start != "spawn"
         call = partial(_copied, _key(), fn, args, directory) if forks else None
         path = _search_path()
@@ -111,6 +114,7 @@ def spawn(
             args=(directory,),
             nproc=nproc,
             call=call,
+            kept_fds=open_descriptors(),
             env={} if forks else {_PATH: os.pathsep.join(_path_to_start(path))},
             preload=("torch",) if torch else (),
             stdin="none",

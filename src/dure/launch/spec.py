@@ -91,6 +91,7 @@ class JobSpec:
         nproc: How many ranks to start, on this host.
         env: Variables for the ranks, over those of this process; None removes one.
         call: What ranks call in place of the program, as forks of this process (`dure.spawn`).
+        kept_fds: The descriptors that ranks keep of this process, with `call`.
         key: The job's key; without one, one is minted for this job alone.
         log_dir: Where to keep each rank's output as it came, besides showing it.
         trace_dir: Where the ranks write their flight records. When one fails, the others get a
@@ -159,6 +160,7 @@ class JobSpec:
     nproc: int = 1
     env: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     call: Callable[[], None] | None = field(default=None, repr=False)
+    kept_fds: frozenset[int] = frozenset()
     key: bytes | None = field(default=None, repr=False)
     log_dir: Path | None = None
     trace_dir: Path | None = None

@@ -38,6 +38,21 @@ def living(tag: str) -> list[int]:
     return found
 
 
+def being_replaced() -> list[int]:
+    """Return the processes of this user that are within `exec`."""
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = (
+                    Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+                )
+                empty = not Path(f"/proc/{name}/cmdline").read_bytes() and state not in "ZX"
+                if empty and parent not in ("0", "2"):  # those are the kernel's own
+                    found.append(int(name))
+    return found
+
+
 def described(pids: list[int]) -> list[str]:
     """Say of each process what it is and where in the kernel it waits."""
     lines: list[str] = []
@@ -174,8 +189,15 @@ class Launching:
         return living(self.tag)
 
     def wait_until_gone(self) -> None:
-        """Wait until no process is left."""
-        until(lambda: not self.left(), lambda: f"the end of {described(self.left())}")
+        """Wait until no process is left.
+
+        A process has no environment for a moment within `exec`: one that the first look misses
+        is either still there at the second, or has its environment again at the third.
+        """
+        until(
+            lambda: not (self.left() or being_replaced() or self.left()),
+            lambda: f"the end of {described(self.left())}",
+        )
 
     def kill(self) -> list[int]:
         """Kill what is left, wait for its end, and return what that was."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.procs.launching import Launching
 from tests.waiting import PATIENCE_S
 
 NOTEBOOK = """
@@ -285,6 +286,30 @@ finally:
     client.stop_channels()
     kernel.shutdown_kernel(now=True)
 """
+
+
+CHILD_OF_A_RANK = """
+import multiprocessing, time
+import dure
+
+def rank():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    print("started", child.pid)
+    child.join()
+
+dure.spawn(rank, 1, start="fork")
+"""
+
+
+def test_children_of_forked_ranks_end_with_a_killed_notebook(job: Launching) -> None:
+    """A copy of the launcher's descriptors in them would hide its death from the reaper."""
+    notebook = job.start_any(sys.executable, job.write(CHILD_OF_A_RANK))
+    assert notebook.stdout is not None
+    assert "started" in notebook.stdout.readline()
+    notebook.kill()
+    job.wait_until_gone()
+    assert job.run("-n", "1", job.write("")).code == 0  # which removes the notebook's folder
 
 
 def test_cell_of_a_kernel() -> None:

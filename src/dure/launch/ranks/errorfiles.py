@@ -1,14 +1,17 @@
-"""Where the ranks' error files are (`dure.errorfile`), and what the launcher makes of them.
+"""Where the ranks' error files are (`dure.errorfile`), and what the launcher reads from them.
 
-With a log directory a file lies beside the rank's output, and stays. Otherwise it lies in a
-directory for the job alone, below the one for temporary files. Its name follows from the job's, so
-that whoever cleans up after the job can find it: the launcher, or its reaper if it was killed.
+With a log directory, a file is beside the rank's output and stays. Otherwise it is in a folder of
+the job, in the folder for temporary files. The name follows from the job's name, so that the reaper
+can remove it after the launcher has died. If both are killed, the next job removes it: a folder in
+use is locked, and the lock ends with the launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,9 +20,17 @@ from pathlib import Path
 from dure.errorfile import RecordedError, read_error, write_error
 from dure.launch.spec import Crash, Exit, JobSpec
 
-__all__ = ["error_directory", "error_file", "known_crash", "private_directory", "recorded"]
+__all__ = [
+    "error_directory",
+    "error_file",
+    "known_crash",
+    "private_directory",
+    "recorded",
+    "temporary_folder",
+]
 
-_LONGEST_TEXT = 8_000  # characters, as of a crash that a rank tells itself
+_MAX_TEXT = 8_000  # characters, as of a crash that a rank reports itself
+_TEMPORARY = re.compile(r"dure_(page_|spawn_)?[0-9a-f]{32}")
 
 
 def private_directory(job: str) -> Path:
@@ -37,12 +48,63 @@ def error_directory(spec: JobSpec, job: str) -> Iterator[None]:
     if spec.log_dir is not None:
         yield
         return
-    directory = private_directory(job)
-    os.mkdir(directory, 0o700)
-    try:
+    with temporary_folder(job):
         yield
+
+
+@contextlib.contextmanager
+def temporary_folder(name: str) -> Iterator[Path]:
+    """Keep a folder `dure_NAME`, of this user alone, while the block runs.
+
+    Folders of processes that were killed are removed first. `name` ends with 32 hexadecimal digits.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    _remove_abandoned()
+    folder, lock = private_directory(name), None
+    while lock is None:  # another process may remove it before it is locked
+        os.mkdir(folder, 0o700)
+        lock = _locked(folder, fcntl.LOCK_EX)
+    try:
+        yield folder
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned() -> None:
+    for folder in Path(tempfile.gettempdir()).glob("dure_*"):
+        with contextlib.suppress(OSError):
+            mine = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
+            if mine and _TEMPORARY.fullmatch(folder.name):
+                lock = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if lock is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(lock)
+
+
+def _locked(folder: Path, how: int) -> int | None:
+    """Lock a folder, and return the descriptor that keeps the lock; None if it has been removed.
+
+    Raises:
+        OSError: Another process has locked it, or its file system has no locks.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, how)
+        if os.fstat(fd).st_nlink > 0 and folder.exists():
+            return fd
+    except OSError:
+        if how & fcntl.LOCK_NB:
+            os.close(fd)
+            raise
+        return fd  # no process can lock it here, so none removes it
+    os.close(fd)
+    return None
 
 
 def error_file(spec: JobSpec, job: str, rank: int, attempt: int) -> Path:
@@ -51,28 +113,28 @@ def error_file(spec: JobSpec, job: str, rank: int, attempt: int) -> Path:
     return spec.log_dir.absolute() / f"attempt_{attempt}" / f"rank_{rank}" / "error.json"
 
 
-def known_crash(path: Path, told: Crash | None, exit: Exit) -> Crash | None:
-    """Return how a rank crashed, by what it told the launcher or else by its error file.
+def known_crash(path: Path, reported: Crash | None, status: Exit) -> Crash | None:
+    """Return how a rank crashed, from its report to the launcher or else from its error file.
 
-    What it told is left in the file, unless the program has done so.
+    The report is written to the file, unless the program has written one.
     """
-    if told is None:
-        return None if exit.ok else _crash_in(path, exit)
+    if reported is None:
+        return None if status.ok else _crash_in(path, status)
     if path.parent.is_dir() and not path.exists():
-        with contextlib.suppress(OSError):  # the summary tells the same
-            write_error(path, recorded(told))
-    return told
+        with contextlib.suppress(OSError):  # the summary has the same
+            write_error(path, recorded(reported))
+    return reported
 
 
-def _crash_in(path: Path, exit: Exit) -> Crash | None:
+def _crash_in(path: Path, status: Exit) -> Crash | None:
     error = read_error(path)
     if error is None:
         return None
     return Crash(
         type=error.type or "error",
-        message=error.message.removeprefix(f"{error.type}: ")[:_LONGEST_TEXT],
-        traceback=(error.traceback or error.message)[-_LONGEST_TEXT:],
-        exit_code=exit.code or error.exit_code or 1,
+        message=error.message.removeprefix(f"{error.type}: ")[:_MAX_TEXT],
+        traceback=(error.traceback or error.message)[-_MAX_TEXT:],
+        exit_code=status.code or error.exit_code or 1,
     )
 
 

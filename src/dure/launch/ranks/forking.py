@@ -144,8 +144,8 @@ def _skip_native_destructors() -> None:
 
     torch's take 0.1 s of processor time. Libraries that a program loads later are destroyed as
     usual; a library that was preloaded (a profiler) may count on its own destructors. What Python
-    does at its end is left as it is. torch's exit handlers (20 ms) give threads that wait for the
-    interpreter the time to get it: without these handlers, gloo's aborted one program in 20.
+    does at its end is left as it is: leaving out torch's exit handlers as well aborted programs
+    more often (see `child._let_native_threads_finish`).
     """
     if not os.environ.get("LD_PRELOAD"):
         with contextlib.suppress(AttributeError):  # a C library other than GNU's

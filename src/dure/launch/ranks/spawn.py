@@ -31,7 +31,7 @@ from dure.launch.ranks.zygote import RankStart, Zygote
 from dure.launch.signals import PASSED_ON
 from dure.launch.spec import Exit, JobSpec, Kind
 
-__all__ = ["RankProcess", "start_rank"]
+__all__ = ["RankProcess", "open_descriptors", "start_rank"]
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 
@@ -215,8 +215,20 @@ def _copy(start: RankStart, call: Callable[[], None]) -> int:
     return pid
 
 
+def open_descriptors() -> frozenset[int]:
+    """Return the numbers of this process's open descriptors."""
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]  # and of the one it reads
+    return frozenset(fd for fd in numbers if os.path.exists(f"/proc/self/fd/{fd}"))
+
+
 def _settle(start: RankStart) -> int:
-    """Let go of what is the launcher's; return the pipe for reports."""
+    """Release what is the launcher's; return the pipe for reports.
+
+    The launcher's descriptors are closed: as long as a copy of the reaper's link is open, here or
+    in a child, the reaper does not learn of the launcher's death.
+    """
+    for fd in open_descriptors() - start.spec.kept_fds - {0, 1, 2, *start.pipes, *start.secrets}:
+        os.close(fd)
     signal.set_wakeup_fd(-1)
     for number in {*start.spec.signals, *PASSED_ON}:
         signal.signal(number, signal.SIG_DFL)
