@@ -126,7 +126,8 @@ def judge(attempt: Attempt) -> Findings:
             )
             return
         if line.get("absent") and backend in _ABSENT:
-            yield problem(name, "this backend is not available", _ABSENT[backend])
+            reason = f": {line['reason']}" if line.get("reason") else ""
+            yield problem(name, f"this backend is not available{reason}", _ABSENT[backend])
         elif line.get("absent"):
             yield fine(name, "not tried: this backend is not available")
         elif "error" in line:

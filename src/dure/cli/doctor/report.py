@@ -15,12 +15,10 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
@@ -29,7 +27,7 @@ from rich.console import Console
 import dure
 from dure import env
 from dure.cli import machine
-from dure.cli.doctor.checks import Finding, nvidia_cards
+from dure.cli.doctor.checks import Finding
 from dure.errorfile import read_error
 from dure.errors import UsageError
 from dure.placement import set_here
@@ -73,12 +71,6 @@ _GROUP_FILES = {
     "cpu": ("cpu.max", "cpu.cfs_quota_us"),
     "pids": ("pids.max",),
 }
-_ASK_ENGINE = """
-from dure import native
-usable, reason = native.available()
-print("the native engine can be used" if usable else f"the native engine cannot be used: {reason}")
-"""
-_ENGINE_S = 20.0
 _LONGEST = 400
 _MOST_ERRORS = 8
 _LAST_LINES = 60
@@ -102,7 +94,6 @@ def report(findings: Sequence[Finding], traces: Path | None = None) -> str:
         "Versions": _versions,
         "Machine": _machine,
         "Limits": _limits,
-        "Backends": _backends,
         "Environment variables": lambda: _lines(shown_variables(env.everything())),
         "Findings of the doctor": lambda: _findings(findings),
     }
@@ -209,35 +200,6 @@ def _limits() -> str:
                 if text := kernel_text(group / file):
                     values[str(group / file)] = text
     return _lines(values)
-
-
-def _backends() -> str:
-    torch = "torch is installed" if find_spec("torch") else "torch is not installed"
-    mpirun = machine.find_mpirun(sys.executable)
-    mpi = "mpi4py is installed" if find_spec("mpi4py") else "mpi4py is not installed"
-    cards, error = nvidia_cards()
-    values = {
-        "shm, hybrid": _engine(),
-        "gloo, nccl": f"{torch}; whether they work: see the findings of the doctor",
-        "mpi": f"{mpi}; {f'mpirun is {mpirun}' if mpirun else 'no mpirun'}",
-        "GPUs": error or "; ".join(f"{c.name}, driver {c.driver}" for c in cards) or "none",
-    }
-    return _lines(values)
-
-
-def _engine() -> str:
-    """Ask another process, which may crash, whether the native engine can be used."""
-    done = subprocess.run(
-        [sys.executable, "-c", _ASK_ENGINE],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_ENGINE_S,
-        check=False,
-    )
-    errors = without_secrets(done.stderr.strip(), env.everything())  # before they are cut
-    said = f"{done.stdout.strip()} {errors[-_LONGEST:]}".strip()
-    return said if done.returncode == 0 else f"exit code {done.returncode}: {said}"
 
 
 def _findings(findings: Sequence[Finding]) -> str:
