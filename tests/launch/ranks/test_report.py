@@ -45,6 +45,17 @@ def test_reader_understands_stack_and_crash_however_cut(size: int) -> None:
     assert reader.crash == Crash(type="E", message="é\n", traceback="t", peer=3)
 
 
+def test_rank_whose_last_operation_failed_has_not_answered_until_it_reports_its_crash() -> None:
+    reader = ReportReader()
+    reader.feed(STACK.encode())
+    reader.feed(
+        b'{"answers": true}\n{"last": "all_reduce #1, failed with PeerLost 0.1 s earlier"}\n'
+    )
+    assert not reader.told
+    reader.feed(b'{"crash": {"type": "PeerLost", "message": "m", "traceback": "t"}}\n')
+    assert reader.told
+
+
 def test_frames_of_a_record_that_is_written_after_the_program_are_left_out() -> None:
     reader = ReportReader()
     reader.feed(

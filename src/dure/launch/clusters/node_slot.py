@@ -88,7 +88,7 @@ def _line(placement: Placement, slot: NodeSlot, values: Mapping[str, object]) ->
     if "nnodes" in values or "node_rank" in values:
         parts.append(f"host {slot.node_rank} of {slot.nnodes}")
     if "nproc" in values:
-        parts.append(f"{slot.nproc} ranks here")
+        parts.append("1 rank here" if slot.nproc == 1 else f"{slot.nproc} ranks here")
     if "endpoint" in values:
         parts.append(f"the hosts rendezvous at {placement.endpoint}")
     return f"{placement.system}: {', '.join(parts)} (see `dure env`; --standalone: this host alone)"

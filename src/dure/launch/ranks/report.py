@@ -73,8 +73,13 @@ class ReportReader:
 
     @property
     def told(self) -> bool:
-        """Whether all has come that the rank was asked for: the stack, and the last operation."""
-        return self._told_stack and (bool(self.last) or not self._tells_last)
+        """Whether the rank has answered: its stack, and its last operation.
+
+        If that has failed, the rank is about to print a traceback and to report its crash, which is
+        the better answer.
+        """
+        answered = self._told_stack and (bool(self.last) or not self._tells_last)
+        return answered and (self.crash is not None or "failed with" not in self.last)
 
     def asked(self) -> None:
         """Wait for new answers, as the rank is being asked again."""
