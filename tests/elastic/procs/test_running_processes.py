@@ -5,6 +5,7 @@ Where a kill happens is part of the program (`programs/elastic_job.py`), so noth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -191,13 +192,17 @@ SAVING = """
 """
 
 
-def test_sigterm_lets_all_ranks_save_after_the_same_step(job: Launching):
+def test_sigterm_to_all_processes_lets_all_ranks_save_after_the_same_step(job: Launching):
     program = job.write(SAVING)
     words = ("--nproc", "2", "--preload", "dure.elastic", program)
     jobs = {mode: job.start(*words, mode) for mode in ("run", "loop")}
     for started in jobs.values():
         wait_for_lines(started, 2)
-        started.send_signal(signal.SIGTERM)
+    for pid in job.left():  # as systemd does: every process, and SIGHUP as well
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    for started in jobs.values():
+        started.send_signal(signal.SIGHUP)
     for mode, started in jobs.items():
         _, err = started.communicate(timeout=PATIENCE_S)
         assert started.returncode == 128 + signal.SIGTERM, err
