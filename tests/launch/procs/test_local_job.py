@@ -103,12 +103,15 @@ def test_a_rank_is_replaced_while_the_reader_of_its_output_waits(job: Launching)
         process = job.start(*flags, program, stderr=file)
     wait_for_lines(process, 1)
 
-    def waits(rank: int) -> bool:
-        file = job.directory / str(rank)
-        pid = file.read_text() if file.exists() else ""
-        return pid != "" and b"pipe_write" in Path(f"/proc/{pid}/wchan").read_bytes()
+    written: list[list[str]] = []
 
-    until(lambda: all(waits(rank) for rank in range(2)), "ranks that wait for the reader")
+    def all_wait() -> bool:
+        """Whether the ranks have written nothing between many looks: the launcher reads no more."""
+        pids = [file.read_text() for file in map(job.directory.joinpath, "01") if file.exists()]
+        written.append([Path(f"/proc/{pid}/io").read_text() for pid in pids if pid])
+        return len(written[-1]) == 2 and written[-50:] == [written[-1]] * 50
+
+    until(all_wait, "ranks that wait for the reader")
     os.kill(int((job.directory / "1").read_text()), signal.SIGKILL)
     until(lambda: "replacement 1 of 1" in errors.read_text(), "a replacement")
     (job.directory / "end").touch()
