@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from dure.errors import RendezvousError, RendezvousTimeout
-from dure.store import HashStore, PrefixStore
+from dure.store import FileStore, HashStore, PrefixStore
 from dure.store import rendezvous as module
 from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself
-from dure.store.rendezvous import Rendezvous, rendezvous
+from dure.store.rendezvous import Rendezvous, RendezvousMember, rendezvous
 from dure.store.wire import Reply, Request
 from tests.waiting import until
 
@@ -254,27 +254,22 @@ def test_a_taken_port_is_an_error_at_once() -> None:
     assert f"127.0.0.1:{taken}" in error.what
 
 
-def leave_file(path: Path, user: Identity, closed: bool) -> None:
-    lines = [[None, "a", user], [["set", ["dure/file//0/outcome"], ["gA=="]], "", None]]
-    if closed:
-        lines.append([None, "a", None])
-    path.write_bytes(b"dure store %032d\n" % 1 + msgspec.json.Encoder().encode_lines(lines))
-
-
-def test_a_file_of_a_dead_job_is_named_and_kept(tmp_path: Path) -> None:
+def test_a_file_of_a_dead_job_is_refused_by_the_name_of_the_dead(tmp_path: Path) -> None:
     path, dead = tmp_path / "meeting", dead_process()
-    leave_file(path, dead, closed=False)
-    for rank in range(2):
-        (error,) = errors_of(joins(f"file://{path}", (rank, 2)))
+    with contextlib.closing(FileStore(path)) as left:
+        member = RendezvousMember(0, 2, dead, "x", own_build())
+        left.set("dure/file//0/member/0", msgspec.msgpack.encode(member))
+        (error,) = errors_of(joins(f"file://{path}", (0, 2)))
         assert not isinstance(error, TimeoutError)
-        assert str(path) in error.what
         assert f"pid {dead.pid}" in error.seen
     assert path.exists()
 
 
-def test_a_file_of_a_job_that_ended_is_never_joined(tmp_path: Path) -> None:
+def test_a_file_of_a_job_that_ended_is_used_again_without_its_keys(tmp_path: Path) -> None:
     path = tmp_path / "meeting"
-    leave_file(path, dead_process(), closed=True)
+    met_once = [["set", ["dure/file//0/outcome"], ["gA=="]]]
+    lines = [[None, "", dead_process()], met_once, [None, "", None]]
+    path.write_bytes(b"dure store %032d\n" % 1 + msgspec.json.Encoder().encode_lines(lines))
     for meeting in met(joins(f"file://{path}", (0, 2), (1, 2))):
         meeting.close()
     assert not path.exists()

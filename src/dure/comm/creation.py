@@ -45,7 +45,7 @@ from dure.store.base import Store
 from dure.store.builds import Build, own_build, require_one_build
 from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
-from dure.store.rendezvous import Member, Rendezvous
+from dure.store.rendezvous import Rendezvous, RendezvousMember
 from dure.trace.ring import call_site
 
 default_pg_timeout = timedelta(minutes=30)
@@ -136,7 +136,7 @@ class _Birth:
         spec: GroupSpec,
         my_global_rank: int,
         store: Store,
-        members: Sequence[Member],
+        members: Sequence[RendezvousMember],
         eager_bytes: int | None,
         alone: bool,
     ) -> None:
@@ -336,7 +336,7 @@ def wait_watching(
 class WatchedStore(PrefixStore):
     """The keys of a group that is being made; waiting for a member that has died is `PeerLost`."""
 
-    def __init__(self, store: Store, spec: GroupSpec, members: Sequence[Member]) -> None:
+    def __init__(self, store: Store, spec: GroupSpec, members: Sequence[RendezvousMember]) -> None:
         super().__init__(f"group/{spec.name}", store)
         self._spec = spec
         # As they are now: backends keep this store, and a world that shrinks is numbered anew.

@@ -10,7 +10,7 @@ from pathlib import Path
 from dure import native
 from dure.comm.group import GroupSpec, ProcessGroup, call_log
 from dure.comm.memory import limits_of_heap
-from dure.store.rendezvous import Member, Rendezvous
+from dure.store.rendezvous import Rendezvous, RendezvousMember
 from dure.store.system import control_groups, cpu_quota, kernel_text
 from dure.trace import logs
 
@@ -22,7 +22,7 @@ _reported: set[int] = set()
 """Processes that have reported their host."""
 
 
-def report_group(group: ProcessGroup, spec: GroupSpec, members: Sequence[Member]) -> None:
+def report_group(group: ProcessGroup, spec: GroupSpec, members: Sequence[RendezvousMember]) -> None:
     """Write one line about a group that was just made.
 
     Args:
@@ -50,7 +50,7 @@ def report_group(group: ProcessGroup, spec: GroupSpec, members: Sequence[Member]
     )
 
 
-def _places(ranks: Sequence[int], members: Sequence[Member]) -> str:
+def _places(ranks: Sequence[int], members: Sequence[RendezvousMember]) -> str:
     """Say how many ranks there are, and on which hosts; ranks are global ones."""
     count = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
     if not members:

@@ -1,16 +1,15 @@
 """The file store: for ranks that share a file system and nothing else.
 
-The file is a log: a line that names the file, then one for each write, and for each process that
-opens the store or closes it. Who reads or writes holds an flock on it, which the kernel takes away
-from a process that dies. Every process carries out the writes on a board of its own, which it
-brings up to date before each operation. A waiter looks again after 1 ms, then ever more rarely, at
-most 20 ms apart.
+The file is a log: a line that names the file, then one line for each write, and one for
+each process that opens the store or closes it. Readers and writers hold an flock on it, which the
+kernel takes away from a process that dies. Every process carries out the writes on a board of its
+own, which it brings up to date before each operation. A waiter looks again after 1 ms, then ever
+more rarely, at most 20 ms apart.
 
 A process killed in the middle of a write leaves a line without an end. The next one to hold the
 lock cuts it off, which is safe: nobody can be writing, and nobody has ever read it.
 
-The last process to close the store removes the file; `clear_ended` says who opened the file of a
-job that died.
+The last process to close the store removes the file.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from dure.store.builds import SAME_BUILD, Build, differing, own_build
 from dure.store.identity import Identity, alive, myself
 from dure.store.wire import WRITES, Reply, Request
 
-__all__ = ["FileStore", "clear_ended"]
+__all__ = ["FileStore"]
 
 _GOODBYE = timedelta(seconds=1)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
@@ -49,10 +48,13 @@ _ME = b"this process"
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
-    """A write; or who opens the store, with its build, and, without a process, who closes it."""
+    """A write; or a process that opens the store, with its build; or, with neither, a closing.
+
+    Every version reads it, so fields are only appended.
+    """
 
     write: Request | None = None
-    user: str = ""
+    user: str = ""  # of builds before 0.2.0
     process: Identity | None = None
     build: Build | None = None
 
@@ -69,6 +71,7 @@ class FileStore(AskingStore):
         world_size: How many stores will open the file: the last of them to close deletes it.
             -1: nobody does.
         timeout: How long `get`, `wait` and getting the lock wait.
+        fresh: Whether to begin without keys if all who opened the file have closed it and ended.
 
     Raises:
         StoreError: The file cannot be opened, or is not a store.
@@ -82,16 +85,20 @@ class FileStore(AskingStore):
         file_name: str | os.PathLike[str],
         world_size: int = -1,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        fresh: bool = False,
     ) -> None:
         super().__init__(timeout)
         self._world_size = integer_of(world_size, "FileStore", "world_size")
         self._log = _Log(Path(file_name).absolute())
-        self._name, self._pid = uuid.uuid4().hex, os.getpid()
+        self._pid = os.getpid()
         self._closed = True
         self.start_afresh()
         with self._locked() as fd:
-            self._log.append(fd, _Line(user=self._name, process=myself(), build=own_build()))
-            self._opened.add(self._name)
+            if fresh and self._is_left_by_all() and not any(map(_may_live, self._users)):
+                self._read_again()
+                self._log.clear(fd)
+            self._log.append(fd, _Line(process=myself(), build=own_build()))
+            self._users.append(myself())
         self._closed = False
         _stores.add(self)
 
@@ -112,12 +119,11 @@ class FileStore(AskingStore):
             return
         try:
             with self._mutex, self._locked() as fd:
-                self._gone.add(self._name)
-                all_closed = len(self._gone) == len(self._opened)
-                if all_closed and 0 < self._world_size <= len(self._gone):
+                self._num_closed += 1
+                if self._is_left_by_all() and 0 < self._world_size <= self._num_closed:
                     self._log.path.unlink(missing_ok=True)
                 else:
-                    self._log.append(fd, _Line(user=self._name))
+                    self._log.append(fd, _Line())
         except StoreTimeout:
             raise
         except StoreError:
@@ -139,8 +145,11 @@ class FileStore(AskingStore):
     def _read_again(self) -> None:
         self._log.rewind()
         self._board = Board()
-        self._opened: set[str] = set()
-        self._gone: set[str] = set()
+        self._users: list[Identity] = []  # that opened the store, also those that closed it
+        self._num_closed = 0
+
+    def _is_left_by_all(self) -> bool:
+        return self._num_closed == len(self._users)
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[int]:
@@ -149,8 +158,10 @@ class FileStore(AskingStore):
             for line in self._log.read(fd):
                 if line.write is not None:
                     self._board.handle(_ME, line.write, 0.0)
+                elif line.process is not None:
+                    self._users.append(line.process)
                 else:
-                    (self._gone if line.process is None else self._opened).add(line.user)
+                    self._num_closed += 1
             yield fd
 
     @property
@@ -201,32 +212,15 @@ def _builds_of(lines: bytes) -> str:
     return f"It was opened by different ones: {seen}. " if seen else ""
 
 
-def clear_ended(path: str | os.PathLike[str], timeout: timedelta) -> list[Identity]:
-    """Delete the file of a job that has ended in order, although not all of it ever came.
-
-    That is: everybody who opened the file has closed it again, and lives no more.
-
-    Returns:
-        The processes that died before they closed it; then it stays.
-    """
-    log = _Log(Path(path).absolute())
-    if not log.path.exists():
-        return []
-    with log.locked(timeout.total_seconds()) as fd:
-        lines = log.read(fd)
-        users = {line.user: line.process for line in lines if line.process is not None}
-        closed = {line.user for line in lines if line.write is None and line.process is None}
-        dead = {user: process for user, process in users.items() if alive(process) is False}
-        if users and len(dead) == len(users) and closed.issuperset(users):
-            log.path.unlink()
-        return [process for user, process in dead.items() if user not in closed]
+def _may_live(process: Identity) -> bool:
+    return alive(process) is not False
 
 
 class _Log:
     """The lines of one file, read on from where this object last stopped.
 
     The file is opened for each use, and its first line compared with what it was: a store whose
-    file was deleted, or replaced, says so instead of talking to itself.
+    file was deleted, or replaced, reports that instead of talking to itself.
 
     Threads: one at a time.
     """
@@ -239,6 +233,11 @@ class _Log:
     def rewind(self) -> None:
         """Begin again with the first line."""
         self._offset = 0
+
+    def clear(self, fd: int) -> None:
+        """Delete all lines but the first."""
+        self._offset = _HEAD_BYTES
+        os.ftruncate(fd, self._offset)
 
     def has_news(self) -> bool:
         """Tell, without the lock, whether the file has changed since it was last read."""

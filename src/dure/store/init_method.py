@@ -38,7 +38,7 @@ from dure.errors import RendezvousError
 from dure.placement import Placement, RankSlot, System, detect
 from dure.store.address import await_name, interface_to, patience_for_names, resolve
 from dure.store.base import Store
-from dure.store.file import FileStore, clear_ended
+from dure.store.file import FileStore
 from dure.store.identity import start_of
 from dure.store.key import SHARED_HOME_S, JobKey, name_of
 from dure.store.listener import Listener, listen
@@ -191,20 +191,8 @@ class FilePlace:
     held_by_rank_0: bool = False
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
-        """Open the file; refuse one that a dead job has left, delete one of a job that has ended.
-
-        Raises:
-            RendezvousError: Says whose file it is.
-        """
-        timeout = timedelta(seconds=timeout_s)
-        dead = clear_ended(self.path, timeout)
-        if dead:
-            raise RendezvousError(
-                f"the file {self.path} is left over from a job that died",
-                seen=f"still open by {', '.join(map(str, dead[:8]))}: no longer alive",
-                fix=f"Delete it (rm {self.path}), or give each job a new path.",
-            )
-        return FileStore(self.path, world_size, timeout)
+        """Open the file; one that a job has left which ended in order is used again."""
+        return FileStore(self.path, world_size, timedelta(seconds=timeout_s), fresh=True)
 
 
 def find_place(init_method: str | None, rank: int, world_size: int) -> Spot:

@@ -17,10 +17,9 @@ client: a secret key is BLAKE2b of the purpose, keyed with the job key, and the 
 from the secret one. The client knows the server's public key and the server admits the one client
 public key, so each proves to the other that it holds the job key, and neither ever sends it.
 
-A key is as safe as its file. So before one is believed, everything is looked at that would let
-another user read it or put one of his own in its place: the file itself, through the open
-descriptor, so that it cannot be exchanged between the look and the reading; its name, which may be
-somebody else's symbolic link; and the directory.
+A key is as safe as its file, so owner and mode are checked before a key is used: through the open
+descriptor, so that the file cannot be exchanged between the check and the reading. Whatever the
+path leads through, the file must belong to this user or root, and be closed to all others.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ SHARED_HOME_S = 3.0
 
 _LOOK_S = 0.05
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def _refuse_to_travel(self: object, protocol: object = None) -> NoReturn:
@@ -192,20 +190,9 @@ def load_for(host: str, wait_s: float = 0.0, job: str = "") -> JobKey:
     Raises:
         StoreError: No key can be had, or its file is open to others. The text says what to do.
     """
-    fd = env.integer("DURE_JOB_KEY_FD")
-    path = env.text("DURE_JOB_KEY_FILE")
-    if fd is not None:
-        try:
-            return _from_fd(fd)
-        except StoreError:
-            if path is None:
-                raise
-    if path is not None:
-        try:
-            return key_from_file(Path(path))
-        except StoreError as error:
-            error.advise("It is DURE_JOB_KEY_FILE that names this file.")
-            raise
+    given = _given()
+    if given is not None:
+        return given[1]
     own, user = user_key_path(), None
     deadline = time.monotonic() + wait_s
     while user is None:
@@ -233,13 +220,25 @@ def key_source() -> tuple[str, JobKey | None]:
         StoreError: There should be a key, but it cannot be read.
     """
     own = user_key_path()
-    for name in ("DURE_JOB_KEY_FD", "DURE_JOB_KEY_FILE"):
-        value = env.text(name)
-        if value is not None:
-            return f"{name}={value}", load_for("localhost")
-    if os.path.exists(own):
-        return str(own), load_for("localhost")
-    return str(own), None
+    return _given() or (str(own), key_from_file(own) if os.path.exists(own) else None)
+
+
+def _given() -> tuple[str, JobKey] | None:
+    """Return the key that the environment names, and the variable that does."""
+    fd, path = env.integer("DURE_JOB_KEY_FD"), env.text("DURE_JOB_KEY_FILE")
+    if fd is not None:
+        try:
+            return f"DURE_JOB_KEY_FD={fd}", _from_fd(fd)
+        except StoreError:
+            if path is None:
+                raise
+    if path is None:
+        return None
+    try:
+        return f"DURE_JOB_KEY_FILE={path}", key_from_file(Path(path))
+    except StoreError as error:
+        error.advise("It is DURE_JOB_KEY_FILE that names this file.")
+        raise
 
 
 def _from_fd(fd: int) -> JobKey:
@@ -274,12 +273,11 @@ def read_key_file(path: Path, most: int) -> bytes:
     """Return what is in a file that only this user can read, at most `most` bytes of it.
 
     Raises:
-        StoreError: It cannot be read, or another user could have read or written it. The text says
-            which command mends that.
+        StoreError: It cannot be read, or another user could have read or written it. The text names
+            the command that changes that.
     """
     try:
-        _check_way(path)
-        # without waiting: a pipe in its place would hold the job up for ever
+        # without waiting: a pipe in its place would block forever
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             _check_file(path, os.fstat(fd))
@@ -294,51 +292,19 @@ def read_key_file(path: Path, most: int) -> bytes:
         ) from None
 
 
-def _check_way(path: Path) -> None:
-    """Check that nobody else can choose which file the path means."""
-    trusted = (os.getuid(), 0)  # who can do everything to this process anyway
-    link = os.lstat(path)
-    if stat.S_ISLNK(link.st_mode) and link.st_uid not in trusted:
-        raise StoreError(
-            "the job key's file is a symbolic link of another user",
-            seen=f"{path} belongs to user {link.st_uid}",
-            fix="Give the path of the file itself, in a directory of your own.",
-        )
-    parent = path.absolute().parent
-    info = os.stat(parent)
-    # in a sticky directory, as /tmp is, others cannot rename or delete what is not theirs
-    writable = info.st_mode & _OTHERS_WRITE and not info.st_mode & stat.S_ISVTX
-    if info.st_uid not in trusted or writable:
-        raise StoreError(
-            "other users can exchange the job key's file",
-            seen=f"{parent} has mode {stat.S_IMODE(info.st_mode):04o} and belongs to user "
-            f"{info.st_uid}",
-            fix=f"Run `chmod go-w {parent}`, or keep the key in a directory of your own.",
-        )
-
-
 def _check_file(path: Path, info: os.stat_result) -> None:
-    if not stat.S_ISREG(info.st_mode):
-        raise StoreError(
-            "the job key's file is not a regular file",
-            seen=f"{path} has mode {stat.filemode(info.st_mode)}",
-            fix="Write the key to a file of mode 600; one that comes through a pipe is for "
-            "`dure run --key-stdin`.",
-        )
-    if info.st_uid not in (os.getuid(), 0):
-        raise StoreError(
-            "the job key's file belongs to another user",
-            seen=f"{path} is user {info.st_uid}'s, and this process user {os.getuid()}'s",
-            fix="Make a key file of your own; its owner may know this key, and can exchange it.",
-        )
-    if info.st_mode & _OTHERS:
-        raise StoreError(
-            "the job key's file is open to other users",
-            seen=f"{path} has mode {stat.S_IMODE(info.st_mode):04o} and belongs to user "
-            f"{info.st_uid}",
-            fix=f"Run `chmod 600 {path}`. Who could read the key may still have it: make a new "
-            "one if that is not wanted.",
-        )
+    """Refuse what is not a regular file of this user (or root) that is closed to all others."""
+    is_regular, is_ours = stat.S_ISREG(info.st_mode), info.st_uid in (os.getuid(), 0)
+    if is_regular and is_ours and not info.st_mode & _OTHERS:
+        return
+    raise StoreError(
+        "the job key's file is not a regular file that only this user can read",
+        seen=f"{path} has mode {stat.filemode(info.st_mode)} and belongs to user {info.st_uid}; "
+        f"this process is of user {os.getuid()}",
+        fix=f"Run `chmod 600 {path}` if the file is yours, otherwise make a key file of your own. "
+        "A user who could read the key may still have it: make a new one if that is not wanted. A "
+        "key that comes through a pipe is for `dure run --key-stdin`.",
+    )
 
 
 def _make(path: Path) -> JobKey:

@@ -50,7 +50,7 @@ from dure.store.memory import HashStore
 from dure.store.network import NetworkStore
 from dure.store.prefix import PrefixStore
 
-__all__ = ["Member", "Rendezvous", "rendezvous", "rendezvous_alone", "rendezvous_at"]
+__all__ = ["Rendezvous", "RendezvousMember", "rendezvous", "rendezvous_alone", "rendezvous_at"]
 
 _GOODBYE = timedelta(seconds=1)
 _WATCH_S = 1.0
@@ -66,7 +66,7 @@ _NAMED = 8
 _SIZES_DIFFER = "the ranks disagree on the world size"
 
 
-class Member(msgspec.Struct, array_like=True, frozen=True):
+class RendezvousMember(msgspec.Struct, array_like=True, frozen=True):
     """A rank and the process that is it; every version reads it, so fields are only appended.
 
     Attributes:
@@ -117,13 +117,13 @@ class Rendezvous:
     store: Store
     rank: int
     world_size: int
-    members: tuple[Member, ...]
+    members: tuple[RendezvousMember, ...]
     alone: bool = False
     _base: Store = field(repr=False)
     _keys: Store = field(repr=False)
     _generation: int = field(repr=False)
     _owns: bool = field(repr=False)
-    _holder: Member | None = field(repr=False)  # of the store, if it is a rank
+    _holder: RendezvousMember | None = field(repr=False)  # of the store, if it is a rank
     _number: int = field(repr=False)  # of this rank when it came
     _closed: bool = field(default=False, repr=False)
 
@@ -313,13 +313,13 @@ def rendezvous_alone(rank: int, world_size: int) -> Rendezvous:
     return result
 
 
-def _myself(rank: int, world_size: int) -> Member:
+def _myself(rank: int, world_size: int) -> RendezvousMember:
     """Return who we are.
 
     Raises:
         RendezvousError: The rank or the world size cannot be.
     """
-    me = Member(rank, world_size, myself(), uuid.uuid4().hex, own_build())
+    me = RendezvousMember(rank, world_size, myself(), uuid.uuid4().hex, own_build())
     if 0 <= rank < world_size:
         return me
     what = f"rank {rank} cannot be in a job of {world_size}"
@@ -334,7 +334,7 @@ def _myself(rank: int, world_size: int) -> Member:
     )
 
 
-def _translated(error: StoreError, me: Member) -> RendezvousError:
+def _translated(error: StoreError, me: RendezvousMember) -> RendezvousError:
     """Turn what a store says into what it means for the rendezvous."""
     where: dict[str, object] = {"rank": me.rank, "world_size": me.world_size}
     where |= {"elapsed_s": error.elapsed_s, "seen": error.seen, "fix": error.fix}
@@ -357,7 +357,7 @@ class _Outcome(msgspec.Struct, array_like=True, frozen=True):
     missing: tuple[int, ...] = ()
     of_builds: bool = False
 
-    def raise_for(self, me: Member) -> None:
+    def raise_for(self, me: RendezvousMember) -> None:
         """Raise the error that this is, if it is one, as seen by `me`."""
         if not self.what:
             return
@@ -369,12 +369,12 @@ class _Outcome(msgspec.Struct, array_like=True, frozen=True):
 
 
 _pack = msgspec.msgpack.encode
-_read_member = msgspec.msgpack.Decoder(Member).decode
+_read_member = msgspec.msgpack.Decoder(RendezvousMember).decode
 _read_outcome = msgspec.msgpack.Decoder(_Outcome).decode
 
 
 def _join(
-    base: Store, keys: Store, me: Member, deadline: float, place: Place | None = None
+    base: Store, keys: Store, me: RendezvousMember, deadline: float, place: Place | None = None
 ) -> Rendezvous:
     """Meet in `keys` of `base`, which was opened at `place` or is the caller's."""
     _active[me.token] = None
@@ -410,7 +410,7 @@ def _leave(keys: Store, rank: int, generation: int) -> None:
     keys.set(f"next/{rank}", str(generation + 1))
 
 
-def _claim(keys: Store, me: Member) -> int:
+def _claim(keys: Store, me: RendezvousMember) -> int:
     """Claim this rank's number; return the generation."""
     generation = keys.add(f"next/{me.rank}", 0)
     mine = _pack(me)
@@ -425,7 +425,9 @@ def _claim(keys: Store, me: Member) -> int:
     return generation
 
 
-def _gather(keys: Store, me: Member, generation: int, deadline: float) -> tuple[Member, ...]:
+def _gather(
+    keys: Store, me: RendezvousMember, generation: int, deadline: float
+) -> tuple[RendezvousMember, ...]:
     """Agree on world size and build, wait for the outcome and read the members."""
     mine = f"{me.world_size} {me.build.protocol} {me.build.version}".encode()
     if keys.compare_set(f"{generation}/world", "", mine) != mine:
@@ -447,7 +449,7 @@ def _gather(keys: Store, me: Member, generation: int, deadline: float) -> tuple[
 
 
 def _await_outcome(
-    keys: Store, generation: int, me: Member, deadline: float, watches: bool
+    keys: Store, generation: int, me: RendezvousMember, deadline: float, watches: bool
 ) -> _Outcome:
     """Wait for the outcome; propose one at the deadline or, if this rank watches, after a death."""
     key = f"{generation}/outcome"
@@ -472,14 +474,14 @@ def _agree(keys: Store, generation: int, outcome: _Outcome) -> _Outcome:
     return _read_outcome(keys.compare_set(f"{generation}/outcome", "", _pack(outcome)))
 
 
-def _came(keys: Store, generation: int) -> list[Member]:
+def _came(keys: Store, generation: int) -> list[RendezvousMember]:
     start = f"{generation}/member/"
     names = [key for key in keys.list_keys() if key.startswith(start)]
     members = [_read_member(value) for value in keys.multi_get(names)]
     return sorted(members, key=lambda member: member.rank)
 
 
-def _rivalry(other: Member, me: Member) -> _Outcome:
+def _rivalry(other: RendezvousMember, me: RendezvousMember) -> _Outcome:
     if alive(other.process) is False:
         return _Outcome(
             f"rank {me.rank} of this job has died",
@@ -494,7 +496,7 @@ def _rivalry(other: Member, me: Member) -> _Outcome:
     )
 
 
-def _timeout(came: list[Member], me: Member) -> _Outcome:
+def _timeout(came: list[RendezvousMember], me: RendezvousMember) -> _Outcome:
     ranks = tuple(member.rank for member in came)
     missing = tuple(rank for rank in range(me.world_size) if rank not in ranks)
     return _Outcome(
@@ -508,7 +510,7 @@ def _timeout(came: list[Member], me: Member) -> _Outcome:
     )
 
 
-def _death(dead: list[Member], came: list[Member]) -> _Outcome:
+def _death(dead: list[RendezvousMember], came: list[RendezvousMember]) -> _Outcome:
     return _Outcome(
         "a rank died before all had come",
         seen=f"{_named(dead)}; came so far: {_named(came)}",
@@ -516,11 +518,11 @@ def _death(dead: list[Member], came: list[Member]) -> _Outcome:
     )
 
 
-def _disagreement(came: list[Member]) -> _Outcome:
+def _disagreement(came: list[RendezvousMember]) -> _Outcome:
     seen = differing((member.build, member) for member in came)
     if seen:
         return _Outcome(DIFFERENT, seen=seen, fix=SAME_BUILD, of_builds=True)
-    says: dict[int, list[Member]] = {}
+    says: dict[int, list[RendezvousMember]] = {}
     for member in came:
         says.setdefault(member.world_size, []).append(member)
     return _Outcome(
