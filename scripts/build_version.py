@@ -17,8 +17,10 @@ Without any of them the version stays as it is written.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = re.compile(r'^RELEASE = "(.+)"$', re.MULTILINE)
 STATED = re.compile(r"^Version: (.+)$", re.MULTILINE)
 COMMIT = re.compile(r"^([0-9a-f]{40,}) ([0-9]+)$")
+READ_ALL = '[safe]\n\tdirectory = *\n\tdirectory = "{}"\n'
 DIGITS = 8
 
 
@@ -44,9 +47,7 @@ def version(root: Path = ROOT) -> str:
         assert stated is not None, "PKG-INFO has no version"
         return stated[1]
     in_checkout = (root / ".git").exists()
-    commit = COMMIT.match(
-        _git(root, "log", "-1", "--format=%H %ct") if in_checkout else _archived(root)
-    )
+    commit = COMMIT.match(_committed(root) if in_checkout else _archived(root))
     if commit is None:
         return release
     day = datetime.fromtimestamp(int(commit[2]), UTC).strftime("%Y%m%d")
@@ -56,13 +57,30 @@ def version(root: Path = ROOT) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return what git prints; "" if it cannot be run or does not know the folder."""
-    # In a container the folder may belong to another user, and git would refuse to read it.
-    command = ["git", "-c", "safe.directory=*", "-C", str(root), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    """Return what git prints; "" if it cannot be run or does not know the folder.
+
+    In a container the folder may belong to another user, and git would refuse to read it. Versions
+    of git before 2.38 take the permission only from a file in the user's home.
+    """
+    with tempfile.TemporaryDirectory() as home:
+        path = str(root.resolve()).replace("\\", "\\\\").replace('"', '\\"')
+        (Path(home) / ".gitconfig").write_text(READ_ALL.format(path))
+        variables = {name: v for name, v in os.environ.items() if name != "GIT_CONFIG_GLOBAL"}
+        variables |= {"HOME": home, "XDG_CONFIG_HOME": home}
+        command = ["git", "-C", str(root), *arguments]
+        try:
+            ended = subprocess.run(
+                command, env=variables, capture_output=True, text=True, check=True
+            )
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+        return ended.stdout.strip()
+
+
+def _committed(root: Path) -> str:
+    """Return the commit and its time; `git log` would add what the user's settings ask for."""
+    time, _, commit = _git(root, "rev-list", "--max-count=1", "--timestamp", "HEAD").partition(" ")
+    return f"{commit} {time}"
 
 
 def _archived(root: Path) -> str:

@@ -88,6 +88,30 @@ def test_changed_sources_are_dirty_and_a_release_is_what_is_written(checkout: Pa
     assert version_of(checkout) == "0.3.0"
 
 
+def test_settings_of_the_user_change_no_version(checkout: Path):
+    built = version_of(checkout)
+    git(checkout, "config", "log.showSignature", "true")
+    git(checkout, "config", "log.decorate", "full")
+    assert version_of(checkout) == built
+
+
+def test_a_folder_of_another_user_is_read_by_git_that_heeds_the_home_alone(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    built, real = version_of(checkout), shutil.which("git")
+    old = tmp_path / "bin" / "git"
+    old.parent.mkdir()
+    old.write_text(
+        "#!/bin/sh\n"
+        f'grep -q "directory = *" "$HOME/.gitconfig" || exit 128\n'
+        f'[ "$1" != -c ] || exit 128\n'
+        f'exec {real} "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{old.parent}:/usr/bin:/bin")
+    assert version_of(checkout) == built
+
+
 @pytest.mark.needs("engine")
 @pytest.mark.parametrize("raised_by", [0, 1])
 def test_an_engine_of_another_protocol_is_not_used(raised_by: int):

@@ -572,18 +572,15 @@ class DureDeprecationWarning(DureWarning, FutureWarning):
     """
 
 
-def warn_deprecated(old: str, new: str, *, removed_in: str = "", stacklevel: int = 2) -> None:
+def warn_deprecated(old: str, new: str, *, stacklevel: int = 2) -> None:
     """Warn that a name, an argument or a form has a successor.
 
     Args:
         old: What was used.
         new: The successor, and how it differs if it does.
-        removed_in: The release that no longer has `old`: two minor versions after the first one
-            that warns. Empty: it stays for as long as torch has it.
         stacklevel: As for `warnings.warn`, seen from the caller; 2 is the caller's caller.
     """
-    until = f" and will be removed in Dure {removed_in}" if removed_in else ""
-    text = f"{old} is deprecated{until}: use {new}"
+    text = f"{old} is deprecated: use {new}"
     warnings.warn(text, DureDeprecationWarning, stacklevel=stacklevel + 1)
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 
+from dure import native
 from dure.comm import creation
 from dure.comm.creation import GroupSpec, WatchedStore, create_groups
 from dure.comm.world import World
@@ -51,3 +52,22 @@ def test_ranks_of_the_plugin_with_different_builds_make_no_group(monkeypatch: py
         for seen in pool.map(create, range(2)):
             assert "0.2.0 (protocol 10): rank 0 (pid " in seen
             assert "0.2.1 (protocol 10): rank 1 (pid " in seen
+
+
+def test_ranks_of_which_only_some_have_the_engine_are_told_so(monkeypatch: pytest.MonkeyPatch):
+    shared, mine = HashStore(), threading.local()
+    monkeypatch.setattr(native, "available", lambda: (not mine.reason, mine.reason))
+
+    def create(rank: int) -> str:
+        mine.reason = "" if rank == 0 else "it is not built"
+        backend = "gloo" if rank else "cpu:gloo"
+        spec = GroupSpec(name="g", global_ranks=(0, 1), backend=backend, timeout=LONG)
+        with pytest.raises(RendezvousError) as caught:
+            create_groups(World(), shared, rank, [spec])
+        assert caught.value.what == "the ranks run different builds of Dure"
+        return caught.value.seen or ""
+
+    with ThreadPoolExecutor(2) as pool:
+        for seen in pool.map(create, range(2)):
+            assert "with the native engine: global ranks [0]" in seen
+            assert "without the native engine (it is not built): global ranks [1]" in seen

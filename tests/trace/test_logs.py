@@ -8,12 +8,13 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dure
 from dure import env
-from dure.errors import UsageError
+from dure.errors import UsageError, UsageWarning
 from dure.trace import logs
 
 SOURCES = Path(dure.__file__).parent
@@ -68,7 +69,10 @@ def test_other_values_are_refused_at_the_start_but_not_by_an_import(
     with pytest.raises(UsageError, match=name):
         logs.configure()
     monkeypatch.setattr(logs, "_read", None)
-    assert logs.logger("comm") is COMM
+    monkeypatch.setattr(logs, "_has_warned", False)
+    with pytest.warns(UsageWarning, match=name):
+        assert logs.logger("comm") is COMM
+    assert logs.logger("comm") is COMM  # and no second warning, which would be an error
 
 
 def test_lines_go_to_the_standard_error_with_the_rank(
@@ -117,6 +121,38 @@ def test_line_that_the_program_prints_is_not_printed_twice(
     printed = capsys.readouterr().err
     printed += other.getvalue() if isinstance(other, io.StringIO) else ""
     assert printed.count("once") == lines
+
+
+def test_line_that_goes_to_loguru_is_not_printed_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = """
+import logging
+class InterceptHandler(logging.Handler):
+    def emit(self, record):
+        logger.log(record.levelname, record.getMessage())
+"""
+    logger: Any = type("Logger", (), {"__module__": "loguru._logger"})()
+    type(logger).log = lambda self, level, text: print(text, file=sys.stderr)
+    names: dict[str, Any] = {"logger": logger, "__name__": "program"}
+    exec(recipe, names)
+    handler = names["InterceptHandler"]()
+    logging.getLogger().addHandler(handler)
+    try:
+        logs.show({"dure": "INFO"})
+        COMM.info("once")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert capsys.readouterr().err.count("once") == 1
+
+
+def test_line_that_cannot_be_written_is_a_warning_and_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @logs.never_fails
+    def report(rank: int) -> None:
+        raise OSError(f"no /proc on rank {rank}")
+
+    report(0)
+    assert "no /proc on rank 0" in caplog.text
 
 
 def test_closed_standard_error_ends_no_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ class Checkpointer:
         """Put `objects` back to the newest whole checkpoint, and return its step.
 
         Args:
-            step: Take the newest checkpoint after this step, instead of the newest of all.
+            step: Load the checkpoint of this step instead of the newest one.
             **objects: All that were saved, or some of them.
 
         Returns:
@@ -245,6 +245,8 @@ class Checkpointer:
             CheckpointDamaged: There are checkpoints, but none is whole; `refused` says why.
             CheckpointError: A file cannot be opened or read (too many open files, an I/O error).
                 No older checkpoint is loaded instead.
+            CheckpointTooNew: The newest checkpoint was written by a later version of Dure, whose
+                format this one cannot read. No older checkpoint is loaded instead.
             CheckpointMismatch: The checkpoint is whole, but not of these objects. Nothing is
                 changed if it is seen by comparing (names, shapes, dtypes, number of parameters).
 

@@ -359,6 +359,7 @@ class Saving:
         finally:
             del unflushed  # see `Ranks._outcomes`
 
+    @logs.never_fails
     def _report(self, path: Path) -> None:
         """Write one line about who wrote what."""
         ranks = self._ranks

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import msgspec
 
+from dure import native
 from dure.comm.backends import verify
 from dure.comm.backends.base import Backend, BackendOptions
 from dure.comm.backends.registry import Opening, check_pg_options, open_backend, parse_backend
@@ -36,13 +37,14 @@ from dure.errors import (
     Desync,
     DureError,
     PeerLost,
+    RendezvousError,
     RendezvousTimeout,
     StoreError,
     StoreTimeout,
     UsageError,
 )
 from dure.store.base import Store
-from dure.store.builds import Build, own_build, require_one_build
+from dure.store.builds import DIFFERENT, Build, own_build, require_one_build
 from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
 from dure.store.rendezvous import Rendezvous, RendezvousMember
@@ -118,7 +120,8 @@ class _Word(msgspec.Struct, array_like=True, frozen=True):
     """What a member writes into the store: its view of the group, and its backends' offers.
 
     Ranks that did not meet in a rendezvous of Dure, those of the plug-in, also write their build
-    and process. Every version reads this, so fields are only appended.
+    and process. `without_engine` is why the native engine cannot be used, or "". Every version
+    reads this, so fields are only appended.
     """
 
     says: str
@@ -126,6 +129,7 @@ class _Word(msgspec.Struct, array_like=True, frozen=True):
     offers: dict[str, bytes]
     build: Build = Build()
     process: str = ""
+    without_engine: str = ""
 
 
 class _Birth:
@@ -190,9 +194,9 @@ class _Birth:
 
     def word(self, site: str) -> bytes:
         offers = {name: opening.offer for name, opening in self._openings.items()}
-        if self._members:
-            return msgspec.msgpack.encode(_Word(self.says, site, offers))
-        return msgspec.msgpack.encode(_Word(self.says, site, offers, own_build(), str(myself())))
+        build, process = (Build(), "") if self._members else (own_build(), str(myself()))
+        reason = native.available()[1]
+        return msgspec.msgpack.encode(_Word(self.says, site, offers, build, process, reason))
 
     def check(self) -> None:
         """Compare what the members think the group is; all of them see a difference."""
@@ -202,6 +206,7 @@ class _Birth:
             require_one_build(builds, group=self.spec.name, rank=self.rank)
         if all(word.says == self.says for word in self.words):
             return
+        self._check_engines()
         calls = {r: f"new_group({word.says}) at {word.site}" for r, word in enumerate(self.words)}
         raise Desync(
             "the members do not agree on the group",
@@ -211,6 +216,26 @@ class _Birth:
             calls=calls,
             seen="; ".join(f"rank {r} says {text}" for r, text in calls.items()),
             fix="All ranks must create the same groups, with equal arguments, in the same order.",
+        )
+
+    def _check_engines(self) -> None:
+        """Raise if the members chose different backends because only some can use the engine."""
+        without = {r: word.without_engine for r, word in enumerate(self.words)}
+        if all(without.values()) or not any(without.values()):
+            return
+        ranks: dict[str, list[int]] = {}
+        for rank, reason in without.items():
+            name = f"without the native engine ({reason})" if reason else "with the native engine"
+            ranks.setdefault(name, []).append(self.spec.global_ranks[rank])
+        builds = [f"{own_build()} {name}: global ranks {own}" for name, own in ranks.items()]
+        raise RendezvousError(
+            DIFFERENT,
+            group=self.spec.name,
+            rank=self.rank,
+            world_size=len(self.words),
+            seen="; ".join(builds),
+            fix="Install the same wheel of Dure on all hosts, or pass backend='gloo', which needs "
+            "no engine.",
         )
 
     def connect(self) -> None:

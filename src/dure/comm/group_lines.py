@@ -22,6 +22,7 @@ _reported: set[int] = set()
 """Processes that have reported their host."""
 
 
+@logs.never_fails
 def report_group(group: ProcessGroup, spec: GroupSpec, members: Sequence[RendezvousMember]) -> None:
     """Write one line about a group that was just made.
 
@@ -70,6 +71,7 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 
 
+@logs.never_fails
 def report_host(found: Rendezvous) -> None:
     """Write one line about the memory and cores that this host gives its ranks, once a process.
 

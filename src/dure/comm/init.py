@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,7 +36,7 @@ from dure.comm.queries import is_nccl_available
 from dure.comm.recording import begin_recording, end_recording
 from dure.comm.subgroups import split_group
 from dure.comm.world import GroupMember, World, current_world, resolve, when_left
-from dure.errors import DureError, RendezvousError, UsageError
+from dure.errors import DureError, PerformanceWarning, RendezvousError, UsageError
 from dure.native import available as native_available
 from dure.placement import System, detect
 from dure.store.base import Store
@@ -212,6 +214,13 @@ def _default_backend(found: Rendezvous) -> tuple[str, str]:
         return "threads", "all ranks are threads of one process"
     usable, reason = native_available()
     if not usable:
+        if sys.platform == "linux" and found.rank == 0:
+            warnings.warn(
+                f"ranks communicate by gloo, without shared memory: {reason}. backend='gloo' asks "
+                "for it without this warning.",
+                PerformanceWarning,
+                stacklevel=3,
+            )
         return "gloo", f"the native engine cannot be used: {reason}"
     if found.same_host:
         return "shm", "all ranks are on one host"

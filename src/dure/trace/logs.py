@@ -22,16 +22,30 @@ Threads: everything may be called from any thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import ParamSpec
 
 from dure import env
-from dure.errors import UsageError
+from dure.errors import UsageError, UsageWarning
 
-__all__ = ["configure", "decided", "logger", "reports", "show", "show_debug_level", "size_text"]
+__all__ = [
+    "configure",
+    "decided",
+    "logger",
+    "never_fails",
+    "reports",
+    "show",
+    "show_debug_level",
+    "size_text",
+]
+
+P = ParamSpec("P")
 
 _BY_DEBUG_LEVEL = {"OFF": {}, "INFO": {"dure": "INFO"}, "DETAIL": {"dure": "DEBUG"}}
 
@@ -70,9 +84,20 @@ def _is_shown_by_program(record: logging.LogRecord) -> bool:
         stream = getattr(handler, "stream", None)
         if stream is None:  # rich's handler has a console
             stream = getattr(getattr(handler, "console", None), "file", None)
-        if stream is not None and stream in (sys.stderr, sys.stdout):
+        on_terminal = stream is not None and stream in (sys.stderr, sys.stdout)
+        if on_terminal or _forwards_to_loguru(handler):
             shown = shown or record.levelno >= handler.level
     return shown
+
+
+def _forwards_to_loguru(handler: logging.Handler) -> bool:
+    """Tell whether a handler passes lines to loguru, which writes to the terminal by default.
+
+    Programs write such a handler themselves; its module has loguru's logger, or loguru.
+    """
+    values = getattr(type(handler).emit, "__globals__", {}).values()
+    modules = (getattr(v, "__name__", type(v).__module__) for v in (*values,))
+    return any(name == "loguru" or str(name).startswith("loguru.") for name in modules)
 
 
 _terminal = _Terminal()
@@ -81,16 +106,23 @@ _levels: dict[str, int] = {}
 """The levels that this module has set, by logger."""
 _read: tuple[str | None, str | None] | None = None
 """The variables as `configure` has read them last."""
+_has_warned = False
 
 
 def logger(package: str) -> logging.Logger:
     """Return the logger of a package of Dure, such as "comm".
 
-    The first call applies the variables; `env.check_flags` reports what is wrong with them.
+    The first call applies the variables, and warns once if one has a value that it may not have;
+    `env.check_flags` raises that error where ranks are started.
     """
+    global _has_warned
     if _read is None:
-        with suppress(UsageError):
+        try:
             configure()
+        except UsageError as error:
+            if not _has_warned:
+                _has_warned = True
+                warnings.warn(str(error), UsageWarning, stacklevel=2)
     return logging.getLogger(f"dure.{package}")
 
 
@@ -153,6 +185,22 @@ def reports(log: logging.Logger, rank: int) -> bool:
 def decided(log: logging.Logger, rank: int, text: str, *values: object) -> None:
     """Write what is the same on all ranks of a group: at INFO on its rank 0, else at DEBUG."""
     log.log(logging.DEBUG if rank else logging.INFO, text, *values, stacklevel=2)
+
+
+def never_fails(report: Callable[P, None]) -> Callable[P, None]:
+    """Wrap a function that writes a line, so that an error in it is a line too.
+
+    Only some ranks write a line. An error that ended one of them would leave the others waiting.
+    """
+
+    @functools.wraps(report)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            report(*args, **kwargs)
+        except Exception:
+            logging.getLogger("dure").warning("a line of the log failed", exc_info=True)
+
+    return guarded
 
 
 def size_text(num_bytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_small_messages_are_on_the_cpu_or_on_the_device_of_the_rank(kinds, bound
     group.bound_device_id = None if bound is None else torch.device(bound)
     assert group.message_device == torch.device(used)
     assert objects._group(group, "gather_object")[1] == torch.device(used)
+
+
+def test_a_host_without_the_engine_is_warned_that_it_uses_gloo(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(init, "native_available", lambda: (False, "it has protocol 9"))
+    monkeypatch.delenv("DURE_BACKEND", raising=False)
+    found: Any = SimpleNamespace(same_process=False, same_host=True, rank=0)
+    with pytest.warns(dist.PerformanceWarning, match="by gloo.*: it has protocol 9"):
+        assert init._default_backend(found)[0] == "gloo"
+    found.rank = 1  # one warning per job
+    assert init._default_backend(found)[0] == "gloo"
 
 
 @pytest.mark.parametrize(

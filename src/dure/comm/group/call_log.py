@@ -38,6 +38,7 @@ def watch() -> None:
         _seen.clear()
 
 
+@logs.never_fails
 def note(group: str, size: int, backend: Backend, call: Call, async_op: bool) -> None:
     """Write a line if the call is the first of its class, or takes another way than before."""
     if _hook not in trace.hooks:

@@ -250,6 +250,7 @@ class Reducer:
             f"{unused}"
         )
 
+    @logs.never_fails
     def _report_buckets(self, what: str) -> None:
         if logs.reports(_log, self.group.rank()):
             text = self.assignment.describe()

@@ -87,6 +87,7 @@ class _Reported(set[tuple[str, str]]):
     """Strategies, and why they were chosen, that the log has of a group."""
 
 
+@logs.never_fails
 def _report(made: Strategy, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
     """Write one line: at INFO for the first parameters that get a strategy for a reason."""
     group = axes.shard_group

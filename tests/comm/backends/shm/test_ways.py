@@ -16,8 +16,9 @@ from dure.comm.ops import ReduceOp, as_reduce_op
 
 CORE = Path(__file__).parents[4] / "csrc/core"
 KIB = 1024
-COPIES = CopyPlan(True, True, 0.1, 64 * KIB, 32 * KIB, None)
+COPIES = CopyPlan(True, True, 0.1, 64 * KIB, 32 * KIB, 96 * KIB)
 STAGED = CopyPlan(False, False, 0.0, None, None, None)
+ONCE = "copied once by the kernel, or through staging if the ranks' caches cannot hold the data"
 SUM = as_reduce_op(ReduceOp.SUM)
 
 
@@ -39,10 +40,22 @@ def _call(op: str, nbytes: int, heap: bool = False) -> Call:
         ("all_reduce", 16 * KIB + 1, 2, COPIES, "pairwise exchange"),
         ("reduce", 1 << 20, 3, COPIES, "two-shot"),
         ("broadcast", 32, 2, COPIES, "inline"),
-        ("broadcast", 32 * KIB - 1, 2, COPIES, "through staging"),
-        ("broadcast", 32 * KIB, 2, COPIES, "copied once by the kernel"),
-        ("broadcast", 32 * KIB, 2, STAGED, "through staging"),
-        ("all_to_all_single", 1 << 20, 2, COPIES, "through staging"),
+        ("broadcast", 64 * KIB - 1, 2, COPIES, "through staging"),  # two ranks copy together
+        ("broadcast", 64 * KIB, 2, COPIES, ONCE),
+        ("broadcast", 32 * KIB - 1, 3, COPIES, "through staging"),
+        ("broadcast", 32 * KIB, 3, COPIES, ONCE),
+        ("broadcast", 32 * KIB, 3, STAGED, "through staging"),
+        ("gather", 32 * KIB - 1, 2, COPIES, "through staging"),
+        ("gather", 32 * KIB, 2, COPIES, ONCE),
+        ("all_gather", 32 * KIB, 2, COPIES, ONCE),
+        ("scatter", 96 * KIB - 1, 2, COPIES, "through staging"),
+        ("scatter", 96 * KIB, 2, COPIES, ONCE),
+        ("scatter", 32, 2, COPIES, "inline"),
+        ("scatter", 32, 3, COPIES, "through staging"),
+        ("all_to_all", 96 * KIB, 2, COPIES, ONCE),
+        ("all_to_all_single", 192 * KIB - 2, 2, COPIES, "through staging"),
+        ("all_to_all_single", 192 * KIB, 2, COPIES, ONCE),
+        ("all_to_all_single", 64, 2, COPIES, "inline"),
         ("reduce_scatter_single", 1 << 20, 2, COPIES, "through staging"),
         ("send", 64 * KIB - 1, 2, COPIES, "through the ring"),
         ("send", 64 * KIB, 2, COPIES, "copied once by the kernel"),
@@ -60,12 +73,30 @@ def test_way_of_ordinary_tensors(
     [
         ("all_reduce", "direct, if "),
         ("reduce", "pairwise exchange"),
+        ("scatter", "through staging"),
+        ("reduce_scatter_single", "zero-copy, if "),
         ("all_gather_single", "zero-copy, if "),
         ("send", "from the symmetric heap"),
     ],
 )
 def test_way_of_tensors_in_the_symmetric_heap(op: str, text: str) -> None:
     assert way(_call(op, 64 * KIB, heap=True), 2, COPIES).startswith(text)
+
+
+@pytest.mark.needs("engine")
+def test_a_list_is_taken_from_the_heap_if_its_tensors_are_one_range() -> None:
+    whole = heap_empty(64 * KIB, dtype=torch.uint8)
+    here = list(whole.chunk(2))
+    for tensors, text in ((here, "zero-copy, if "), (here[::-1], "through staging")):
+        call = Call(op="all_to_all", inputs=tensors, outputs=tensors)
+        assert way(call, 2, COPIES).startswith(text)
+
+
+def test_an_explicit_size_of_single_copies_holds_beyond_the_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DURE_SINGLE_COPY", "32768")
+    assert way(_call("gather", 32 * KIB), 2, COPIES) == "copied once by the kernel"
 
 
 def test_sizes_are_those_of_the_engine() -> None:

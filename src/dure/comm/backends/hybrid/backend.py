@@ -57,6 +57,7 @@ class HybridBackend:
         self.name = name
         self._comms, self._watch, self._hosts = comms, watch, comms.hosts
         self._rank, self._size = options.rank, options.size
+        self._global_ranks = options.global_ranks
         self._collectives, self._messages = Collectives(comms, headers), Messages(comms)
         engines = {id(e): getattr(e, "footprint", Footprint()) for e in (comms.rail, comms.mesh)}
         self.footprint = replace(
@@ -75,8 +76,8 @@ class HybridBackend:
 
     @property
     def details(self) -> str:
-        """What was chosen for the group, as text for the log; ranks are group ranks."""
-        leaders = ", ".join(str(ranks[0]) for ranks in self._hosts.ranks)
+        """What was chosen for the group, as text for the log; ranks are global ranks."""
+        leaders = ", ".join(str(self._global_ranks[ranks[0]]) for ranks in self._hosts.ranks)
         rails = self._hosts.num_rails
         engine = self._comms.mesh.name
         return (
