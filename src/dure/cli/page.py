@@ -121,8 +121,11 @@ class Page:
         results = {rank.rank: rank for rank in result.ranks}
         for row in self._ranks:
             if (rank := results.get(row.rank)) is not None and rank.crash is None:
-                row.state = "stopped" if rank.ended_by_launcher else row.state
-                row.last = row.last if rank.exit.ok else str(rank.exit)
+                if rank.finished:  # whatever ended it on its way out
+                    row.state = "ended"
+                elif rank.ended_by_launcher:
+                    row.state = "stopped"
+                row.last = row.last if rank.exit.ok or rank.finished else str(rank.exit)
         self._send(outcome_of(result))
         while not self._write(b"") and time.monotonic() < deadline:
             select.select([], [self._pipe], [], 0.05)

@@ -2,10 +2,11 @@
 
 * `node_slot`: from what was found around this process to the values of flags that are not given.
 * `hosts`: which hosts, and how many ranks each.
-* `commands`: what is said to each of them, on which stream.
+* `commands`: what each of them gets, on which stream.
 * `ssh_launcher`: it starts an agent on each host and shows what they write; `control_stream`: the
   other end.
-* `meeting`: where the hosts meet.
+* `meeting`: the address at which the hosts rendezvous.
+* `launchers`: a program that is a launcher itself.
 
-Nothing is imported here, for most jobs have one host and need `node_slot` alone.
+Nothing is imported here, because most jobs have one host and need only `node_slot`.
 """
