@@ -31,13 +31,18 @@ import sys
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from multiprocessing import current_process
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal  # Any: what the user's function takes and returns
+from typing import (
+    Any,
+    Literal,
+    TypedDict,
+    Unpack,
+)  # Any: what the user's function takes and returns
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
@@ -47,10 +52,10 @@ from dure.launch.job import run_job
 from dure.launch.ranks.errorfiles import temporary_folder
 from dure.launch.ranks.forking import home_of
 from dure.launch.ranks.spawn import open_descriptors
-from dure.launch.spec import JobSpec, Line
+from dure.launch.spec import JobResult, JobSpec, Line, StreamChoice
 from dure.trace.plain_files import read_plain
 
-__all__ = ["spawn"]
+__all__ = ["SpawnSettings", "results_of_ranks", "spawn"]
 
 _PATH = "PYTHONPATH"
 _NEEDED_FIRST = ("cloudpickle", "dure", "numpy", "torch", "typing_extensions")
@@ -59,13 +64,42 @@ _MOST_BYTES = 16 << 20  # of a program
 _HARMLESS = ("ZMQ",)  # how names of threads begin that a copy does without
 
 
+class SpawnSettings(TypedDict, total=False):
+    """Settings of `spawn`; `JobSpec` says what each does."""
+
+    env: Mapping[str, str | None]
+    log_dir: Path | None
+    max_restarts: int
+    longest_restart_delay_s: float
+    hang_timeout_s: float | None
+    on_event: Callable[[Mapping[str, object]], object] | None
+    event_log: Path | None
+    grace_s: float | None
+    nnodes: tuple[int, int]
+    node_rank: int | None
+    endpoint: str | None
+    local_addr: str | None
+    run_id: str | None
+    rdzv_backend: Literal["c10d", "static", "etcd"]
+    rdzv_conf: Mapping[str, str]
+    join_timeout_s: float
+    role: str
+    redirects: StreamChoice
+    tee: StreamChoice
+    stdout_filters: tuple[str, ...]
+    stderr_filters: tuple[str, ...]
+    virtual_local_rank: bool
+    signals: tuple[int, ...]
+
+
 def spawn(
     fn: Callable[..., Any],
     nproc: int = 2,
     args: Sequence[Any] = (),
     start: Literal["fork", "spawn"] | None = None,
+    **settings: Unpack[SpawnSettings],
 ) -> list[Any]:
-    """Call a function on several ranks of this host, and return what each of them returned.
+    """Call a function on several ranks, and return what each rank of this host returned.
 
     Made for notebooks; it works wherever `run_job` does, on the main thread. What ranks print is
     printed here, with the rank in front. The function makes its process group as a program does:
@@ -73,10 +107,13 @@ def spawn(
 
     Args:
         fn: What each rank calls. A spawned rank gets it by cloudpickle.
-        nproc: How many ranks.
+        nproc: How many ranks, on this host.
         args: Its arguments, the same for all ranks.
         start: "fork" or "spawn"; None: fork where that is safe (neither CUDA nor autograd was used,
             and no library has threads), else spawn.
+        settings: Fields of `JobSpec`: `env`, `log_dir`, `max_restarts`, `hang_timeout_s`,
+            `on_event` and others. With `nnodes` and `endpoint` the ranks are on several hosts, each
+            of which calls `spawn`.
 
     Returns:
         The results in the order of ranks; None of a rank that ended without one (`os._exit(0)`).
@@ -91,6 +128,18 @@ def spawn(
 
     Cost: some 50 ms to start for forked ranks; spawned ones start as with `dure run`.
     """
+    results = results_of_ranks(fn, nproc, args, start, **settings)
+    return [results[rank] for rank in sorted(results)]
+
+
+def results_of_ranks(
+    fn: Callable[..., Any],
+    nproc: int,
+    args: Sequence[Any],
+    start: Literal["fork", "spawn"] | None,
+    **settings: Unpack[SpawnSettings],
+) -> dict[int, Any]:
+    """Do what `spawn` does, and return the results by rank."""
     if getattr(current_process(), "_inheriting", False):
         raise UsageError(
             "this process has not yet imported its main module",
@@ -108,6 +157,8 @@ def spawn(
         path = _search_path()
         if not forks:
             Path(directory, "call").write_bytes(_pickled(fn, args, path))
+        variables = {} if forks else {_PATH: os.pathsep.join(_path_to_start(path))}
+        settings["env"] = {**variables, **settings.get("env", {})}
         spec = JobSpec(
             program="dure.launch.functions",
             kind="module",
@@ -115,25 +166,32 @@ def spawn(
             nproc=nproc,
             call=call,
             kept_fds=open_descriptors(),
-            env={} if forks else {_PATH: os.pathsep.join(_path_to_start(path))},
             preload=("torch",) if torch else (),
             stdin="none",
             on_line=_show,
             quiet=True,
+            **settings,
         )
-        result = run_job(spec)
-        if result.interrupted_by == signal.SIGINT:
-            raise KeyboardInterrupt
-        failure = result.first_failure
-        try:
-            result.check()
-        except LaunchError as error:
-            crash = None if failure is None else failure.crash
-            if failure is None or crash is None:
-                raise
-            told = f"on rank {failure.rank}:\n{crash.traceback.rstrip()}\n{crash.hint}"
-            raise error from RuntimeError(told.rstrip())
-        return [_result(Path(directory, str(rank))) for rank in range(nproc)]
+        _check(run_job(spec))
+        ranks = range(nproc)
+        if spec.nnodes != (1, 1):  # the ranks of this host have left their results here
+            ranks = [int(name) for name in os.listdir(directory) if name.isdigit()]
+        return {rank: _result(Path(directory, str(rank))) for rank in ranks}
+
+
+def _check(result: JobResult) -> None:
+    """Raise the error of a job that failed, with the traceback of the rank as its cause."""
+    if result.interrupted_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    failure = result.first_failure
+    try:
+        result.check()
+    except LaunchError as error:
+        crash = None if failure is None else failure.crash
+        if failure is None or crash is None:
+            raise
+        text = f"on rank {failure.rank}:\n{crash.traceback.rstrip()}\n{crash.hint}"
+        raise error from RuntimeError(text.rstrip())
 
 
 def _search_path() -> list[str]:

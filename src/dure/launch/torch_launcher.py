@@ -1,23 +1,36 @@
-"""torch's launcher for functions: `LaunchConfig` and `elastic_launch`, for one host.
+"""torch's launcher for functions: `LaunchConfig` and `elastic_launch`.
 
-`dure.spawn` starts the ranks; `LaunchError` is torch's ChildFailedError.
+`dure.spawn` starts functions, `run_job` programs; `LaunchError` is torch's ChildFailedError.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any  # Any: what the user's function takes and returns
+from pathlib import Path
+from typing import Any, Literal  # Any: what the user's function takes and returns
 
 from dure.errors import UsageError
-from dure.launch.functions import spawn
+from dure.launch.functions import SpawnSettings, results_of_ranks
+from dure.launch.job import run_job
+from dure.launch.spec import JobSpec
 
 __all__ = ["LaunchConfig", "elastic_launch"]
+
+_Backend = Literal["c10d", "static", "etcd"]
+_BACKENDS: tuple[_Backend, ...] = ("c10d", "static", "etcd")
 
 
 @dataclass
 class LaunchConfig:
-    """torch's settings of a launch. Only `nproc_per_node` and `start_method` have an effect."""
+    """torch's settings of a launch.
+
+    `rdzv_backend`, `rdzv_endpoint` and `node_rank` (in `rdzv_configs`, as "rank") are used with
+    several hosts only. `logs_specs` is a directory, or an object of torch's that has one.
+    `monitor_interval`, `metrics_cfg`, `event_log_handler`, `log_line_prefix_template` and
+    `numa_options` have no effect.
+    """
 
     min_nodes: int
     max_nodes: int
@@ -43,39 +56,100 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: int | None = None
 
+    def settings(self) -> SpawnSettings:
+        """Return the same as fields of `JobSpec`.
+
+        Raises:
+            UsageError: A signal or the backend is unknown, or several hosts have no endpoint.
+        """
+        settings: SpawnSettings = {
+            "log_dir": _directory(self.logs_specs),
+            "max_restarts": self.max_restarts,
+            "grace_s": self.shutdown_timeout,
+            "local_addr": self.local_addr,
+            "run_id": self.run_id or None,
+            "role": self.role,
+            "stdout_filters": tuple(self.duplicate_stdout_filters or ()),
+            "stderr_filters": tuple(self.duplicate_stderr_filters or ()),
+            "virtual_local_rank": self.virtual_local_rank,
+            "signals": tuple(map(_signal, self.signals_to_handle.split(","))),
+        }
+        if self.max_nodes > 1:
+            settings |= self._hosts()
+        return settings
+
+    def _hosts(self) -> SpawnSettings:
+        backend: _Backend | None = next(
+            (name for name in _BACKENDS if name == self.rdzv_backend), None
+        )
+        if backend is None or not self.rdzv_endpoint:
+            raise UsageError(
+                f"several hosts need an endpoint, and one of the backends {', '.join(_BACKENDS)}",
+                seen=f"rdzv_backend={self.rdzv_backend!r}, rdzv_endpoint={self.rdzv_endpoint!r}",
+            )
+        timeout_s = self.rdzv_configs.get("timeout", 900)
+        hosts: SpawnSettings = {
+            "nnodes": (self.min_nodes, self.max_nodes),
+            "endpoint": self.rdzv_endpoint,
+            "rdzv_backend": backend,
+            "join_timeout_s": float(self.rdzv_timeout if self.rdzv_timeout > 0 else timeout_s),
+        }
+        if backend == "static":
+            hosts["node_rank"] = int(self.rdzv_configs.get("rank", 0))
+        return hosts
+
 
 class elastic_launch:  # torch's name
-    """Calls a function on the ranks of one host.
+    """Calls a function, or starts a program, on the ranks of this host.
+
+    With several hosts, each of them does so.
 
     Args:
         config: The settings.
-        entrypoint: The function.
-        health_check_server: No effect.
+        entrypoint: The function, or the program: `elastic_launch(config, "python")("train.py")`.
+        health_check_server: No effect: see `JobSpec.health_port`.
 
     Raises:
-        UsageError: Several hosts, or a program in place of a function: use `dure run`.
+        UsageError: The settings are not possible.
     """
 
     def __init__(
         self,
         config: LaunchConfig,
-        entrypoint: Callable[..., Any],
+        entrypoint: Callable[..., Any] | str,
         health_check_server: object = None,
     ) -> None:
-        if config.max_nodes != 1 or not callable(entrypoint):
-            raise UsageError(
-                "elastic_launch calls a function on one host",
-                seen=f"max_nodes={config.max_nodes}, {entrypoint!r}",
-                fix="Start programs, and ranks on several hosts, with `dure run`.",
-            )
         self._config, self._entrypoint = config, entrypoint
+        self._settings = config.settings()
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        """Return the result of each rank.
+        """Return the result of each rank of this host; None for each if a program was started.
 
         Raises:
             LaunchError: A rank failed.
         """
-        start = "fork" if self._config.start_method == "fork" else "spawn"
-        results = spawn(self._entrypoint, self._config.nproc_per_node, args, start)
-        return dict(enumerate(results))
+        nproc, entrypoint = self._config.nproc_per_node, self._entrypoint
+        if not isinstance(entrypoint, str):
+            start = "fork" if self._config.start_method == "fork" else "spawn"
+            return results_of_ranks(entrypoint, nproc, args, start, **self._settings)
+        words = tuple(map(str, args))
+        result = run_job(
+            JobSpec(
+                program=entrypoint, args=words, kind="executable", nproc=nproc, **self._settings
+            )
+        )
+        result.check()
+        return dict.fromkeys((rank.rank for rank in result.ranks), None)
+
+
+def _directory(logs_specs: object) -> Path | None:
+    """Return the directory of torch's LogsSpecs, or the one that was given."""
+    given = getattr(logs_specs, "root_log_dir", logs_specs)
+    return Path(given) if isinstance(given, (str, Path)) else None
+
+
+def _signal(name: str) -> int:
+    try:
+        return signal.Signals[name.strip()]
+    except KeyError:
+        raise UsageError(f"signals_to_handle has an unknown signal: {name!r}") from None
