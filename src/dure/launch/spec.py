@@ -117,7 +117,7 @@ class JobSpec:
             hosts; "etcd", in the etcd servers that `endpoint` names (HOST:PORT,...), which needs a
             `run_id`.
         rdzv_conf: With etcd: files `cacert`, `cert`, `key`, a `user` and a `password_file`.
-        oversubscribe: Start more ranks than memory is likely to hold.
+        oversubscribe: Do not warn if memory is not likely to hold the ranks.
         join_timeout_s: How long to wait for the least number of hosts.
         last_call_s: How long to wait then for more, up to the most.
         max_restarts: How often the program may be started again, in the whole job.

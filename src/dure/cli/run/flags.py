@@ -265,7 +265,7 @@ def _add_processes(parser: RunParser) -> None:
         dest="numa",
     )
     torchrun("--virtual-local-rank", "Each rank has LOCAL_RANK 0 and sees one GPU, its own.")
-    add("--oversubscribe", "Start the ranks even if the memory will probably not suffice.")
+    add("--oversubscribe", "Do not warn if the memory will probably not suffice for the ranks.")
     add(
         "--malloc-defaults",
         "Leave the settings of the C library's malloc as they are. Otherwise ranks keep the "

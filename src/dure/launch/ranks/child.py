@@ -2,7 +2,7 @@
 
 The launcher runs this file by its path, in a fresh interpreter:
 
-    python .../child.py REPORT_FD LAUNCHER_PID CPUS KIND PROGRAM ARGS...
+    python .../child.py REPORT_FD LAUNCHER_PID BINDING KIND PROGRAM ARGS...
 
 It then does what `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would do: `sys.argv`,
 `sys.path[0]` and the module `__main__` are what the program expects. Four things are added:
@@ -58,15 +58,31 @@ _MAX_TEXT = 8_000  # characters; two such texts fit into a pipe, so the dying ra
 
 def main() -> None:
     """Become the program that the command line names."""
-    fd, launcher, cpus, kind, program, *args = sys.argv[1:]
+    fd, launcher, binding, kind, program, *args = sys.argv[1:]
     report_fd = int(fd)
     die_with(int(launcher))
-    if cpus:
-        os.sched_setaffinity(0, map(int, cpus.split(",")))
+    if binding:
+        _bind(binding)
     os.set_inheritable(report_fd, False)
     if kind == "executable":
         os.execvp(program, [program, *args])
     become(report_fd, kind, program, args)
+
+
+def _bind(binding: str) -> None:
+    """Bind this process to cpus ("0,1"), or as torch does it near a GPU ("exclusive:0")."""
+    mode, _, gpu = binding.partition(":")
+    if not gpu:
+        os.sched_setaffinity(0, map(int, binding.split(",")))
+        return
+    here = sys.path.pop(0)  # which has names that an import of torch may look for
+    from torch.numa import binding as numa  # lazy: few ranks are bound so
+
+    sys.path.insert(0, here)
+    options = numa.NumaOptions(affinity_mode=numa.AffinityMode(mode))
+    numa._maybe_apply_numa_binding_to_current_process(  # pyright: ignore[reportPrivateUsage]
+        gpu_index=int(gpu), numa_options=options
+    )
 
 
 def become(report_fd: int, kind: str, program: str, args: list[str]) -> None:

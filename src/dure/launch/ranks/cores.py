@@ -1,34 +1,34 @@
 """Which cores each rank gets, and how many threads: from the kernel's files to a rank's cpus.
 
 Words. A *cpu* is what the kernel counts: a hardware thread. A *core* has one or more of them. A
-*node* is memory with the cpus that reach it fastest, a *socket* a chip in its place, with one or
-more nodes. A *complex* is the cpus behind one cache of the last level.
+*node* is memory with the cpus that reach it fastest.
 
-With at least as many GPUs as ranks, rank i is bound near GPU i (as torchrun binds); otherwise ranks
-are spread over the nodes in blocks. Those of one node share it: wholly (`node`), with the rest of
-its socket (`socket`), as equal numbers of cores that nobody else gets (`exclusive`), or by
-complexes in turn (`core-complex`), those with most cpus first. The affinity is set before the
-program starts, so every thread that it ever has, and the memory they touch first, follow.
+With `--numa-binding node` a rank may use the cpus of one node. With at least as many GPUs as ranks
+that is the node of the GPU with its local rank's number, as under torchrun; otherwise ranks are
+spread over the nodes in blocks. The affinity is set before the program starts, so every thread that
+it ever has, and the memory they touch first, follow. The other modes are torch's own
+(`torch.numa.binding`), which each rank applies to itself (`child`): they need GPUs.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dure import env
 from dure.errors import UsageError
-from dure.launch.spec import JobSpec, Numa
+from dure.launch.spec import JobSpec
 from dure.store.system import cpu_quota, kernel_text
 
 __all__ = [
     "Cpu",
     "Topology",
     "bind",
-    "bound_cpus",
+    "binding_of",
     "parse_cpus",
     "read_topology",
     "share_threads",
@@ -38,13 +38,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """Where one cpu is; `core` and `cache` are named after the lowest cpu that shares them."""
+    """The node and core of one cpu; `core` is named after the lowest cpu that shares it."""
 
     number: int
     node: int
-    socket: int
     core: int
-    cache: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Topology:
         return Topology(tuple(cpu for cpu in self.cpus if cpu.number in wanted), self.gpus)
 
 
-# --- what the kernel says ------------------------------------------------------------------------
+# --- what the kernel reports ---------------------------------------------------------------------
 
 
 def parse_cpus(text: str) -> frozenset[int]:
@@ -73,43 +71,29 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(cpu for some in ranges for cpu in some)
 
 
-@functools.lru_cache(maxsize=4)  # every rank asks, and a large machine has a thousand files
+@functools.lru_cache(maxsize=4)  # it is asked for every rank, and a large machine has many files
 def read_topology(
     allowed: frozenset[int], visible_gpus: str | None = None, root: Path = Path("/")
 ) -> Topology:
-    """Read what this machine is made of, as far as it may be used.
+    """Read the cpus and GPUs of this machine that may be used.
 
-    Cost: some five small files a cpu, the first time.
+    Cost: a small file per cpu, the first time.
     """
     nodes = {  # a kernel without NUMA has no such files, and node 0 alone
         cpu: int(path.parent.name.removeprefix("node"))
         for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
         for cpu in parse_cpus(kernel_text(path))
     }
-    cpus = tuple(_cpu(root, number, nodes.get(number, 0)) for number in sorted(allowed))
-    return Topology(cpus, _gpus(root, visible_gpus))
-
-
-def _cpu(root: Path, number: int, node: int) -> Cpu:
-    directory = root / f"sys/devices/system/cpu/cpu{number}"
-    socket = kernel_text(directory / "topology/physical_package_id")
-    siblings = parse_cpus(kernel_text(directory / "topology/thread_siblings_list"))
-    caches = [(0, number)]
-    for index in (directory / "cache").glob("index[0-9]*"):
-        if kernel_text(index / "type") in ("Unified", "Data"):
-            sharing = parse_cpus(kernel_text(index / "shared_cpu_list"))
-            caches.append((int(kernel_text(index / "level") or 0), min(sharing, default=number)))
-    return Cpu(
-        number=number,
-        node=node,
-        socket=max(int(socket or 0), 0),
-        core=min(siblings, default=number),
-        cache=max(caches)[1],
-    )
+    cpus: list[Cpu] = []
+    for number in sorted(allowed):
+        file = root / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list"
+        core = min(parse_cpus(kernel_text(file)), default=number)
+        cpus.append(Cpu(number=number, node=nodes.get(number, 0), core=core))
+    return Topology(tuple(cpus), _gpus(root, visible_gpus))
 
 
 def _gpus(root: Path, visible: str | None) -> tuple[int, ...]:
-    """Return the node of each GPU that CUDA will number, NVIDIA's driver permitting.
+    """Return the node of each GPU that CUDA will number, if NVIDIA's driver lists them.
 
     CUDA counts GPUs of one kind by their place on the bus, and stops at the first entry of
     CUDA_VISIBLE_DEVICES that it does not know. Those named by UUID are not looked up.
@@ -117,7 +101,7 @@ def _gpus(root: Path, visible: str | None) -> tuple[int, ...]:
     nodes: list[int] = []
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         node = kernel_text(root / "sys/bus/pci/devices" / path.name / "numa_node")
-        nodes.append(max(int(node or 0), 0))  # -1: there is but one
+        nodes.append(max(int(node or 0), 0))  # -1: there is only one
     if visible is None:
         return tuple(nodes)
     chosen: list[int] = []
@@ -128,45 +112,27 @@ def _gpus(root: Path, visible: str | None) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-# --- who gets what -------------------------------------------------------------------------------
+# --- the share of each rank ----------------------------------------------------------------------
 
 
-def bind(topology: Topology, mode: Numa, local_rank: int, nproc: int) -> frozenset[int]:
-    """Return the cpus of one rank.
+def bind(topology: Topology, local_rank: int, nproc: int) -> frozenset[int]:
+    """Return the cpus of one rank: those of its node.
 
     Raises:
         UsageError: There is no core for it.
     """
-    slots = topology.gpus
-    if len(slots) < nproc:
-        nodes = sorted({cpu.node for cpu in topology.cpus})
-        slots = tuple(nodes[rank * len(nodes) // nproc] for rank in range(nproc))
-    node = slots[local_rank]
-    near = [cpu for cpu in topology.cpus if cpu.node == node]
-    position, of = slots[:local_rank].count(node), slots.count(node)
-    if mode == "socket":
-        sockets = {cpu.socket for cpu in near}
-        near = [cpu for cpu in topology.cpus if cpu.socket in sockets]
-    elif mode == "exclusive":
-        cores = sorted({cpu.core for cpu in near})
-        each, more = divmod(len(cores), of)  # the first get what does not divide
-        start = position * each + min(position, more)
-        mine = cores[start : start + each + (position < more)]
-        near = [cpu for cpu in near if cpu.core in mine]
-    elif mode == "core-complex" and near:
-        sizes: dict[int, int] = {}
-        for cpu in near:
-            sizes[cpu.cache] = sizes.get(cpu.cache, 0) + 1
-        ordered = sorted(sizes, key=lambda cache: (-sizes[cache], cache))
-        near = [cpu for cpu in near if cpu.cache == ordered[position % len(ordered)]]
+    nodes = topology.gpus
+    if len(nodes) < nproc:
+        known = sorted({cpu.node for cpu in topology.cpus})
+        nodes = tuple(known[rank * len(known) // nproc] for rank in range(nproc))
+    near = frozenset(cpu.number for cpu in topology.cpus if cpu.node == nodes[local_rank])
     if not near:
         raise UsageError(
             f"no core is left for local rank {local_rank}",
-            seen=f"{topology.num_cores} cores for {nproc} ranks, those of node {node} too few",
-            fix="Start fewer ranks, allow more cores (taskset, Slurm's --cpus-per-task), or choose "
-            "--numa-binding node.",
+            seen=f"this process may use none of node {nodes[local_rank]}, where its GPU is",
+            fix="Allow more cores (taskset, Slurm's --cpus-per-task), or leave out --numa-binding.",
         )
-    return frozenset(cpu.number for cpu in near)
+    return near
 
 
 def share_threads(
@@ -184,32 +150,42 @@ def share_threads(
     return max(1, int(min([cores / nproc, *shares])))
 
 
-def bound_cpus(spec: JobSpec, local_rank: int) -> frozenset[int] | None:
-    """Return the cpus of one rank of a job on this host, or None if it is not bound.
+def binding_of(spec: JobSpec, local_rank: int) -> str:
+    """Return how `child` binds one rank of a job on this host: cpus, "MODE:GPU", or "" for not.
 
     Raises:
-        UsageError: There is no core for it.
+        UsageError: There is no core for it, or torch has no such binding here.
     """
     if spec.numa is None:
-        return None
-    return bind(_machine(spec), spec.numa, local_rank, spec.nproc)
+        return ""
+    topology = _topology(spec)
+    if spec.numa == "node":
+        return ",".join(map(str, sorted(bind(topology, local_rank, spec.nproc))))
+    if len(topology.gpus) < spec.nproc or shutil.which("numactl") is None:
+        raise UsageError(
+            f"--numa-binding {spec.numa} needs a GPU for each rank, and numactl",
+            seen=f"{spec.nproc} ranks, {len(topology.gpus)} GPUs",
+            fix="Choose --numa-binding node.",
+        )
+    return f"{spec.numa}:{local_rank}"
 
 
 def threads_for(spec: JobSpec) -> int | None:
-    """Return OMP_NUM_THREADS for the ranks on this host, or None where the user has chosen it.
+    """Return OMP_NUM_THREADS for the ranks on this host, or None if the user has chosen it.
 
     Raises:
-        UsageError: There is no core for one of them.
+        UsageError: A rank cannot be bound as asked.
     """
+    all_bound = [binding_of(spec, rank) for rank in range(spec.nproc)]
     if "OMP_NUM_THREADS" in spec.env or env.text("OMP_NUM_THREADS"):
         return None
     if spec.nproc == 1 and spec.numa is None:
         return None
-    topology, numa = _machine(spec), spec.numa
-    binding = [bind(topology, numa, rank, spec.nproc) for rank in range(spec.nproc)] if numa else []
+    topology = _topology(spec)
+    binding = [parse_cpus(cpus) for cpus in all_bound if spec.numa == "node"]
     return share_threads(min(topology.num_cores, cpu_quota()), spec.nproc, topology, binding)
 
 
-def _machine(spec: JobSpec) -> Topology:
+def _topology(spec: JobSpec) -> Topology:
     visible = spec.env.get("CUDA_VISIBLE_DEVICES", env.raw("CUDA_VISIBLE_DEVICES"))
     return read_topology(frozenset(os.sched_getaffinity(0)), visible)

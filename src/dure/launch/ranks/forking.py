@@ -241,13 +241,11 @@ def settle(order: _Message, fds: list[int], before: dict[str, str]) -> int:
     """Make this copy of a process what a fresh interpreter would be; return the pipe for reports.
 
     Args:
-        order: `cpus`, `numbers` and `environment` of the launcher's order.
+        order: `numbers` and `environment` of the launcher's order.
         fds: The descriptors that get those numbers, and the pipe.
         before: The variables that the process was started with.
     """
     os.setsid()
-    if order["cpus"] is not None:
-        os.sched_setaffinity(0, order["cpus"])
     report = _take_descriptors(order["numbers"], fds)
     _set_environment(order["environment"], before)
     if 0 in order["numbers"]:

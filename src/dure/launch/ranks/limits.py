@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dure.errors import UsageError
 from dure.launch.spec import JobSpec
 from dure.store.system import control_groups, kernel_text
 
-__all__ = ["available_memory", "check_memory"]
+__all__ = ["available_memory", "memory_note"]
 
 _FORKED_MB, _FRESH_MB, _BARE_MB = 60, 250, 12
 """What a rank takes of its own: forked from a process with torch, with torch of its own, without
-torch. A program that does more than start takes more."""
+torch. Programs take more once they run."""
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
     """Return how many bytes this process and its children may still take; None: not known.
 
-    The kernel's estimate, or what a control group leaves, file pages that it can drop included.
+    The kernel's estimate, or what a control group leaves, including file pages that can be dropped.
     """
     lines = (line.split() for line in kernel_text(root / "proc/meminfo").splitlines())
     found = [int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"]
@@ -32,18 +31,13 @@ def available_memory(root: Path = Path("/")) -> int | None:
     return min(found, default=None)
 
 
-def check_memory(spec: JobSpec, *, torch: bool, forked: bool) -> None:
-    """Refuse more ranks than this host's memory is likely to hold.
-
-    Raises:
-        UsageError: They would take more than is available, and `spec.oversubscribe` is not set.
-    """
+def memory_note(spec: JobSpec, *, torch: bool, forked: bool) -> str:
+    """Return a warning if this host's memory is not likely to hold the ranks; "" otherwise."""
     each = (_FORKED_MB if forked else _FRESH_MB) if torch else _BARE_MB
     available = available_memory()
     if spec.oversubscribe or available is None or spec.nproc * each << 20 <= available:
-        return
-    raise UsageError(
-        f"{spec.nproc} ranks are more than this host has memory for",
-        seen=f"some {each} MB each to start with, {available >> 20} MB available",
-        fix="Start fewer, or start them all the same with --oversubscribe.",
+        return ""
+    return (
+        f"{spec.nproc} ranks may be more than this host has memory for: some {each} MB each to "
+        f"start with, {available >> 20} MB available (--oversubscribe leaves out this warning)"
     )

@@ -26,7 +26,7 @@ from typing import Any  # Any: torch, which is not loaded here
 from dure import env
 from dure.launch.interpreter import interpreter_options
 from dure.launch.ranks import child, forking
-from dure.launch.ranks.cores import bound_cpus
+from dure.launch.ranks.cores import binding_of
 from dure.launch.ranks.zygote import RankStart, Zygote
 from dure.launch.signals import PASSED_ON
 from dure.launch.spec import Exit, JobSpec, Kind
@@ -147,7 +147,7 @@ def start_rank(
             spec=spec,
             args=tuple(x.replace("${local_rank}", str(local)) for x in spec.args),  # torchrun's
             variables=variables,
-            cpus=bound_cpus(spec, local),
+            binding=binding_of(spec, local),
             reads_stdin=spec.stdin == "rank0" and rank == 0 and sys.__stdin__ is not None,
             pipes=(pipes[0], pipes[1], pipes[2]),
             secrets=secrets,
@@ -185,7 +185,7 @@ def _fresh(start: RankStart) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [
             *(sys.executable, *interpreter_options(), _CHILD),
-            *(str(report), str(start.launcher), ",".join(map(str, sorted(start.cpus or ())))),
+            *(str(report), str(start.launcher), start.binding),
             *(spec.kind, spec.program, *start.args),
         ],
         stdin=None if start.reads_stdin else subprocess.DEVNULL,
@@ -235,7 +235,6 @@ def _settle(start: RankStart) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stdout, stderr, report = start.pipes
     order = {
-        "cpus": start.cpus,
         "environment": dict(start.variables),
         "numbers": [0, 1, 2, *start.secrets],
     }

@@ -26,7 +26,7 @@ from dure.launch.ranks.child import first_path
 from dure.launch.ranks.environment import malloc_variables
 from dure.launch.ranks.forking import receive, send
 from dure.launch.ranks.imports import names_to_import, variable_set_first
-from dure.launch.ranks.limits import check_memory
+from dure.launch.ranks.limits import memory_note
 from dure.launch.spec import JobSpec
 
 __all__ = ["INTERRUPTED", "RankStart", "Zygote", "usable", "zygote_for"]
@@ -43,14 +43,14 @@ _PRINTED_BYTES = 1 << 20  # of what the imports print: it is read when they are 
 class RankStart:
     """What one rank is to be, however it is started.
 
-    `pipes` are its ends for output, errors and reports; `secrets` keep their numbers. `cpus` are
-    those that it is bound to, if it is. `launcher` is whose death ends it, or 0.
+    `pipes` are its ends for output, errors and reports; `secrets` keep their numbers. `binding` is
+    as of `cores.binding_of`. The death of `launcher` ends the rank; 0: of no process.
     """
 
     spec: JobSpec
     args: tuple[str, ...]
     variables: Mapping[str, str]
-    cpus: frozenset[int] | None
+    binding: str
     reads_stdin: bool
     pipes: tuple[int, int, int]
     secrets: tuple[int, ...]
@@ -160,7 +160,6 @@ class Zygote:
             "kind": start.spec.kind,
             "program": start.spec.program,
             "args": start.args,
-            "cpus": None if start.cpus is None else sorted(start.cpus),
             "environment": dict(start.variables),
             "numbers": [*range(0 if start.reads_stdin else 1, 3), *start.secrets],
             "launcher": start.launcher,
@@ -230,7 +229,6 @@ def zygote_for(
     started afresh, which `say` reports.
 
     Raises:
-        UsageError: This host has no memory for so many ranks.
         OSError: The process cannot be started.
     """
     several = spec.nproc > 1 or spec.max_restarts > 0 or spec.elastic
@@ -245,7 +243,9 @@ def zygote_for(
     if variable:
         say(f"{_FRESH}: the program uses {variable} before it imports torch")
         forked = False
-    check_memory(spec, torch="torch" in needed, forked=forked or spec.call is not None)
+    note = memory_note(spec, torch="torch" in needed, forked=forked or spec.call is not None)
+    if note:
+        say(note)
     if not forked:
         yield None
         return
