@@ -1,16 +1,27 @@
 """`python -m dure.run` is `dure run`, as `python -m torch.distributed.run` is torchrun.
 
-torchrun's own functions raise an error that names the replacement.
+The functions have torch's names, for programs that start jobs with torchrun's flags:
+
+    args = dure.run.parse_args(["--nproc-per-node", "2", "train.py"])
+    dure.run.run(args)
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
-from typing import TYPE_CHECKING, NoReturn
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dure.cli import main as command
+from dure.cli.run.command import prepared_spec
+from dure.cli.run.flags import run_parser
+from dure.cli.run.parser import Given
+from dure.cli.run.request import make_request
 from dure.errors import UsageError
+from dure.launch import JobSpec, run_job
+from dure.launch.torch_launcher import LaunchConfig
 from dure.torch_names import lazy_names
 
 __all__ = ["config_from_args", "get_args_parser", "main", "parse_args", "run"]
@@ -35,31 +46,92 @@ def main(args: list[str] | None = None) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def get_args_parser() -> NoReturn:
-    """Raise UsageError."""
-    raise _refusal("get_args_parser")
+def get_args_parser() -> argparse.ArgumentParser:
+    """Return a parser of the flags of `dure run`, to which others can be added.
 
-
-def parse_args(args: list[str] | None) -> NoReturn:
-    """Raise UsageError."""
-    raise _refusal("parse_args")
-
-
-def config_from_args(args: argparse.Namespace) -> NoReturn:
-    """Raise UsageError."""
-    raise _refusal("config_from_args")
-
-
-def run(args: argparse.Namespace) -> NoReturn:
-    """Raise UsageError."""
-    raise _refusal("run")
-
-
-def _refusal(name: str) -> UsageError:
-    return UsageError(
-        f"dure.run.{name} is a part of torchrun that `dure run` does not have",
-        fix="Call dure.run.main(arguments), dure.launch.run_job or dure.spawn.",
+    Flags that were not given are absent from what it parses. `parse_args` also reads flags with
+    underscores and shortened ones.
+    """
+    parser = argparse.ArgumentParser(
+        prog="dure run", parents=[run_parser().arguments], add_help=False
     )
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
+    """Read a command line of `dure run`; None: this program's.
+
+    Returns:
+        The flags that were given, by their names (`nproc`, `nnodes`, `max_restarts`, ...), and
+        `training_script` with its `training_script_args`.
+
+    Raises:
+        UsageError: A flag is unknown or its value is wrong.
+    """
+    given = run_parser().parse(sys.argv[1:] if args is None else args)
+    return argparse.Namespace(
+        **given.values, training_script=given.program, training_script_args=list(given.args)
+    )
+
+
+def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, str, list[str]]:
+    """Return what `elastic_launch` needs: the settings, and the program with its arguments.
+
+    Flags that torchrun does not have get lost.
+
+    Raises:
+        UsageError: Flags contradict each other, or the program is missing.
+    """
+    spec = _spec(args)
+    config = LaunchConfig(
+        *(*spec.nnodes, spec.nproc),
+        logs_specs=spec.log_dir,
+        run_id=spec.run_id or "",
+        role=spec.role,
+        rdzv_endpoint=spec.endpoint or "",
+        rdzv_backend="static" if spec.node_rank is not None else spec.rdzv_backend,
+        rdzv_configs={"rank": spec.node_rank or 0, "timeout": spec.join_timeout_s},
+        max_restarts=spec.max_restarts,
+        local_addr=spec.local_addr,
+        signals_to_handle=",".join(signal.Signals(number).name for number in spec.signals),
+        duplicate_stdout_filters=list(spec.stdout_filters),
+        duplicate_stderr_filters=list(spec.stderr_filters),
+        virtual_local_rank=spec.virtual_local_rank,
+        shutdown_timeout=None if spec.grace_s is None else int(spec.grace_s),
+    )
+    if spec.kind == "executable":
+        return config, spec.program, list(spec.args)
+    module = ["-m"] if spec.kind == "module" else []
+    return config, sys.executable, ["-u", *module, spec.program, *spec.args]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Start the job and return when it has succeeded.
+
+    Args:
+        args: What `parse_args` or the parser of `get_args_parser` returned.
+
+    Raises:
+        LaunchError: A rank failed, or the job could not be started.
+        UsageError: Flags contradict each other, or one needs the command (`--hosts`, `--page`).
+    """
+    run_job(_spec(args)).check()
+
+
+def _spec(args: argparse.Namespace) -> JobSpec:
+    values = dict(vars(args))
+    program, words = values.pop("training_script", ""), values.pop("training_script_args", ())
+    known = {action.dest for action in run_parser().spellings.values()}
+    flags = {name: value for name, value in values.items() if name in known}
+    request = make_request(Given(values=flags, program=program, args=tuple(words)))
+    if request.hosts or request.hostfile or request.dry_run or request.leash or request.page:
+        raise UsageError(
+            "--hosts, --hostfile, --dry-run, --leash and --page are for the command",
+            fix="Call dure.run.main(arguments).",
+        )
+    return prepared_spec(request)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
         from dure.cli.run.over_ssh import start_elsewhere  # lazy: most jobs have one host
 
         return start_elsewhere(dataclasses.replace(request, spec=_with_key(request)))
-    spec = _prepared(request)
+    spec = prepared_spec(request)
     if request.leash:
         follow_control_stream(sys.stdin.fileno(), spec.grace_s)
         spec = dataclasses.replace(spec, stdin="none")
@@ -100,7 +100,7 @@ def _with_key(request: Request) -> JobSpec:
     return dataclasses.replace(request.spec, key=key)
 
 
-def _prepared(request: Request) -> JobSpec:
+def prepared_spec(request: Request) -> JobSpec:
     """Fill in the key, and a directory for files if one is needed."""
     spec = _with_key(request)
     files = spec.redirects or spec.tee or spec.stdout_filters or spec.stderr_filters

@@ -74,6 +74,11 @@ class RunParser:
         self.spellings: dict[str, Action] = dict.fromkeys(("-h", "--help"), self._help)
         self.variables: dict[str, Action] = {}
 
+    @property
+    def arguments(self) -> argparse.ArgumentParser:
+        """The flags alone, as a parent of other parsers."""
+        return self._parser
+
     def start_group(self, title: str) -> None:
         """List the flags that are added from now on below `title`."""
         self._group = self._parser.add_argument_group(title)
