@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,35 @@ def test_unfinished_line_is_shown_behind_what_waits_and_goes_on_behind_itself(
     terminal.received(one, b"Dure\n", IDLE_S)  # which is no end of that line
     terminal.finish()
     assert capfd.readouterr().out == "Dure\n[1] last\n[0] Dure\n"
+
+
+def test_bars_of_two_ranks_are_drawn_one_below_the_other_within_a_moment(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((80, 24)))
+    monkeypatch.delenv("TERM", raising=False)
+    terminal = begun()
+    for sink in terminal.sinks:
+        sink.terminal = True
+    readers = [terminal.reader(rank, "stderr") for rank in range(2)]
+    for rank, reader in enumerate(readers):
+        terminal.received(reader, b"\r10%% of %d" % rank, 5.0)
+    terminal.tick(5.0)
+    begin, end = "\x1b[?7l", "\x1b[0m\n\x1b[?7h"
+    assert capfd.readouterr().err == f"{begin}[0] 10% of 0\x1b[0m\n[1] 10% of 1{end}"
+    terminal.received(readers[1], b"\r20% of 1", 5.01)
+    assert terminal.wake_at is not None and terminal.wake_at < 5.2
+    terminal.tick(terminal.wake_at)
+    erase = "\x1b[2F\x1b[J"
+    assert capfd.readouterr().err == f"{erase}{begin}[0] 10% of 0\x1b[0m\n[1] 20% of 1{end}"
+    terminal.finish()
+    assert capfd.readouterr().err == f"{erase}[0] 10% of 0\n[1] 20% of 1\n"
+
+
+def test_timestamps_come_before_each_line(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capfd, (0, b"one\ntwo\n"), timestamps=True)
+    assert len(lines) == 2
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} \[0\] (one|two)", line) for line in lines)
 
 
 def test_traceback_without_an_end_is_shown_after_a_while() -> None:

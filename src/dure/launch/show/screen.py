@@ -28,6 +28,7 @@ __all__ = ["SETTLE_S", "Screen"]
 
 SETTLE_S = 0.1
 _MOST_ROWS = 100
+_LONGEST = 1 << 20  # bytes of a row
 _DRAWS = re.compile(rb"\r(?!\n)|\x1b\[[0-9;]*[ABEFGJK]|\x1b\[\?25[lh]")
 _TOKEN = re.compile(rb"[\r\n]|\x1b\[[0-9;?]*[@-~]|[^\r\n\x1b]+|\x1b")
 _CUT = re.compile(rb"\x1b(\[[0-9;?]*)?\Z")
@@ -151,7 +152,7 @@ class Screen(LineReader):
         if self._returned:
             self.rows[self._row] = b""
             self._returned = False
-        self.rows[self._row] += text.replace(b"\b", b"")
+        self.rows[self._row] = (self.rows[self._row] + text.replace(b"\b", b""))[:_LONGEST]
 
     def _complete_above(self, row: int) -> None:
         if row > 0:

@@ -43,7 +43,7 @@ def terminal_variables(spec: JobSpec) -> dict[str, str]:
     that is already set is left alone.
     """
     fd = next((fd for fd in (2, 1) if os.isatty(fd)), None)
-    if fd is None or spec.on_line is not None:
+    if fd is None or spec.on_line is not None or _is_dumb():
         return {}
     try:
         columns, lines = os.get_terminal_size(fd)
@@ -172,7 +172,7 @@ class Terminal:
 
     def reader(self, rank: int, stream: Stream) -> LineReader:
         """Return what cuts a pipe's bytes into lines."""
-        draws = self._sinks[stream].terminal and self._spec.on_line is None
+        draws = self._sinks[stream].terminal and self._spec.on_line is None and not _is_dumb()
         reader = Screen(rank, stream) if draws else LineReader(rank, stream)
         self._readers.append(reader)
         return reader
@@ -261,14 +261,14 @@ class Terminal:
 
     def _flush(self) -> None:
         now = time.monotonic()
+        for sink in self.sinks:
+            sink.put_area([])
         for reader in self._readers:
             if _draws(reader):
                 self._show(reader, reader.flush().split(b"\n"), now)
             self._show_part(reader, now)
         for sink in self.sinks:
             self._put(sink, self._folders[sink.fd].flush())
-            sink.put_area([])
-            sink.write_some()
 
     def _draw(self, now: float) -> None:
         """Draw the progress bars, unless the terminal has not taken the last drawing."""
@@ -374,3 +374,8 @@ class Terminal:
 
 def _draws(reader: LineReader) -> bool:
     return isinstance(reader, Screen) and bool(reader.rows)
+
+
+def _is_dumb() -> bool:
+    """Whether the terminal cannot move its cursor."""
+    return env.everything().get("TERM") == "dumb"
