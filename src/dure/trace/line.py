@@ -69,7 +69,7 @@ def _tell(content: dict[str, object]) -> None:
 
 
 def progress(step: int, total: int | None = None, **values: float | str) -> None:
-    """Tell the launcher how far this rank has come, for `dure run --live` and for its summary.
+    """Report to the launcher how far this rank has come, for `dure run --page` and for its summary.
 
     Does nothing where no launcher listens. At most ten calls a second are told, and the last one
     (`step == total`) always.

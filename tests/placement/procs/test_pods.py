@@ -7,6 +7,7 @@ which is written while they run, as a cluster's name server learns of pods.
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.waiting import PATIENCE_S, key_file
 
 pytestmark = pytest.mark.needs("network namespaces")
 
+CLUSTERS = Path(__file__).parents[3] / "docs" / "clusters.md"
 TELL = "import os; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'GROUP_RANK')))\n"
 
 
@@ -41,9 +43,18 @@ class Pods:
     def start(
         self, host: Host, words: Sequence[str | Path], **variables: str
     ) -> subprocess.Popen[str]:
-        """Start a program on a host."""
-        shared = {"DURE_JOB_KEY_FILE": str(self.folder / "key"), "OMP_NUM_THREADS": "1"}
-        return host.start(words, shared | variables)
+        """Start a Python program on a host."""
+        return host.start(words, self._shared | variables)
+
+    def start_any(
+        self, host: Host, words: Sequence[str | Path], **variables: str
+    ) -> subprocess.Popen[str]:
+        """Start any program on a host."""
+        return host.start_any(words, self._shared | variables)
+
+    @property
+    def _shared(self) -> dict[str, str]:
+        return {"DURE_JOB_KEY_FILE": str(self.folder / "key"), "OMP_NUM_THREADS": "1"}
 
     def start_pod(self, host: Host, index: int, *words: str | Path) -> subprocess.Popen[str]:
         """Start a pod's program, with the variables of docs/clusters.md."""
@@ -143,17 +154,19 @@ def test_a_program_without_a_launcher_waits_for_the_first_pods_name(pods: Pods) 
     assert ended(second) == ["1 2"]
 
 
-def test_a_task_of_skypilot_needs_no_flags(pods: Pods) -> None:
-    words = ["-m", "dure.cli", "run", "--prefix", "none", pods.write(TELL)]
-    shared = {  # as SkyPilot 0.14 sets them
+def test_the_line_for_skypilot_in_the_docs_runs(pods: Pods) -> None:
+    """The line of docs/clusters.md, with the variables as SkyPilot 0.14 sets them."""
+    row = next(x for x in CLUSTERS.read_text().splitlines() if x.startswith("| SkyPilot |"))
+    line = row.split("`")[1].replace("\\|", "|")
+    command = line.replace("dure run", f"{sys.executable} -m dure.cli run --prefix none")
+    command = command.replace("train.py", str(pods.write(TELL)))
+    shared = {
         "SKYPILOT_NODE_IPS": "\n".join(node.address for node in pods.nodes),
         "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "2",
-        "SKYPILOT_TASK_ID": "sky-2026-11-21-16-00-00-123456_cluster_1",
-        "SKYPILOT_INTERNAL_JOB_ID": "1",
     }
     nodes = [
-        pods.start(host, words, SKYPILOT_NODE_RANK=str(rank), **shared)
+        pods.start_any(host, ["sh", "-c", command], SKYPILOT_NODE_RANK=str(rank), **shared)
         for rank, host in enumerate(pods.nodes)
     ]
     assert ended(nodes[0]) == ["0 4 0", "1 4 0"]
