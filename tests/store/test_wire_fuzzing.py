@@ -21,8 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.errors import DureError, StoreError
-from dure.launch.agent.membership import read_state
+from dure.errors import StoreError
+from dure.launch.agent.messages import read_message
 from dure.launch.ranks.report import ReportReader
 from dure.launch.show.summary import summary
 from dure.launch.spec import Exit, JobResult, RankResult
@@ -91,8 +91,8 @@ def frames(data: bytes) -> None:
 
 
 def an_event(data: bytes) -> None:
-    with contextlib.suppress(*UNREADABLE, DureError):
-        read_state(data)
+    with contextlib.suppress(*UNREADABLE):
+        read_message(data)
 
 
 def an_etcd_answer(data: bytes) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from dure import env
 from dure.errors import LaunchError, StoreError
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.link import EndpointLink, EtcdLink
+from dure.launch.agent.link import EtcdEndpoint, HostEndpoint, Link
 from dure.launch.local import LocalJob
 from dure.launch.program import check_program
 from dure.launch.ranks.cores import threads_for
@@ -220,18 +220,18 @@ def _health_server(spec: JobSpec) -> Iterator[HealthServer | None]:
 @contextlib.contextmanager
 def _link(
     spec: JobSpec, signals: int, say: Callable[[str], None], reaper: Reaper
-) -> Iterator[EndpointLink | EtcdLink | None]:
+) -> Iterator[Link | None]:
     """Connect this host to the job's others; None if the job is on this host alone."""
     if spec.endpoint is None:
         yield None
         return
-    link: EndpointLink | EtcdLink
     if spec.rdzv_backend == "etcd":
-        link = EtcdLink(spec, reaper, interrupted=signals, say=say)
+        endpoint: HostEndpoint | EtcdEndpoint = EtcdEndpoint(spec)
     else:
         host = spec.endpoint.rpartition(":")[0].strip("[]")
         key = JobKey(spec.key) if spec.key is not None else load_for(host, SHARED_HOME_S)
-        link = EndpointLink(spec, key, reaper, interrupted=signals, say=say)
+        endpoint = HostEndpoint(spec, key, signals=signals, say=say)
+    link = Link(spec, endpoint, reaper, signals=signals, say=say)
     try:
         yield link
     finally:

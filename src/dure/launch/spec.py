@@ -117,6 +117,8 @@ class JobSpec:
             hosts; "etcd", in the etcd servers that `endpoint` names (HOST:PORT,...), which needs a
             `run_id`.
         rdzv_conf: With etcd: files `cacert`, `cert`, `key`, a `user` and a `password_file`.
+        lease_s: How long a launcher may be silent before the other hosts give it up; None:
+            DURE_SILENCE, or 30 seconds.
         oversubscribe: Do not warn if memory is not likely to hold the ranks.
         join_timeout_s: How long to wait for the least number of hosts.
         last_call_s: How long to wait then for more, up to the most.
@@ -179,6 +181,7 @@ class JobSpec:
     run_id: str | None = None
     rdzv_backend: Literal["c10d", "static", "etcd"] = "c10d"
     rdzv_conf: Mapping[str, str] = field(default_factory=dict[str, str])
+    lease_s: float | None = None
     oversubscribe: bool = False
     join_timeout_s: float = 600.0
     last_call_s: float = 5.0

@@ -78,7 +78,9 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
         "--nnodes=2 --rdzv-endpoint=h:1 --rdzv-conf is_host=yes,last_call_timeout=3",
         {"nnodes": (2, 2), "endpoint": "h:1", "serves": True, "last_call_s": 3.0},
     ),
-    ("--rdzv-conf timeout=9,keep_alive_interval=5", {"join_timeout_s": 9.0}),
+    ("--rdzv-conf timeout=9,keep_alive_interval=7", {"join_timeout_s": 9.0, "lease_s": 21.0}),
+    ("--rdzv-conf keep_alive_max_attempt=4", {"lease_s": 20.0}),
+    ("--rdzv-conf keep_alive_interval=7,lease=15", {"lease_s": 15.0}),
     ("--rdzv-conf timeout=9,join_timeout=8", {"join_timeout_s": 8.0}),
     (f"{ETCD} --nnodes=1:4", {"nnodes": (1, 4), **ETCD_PLACES}),
     (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dure.launch.agent.elastic import ElasticMachine
+from dure.launch.agent.elastic import ElasticState
 from dure.launch.agent.events import (
     Ended,
     Event,
@@ -20,7 +20,7 @@ from dure.launch.agent.events import (
     Wait,
     Work,
 )
-from dure.launch.agent.machine import Machine
+from dure.launch.agent.state import JobState
 from dure.launch.spec import Crash, Exit, RankResult
 
 
@@ -40,60 +40,62 @@ def joined(agent: str, nproc: int = 1, node_rank: int | None = None) -> Joined:
     return Joined(agent, f"host-{agent}", nproc, node_rank)
 
 
-def state_of(agents: str, *, nproc: int = 1, elastic: bool = False, **wanted: int | str) -> Machine:
+def state_of(
+    agents: str, *, nproc: int = 1, elastic: bool = False, **wanted: int | str
+) -> JobState:
     """Return a state whose round runs on as many hosts as there may be, unless `wanted` differs."""
     count = len(agents)
     settings = Settings(min_hosts=1 if elastic else count, max_hosts=count)
-    machine = (ElasticMachine if elastic else Machine)(replace(settings, **wanted))
-    apply(machine, *(joined(agent, nproc) for agent in agents))
-    action = machine.action(agents[0])
+    state = (ElasticState if elastic else JobState)(replace(settings, **wanted))
+    apply(state, *(joined(agent, nproc) for agent in agents))
+    action = state.action(agents[0])
     if isinstance(action, Wait) and action.timer is not None:
-        machine.apply(Expired(action.timer.name))
-    ready(machine)
-    return machine
+        state.apply(Expired(action.timer.name))
+    ready(state)
+    return state
 
 
-def apply(machine: Machine, *events: Event) -> Machine:
+def apply(state: JobState, *events: Event) -> JobState:
     """Let things happen, one after the other."""
     for event in events:
-        machine.apply(event)
-    return machine
+        state.apply(event)
+    return state
 
 
-def plan_of(machine: Machine) -> Plan:
+def plan_of(state: JobState) -> Plan:
     """Return the latest round."""
-    assert machine.plan is not None
-    return machine.plan
+    assert state.plan is not None
+    return state.plan
 
 
-def ready(machine: Machine) -> Plan:
+def ready(state: JobState) -> Plan:
     """Let the first host of a round that begins keep a port; return the round."""
-    plan = plan_of(machine)
+    plan = plan_of(state)
     first = plan.members[0]
-    assert isinstance(machine.action(first), Prepare)
-    machine.apply(Ready(first, plan.number, "10.0.0.1", 1))
-    assert isinstance(machine.action(first), Work)
+    assert isinstance(state.action(first), Prepare)
+    state.apply(Ready(first, plan.number, "10.0.0.1", 1))
+    assert isinstance(state.action(first), Work)
     return plan
 
 
-def fail(machine: Machine, agent: str, local: int = 0, *, times: int = 0, **how: int) -> Failed:
+def fail(state: JobState, agent: str, local: int = 0, *, times: int = 0, **how: int) -> Failed:
     """Let a worker of the present round fail; return what its agent tells."""
-    plan = plan_of(machine)
-    rank = sum(plan.nprocs[: plan.node_of(agent)]) + local
+    plan = plan_of(state)
+    rank = sum(each.nproc for each in plan.joined[: plan.members.index(agent)]) + local
     event = Failed(agent, plan.number, local, result(rank, f"host-{agent}", **how), times)
-    machine.apply(event)
+    state.apply(event)
     return event
 
 
-def end(machine: Machine) -> None:
+def end(state: JobState) -> None:
     """Let all members do what they must when a round is stopped."""
-    plan = plan_of(machine)
+    plan = plan_of(state)
     for agent in plan.members:
-        if isinstance(machine.action(agent), Stop):
-            machine.apply(Ended(agent, plan.number))
+        if isinstance(state.action(agent), Stop):
+            state.apply(Ended(agent, plan.number))
 
 
-def outcome_of(machine: Machine) -> Outcome:
+def outcome_of(state: JobState) -> Outcome:
     """Return how a job has ended."""
-    assert machine.outcome is not None
-    return machine.outcome
+    assert state.outcome is not None
+    return state.outcome

@@ -9,24 +9,24 @@ from typing import Any
 
 from dure.launch import JobSpec
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.events import Event, Expired, Settings, Timer
-from dure.launch.agent.machine import Machine
+from dure.launch.agent.events import Event, Expired, Timer, Wait
+from dure.launch.agent.membership import boottime
 
 
 def test_who_waits_says_so_once_and_tells_again_of_a_time_that_ran_out_in_vain() -> None:
     said: list[str] = []
     told: list[Event] = []
     news, ours = os.pipe2(os.O_NONBLOCK)
-    state = Machine(Settings(min_hosts=2, max_hosts=2))
-    member: Any = SimpleNamespace(fd=news, expires_at=None, agent="a", tell=told.append)
-    member.machine = lambda: state
+    member: Any = SimpleNamespace(
+        fd=news, expires_at=boottime() + 500, agent="a", tell=told.append, missing=2
+    )
     place: Any = SimpleNamespace(
         spec=JobSpec(program="prog.py", nnodes=(2, 2), endpoint="127.0.0.1:1"),
         signals=news,
         terminal=SimpleNamespace(say=said.append),
     )
     agent = Agent(place, SimpleNamespace(coordinates=False))  # type: ignore[arg-type]
-    agent._joined = member
+    agent._member = member
     try:
         agent._timers["join 0"] = time.monotonic() + 500
         for _ in range(2):
@@ -38,6 +38,10 @@ def test_who_waits_says_so_once_and_tells_again_of_a_time_that_ran_out_in_vain()
             agent._timers["join 0"] = 0.0
             agent._wait(Timer("join 0", 600.0))
         assert told == [Expired("join 0"), Expired("join 0")]
+        for _ in range(2):
+            os.write(ours, b"!")
+            agent._do(Wait(spare="the job runs without this host"))
+        assert said[1:] == ["the job runs without this host"]
     finally:
         os.close(news)
         os.close(ours)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
 from dure.errors import LaunchError, StoreRefused
 from dure.launch import JobSpec
 from dure.launch.agent import link as links
-from dure.launch.agent.events import Left
-from dure.launch.agent.link import EndpointLink
-from dure.launch.agent.machine import Phase
-from dure.launch.agent.membership import open_shared
+from dure.launch.agent.control import open_control
+from dure.launch.agent.events import Leave, Left, Wait
+from dure.launch.agent.link import HostEndpoint, Link, pause
+from dure.launch.signals import caught_signals
 from dure.store.key import JobKey, control_key, mint
 from dure.store.network import NetworkStore
 from tests.waiting import PATIENCE_S, until
 
 
 @contextlib.contextmanager
-def linked(spec: JobSpec, key: JobKey) -> Iterator[EndpointLink]:
-    link = EndpointLink(spec, key)
+def linked(spec: JobSpec, key: JobKey) -> Iterator[Link]:
+    link = Link(spec, HostEndpoint(spec, key))
     try:
         yield link
     finally:
@@ -40,43 +41,59 @@ def job(port: int, join_timeout_s: float = PATIENCE_S) -> JobSpec:
     )
 
 
-def test_a_job_that_has_ended_is_not_the_next_one(port: int) -> None:
+def test_a_job_that_has_ended_is_not_the_next_one(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key, spec = mint(), job(port)
-    last = EndpointLink(spec, key)
+    last = Link(spec, HostEndpoint(spec, key))
     ending = [last.close]
 
-    class Following(EndpointLink):
-        """Looks for its job once, then lets the last one's coordinator go."""
-
-        def _pause(self, seconds: float) -> None:
-            while ending:
-                ending.pop()()
-            super()._pause(seconds)
+    def pause(spec: JobSpec, signals: int, seconds: float) -> None:
+        while ending:  # the next one has looked for its job once, and found the last one
+            ending.pop()()
 
     member = last.join("a")
     member.tell(Left(member.agent, 143))
-    until(lambda: member.machine().phase is Phase.OVER)
-    following = Following(replace(spec, node_rank=1), key)
-    member = following.join("b")  # whatever its node rank, for the endpoint is here
-    assert (ending, following.coordinates) == ([], True)
-    assert member.machine().agents == (member.agent,)
-    following.close()
+    until(lambda: isinstance(member.read_news()[0].action, Leave))
+    monkeypatch.setattr(links, "pause", pause)
+    spec = replace(spec, node_rank=1)  # whatever its node rank, for the endpoint is here
+    with linked(spec, key) as following:
+        member = following.join("b")
+        assert (ending, following.endpoint.coordinates) == ([], True)
+        assert isinstance(member.read_news()[0].action, Wait)
 
 
 def test_ranks_have_a_key_that_does_not_open_the_control_server(port: int) -> None:
     key, spec = mint(), job(port)
     with linked(spec, key) as first, linked(spec, key) as second:
         one, two = first.join("a"), second.join("b")
-        assert (first.coordinates, second.coordinates) == (True, False)
-        terms = one.machine().settings
-        assert terms == two.machine().settings
-        assert terms.store != spec.endpoint
-        assert terms.job_key not in (key.raw, control_key(key, str(spec.endpoint), "").raw)
-        ranks = open_shared(f"tcp://{terms.store}", terms.job_key, PATIENCE_S)
-        with contextlib.closing(cast(NetworkStore, ranks)):
-            assert ranks.look("", -1, 0.0)[1] == {}
+        assert (first.endpoint.coordinates, second.endpoint.coordinates) == (True, False)
+        assert one.settings == two.settings
+        settings = one.settings
+        assert settings.store != spec.endpoint
+        assert settings.job_key not in (key.raw, control_key(key, str(spec.endpoint), "").raw)
+        ranks = NetworkStore(f"tcp://{settings.store}", JobKey(settings.job_key))
+        with contextlib.closing(ranks):
+            assert ranks.list_keys() == []
         with pytest.raises(StoreRefused):
-            open_shared(f"tcp://{spec.endpoint}", terms.job_key, PATIENCE_S)
+            open_control(f"tcp://{spec.endpoint}", settings.job_key, PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGUSR1, False), (signal.SIGTERM, True)], ids=["USR1", "TERM"]
+)
+def test_only_a_signal_that_ends_the_job_ends_the_search_for_it(
+    number: signal.Signals, ends: bool
+) -> None:
+    """A batch system may send SIGUSR1 at any time, for the ranks."""
+    spec = job(1)
+    with caught_signals(spec.signals) as signals:
+        os.kill(os.getpid(), number)
+        if ends:
+            with pytest.raises(LaunchError, match="interrupted"):
+                pause(spec, signals, PATIENCE_S)
+        else:
+            pause(spec, signals, 0.01)
 
 
 def test_a_program_that_does_not_answer_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +111,19 @@ def test_who_does_not_coordinate_and_finds_nobody_says_so(port: int) -> None:
         link.join("a")
 
 
-@pytest.mark.parametrize(("silence", "lease_s"), [("", 30), ("45", 45)])
-def test_a_lease_lasts_as_long_as_a_host_may_be_silent(
-    port: int, monkeypatch: pytest.MonkeyPatch, silence: str, lease_s: int
+@pytest.mark.parametrize(
+    ("silence", "conf", "lease_s"), [("", None, 30), ("45", None, 45), ("45", 7.5, 7.5)]
+)
+def test_a_lease_lasts_as_long_as_a_host_may_be_silent_unless_its_own_is_set(
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    silence: str,
+    conf: float | None,
+    lease_s: float,
 ) -> None:
     monkeypatch.setenv("DURE_SILENCE", silence)
-    with linked(job(port), mint()) as link:
-        assert link.join("a").machine().settings.lease_s == lease_s
+    with linked(replace(job(port), lease_s=conf), mint()) as link:
+        assert link.join("a").settings.lease_s == lease_s
 
 
 def test_loopback_interface_that_is_down_is_not_waited_for(

@@ -120,7 +120,7 @@ def test_a_host_told_to_end_ends_the_job(crew: Crew, flags: tuple[str, ...], whi
     crew.hosts[which].process.send_signal(signal.SIGTERM)
     assert [host.end() for host in crew.hosts] == [143, 143]
     if which == 0:
-        assert "told to end on a, which coordinates the job" in crew.hosts[1].err
+        assert "asked to end on a, which coordinates the job" in crew.hosts[1].err
 
 
 def test_a_host_with_another_key_is_refused(crew: Crew) -> None:

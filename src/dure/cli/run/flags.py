@@ -118,7 +118,8 @@ def _add_hosts(parser: RunParser) -> None:
     )
     torchrun(
         "--rdzv-conf KEY=VALUE,...",
-        "join_timeout (or timeout), last_call_timeout in seconds; is_host: 1 or 0. With etcd: "
+        "join_timeout (or timeout), last_call_timeout, lease (how long a launcher may be silent; "
+        "or keep_alive_interval, keep_alive_max_attempt) in seconds; is_host: 1 or 0. With etcd: "
         "cacert, cert, key (files), user, password_file. [default: "
         "join_timeout=600,last_call_timeout=5]",
         config,

@@ -115,6 +115,24 @@ def make_request(
     return Request(spec=spec, flags=given.flags, set_by_user=frozenset(chosen), **ours)
 
 
+_LEAST_LEASE_S = 2.0
+
+
+def _lease(conf: Mapping[str, Any]) -> float | None:
+    """Return how long a launcher may be silent, if the user has set that; with torch's defaults."""
+    lease_s: float | None = conf.get("lease")
+    if lease_s is None and {"keep_alive_interval", "keep_alive_max_attempt"} & conf.keys():
+        attempts = conf.get("keep_alive_max_attempt", 3.0)
+        lease_s = float(conf.get("keep_alive_interval", 5.0) * attempts)
+    if lease_s is not None and lease_s < _LEAST_LEASE_S:
+        raise UsageError(
+            "the lease of a launcher is too short",
+            seen=f"{lease_s:g} s; a busy host or network may be silent that long",
+            fix=f"Set lease={_LEAST_LEASE_S:g} or more in --rdzv-conf.",
+        )
+    return lease_s
+
+
 def _rendezvous(values: Mapping[str, Any]) -> dict[str, Any]:
     least, most = values.get("nnodes", (1, 1))
     if values.get("standalone") and (least, most) != (1, 1):
@@ -128,6 +146,8 @@ def _rendezvous(values: Mapping[str, Any]) -> dict[str, Any]:
             out["join_timeout_s"] = conf[key]
     if "last_call_timeout" in conf:
         out["last_call_s"] = conf["last_call_timeout"]
+    if (lease_s := _lease(conf)) is not None:
+        out["lease_s"] = lease_s
     if values.get("standalone"):
         return out
     out["run_id"] = values.get("run_id")

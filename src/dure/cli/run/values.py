@@ -180,7 +180,8 @@ _CONFIG: dict[str, Callable[[str], object]] = {
     # These have no effect: a host that has gone is noticed by the end of its connection, and
     # nothing waits for a rendezvous to close.
     **dict.fromkeys(("close_timeout", "heartbeat_timeout", "read_timeout"), seconds),
-    **dict.fromkeys(("keep_alive_interval", "keep_alive_max_attempt"), seconds),
+    # How long a launcher may be silent: its lease, or torch's interval times its attempts.
+    **dict.fromkeys(("lease", "keep_alive_interval", "keep_alive_max_attempt"), seconds),
 }
 """The keys of --rdzv-conf."""
 

@@ -1,14 +1,14 @@
-"""The state of an elastic job, whose program outlives the deaths of its ranks by itself.
+"""The state of an elastic job, whose program survives the deaths of its ranks by itself.
 
 There is one round, which grows. A worker that dies is replaced while restarts are left, and the
 others are not touched; an agent that comes later starts its workers as newcomers, with node and
-rank numbers that nobody had before; an agent that is lost has no workers any more (its reaper sees
-to that, or its deadline), and is only noted. Who trains with whom is the program's business
+rank numbers that no host had before; an agent that is lost has no workers any more (its reaper sees
+to that, or its deadline), and is only noted. Which ranks train together is the program's business
 (`dure.elastic`).
 
 The job ends when no worker lives: well if one of them ended well. It is ended when fewer than
-`min_ranks` live and none can be replaced, or somebody who matters takes his leave. Once a worker
-has ended well the program is on its way out: nobody is replaced any more, and few may be left.
+`min_ranks` live and none can be replaced, or when a host leaves that the job needs. Once a worker
+has ended well the program is on its way out: no worker is replaced any more, and few may be left.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from dure.launch.agent.events import (
     OfRound,
     Outcome,
     Plan,
+    Replacement,
 )
-from dure.launch.agent.machine import Machine, Phase
+from dure.launch.agent.state import JobState, Phase
 
-__all__ = ["ElasticMachine"]
+__all__ = ["ElasticState"]
 
 _NOTES = 30
 """How many notes are kept: hosts come and are lost for as long as the job runs."""
@@ -37,16 +38,16 @@ Slot = tuple[str, int]
 """A place for a worker: the agent, and the local rank there."""
 
 
-class ElasticMachine(Machine, tag="elastic"):
-    """The state of an elastic job; otherwise as `Machine`."""
+class ElasticState(JobState, tag="elastic"):
+    """The state of an elastic job; otherwise as `JobState`."""
 
     _alive: set[Slot] = msgspec.field(default_factory=set[Slot])
     _finished: set[Slot] = msgspec.field(default_factory=set[Slot])
-    _replaced: dict[Slot, int] = msgspec.field(default_factory=dict[Slot, int])
+    _replaced: dict[Slot, Replacement] = msgspec.field(default_factory=dict[Slot, Replacement])
 
-    def _replacements(self, agent: str) -> tuple[tuple[int, int], ...]:
-        mine = [(local, times) for (a, local), times in self._replaced.items() if a == agent]
-        return tuple(sorted(mine))
+    def _replacements(self, agent: str) -> tuple[Replacement, ...]:
+        mine = [due for (owner, _), due in self._replaced.items() if owner == agent]
+        return tuple(sorted(mine, key=lambda due: due.local_rank))
 
     def _start(self, chosen: list[Joined]) -> None:
         super()._start(chosen)
@@ -56,18 +57,20 @@ class ElasticMachine(Machine, tag="elastic"):
     def _welcome(self, joined: Joined) -> None:
         self._alive.update((joined.agent, local) for local in range(joined.nproc))
 
-    def _told(self, event: OfRound) -> None:
+    def _note_round(self, event: OfRound) -> None:
         if isinstance(event, Finished):
             self._alive.discard((event.agent, event.local_rank))
             self._finished.add((event.agent, event.local_rank))
         elif isinstance(event, Failed):
             self._worker_failed(event)
         elif isinstance(event, Ended):
-            super()._told(event)
+            super()._note_round(event)
 
     def _worker_failed(self, event: Failed) -> None:
         slot = event.agent, event.local_rank
-        if slot not in self._alive or event.times != self._replaced.get(slot, 0):
+        before = self._replaced.get(slot)
+        times = 0 if before is None else before.times
+        if slot not in self._alive or event.times != times:
             return
         self._faults.report(event.worker, failed=True)
         ending = self.phase is not Phase.RUNNING or self._finished
@@ -75,7 +78,7 @@ class ElasticMachine(Machine, tag="elastic"):
             self._alive.discard(slot)
             return
         self.restarts += 1
-        self._replaced[slot] = self._replaced.get(slot, 0) + 1
+        self._replaced[slot] = Replacement(event.local_rank, times + 1, self.restarts)
 
     def _limit(self) -> str:
         spent, least = super()._limit(), self.settings.min_ranks
@@ -88,6 +91,7 @@ class ElasticMachine(Machine, tag="elastic"):
         if isinstance(event, Lost) and lost is not None:
             note = f"lost {lost.host} ({event.why}); the others go on"
             self.notes = [*self.notes, note][-_NOTES:]
+            self.num_notes += 1
         super()._gone(event)
 
     def _run_on(self) -> None:
@@ -108,8 +112,7 @@ class ElasticMachine(Machine, tag="elastic"):
             return
         for joined in self._agents.values():
             here = [agent for agent in plan.members if agent in self._agents]
-            room = len(here) < self.settings.max_hosts and joined.machine not in self.excluded
-            if joined.agent not in plan.members and room:
+            if joined.agent not in plan.members and len(here) < self.settings.max_hosts:
                 plan = Plan(plan.number, (*plan.joined, joined))
                 self._welcome(joined)
         self.plan = plan

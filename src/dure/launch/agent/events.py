@@ -1,13 +1,17 @@
-"""What agents and the job's state say to each other: events in, actions out.
+"""Events and actions: what agents report to the job's state, and what it wants of them.
 
-An *event* is what happens to a job, as an agent tells it. A *action* is what the state wants of one
-agent now. Both are small values with a fixed shape, packed with msgpack and read back with every
-field checked; nothing is unpickled.
+An *event* is what happens to a job, as an agent reports it. An *action* is what the state wants of
+one agent now. Both are small values with a fixed shape, packed with msgpack and read back with
+every field checked; nothing is unpickled.
 
-An event may be applied more than once: who does not know whether his write has arrived writes
-again. So an event says which round, timer or process it is about, and means nothing when that is
-over. Times are not part of it: an agent whose clock runs out says so (`Expired`), so that nobody
-needs the others' clocks.
+An event may be applied more than once: an agent that does not know whether its message has arrived
+sends it again. So an event names the round, timer or process that it is about, and means nothing
+when that is over. Times are not part of it: an agent whose timer runs out reports that (`Expired`),
+so no agent needs another one's clock.
+
+An action holds what one agent needs and no more, so that its size does not depend on the number of
+hosts: an agent learns its own part of a round (`Part`), and only node 0, which shows them, the
+results of all ranks.
 """
 
 from __future__ import annotations
@@ -21,20 +25,19 @@ from dure.launch.spec import RankResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The terms of a job, which its first agent sets for all.
+    """The settings of a job, which its first agent makes for all.
 
     Args:
-        min_hosts: Fewer make no round.
-        max_hosts: More are spares.
-        max_restarts: How many failures the job outlives.
+        min_hosts: Fewer hosts do not start a round.
+        max_hosts: Further hosts are spares.
+        max_restarts: How many failures the job survives.
         join_timeout_s: How long to wait for `min_hosts`.
         last_call_s: How long the first round then waits for more.
-        exclude_after: How many rounds running a host may be the first to fail.
         min_ranks: An elastic job with fewer living ranks ends.
-        endpoint: Where hosts join, for people.
+        endpoint: Where hosts join, for messages.
         run_id: The job's name.
         store: The ranks' store: HOST:PORT, or etcd's URL.
-        job_key: What opens that store.
+        job_key: The key of that store.
         lease_s: How long an agent may go without a renewal.
         margin_s: How much longer the others wait for it.
     """
@@ -44,7 +47,6 @@ class Settings:
     max_restarts: int = 0
     join_timeout_s: float = 600.0
     last_call_s: float = 5.0
-    exclude_after: int = 3
     min_ranks: int = 1
     endpoint: str = ""
     run_id: str = ""
@@ -58,9 +60,9 @@ class Settings:
 
 
 class Joined(msgspec.Struct, array_like=True, frozen=True, tag="joined"):
-    """An agent came, with `nproc` ranks on `host`, which others reach at `address`.
+    """An agent came, with `nproc` ranks on the host named `host`, which others reach at `address`.
 
-    `node_rank` is what its user fixed.
+    `node_rank` is the node's number if the user fixed it.
     """
 
     agent: str
@@ -69,16 +71,11 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, tag="joined"):
     node_rank: int | None = None
     address: str = ""
 
-    @property
-    def machine(self) -> str:
-        """Which machine that is, whatever agents it has had."""
-        return f"{self.host} {self.address}".strip()
-
 
 class Left(msgspec.Struct, array_like=True, frozen=True, tag="left"):
-    """An agent takes its leave: it was told to (128 + signal), or cannot go on (1).
+    """An agent leaves: because of a signal (128 + its number), or an error (1).
 
-    `ends_job`: it coordinates, so nobody can go on.
+    `ends_job`: it coordinates, so the job cannot continue.
     """
 
     agent: str
@@ -95,14 +92,14 @@ class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
 
 
 class Missing(msgspec.Struct, array_like=True, frozen=True, tag="missing"):
-    """An agent's connection broke in this round and has not been opened again; it may be back."""
+    """An agent's connection broke in this round and was not opened again; it may come back."""
 
     agent: str
     round: int
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
-    """A host that the job waits for has another build of Dure; `builds` says which are where."""
+    """A host that the job waits for has another build of Dure; `builds` names both."""
 
     builds: str
 
@@ -117,7 +114,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
-    """A worker failed, of which `times` were started in its place before; what is known of it."""
+    """A worker failed; `times` others were started in its place before."""
 
     agent: str
     round: int
@@ -135,9 +132,9 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, tag="finished"):
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True, tag="ended"):
-    """Nothing of a round is left on an agent's host; `ranks` tells what became of its workers.
+    """Nothing of a round is left on an agent's host; `ranks` are the results of its workers.
 
-    `well`: all of them had succeeded before anybody was told to stop.
+    `well`: all of them had succeeded before the round was stopped.
     """
 
     agent: str
@@ -147,7 +144,7 @@ class Ended(msgspec.Struct, array_like=True, frozen=True, tag="ended"):
 
 
 class Expired(msgspec.Struct, array_like=True, frozen=True, tag="expired"):
-    """A time has passed which the state asked to be told of."""
+    """A timer of the state has run out."""
 
     timer: str
 
@@ -161,7 +158,7 @@ Event = Joined | Left | Lost | Refused | Ready | Expired | OfRound
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round: who takes part, in the order of their nodes; the first round has number 0."""
+    """One round: which hosts take part, in the order of their nodes; the first has number 0."""
 
     number: int
     joined: tuple[Joined, ...]
@@ -171,27 +168,39 @@ class Plan:
         """The agents."""
         return tuple(each.agent for each in self.joined)
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Their hosts' names."""
-        return tuple(each.host for each in self.joined)
-
-    @property
-    def nprocs(self) -> tuple[int, ...]:
-        """How many ranks each of them starts."""
-        return tuple(each.nproc for each in self.joined)
-
-    def node_of(self, agent: str) -> int:
-        """Return the node's number of an agent."""
-        return self.members.index(agent)
-
     def owner(self, rank: int) -> Joined | None:
-        """Return who starts a rank."""
+        """Return the member that starts a rank."""
         for each in self.joined:
             if rank < each.nproc:
                 return each
             rank -= each.nproc
         return None
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """One host's part in a round.
+
+    Attributes:
+        number: The round's.
+        node: The host's.
+        num_hosts: How many hosts take part.
+        first_rank: The first of the host's ranks.
+        world_size: How many ranks there are on all hosts.
+        hosts: Names of hosts: of node 0, all; of others, all if they are few, else the first ones.
+        nprocs: How many ranks each of these starts.
+        setback: Why the last round ended.
+        restarts: How many restarts are used.
+    """
+
+    number: int
+    node: int
+    num_hosts: int
+    first_rank: int
+    world_size: int
+    hosts: tuple[str, ...]
+    nprocs: tuple[int, ...]
+    setback: str = ""
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,10 +209,10 @@ class Outcome:
 
     Attributes:
         code: The exit code.
-        why: What the launcher says of it, if it was no worker's failure.
-        failure: The worker that failed first, or whom that one blames.
-        ranks: What became of all workers of the last round, as far as they were told.
-        limit: Which limit of the user's the job has come to, if it failed by one.
+        why: What the launcher prints, if no worker's failure was the reason.
+        failure: The worker that failed first, or the one that it blames.
+        ranks: The last known results of all workers of the last round.
+        limit: Which of the user's limits the job has reached, if it failed by one.
     """
 
     code: int
@@ -213,51 +222,65 @@ class Outcome:
     limit: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Timer:
-    """Say `Expired(name)` if nothing has changed after so many seconds."""
+class Timer(msgspec.Struct, array_like=True, frozen=True):
+    """Report `Expired(name)` if the action is still the same after so many seconds."""
 
     name: str
     after_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """There is nothing to do, but perhaps something to wait for."""
+class Wait(msgspec.Struct, array_like=True, frozen=True, tag="wait"):
+    """Do nothing; `spare` says why this host has no part in the round, if it has none."""
 
     timer: Timer | None = None
+    spare: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Keep a port for rank 0 of this round, and say `Ready`."""
+class Prepare(msgspec.Struct, array_like=True, frozen=True, tag="prepare"):
+    """Keep a port for rank 0 of this round, and report `Ready`."""
 
-    plan: Plan
+    round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Run the workers of this round; `replaced` counts, by local rank, the replacements due."""
+class Replacement(msgspec.Struct, array_like=True, frozen=True):
+    """A worker that is due in place of one that ended.
 
-    plan: Plan
+    Attributes:
+        local_rank: Its place.
+        times: How many were started there before it, and so its number.
+        restart: How many restarts of the whole job are used with it.
+    """
+
+    local_rank: int
+    times: int
+    restart: int
+
+
+class Work(msgspec.Struct, array_like=True, frozen=True, tag="work"):
+    """Run the workers of this round, and start the replacements that are due."""
+
+    part: Part
     ready: Ready
-    replaced: tuple[tuple[int, int], ...] = ()
+    replaced: tuple[Replacement, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the workers of this round, and say `Ended` when nothing of them is left."""
+class Stop(msgspec.Struct, array_like=True, frozen=True, tag="stop"):
+    """End the workers of this round, and report `Ended` when none of them is left.
 
-    plan: Plan
+    `failed`: a worker failed, so ask the others where they are. `departing`: a host leaves in
+    order, so there is time to save.
+    """
+
+    round: int
+    failed: bool = False
+    departing: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Rejoin:
-    """The others have given this agent up: end what runs, and join under another name."""
+class Rejoin(msgspec.Struct, array_like=True, frozen=True, tag="rejoin"):
+    """The job has given this agent up: end what runs, and join under another name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
     """End, with this outcome."""
 
     outcome: Outcome

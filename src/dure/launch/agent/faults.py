@@ -1,20 +1,17 @@
-"""Whose fault a round's end is: what went wrong in it, and which failure explains the others.
+"""The cause of a round's end: what went wrong in it, and which failure explains the others.
 
-A round mostly ends with many failures, for ranks fail because others did. Agents tell of them one
+A round mostly ends with many failures, for ranks fail because others did. Agents report them one
 by one (`Failed`), and once more, with all that is known by then, when nothing of the round is left
-(`Ended`). What counts is found in three steps:
+(`Ended`). The cause is found in three steps:
 
-1. *The first* failure that was told. Of its process the latest report is taken, which knows more.
-2. *Whom it blames.* An exception that names a peer (`PeerLost.peer`) was only the first to notice:
-   that peer's own report counts instead, if the peer failed by itself (`root_cause`).
-3. *A lost host.* If the blamed rank's host was lost, the host is at fault, and not the rank that
-   noticed. Where no rank failed at all, the first host that was lost is.
-
-The *blamed host* is the host of who is found so, or the lost host itself. One that is blamed for
-too many rounds running is left out.
+1. *The first* failure that was reported. Of its process the latest report counts, which knows more.
+2. *The rank that it blames.* An exception that names a peer (`PeerLost.peer`) was only the first to
+   notice: that peer's own report counts instead, if the peer failed by itself (`root_cause`).
+3. *A lost host.* If the blamed rank's host was lost, the host is the cause, and not the rank that
+   noticed. If no rank failed at all, the first host that was lost is.
 
 If the blamed rank lives, on another host that reaches the coordinator, then the network between the
-two hosts is broken, and that is what people are told.
+two hosts is broken, and that is what the message says.
 """
 
 from __future__ import annotations
@@ -30,17 +27,17 @@ from dure.launch.spec import RankResult
 __all__ = ["Faults"]
 
 _ROOM = 100_000
-"""Bytes of the job's state for what ranks say of their ends; further ones say the least."""
+"""Bytes of the job's state for reports of ranks; further reports are shortened."""
 
 _LINE = 120
 
 
 class Faults(msgspec.Struct):
-    """What went wrong in one round, as far as it was told; true if anything did.
+    """What went wrong in one round, as far as it was reported; true if anything did.
 
     Attributes:
         first: The first failure of a worker.
-        reports: What was told last of each rank.
+        reports: The latest report of each rank.
         lost: Members whose hosts were lost, in that order, and how, where it is known.
         size: Of the reports, in bytes.
     """
@@ -54,7 +51,7 @@ class Faults(msgspec.Struct):
         return self.first is not None or bool(self.lost)
 
     def report(self, rank: RankResult, *, failed: bool = False) -> None:
-        """Take what is told of a rank, in place of what was told before."""
+        """Note a report of a rank, in place of an earlier one."""
         before = self.reports.get(rank.rank)
         others = self.size - _size(before)
         if others + _size(rank) > _ROOM:
@@ -65,22 +62,15 @@ class Faults(msgspec.Struct):
             self.first = self.first or rank
 
     def ranks(self) -> tuple[RankResult, ...]:
-        """Return what became of all ranks, as far as they were told, by rank."""
+        """Return the latest reports of all ranks, by rank."""
         return tuple(self.reports[rank] for rank in sorted(self.reports))
 
     def root_cause(self) -> RankResult | None:
-        """Return the first failure, or whom it blames, as it was told last."""
+        """Return the latest report of the first failure, or of the rank that it blames."""
         if self.first is None:
             return None
         latest = self.reports.get(self.first.rank, self.first)  # or of who took its place
         return root_cause(latest if latest.is_process_of(self.first) else self.first, self.ranks())
-
-    def blamed(self, plan: Plan) -> Joined | None:
-        """Return the member whose host is to blame."""
-        failure = self.root_cause()
-        if failure is not None:
-            return self._lost_peer(plan, failure) or plan.owner(failure.rank)
-        return next((each for each in plan.joined if each.agent in list(self.lost)[:1]), None)
 
     def why(self, plan: Plan, endpoint: str = "") -> str:
         """Say which hosts are the reason for the round's end; empty if a rank is."""
@@ -148,7 +138,7 @@ def _size(rank: RankResult | None) -> int:
 
 
 def _shortened(rank: RankResult, before: RankResult | None) -> RankResult:
-    """Return a report without its long texts, but for those that were told before."""
+    """Return a report without its long texts, except those of an earlier report."""
     crash = rank.crash
     if before is not None and before.is_process_of(rank) and before.crash is not None:
         crash = before.crash

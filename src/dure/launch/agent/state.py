@@ -1,8 +1,8 @@
 """The job's state: when workers are started, stopped and started again, on all hosts.
 
-It is a pure state machine and one plain value. All agents share one copy of it (`membership`): who
-has an event applies it and writes the state back, and every agent does what its `action` is in the
-state seen last. So all agents see the same decisions, and nobody needs every event.
+It is a pure state machine and one plain value. The coordinator holds it (`coordinator`), or etcd
+(`etcd`): agents report events, which are applied to it, and each agent does what its `action` is.
+So all agents follow the same decisions, and none needs to see every event.
 
             min hosts, and the last call is over            all members succeeded
     GATHERING ─────────────────────────▶ RUNNING ─────────────────────────────▶ OVER
@@ -11,23 +11,20 @@ state seen last. So all agents see the same decisions, and nobody needs every ev
         │ └──────────────────────────────── │ ───────────────────────────────────▶│
         │                                   ▼                                     │
         └──────── restarts are left ──── STOPPING ──── none is left ──────────────┘
-                 (or none is needed)    until every member says that nothing
-                                        of the round is left on its host
+                 (or none is needed)    until every member has reported that
+                                        nothing of the round is left on its host
 
 **Rounds.** A round is one start of all workers. Its members are the hosts at hand, between `min`
-and `max`, in the order of `assign_nodes`. Further hosts are spares, who stand in when a member is
+and `max`, in the order of `assign_nodes`. Further hosts are spares, which stand in when a member is
 gone.
 
-**What counts as a restart.** A worker's failure and a host's loss do, each round once, for the
-whole job. Hosts that come while a round has fewer than `max`, or take their leave in order, cause a
-new round that does not count. A host that leaves a job of a fixed number of hosts ends it, and so
-does the one that coordinates.
+**What counts as a restart.** A worker's failure and a host's loss do, once per round, for the
+whole job. Hosts that come while a round has fewer than `max`, or leave in order, cause a new round
+that does not count. A host that leaves a job of a fixed number of hosts ends it, and so does the
+one that coordinates.
 
-**Whose fault.** `faults` finds the one failure that explains a round's end, and the host to blame.
-A host to whom this happens `exclude_after` rounds running is left out, if enough others are there.
-
-The state has no clock. Where time matters it names a timer (`Timer`); the first agent whose clock
-runs out says `Expired`. Late ones name a timer that is over, and mean nothing.
+The state has no clock. Where time matters it names a timer (`Timer`); the first agent whose timer
+runs out reports `Expired`. Later reports name a timer that is over, and mean nothing.
 """
 
 from __future__ import annotations
@@ -52,11 +49,13 @@ from dure.launch.agent.events import (
     Missing,
     OfRound,
     Outcome,
+    Part,
     Plan,
     Prepare,
     Ready,
     Refused,
     Rejoin,
+    Replacement,
     Settings,
     Stop,
     Timer,
@@ -66,7 +65,10 @@ from dure.launch.agent.events import (
 from dure.launch.agent.faults import Faults
 from dure.store.builds import SAME_BUILD
 
-__all__ = ["Machine", "Phase", "assign_nodes"]
+__all__ = ["JobState", "Phase", "assign_nodes"]
+
+_NAMED = 8
+"""How many hosts' names an agent gets, unless it is node 0."""
 
 
 class Phase(Enum):
@@ -78,8 +80,8 @@ class Phase(Enum):
     OVER = "the job has ended"
 
 
-class Machine(msgspec.Struct, tag="rounds"):
-    """The state of a job; `apply` takes an event, `action` tells an agent what to do now.
+class JobState(msgspec.Struct, tag="rounds"):
+    """The state of a job; `apply` takes an event, `action` returns what an agent has to do now.
 
     It is packed with msgpack and read back, so all its fields are of types that msgspec can read.
     """
@@ -89,9 +91,9 @@ class Machine(msgspec.Struct, tag="rounds"):
     plan: Plan | None = None  # of the latest round
     restarts: int = 0
     setback: str = ""  # why the last round ended, for people
-    excluded: frozenset[str] = frozenset()  # machines (`Joined.machine`)
     outcome: Outcome | None = None
-    notes: list[str] = []  # what people should hear of other hosts
+    notes: list[str] = []  # news of other hosts, for people: the last ones
+    num_notes: int = 0  # how many there were
     _agents: dict[str, Joined] = {}  # at hand, in the order they came
     _ready: Ready | None = None
     _gathering: int = 0  # how often the job has gathered: sets its timers apart
@@ -99,9 +101,7 @@ class Machine(msgspec.Struct, tag="rounds"):
     _ended: set[str] = set()  # members that have none left, for another reason
     _faults: Faults = msgspec.field(default_factory=Faults)
     _leaving: set[str] = set()  # members that end their workers, and then leave
-    _dismissed: Left | None = None  # whose leave ends the job
-    _blamed: str = ""  # the machine that was blamed for the latest round
-    _blamed_rounds: int = 0  # and for how many running
+    _dismissed: Left | None = None  # the leave that ends the job
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -125,11 +125,21 @@ class Machine(msgspec.Struct, tag="rounds"):
 
     @property
     def departing(self) -> bool:
-        """Whether the present round ends because a host takes its leave."""
+        """Whether the present round ends because a host leaves in order."""
         return bool(self._leaving) or self._dismissed is not None
 
+    @property
+    def outline(self) -> tuple[object, ...]:
+        """What decides the actions of all agents.
+
+        While it is the same, an event changes only the action of the agent that it is about.
+        """
+        timer = self._timer().name if self.phase is Phase.GATHERING else ""
+        plan = self.plan, self._ready, self._preparer(), self.failed, self.departing
+        return self.phase, timer, plan, self.num_notes
+
     def apply(self, event: Event) -> None:
-        """Take an event; one that comes too late, or again, changes nothing."""
+        """Apply an event; one that comes too late, or again, changes nothing."""
         if self.phase is Phase.OVER:
             return
         match event:
@@ -149,45 +159,82 @@ class Machine(msgspec.Struct, tag="rounds"):
             case Failed() | Finished() | Ended() | Missing():
                 plan = self.plan
                 if plan is not None and event.round == plan.number and event.agent in self._agents:
-                    self._told(event)
+                    self._note_round(event)
         self._settle()
 
     def action(self, agent: str) -> Action:
         """Return what `agent` has to do now; the same until the next event."""
-        joined = self._agents.get(agent)
         if self.phase is Phase.OVER and self.outcome is not None:
-            return Leave(self.outcome)
-        if joined is None:
+            return Leave(self._outcome_for(agent, self.outcome))
+        if agent not in self._agents:
             return Rejoin()
-        if joined.machine in self.excluded:
-            return Leave(Outcome(code=1, why=f"host {joined.host} failed first too often"))
         plan = self.plan
         if self.phase is Phase.GATHERING or plan is None:
             return Wait(self._timer())
         if agent not in self._at_work():
-            return Wait()
+            return Wait(spare=self._why_spare(agent, plan))
         if self.phase is Phase.STOPPING:
-            return Stop(plan)
+            return Stop(plan.number, self.failed, self.departing)
         if self._ready is None:
-            first = next(a for a in plan.members if a in self._agents)  # rank 0's, if not elastic
-            return Prepare(plan) if agent == first else Wait()
-        return Work(plan, self._ready, self._replacements(agent))
+            return Prepare(plan.number) if agent == self._preparer() else Wait()
+        return Work(self._part(plan, agent), self._ready, self._replacements(agent))
+
+    def _preparer(self) -> str:
+        """Return the agent that keeps a port for rank 0, while none has."""
+        if self.plan is None or self._ready is not None:
+            return ""
+        return next((agent for agent in self.plan.members if agent in self._agents), "")
+
+    def _part(self, plan: Plan, agent: str) -> Part:
+        node = plan.members.index(agent)
+        named = plan.joined if node == 0 else plan.joined[:_NAMED]
+        again = plan.number > 0
+        return Part(
+            number=plan.number,
+            node=node,
+            num_hosts=len(plan.joined),
+            first_rank=sum(each.nproc for each in plan.joined[:node]),
+            world_size=sum(each.nproc for each in plan.joined),
+            hosts=tuple(each.host for each in named),
+            nprocs=tuple(each.nproc for each in named),
+            setback=self.setback if again else "",
+            restarts=self.restarts if again else 0,
+        )
+
+    def _outcome_for(self, agent: str, outcome: Outcome) -> Outcome:
+        """Return the outcome without what only node 0 shows: the results of all ranks."""
+        shows = self.plan is not None and self.plan.members[:1] == (agent,)
+        return outcome if shows else replace(outcome, ranks=())
+
+    def _why_spare(self, agent: str, plan: Plan) -> str:
+        """Say why an agent at hand has no part in a round; empty if it has, or leaves."""
+        mine = self._agents[agent]
+        if agent in plan.members or agent in self._leaving:
+            return ""
+        for each in plan.joined:
+            if (each.host, each.address) == (mine.host, mine.address):
+                return "another launcher of this host takes part in the job; this one waits"
+        for each in plan.joined:
+            if mine.node_rank is not None and each.node_rank == mine.node_rank:
+                return f"node rank {mine.node_rank} is taken by {each.host}; this host waits"
+        hosts = f"{len(plan.joined)} host{'s' if len(plan.joined) > 1 else ''}"
+        return f"the job runs on {hosts}; this host waits as a spare"
 
     # --- what subclasses see differently ----------------------------------------------------
 
-    def _replacements(self, agent: str) -> tuple[tuple[int, int], ...]:
+    def _replacements(self, agent: str) -> tuple[Replacement, ...]:
         """Return the replacements due on an agent: none, for all workers start anew instead."""
         return ()
 
-    def _told(self, event: OfRound) -> None:
-        """Take what is said of the present round."""
+    def _note_round(self, event: OfRound) -> None:
+        """Note an event of the present round."""
         if isinstance(event, Missing):
             if self.phase is Phase.RUNNING and event.agent in self._at_work():
                 self._faults.lost[event.agent] = "its connection broke"
         elif isinstance(event, Failed):
-            told = self._dismissed is not None  # then it fails because it was told to end
+            ending = self._dismissed is not None  # then it fails because it was asked to end
             if event.worker.rank not in self._faults.reports:
-                self._faults.report(event.worker, failed=not told)
+                self._faults.report(event.worker, failed=not ending)
         elif isinstance(event, Ended):
             well = event.well and self.phase is Phase.RUNNING
             (self._succeeded if well else self._ended).add(event.agent)
@@ -216,7 +263,6 @@ class Machine(msgspec.Struct, tag="rounds"):
                 return
             self.restarts += 1
             self.setback = self._faults.setback(self.plan, self.settings.endpoint)
-            self._blame(self._faults.blamed(self.plan))
         else:
             self.setback = "hosts came or left"
         self._gathering += 1
@@ -268,20 +314,16 @@ class Machine(msgspec.Struct, tag="rounds"):
             f"({', '.join(hosts) or 'none'})"
         )
         if len(hosts) < len(self._agents):
-            return f"{why}; others were excluded, or had a node rank that was taken"
+            return f"{why}; others had a node rank that was taken"
         return (
             f"{why}; start the same command on the other hosts, and see there that this port can "
             "be reached and that --nnodes is the same"
         )
 
     def _chosen(self) -> list[Joined]:
-        """Return who would take part in a round that started now, in the order of their nodes."""
+        """Return the hosts of a round that started now, in the order of their nodes."""
         before = () if self.plan is None else self.plan.members
-        willing = [
-            a
-            for a in self._agents.values()
-            if a.machine not in self.excluded and a.agent not in self._leaving
-        ]
+        willing = [a for a in self._agents.values() if a.agent not in self._leaving]
         return assign_nodes(willing, before, self.settings.max_hosts)
 
     def _start(self, chosen: list[Joined]) -> None:
@@ -293,7 +335,7 @@ class Machine(msgspec.Struct, tag="rounds"):
         self.phase = Phase.RUNNING
 
     def _at_work(self) -> set[str]:
-        """Return the members at hand that have not said that nothing of the round is left."""
+        """Return the members at hand that have not reported that nothing of the round is left."""
         if self.plan is None or self.phase is Phase.GATHERING:
             return set()
         done = self._ended | self._succeeded
@@ -334,7 +376,7 @@ class Machine(msgspec.Struct, tag="rounds"):
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome = replace(outcome, ranks=self._faults.ranks())
-        self._faults = Faults()  # which the outcome tells now
+        self._faults = Faults()  # the outcome has them now
         self.phase = Phase.OVER
 
     def _defeat(self) -> Outcome:
@@ -347,39 +389,31 @@ class Machine(msgspec.Struct, tag="rounds"):
         most = self.settings.max_restarts
         return f"restarts: {self.restarts} of {most} used" if most else ""
 
-    def _blame(self, blamed: Joined | None) -> None:
-        """Count against a host, and leave it out if it has failed too often."""
-        machine = "" if blamed is None else blamed.machine
-        again = self._blamed_rounds if machine == self._blamed else 0
-        self._blamed, self._blamed_rounds = machine, again + 1
-        others = [a for a in self._agents.values() if a.machine not in self.excluded | {machine}]
-        often = self._blamed_rounds >= self.settings.exclude_after
-        if often and len(others) >= self.settings.min_hosts:
-            self.excluded |= {machine}
-
 
 def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) -> list[Joined]:
-    """Return who takes part in a round, in the order of their nodes.
+    """Return the hosts that take part in a round, in the order of their nodes.
 
-    - If each one's user fixed a node rank, they stand in that order. Of two with the same one, who
-      took part in the round before goes first, then who came first; the other is a spare;
-    - otherwise those of the round before keep their order, then come newcomers with a fixed rank,
+    - If every host has a node rank that its user fixed, they are in that order. Of two with the
+      same one, a member of the last round precedes, then the one that came first; the other is a
+      spare;
+    - otherwise those of the last round keep their order, then follow new hosts with a fixed rank,
       by rank, then all others as they came.
 
     Args:
-        willing: Who could, in the order in which they came.
-        before: The members of the round before, in the order of their nodes.
+        willing: The hosts at hand, in the order in which they came.
+        before: The members of the last round, in the order of their nodes.
         most: How many there may be.
     """
+    nodes = {agent: node for node, agent in enumerate(before)}
     fixed: dict[int, Joined] = {}
-    for each in sorted(willing, key=lambda each: each.agent not in before):
+    for each in sorted(willing, key=lambda each: each.agent not in nodes):
         if each.node_rank is not None:
             fixed.setdefault(each.node_rank, each)
     if all(each.node_rank is not None for each in willing):
         return [fixed[rank] for rank in sorted(fixed)][:most]
 
     def key(joined: Joined) -> tuple[int, bool, int]:
-        node = before.index(joined.agent) if joined.agent in before else len(before)
+        node = nodes.get(joined.agent, len(nodes))
         return node, joined.node_rank is None, joined.node_rank or 0
 
     return sorted(willing, key=key)[:most]

@@ -1,0 +1,394 @@
+"""The state of a job in etcd, for a job that survives the loss of any of its hosts.
+
+    /dure/JOB/control/state             the state
+    /dure/JOB/control/members/AGENT     a member's nonce, with its lease
+    /dure/JOB/control/refused           which builds differed, written by an agent that cannot join
+
+No host coordinates. An agent that has an event reads the state, applies the event and writes the
+result in one transaction, which expects the state's revision and the agent's own leased key; if
+another agent was faster, it reads again. If an answer is lost, the event is applied again, and
+changes nothing (`events`). Each agent that sees a member's key vanish applies `Lost`.
+
+An agent keeps one stream of changes of these keys, and reads them after each change, so one that
+waits asks only for the renewal of its lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from dure.errors import StoreError, StoreLost, StoreTimeout
+from dure.launch.agent.elastic import ElasticState
+from dure.launch.agent.events import Event, Lost, Refused
+from dure.launch.agent.messages import (
+    Accepted,
+    Admitted,
+    Answer,
+    Author,
+    Gone,
+    Join,
+    Joining,
+    Leave,
+    Message,
+    NoJob,
+    Renew,
+    Tell,
+    View,
+    Watch,
+    author,
+    pack,
+    read_joining,
+    why_other_build,
+    why_other_flags,
+)
+from dure.launch.agent.state import JobState, Phase
+from dure.store.etcd_gateway import (
+    Connection,
+    EtcdOptions,
+    Gateway,
+    Json,
+    Unanswered,
+    coded,
+    decoded,
+)
+
+__all__ = ["EtcdControl"]
+
+_STATE, _MEMBERS, _REFUSED = "state", "members/", "refused"
+
+_PATIENCE_S = 2.0
+"""How long members of the cluster are asked in turn before a request fails."""
+
+_RENEWAL_S = 1.0
+"""How long one member may take to renew a lease: others must still be asked before it ends."""
+
+_PAUSE_S = 0.05
+_CROWD_S = 0.1
+"""How long an agent waits at most, at random, when another one was faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A key's value, and the revision of its last change."""
+
+    revision: int
+    value: bytes
+
+
+_Keys = dict[str, _Kept]
+
+
+class _Record(msgspec.Struct, array_like=True, frozen=True):
+    """The value of the state's key; other builds read only who wrote it."""
+
+    author: Author
+    state: msgspec.Raw
+
+
+class EtcdControl:
+    """The way to the state of one job in etcd; see `Control`.
+
+    Args:
+        options: Where etcd is.
+        job: The job's name.
+        patience_s: How long to look for a member that answers.
+
+    Raises:
+        StoreTimeout: No member answers.
+        StoreRefused: The name, the password or a certificate is wrong.
+    """
+
+    def __init__(self, options: EtcdOptions, job: str, patience_s: float) -> None:
+        self._gateway = Gateway(options)
+        self._root = f"/dure/{job}/"
+        self._prefix = f"{self._root}control/"
+        self._asking, self._watching = self._gateway.connection(), self._gateway.connection()
+        self._streaming = self._gateway.connection()
+        self._closed = threading.Event()
+        self._lease = 0
+        self._missing = 0  # hosts, as of the last view
+        self._revision, self._copy = 0, _Keys()  # the watching thread's
+        self._changes: Iterator[int] | None = None  # of these keys, by revision
+        try:
+            self._read(self._asking, patience_s)
+        except StoreLost as error:
+            raise StoreTimeout(f"{self._gateway} cannot be reached", seen=error.seen) from None
+
+    def ask(self, message: Message, timeout_s: float = 0.0) -> Answer:
+        match message:
+            case Join():
+                return self._join(message, read_joining(message.body))
+            case Tell():
+                return self._change(self._asking, message.agent, message.nonce, message.events)
+            case Watch():
+                return self._watch(message, timeout_s)
+            case Renew():
+                return self._renew()
+            case Leave():
+                lost = Lost(message.agent, message.why)
+                answer = self._change(
+                    self._asking, message.agent, message.nonce, (lost,), last=True
+                )
+                if self._lease:
+                    self._request("lease/revoke", {"ID": str(self._lease)})
+                return answer
+
+    def has_ended(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._closed.set()
+        self._streaming.shut_down()
+
+    def see_others_off(self, agent: str, limit_s: float) -> None:
+        """At the end of a job, its first agent waits for the others to leave, and clears all."""
+        until = time.monotonic() + limit_s
+        with contextlib.suppress(StoreError):
+            while True:
+                keys = self._read(self._asking)[1]
+                state = _state_of(keys)
+                if not isinstance(state, JobState) or state.phase is not Phase.OVER:
+                    return
+                if state.agents[:1] != (agent,):
+                    return
+                if not any(name.startswith(_MEMBERS) for name in keys):
+                    self._request("kv/deleterange", _below(self._root))
+                    return
+                if time.monotonic() > until:
+                    return
+                time.sleep(_PAUSE_S)
+
+    # --- the requests ----------------------------------------------------------------------------
+
+    def _join(self, message: Join, joining: Joining) -> Answer:
+        agent, former = joining.joined.agent, joining.former
+        lease, until = secrets.randbits(62) + 1, time.monotonic() + 5 * _PATIENCE_S
+        while True:
+            keys = self._read(self._asking)[1]
+            if _MEMBERS + agent in keys:  # the answer to an earlier attempt was lost
+                self._lease = lease
+                return self._admitted(keys)
+            state = _state_of(keys)
+            members = [name for name in keys if name.startswith(_MEMBERS)]
+            if isinstance(state, Author):
+                refusal = why_other_build(state, message.author)
+                if members or former:
+                    # Notify the waiting hosts; otherwise they wait until the join timeout.
+                    self._request("kv/put", self._put_words(_REFUSED, refusal.seen.encode()))
+                    return refusal
+                state = None  # no host is left in that job
+            living = state is not None and any(_MEMBERS + a in keys for a in state.agents)
+            if state is not None and not former and (state.phase is Phase.OVER or not living):
+                state = None
+            steps: list[Json] = []
+            if state is not None:
+                if (refusal := why_other_flags(joining, state)) is not None:
+                    return refusal
+            elif former:
+                return NoJob()
+            else:
+                state = joining.state(joining.settings.run_id or uuid.uuid4().hex)
+                steps.append(self._delete(_REFUSED))  # of an earlier job
+            if former and _MEMBERS + former in keys:
+                state.apply(Lost(former, "it was cut off, and has come back"))
+                steps.append(self._delete(_MEMBERS + former))
+            state.apply(joining.joined)
+            settings = state.settings
+            self._grant(lease, settings.lease_s + settings.margin_s)
+            steps.append(self._put(_MEMBERS + agent, joining.nonce, lease))
+            with contextlib.suppress(StoreLost):
+                if self._write(self._asking, state, [self._is_at(_STATE, keys)], steps):
+                    self._lease = lease
+                    return Admitted(settings)
+            if time.monotonic() > until:
+                raise StoreTimeout(f"{self._gateway} did not answer", op="join", keys=())
+            self._rest()
+
+    def _admitted(self, keys: _Keys) -> Answer:
+        state = _state_of(keys)
+        return Admitted(state.settings) if isinstance(state, JobState) else NoJob()
+
+    def _change(
+        self,
+        connection: Connection,
+        agent: str,
+        nonce: bytes,
+        events: tuple[Event, ...],
+        *,
+        last: bool = False,
+    ) -> Answer:
+        """Apply events of a member, which with `last` is none afterwards."""
+        mine = _MEMBERS + agent
+        while True:
+            _, keys = self._read(connection)
+            before, state = _state_of(keys), _state_of(keys)
+            if mine not in keys or keys[mine].value != nonce or not isinstance(state, JobState):
+                return Gone()
+            for event in events:
+                state.apply(event)
+            steps = [self._delete(mine)] if last else []
+            if state == before and not steps:
+                return Accepted(state.missing)
+            expect = [self._is_at(_STATE, keys), self._is_at(mine, keys)]
+            if self._write(connection, state, expect, steps):
+                return Accepted(state.missing)
+            self._rest()
+
+    def _renew(self) -> Answer:
+        answer = self._request("lease/keepalive", {"ID": str(self._lease)}, _RENEWAL_S)
+        if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+            return Gone()
+        return Accepted(self._missing)
+
+    def _watch(self, watch: Watch, timeout_s: float) -> Answer:
+        """Wait for another state, or for a member's end; the watching thread's."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until and not self._closed.is_set():
+            try:
+                if self._changes is None:
+                    self._revision, self._copy = self._read(self._watching)
+                    start = self._revision + 1
+                    self._changes = iter(self._streaming.events(_below(self._prefix), start))
+                answer = self._view(watch)
+                if answer is not None:
+                    return answer
+                if next(self._changes) > self._revision:
+                    self._revision, self._copy = self._read(self._watching)
+            except (Unanswered, StopIteration):
+                self._changes = None
+                self._rest()
+            except BaseException:
+                self._changes = None
+                raise
+        return Accepted(self._missing)
+
+    def _view(self, watch: Watch) -> Answer | None:
+        state = _state_of(self._copy)
+        mine = self._copy.get(_MEMBERS + watch.agent)
+        if mine is None or mine.value != watch.nonce or not isinstance(state, JobState):
+            return Gone()
+        self._missing = state.missing
+        silent_s = state.settings.lease_s + state.settings.margin_s
+        news: list[Event] = [
+            Lost(agent, f"nothing was heard of it for {silent_s:g} s")
+            for agent in state.agents
+            if _MEMBERS + agent not in self._copy
+        ]
+        if _REFUSED in self._copy and state.waits_for_first:
+            news.append(Refused(self._copy[_REFUSED].value.decode()))
+        if news and state.phase is not Phase.OVER:
+            self._rest()  # another agent may be faster
+            self._change(self._watching, watch.agent, watch.nonce, tuple(news))
+        revision, new_notes = self._copy[_STATE].revision, max(0, state.num_notes - watch.heard)
+        if revision == watch.seen:
+            return None
+        notes = tuple(state.notes[-new_notes:]) if new_notes else ()
+        return View(revision, state.action(watch.agent), notes, state.num_notes)
+
+    def _rest(self) -> None:
+        self._closed.wait(random.uniform(0.0, _CROWD_S))
+
+    # --- etcd ------------------------------------------------------------------------------------
+
+    def _request(self, path: str, body: Json, answer_s: float = _PATIENCE_S) -> Json:
+        return self._until_answered(lambda: self._asking.ask(path, body, answer_s), _PATIENCE_S)
+
+    def _until_answered(self, ask: Callable[[], Json], patience_s: float) -> Json:
+        """Ask one member after the other.
+
+        Raises:
+            StoreLost: None answered in time; the request may have been carried out or not.
+        """
+        until = time.monotonic() + patience_s
+        while True:
+            if self._closed.is_set():
+                raise StoreLost(f"the connection to {self._gateway} was closed by this process")
+            try:
+                return ask()
+            except Unanswered as error:
+                if time.monotonic() > until:
+                    raise StoreLost(f"{self._gateway} is lost", seen=str(error)) from None
+                self._closed.wait(random.uniform(0.0, _PAUSE_S))
+
+    def _read(self, connection: Connection, patience_s: float = _PATIENCE_S) -> tuple[int, _Keys]:
+        """Return the revision, and all keys of the job's control plane."""
+        below = _below(self._prefix)
+        answer = self._until_answered(lambda: connection.ask("kv/range", below), patience_s)
+        found = {self._name(each): _kept(each) for each in answer.get("kvs", ())}
+        return int(answer["header"]["revision"]), found
+
+    def _write(
+        self, connection: Connection, state: JobState, expect: list[Json], steps: list[Json]
+    ) -> bool:
+        """Write a state and more, if all that is expected holds; tell whether it did."""
+        record = pack(_Record(author(), msgspec.Raw(pack(state))))
+        body = {"compare": expect, "success": [self._put(_STATE, record), *steps]}
+        try:
+            return bool(connection.ask("kv/txn", body).get("succeeded"))
+        except Unanswered:  # it may have been done: the caller reads again
+            return False
+
+    def _grant(self, lease: int, ttl_s: float) -> None:
+        """Make a lease, whose number is ours to choose: granted twice, it is the same one."""
+        try:
+            self._request("lease/grant", {"ID": str(lease), "TTL": str(math.ceil(ttl_s))})
+        except StoreError as error:
+            if "already exists" not in error.seen:
+                raise
+
+    def _name(self, found: Json) -> str:
+        return decoded(found["key"]).decode().removeprefix(self._prefix)
+
+    def _put_words(self, name: str, value: bytes, lease: int = 0) -> Json:
+        words = {"key": coded(self._prefix + name), "value": coded(value)}
+        return words | ({"lease": str(lease)} if lease else {})
+
+    def _put(self, name: str, value: bytes, lease: int = 0) -> Json:
+        return {"request_put": self._put_words(name, value, lease)}
+
+    def _delete(self, name: str) -> Json:
+        return {"request_delete_range": {"key": coded(self._prefix + name)}}
+
+    def _is_at(self, name: str, keys: _Keys) -> Json:
+        """Expect that a key was not changed since `keys` were read, or does not exist still."""
+        revision = keys[name].revision if name in keys else 0
+        key = coded(self._prefix + name)
+        return {"target": "MOD", "result": "EQUAL", "key": key, "mod_revision": str(revision)}
+
+
+_read_record = msgspec.msgpack.Decoder(_Record).decode
+_read_state = msgspec.msgpack.Decoder(JobState | ElasticState).decode
+
+
+def _state_of(keys: _Keys) -> JobState | Author | None:
+    """Return the state; the author of one that this build cannot read; None if there is none."""
+    if _STATE not in keys:
+        return None
+    theirs = Author("an unknown build")
+    try:
+        record = _read_record(keys[_STATE].value)
+        theirs = record.author
+        if theirs.build == author().build:
+            return _read_state(record.state)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    return theirs
+
+
+def _kept(found: Json) -> _Kept:
+    return _Kept(int(found["mod_revision"]), decoded(found.get("value", "")))
+
+
+def _below(prefix: str) -> Json:
+    """Return the range of all keys that begin with `prefix`, which ends in "/"."""
+    return {"key": coded(prefix), "range_end": coded(prefix[:-1] + chr(ord("/") + 1))}
