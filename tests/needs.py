@@ -71,6 +71,12 @@ def _cluster_shell() -> str:
     return "" if importlib.util.find_spec("ClusterShell") else "not installed (extra: cluster)"
 
 
+def _page() -> str:
+    names = ("starlette", "uvicorn")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)} (extra: page)" if missing else ""
+
+
 NEEDS: dict[str, Callable[[], str]] = {
     "engine": _engine,
     "root": _root,
@@ -82,6 +88,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "Slurm": _slurm,
     "MPI": _mpi,
     "GPU": _gpu,
+    "extra page": _page,
     "ClusterShell": _cluster_shell,
 }
 

@@ -36,10 +36,13 @@ def test_import_dure_is_light():
 
 
 LIGHT = ["dure.errors", "dure.env", "dure.trace", "dure.store", "dure.launch", "dure.native"]
-LIGHT += ["dure.viewer.server", "dure.cli", "dure.cli.plan"]
+LIGHT += ["dure.cli", "dure.cli.plan"]
 LIGHT += [f"dure.cli.{command}.command" for command in ("demo", "bench", "doctor")]
 
 
-@pytest.mark.parametrize("module", LIGHT)
+VIEWER = pytest.param("dure.viewer.server", marks=pytest.mark.needs("extra page"))
+
+
+@pytest.mark.parametrize("module", [*LIGHT, VIEWER])
 def test_what_only_starts_ranks_loads_neither_torch_nor_scikit_learn(module):
     assert not {"torch", "sklearn"} & set(_load(module)["heavy"])

@@ -21,12 +21,20 @@ from tests.docs.snippets import PAGES
 
 MADE_BY_DURE = {
     "checkpoint.FileSystemReader.read_catalog": "`load` reads its own storages by it",
+    "checkpoint.FileSystemReader.fill": "the same",
     "checkpoint.HuggingFaceStorageReader.read_catalog": "the same",
+    "checkpoint.HuggingFaceStorageReader.fill": "the same",
+    "checkpoint.QuantizedHuggingFaceStorageReader.read_catalog": "the same",
     "checkpoint.QuantizedHuggingFaceStorageReader.fill": "the same",
     "checkpoint.staging.AsyncStager.hold": "`async_save` calls it",
     "checkpoint.staging.BlockingAsyncStager.hold": "the same",
+    "checkpoint.staging.DefaultStager.hold": "the same",
+    "ProcessGroup.__init__": "`new_group` makes it",
+    "ProcessGroup.footprints": "for DDP and FSDP, which choose by it",
+    "ProcessGroup.hold": "for buckets and checkpoints, which wait until operations have ended",
     "Work.__init__": "collectives make it",
     "GradBucket.__init__": "DDP makes it for hooks",
+    "DistributedDataParallel.divisor_of": "for the reducer",
     "DistributedDataParallel.reducer": "for hooks of Dure",
     "DistributedDataParallel.replaced": "the reducer calls it",
     "DistributedDataParallel.step_ended": "for StepMeter",
@@ -105,11 +113,15 @@ def test_dir_of_dure_has_functions_and_submodules_and_no_internal_module():
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what of a public name has a signature: itself, or its public methods."""
+    """Yield what of a public name has a signature: itself, or its methods, inherited ones too."""
     if inspect.isfunction(value):
         yield "", inspect.unwrap(value)
     elif inspect.isclass(value):
-        for name, member in vars(value).items():
+        ours = [
+            cls for cls in reversed(value.__mro__) if cls.__module__.partition(".")[0] == "dure"
+        ]
+        members = {name: member for cls in ours for name, member in vars(cls).items()}
+        for name, member in members.items():
             found = getattr(member, "fget", None) or getattr(member, "__func__", member)
             shown = not name.startswith("_") or name in {"__init__", "__call__", "__enter__"}
             if shown and inspect.isfunction(found):

@@ -61,6 +61,16 @@ def test_patched_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rpc._is_current_rpc_agent_set()
 
 
+@pytest.mark.needs("engine")
+def test_a_worker_that_joins_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    place: dict[str, Any] = {"name": "w", "rank": 0, "world_size": 1, "store": HashStore()}
+    with caplog.at_level("INFO", "dure.rpc"):
+        rpc.init_rpc(**place)
+        rpc.shutdown()
+    lines = [record.getMessage() for record in caplog.records if record.name == "dure.rpc"]
+    assert lines == ["RPC with 1 worker: this is 'w' (id 0); 16 threads for calls; timeout 60 s"]
+
+
 @pytest.mark.parametrize("seconds", [-1, float("nan"), "x", None])
 def test_no_timeout(seconds: Any) -> None:
     with Cluster(1) as cluster, cluster.on(0) as agent:

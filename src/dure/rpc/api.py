@@ -129,6 +129,21 @@ def init_rpc(
         agent.start()
         signals.install()
         opened.pop_all()
+    _report(agent, options)
+
+
+@logs.never_fails
+def _report(agent: Agent, options: TensorPipeRpcBackendOptions) -> None:
+    """Write one line about the world of RPC that this process has joined."""
+    first = min(worker.id for worker in agent.workers)
+    count = len(agent.workers)
+    workers = f"{count} worker{'s' if count > 1 else ''}" if agent.static else "dynamic membership"
+    logs.decided(
+        _log,
+        agent.me.id - first,
+        "RPC with %s: this is %r (id %d); %d threads for calls; timeout %g s",
+        *(workers, agent.me.name, agent.me.id, options.num_worker_threads, options.rpc_timeout),
+    )
 
 
 def _check_place(name: object, rank: object, world_size: object, store: object) -> None:

@@ -38,13 +38,15 @@ from dure.parallel.pipeline.messages import Messages
 from dure.parallel.pipeline.slots import Slots, has_slots
 from dure.parallel.pipeline.stage import PipelineStage
 from dure.schedules import Action, Kind
-from dure.trace import spans
+from dure.trace import logs, spans
 from dure.training.pytrees import tensors_of
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
 __all__ = ["Batch", "CustomFunction", "Executor", "LossFn", "PipelineOptions"]
+
+_log = logs.logger("parallel")
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -122,6 +124,13 @@ class Executor:
         self._microbatches = microbatches
         transport = Slots if has_slots(group.backend_name, stages[0].device) else Messages
         self._messages = transport(group, placement, microbatches, stages[0].device)
+        logs.decided(
+            _log,
+            self._rank,
+            "pipeline of %d stages on %d ranks, %d microbatches: activations go through %s",
+            *(len(placement), group.size(), microbatches),
+            "shared memory" if transport is Slots else f"messages of {group.backend_name}",
+        )
         self._live_losses: dict[int, torch.Tensor] = {}
         self._batch: Batch | None = None
         self._num_steps, self._waited_ns = 0, 0
