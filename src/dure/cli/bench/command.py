@@ -27,7 +27,7 @@ from dure.cli.bench.plan import (
     parse_sizes,
     show_size,
 )
-from dure.cli.bench.results import Report, markdown, read_report, rich_tables, tables_of
+from dure.cli.bench.results import Report, markdown, read_report, rich_table, tables_of
 from dure.cli.machine import busy_cores, conditions, oversubscribed, usable_cores
 from dure.errors import UsageError
 from dure.trace.plain_files import read_plain
@@ -96,7 +96,7 @@ def bench(
         report = _load(source)
         for key, rows in tables_of(report.cells).items():
             cells = [cell for row in rows.values() for cell in row.values()]
-            screen.print(*rich_tables(key, cells, report.contestants))
+            screen.print(rich_table(key, cells, report.contestants))
     for name, text in report.machine.items():
         if name.startswith("Copies"):  # it decides the figures
             screen.print(f"{name}: {text}", highlight=False)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.bench.plan import DTYPES, OPERATIONS, Plan, show_size
-from dure.cli.bench.results import Cell, Key, Report, rich_tables
+from dure.cli.bench.results import Cell, Key, Report, rich_table
 
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
@@ -47,7 +47,7 @@ def measure(plan: Plan, contestants: list[Contestant], report: Report, console: 
                     for count in _counts(plan, key):
                         status.update(f"{key.title}: {show_size(count * DTYPES[dtype])}")
                         cells += _cells(plan, key, count, named)
-                    console.print(*rich_tables(key, cells, report.contestants))
+                    console.print(rich_table(key, cells, report.contestants))
                     report.cells += cells
 
 

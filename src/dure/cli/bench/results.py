@@ -1,11 +1,11 @@
-"""What a benchmark found: values, the figures derived from them, and their tables.
+"""The results of a benchmark: values, the figures derived from them, and their tables.
 
 A *cell* is one operation at one size, by one contestant. A sample is the time of one operation in
 seconds, mean over several back to back, of the rank that took longest. Shown is the median of the
 samples; the *spread* is half the distance between the quartiles, relative to the median.
 
-The columns of tables are those of nccl-tests, less what all rows have in common, which is in the
-title. Each rival has its time, and the ratio of its time to Dure's: above 1, Dure is faster.
+The columns of tables are those of nccl-tests, without what all rows have in common, which is in
+the title. Each other library has its time, and the ratio to Dure's: above 1, Dure is faster.
 """
 
 from __future__ import annotations
@@ -165,24 +165,12 @@ def show_time(seconds: float | None) -> str:
     return f"{seconds * 1e6:#.3g} us".replace(". ", " ")
 
 
-def rich_tables(key: Key, cells: Sequence[Cell], contestants: Sequence[str]) -> list[Table]:
-    """Return the tables of `cells`, which share `key`: Dure's figures, and beside its rivals'."""
+def rich_table(key: Key, cells: Sequence[Cell], contestants: Sequence[str]) -> Table:
+    """Return the table of `cells`, which share `key`: Dure's figures, then those of the others."""
     heads, rows = heads_and_rows(tables_of(cells)[key], contestants)
-    own = len(_OWN)
     ours = next(name for name in contestants if any(c.contestant == name for c in cells))
-    tables = [_rich(f"{key.title}: {ours}", heads[:own], [row[:own] for row in rows])]
-    if len(heads) > own:
-        beside = [
-            [row[0], row[2] if row[2] == _NONE else f"{row[2]} ±{row[3]}", *row[own:]]
-            for row in rows
-        ]
-        tables.append(_rich("", ["size", ours, *heads[own:]], beside))
-    return tables
-
-
-def _rich(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(
-        title=title or None,
+        title=f"{key.title}: {ours}",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,

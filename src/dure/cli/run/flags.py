@@ -127,8 +127,7 @@ def _add_hosts(parser: RunParser) -> None:
     )
     torchrun("--node-rank N", "Number of this host, for the static backend.", whole_number(0))
     torchrun(
-        "--master-addr HOST",
-        "The host of rank 0, for the static backend. [default: 127.0.0.1]",
+        "--master-addr HOST", "The host of rank 0, for the static backend. [default: 127.0.0.1]"
     )
     torchrun(
         "--master-port PORT",
@@ -217,9 +216,7 @@ def _add_output(parser: RunParser) -> None:
         streams,
     )
     torchrun(
-        "-t, --tee STREAMS",
-        "Streams that go to files and are also shown. [default: 0]",
-        streams,
+        "-t, --tee STREAMS", "Streams that go to files and are also shown. [default: 0]", streams
     )
     torchrun(
         "--local-ranks-filter RANKS",
@@ -245,10 +242,7 @@ def _add_output(parser: RunParser) -> None:
         choice("auto", "rank", "host", "none"),
     )
     add(
-        "--no-fold",
-        "Show a line that several ranks write once per rank.",
-        dest="fold",
-        const=False,
+        "--no-fold", "Show a line that several ranks write once per rank.", dest="fold", const=False
     )
     add("--timestamps", "Put the time of day before each line.")
     add("--page", "Show the run as a page in a browser of this machine (needs dure[page]).")
@@ -298,19 +292,13 @@ def _add_compatible(parser: RunParser) -> None:
     parser.start_group("Accepted for compatibility with torchrun")
     add, torchrun = parser.add, partial(parser.add, variable=True)
     torchrun(
-        "--monitor-interval SECONDS",
-        "No effect: the end of a rank wakes the launcher.",
-        seconds,
+        "--monitor-interval SECONDS", "No effect: the end of a rank wakes the launcher.", seconds
     )
     torchrun(
         "--start-method spawn|fork|forkserver",
         "No effect, as in torchrun, which uses it for functions only. See --no-zygote.",
         choice("spawn", "fork", "forkserver"),
     )
-    torchrun(
-        "--event-log-handler null",
-        "Only null is available. See --event-log.",
-        event_log,
-    )
+    torchrun("--event-log-handler null", "Only null is available. See --event-log.", event_log)
     add("--use-env", "No effect: ranks always find LOCAL_RANK.")
     add("--logs-specs NAME", "Not supported: a plug-in of torch's for log files.", logs_specs)

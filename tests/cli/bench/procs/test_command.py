@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -101,11 +104,12 @@ def test_interrupted_or_killed_leaves_no_process() -> None:
     words = ("--sizes", "8", "--ranks", "2", "--samples", "100000")
     ended = {number: start(*words) for number in (signal.SIGINT, signal.SIGKILL)}
 
-    def ranks() -> int:
-        assert all(process.poll() is None for process in ended.values())
-        return len(set(living("\0RANK=")) & set(living(f"BENCH_TEST={TAG}")))
+    def has_ranks(process: subprocess.Popen[str]) -> bool:
+        assert process.poll() is None
+        known = psutil.Process(process.pid).net_connections("unix")
+        return sum("dure-bench-" in str(each.laddr) for each in known) == 3  # one listens
 
-    until(lambda: ranks() == 4, "four ranks")
+    until(lambda: all(map(has_ranks, ended.values())), "two ranks of each")
     for number, process in ended.items():
         process.send_signal(number)
     for process in ended.values():
@@ -135,10 +139,9 @@ def test_group_whose_rank_is_killed_says_so_and_is_gone() -> None:
         group.call(
             "prepare", op="barrier", dtype="float32", redop="", count=0, root=-1, arena=False
         )
-        children = Path(f"/proc/{group._process.pid}/task/{group._process.pid}/children")
-        ranks = [int(pid) for pid in children.read_text().split() if int(pid) in living("\0RANK=")]
-        assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
+        with socket.socket(fileno=os.dup(group._connections[1].fileno())) as line:
+            peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        os.kill(struct.unpack("3i", peer)[0], signal.SIGKILL)
         with pytest.raises(GroupFailed):
             group.call("sample", repeats=1_000_000)
         assert not group.alive
