@@ -7,7 +7,7 @@ import os
 import pytest
 
 from dure.errors import RendezvousError, StoreError
-from dure.store.init_method import LocalPlace, TcpPlace, find_place
+from dure.store.init_method import LocalEndpoint, TcpEndpoint, read_init_method
 from tests.placement import environments as seen
 
 
@@ -29,34 +29,34 @@ def inside(monkeypatch):
 
 def test_ranks_of_one_host_meet_at_a_socket(inside):
     inside(seen.OPEN_MPI_4)
-    spot = find_place(None, -1, -1)
-    assert (spot.rank, spot.world_size) == (1, 2)
-    assert isinstance(spot.place, LocalPlace)
-    assert "718340097" in spot.place.name
+    method = read_init_method(None, -1, -1)
+    assert (method.rank, method.world_size) == (1, 2)
+    assert isinstance(method.endpoint, LocalEndpoint)
+    assert "718340097" in method.endpoint.name
 
 
 def test_ranks_of_several_hosts_meet_after_a_derived_port(inside):
     inside(seen.SLURM_STEP)
-    spot = find_place("env://", -1, -1)
-    assert (spot.rank, spot.world_size) == (5, 7)
-    assert isinstance(spot.place, TcpPlace)
-    assert (spot.place.host, spot.place.other) == ("cn08", "cn09")
-    assert 15000 < spot.place.port <= 29000
-    assert spot.place.job == spot.place.name != ""
+    method = read_init_method("env://", -1, -1)
+    assert (method.rank, method.world_size) == (5, 7)
+    assert isinstance(method.endpoint, TcpEndpoint)
+    assert (method.endpoint.host, method.endpoint.other) == ("cn08", "cn09")
+    assert 15000 < method.endpoint.port <= 29000
+    assert method.endpoint.job == method.endpoint.name != ""
     inside(seen.SLURM_STEP | {"DURE_STORE_PORT": "4711"})
-    assert getattr(find_place("env://", -1, -1).place, "port", 0) == 4711
+    assert getattr(read_init_method("env://", -1, -1).endpoint, "port", 0) == 4711
 
 
 def test_told_address_is_taken_as_it_is(inside):
     inside(seen.SLURM_STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    place = find_place(None, -1, -1).place
-    assert isinstance(place, TcpPlace)
-    assert (place.host, place.port) == ("10.0.0.1", 29500)
+    endpoint = read_init_method(None, -1, -1).endpoint
+    assert isinstance(endpoint, TcpEndpoint)
+    assert (endpoint.host, endpoint.port) == ("10.0.0.1", 29500)
 
 
 def test_rank_and_size_that_the_program_knows_already_are_filled_up(inside):
     inside(seen.SLURM_STEP)
-    assert find_place(None, 5, 7).rank == 5
+    assert read_init_method(None, 5, 7).rank == 5
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_rank_and_size_that_the_program_knows_already_are_filled_up(inside):
 def test_contradictions_and_unknown_hosts_are_errors(inside, environ, rank, size):
     inside(environ)
     with pytest.raises(RendezvousError):
-        find_place(None, rank, size)
+        read_init_method(None, rank, size)
 
 
 def test_arguments_go_before_the_url(inside):
     inside({})
-    spot = find_place("tcp://h:1?rank=1&world_size=2", 0, 3)
-    assert (spot.rank, spot.world_size) == (0, 3)
-    spot = find_place("tcp://h:1?rank=1&world_size=2", -1, -1)
-    assert (spot.rank, spot.world_size) == (1, 2)
+    method = read_init_method("tcp://h:1?rank=1&world_size=2", 0, 3)
+    assert (method.rank, method.world_size) == (0, 3)
+    method = read_init_method("tcp://h:1?rank=1&world_size=2", -1, -1)
+    assert (method.rank, method.world_size) == (1, 2)
 
 
 @pytest.mark.parametrize("local", [2, 1])
@@ -86,9 +86,9 @@ def test_under_torchrun_ranks_meet_beside_the_agent(inside, local):
     told = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": local, "MASTER_ADDR": "h"}
     told |= {"MASTER_PORT": 29500, "TORCHELASTIC_USE_AGENT_STORE": True}
     inside({name: str(value) for name, value in told.items()})
-    place = find_place(None, -1, -1).place
-    assert isinstance(place, LocalPlace if local == 2 else TcpPlace)
-    assert getattr(place, "port", 29501) == 29501
+    endpoint = read_init_method(None, -1, -1).endpoint
+    assert isinstance(endpoint, LocalEndpoint if local == 2 else TcpEndpoint)
+    assert getattr(endpoint, "port", 29501) == 29501
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_under_torchrun_ranks_meet_beside_the_agent(inside, local):
 )
 def test_a_malformed_url_is_an_error(bad: str):
     with pytest.raises(RendezvousError):
-        find_place(bad, -1, -1)
+        read_init_method(bad, -1, -1)
 
 
 PLAIN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -116,7 +116,7 @@ PLAIN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 def test_all_missing_variables_are_named_together(inside):
     inside({})
     with pytest.raises(RendezvousError) as caught:
-        find_place(None, -1, -1)
+        read_init_method(None, -1, -1)
     assert all(name in caught.value.what for name in PLAIN)
 
 
@@ -127,13 +127,13 @@ def test_all_missing_variables_are_named_together(inside):
 def test_a_variable_that_is_no_number_is_named(inside, name, value):
     inside(PLAIN | {name: value})
     with pytest.raises(RendezvousError) as caught:
-        find_place(None, -1, -1)
+        read_init_method(None, -1, -1)
     assert name in caught.value.what
 
 
 def test_an_unknown_host_is_named(inside):
     inside(PLAIN | {"MASTER_ADDR": "no-such-host.invalid"})
     with pytest.raises(StoreError) as caught:
-        find_place(None, -1, -1).place.open(1, 2, 1.0)
+        read_init_method(None, -1, -1).endpoint.open(1, 2, 1.0)
     assert "MASTER_ADDR" in caught.value.what
     assert "no-such-host.invalid" in caught.value.seen

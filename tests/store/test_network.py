@@ -16,7 +16,7 @@ from dure.store import JobKey, Store, TCPStore, network
 from dure.store.builds import Build, own_build
 from dure.store.connection import Connection, dial
 from dure.store.identity import host_name
-from dure.store.init_method import TcpPlace
+from dure.store.init_method import TcpEndpoint
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
 from tests.waiting import until
@@ -97,7 +97,7 @@ def test_threads_that_open_one_address_share_one_server() -> None:
         together.wait()
         if number % 2:
             return TCPStore("127.0.0.1", port, is_master=True, timeout=TIMEOUT)
-        return TcpPlace(host="127.0.0.1", port=port).open(0, 1, TIMEOUT.total_seconds())
+        return TcpEndpoint(host="127.0.0.1", port=port).open(0, 1, TIMEOUT.total_seconds())
 
     for _ in range(5):
         with ThreadPoolExecutor(4) as pool:

@@ -40,7 +40,7 @@ from dure.errors import DureError, PerformanceWarning, RendezvousError, UsageErr
 from dure.native import available as native_available
 from dure.placement import System, detect
 from dure.store.base import Store
-from dure.store.init_method import find_place
+from dure.store.init_method import read_init_method
 from dure.store.lifetime import at_process_end
 from dure.store.rendezvous import Rendezvous, rendezvous, rendezvous_alone, rendezvous_at
 from dure.trace import logs
@@ -110,8 +110,8 @@ def init_process_group(
     if named == {"fake"}:
         url = init_method or "env://"
         if "?" in url and not url.startswith("env://"):  # it may have the numbers
-            spot = find_place(url, rank, world_size)
-            rank, world_size = spot.rank, spot.world_size
+            method = read_init_method(url, rank, world_size)
+            rank, world_size = method.rank, method.world_size
         found = rendezvous_alone(_given("RANK", rank), _given("WORLD_SIZE", world_size))
     elif not told and _wants_mpi(backend):
         found = _rendezvous_by_mpi(soon, group_name)
@@ -188,21 +188,21 @@ def _wants_mpi(backend: str | None) -> bool:
 
 def _rendezvous_by_mpi(timeout: timedelta, group_name: str) -> Rendezvous:
     began = time.monotonic()
-    spot = find_mpi_place(timeout.total_seconds())
+    method = find_mpi_place(timeout.total_seconds())
     placement = detect(env.everything())
     member = placement.member
     if placement.system in (System.DURE, System.TORCHRUN, System.LAUNCHER):
         member = None  # an mpirun that is itself a rank of `dure run` starts a job of its own
-    if member is not None and spot.world_size != member.world_size:
+    if member is not None and method.world_size != member.world_size:
         raise RendezvousError(
             "MPI and the launcher do not agree on the job",
             seen=f"{placement.system} started {member.world_size} processes, but mpi4py's MPI "
-            f"knows of {spot.world_size}",
+            f"knows of {method.world_size}",
             fix="Start with the mpirun of the MPI that mpi4py was built with, and no other "
             "(`python -m mpi4py --mpi-library`), or choose a backend that needs no MPI.",
         )
     left_s = max(1.0, timeout.total_seconds() - (time.monotonic() - began))
-    return rendezvous_at(spot, timedelta(seconds=left_s), group_name)
+    return rendezvous_at(method, timedelta(seconds=left_s), group_name)
 
 
 def _default_backend(found: Rendezvous) -> tuple[str, str]:

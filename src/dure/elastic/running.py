@@ -60,7 +60,7 @@ from dure.errors import (
 )
 from dure.placement import detect
 from dure.store.base import Store
-from dure.store.init_method import find_place
+from dure.store.init_method import read_init_method
 from dure.store.memory import HashStore
 from dure.store.prefix import PrefixStore
 from dure.store.silence import silence_s
@@ -207,14 +207,14 @@ def _find_job(options: Options) -> _Job:
     told = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
     if rank < 0 and not told and detect(env.everything()).member is None:
         return _Job(HashStore(), True, "alone", 0, 1)
-    spot = find_place(None, rank, world_size)
-    name = spot.place.name
+    method = read_init_method(None, rank, world_size)
+    name = method.endpoint.name
     if env.flag("DURE_ELASTIC"):  # one job, whichever process was started how often
         name = env.text("TORCHELASTIC_RUN_ID") or "elastic"
-    store = spot.place.open(spot.rank, spot.world_size, _JOIN_S)
+    store = method.endpoint.open(method.rank, method.world_size, _JOIN_S)
     # What is waited for there has limits of its own: this is for one answer.
     store.set_timeout(timedelta(seconds=silence_s()))
-    return _Job(store, False, name, spot.rank, spot.world_size)
+    return _Job(store, False, name, method.rank, method.world_size)
 
 
 class _Session(Generic[T]):

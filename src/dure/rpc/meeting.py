@@ -18,7 +18,7 @@ from dure.store.base import Store
 from dure.store.builds import own_build
 from dure.store.file import FileStore
 from dure.store.identity import myself
-from dure.store.init_method import FilePlace, find_place
+from dure.store.init_method import FileEndpoint, read_init_method
 from dure.store.key import KEY_BYTES, JobKey, mint
 from dure.store.listener import listen
 from dure.store.network import NetworkStore
@@ -116,12 +116,12 @@ def _met(meeting: Meeting) -> tuple[Store, int, int, str, Callable[[], None]]:
         return PrefixStore("dure/rpc", given), rank, 0, "", lambda: None
     url = meeting.init_method or "env://"
     # who has no rank is not the one who serves the store
-    spot = find_place(url, rank if rank >= 0 or url.startswith("env:") else 1, 1)
-    if isinstance(spot.place, FilePlace):  # in which some may have died, and others go on
-        base = FileStore(spot.place.path, 1, meeting.timeout)
+    method = read_init_method(url, rank if rank >= 0 or url.startswith("env:") else 1, 1)
+    if isinstance(method.endpoint, FileEndpoint):  # in which some may have died, and others go on
+        base = FileStore(method.endpoint.path, 1, meeting.timeout)
     else:
-        base = spot.place.open(spot.rank, 1, meeting.timeout.total_seconds())
-    name, elastic = spot.place.name, env.flag("DURE_ELASTIC")
+        base = method.endpoint.open(method.rank, 1, meeting.timeout.total_seconds())
+    name, elastic = method.endpoint.name, env.flag("DURE_ELASTIC")
     if url.startswith("env:") and elastic:  # replacements have another restart count
         name = env.text("TORCHELASTIC_RUN_ID") or name
     return PrefixStore(f"dure/{name}/rpc", base), rank, 0, "", base.close

@@ -4,12 +4,12 @@ A store listens on one address: a loopback one for a job of one host, and for se
 the interface through which they reach each other (MASTER_ADDR, or `DURE_STORE_BIND`). A wildcard
 address (0.0.0.0, ::, *, and all their spellings) would open the door to every network that this
 host is on, and tells the other hosts nothing. It is refused, wherever it is written, unless
-`DURE_STORE_BIND_ANY=1` says that this is meant, as where a container must not know its address.
+`DURE_STORE_BIND_ANY=1` allows it, as for a container that must not know its address.
 
 In Kubernetes a pod's name is known once the pod has an address, and pods start in any order: the
 name of the first one may be unknown for minutes to those that wait for it. A pod that is replaced
-keeps its name and gets a new address, which some name servers tell half a minute late. So whoever
-waits for a host asks for its name again and again, and one that has been found is asked for again.
+keeps its name and gets a new address, which some name servers report half a minute late. So the
+name of a host that is waited for is looked up again and again, also after it was found once.
 Elsewhere a name that is unknown is mostly misspelt, and waiting would not help.
 """
 
@@ -106,7 +106,7 @@ def check_not_wildcard(ip: str, purpose: str) -> None:
     """Refuse an address that stands for all of a machine's, unless the user has allowed that.
 
     Raises:
-        StoreError: It does. The text says what to write instead.
+        StoreError: It does. The text names what to write instead.
     """
     if not is_wildcard(ip) or env.flag("DURE_STORE_BIND_ANY"):
         return
@@ -132,7 +132,7 @@ def is_local(host: str) -> bool:
 
 
 def patience_for_names(limit_s: float, elsewhere_s: float = 0.0) -> float:
-    """Return how long to wait for a name that nobody knows: `elsewhere_s` if not in Kubernetes."""
+    """Return how long to wait for an unknown name: `elsewhere_s` if not in Kubernetes."""
     return limit_s if env.text("KUBERNETES_SERVICE_HOST") else min(limit_s, elsewhere_s)
 
 
@@ -142,7 +142,7 @@ def await_name(
     say: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until `host` is known, or its time is up: then looking it up says what is wrong.
+    """Wait until `host` is known, or its time is up: then looking it up raises the error.
 
     Args:
         host: A name or an address.

@@ -122,7 +122,7 @@ class AskingStore(Store):
             op=op,
             keys=missing,
             elapsed_s=time.monotonic() - start,
-            seen="" if reply is None else f"nobody has set {', '.join(map(repr, missing))}",
+            seen="" if reply is None else f"no process has set {', '.join(map(repr, missing))}",
         )
 
     @property
@@ -132,7 +132,7 @@ class AskingStore(Store):
 
     @abstractmethod
     def _answered(self, request: Request, patience_s: float) -> Reply | None:
-        """Return the answer to a request; None if there was none within `patience_s`, and some.
+        """Return the answer to a request; None if there was none for a bit more than `patience_s`.
 
         Raises:
             StoreError: It cannot be asked, or makes no sense.

@@ -1,9 +1,9 @@
-"""What the store's server decides, without any socket: requests in, replies out.
+"""The key-value state behind every store, without any socket: requests in, replies out.
 
-A `get`, `wait` or `look` for what is not there yet is parked. Whoever changes a key gets, together
-with its own reply, the replies of all that waited for it, so nobody polls. A client has at most one
-parked request, which is forgotten when the client leaves: what waits here is bounded by the number
-of connections.
+A `get`, `wait` or `look` for a missing key is parked. A request that changes a key returns, with
+its own reply, the replies of all requests that waited for it, so no client polls. A client has at
+most one parked request, which is forgotten when the client leaves: what waits here is bounded by
+the number of connections.
 
 Each change of a key has a revision. A `look` learns from the last changes whether something below
 its prefix is new; one that asks for older ones is answered at once.
@@ -48,10 +48,10 @@ class _Lease:
 
 
 class Board:
-    """The keys and values of a server, and who waits for which.
+    """The keys and values of a server, and the clients that wait for them.
 
     Args:
-        name: What tells this board from others; `check` of no keys asks for it, and for the build
+        name: Identifies this board; `check` of no keys asks for it, and for the build
             and the host.
         presence: Called with a leased key when the connection through which it was last renewed
             broke (False), and when it is held or renewed through another one (True).
@@ -94,7 +94,7 @@ class Board:
         return [(client, reply), *self._tell()]
 
     def leave(self, client: bytes) -> None:
-        """Forget what `client`, who has gone, was waiting for."""
+        """Forget what `client`, which has gone, was waiting for."""
         self._forget(client)
         once = self._last.pop(client, None)
         if once is not None:
@@ -248,7 +248,7 @@ class Board:
             self._presence(key, here)
 
     def _put(self, key: str, value: bytes | None) -> None:
-        """Give `key` a value, without a lease, or take it away; `_tell` tells of it."""
+        """Give `key` a value, without a lease, or delete it; `_tell` reports it."""
         self._leases.pop(key, None)
         if value is not None:
             self.data[key] = value
@@ -259,7 +259,7 @@ class Board:
         self._untold.append(key)
 
     def _tell(self) -> list[Answer]:
-        """Answer those who waited for what has changed."""
+        """Answer the clients that waited for what has changed."""
         changed, self._untold = self._untold, []
         answers: list[Answer] = []
         met: list[bytes] = []

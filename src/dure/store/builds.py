@@ -1,4 +1,4 @@
-"""Builds of Dure in messages, and what is said when those of a job differ.
+"""Builds of Dure in messages, and the error for jobs whose builds differ.
 
 Every process puts its build into what it writes about itself anyway: members of a rendezvous, the
 answer to the first request of a connection to a store, processes of RPC, the state of launchers. A
@@ -70,7 +70,7 @@ def require_one_build(found: Iterable[tuple[Build, object]], **where: object) ->
         where: Fields of the error.
 
     Raises:
-        RendezvousError: They have; it names all builds and who has them.
+        RendezvousError: They have; it names all builds with their processes.
     """
     seen = differing(found)
     if seen:

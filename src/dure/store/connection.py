@@ -1,9 +1,9 @@
 """One connection of a client to the network store's server: opened once, never reopened.
 
-ZeroMQ would reconnect by itself and deliver a pending request to whoever listens then. We switch
-that off and watch the socket's monitor instead: it says whether the handshake succeeded, why it
-failed, and that a peer is gone, each within a millisecond of the kernel knowing. A peer whose
-machine is gone is noticed by the kernel's probes (`silence`).
+ZeroMQ would reconnect by itself and deliver a pending request to the next process that listens. We
+switch that off and watch the socket's monitor instead: it reports whether the handshake succeeded,
+why it failed, and that a peer is gone, each within a millisecond of the kernel knowing. A peer
+whose machine is gone is noticed by the kernel's probes (`silence`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dure.store.router import read_event
 from dure.store.silence import end_after_silence
 from dure.store.wire import FRAME_LIMIT, Request, frames_of, pack, read_reply
 
-__all__ = ["Connection", "dial", "lost"]
+__all__ = ["Connection", "connection_lost", "dial"]
 
 _ATTEMPT_S = 5.0
 """How long one attempt to connect may take: five round trips of a slow network, and less than the
@@ -34,11 +34,11 @@ _FAST_MS = 20
 """A reply normally comes within this time, so the monitor is only looked at afterwards."""
 
 _REFUSALS = 4
-"""How often we are refused before we believe it: a server that ends, or one whose door is crowded
-by strangers, hangs up just as one with another key does."""
+"""How often we are refused before we believe it: a server that ends hangs up just as one with
+another key does."""
 
 _HELLO = pack(Request("check"))
-"""The first request of every connection, so that the server soon knows members from strangers. Its
+"""The first request of every connection, so that the server soon knows its members. Its
 answer has the server's build; every version sends both in the same shape."""
 
 _numbers = itertools.count()
@@ -48,10 +48,10 @@ class _Outcome(enum.Enum):
     """How an attempt to connect ended."""
 
     OPEN = "the handshake succeeded"
-    UNREACHABLE = "nobody listens there"
+    UNREACHABLE = "no process listens there"
     REFUSED = "refused: different job key (or DURE_INSECURE on one side only)"
     FOREIGN = "the peer does not speak as we do: DURE_INSECURE on one side only, or not our store"
-    SILENT = "the peer accepted the connection and then said nothing"
+    SILENT = "the peer accepted the connection and then sent nothing"
 
 
 _OUTCOMES = {
@@ -68,7 +68,7 @@ class Connection:
     """A connection that may be open; `dial` makes those that are.
 
     Attributes:
-        server_name: What tells the server from others that may be at the same endpoint later.
+        server_name: Identifies the server among others that may be at the same endpoint later.
         server_build: Its build of Dure, and its host.
 
     Threads: one at a time.
@@ -144,13 +144,13 @@ class Connection:
         """Send a request and return the reply; None if none came by `deadline`.
 
         Raises:
-            StoreLost: The connection broke meanwhile.
+            StoreLost: The connection broke in the meantime.
         """
         try:
-            # without NOBLOCK, a socket without a peer would wait for ever
+            # without NOBLOCK, a socket without a peer would wait forever
             self._socket.send_multipart(frames_of(message), zmq.NOBLOCK)
         except zmq.Again:
-            raise lost(self._endpoint) from None
+            raise connection_lost(self._endpoint) from None
         try:
             return b"".join(self._socket.recv_multipart())
         except zmq.Again:
@@ -161,7 +161,7 @@ class Connection:
             if self._socket in ready:
                 return b"".join(self._socket.recv_multipart())
             if self._monitor in ready:
-                raise lost(self._endpoint)
+                raise connection_lost(self._endpoint)
             if left_ms <= 0:
                 return None
 
@@ -173,7 +173,7 @@ class Connection:
         self._socket.close(0)
 
 
-def lost(endpoint: str) -> StoreLost:
+def connection_lost(endpoint: str) -> StoreLost:
     """Make the error about a server that is gone."""
     return StoreLost(
         f"the connection to the store at {endpoint} broke",
@@ -189,19 +189,19 @@ def dial(
     timeout_s: float,
     absent_s: float | None = None,
 ) -> Connection:
-    """Open a connection; keep trying while nobody listens.
+    """Open a connection; keep trying while no process listens.
 
     Args:
         context: ZeroMQ's.
         endpoint: Where the server is.
         key: The job key; None talks in the clear.
         timeout_s: How long to try.
-        absent_s: How long to keep trying while nobody listens; None: as long as `timeout_s`.
+        absent_s: How long to keep trying while no process listens; None: as long as `timeout_s`.
 
     Raises:
-        StoreTimeout: Nobody listened there in time, or whoever did said nothing; at once if the
-            loopback interface is down. Other networks may still come up.
-        StoreRefused: Whoever listens refused us several times running.
+        StoreTimeout: No process listened there in time, or the one that did sent nothing; at once
+            if the loopback interface is down. Other networks may still come up.
+        StoreRefused: The server refused this process several times in a row.
     """
     start = time.monotonic()
     absent_s = timeout_s if absent_s is None else absent_s
@@ -244,7 +244,7 @@ def dial(
 
 def _refused(endpoint: str, outcomes: list[_Outcome], key: JobKey | None) -> StoreRefused:
     mine = "no key" if key is None else f"the key with fingerprint {key.fingerprint}"
-    # who hangs up early has not always said what it speaks
+    # a peer that hangs up early has not always sent what it speaks
     foreign = _Outcome.FOREIGN in outcomes
     outcome = _Outcome.FOREIGN if foreign else _Outcome.REFUSED
     error = StoreRefused(

@@ -60,8 +60,8 @@ _LONG_BYTES = 256
 """From which length on a value that was seen is compared by its revision."""
 
 _CROWD_S, _MOST_CROWD_S = 0.002, 1.0
-"""How long those wait who lost a race for a key, at first and at most. It doubles with each race
-that is lost, so n that want one key need some n log n transactions together."""
+"""How long a writer that lost a race for a key waits, at first and at most. It doubles with each
+lost race, so n writers of one key need some n log n transactions together."""
 
 _LOST_S = 30.0
 """Members that answered once are asked for so long before etcd counts as lost."""
@@ -74,7 +74,7 @@ class EtcdStore(AskingStore):
         options: Where etcd is; see `EtcdOptions`, and its `from_url`.
         job: The job's name, which no other job in this etcd may have.
         timeout: How long `get`, `wait` and the first connection wait.
-        last_clears: Whether to count those who open the store so, and the last to close it clears
+        last_clears: Whether to count the stores that are opened so, and the last to close clears
             the keys; else they stay until `clear`.
 
     Raises:
@@ -253,7 +253,7 @@ class EtcdStore(AskingStore):
 
     @contextlib.contextmanager
     def _writer(self) -> Generator[_Writer]:
-        """Lend a writer, which is this thread's meanwhile; one that failed is thrown away."""
+        """Yield a writer for this thread alone; one that failed is thrown away."""
         if self._pid != os.getpid():
             self._start_afresh()
         with self._lock:
@@ -396,7 +396,7 @@ class EtcdStore(AskingStore):
 
 
 class _Writer:
-    """A connection, and the key that tells what became of this writer's last transaction.
+    """A connection, and the key that holds the outcome of this writer's last transaction.
 
     Attributes:
         patience_s: How long an answer is looked for.

@@ -65,7 +65,7 @@ class Unanswered(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdOptions:
-    """Where an etcd cluster is, and who we are to it.
+    """Where an etcd cluster is, and the user that connects.
 
     Attributes:
         endpoints: The members, as HOST or HOST:PORT.
@@ -164,7 +164,7 @@ class Gateway:
         self.options = options
         self._members = [_host_and_port(each) for each in options.endpoints]
         self._tls = self._trusted()
-        self.token = ""  # proves who we are; empty before the first `authenticate`
+        self.token = ""  # proves the user; empty before the first `authenticate`
         self._lock = threading.Lock()
         self.first = random.randrange(len(self._members))
 
@@ -183,7 +183,7 @@ class Gateway:
         return http.client.HTTPSConnection(host, port, timeout=_CONNECT_S, context=self._tls)
 
     def headers(self) -> dict[str, str]:
-        """Return what goes with every request: who has no leader shall say so at once."""
+        """Return what goes with every request: a member without a leader must report it at once."""
         token = {"Authorization": self.token} if self.token else {}
         return {"Grpc-Metadata-hasleader": "true", "Content-Type": "application/json"} | token
 
@@ -192,7 +192,7 @@ class Gateway:
 
         Raises:
             StoreRefused: The name or password is wrong.
-            Unanswered: Nobody says.
+            Unanswered: No member answered.
         """
         with self._lock:
             if self.token != stale:
@@ -224,7 +224,7 @@ class Gateway:
 
 
 class Watch:
-    """A watch that stays open, so that a caller who looks often opens one connection.
+    """A watch that stays open, so that a caller that looks often opens one connection.
 
     Args:
         gateway: The way to etcd.
@@ -293,8 +293,8 @@ class Connection:
 
         Raises:
             Unanswered: It may have been done or not; the next request goes to another member.
-            StoreRefused: We may not, or are not who we say.
-            StoreError: etcd cannot do it, and says why.
+            StoreRefused: The user may not, or is not the one it claims to be.
+            StoreError: etcd cannot do it; the text has its reason.
         """
         if self._gateway.options.user and not self._gateway.token:
             self._gateway.authenticate(self, "")
@@ -321,7 +321,7 @@ class Connection:
     def events(self, where: Json, start: int) -> Iterator[int]:
         """Watch keys; yield 0, then the revision of each change from the revision `start` on.
 
-        It ends when the member said nothing for `QUIET_S` (it may be cut off from its cluster, and
+        It ends when the member sent nothing for `QUIET_S` (it may be cut off from its cluster, and
         not know it yet), or has forgotten changes since `start`, or when `shut_down` is called.
 
         Raises:
@@ -396,10 +396,10 @@ class Connection:
         return Unanswered(f"{type(error).__name__}: {error}")
 
     def _complaint(self, answer: Json) -> Exception:
-        """Make the error that an answer tells of."""
-        told = answer.get("error", "")
-        detail = cast(Json, told) if isinstance(told, dict) else answer
-        text = str(detail.get("message") or told or "no reason given")
+        """Make the error that an answer reports."""
+        error = answer.get("error", "")
+        detail = cast(Json, error) if isinstance(error, dict) else answer
+        text = str(detail.get("message") or error or "no reason given")
         code = int(detail.get("code", detail.get("grpc_code", 2)))
         if any(words in text for words in _STALE_TOKEN):
             return _StaleToken(text)

@@ -7,7 +7,7 @@ own, which it brings up to date before each operation. A waiter looks again afte
 more rarely, at most 20 ms apart.
 
 A process killed in the middle of a write leaves a line without an end. The next one to hold the
-lock cuts it off, which is safe: nobody can be writing, and nobody has ever read it.
+lock cuts it off, which is safe: no process can be writing, and none has read it.
 
 The last process to close the store removes the file.
 """
@@ -43,7 +43,7 @@ _GOODBYE = timedelta(seconds=1)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 _MAGIC = b"dure store "
 _HEAD_BYTES = len(_MAGIC) + 33  # with the file's own name and the end of the line
-_OPEN = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in the file's place holds nobody up
+_OPEN = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in the file's place blocks no one
 _ME = b"this process"
 
 
@@ -69,9 +69,9 @@ class FileStore(AskingStore):
     Args:
         file_name: The file; it is made if it is not there. Its directory must exist.
         world_size: How many stores will open the file: the last of them to close deletes it.
-            -1: nobody does.
+            -1: the file stays.
         timeout: How long `get`, `wait` and getting the lock wait.
-        fresh: Whether to begin without keys if all who opened the file have closed it and ended.
+        fresh: Whether to begin without keys if all processes that used the file have closed it.
 
     Raises:
         StoreError: The file cannot be opened, or is not a store.
@@ -113,7 +113,7 @@ class FileStore(AskingStore):
     def close(self) -> None:
         """Say that this process is done; the last of `world_size` deletes the file.
 
-        A file that somebody has deleted already is no error here.
+        A file that was deleted already is not an error here.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -170,7 +170,7 @@ class FileStore(AskingStore):
 
     def _answered(self, request: Request, patience_s: float) -> Reply | None:
         if request.op in ("hold", "renew", "release", "look"):
-            raise StoreError("a file store has no leases, and tells of no changes", op=request.op)
+            raise StoreError("a file store has no leases, and reports no changes", op=request.op)
         deadline, pause_s = time.monotonic() + request.timeout_s, _FIRST_PAUSE_S
         at_once = msgspec.structs.replace(request, timeout_s=0.0)
         while True:
@@ -244,7 +244,7 @@ class _Log:
         try:
             info = self.path.stat()
         except OSError:
-            return True  # `locked` says what is wrong
+            return True  # `locked` raises the error
         return (info.st_ino, info.st_size) != (self._inode, self._offset)
 
     @contextlib.contextmanager
@@ -330,7 +330,7 @@ class _Log:
     def _check_owner(self, file: os.stat_result) -> None:
         """Refuse a file that other users can write to, or have laid out for us.
 
-        In a directory where everybody may make files, such as /tmp, one of another user's is a
+        In a directory where every user may make files, such as /tmp, one of another user's is a
         trap. Elsewhere its owner is not looked at: shared file systems show strange ones.
         """
         if not stat.S_ISREG(file.st_mode):
@@ -338,7 +338,7 @@ class _Log:
         if file.st_mode & stat.S_IWOTH:
             raise StoreError(
                 f"the store's file {self.path} can be written by every user of this machine",
-                seen="whoever writes to it takes part in the job",
+                seen="a user who writes to it takes part in the job",
                 fix=f"chmod o-w {self.path}, or choose a new path.",
             )
         everybodys = self.path.parent.stat().st_mode & stat.S_IWOTH
@@ -346,7 +346,7 @@ class _Log:
         if owners - {os.geteuid(), 0}:
             raise StoreError(
                 f"the store's file {self.path} belongs to another user",
-                seen=f"user {max(owners)}, in a directory where everybody may make files",
+                seen=f"user {max(owners)}, in a directory where every user may make files",
                 fix="Choose a path in a directory of your own.",
             )
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from dure.errors import RendezvousError, UsageError
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.init_method import find_place
+from dure.store.init_method import read_init_method
 
 __all__ = ["found_by_handler", "register_rendezvous_handler", "rendezvous"]
 
@@ -67,9 +67,9 @@ def found_by_handler(url: str, rank: int, world_size: int, **kwargs: Any) -> Fou
 def _opened(
     url: str, rank: int, world_size: int, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Found:
-    spot = find_place(url, rank, world_size)
-    store = spot.place.open(spot.rank, spot.world_size, timeout.total_seconds())
-    yield store, spot.rank, spot.world_size
+    method = read_init_method(url, rank, world_size)
+    store = method.endpoint.open(method.rank, method.world_size, timeout.total_seconds())
+    yield store, method.rank, method.world_size
     raise RendezvousError(
         "this rendezvous has already returned its store", fix="Call rendezvous() again."
     )

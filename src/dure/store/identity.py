@@ -1,8 +1,8 @@
-"""Who a process is, so that another can tell whether it lives and whether it shares our memory.
+"""The identity of a process: with it another one knows whether it lives and shares our memory.
 
 A process number alone says little: numbers are used again, and mean something only within one boot
 of one machine and one PID namespace. Together with the time the process started, the boot's id and
-the namespace's inode they name one process for ever. Nothing here asks a name server.
+the namespace's inode they name one process forever. Nothing here asks a name server.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _ProcNotMounted(UsageError, OSError):
 
 
 def myself() -> Identity:
-    """Return who this process is.
+    """Return the identity of this process.
 
     Raises:
         UsageError: /proc is not mounted; an OSError, too.

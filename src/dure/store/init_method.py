@@ -1,17 +1,17 @@
-"""From an `init_method` and the environment to a `Spot`: where the store is, and who we are there.
+"""What an `init_method` and the environment say: where the store is, and which rank this is.
 
 `env://` reads torch's variables. What they leave open is taken from the cluster around this process
 if there is one; an error names what is then still missing. The store is then at one of
 
-* `TcpPlace`: a host and a port. Rank 0 serves, unless the launcher does already.
-* `LocalPlace`: an abstract Unix socket of this host, so that there is no port to choose.
-* `EtcdPlace`: a job in etcd.
-* `FilePlace`: a file.
+* `TcpEndpoint`: a host and a port. Rank 0 serves, unless the launcher does already.
+* `LocalEndpoint`: an abstract Unix socket of this host, so that there is no port to choose.
+* `EtcdEndpoint`: a job in etcd.
+* `FileEndpoint`: a file.
 
 **Under torchrun** the agent itself listens on MASTER_PORT, with torch's own store, which speaks
 another protocol; so rank 0 cannot bind that port. On one host the ranks meet at a Unix socket whose
-name is derived from the job key, the run's name, its restart count and MASTER_PORT. Nobody without
-the key can guess it beforehand (who reads it in /proc/net/unix still fails in the key exchange),
+name is derived from the job key, the run's name, its restart count and MASTER_PORT. A process
+without the key cannot guess it (one that reads it in /proc/net/unix fails in the key exchange),
 and it leaves no file, however the ranks die. Between hosts, rank 0 serves at the port after
 MASTER_PORT, or at DURE_STORE_PORT.
 
@@ -47,15 +47,23 @@ from dure.store.server import StoreServer, shared_server
 from dure.store.silence import silence_s
 from dure.trace import logs
 
-__all__ = ["EtcdPlace", "FilePlace", "LocalPlace", "Place", "Spot", "TcpPlace", "find_place"]
+__all__ = [
+    "Endpoint",
+    "EtcdEndpoint",
+    "FileEndpoint",
+    "InitMethod",
+    "LocalEndpoint",
+    "TcpEndpoint",
+    "read_init_method",
+]
 
-_TOLD = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
+_WITH_VARIABLES = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
 
 _log = logs.logger("store")
 
 
-class Place(Protocol):
-    """Somewhere a store can be."""
+class Endpoint(Protocol):
+    """An address at which ranks share a store."""
 
     @property
     def name(self) -> str:
@@ -73,16 +81,16 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
-    """What an `init_method` says: a place, and who we are there (-1: it does not say)."""
+class InitMethod:
+    """What an `init_method` says: an endpoint, and which rank this is (-1: it does not say)."""
 
-    place: Place
+    endpoint: Endpoint
     rank: int
     world_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TcpPlace:
+class TcpEndpoint:
     """A host and a port.
 
     Attributes:
@@ -143,7 +151,7 @@ class TcpPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPlace:
+class LocalEndpoint:
     """A Unix socket of this host; `name` says which job's."""
 
     name: str
@@ -162,7 +170,7 @@ class LocalPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EtcdPlace:
+class EtcdEndpoint:
     """A job in etcd.
 
     Attributes:
@@ -183,7 +191,7 @@ class EtcdPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlace:
+class FileEndpoint:
     """A file, whose own keys need no name."""
 
     path: str
@@ -195,7 +203,7 @@ class FilePlace:
         return FileStore(self.path, world_size, timedelta(seconds=timeout_s), fresh=True)
 
 
-def find_place(init_method: str | None, rank: int, world_size: int) -> Spot:
+def read_init_method(init_method: str | None, rank: int, world_size: int) -> InitMethod:
     """Read an `init_method`; numbers given as arguments go before those of the URL or environment.
 
     Raises:
@@ -211,11 +219,11 @@ def find_place(init_method: str | None, rank: int, world_size: int) -> Spot:
     if parts.scheme == "env":
         return _from_environment(rank, world_size)
     if parts.scheme == "tcp":
-        place: Place = _tcp_place(url)
+        endpoint: Endpoint = _tcp_endpoint(url)
     elif parts.scheme == "file":
-        place = _file_place(url)
+        endpoint = _file_endpoint(url)
     elif parts.scheme == "etcd":
-        place = EtcdPlace(url=url)
+        endpoint = EtcdEndpoint(url=url)
     else:
         raise RendezvousError(
             "init_method cannot be understood",
@@ -228,10 +236,10 @@ def find_place(init_method: str | None, rank: int, world_size: int) -> Spot:
             f"{' and '.join(missing)} must be given with {parts.scheme}://",
             fix=f"Pass {', '.join(f'{name}=...' for name in missing)} to init_process_group.",
         )
-    return Spot(place=place, rank=rank, world_size=world_size)
+    return InitMethod(endpoint=endpoint, rank=rank, world_size=world_size)
 
 
-def _tcp_place(url: str) -> TcpPlace:
+def _tcp_endpoint(url: str) -> TcpEndpoint:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -241,10 +249,10 @@ def _tcp_place(url: str) -> TcpPlace:
         raise RendezvousError(
             "init_method names no host and port", seen=repr(url), fix="Write tcp://HOST:PORT."
         )
-    return TcpPlace(host=host, port=port)
+    return TcpEndpoint(host=host, port=port)
 
 
-def _file_place(url: str) -> FilePlace:
+def _file_endpoint(url: str) -> FileEndpoint:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
         raise RendezvousError(
@@ -252,7 +260,7 @@ def _file_place(url: str) -> FilePlace:
             seen=repr(url),
             fix="Write file:// and an absolute path, which makes three slashes: file:///PATH.",
         )
-    return FilePlace(path=parts.path)
+    return FileEndpoint(path=parts.path)
 
 
 def _number(url: str, value: str) -> int:
@@ -264,7 +272,7 @@ def _number(url: str, value: str) -> int:
         ) from None
 
 
-def _from_environment(rank: int, world_size: int) -> Spot:
+def _from_environment(rank: int, world_size: int) -> InitMethod:
     """Read torch's variables; what they and the arguments leave open, the cluster's."""
     launcher = env.text("DURE_STORE_ADDR")
     needed = [name for name, given in (("RANK", rank), ("WORLD_SIZE", world_size)) if given == -1]
@@ -272,7 +280,7 @@ def _from_environment(rank: int, world_size: int) -> Spot:
     missing = [name for name in needed if env.text(name) is None]
     if missing and not launcher:
         placement = detect(env.everything())
-        if placement.member is not None and placement.system not in _TOLD:
+        if placement.member is not None and placement.system not in _WITH_VARIABLES:
             return _in_cluster(placement, placement.member, rank, world_size)
     if len(missing) == 1:
         env.require(missing[0], "init_process_group with env://")
@@ -286,30 +294,32 @@ def _from_environment(rank: int, world_size: int) -> Spot:
         )
     rank = _chosen("RANK", rank, -1)
     world_size = _chosen("WORLD_SIZE", world_size, -1)
-    return Spot(place=_environment_place(launcher, world_size), rank=rank, world_size=world_size)
+    return InitMethod(
+        endpoint=_environment_endpoint(launcher, world_size), rank=rank, world_size=world_size
+    )
 
 
 def _chosen(name: str, given: int, found: int) -> int:
     """Take the argument, then the variable, then what was found."""
     if given != -1:
         return given
-    told = env.integer(name)
-    return found if told is None else told
+    variable = env.integer(name)
+    return found if variable is None else variable
 
 
-def _environment_place(launcher: str | None, world_size: int) -> Place:
+def _environment_endpoint(launcher: str | None, world_size: int) -> Endpoint:
     host, port = env.text("MASTER_ADDR") or "", env.integer("MASTER_PORT", 0) or 0
     run = env.text("TORCHELASTIC_RUN_ID") or ""
     name = f"{run} {env.text('TORCHELASTIC_RESTART_COUNT') or 0} {host}:{port}"
     if launcher and launcher.startswith("etcd://"):
-        return EtcdPlace(url=launcher, name=name, hosted=True)
+        return EtcdEndpoint(url=launcher, name=name, hosted=True)
     if launcher:
         where, _, number = launcher.rpartition(":")
         if not where or not number.isdecimal():
             raise RendezvousError(
                 "the environment variable DURE_STORE_ADDR is not HOST:PORT", seen=repr(launcher)
             )
-        return TcpPlace(
+        return TcpEndpoint(
             host=where, port=int(number), name=name, hosted=True, purpose="DURE_STORE_ADDR"
         )
     if not 0 < port < 65536:
@@ -319,10 +329,12 @@ def _environment_place(launcher: str | None, world_size: int) -> Place:
             fix="Set it to a free port between 1024 and 65535.",
         )
     if not env.flag("TORCHELASTIC_USE_AGENT_STORE"):
-        return TcpPlace(host=host, port=port, purpose="MASTER_ADDR")
+        return TcpEndpoint(host=host, port=port, purpose="MASTER_ADDR")
     if env.integer("LOCAL_WORLD_SIZE") == world_size:
-        return LocalPlace(name=name)
-    return TcpPlace(host=host, port=_port_after(port), name=name, job=name, purpose="MASTER_ADDR")
+        return LocalEndpoint(name=name)
+    return TcpEndpoint(
+        host=host, port=_port_after(port), name=name, job=name, purpose="MASTER_ADDR"
+    )
 
 
 def _port_after(port: int) -> int:
@@ -330,48 +342,50 @@ def _port_after(port: int) -> int:
     return env.integer("DURE_STORE_PORT") or min(port + 1, 65535)
 
 
-def _in_cluster(placement: Placement, member: RankSlot, rank: int, world_size: int) -> Spot:
+def _in_cluster(placement: Placement, member: RankSlot, rank: int, world_size: int) -> InitMethod:
     """Return where the ranks meet by the variables of a cluster.
 
     Raises:
-        RendezvousError: The cluster and the program contradict each other, or nothing says where
-            rank 0 is.
+        RendezvousError: The cluster and the program contradict each other, or the host of
+            rank 0 is unknown.
     """
     rank = _chosen("RANK", rank, member.rank)
     world_size = _chosen("WORLD_SIZE", world_size, member.world_size)
     if (rank, world_size) != (member.rank, member.world_size):
         raise RendezvousError(
-            f"{placement.system} and the program do not agree on who this process is",
+            f"{placement.system} and the program do not agree on the rank of this process",
             seen=f"rank {rank} of {world_size} by RANK, WORLD_SIZE or arguments, but "
             f"{member.rank} of {member.world_size} by {placement.system}",
             fix="Unset RANK and WORLD_SIZE, or set MASTER_ADDR and MASTER_PORT as well, so that "
             "only they count. See `dure env`.",
         )
-    return Spot(place=_cluster_place(placement, member), rank=rank, world_size=world_size)
+    return InitMethod(
+        endpoint=_cluster_endpoint(placement, member), rank=rank, world_size=world_size
+    )
 
 
-def _cluster_place(placement: Placement, member: RankSlot) -> Place:
+def _cluster_endpoint(placement: Placement, member: RankSlot) -> Endpoint:
     job = placement.job or _launching_process() or str(placement.system)
     if member.on_one_host:
-        return LocalPlace(name=job)
+        return LocalEndpoint(name=job)
     host, port = placement.host, placement.port
     if host is None or port is None:
         raise RendezvousError(
-            "nothing says where rank 0 is",
+            "the host of rank 0 is unknown",
             seen=f"{placement.system} started {member.world_size} ranks on several hosts, and "
             "names none of them",
             fix="Set MASTER_ADDR to the first host (mpirun -x MASTER_ADDR=HOST, mpiexec -genv "
             "MASTER_ADDR HOST) and MASTER_PORT, or install mpi4py, so that ranks meet over MPI.",
         )
     if not placement.port_derived:
-        return TcpPlace(host=host, port=port, purpose="MASTER_ADDR")
+        return TcpEndpoint(host=host, port=port, purpose="MASTER_ADDR")
     others = [other for other in placement.hosts if other != host]
     other = others[0] if others else None
-    return TcpPlace(host=host, port=_port_after(port), name=job, job=job, other=other)
+    return TcpEndpoint(host=host, port=_port_after(port), name=job, job=job, other=other)
 
 
 def _launching_process() -> str | None:
-    """Return what tells the MPI launcher above this process from all others of this host."""
+    """Return what identifies the MPI launcher above this process on this host."""
     try:
         for parent in psutil.Process(os.getpid()).parents():
             if parent.name().startswith(("hydra", "mpiexec", "mpirun", "pmi_proxy")):

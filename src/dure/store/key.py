@@ -1,4 +1,4 @@
-"""The job key: 32 random bytes that the ranks of a job share, and strangers do not.
+"""The job key: 32 random bytes that the ranks of a job share, and no other process has.
 
 Where it comes from, the first that applies (`load_for`):
 
@@ -157,7 +157,7 @@ def control_key(user: JobKey, endpoint: str, job: str) -> JobKey:
 
 
 def name_of(host: str, port: int) -> str:
-    """Name a job that nobody has named: after the address at which its ranks meet, as written.
+    """Name a job that has no name: after the address at which its ranks meet, as written.
 
     All ranks must write it alike; only the names of the loopback address are one.
     """
@@ -188,7 +188,7 @@ def load_for(host: str, wait_s: float = 0.0, job: str = "") -> JobKey:
         job: The job's name, which a key that is the user's own is derived for; "": it is not.
 
     Raises:
-        StoreError: No key can be had, or its file is open to others. The text says what to do.
+        StoreError: No key can be had, or its file is open to others. The text names what to do.
     """
     given = _given()
     if given is not None:

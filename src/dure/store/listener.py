@@ -1,7 +1,7 @@
 """Places where a store's server can listen.
 
 A TCP port is bound, and heard, before there is a server: so it is known whether it is free, and
-which one it is, and who connects early waits in the kernel. ZeroMQ takes the socket over.
+which one it is, and early clients wait in the kernel. ZeroMQ takes the socket over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def listen(address: Address) -> Listener:
 
     Raises:
         StoreError: The port is taken, the address is not one of this machine's, or it stands for
-            all of them and nobody has allowed that.
+            all of them, and `DURE_STORE_BIND_ANY` is not set.
     """
     check_not_wildcard(address.ip, "the store's address")
     sock = socket.socket(address.family, socket.SOCK_STREAM)
@@ -48,7 +48,7 @@ def listen(address: Address) -> Listener:
             seen=error.strerror or str(error),
             fix="Another program or another rank 0 holds the port, or the address is another "
             "machine's: choose a free MASTER_PORT (under torchrun and in clusters "
-            "DURE_STORE_PORT) and an address of rank 0's host, or port 0 where it can be told on.",
+            "DURE_STORE_PORT) and an address of rank 0's host, or port 0 if it can be passed on.",
         ) from None
     port = sock.getsockname()[1]
     bound = Address(family=address.family, ip=address.ip, port=port)

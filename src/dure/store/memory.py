@@ -40,7 +40,7 @@ class HashStore(AskingStore):
         return "the in-process store"
 
     def _answered(self, request: Request, patience_s: float) -> Reply | None:
-        """Each request is a client of its own; who waits also minds the board's deadlines."""
+        """Each request counts as a client; waiting threads also handle the board's deadlines."""
         me = b"%d" % next(self._numbers)
         with self._changed:
             self._note(self._board.expire(time.monotonic()))
@@ -56,7 +56,7 @@ class HashStore(AskingStore):
                 self._board.leave(me)
 
     def _note(self, answers: list[tuple[bytes, Reply]]) -> None:
-        """Keep the answers for those who wait for them, and wake them."""
+        """Keep the answers for the threads that wait for them, and wake those."""
         if answers:
             self._answers.update(answers)
             self._changed.notify_all()

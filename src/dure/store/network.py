@@ -4,7 +4,7 @@ A store keeps a small pool of connections: a call takes one that is idle, or ope
 gives it back afterwards. So threads never wait for each other, a thread parked in `get` included,
 and a connection carries one request at a time. A connection that breaks is thrown away, and what
 was asked through it is asked again through another one: a write carries a name, and the server does
-what has one name once. `StoreLost` means that nobody, or another server, is at the endpoint now.
+what has one name once. `StoreLost` means that no server, or another one, is at the endpoint now.
 
 After a fork the child drops the parent's connections, untouched, and opens its own at its first
 call; a server stays the parent's.
@@ -28,7 +28,7 @@ from dure.store.arguments import duration_of, integer_of, text_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.builds import SAME_BUILD, own_build
-from dure.store.connection import Connection, dial, lost
+from dure.store.connection import Connection, connection_lost, dial
 from dure.store.identity import host_name
 from dure.store.key import JobKey, load_for, name_of
 from dure.store.listener import listen
@@ -56,12 +56,12 @@ class NetworkStore(AskingStore):
         key: The job key; None talks in the clear.
         timeout: How long `get`, `wait` and the first connection wait.
         server: The server, if this store holds it: `close` releases it.
-        patience_s: Nobody is waited for: who is not there counts as gone at once, who is silent
-            after so long. None: look for the server until `timeout`.
+        patience_s: Do not wait for a server: one that does not listen counts as gone at once, one
+            that is silent after so long. None: look for the server until `timeout`.
 
     Raises:
-        StoreTimeout: Nobody listens at the endpoint.
-        StoreRefused: Whoever listens has another key.
+        StoreTimeout: No process listens at the endpoint.
+        StoreRefused: The server has another key.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class NetworkStore(AskingStore):
         return self._server is not None
 
     def server_has_ended(self) -> bool:
-        """Tell whether the server is known to have ended; no says nothing.
+        """Tell whether the server is known to have ended; False means unknown.
 
         It is known where another server has answered at its endpoint, or where the host lives and
-        nobody listens there.
+        no process listens there.
         """
         return self._replaced or is_refused(self._endpoint)
 
@@ -174,16 +174,16 @@ class NetworkStore(AskingStore):
             return self._first(timeout_s)
         try:
             # Not the caller's patience, which may be short: a busy server is not a lost one, nor is
-            # one whose machine is paused. If nobody listens there, that is known at once.
+            # one whose machine is paused. If no process listens there, that is known at once.
             here = self._endpoint.startswith((*LOOPBACK, "ipc://"))
             redial_s = 0.0 if here else _REDIAL_S
             connection = dial(self._context, self._endpoint, self._key, silence_s(), redial_s)
         except StoreTimeout:
-            raise lost(self._endpoint) from None
+            raise connection_lost(self._endpoint) from None
         if connection.server_name != self._server_name:  # another one, which has not our keys
             connection.close()
             self._replaced = True
-            raise lost(self._endpoint)
+            raise connection_lost(self._endpoint)
         return connection
 
     def _put_back(self, connection: Connection) -> None:
@@ -214,7 +214,7 @@ class NetworkStore(AskingStore):
                     answer = connection.call(frame, deadline)
                     whole = answer is not None
                     return read_reply(answer) if answer is not None else None
-                except StoreLost:  # of this connection; whether of the server, the next one says
+                except StoreLost:  # the next connection shows whether the server is lost
                     if time.monotonic() >= deadline:
                         raise
                 finally:
@@ -227,7 +227,7 @@ class NetworkStore(AskingStore):
                 f"the answer of {self._named} cannot be read", seen=str(error), fix=SAME_BUILD
             ) from None
         except zmq.ContextTerminated:
-            raise StoreError(f"the store at {self._endpoint} was closed meanwhile") from None
+            raise StoreError(f"the store at {self._endpoint} was closed in the meantime") from None
         except zmq.ZMQError as error:
             raise StoreError(
                 f"no connection to the store at {self._endpoint} can be made", seen=str(error)
@@ -249,7 +249,7 @@ class TCPStore(NetworkStore):
         wait_for_workers: Whether the master waits until `world_size` stores are connected.
         multi_tenant: Accepted: a process's server at an address is always shared.
         key: The job key; None finds it as `dure.store.key` says, or, with `DURE_INSECURE=1`,
-            talks in the clear to everybody.
+            talks in the clear to every client.
 
     Raises:
         StoreError: The port is taken, the name is unknown, or there is no job key.
@@ -342,7 +342,7 @@ def job_key(host: str, job: str, wait_s: float = 0.0) -> JobKey | None:
         return load_for(host, wait_s, job)
     _log.warning(
         "DURE_INSECURE is set: the store on %s has no key and no encryption; "
-        "whoever reaches its port can read and change this job",
+        "every process that reaches its port can read and change this job",
         host,
     )
     return None

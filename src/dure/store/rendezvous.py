@@ -1,4 +1,4 @@
-"""Rendezvous: how ranks that share a store agree on who they are, or learn why they cannot.
+"""Rendezvous: how ranks that share a store agree on their numbers, or learn why they cannot.
 
 Every rank carries out the same steps on a few keys:
 
@@ -44,7 +44,7 @@ from dure.store.base import DEFAULT_TIMEOUT, Store
 from dure.store.builds import DIFFERENT, SAME_BUILD, Build, differing, own_build
 from dure.store.handlers import found_by_handler
 from dure.store.identity import Identity, alive, myself
-from dure.store.init_method import Place, Spot, find_place
+from dure.store.init_method import Endpoint, InitMethod, read_init_method
 from dure.store.lifetime import at_process_end
 from dure.store.memory import HashStore
 from dure.store.network import NetworkStore
@@ -72,7 +72,7 @@ class RendezvousMember(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         rank: Its number.
         world_size: How many ranks it believes in.
-        process: Who it is.
+        process: Its process.
         token: Sets apart the times that one process joins.
         build: Its build of Dure.
     """
@@ -188,7 +188,7 @@ class Rendezvous:
         self.store = PrefixStore(name, self.store)
 
     def forget(self) -> None:
-        """Leave without a goodbye: the store is lost, or nobody will meet under these keys again.
+        """Leave without writing: the store is lost, or no ranks will meet under these keys again.
 
         The store that was met in stays open.
         """
@@ -229,7 +229,7 @@ def rendezvous(
     Args:
         init_method: `env://` (also if None), `tcp://HOST:PORT`, `file:///PATH` or
             `etcd://HOST:PORT/JOB`, all but the first optionally with `?rank=R&world_size=N`.
-        rank: This rank; -1 if `init_method` or the environment says it.
+        rank: This rank; -1 if `init_method` or the environment has it.
         world_size: How many ranks there are; -1 likewise.
         store: A store to meet in, instead of `init_method`.
         timeout: How long to wait for all ranks; also the timeout of the store.
@@ -238,8 +238,8 @@ def rendezvous(
     Raises:
         RendezvousError: Two ranks have one number, ranks disagree on the world size, or a rank
             died: every rank that waits gets the same error. Or this rank cannot take part; the
-            text says what to do.
-        RendezvousTimeout: `came` and `missing` say who did and did not.
+            text names what to do.
+        RendezvousTimeout: `came` and `missing` list the ranks that did and did not.
 
     Collective:
         All ranks call. A rank that does not is named in the others' `RendezvousTimeout`.
@@ -249,7 +249,7 @@ def rendezvous(
         if found is not None:
             store, rank, world_size = next(found)
     if store is None:
-        return rendezvous_at(find_place(init_method, rank, world_size), timeout, group_name)
+        return rendezvous_at(read_init_method(init_method, rank, world_size), timeout, group_name)
     if rank == -1 or world_size == -1:
         raise RendezvousError(
             "rank and world_size must be given with store=",
@@ -264,18 +264,18 @@ def rendezvous(
 
 
 def rendezvous_at(
-    spot: Spot, timeout: timedelta = DEFAULT_TIMEOUT, group_name: str = ""
+    method: InitMethod, timeout: timedelta = DEFAULT_TIMEOUT, group_name: str = ""
 ) -> Rendezvous:
-    """Meet the other ranks at a place that is known; otherwise as `rendezvous`."""
+    """Meet the other ranks at an endpoint that is known; otherwise as `rendezvous`."""
     deadline = time.monotonic() + timeout.total_seconds()
-    me, place = _myself(spot.rank, spot.world_size), spot.place
+    me, endpoint = _myself(method.rank, method.world_size), method.endpoint
     try:
-        base = place.open(me.rank, me.world_size, max(0.1, timeout.total_seconds()))
+        base = endpoint.open(me.rank, me.world_size, max(0.1, timeout.total_seconds()))
     except StoreError as error:
         raise _translated(error, me) from None
-    keys = PrefixStore(f"dure/{place.name}/{group_name}", base)
+    keys = PrefixStore(f"dure/{endpoint.name}/{group_name}", base)
     try:
-        result = _join(base, keys, me, deadline, place)
+        result = _join(base, keys, me, deadline, endpoint)
     except BaseException as error:
         if isinstance(base, NetworkStore) and base.serves:
             # Ranks that arrive late must still learn why. The end of the process waits for timers.
@@ -314,7 +314,7 @@ def rendezvous_alone(rank: int, world_size: int) -> Rendezvous:
 
 
 def _myself(rank: int, world_size: int) -> RendezvousMember:
-    """Return who we are.
+    """Return this rank as a member.
 
     Raises:
         RendezvousError: The rank or the world size cannot be.
@@ -335,7 +335,7 @@ def _myself(rank: int, world_size: int) -> RendezvousMember:
 
 
 def _translated(error: StoreError, me: RendezvousMember) -> RendezvousError:
-    """Turn what a store says into what it means for the rendezvous."""
+    """Turn an error of the store into one of the rendezvous."""
     where: dict[str, object] = {"rank": me.rank, "world_size": me.world_size}
     where |= {"elapsed_s": error.elapsed_s, "seen": error.seen, "fix": error.fix}
     if isinstance(error, StoreTimeout):
@@ -374,9 +374,13 @@ _read_outcome = msgspec.msgpack.Decoder(_Outcome).decode
 
 
 def _join(
-    base: Store, keys: Store, me: RendezvousMember, deadline: float, place: Place | None = None
+    base: Store,
+    keys: Store,
+    me: RendezvousMember,
+    deadline: float,
+    endpoint: Endpoint | None = None,
 ) -> Rendezvous:
-    """Meet in `keys` of `base`, which was opened at `place` or is the caller's."""
+    """Meet in `keys` of `base`, which was opened at `endpoint` or is the caller's."""
     _active[me.token] = None
     try:
         generation = _claim(keys, me)
@@ -397,8 +401,8 @@ def _join(
         _base=base,
         _keys=keys,
         _generation=generation,
-        _owns=place is not None,
-        _holder=members[0] if place is not None and place.held_by_rank_0 else None,
+        _owns=endpoint is not None,
+        _holder=members[0] if endpoint is not None and endpoint.held_by_rank_0 else None,
         _number=me.rank,
     )
     _active[me.token] = result
@@ -439,7 +443,7 @@ def _gather(
         _agree(keys, generation, _Outcome())
     outcome = _await_outcome(keys, generation, me, deadline, watches=arrived <= 2)
     if outcome.what == _SIZES_DIFFER:
-        # A version from before 0.2.0 that came second says this of different builds, too.
+        # A version from before 0.2.0 that came second reports this for different builds, too.
         with contextlib.suppress(StoreError):
             found = _disagreement(_came(keys, generation))
             outcome = found if found.of_builds else outcome
@@ -486,7 +490,7 @@ def _rivalry(other: RendezvousMember, me: RendezvousMember) -> _Outcome:
         return _Outcome(
             f"rank {me.rank} of this job has died",
             seen=f"{other} is no more, and its number is still taken",
-            fix="Start the whole job again, with a new port or file.",
+            fix="Start all ranks again, with a new port or file.",
         )
     return _Outcome(
         f"two processes have the number {me.rank}",

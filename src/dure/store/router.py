@@ -1,9 +1,9 @@
-"""A ROUTER socket that only members of the job reach, and that knows who is connected.
+"""A ROUTER socket that only members of the job reach, and that knows its connections.
 
 Next to the socket there are two more: the ZAP socket, on which ZeroMQ asks whether a client that
 has completed the CURVE handshake may come in (RFC 27: only the one public key that is derived from
-the job key may), and the monitor, which reports who connects, leaves or is refused. The store's
-server has one router, and every process of RPC has one.
+the job key may), and the monitor, which reports connections that open, close or are refused. The
+store's server has one router, and every process of RPC has one.
 
 A client that has no key fails in the handshake, so none of its bytes is parsed here. What it can
 occupy is one descriptor for `HANDSHAKE_S` and one frame of 64 KiB (see `wire`). There is no limit

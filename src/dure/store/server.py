@@ -203,7 +203,7 @@ class StoreServer:
             self._send(self._handle(client, self._read(client)))
 
     def _read(self, client: bytes) -> list[bytes]:
-        """Read the frames of one request; the first one of a client tells its connection."""
+        """Read the frames of one request; the first one of a client identifies its connection."""
         first = self._guarded.receive(client)
         return [first, *(self._router.recv_multipart() if self._router.rcvmore else ())]
 
@@ -228,7 +228,7 @@ class StoreServer:
             except zmq.Again:
                 self._guarded.refusals.add(f"client {client.hex()}", "it does not read its answers")
             except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:  # else it has left, and nobody misses the reply
+                if error.errno != zmq.EHOSTUNREACH:  # else it has left, and needs no reply
                     raise
 
 

@@ -80,7 +80,7 @@ class ListeningClock:
     def turn(self, within_s: float = float("inf")) -> None:
         """Note that the owner runs, and will call this again in `within_s` unless it is paused.
 
-        Time past what the last call said was a pause.
+        Time past what the last call announced was a pause.
         """
         now = self._clock()
         self._paused_s += max(0.0, now - self._due)

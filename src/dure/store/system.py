@@ -19,7 +19,7 @@ _MFD_NOEXEC_SEAL = 8  # Linux 6.3
 
 
 def kernel_text(path: Path) -> str:
-    """Return what a file of the kernel says, or an empty text where there is none."""
+    """Return the content of a kernel's file, or an empty text if there is none."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -52,7 +52,7 @@ def cpu_quota(root: Path = Path("/")) -> float:
 
 
 def memory_file(name: str) -> int:
-    """Make an anonymous memory file that nobody can execute; return its descriptor.
+    """Make an anonymous memory file that cannot be executed; return its descriptor.
 
     A system can demand the flag for that (`vm.memfd_noexec`); before Linux 6.3 it is unknown.
 

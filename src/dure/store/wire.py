@@ -1,4 +1,4 @@
-"""What is asked of a store, and answered: all but a prefix and torch's take it in this form.
+"""Requests to a store, and replies: the form that all stores but a prefix and torch's use.
 
 Client and server of the network store send it: one request, one reply, both msgpack of a fixed
 shape that msgspec checks field by field; nothing is ever unpickled. What is not of that shape
@@ -6,9 +6,9 @@ raises `msgspec.DecodeError`, and a text that is no UTF-8 `UnicodeDecodeError`, 
 it. A connection carries one request at a time, so messages need no numbers.
 
 A message longer than `MAX_FRAME_BYTES` travels as several ZeroMQ frames, which arrive together or
-not at all. ZeroMQ is told to take no frame that is longer; this holds for the frames of the
-handshake, too, before it is known who the peer is: so a stranger who announces a frame of 2 GB is
-cut off at its header, and one who sends what he announces takes 64 KiB of our memory, not 500 MB.
+not at all. ZeroMQ refuses longer frames; this holds for the frames of the handshake, too,
+before the peer is known: so a client that announces a frame of 2 GB is cut off at its header, and
+one that sends what it announces takes 64 KiB of memory here, not 500 MB.
 """
 
 from __future__ import annotations

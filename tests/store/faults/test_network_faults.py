@@ -80,11 +80,11 @@ except RendezvousError as error:
 
 
 WATCH = """
-from dure.store.init_method import find_place
+from dure.store.init_method import read_init_method
 from dure.store.prefix import PrefixStore
-spot = find_place(args[0], 2, 3)
-store = spot.place.open(2, 3, PATIENCE.total_seconds())
-PrefixStore(f"dure/{spot.place.name}/", store).wait(["0/member/0", "0/member/1"])
+method = read_init_method(args[0], 2, 3)
+store = method.endpoint.open(2, 3, PATIENCE.total_seconds())
+PrefixStore(f"dure/{method.endpoint.name}/", store).wait(["0/member/0", "0/member/1"])
 say("both came")
 sys.stdin.read()
 os._exit(0)

@@ -15,7 +15,7 @@ import zmq
 from dure.errors import StoreRefused
 from dure.store import TCPStore
 from dure.store.key import mint
-from dure.store.wire import MAX_FRAME_BYTES, Request, pack
+from dure.store.wire import Request, pack
 from tests.store.procs.victim import Victim, victim
 from tests.store.procs.wire_tools import (
     JUNK,
@@ -98,12 +98,6 @@ def test_the_servers_public_key_alone_opens_nothing(server: Victim) -> None:
         assert not stranger.poll(0)
 
 
-def test_a_client_with_the_servers_own_pair_is_refused(server: Victim) -> None:
-    source, own = new_source(), server.key.pair("store server")
-    with server.under_attack(), peer(server.port, source, own.public, own):
-        server.refused(1)
-
-
 @pytest.mark.parametrize("plain", [False, True], ids=["NULL", "PLAIN"])
 def test_other_mechanisms_are_refused(plain: bool, server: Victim) -> None:
     with server.under_attack(), peer(server.port, new_source(), plain=plain) as stranger:
@@ -178,31 +172,3 @@ def test_malformed_requests_of_a_member_are_refused(message: bytes, server: Vict
         assert msgspec.msgpack.decode(rogue.recv())[0] == "error"
         rogue.send(pack(Request("check")))
         assert msgspec.msgpack.decode(rogue.recv())[0] == "ok"
-
-
-def test_a_member_that_never_reads_is_told_of(server: Victim) -> None:
-    request = pack(Request("get", ("big",)))
-    keeper = server.client()
-    keeper.set("big", bytes(MAX_FRAME_BYTES))
-    with server.under_attack(), member(server.port, new_source(), server.key) as rogue:
-        for _ in range(2_000):  # 128 MB of answers
-            rogue.send(request)
-        assert server.lines_about("does not read its answers")
-    keeper.delete_key("big")
-    keeper.close()
-
-
-def test_a_member_that_floods_holds_nobody_up(server: Victim) -> None:
-    request = pack(Request("add", ("flood",), amount=1))
-    with server.under_attack(), member(server.port, new_source(), server.key) as rogue:
-        rogue.rcvhwm = 0
-        for _ in range(5_000):
-            rogue.send(request)
-
-
-def test_a_member_that_waits_for_much_at_once_waits_for_one_thing(server: Victim) -> None:
-    with server.under_attack(), member(server.port, new_source(), server.key) as rogue:
-        rogue.send(pack(Request("wait", ("never",), timeout_s=1e9)))
-        for i in range(100):
-            rogue.send(pack(Request("wait", (f"never {i}",), timeout_s=1e9)))
-            assert msgspec.msgpack.decode(rogue.recv())[0] == "error"

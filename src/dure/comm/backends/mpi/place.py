@@ -20,7 +20,7 @@ from dure import env
 from dure.comm.backends.mpi.library import Library, load
 from dure.errors import RendezvousTimeout, StoreError
 from dure.store.address import interface_to, resolve
-from dure.store.init_method import Spot, TcpPlace
+from dure.store.init_method import InitMethod, TcpEndpoint
 from dure.store.key import JobKey, mint
 from dure.store.listener import listen
 from dure.store.server import StoreServer
@@ -34,7 +34,7 @@ _REPLY_S = 2.0
 """How much longer a rank waits for rank 0 than rank 0 for the ranks."""
 
 
-def find_mpi_place(timeout_s: float) -> Spot:
+def find_mpi_place(timeout_s: float) -> InitMethod:
     """Learn from MPI who we are, and from rank 0 where the store is.
 
     Raises:
@@ -66,8 +66,8 @@ def find_mpi_place(timeout_s: float) -> Spot:
     if "failed" in told:
         raise StoreError("rank 0 cannot serve the store", rank=rank, seen=told["failed"])
     key = JobKey(bytes.fromhex(told["key"]))
-    place = TcpPlace(host=told["ip"], port=told["port"], name="mpi", key=key, server=server)
-    return Spot(place=place, rank=rank, world_size=size)
+    endpoint = TcpEndpoint(host=told["ip"], port=told["port"], name="mpi", key=key, server=server)
+    return InitMethod(endpoint=endpoint, rank=rank, world_size=size)
 
 
 def _invite(library: Library, timeout_s: float) -> tuple[dict[str, Any], StoreServer | None]:
