@@ -1,7 +1,7 @@
-"""Imported before all else of the package: it says by name that launching is for Linux.
+"""Imported before all else of the package: it reports that launching needs Linux.
 
-The launcher stands on pidfds, control groups, /proc and real-time signals. Elsewhere any of these
-would be missing at some line, with an error that tells nothing.
+The launcher needs pidfds, control groups, /proc and real-time signals. On another system the first
+of these that is used would raise an error that does not name the reason.
 """
 
 import sys

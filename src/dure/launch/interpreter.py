@@ -1,10 +1,10 @@
-"""The interpreter's own options, which a launcher hands on to the ranks that it starts.
+"""The interpreter's own options, which a launcher passes on to the ranks that it starts.
 
 `python -O -X dev -W error -m dure.run train.py` means the program, not the launcher. So options
 that say how code runs are repeated before each rank's program, as `multiprocessing` repeats them
 for its children. Left out are those that say where modules come from (-E, -I, -P, -s, -S):
 distributions put them into the first line of an installed `dure`, and a program must find the files
-beside it all the same.
+beside it anyway.
 """
 
 from __future__ import annotations

@@ -115,11 +115,11 @@ def _check_output(spec: JobSpec) -> None:
         "--tee": frozenset(spec.tee if isinstance(spec.tee, Mapping) else ()),
     }
     for flag, ranks in named.items():
-        strangers = sorted(rank for rank in ranks if not 0 <= rank < spec.nproc)
+        unknown = sorted(rank for rank in ranks if not 0 <= rank < spec.nproc)
         _require(
-            not strangers,
+            not unknown,
             f"this host has the local ranks 0 to {spec.nproc - 1}",
-            f"{flag} names {', '.join(map(str, strangers))}",
+            f"{flag} names {', '.join(map(str, unknown))}",
         )
 
 

@@ -2,10 +2,10 @@
 
 A pure computation, so that it can be read, printed and tested without starting anything.
 
-*Freed memory.* A training step frees what it has allocated. glibc gives what is free at the top of
-its heap back, and the next step has it mapped and cleared anew, a microsecond for every 4 KiB;
-where ranks wait for each other, the unluckiest decides for all. So ranks start with the thresholds
-that glibc itself arrives at, at most; a user who has chosen any of them has chosen all.
+*Freed memory.* A training step frees what it has allocated. glibc returns free memory at the top of
+its heap to the system, and the next step has it mapped and cleared again, a microsecond per 4 KiB.
+If ranks wait for each other, the slowest decides for all. So ranks start with the highest
+thresholds that glibc itself would choose, unless the user has set any of them.
 """
 
 from __future__ import annotations
@@ -115,35 +115,35 @@ class Round:
 
 
 def rank_variables(
-    spec: JobSpec, local_rank: int, address: JobAddress, round: Round, threads: int | None
+    spec: JobSpec, local_rank: int, address: JobAddress, layout: Round, threads: int | None
 ) -> dict[str, str | None]:
     """Return what to change in the environment for one rank.
 
     `spec.env` has the last word; `threads` is OMP_NUM_THREADS, or None to leave it as it is.
     """
-    rank, of = str(round.rank(local_rank)), str(round.world_size)
+    rank, size = str(layout.rank(local_rank)), str(layout.world_size)
     variables: dict[str, str | None] = {
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "ROLE_RANK": rank,
-        "WORLD_SIZE": of,
-        "LOCAL_WORLD_SIZE": str(round.nproc),
-        "ROLE_WORLD_SIZE": of,
-        "GROUP_RANK": str(round.node),
-        "GROUP_WORLD_SIZE": str(round.num_hosts),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(layout.nproc),
+        "ROLE_WORLD_SIZE": size,
+        "GROUP_RANK": str(layout.node),
+        "GROUP_WORLD_SIZE": str(layout.num_hosts),
         "ROLE_NAME": spec.role,
-        "MASTER_ADDR": round.master_addr,
-        "MASTER_PORT": str(round.master_port),
+        "MASTER_ADDR": layout.master_addr,
+        "MASTER_PORT": str(layout.master_port),
         "TORCHELASTIC_RUN_ID": spec.run_id or address.name,
-        "TORCHELASTIC_RESTART_COUNT": str(round.number),
+        "TORCHELASTIC_RESTART_COUNT": str(layout.number),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(
-            error_file(spec, address.name, round.rank(local_rank), round.number)
+            error_file(spec, address.name, layout.rank(local_rank), layout.number)
         ),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTHONUNBUFFERED": "1",
-        "DURE_STORE_ADDR": round.store,
+        "DURE_STORE_ADDR": layout.store,
         "DURE_LAUNCHER": address.name,
         "DURE_JOB_KEY_FD": str(address.key_fd),
         "DURE_JOB_KEY_FILE": address.key_file,

@@ -1,9 +1,8 @@
 """The launcher's side of the zygote: when to have one, and how to ask it for ranks.
 
-`zygote_for(spec, ...)` starts a zygote (`forking`) if the job gains by it: if it starts
-two processes or more, now or by restarts, that import torch. It lives as long as the job may start
-ranks. Whatever makes it unfit is said in one line, and ranks start in fresh interpreters, as they
-do without it.
+`zygote_for(spec, ...)` starts a zygote (`forking`) if the job gains by it: if it starts two
+processes or more, now or by restarts, that import torch. It lives as long as the job may start
+ranks. If it cannot be used, one line says why, and ranks start in fresh interpreters.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ class Zygote:
 
     Args:
         spec: The job.
-        names: What it imports, first what it must, `needed` of them.
-        needed: How many of `names` must be imported without an error.
+        names: What it imports.
+        needed: How many of `names`, the first ones, must import without an error.
         environment: What it is started with.
 
     Attributes:
-        say: Who is told if it is lost.
+        say: Gets the line that reports its loss.
 
     Raises:
         OSError: The process cannot be started.
@@ -81,7 +80,7 @@ class Zygote:
         self._link, theirs = socket.socketpair()
         self._printed = [b"", b""]  # to the output, to the errors
         self._state: str | None = "waiting"
-        self.say: Callable[[str], object] = bool
+        self.say: Callable[[str], object] = print
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -117,7 +116,7 @@ class Zygote:
     def trouble(self, interrupted: int) -> str | None:
         """Wait until it has imported; return why it cannot be used, or None if it can.
 
-        `interrupted` is a descriptor that becomes readable when the user has had enough.
+        `interrupted` is a descriptor that becomes readable when the user interrupts the job.
         """
         if self._state == "waiting":
             self._state = self._wait(interrupted)
@@ -143,7 +142,7 @@ class Zygote:
     def fork(self, start: RankStart) -> int | None:
         """Start a rank, a child of this process; return its number, or None if it cannot be copied.
 
-        A zygote that has died, or does not answer, is given up, which is said once.
+        A zygote that has died, or does not answer, is not used again, which is reported once.
 
         Raises:
             OSError: There is no memory for it, or no process.
@@ -206,12 +205,12 @@ class Zygote:
             pipe.close()
 
     def _ended(self) -> str:
-        """End it if it has not ended, and say how it did."""
+        """End it if it has not ended, and return how it ended."""
         self._process.kill()
         code = self._process.wait()
         words = (self._pipes[1].read() or b"").decode(errors="replace").strip().rpartition("\n")[2]
-        said = f" ({words})" if words else ""
-        return (f"was killed by signal {-code}" if code < 0 else f"exited with {code}") + said
+        detail = f" ({words})" if words else ""
+        return (f"was killed by signal {-code}" if code < 0 else f"exited with {code}") + detail
 
     def _give_up(self, how: str) -> None:
         self._state = f"the process that ranks were forked from {how}"
@@ -222,11 +221,13 @@ class Zygote:
 def zygote_for(
     spec: JobSpec, job: str, threads: int | None, say: Callable[[str], None] = print
 ) -> Iterator[Zygote | None]:
-    """Start a zygote, if the job gains by one, and end it at last.
+    """Start a zygote, if the job gains by one, and end it after the block.
 
-    `job` is its name in the environment of its processes, `threads` OMP_NUM_THREADS of every rank,
-    or None to leave it as it is. A program that sets variables for torch before it imports it is
-    started afresh, which `say` reports.
+    Args:
+        spec: The job.
+        job: Its name in the environment of its processes.
+        threads: OMP_NUM_THREADS of every rank; None: as it is.
+        say: Gets warnings, and why a program that uses variables for torch starts afresh.
 
     Raises:
         OSError: The process cannot be started.
