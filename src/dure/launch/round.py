@@ -24,7 +24,7 @@ from dure.launch.hang import HangDetector, likely_cause
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress, Round, rank_log_dir, rank_variables
 from dure.launch.ranks.errorfiles import error_file, known_crash
-from dure.launch.ranks.processes import JobProcesses, now, start_times
+from dure.launch.ranks.processes import JobProcesses, now, reap_orphans, start_times
 from dure.launch.ranks.reaper import Reaper
 from dure.launch.ranks.report import ReportReader
 from dure.launch.ranks.spawn import RankProcess, start_rank
@@ -394,6 +394,9 @@ class RoundRun:
             if number in self._place.spec.signals:
                 caught = self.catches(number)
                 self._do(self.supervisor.interrupted(number, time.monotonic(), caught=caught))
+            elif number == signal.SIGCHLD:
+                own = (*self.ranks, *self._retired, self._place.zygote, self._place.reaper)
+                reap_orphans(process.pid for process in own if process is not None)
             elif number == signal.SIGTSTP:
                 self._stop_and_continue()
             else:

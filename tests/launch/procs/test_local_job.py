@@ -150,3 +150,34 @@ def test_a_probe_is_answered_at_torchs_port(job: Launching) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S) as answer:
         assert (answer.status, json.load(answer)) == (200, {"running": True})
     assert job.finish(process, stdin="\n").code == 0
+
+
+@pytest.mark.needs("root")
+def test_a_launcher_that_is_process_1_reaps_orphans_of_others(job: Launching) -> None:
+    program = job.write("import time; print('up'); time.sleep(600)")
+    isolated = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    process = job.start_any(*isolated, *DURE, "run", "-n", "2", program)
+    wait_for_lines(process, 2)
+    (launcher,) = children(process.pid)
+    before = children(launcher)
+    inside = (
+        "nsenter",
+        "--target",
+        str(launcher),
+        "--pid",
+        "sh",
+        "-c",
+        "sleep 600 >/dev/null & true",
+    )
+    subprocess.run(inside, check=True, timeout=PATIENCE_S)
+    adopted = set(children(launcher)) - set(before)
+    assert len(adopted) == 1
+    os.kill(adopted.pop(), signal.SIGKILL)
+    until(lambda: children(launcher) == before, "an orphan that was reaped")
+    os.kill(launcher, signal.SIGTERM)
+    assert job.finish(process).code == 128 + signal.SIGTERM
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]

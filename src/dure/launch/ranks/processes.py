@@ -39,6 +39,7 @@ __all__ = [
     "Process",
     "adopting_orphans",
     "now",
+    "reap_orphans",
     "remove_files",
     "start_times",
     "wake_with_parent",
@@ -288,6 +289,13 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def reap_orphans(kept: Iterable[int]) -> None:
+    """Reap children of this process that have died, except `kept`: strangers' orphans, if PID 1."""
+    for pid in set(_children(os.getpid())).difference(kept):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def wake_with_parent() -> None:
