@@ -523,7 +523,7 @@ class Sockets:
         self._read_all()
         now = time.monotonic()
         for way, until in list(self._broken.items()):
-            may_come = self._comes_from(way.peer) or self._guarded.peers.strangers
+            may_come = self._comes_from(way.peer) or self._guarded.num_joining > 0
             if may_come and now < until:
                 continue
             del self._broken[way]
