@@ -123,6 +123,11 @@ def is_backend_available(backend: str) -> bool:
     return name in known_backends()
 
 
+def engine_error() -> str:
+    """Return why the native engine cannot run on this machine; empty if it can."""
+    return native_available()[1]
+
+
 def is_gloo_available() -> bool:
     """Tell whether torch was built with Gloo."""
     return hasattr(torch._C, "_distributed_c10d")  # pyright: ignore[reportPrivateUsage]

@@ -19,7 +19,7 @@ from typing import Any  # Any: what JSON holds
 import torch
 
 import dure as dist
-from dure import native
+from dure.comm.queries import engine_error
 
 _ROUNDS = 50
 _COUNT = 1024
@@ -38,7 +38,7 @@ def _try(backend: str, limit_s: float) -> dict[str, Any]:
     """Join, reduce a few numbers, check them and leave."""
     found: dict[str, Any] = {"backend": backend}
     if not dist.is_backend_available(backend):
-        reason = native.available()[1] if backend == "shm" else ""
+        reason = engine_error() if backend == "shm" else ""
         return found | {"absent": True, "reason": reason}
     try:
         with dist.process_group(backend, timeout=timedelta(seconds=limit_s)) as group:
