@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,11 +14,11 @@ from dure import native
 from dure.comm import creation
 from dure.comm.creation import GroupSpec, WatchedStore, create_groups
 from dure.comm.world import World
-from dure.errors import RendezvousError, StoreTimeout
+from dure.errors import Desync, RendezvousError, StoreTimeout
 from dure.store import HashStore
 from dure.store.builds import Build
 from dure.store.rendezvous import rendezvous
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 LONG = timedelta(seconds=PATIENCE_S)
 
@@ -71,3 +73,23 @@ def test_ranks_of_which_only_some_have_the_engine_are_told_so(monkeypatch: pytes
         for seen in pool.map(create, range(2)):
             assert "with the native engine: global ranks [0]" in seen
             assert "without the native engine (it is not built): global ranks [1]" in seen
+
+
+def test_sockets_of_gloo_close_with_a_group_that_was_not_made():
+    shared = HashStore()
+
+    def create(rank: int) -> None:
+        spec = GroupSpec(
+            name="g", global_ranks=(0, 1), backend=("gloo", "cpu:gloo")[rank], timeout=LONG
+        )
+        with pytest.raises(Desync):
+            create_groups(World(), shared, rank, [spec])
+
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()  # the errors that were raised are part of circles, the sockets must not be
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(create, range(2)))
+        until(lambda: len(os.listdir("/proc/self/fd")) == before, "sockets to be closed")
+    finally:
+        gc.enable()

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,12 +287,7 @@ class GlooOpening:
         settings._threads = 2
         addresses = _Addresses()
 
-        def make() -> Engine:
-            engine = cls(addresses, options.rank, options.size, settings)
-            # Who is done may end at once: a rank still shaking hands takes that for a failure.
-            engine.barrier().wait()
-            return engine
-
+        make = partial(_make_gloo, cls, addresses, options.rank, options.size, settings)
         self._options, self._addresses, self._engine = options, addresses, Future[Engine]()
         threading.Thread(target=self._make, args=(make,), name="dure-gloo", daemon=True).start()
 
@@ -298,9 +295,12 @@ class GlooOpening:
         try:
             self._engine.set_result(_connect("gloo", make, self._options))
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they keep Gloo's device and its sockets
             self._engine.set_exception(error)
             if not self._addresses.own.done():
                 self._addresses.own.set_exception(error)
+        finally:
+            del make
 
     @property
     def offer(self) -> bytes:
@@ -331,6 +331,13 @@ class GlooOpening:
     def withdraw(self) -> None:
         """See `Opening.withdraw`."""
         self._addresses.all.cancel()
+
+
+def _make_gloo(cls: Any, addresses: _Addresses, rank: int, size: int, settings: object) -> Engine:
+    engine = cls(addresses, rank, size, settings)
+    # Who is done may end at once: a rank still shaking hands takes that for a failure.
+    engine.barrier().wait()
+    return engine
 
 
 def create_gloo(options: BackendOptions) -> EngineGroup:
