@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dure.elastic.membership import JobDone, Membership
-from dure.elastic.views import Member, Progress, View
+from dure.elastic.views import Progress, RankMember, View
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store import HashStore
 from dure.store.builds import Build, own_build
@@ -24,10 +24,10 @@ BUILD = own_build()
 OTHER = Build(BUILD.protocol, "9.8.7")
 
 MINE, FIRST, LATER, GONE = (
-    Member("mine", 0, ME, BUILD),
-    Member("first", 1, FAR, BUILD),
-    Member("later", 2, FAR, BUILD),
-    Member("gone", 3, DEAD, BUILD),
+    RankMember("mine", 0, ME, BUILD),
+    RankMember("first", 1, FAR, BUILD),
+    RankMember("later", 2, FAR, BUILD),
+    RankMember("gone", 3, DEAD, BUILD),
 )
 LAST = View(number=4, members=(MINE, FIRST, LATER, GONE), known=("mine", "first", "later", "gone"))
 
@@ -40,14 +40,14 @@ def everybody(rank: int) -> bool:
     return True
 
 
-def tokens(members: list[Member]) -> list[str]:
+def tokens(members: list[RankMember]) -> list[str]:
     return [m.token for m in members]
 
 
 NOTHING = Progress()
 
 
-def says_here(store: HashStore, member: Member, progress: Progress = NOTHING) -> None:
+def says_here(store: HashStore, member: RankMember, progress: Progress = NOTHING) -> None:
     """Let a member announce that LAST has ended."""
     other = Membership(store, member.rank, 4)
     other.me = member
@@ -63,7 +63,7 @@ def test_who_comes_waits_until_it_is_known_or_has_ended():
     here = one_of(store)
     assert here.newcomers(None) == []
     for member in (FIRST, MINE, GONE, FIRST):  # the answer to the first was lost
-        here.come(member)
+        here.register(member)
     assert tokens(here.newcomers(None)) == ["first", "mine"], "in the order in which they came"
     view = View(number=0, members=(FIRST,), known=("first",))
     assert tokens(here.newcomers(view)) == ["mine"]
@@ -74,7 +74,7 @@ def test_who_comes_waits_until_it_is_known_or_has_ended():
 def test_a_rank_that_comes_again_ends_those_that_had_it_before():
     here = one_of(HashStore())
     for token, rank in (("one", 5), ("two", 5), ("other", 6)):
-        here.come(Member(token, rank, FAR, BUILD))
+        here.register(RankMember(token, rank, FAR, BUILD))
     assert tokens(here.newcomers(None)) == ["two", "other"]
 
 
@@ -125,12 +125,12 @@ def test_a_newcomer_does_not_wait_for_ever_for_ranks_of_hosts_that_may_be_lost()
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_newcomer_of_another_build_gives_up_and_is_not_let_in(begun: bool):
-    store, odd = HashStore(), Member("odd", 1, FAR, OTHER)
+    store, odd = HashStore(), RankMember("odd", 1, FAR, OTHER)
     here = one_of(store)
     if begun:
         here.propose(View(number=0, members=(FIRST,), known=("first",)))
     else:
-        here.come(odd)
+        here.register(odd)
     here.me = msgspec.structs.replace(here.me, build=OTHER if begun else BUILD)
     with pytest.raises(RendezvousError) as caught:
         here.enter()
@@ -141,7 +141,7 @@ def test_a_newcomer_of_another_build_gives_up_and_is_not_let_in(begun: bool):
     assert caught.value.seen.count("pid") == 2
     member = one_of(HashStore())
     member.me = MINE
-    member.come(odd)
+    member.register(odd)
     assert member.newcomers(LAST) == []
 
 
@@ -160,7 +160,7 @@ def test_survivors_go_on_with_a_rank_that_has_come_again_after_those_that_are_le
     here = Membership(store, 1, 2)
     last = View(number=0, members=(FIRST, here.me), known=("first", here.me.token))
     for token in ("first", "again"):  # the launcher has started the rank once more
-        here.come(Member(token, FIRST.rank, FAR, BUILD))
+        here.register(RankMember(token, FIRST.rank, FAR, BUILD))
     here.announce(last, Progress(committed=5))
     view = here.agree(last, nobody)
     assert tokens([*view.members]) == [here.me.token, "again"]
@@ -184,7 +184,7 @@ def test_too_few_survivors_wait_for_more_and_then_end_the_job():
 
 def test_a_rank_that_never_comes_is_waited_for_and_then_done_without():
     here = Membership(HashStore(), 0, 3, enough_s=0.05)
-    here.come(FIRST)
+    here.register(FIRST)
     assert here.enter().members == (here.me, FIRST)
 
 
@@ -217,15 +217,15 @@ def test_waiting_for_a_group_ends_when_a_member_has_ended_or_given_up():
 def test_after_an_earlier_job_the_first_view_waits_for_its_members_that_live():
     store = HashStore()
     here = Membership(store, 0, 4, before=(MINE, FIRST, GONE), enough_s=PATIENCE_S)
-    here.come(Member("again", 1, FAR, BUILD))
+    here.register(RankMember("again", 1, FAR, BUILD))
     assert {m.rank for m in here.enter().members} == {0, 1}  # of 4 expected; one has ended
 
 
 def test_members_of_an_earlier_job_that_live_are_waited_for():
     here = Membership(HashStore(), 0, 4, before=(MINE, FIRST, LATER), enough_s=0)
-    came = [Member("again", 0, ME), Member("other", 1, FAR)]
+    came = [RankMember("again", 0, ME), RankMember("other", 1, FAR)]
     assert not here._are_all(came)  # pyright: ignore[reportPrivateUsage]
-    assert here._are_all([*came, Member("third", 2, FAR)])  # pyright: ignore[reportPrivateUsage]
+    assert here._are_all([*came, RankMember("third", 2, FAR)])  # pyright: ignore[reportPrivateUsage]
 
 
 def test_fewer_than_min_ranks_of_an_earlier_job_wait_for_more():

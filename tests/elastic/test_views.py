@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dure.elastic.views import Member, Progress, View, next_view
+from dure.elastic.views import Progress, RankMember, View, next_view
 from dure.store.identity import Identity
 
 
-def member(token: str, rank: int = 0) -> Member:
-    return Member(token, rank, Identity(1, "1", "host", "host"))
+def member(token: str, rank: int = 0) -> RankMember:
+    return RankMember(token, rank, Identity(1, "1", "host", "host"))
 
 
 def four(*tokens: str) -> View:

@@ -34,6 +34,12 @@ def test_a_failure_is_noted_where_others_decide(policy: Policy) -> None:
     assert (machine.phase, machine.first_failure) == (Phase.RUNNING, 1)
 
 
+def test_a_held_round_does_not_end_with_its_ranks() -> None:
+    machine = Supervisor(2, TIMING, Policy.HOLD)
+    assert machine.exited(0, Exit(code=0), 0.0) == machine.exited(1, Exit(code=0), 0.0) == []
+    assert machine.phase is Phase.RUNNING
+
+
 def test_a_held_round_notes_ends_until_it_is_stopped() -> None:
     machine = Supervisor(3, TIMING, Policy.HOLD)
     assert machine.exited(1, Exit(signal=9), 0.0) == []

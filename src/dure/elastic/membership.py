@@ -27,9 +27,9 @@ out; when it wakes up, it sees that, and comes back as a newcomer. There is one 
 moves: ranks that cannot reach it cannot come to a view, so a network that is cut never leaves two
 groups that both go on.
 
-A member may also wait for one who is here already: in another group than the one that broke, or for
-a message, where a death is told to those alone who wait for the dead. So whoever has waited here
-for `_NUDGE_S` leaves its groups, which ends all waiting for it.
+A member may also wait for one that is here already: in another group than the one that broke, or
+for a message, where only the ranks that wait for a dead one notice its death. So a rank that waited
+here for `_NUDGE_S` leaves its groups, which ends all waiting for it.
 
 Cost: six round trips to the store, and until the last rank comes.
 """
@@ -44,7 +44,7 @@ from datetime import timedelta
 import msgspec
 
 from dure.comm.creation import wait_watching
-from dure.elastic.views import Member, Progress, View, next_view
+from dure.elastic.views import Progress, RankMember, View, next_view
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store.base import Store
 from dure.store.builds import own_build, require_one_build
@@ -63,7 +63,7 @@ _SETTLE_S = 1.0
 
 _pack = msgspec.msgpack.encode
 _read_progress = msgspec.msgpack.Decoder(Progress).decode
-_read_member = msgspec.msgpack.Decoder(Member).decode
+_read_member = msgspec.msgpack.Decoder(RankMember).decode
 _read_view = msgspec.msgpack.Decoder(View).decode
 
 Unreached = Callable[[int], bool]
@@ -98,11 +98,11 @@ class Membership:
         rank: int,
         expected: int,
         *,
-        before: Sequence[Member] = (),
+        before: Sequence[RankMember] = (),
         min_ranks: int = 1,
         timeout_s: float = 300.0,
         enough_s: float = 30.0,
-        give_up: Callable[[], bool] = bool,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self.store, self._rank, self._expected = store, rank, expected
         self._before = before
@@ -113,12 +113,12 @@ class Membership:
         for name in ("new", "left"):
             store.append(name, b"")  # so that both are there
 
-    def _new_self(self) -> Member:
-        return Member(uuid.uuid4().hex[:12], self._rank, myself(), own_build())
+    def _new_self(self) -> RankMember:
+        return RankMember(uuid.uuid4().hex[:12], self._rank, myself(), own_build())
 
     # ---- newcomers -----------------------------------------------------------------------------
 
-    def come(self, member: Member) -> None:
+    def register(self, member: RankMember) -> None:
         self.store.set(f"member/{member.token}", _pack(member))
         self.store.append("new", f"{member.token}:{member.rank}\n")
 
@@ -129,7 +129,7 @@ class Membership:
             JobDone: The job has ended meanwhile, or this process shall.
             RendezvousError: The others did not come, or too few; or they run another build of Dure.
         """
-        self.come(self.me)
+        self.register(self.me)
         began = heard_at = time.monotonic()
         number, last = 0, None
         alone_since: float | None = None
@@ -158,35 +158,35 @@ class Membership:
             elif now - heard_at > self._timeout_s:
                 self._require_life(last)
 
-    def _compare_builds(self, others: Sequence[Member]) -> None:
+    def _compare_builds(self, others: Sequence[RankMember]) -> None:
         living = [m for m in others if alive(m.process) is not False]
         require_one_build(((m.build, m) for m in (*living, self.me)), rank=self._rank)
 
-    def _are_all(self, newcomers: Sequence[Member]) -> bool:
+    def _are_all(self, newcomers: Sequence[RankMember]) -> bool:
         """Return whether all that are expected in the first view have come."""
         living = {(m.rank, m.process) for m in self._before if alive(m.process) is not False}
         if not living:
             return len(newcomers) >= self._expected
-        came = {(m.rank, m.process) for m in newcomers}
-        return living <= came and len(came) >= self._min_ranks
+        arrived = {(m.rank, m.process) for m in newcomers}
+        return living <= arrived and len(arrived) >= self._min_ranks
 
     def _require_life(self, last: View) -> None:
         """Raise if all who could let newcomers in may have gone with their hosts."""
         if any(alive(m.process) for m in last.members):
             return
         raise RendezvousError(
-            "nobody lets this process into the group",
+            "no rank lets this process into the group",
             rank=self._rank,
             elapsed_s=self._timeout_s,
-            seen=f"nothing is known of {', '.join(map(str, last.members))}",
+            seen=f"it is unknown whether these live: {', '.join(map(str, last.members))}",
             fix="If their hosts are lost, start the job again; if a step of theirs takes longer, "
             "raise Options(timeout=...).",
         )
 
-    def newcomers(self, last: View | None) -> list[Member]:
-        """Return who waits to be let in, and lives."""
+    def newcomers(self, last: View | None) -> list[RankMember]:
+        """Return the living newcomers that wait for a view."""
         known = set[str]() if last is None else set(last.known)
-        fresh = [t for t in self._came() if t not in known and t not in self._dead]
+        fresh = [t for t in self._read_arrivals() if t not in known and t not in self._dead]
         values = self.store.multi_get([f"member/{t}" for t in fresh]) if fresh else []
         found = [m for m in map(_read_member, values) if not self.has_ended(m)]
         if last is None or last.rank_of(self.me.token) < 0:
@@ -204,7 +204,9 @@ class Membership:
         self.store.set(f"{last.number + 1}/begun", b"")
         self.store.set(_here(last, self.me), _pack(progress))
 
-    def agree(self, last: View, unreached: Unreached, nudge: Callable[[], object] = bool) -> View:
+    def agree(
+        self, last: View, unreached: Unreached, nudge: Callable[[], object] = lambda: None
+    ) -> View:
         """Return the view after `last`, which has been announced to have ended.
 
         Args:
@@ -233,23 +235,23 @@ class Membership:
         self.me = self._new_self()  # left out: it was taken for dead, or came too late
         return self.enter()
 
-    def survivors(self, last: View) -> list[tuple[Member, Progress]]:
-        """Return who of a view that has ended is here, and what each has."""
-        self._came()
+    def survivors(self, last: View) -> list[tuple[RankMember, Progress]]:
+        """Return the members of a view that has ended which are here, and what each has."""
+        self._read_arrivals()
         living = [m for m in last.members if not self.has_ended(m)]
         all_here = self.store.check([_here(last, m) for m in living])  # mostly: one round trip
         here = [m for m in living if all_here or self.store.check([_here(last, m)])]
         values = self.store.multi_get([_here(last, m) for m in here]) if here else []
         return list(zip(here, map(_read_progress, values), strict=True))
 
-    def missing(self, last: View, unreached: Unreached) -> list[Member]:
-        """Wait a moment; return who lives and is not here."""
+    def missing(self, last: View, unreached: Unreached) -> list[RankMember]:
+        """Wait a moment; return the members that live and are not here."""
         awaited = [m for m in last.members if not self.has_ended(m)]
         try:
             self.store.wait([_here(last, m) for m in awaited], _LOOK)
             return []
         except StoreTimeout:
-            self._came()
+            self._read_arrivals()
         return [
             m
             for m in awaited
@@ -289,21 +291,21 @@ class Membership:
 
     # ---- who has ended -------------------------------------------------------------------------
 
-    def has_ended(self, member: Member) -> bool:
-        """Tell whether a member is known to have ended; say goodbye for it if nobody else could."""
+    def has_ended(self, member: RankMember) -> bool:
+        """Whether a member is known to have ended; if this host's kernel says so, record that."""
         if member.token not in self._dead and alive(member.process) is False:
             self._dead.add(member.token)
             self.leave(member)  # other hosts cannot see it
         return member.token in self._dead
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: RankMember) -> None:
         self.store.append("left", f"{member.token}\n")
 
     def finish(self) -> None:
         self.store.set("done", b"")
 
-    def _came(self) -> list[str]:
-        """Return who has come, in order; learn who has said goodbye, or whose rank came again."""
+    def _read_arrivals(self) -> list[str]:
+        """Return the tokens that have arrived, in order; note which members have ended."""
         words = self.store.get("new").decode().split()
         ranks = dict(word.split(":") for word in words)
         newest = {rank: token for token, rank in ranks.items()}
@@ -312,7 +314,7 @@ class Membership:
         return list(ranks)
 
 
-def _here(last: View, member: Member) -> str:
+def _here(last: View, member: RankMember) -> str:
     return f"{last.number + 1}/here/{member.token}"
 
 

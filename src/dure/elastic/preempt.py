@@ -1,6 +1,6 @@
 """Being asked to end: SIGTERM becomes a note that the program reads between two steps.
 
-A cluster that takes a machine back sends SIGTERM (Slurm, where told so, SIGUSR1 beforehand) and
+A cluster that takes a machine back sends SIGTERM (Slurm with --signal: SIGUSR1 beforehand) and
 kills some time later. The signal comes at any moment and to each rank at another one, so the
 handler only notes it. Ranks learn of it together, at the end of a step: through the commit's
 all_reduce in `dure.elastic.run`, or, in any other program, in `preempted()`. Then the callbacks
@@ -103,16 +103,16 @@ def preempted(group: ProcessGroup | None = None) -> bool:
         An all_reduce of 8 bytes.
     """
     watch()
-    told = asked()
+    was_asked = asked()
     pg = group or current_world().default
     if pg is not None and pg.size() > 1:
-        flag = torch.tensor([int(told)], device=pg.message_device)
+        flag = torch.tensor([int(was_asked)], device=pg.message_device)
         pg.all_reduce(flag, ReduceOp.MAX)
-        told = bool(flag.item())
-    if told and not _notes.handled:
+        was_asked = bool(flag.item())
+    if was_asked and not _notes.handled:
         _notes.handled = True
         run_callbacks()
-    return told
+    return was_asked
 
 
 def watch() -> None:

@@ -46,7 +46,7 @@ from dure.comm.world import World, current_world
 from dure.elastic import preempt
 from dure.elastic.membership import JobDone, Membership
 from dure.elastic.state import Recovery, State
-from dure.elastic.views import Member, View
+from dure.elastic.views import RankMember, View
 from dure.errors import (
     Aborted,
     CommTimeout,
@@ -95,7 +95,7 @@ class _Earlier:
     """
 
     calls: int = 0
-    members: Sequence[Member] = ()
+    members: Sequence[RankMember] = ()
 
 
 _earlier: weakref.WeakKeyDictionary[World, _Earlier] = weakref.WeakKeyDictionary()
@@ -204,8 +204,8 @@ def _find_job(options: Options) -> _Job:
     rank, world_size = options.rank, options.world_size
     if options.store is not None:
         return _Job(options.store, True, "given", rank, world_size)
-    told = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
-    if rank < 0 and not told and detect(env.everything()).member is None:
+    is_numbered = env.text("RANK") is not None or env.text("WORLD_SIZE") is not None
+    if rank < 0 and not is_numbered and detect(env.everything()).member is None:
         return _Job(HashStore(), True, "alone", 0, 1)
     method = read_init_method(None, rank, world_size)
     name = method.endpoint.name
@@ -345,7 +345,7 @@ class _Session(Generic[T]):
             lost=len(before - after),
             joined=len(after - before),
             step=view.step,
-            cause=_told(cause),
+            cause=_describe(cause),
             agreement_s=agreed_at - self._failed_at,
             group_s=made_at - agreed_at,
             state_s=time.monotonic() - made_at,
@@ -472,5 +472,5 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _told(cause: BaseException | None) -> str:
+def _describe(cause: BaseException | None) -> str:
     return str(cause) if isinstance(cause, Regroup) else f"{type(cause).__name__}: {cause}"

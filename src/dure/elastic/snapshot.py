@@ -53,7 +53,7 @@ class Snapshot:
         """Copy the state as it is now.
 
         Raises:
-            UsageError: Something cannot be copied; its name is told, and the snapshot is void.
+            UsageError: Something cannot be copied; the message names it, and the snapshot is void.
 
         Cost: reads and writes each byte of the tensors once.
         """

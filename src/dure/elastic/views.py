@@ -29,10 +29,10 @@ import msgspec
 from dure.store.builds import Build
 from dure.store.identity import Identity
 
-__all__ = ["Member", "Progress", "View", "next_view"]
+__all__ = ["Progress", "RankMember", "View", "next_view"]
 
 
-class Member(msgspec.Struct, array_like=True, frozen=True):
+class RankMember(msgspec.Struct, array_like=True, frozen=True):
     """One time that one process joins; `rank` is what the launcher called it."""
 
     token: str
@@ -69,7 +69,7 @@ class View(msgspec.Struct, array_like=True, frozen=True):
     """
 
     number: int
-    members: tuple[Member, ...]
+    members: tuple[RankMember, ...]
     step: int = 0
     source: int = -1
     behind: tuple[int, ...] = ()
@@ -83,8 +83,8 @@ class View(msgspec.Struct, array_like=True, frozen=True):
 
 def next_view(
     last: View | None,
-    survivors: Sequence[tuple[Member, Progress]],
-    newcomers: Sequence[Member],
+    survivors: Sequence[tuple[RankMember, Progress]],
+    newcomers: Sequence[RankMember],
     min_ranks: int = 1,
 ) -> View:
     """Return the view that follows.
