@@ -23,7 +23,7 @@ COMMANDS = {
     "demo": ("demo.command:demo", "Train on real images with 2 ranks, and compare with 1."),
     "bench": (
         "bench.command:bench",
-        "Measure collectives on this machine, beside Gloo and MPI.",
+        "Measure collectives on this machine, compared with Gloo and MPI.",
     ),
     "doctor": (
         "doctor.command:doctor",
