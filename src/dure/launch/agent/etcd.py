@@ -148,7 +148,9 @@ class EtcdControl:
 
     def close(self) -> None:
         self._closed.set()
-        self._streaming.shut_down()
+        self._streaming.shut_down()  # first: the watching thread may read
+        for connection in (self._asking, self._watching, self._streaming):
+            connection.close()
 
     def see_others_off(self, agent: str, limit_s: float) -> None:
         """At the end of a job, its first agent waits for the others to leave, and clears all."""

@@ -1,0 +1,82 @@
+"""The job's state in etcd: two agents that change one key, at a member that the test plays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from dure.launch.agent.etcd import EtcdControl
+from dure.launch.agent.events import Joined, Prepare, Settings, Wait
+from dure.launch.agent.messages import (
+    Accepted,
+    Admitted,
+    Answer,
+    Gone,
+    Joining,
+    Leave,
+    NoJob,
+    Refusal,
+    Renew,
+    View,
+    Watch,
+    join,
+)
+from dure.store.etcd_gateway import EtcdOptions
+from tests.store.fake_etcd import FakeEtcd, fake_etcd
+
+SETTINGS = Settings(min_hosts=2, max_hosts=2, run_id="job", lease_s=20.0)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeEtcd]:
+    with fake_etcd() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def control(server: FakeEtcd) -> Iterator[EtcdControl]:
+    with contextlib.closing(
+        EtcdControl(EtcdOptions(endpoints=(server.names,)), "job", 5.0)
+    ) as found:
+        yield found
+
+
+def joins(to: EtcdControl, agent: str, former: str = "", **other: int) -> Answer:
+    joined = Joined(agent, f"host-{agent}", 1)
+    settings = replace(SETTINGS, **other)
+    return to.ask(join(Joining(joined, agent.encode(), settings, False, former)))
+
+
+def test_two_hosts_join_one_job_and_learn_what_to_do(server: FakeEtcd) -> None:
+    with control(server) as one, control(server) as two:
+        assert isinstance(joins(one, "a"), Admitted)
+        view = one.ask(Watch("a", b"a"), 5.0)
+        assert isinstance(view, View) and isinstance(view.action, Wait)
+        assert isinstance(joins(two, "b", max_restarts=3), Refusal)
+        assert isinstance(joins(two, "b"), Admitted)
+        later = one.ask(Watch("a", b"a", view.revision), 60.0)
+        assert isinstance(later, View) and isinstance(later.action, Prepare)
+        assert one.ask(Renew("a", b"a")) == Accepted()
+        assert two.ask(Leave("b", b"another")) == Gone()
+        assert two.ask(Leave("b", b"b")) == Accepted(1)
+        assert two.ask(Watch("b", b"b"), 5.0) == Gone()
+
+
+def test_a_host_that_comes_back_to_no_job_finds_none(server: FakeEtcd) -> None:
+    with control(server) as one:
+        assert joins(one, "b", former="a") == NoJob()
+
+
+def test_an_agent_that_waits_asks_for_nothing(server: FakeEtcd) -> None:
+    with control(server) as one, control(server) as two:
+        joins(one, "a")
+        view = one.ask(Watch("a", b"a"), 5.0)
+        assert isinstance(view, View)
+        for agent in "bcd":  # each change is read through the stream that is open
+            assert isinstance(joins(two, agent), Admitted)
+            view = one.ask(Watch("a", b"a", view.revision), 60.0)
+            assert isinstance(view, View)
+        assert server.requests["watch"] == 1
