@@ -138,7 +138,8 @@ class _SshLauncher:
             else:
                 lines = reader.feed(data, 0.0)
                 last.extend(line.decode(errors="replace") for line in lines)
-                sink.put(reader, b"", lines)
+                if not (self._asked and sink.full):
+                    sink.put(reader, b"", lines)
             if (not data or reader.overfull) and reader.holds:
                 sink.put_part(reader, b"", reader.flush())
             await self._write(sink)
@@ -149,8 +150,9 @@ class _SshLauncher:
         if sink.trouble is not None and self._interrupted_by is None:
             self._interrupted_by = signal.SIGPIPE
             self._ask_all(signal.SIGTERM)
-        while sink.full:
-            await self._room(sink)
+        while sink.full and not self._asked:  # an agent that ends has its pipes read to their end
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._room(sink), _LAST_S)
             sink.write_some()
 
     async def _room(self, sink: Sink) -> None:
