@@ -47,7 +47,7 @@ def test_settings_of_torch_are_settings_of_a_job():
         shutdown_timeout=7,
         logs_specs=SimpleNamespace(root_log_dir="/logs"),
     )
-    settings = config.settings()
+    settings = dict(config.settings())
     assert settings["nnodes"] == (2, 3)
     assert settings["endpoint"] == "head:29400"
     assert (settings["node_rank"], settings["join_timeout_s"]) == (1, 60.0)
