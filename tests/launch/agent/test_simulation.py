@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.launch.agent.simulation import Faults, World
 
 SEEDS = range(12)
 SIZES = (2, 3, 8, 40)
+HISTORIES = [*itertools.product(SEEDS, SIZES), (0, 200)]
 
 
 def outcome_of(world: World) -> int:
@@ -19,8 +22,7 @@ def outcome_of(world: World) -> int:
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["rounds", "elastic"])
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "count"), HISTORIES)
 def test_each_death_counts_once_although_messages_are_lost_late_and_doubled(
     seed: int, count: int, elastic: bool
 ) -> None:
@@ -38,8 +40,7 @@ def test_each_death_counts_once_although_messages_are_lost_late_and_doubled(
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["rounds", "elastic"])
-@pytest.mark.parametrize("count", SIZES)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "count"), HISTORIES)
 def test_stops_cuts_and_a_slow_coordinator_never_let_two_rounds_run(
     seed: int, count: int, elastic: bool
 ) -> None:
