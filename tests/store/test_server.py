@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import time
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,7 +12,6 @@ from dure.errors import StoreError, StoreTimeout
 from dure.store import JobKey, TCPStore
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
-from dure.store.silence import ListeningClock
 from dure.store.wire import Reply
 from tests.waiting import until
 
@@ -119,16 +117,3 @@ def test_a_reply_is_not_given_up_before_zeromq_has_looked_what_was_read() -> Non
     server = SimpleNamespace(_router=(router := Busy()))
     StoreServer._send(cast(StoreServer, server), [(b"client", Reply("ok"))])
     assert len(router.sent) == 1
-
-
-def test_leases_do_not_end_while_the_server_is_paused(server: StoreServer, key: JobKey) -> None:
-    late = [0.0]
-    server._clock = ListeningClock(lambda: time.monotonic() + late[0])
-    with contextlib.closing(NetworkStore(server.endpoint, key, TIMEOUT)) as store:
-        store.hold("lease", b"", 600.0)
-        late[0] = 3600.0  # the server's next look at its clock is an hour late
-        store.set("read", "after the pause")
-        until(lambda: server._clock.now() < time.monotonic() + 1800.0, "a turn after the pause")
-        store.set("read", "again")
-        assert store.check(["lease"])
-        assert store.renew("lease")

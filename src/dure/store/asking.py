@@ -5,19 +5,19 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from dure.errors import StoreError, StoreTimeout
-from dure.store.arguments import duration_of, integer_of, keys_of, pairs_of, text_of
+from dure.store.arguments import duration_of, integer_of, keys_of, pairs_of
 from dure.store.base import Store
-from dure.store.wire import LONGEST_TIMEOUT_S, WRITES, Op, Reply, Request, Values, encode
+from dure.store.wire import LONGEST_TIMEOUT_S, WRITES, Op, Reply, Request, encode
 
 __all__ = ["AskingStore"]
 
 
 class AskingStore(Store):
-    """The operations of `Store` and `Shared` as requests; a subclass has them answered."""
+    """The operations of `Store` as requests; a subclass has them answered."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", (key,), (value,))
@@ -56,25 +56,6 @@ class AskingStore(Store):
     def list_keys(self) -> list[str]:
         return list(self._ask("list").names)
 
-    def transact(
-        self, expect: Mapping[str, bytes | None], write: Mapping[str, bytes | None]
-    ) -> bool:
-        return bool(self._ask("transact", expect=expect, write=write).number)
-
-    def hold(self, key: str, value: bytes, ttl_s: float) -> None:
-        self._ask("hold", (key,), (value,), lease_s=ttl_s)
-
-    def renew(self, key: str) -> bool:
-        return bool(self._ask("renew", (key,)).number)
-
-    def release(self, key: str) -> None:
-        self._ask("release", (key,))
-
-    def look(self, prefix: str, since: int, timeout_s: float) -> tuple[int, dict[str, bytes]]:
-        timeout = timedelta(seconds=min(timeout_s, LONGEST_TIMEOUT_S))
-        reply = self._ask("look", (prefix,), amount=since, timeout=timeout)
-        return reply.number, dict(zip(reply.names, reply.values, strict=True))
-
     def _ask(
         self,
         op: Op,
@@ -83,9 +64,6 @@ class AskingStore(Store):
         *,
         amount: int = 0,
         timeout: timedelta | None = None,
-        lease_s: float = 0.0,
-        expect: Mapping[str, bytes | None] | None = None,
-        write: Mapping[str, bytes | None] | None = None,
     ) -> Reply:
         """Put one request, whose arguments are checked here; only some may be parked (`timeout`).
 
@@ -94,7 +72,7 @@ class AskingStore(Store):
         """
         name = "delete_key" if op == "delete" else op
         asked, given = keys_of(keys, name), tuple([encode(value, name) for value in values])
-        parked_s = lease_s if timeout is None else duration_of(timeout, name).total_seconds()
+        parked_s = 0.0 if timeout is None else duration_of(timeout, name).total_seconds()
         parked_s = min(max(0.0, parked_s), LONGEST_TIMEOUT_S)
         patience_s = self._timeout.total_seconds() if timeout is None else parked_s
         once = secrets.token_bytes(8) if op in WRITES else b""
@@ -106,8 +84,6 @@ class AskingStore(Store):
             integer_of(amount, name),
             parked_s,
             once,
-            _values(expect or {}, name),
-            _values(write or {}, name),
         )
         reply = self._answered(request, patience_s)
         if reply is not None and reply.status == "ok":
@@ -137,10 +113,3 @@ class AskingStore(Store):
         Raises:
             StoreError: It cannot be asked, or makes no sense.
         """
-
-
-def _values(given: Mapping[str, bytes | None], op: str) -> Values:
-    return {
-        text_of(key, op): None if value is None else encode(value, op)
-        for key, value in given.items()
-    }

@@ -1,12 +1,9 @@
 """The key-value state behind every store, without any socket: requests in, replies out.
 
-A `get`, `wait` or `look` for a missing key is parked. A request that changes a key returns, with
+A `get` or `wait` for a missing key is parked. A request that changes a key returns, with
 its own reply, the replies of all requests that waited for it, so no client polls. A client has at
 most one parked request, which is forgotten when the client leaves: what waits here is bounded by
 the number of connections.
-
-Each change of a key has a revision. A `look` learns from the last changes whether something below
-its prefix is new; one that asks for older ones is answered at once.
 
 A client whose connection broke cannot know whether its last write was done. It asks again, under
 the same name (`once`), and gets the reply of the first time: of each client the last reply is kept,
@@ -16,7 +13,6 @@ and of those that left the last `_KEPT`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from dure.errors import StoreError
@@ -31,7 +27,7 @@ Answer = tuple[bytes, Reply]
 
 _OK = Reply("ok")
 _KEPT = 1024
-"""How many changes, and replies to clients that left, are remembered."""
+"""How many replies to clients that left are remembered."""
 
 
 @dataclass(slots=True)
@@ -40,34 +36,19 @@ class _Parked:
     due: float
 
 
-@dataclass(slots=True)
-class _Lease:
-    ttl_s: float
-    ends: float
-    client: bytes  # that renewed it last; b"": its connection broke
-
-
 class Board:
     """The keys and values of a server, and the clients that wait for them.
 
     Args:
         name: Identifies this board; `check` of no keys asks for it, and for the build
             and the host.
-        presence: Called with a leased key when the connection through which it was last renewed
-            broke (False), and when it is held or renewed through another one (True).
     """
 
-    def __init__(
-        self, name: bytes = b"", presence: Callable[[str, bool], None] | None = None
-    ) -> None:
+    def __init__(self, name: bytes = b"") -> None:
         self.data: dict[str, bytes] = {}
-        self._name, self._presence = name, presence
+        self._name = name
         self._parked: dict[bytes, _Parked] = {}
         self._waiting: dict[str, dict[bytes, None]] = {}  # clients by the keys of `get` and `wait`
-        self._looking: dict[bytes, str] = {}  # prefixes by client
-        self._leases: dict[str, _Lease] = {}
-        self._revision = 0
-        self._changes: deque[tuple[int, str]] = deque(maxlen=_KEPT)
         self._untold: list[str] = []
         self._done: dict[bytes, Reply] = {}  # by the name of the write
         self._last: dict[bytes, bytes] = {}  # the name of each client's last write
@@ -82,11 +63,11 @@ class Board:
         """
         if client in self._parked:
             raise StoreError("a client of the store asked before it was answered", op=request.op)
-        if request.op in ("get", "wait", "look"):
+        if request.op in ("get", "wait"):
             return self._wait(client, request, now)
         reply = self._done.get(request.once)
         if reply is None:
-            reply = self._carry_out(client, request, now)
+            reply = self._carry_out(request)
         if request.once:
             self._done.pop(self._last.get(client, b""), None)
             self._last[client] = request.once
@@ -101,16 +82,10 @@ class Board:
             self._left.append(once)
             if len(self._left) > _KEPT:
                 self._done.pop(self._left.popleft(), None)
-        for key, lease in self._leases.items():
-            if lease.client == client:
-                lease.client = b""
-                self._tell_presence(key, False)
 
     def expire(self, now: float) -> list[Answer]:
-        """Return the replies that are due because a deadline has passed, or a lease has ended."""
-        for key in [key for key, lease in self._leases.items() if lease.ends <= now]:
-            self._put(key, None)
-        answers = self._tell()
+        """Return the replies that are due because a deadline has passed."""
+        answers: list[Answer] = []
         for client, parked in list(self._parked.items()):
             if parked.due <= now:
                 self._forget(client)
@@ -120,61 +95,35 @@ class Board:
     @property
     def has_leases(self) -> bool:
         """Whether a key would vanish if it were not renewed."""
-        return bool(self._leases)
+        return False
 
     def next_deadline(self) -> float | None:
         """Return when `expire` is next needed."""
-        dues = [lease.ends for lease in self._leases.values()]
-        dues += [parked.due for parked in self._parked.values()]
-        return min(dues, default=None)
+        return min((parked.due for parked in self._parked.values()), default=None)
 
     def _missing(self, request: Request) -> tuple[str, ...]:
         return tuple(key for key in request.keys if key not in self.data)
 
     def _wait(self, client: bytes, request: Request, now: float) -> list[Answer]:
         """Answer at once what can be answered, and park the rest."""
-        looks = request.op == "look"
-        if looks and len(request.keys) != 1:
-            raise _malformed(request)
-        if self._news(request) if looks else not self._missing(request):
+        if not self._missing(request):
             return [(client, self._found(request))]
         if request.timeout_s <= 0:
             return [(client, self._too_late(request))]
         self._parked[client] = _Parked(request, now + request.timeout_s)
-        if looks:
-            self._looking[client] = request.keys[0]
-        else:
-            for key in request.keys:
-                self._waiting.setdefault(key, {})[client] = None
+        for key in request.keys:
+            self._waiting.setdefault(key, {})[client] = None
         return []
-
-    def _news(self, look: Request) -> bool:
-        """Tell whether anything below a prefix may have changed since the revision it names."""
-        prefix, since = look.keys[0], look.amount
-        kept = self._changes[0][0] if self._changes else self._revision + 1
-        if not kept - 1 <= since <= self._revision:
-            return True
-        for revision, key in reversed(self._changes):
-            if revision <= since:
-                break
-            if key.startswith(prefix):
-                return True
-        return False
 
     def _found(self, request: Request) -> Reply:
         if request.op == "wait":
             return _OK
-        if request.op == "get":
-            return Reply("ok", values=tuple(self.data[key] for key in request.keys))
-        below = {key: value for key, value in self.data.items() if key.startswith(request.keys[0])}
-        return Reply("ok", self._revision, values=tuple(below.values()), names=tuple(below))
+        return Reply("ok", values=tuple(self.data[key] for key in request.keys))
 
     def _too_late(self, request: Request) -> Reply:
-        if request.op == "look":
-            return self._found(request)
         return Reply("timeout", names=self._missing(request))
 
-    def _carry_out(self, client: bytes, request: Request, now: float) -> Reply:
+    def _carry_out(self, request: Request) -> Reply:
         """Do what needs no waiting."""
         keys, values = request.keys, request.values
         match request.op:
@@ -193,11 +142,6 @@ class Board:
                 for key in there:
                     self._put(key, None)
                 return Reply("ok", len(there))
-            case "transact":
-                met = all(self.data.get(key) == value for key, value in request.expect.items())
-                for key, value in request.write.items() if met else ():
-                    self._put(key, value)
-                return Reply("ok", int(met))
             case "set" if len(keys) == len(values):
                 for key, value in zip(keys, values, strict=True):
                     self._put(key, value)
@@ -211,14 +155,6 @@ class Board:
                 return _OK
             case "compare_set" if len(keys) == 1 and len(values) == 2:
                 return self._compare_set(keys[0], self.data.get(keys[0]), values[0], values[1])
-            case "release" if len(keys) == 1:
-                self._put(keys[0], None)
-                return _OK
-            case "hold" if len(keys) == len(values) == 1:
-                return self._hold(client, request, now)
-            case "renew" if len(keys) == 1:
-                lease = self._leases.get(keys[0])
-                return Reply("ok", 0) if lease is None else self._renew(client, keys[0], lease, now)
             case _:
                 raise _malformed(request)
 
@@ -228,34 +164,12 @@ class Board:
             return Reply("ok", values=(desired,))
         return Reply("ok", values=(expected if now is None else now,))
 
-    def _hold(self, client: bytes, request: Request, now: float) -> Reply:
-        key = request.keys[0]
-        before = self._leases.get(key)
-        self._put(key, request.values[0])
-        lease = _Lease(request.timeout_s, now, b"" if before is None else before.client)
-        self._leases[key] = lease
-        return self._renew(client, key, lease, now)
-
-    def _renew(self, client: bytes, key: str, lease: _Lease, now: float) -> Reply:
-        back = not lease.client
-        lease.ends, lease.client = now + lease.ttl_s, client
-        if back:
-            self._tell_presence(key, True)
-        return Reply("ok", 1)
-
-    def _tell_presence(self, key: str, here: bool) -> None:
-        if self._presence is not None:
-            self._presence(key, here)
-
     def _put(self, key: str, value: bytes | None) -> None:
-        """Give `key` a value, without a lease, or delete it; `_tell` reports it."""
-        self._leases.pop(key, None)
+        """Give `key` a value, or delete it; `_tell` reports it."""
         if value is not None:
             self.data[key] = value
         elif self.data.pop(key, None) is None:
             return
-        self._revision += 1
-        self._changes.append((self._revision, key))
         self._untold.append(key)
 
     def _tell(self) -> list[Answer]:
@@ -267,9 +181,6 @@ class Board:
             for client in self._waiting.get(key, ()):
                 if not self._missing(self._parked[client].request):
                     met.append(client)
-        for client, prefix in self._looking.items():
-            if any(key.startswith(prefix) for key in changed):
-                met.append(client)
         for client in dict.fromkeys(met):
             answers.append((client, self._found(self._parked[client].request)))
             self._forget(client)
@@ -279,8 +190,6 @@ class Board:
         """Take a client's request off every list that it is on."""
         parked = self._parked.pop(client, None)
         if parked is None:
-            return
-        if self._looking.pop(client, None) is not None:
             return
         for key in set(parked.request.keys):
             waiting = self._waiting[key]

@@ -10,15 +10,13 @@ After an answer that did not come, the same transaction is sent again. Either it
 arrive: then the lost one will never be carried out, for what it expects is no more. Or the lost
 one's nonce is there, and with it what became of it. So `add` never counts twice.
 
-A lease is etcd's own. Callers of `look` share one watch per prefix, which stays open between the
-calls. A watch without an event is opened again at the next member after `QUIET_S`, or as soon as
-a request has found its member missing: that one may be cut off from its cluster.
+A watch without an event is opened again at the next member after `QUIET_S`: the first may be cut
+off from its cluster.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 import secrets
@@ -41,8 +39,7 @@ from dure.store.etcd_gateway import (
     coded,
     decoded,
 )
-from dure.store.shared import EVERYTHING
-from dure.store.wire import Reply, Request, Values
+from dure.store.wire import Reply, Request
 
 __all__ = ["MAX_ETCD_BYTES", "EtcdStore"]
 
@@ -53,12 +50,7 @@ _USERS = "dure/users"
 _MOST_READS = 100
 """Keys in one transaction; etcd takes 128 steps."""
 
-_RENEWAL_S = 1.0
-"""How long one member may take to renew a lease: others must still be asked before it ends."""
 _PAUSE_S = 0.05
-_LONG_BYTES = 256
-"""From which length on a value that was seen is compared by its revision."""
-
 _CROWD_S, _MOST_CROWD_S = 0.002, 1.0
 """How long a writer that lost a race for a key waits, at first and at most. It doubles with each
 lost race, so n writers of one key need some n log n transactions together."""
@@ -101,7 +93,6 @@ class EtcdStore(AskingStore):
         self._keys = f"{self._root}keys/"
         self._met = self._closed = False
         self._last_clears = last_clears
-        self._leases: dict[str, int] = {}
         self._start_afresh()
         self.num_keys()
         self._met = True
@@ -153,19 +144,6 @@ class EtcdStore(AskingStore):
                 answer = self._ask_etcd("kv/range", _below(self._keys) | {"keys_only": True})
                 names = sorted(self._name(each) for each in answer.get("kvs", ()))
                 return Reply("ok", names=tuple(names))
-            case "transact":
-                return Reply("ok", int(self._transact(request.expect, request.write)))
-            case "hold":
-                self._hold(keys[0], request.values[0], request.timeout_s)
-                return Reply("ok")
-            case "renew":
-                return Reply("ok", int(self._renew(keys[0])))
-            case "release":
-                self._commit([], [_delete(self._keys + keys[0])])
-                self._revoke(self._leases.pop(keys[0], 0))
-                return Reply("ok")
-            case "look":
-                return self._look(keys[0], request.amount, request.timeout_s)
             case "control":
                 raise StoreError("etcd has no coordinator", op=request.op)
 
@@ -176,60 +154,12 @@ class EtcdStore(AskingStore):
                 return True
         return False
 
-    def _transact(self, expect: Values, write: Values) -> bool:
-        compares = [self._compare(key, value) for key, value in expect.items()]
-        steps = [
-            _delete(self._keys + key) if value is None else self._put(key, value)
-            for key, value in write.items()
-        ]
-        return self._commit(compares, steps)
-
-    def _compare(self, key: str, value: bytes | None) -> Json:
-        """Expect a value; a long one that was seen by its revision, so that it need not travel."""
-        if value is None:
-            return _is_at(self._keys + key, 0)
-        revision, seen = self._seen.get(key, (0, b""))
-        if len(value) >= _LONG_BYTES and seen == value:
-            return _is_at(self._keys + key, revision)
-        return _has(self._keys + key, value)
-
-    def _hold(self, key: str, value: bytes, ttl_s: float) -> None:
-        lease = secrets.randbits(62) + 1  # ours to choose: granted twice, it is the same one
-        try:
-            self._ask_etcd("lease/grant", {"ID": str(lease), "TTL": str(math.ceil(ttl_s))})
-        except StoreError as error:
-            if "already exists" not in error.seen:
-                raise
-        self._commit([], [self._put(key, value, lease)])
-        self._revoke(self._leases.pop(key, 0))
-        self._leases[key] = lease
-
-    def _renew(self, key: str) -> bool:
-        lease = self._leases.get(key, 0)
-        if not lease:
-            return False
-        answer = self._ask_etcd("lease/keepalive", {"ID": str(lease)}, _RENEWAL_S)
-        if int(answer.get("result", {}).get("TTL", 0)) <= 0:
-            return False
-        there = self._ask_etcd("kv/range", {"key": coded(self._keys + key)}, _RENEWAL_S)
-        return any(int(each.get("lease", 0)) == lease for each in there.get("kvs", ()))
-
-    def _look(self, prefix: str, since: int, timeout_s: float) -> Reply:
-        below = _below(self._keys + prefix)
-        if since != EVERYTHING and timeout_s > 0:
-            self._await_change(below, since + 1, time.monotonic() + timeout_s, keep=True)
-        answer = self._ask_etcd("kv/range", below)
-        found = self._found(answer)
-        self._seen |= found
-        values = tuple(value for _, value in found.values())
-        return Reply("ok", int(answer["header"]["revision"]), values, tuple(found))
-
     def clear(self) -> None:
         """Delete everything of this job, when it has ended."""
         self._ask_etcd("kv/deleterange", _below(self._root))
 
     def close(self) -> None:
-        """Close the connections; leases go on until they end."""
+        """Close the connections."""
         if self._closed or self._pid != os.getpid():
             return
         if self._last_clears:
@@ -239,17 +169,14 @@ class EtcdStore(AskingStore):
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            watches, self._watches = self._watches, {}
-        for each in (*idle, *watches.values()):
-            each.close()
+        for writer in idle:
+            writer.close()
 
     def _start_afresh(self) -> None:
         """Begin without connections: at first, and in a forked child, whose parent's they are."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[_Writer] = []
-        self._watches: dict[str, Watch] = {}
-        self._seen: dict[str, tuple[int, bytes]] = {}  # what `look` found: revision, value
 
     @contextlib.contextmanager
     def _writer(self) -> Generator[_Writer]:
@@ -295,13 +222,7 @@ class EtcdStore(AskingStore):
         with self._writer() as writer:
             return writer.commit(compares, steps)
 
-    def _revoke(self, lease: int) -> None:
-        """End a lease; one that has ended is no error."""
-        with contextlib.suppress(StoreError):
-            if lease:
-                self._ask_etcd("lease/revoke", {"ID": str(lease)})
-
-    def _put(self, key: str, value: bytes, lease: int = 0) -> Json:
+    def _put(self, key: str, value: bytes) -> Json:
         """Return the step that writes a value.
 
         Raises:
@@ -313,7 +234,7 @@ class EtcdStore(AskingStore):
                 seen=f"{len(value)} bytes, and {MAX_ETCD_BYTES} are allowed",
                 fix="Send tensors and large objects with a collective instead.",
             )
-        return _put(self._keys + key, value, lease)
+        return _put(self._keys + key, value)
 
     def _read(self, keys: Sequence[str]) -> tuple[int, dict[str, tuple[int, bytes]]]:
         """Return the revision, and of those `keys` that exist their own revision and value."""
@@ -366,33 +287,16 @@ class EtcdStore(AskingStore):
                 return Reply("timeout", names=missing)
             self._await_change({"key": coded(self._keys + missing[0])}, revision + 1, deadline)
 
-    def _await_change(self, where: Json, since: int, deadline: float, keep: bool = False) -> None:
-        """Return when keys have changed at or after a revision, or perhaps; or at the deadline.
+    def _await_change(self, where: Json, since: int, deadline: float) -> None:
+        """Return when a key has changed at or after a revision, or perhaps; or at the deadline.
 
         The caller looks how things stand; that look raises if etcd is lost.
-
-        Args:
-            where: The key, or the range of keys.
-            since: The revision.
-            deadline: When to return at the latest.
-            keep: Whether the next call for these keys is to find the watch open.
         """
-        name = str(where)
-        with self._lock:
-            watch = self._watches.pop(name, None)
-        if watch is not None and not watch.covers(since):
-            watch.close()
-            watch = None
-        watch = watch or Watch(self._gateway, where, since)
+        watch = Watch(self._gateway, where, since)
         watch.await_change(since, deadline - time.monotonic())
         if watch.has_ended:
             time.sleep(_PAUSE_S)  # a cluster without a leader refuses watches at once
-        elif keep:
-            with self._lock:
-                if not self._closed:
-                    watch, self._watches[name] = self._watches.get(name), watch
-        if watch is not None:
-            watch.close()
+        watch.close()
 
 
 class _Writer:
@@ -458,9 +362,8 @@ class _Writer:
         self._connection.close()
 
 
-def _put(key: str, value: bytes, lease: int = 0) -> Json:
-    words = {"key": coded(key), "value": coded(value)}
-    return {"request_put": words | ({"lease": str(lease)} if lease else {})}
+def _put(key: str, value: bytes) -> Json:
+    return {"request_put": {"key": coded(key), "value": coded(value)}}
 
 
 def _delete(key: str) -> Json:

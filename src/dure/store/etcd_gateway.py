@@ -224,7 +224,7 @@ class Gateway:
 
 
 class Watch:
-    """A watch that stays open, so that a caller that looks often opens one connection.
+    """A watch whose events a thread reads, so that waiting for one can end at any time.
 
     Args:
         gateway: The way to etcd.
@@ -245,10 +245,6 @@ class Watch:
         """Return when keys have changed at or after the revision `since`, or it may be so."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest >= since or self._ended, limit_s)
-
-    def covers(self, since: int) -> bool:
-        """Tell whether no change at or after the revision `since` can be missed."""
-        return self._start <= since and not self._ended and self._connection.is_first
 
     @property
     def has_ended(self) -> bool:
@@ -353,11 +349,6 @@ class Connection:
             raise self._failed(error) from None
         finally:
             self.close()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether new connections go to the same member: no request has found it missing."""
-        return self._number == self._gateway.first
 
     def shut_down(self) -> None:
         """End `events` in another thread."""

@@ -169,8 +169,6 @@ class FileStore(AskingStore):
         return f"the store in {self.path}"
 
     def _answered(self, request: Request, patience_s: float) -> Reply | None:
-        if request.op in ("hold", "renew", "release", "look"):
-            raise StoreError("a file store has no leases, and reports no changes", op=request.op)
         deadline, pause_s = time.monotonic() + request.timeout_s, _FIRST_PAUSE_S
         at_once = msgspec.structs.replace(request, timeout_s=0.0)
         while True:

@@ -62,8 +62,6 @@ class StoreServer:
     Args:
         listener: Where to listen.
         key: The job key; None admits every client.
-        presence: Called with a leased key when its connection broke or came back (see `Board`), in
-            the server's thread: it must return at once.
         board: What answers the requests; by default a `Board` without keys.
 
     Threads: `hold`, `release` and `stop` may be called from any thread.
@@ -73,12 +71,11 @@ class StoreServer:
         self,
         listener: Listener,
         key: JobKey | None,
-        presence: Callable[[str, bool], None] | None = None,
         board: Board | None = None,
     ) -> None:
         self.endpoint, self.port, self.pid = listener.endpoint, listener.port, os.getpid()
         self._listen_fd = listener.fd
-        self._board = board or Board(secrets.token_bytes(8), presence)
+        self._board = board or Board(secrets.token_bytes(8))
         self._clock = ListeningClock()
         self._num_holders = 1
         self._lock = threading.Lock()  # between the thread's decision to end, and `hold`

@@ -32,7 +32,6 @@ __all__ = [
     "Op",
     "Reply",
     "Request",
-    "Values",
     "encode",
     "frames_of",
     "join",
@@ -56,7 +55,7 @@ MAX_MESSAGE_BYTES = 2 * MAX_VALUE_BYTES + (1 << 20)
 LONGEST_TIMEOUT_S = 1e9
 """How long a client may ask the server to wait: 30 years, but no infinity and no NaN."""
 
-WRITES = frozenset({"set", "add", "append", "compare_set", "delete", "transact"})
+WRITES = frozenset({"set", "add", "append", "compare_set", "delete"})
 """The operations that must not be done twice."""
 
 Op = Literal[
@@ -70,16 +69,8 @@ Op = Literal[
     "delete",
     "count",
     "list",
-    "transact",
-    "hold",
-    "renew",
-    "release",
-    "look",
     "control",
 ]
-
-Values = dict[str, bytes | None]
-"""Values by key; None stands for a key that does not exist."""
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
@@ -88,13 +79,11 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         op: Which. The value of `control` is a message to the coordinator of a job on several hosts
             (`dure.launch.agent.messages`); a board has no such operation.
-        keys: Its keys; of `look` the prefix.
+        keys: Its keys.
         values: Its values, mostly one a key.
-        amount: What `add` adds; of `look` the revision.
-        timeout_s: How long the server parks a `get`, `wait` or `look`; of `hold` the lease.
+        amount: What `add` adds.
+        timeout_s: How long the server parks a `get` or `wait`.
         once: Random bytes that name a write, so that it is done once though it is asked twice.
-        expect: What `transact` expects.
-        write: What it writes.
     """
 
     op: Op
@@ -103,12 +92,10 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     amount: int = 0
     timeout_s: Annotated[float, Meta(ge=0, le=LONGEST_TIMEOUT_S)] = 0.0
     once: Annotated[bytes, Meta(max_length=32)] = b""
-    expect: Values = {}
-    write: Values = {}
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """The answer. `names` are keys: the missing ones of a timeout, those of `list` or of `look`."""
+    """The answer. `names` are keys: the missing ones of a timeout, those of `list`."""
 
     status: Literal["ok", "timeout", "error"]
     number: int = 0
