@@ -20,8 +20,8 @@ pytestmark = [
 ]
 
 CONF = ("--rdzv-conf", "last_call_timeout=600")
-ROUNDS = ("--nproc", "1", "--max-restarts", "3", *CONF)
-ELASTIC = ("--nproc", "1", "--elastic", "--max-restarts", "3", *CONF)
+ROUNDS = ("--no-zygote", "--nproc", "1", "--max-restarts", "3", *CONF)
+ELASTIC = ("--no-zygote", "--nproc", "1", "--elastic", "--max-restarts", "3", *CONF)
 SLOW = pytest.mark.slow
 
 
@@ -35,7 +35,7 @@ def ended_well(job: Cutting) -> None:
 
 
 def ranks_on(host: Host) -> list[str]:
-    """Return the rank processes of a host: those with a rank's variables."""
+    """Return the rank processes of a host: those that were started with a rank's variables."""
     found: list[str] = []
     for line in host.inside():
         with contextlib.suppress(OSError):
