@@ -269,8 +269,9 @@ def test_an_answer_is_read_before_the_break_of_the_connection_that_led_to_its_se
 def test_the_first_answer_of_a_peer_that_leaves_is_read_before_the_break(
     opened: Sockets, peer: Peer, noted: Noted
 ) -> None:
-    with socket.create_connection(("127.0.0.1", opened._guarded.peers._port)):
-        until(lambda: opened._guarded.peers.strangers, "a connection that may be the peer's")
+    port = int(opened.endpoint.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)):
+        until(lambda: opened._guarded.num_joining > 0, "a connection that may be the peer's")
         peer.close_what_leads_to_it()
         peer._dealer.connect(opened.endpoint)
         peer._dealer.send(sockets._HELLO + sockets._pack(sockets._Hello("world", 1)))

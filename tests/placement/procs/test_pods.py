@@ -98,7 +98,7 @@ def test_the_first_pod_may_come_last_and_so_may_its_name(pods: Pods) -> None:
     second = pods.start_pod(pods.nodes[1], 1, *run)
     awaited(second, "'train-0.train' is not known here yet")
     pods.know(0, pods.spare[0].address)  # a pod that is replaced before anybody has met it
-    awaited(second, "nobody answers")
+    awaited(second, "no answer from")
     pods.know(0, pods.nodes[0].address)
     first = pods.start_pod(pods.nodes[0], 0, *run)
     assert ended(first) == ["0 2 0"]
