@@ -88,6 +88,7 @@ class Host:
         stopped_until: The launcher is stopped so long.
         killed: The launcher was killed.
         outcome: How the job ended for it.
+        tries: How often it has tried to join again.
     """
 
     world: World
@@ -98,6 +99,7 @@ class Host:
     outcome: Outcome | None = None
     member: Membership | None = None
     ranks: Ranks | None = None
+    tries: int = -1
     names: list[str] = field(default_factory=list[str])
     busy: set[str] = field(default_factory=set[str])
     reported: set[object] = field(default_factory=set[object])
@@ -130,7 +132,8 @@ class Host:
         if "join" in self.busy:
             return
         self.busy.add("join")
-        agent = f"{self.name}.{len(self.names)}"
+        self.tries += 1  # a name for each try, as the link draws an id for each
+        agent = f"{self.name}.{self.tries}"
         former = self.names[-1] if self.names else ""
         joined = Joined(agent, self.name, 1)
         joining = Joining(joined, agent.encode(), self.world.settings, self.world.elastic, former)
@@ -264,7 +267,10 @@ class Host:
             return
         number, times = ranks.number, ranks.times
         result = RankResult(
-            rank=0, host=self.name, pid=times, exit=Exit(code=int(ranks.outcome != "well"))
+            rank=self.world.hosts.index(self),
+            host=self.name,
+            pid=times,
+            exit=Exit(code=int(ranks.outcome != "well")),
         )
         if ranks.outcome == "failed":
             self._tell(("failed", number, times), Failed(agent, number, 0, result, times))
