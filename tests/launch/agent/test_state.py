@@ -179,6 +179,14 @@ def test_a_spare_or_duplicate_host_learns_why_it_waits(came: Joined, why: str) -
         assert isinstance(state.action(member), Work)
 
 
+def test_a_host_that_is_let_in_is_not_told_that_it_is_a_spare() -> None:
+    state = state_of("ab", min_hosts=1, max_hosts=3)
+    state.apply(joined("c"))
+    assert (state.phase, state.action("c")) == (Phase.STOPPING, Wait())
+    end(state)
+    assert ready(state).members == ("a", "b", "c")
+
+
 # --- hosts that leave ----------------------------------------------------------------------------
 
 

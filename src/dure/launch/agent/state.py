@@ -172,7 +172,8 @@ class JobState(msgspec.Struct, tag="rounds"):
         if self.phase is Phase.GATHERING or plan is None:
             return Wait(self._timer())
         if agent not in self._at_work():
-            return Wait(spare=self._why_spare(agent, plan))
+            stops = self.phase is Phase.STOPPING  # the next round may have room for it
+            return Wait(spare="" if stops else self._why_spare(agent, plan))
         if self.phase is Phase.STOPPING:
             return Stop(plan.number, self.failed, self.departing)
         if self._ready is None:
