@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -38,3 +39,13 @@ def test_a_directory_that_cannot_be_made_is_named(flag: str, tmp_path: Path) -> 
         with pytest.raises(LaunchError, match="could not be started") as caught:
             run_job(replace(JobSpec(program=__file__), **{flag: there}))
         assert str(there) in caught.value.seen
+
+
+def test_a_port_for_probes_that_is_taken_is_named() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} cannot be used") as caught:
+            run_job(JobSpec(program=__file__, health_port=port))
+    assert "--health-port" in caught.value.fix
+    with pytest.raises(LaunchError, match="port 70000 cannot be used"):
+        run_job(JobSpec(program=__file__, health_port=70_000))

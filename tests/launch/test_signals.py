@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from dure.launch.signals import caught_signals, read_signals
+from dure.launch.signals import caught_signals, first_of, read_signals
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -23,3 +23,17 @@ def test_signals_arrive_unless_they_were_ignored_before(ignored: bool) -> None:
         assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_while_no_rank_runs_only_signals_that_end_the_job_count_and_ctrl_z_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = (signal.SIGINT, signal.SIGTERM)
+    stopped: list[int] = []
+    with caught_signals(asked) as fd:
+        for number in (signal.SIGUSR1, signal.SIGTSTP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        monkeypatch.setattr(os, "kill", lambda pid, number: stopped.append(number))
+        assert first_of(asked, fd) == signal.SIGTERM
+        assert stopped == [signal.SIGSTOP]
+        assert first_of(asked, fd) is None

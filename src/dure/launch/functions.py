@@ -314,7 +314,8 @@ def _why_not_fork() -> str | None:
         pid = os.fork()  # before which OpenBLAS ends its threads, until it needs them again
     if pid == 0:
         os._exit(0)
-    os.waitpid(pid, 0)
+    with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
+        os.waitpid(pid, 0)
     mine = {thread.native_id for thread in threading.enumerate()}
     try:
         tasks = os.listdir("/proc/self/task")

@@ -34,7 +34,7 @@ from dure.launch.ranks.zygote import usable, zygote_for
 from dure.launch.round import Workplace
 from dure.launch.show.summary import summary
 from dure.launch.show.terminal import Terminal, terminal_variables
-from dure.launch.signals import caught_signals, read_signals
+from dure.launch.signals import caught_signals, first_of
 from dure.launch.spec import JobResult, JobSpec
 from dure.store.key import SHARED_HOME_S, JobKey, load_for
 from dure.store.system import memory_file
@@ -149,6 +149,8 @@ def _advice(error: OSError) -> str:
     if error.errno == errno.EMFILE:
         return "Allow more with `ulimit -n 1024`; a service has `LimitNOFILE=` for that."
     used_up = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
+    if error.errno == errno.EEXIST:
+        return "Name a directory, or one that does not exist yet."
     if error.filename is not None and error.errno not in used_up:
         return "See whether it can be made there, and by you (`ls -ld`)."
     return "Start fewer ranks, or see what is used up (`ulimit -a`, `df`)."
@@ -181,7 +183,7 @@ def _run(job: LocalJob | Agent, place: Workplace, started: float) -> JobResult:
         _write_termination_log(lines)
     terminal.conclude(result)
     terminal.finish()
-    _drain(terminal, place.signals, in_haste=result.interrupted_by is not None)
+    _drain(place, in_haste=result.interrupted_by is not None)
     return result
 
 
@@ -192,15 +194,16 @@ def _write_termination_log(lines: list[str]) -> None:
             _TERMINATION_LOG.write_text(lines[0] + "\n")
 
 
-def _drain(terminal: Terminal, signals: int, *, in_haste: bool) -> None:
+def _drain(place: Workplace, *, in_haste: bool) -> None:
     """Wait until the last output is taken; after an interruption, not for long."""
+    terminal = place.terminal
     deadline = time.monotonic() + _LAST_WORDS_S
     while any(sink.waiting for sink in terminal.sinks):
         if in_haste and time.monotonic() > deadline:
             break
         for sink in terminal.sinks:
             sink.drain(0.05)
-        if read_signals(signals):
+        if first_of(place.spec.signals, place.signals) is not None:
             break
 
 
@@ -213,7 +216,15 @@ def _health_server(spec: JobSpec) -> Iterator[HealthServer | None]:
         return
     from dure.launch.health import HealthServer  # lazy: few jobs use it, it imports much
 
-    with contextlib.closing(HealthServer(port)) as health:
+    try:
+        server = HealthServer(port)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"port {port} cannot be used for probes",
+            seen=str(error),
+            fix="Name another one with --health-port, or TORCHELASTIC_HEALTH_CHECK_PORT.",
+        ) from error
+    with contextlib.closing(server) as health:
         yield health
 
 

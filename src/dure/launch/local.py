@@ -27,7 +27,7 @@ from dure.launch.ranks.ports import reserve_port
 from dure.launch.ranks.report import root_cause
 from dure.launch.round import RoundRun, Workplace
 from dure.launch.show.summary import summary
-from dure.launch.signals import read_signals
+from dure.launch.signals import first_of
 from dure.launch.spec import HANG, JobResult, RankResult
 from dure.launch.supervisor import Measure, Phase, Policy
 from dure.store.address import resolve
@@ -195,8 +195,7 @@ class LocalJob:
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0 and self.interrupted_by is None:
             select.select([signals], [], [], left_s)
-            asked = [number for number in read_signals(signals) if number in spec.signals]
-            self.interrupted_by = next(iter(asked), None)
+            self.interrupted_by = first_of(spec.signals, signals)
 
     # --- an elastic round --------------------------------------------------------------------
 

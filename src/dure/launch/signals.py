@@ -11,10 +11,10 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 
-__all__ = ["PASSED_ON", "caught_signals", "read_signals"]
+__all__ = ["PASSED_ON", "caught_signals", "first_of", "read_signals"]
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
 """Signals that are caught without ending the job."""
@@ -63,3 +63,17 @@ def read_signals(fd: int) -> list[int]:
         return [number for number in os.read(fd, 256) if signal.getsignal(number) is _note]
     except BlockingIOError:
         return []
+
+
+def first_of(numbers: Collection[int], fd: int) -> int | None:
+    """Return the first signal of `numbers` that has arrived, while no rank runs.
+
+    Ctrl-Z stops this process here, until it is continued.
+    """
+    found: int | None = None
+    for number in read_signals(fd):
+        if number in numbers:
+            found = number if found is None else found
+        elif number == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return found

@@ -96,5 +96,7 @@ def test_what_needs_no_linux_works_and_the_rest_raises_by_name(tmp_path):
     assert lines[-1] == "all"
     modules, reasons = zip(*(line.split(" ", 1) for line in lines[10:-1]), strict=True)
     assert "dure.launch" in modules
-    assert all(name.startswith(("dure.cli.", "dure.launch", "dure.run")) for name in modules), modules
+    assert all(name.startswith(("dure.cli.", "dure.launch", "dure.run")) for name in modules), (
+        modules
+    )
     assert all(reason.startswith("dure.launch ") for reason in reasons), reasons

@@ -85,6 +85,21 @@ def test_sink_that_cannot_write_says_why(code: int) -> None:
     assert Sink(write).broken  # a descriptor that is closed
 
 
+def test_bars_on_a_terminal_that_was_closed_are_not_waited_for() -> None:
+    read, write = os.pipe()
+    sink = Sink(write)
+    sink.put_area([b"10 %"])
+    sink.write_some()
+    os.close(read)
+    sink.put_area([b"20 %"])
+    sink.write_some()
+    assert sink.broken
+    sink.put_area([])
+    sink.write_some()
+    assert not sink.waiting
+    os.close(write)
+
+
 def test_area_stays_below_what_is_written(pipe: tuple[int, int]) -> None:
     sink = Sink(pipe[1])
     sink.put_part("a", b"[0] ", b"Name? ")

@@ -51,7 +51,7 @@ from dure.launch.agent.membership import HostMember, boottime
 from dure.launch.ranks.environment import Round
 from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
-from dure.launch.signals import read_signals
+from dure.launch.signals import first_of
 from dure.launch.spec import RankResult
 from dure.launch.supervisor import Measure, Phase, Policy
 
@@ -338,13 +338,11 @@ class Agent:
         if until is not None:
             left_s = min(left_s, max(0.0, until - time.monotonic()))
         select.select([self._me.fd, self._place.signals], [], [], left_s)
-        for number in read_signals(self._place.signals):
-            if number not in self._place.spec.signals:
-                continue  # meant for ranks
-            if self.interrupted_by is None:
-                self._leave(number)
-            else:
-                raise LaunchError("interrupted while waiting for the other hosts")
+        number = first_of(self._place.spec.signals, self._place.signals)
+        if number is not None and self.interrupted_by is not None:
+            raise LaunchError("interrupted while waiting for the other hosts")
+        if number is not None:
+            self._leave(number)
 
     def _release_port(self) -> None:
         if self._keeper is not None:

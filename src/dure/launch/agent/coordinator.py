@@ -51,8 +51,9 @@ from dure.store.wire import Reply, Request
 
 __all__ = ["Coordinator"]
 
-_MISSING_S = 1.0
-"""How long a broken connection may take to be opened again before the round is stopped."""
+_MISSING_S = 2.0
+"""How long a broken connection may take to be opened again before the round is stopped: longer than
+the time between two renewals, each of which opens it."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from dure.launch.agent.events import Joined, Settings
 from dure.launch.agent.membership import HostMember, LastWill, Membership, boottime
 from dure.launch.agent.messages import Admitted, Control, Joining, Refusal, join
 from dure.launch.ranks.reaper import Reaper
-from dure.launch.signals import read_signals
+from dure.launch.signals import first_of
 from dure.launch.spec import JobSpec
 from dure.store.address import (
     LOOPBACK,
@@ -86,7 +86,7 @@ def pause(spec: JobSpec, signals: int, seconds: float) -> None:
             time.sleep(left_s)
             continue
         select.select([signals], [], [], left_s)
-        if any(number in spec.signals for number in read_signals(signals)):
+        if first_of(spec.signals, signals) is not None:
             raise LaunchError("interrupted while looking for the job's other hosts")
 
 

@@ -156,7 +156,7 @@ class Sink:
 
         A row that is longer than a line of the terminal is cut off by the terminal.
         """
-        if rows or self._area:
+        if not self.broken and (rows or self._area):
             self._area = list(rows)
             self._redraw = True
 

@@ -239,6 +239,8 @@ class Terminal:
         self.say(
             f"the logs in {self._spec.log_dir} cannot be written any more: {trouble.strerror}; "
             f"output is {'shown, ' if shown else ''}no longer kept"
+            if self._spec.log_dir is not None
+            else f"{self._spec.event_log} cannot be written any more: {trouble.strerror}"
         )
 
     def conclude(self, result: JobResult) -> None:
@@ -280,7 +282,7 @@ class Terminal:
             readers = [r for r in self._readers if self._sinks[r.stream] is sink]
             rows = [row for reader in readers for row in self._bars(reader, sink)]
             if rows:
-                most = max(1, os.get_terminal_size(sink.fd).lines // 2)
+                most = max(1, _num_lines(sink.fd) // 2)
                 more = len(rows) - most
                 rows[most:] = [b"... and %d more" % more] if more > 0 else []
             sink.put_area(rows)
@@ -379,3 +381,11 @@ def _draws(reader: LineReader) -> bool:
 def _is_dumb() -> bool:
     """Whether the terminal cannot move its cursor."""
     return env.everything().get("TERM") == "dumb"
+
+
+def _num_lines(fd: int) -> int:
+    """Return how many lines a terminal has; 1 if it was closed."""
+    try:
+        return os.get_terminal_size(fd).lines
+    except OSError:
+        return 1
