@@ -84,7 +84,7 @@ def test_memory_of_each_rank_is_counted(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "a model is --params, or --model with its sizes"),
+        ([], "give --params, or --model with its sizes"),
         (["--params", "8e9", "--mesh", "pq=2"], "'pq=2'"),
         (["--model", "width=64"], "a model has a width and layers"),
         (["--params", "8e9", "--mesh", "tp=16"], "tp divides the heads of keys: 8"),

@@ -242,7 +242,7 @@ def test_here_is_measured_and_computes_in_float32(monkeypatch):
         (["--model", "mixtral-8x7b", "--gpu", "h100"], "mixtures of experts"),
         (["--model", "gpt2", "--gpu", "h10"], "near names: h100"),
         (["--model", "gpt2", "--gpu", "h100", "--here"], "Leave out --gpu"),
-        (["--model", "gpt2", "--gpu", "h100", "--nodes", "0"], "at least one node"),
+        (["--model", "gpt2", "--gpu", "h100", "--nodes", "0"], "must be at least 1"),
         ([*LLAMA, "--precision", "nf4"], "4-bit formats are not planned for"),
         ([*GPT, "--precision", "fp8"], "a100 has no products in 8 bits"),
         ([*LLAMA, "--memory", "80000"], "80000 MB would be 80"),

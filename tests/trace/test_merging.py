@@ -110,4 +110,4 @@ def test_texts_move_no_cursor(tmp_path):
     shown = "\\u001b]0;owned\\u0007 \\u009b2J \\u007f back\\u001bslash"
     assert (file.host, file.records[0].file) == (shown, shown)
     (tmp_path / "a\x1b[2J.json").write_text("{")
-    assert read(tmp_path).problems == ("a\\u001b[2J.json: is no JSON, or torn off",)
+    assert read(tmp_path).problems == ("a\\u001b[2J.json: is not JSON, or incomplete",)

@@ -240,7 +240,7 @@ def memory(
 ) -> None:
     """Print a table with a row for each place along pp, and the largest total."""
     if (params is None) == (not model):
-        raise UsageError("a model is --params, or --model with its sizes")
+        raise UsageError("give --params, or --model with its sizes")
     sizes = Model.of_size(params) if params is not None else Model.parse(model)
     for given, known in ((optimizer, _OPTIMIZERS), (dtype, _BYTES), (compute, _BYTES)):
         if given not in known:

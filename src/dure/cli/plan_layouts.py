@@ -203,9 +203,8 @@ def _tokens(text: str) -> int:
     match = re.fullmatch(r"([0-9][0-9,_]*(?:\.[0-9]+)?)(k|m|ki|mi|)", text.strip().lower())
     if match is None:
         raise UsageError(
-            "--batch-tokens is a number of tokens",
+            f"--batch-tokens must be a number of tokens, got {text!r}",
             op=_OP,
-            seen=repr(text),
             fix="Write 4194304, or 4Mi (2^20); k and M are 10^3 and 10^6.",
         )
     unit = _UNITS[{"ki": "Ki", "mi": "Mi", "m": "M"}.get(match[2], match[2])]

@@ -2,7 +2,7 @@
 
 Each GET is answered with 200 and a line of JSON, such as `{"running": true, "quiet_s": 1.5}`:
 whether a round runs, and for how long its ranks have shown no sign of work (only known with
-`--hang-timeout`). A launcher that should have ended a hanging round long ago answers 503.
+`--hang-timeout`). A launcher that is stuck itself and did not end a hang answers 503.
 """
 
 from __future__ import annotations

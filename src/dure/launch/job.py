@@ -130,7 +130,7 @@ def run_job(spec: JobSpec) -> JobResult:
 
 
 def _open_standard_output() -> None:
-    """Let nobody read what would go to a closed descriptor.
+    """Open /dev/null for closed standard streams.
 
     A daemon may have closed them; the next pipe of ours would get their numbers.
     """
@@ -175,7 +175,7 @@ def _run(job: LocalJob | Agent, place: Workplace, started: float) -> JobResult:
     if outcome.why and result.interrupted_by is None:
         terminal.say(outcome.why)
     lines = summary(result, terminal.has_shown)
-    for line in lines if job.node == 0 else lines[:1]:  # node 0 tells the whole story
+    for line in lines if job.node == 0 else lines[:1]:  # only node 0 prints the complete summary
         terminal.say(line)
     if outcome.limit:
         terminal.say(f"the job has failed ({outcome.limit})")
@@ -267,7 +267,7 @@ def _password_memory(spec: JobSpec) -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def _secret_memory(name: str) -> Iterator[int]:
-    """Make anonymous memory for the key, readable by this user alone; it is mapped by nobody.
+    """Make anonymous memory for the key, readable by this user alone; no process maps it.
 
     The agent writes the key when it joins; processes that have not inherited it open this one's.
     """

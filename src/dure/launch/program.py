@@ -61,8 +61,8 @@ def _check_numbers(spec: JobSpec) -> None:
     )
     _require(
         not spec.elastic or 1 <= spec.min_ranks <= most,
-        f"an elastic job must do with at least 1 and at most its {most} ranks",
-        f"--min-ranks {spec.min_ranks}",
+        f"--min-ranks must be from 1 to {most}, got {spec.min_ranks}",
+        "",
     )
 
 
@@ -77,13 +77,13 @@ def _check_hosts(spec: JobSpec) -> None:
     )
     _require(
         1 <= least <= most,
-        "the number of hosts must be at least 1, and the most not below the least",
-        given,
+        f"--nnodes MIN:MAX needs 1 <= MIN <= MAX, got {given.removeprefix('--nnodes ')}",
+        "",
     )
     _require(
         most == 1 or spec.endpoint is not None,
-        "several hosts need a place to meet",
-        f"{given} and no endpoint",
+        f"{given} needs --rdzv-endpoint",
+        "",
         "Give every host the same --rdzv-endpoint HOST:PORT of one of them.",
     )
     if spec.endpoint is not None:

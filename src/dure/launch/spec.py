@@ -148,7 +148,7 @@ class JobSpec:
         numa: How ranks are bound to cores: node, socket, exclusive or core-complex; None: not.
         virtual_local_rank: Each rank sees one GPU, as its device 0, and has LOCAL_RANK 0.
         signals: Signals to the launcher that end the job.
-        prefix: What stands before each line.
+        prefix: Prefix of each line.
         fold: Show lines that several ranks write alike once.
         timestamps: Put the time of day before each line.
         log_max_bytes: Start another file when a log file has this size; None: no limit.

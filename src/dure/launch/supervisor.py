@@ -1,7 +1,7 @@
 """When to end a round's ranks, and how hard: a state machine without any input or output.
 
-The loop (`dure.launch.round`) reports what happened (*events*) and carries out what the machine
-returns (*measures*). The machine knows only ranks, exit statuses and the time that it receives.
+The loop (`dure.launch.round`) reports what happened (*events*) and carries out what the supervisor
+returns (*measures*). The supervisor knows only ranks, exit statuses and the time that it receives.
 
     RUNNING ──stop, a rank failed──▶ EXPLAINING ──▶ ENDING ──grace is over──▶ KILLING
        │                                              ▲                          ▲
@@ -10,10 +10,10 @@ returns (*measures*). The machine knows only ranks, exit statuses and the time t
        ├──stop, SIGTERM,... that ranks catch─▶ SAVING─┤                          │
        └──SIGINT──▶ INTERRUPTING ─────────────────────┘      a second request ───┘
 
-What ends a round is its `Policy`. On one host the first failure does (FAIL_FAST), and the machine
-acts at once. On several hosts a failure is only noted (REPORT): the job's state decides for all
-hosts, and `stop` carries the decision out. Ranks of an elastic job may be replaced (HOLD), so
-neither failures nor successes end the round, only `stop`.
+What ends a round is its `Policy`. On one host the first failure does (FAIL_FAST), and the
+supervisor acts at once. On several hosts a failure is only noted (REPORT): the job's state decides
+for all hosts, and `stop` carries the decision out. Ranks of an elastic job may be replaced (HOLD),
+so neither failures nor successes end the round, only `stop`.
 
 EXPLAINING asks the other ranks where they are, before anything makes them move, and lets a rank
 that reported a crash exit. INTERRUPTING has passed SIGINT on to the ranks, as a terminal would.
@@ -54,7 +54,7 @@ _LEAVE_NO_TIME = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 
 
 def leaves_no_time(number: int) -> bool:
-    """Whether a signal means that the user has had enough, or is gone: no time for saving."""
+    """Whether a signal means that the user pressed Ctrl-C, or is gone: no time for saving."""
     return number in _LEAVE_NO_TIME
 
 
@@ -81,7 +81,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long the machine waits, in seconds.
+    """How long the supervisor waits, in seconds.
 
     Attributes:
         stacks_s: For the other ranks' stacks.

@@ -82,7 +82,7 @@ class Machine:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 1:
             raise UsageError(
-                "a machine has at least one node with one GPU",
+                "nodes and gpus_per_node must be at least 1",
                 op=_OP,
                 seen=f"nodes={self.nodes}, gpus_per_node={self.gpus_per_node}",
             )

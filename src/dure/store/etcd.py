@@ -288,9 +288,9 @@ class EtcdStore(AskingStore):
             self._await_change({"key": coded(self._keys + missing[0])}, revision + 1, deadline)
 
     def _await_change(self, where: Json, since: int, deadline: float) -> None:
-        """Return when a key has changed at or after a revision, or perhaps; or at the deadline.
+        """Wait for a change since a revision, or the deadline.
 
-        The caller looks how things stand; that look raises if etcd is lost.
+        May return early; the caller reads the state again, which raises if etcd is lost.
         """
         watch = Watch(self._gateway, where, since)
         watch.await_change(since, deadline - time.monotonic())

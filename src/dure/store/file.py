@@ -48,7 +48,7 @@ _ME = b"this process"
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
-    """A write; or a process that opens the store, with its build; or, with neither, a closing.
+    """One line of the file: a write, the opening of the store by a process, or its closing.
 
     Every version reads it, so fields are only appended.
     """

@@ -3,8 +3,9 @@
 A store keeps a small pool of connections: a call takes one that is idle, or opens another, and
 gives it back afterwards. So threads never wait for each other, a thread parked in `get` included,
 and a connection carries one request at a time. A connection that breaks is thrown away, and what
-was asked through it is asked again through another one: a write carries a name, and the server does
-what has one name once. `StoreLost` means that no server, or another one, is at the endpoint now.
+was asked through it is asked again through another one: a write carries a name, and the server
+executes requests with the same name once. `StoreLost` means that no server, or another one, is at
+the endpoint now.
 
 After a fork the child drops the parent's connections, untouched, and opens its own at its first
 call; a server stays the parent's.

@@ -41,12 +41,12 @@ QUIET_S = 10.0
 
 _MAX_DESCRIPTORS = 65_536
 _OTHER_KEY = "it has another job key"
-_FOREIGN = "it does not speak our protocol"
+_FOREIGN = "it uses another protocol"
 _LEFT = (
     "it left in the middle of the handshake, as a port scan does, or did not complete it in time"
 )
 _PROTOCOL_REASONS: dict[int, str] = {
-    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "one of us talks in the clear, the other does not "
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "only one side encrypts "
     "(DURE_INSECURE on one side only?)",
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _OTHER_KEY,
 }

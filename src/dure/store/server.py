@@ -101,7 +101,7 @@ class StoreServer:
         return self._num_holders > 0
 
     def hold(self) -> bool:
-        """Let it serve until one more `release`; False, and it has ended, if it was ending."""
+        """Add a holder. Return False if the server was already stopping, after it has ended."""
         with self._lock:
             if not self._stopping:
                 self._num_holders += 1

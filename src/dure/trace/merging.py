@@ -233,7 +233,7 @@ def _decode(content: bytes) -> RankFile:
     except (msgspec.ValidationError, RecursionError):
         raise _Unreadable("is no flight record") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise _Unreadable("is no JSON, or torn off") from None
+        raise _Unreadable("is not JSON, or incomplete") from None
     if header.format != FORMAT:
         raise _Unreadable("is no flight record")
     if header.version != VERSION:

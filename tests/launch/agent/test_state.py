@@ -271,7 +271,7 @@ def test_the_last_call_starts_the_first_round_and_takes_its_time() -> None:
     [
         ([], "", ["too few hosts came to the endpoint", "(none)"]),
         ([joined("a")], "n:1", ["too few hosts came to n:1", "1 of 2 (host-a)", "--nnodes"]),
-        ([joined("a", 1, 0), joined("b", 1, 0)], "n:1", ["node rank that was taken"]),
+        ([joined("a", 1, 0), joined("b", 1, 0)], "n:1", ["node rank that was already in use"]),
     ],
 )
 def test_too_few_came(came: list[Joined], endpoint: str, why: list[str]) -> None:

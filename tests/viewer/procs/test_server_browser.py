@@ -174,7 +174,7 @@ def test_malformed_huge_and_deep_files_are_named_and_left_out(page: Page, tmp_pa
             [
                 re.compile(r"deep\.json: is no flight record"),
                 re.compile(r"fifo\.json: is not a regular file"),
-                re.compile(r"torn\.json: is no JSON, or torn off"),
+                re.compile(r"torn\.json: is not JSON, or incomplete"),
                 re.compile(r"wide\.json: holds more than a rank records"),
                 re.compile(r"zuge\.json: is larger than 16 MiB"),
             ]

@@ -55,7 +55,7 @@ def bench(
     arena: Annotated[bool, typer.Option("--arena", help="Tensors from shared_empty.")] = False,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Rivals in the same run: gloo, mpi, mpi@PYTHON, arena."),
+        typer.Option(help="Baselines in the same run: gloo, mpi, mpi@PYTHON, arena."),
     ] = None,
     samples: Annotated[int, typer.Option(help="Taken of each cell, in turn.", min=1)] = 7,
     sample_time: Annotated[float, typer.Option(help="Seconds of a sample.", min=0.0)] = 0.03,
@@ -65,7 +65,7 @@ def bench(
     ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
-    """Measure collectives on this machine: time, bandwidth, checked results; beside rivals."""
+    """Measure collectives on this machine: time, bandwidth, checked results; beside baselines."""
     if source is None and sys.platform != "linux":
         raise UsageError(
             "`dure bench` measures on Linux",

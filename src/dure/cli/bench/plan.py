@@ -137,7 +137,7 @@ def parse_rivals(words: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in {"gloo", "mpi", "arena"} and not re.fullmatch("mpi@.+", name):
             fix = "Use gloo, mpi, mpi@/path/to/python, or arena."
-            raise UsageError(f"there is no rival {name!r}", fix=fix)
+            raise UsageError(f"there is no baseline {name!r}", fix=fix)
     return names
 
 

@@ -220,7 +220,8 @@ def _add_output(parser: RunParser) -> None:
     )
     torchrun(
         "--local-ranks-filter RANKS",
-        "Show the output of these local ranks only; files are kept of all. [default: all]",
+        "Show the output of these local ranks only; files are written for all ranks. "
+        "[default: all]",
         ranks,
     )
     torchrun(

@@ -152,7 +152,9 @@ def signals(text: str) -> tuple[int, ...]:
         try:
             found.append(signal.Signals[name.strip().upper()])
         except KeyError:
-            raise ArgumentTypeError(f"names of signals with commas; {name!r} is none") from None
+            raise ArgumentTypeError(
+                f"names of signals, such as SIGTERM,SIGINT ({name} is unknown)"
+            ) from None
         if found[-1] in (signal.SIGKILL, signal.SIGSTOP):
             raise ArgumentTypeError(f"signals that can be caught, which {name.strip()} cannot")
     return tuple(dict.fromkeys(found))
@@ -195,8 +197,7 @@ def config(text: str) -> dict[str, object]:
             raise ArgumentTypeError("KEY=VALUE,...")
         if key == "quorum":
             raise ArgumentTypeError(
-                "without quorum: parts of a job are not counted: the launcher at the endpoint "
-                "decides, and with --rdzv-backend etcd the etcd servers' majority"
+                "without quorum, which is not supported: the launcher at the endpoint decides"
             )
         if key not in _CONFIG:
             known = ", ".join(_CONFIG)

@@ -87,7 +87,7 @@ class Membership:
     def gone(self, now: float) -> str:
         """Return why this host is no member any more; empty while it is one."""
         if not self._ended and now > self.deadline:
-            return "nobody was reached until its deadline"
+            return "the coordinator was not reached before the deadline"
         return self._ended
 
     def end(self, why: str) -> None:

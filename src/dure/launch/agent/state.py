@@ -24,7 +24,7 @@ that does not count. A host that leaves a job of a fixed number of hosts ends it
 one that coordinates.
 
 The state has no clock. Where time matters it names a timer (`Timer`); the first agent whose timer
-runs out reports `Expired`. Later reports name a timer that is over, and mean nothing.
+runs out reports `Expired`. Reports of an expired timer are ignored.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class JobState(msgspec.Struct, tag="rounds"):
             f"({', '.join(hosts) or 'none'})"
         )
         if len(hosts) < len(self._agents):
-            return f"{why}; others had a node rank that was taken"
+            return f"{why}; other hosts used a node rank that was already in use"
         return (
             f"{why}; start the same command on the other hosts, and see there that this port can "
             "be reached and that --nnodes is the same"

@@ -103,7 +103,7 @@ def _node_set(text: str, nproc: int | None, where: str) -> list[Slots]:
         raise UsageError(f"{where} is not a list of hosts", seen=f"{text!r}: {error}") from None
     for name in names:
         if not name or name.startswith("-") or any(c.isspace() for c in name):
-            raise UsageError("this is not the name of a host", seen=f"{where}: {name!r}")
+            raise UsageError("invalid host name", seen=f"{where}: {name!r}")
     return [Slots(host=name, nproc=nproc) for name in names]
 
 
@@ -124,7 +124,7 @@ def _slots(words: list[str], where: str) -> int | None:
 
 def _merged(found: list[Slots], where: str) -> tuple[Slots, ...]:
     if not found:
-        raise UsageError("there is no host to start on", seen=f"{where} names no host")
+        raise UsageError("no hosts given", seen=where)
     by_host: dict[str, int | None] = {}
     for slots in found:
         if slots.host not in by_host:

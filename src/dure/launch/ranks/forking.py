@@ -85,7 +85,7 @@ def main() -> None:
         if trouble is None:
             _skip_native_destructors()
             gc.freeze()
-        # Whoever signals all processes of a job ends the ranks by it, and the launcher ends this.
+        # A signal to all processes of a job must not end the zygote; the launcher ends it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS_TO_END)
         send(link, {"trouble": trouble})
         if trouble is not None:
