@@ -160,7 +160,7 @@ def results_of_ranks(
         variables = {} if forks else {_PATH: os.pathsep.join(_path_to_start(path))}
         settings["env"] = {**variables, **settings.get("env", {})}
         spec = JobSpec(
-            program="dure.launch.functions",
+            program="dure.launch.function_rank",
             kind="module",
             args=(directory,),
             nproc=nproc,
@@ -357,7 +357,3 @@ def _stand_in(file: str | None, name: str | None) -> ModuleType:
     sys.modules["__dure_functions__"] = sys.modules["__main__"]
     sys.modules["__main__"] = module
     return module
-
-
-if __name__ == "__main__":
-    main()

@@ -230,6 +230,19 @@ def test_spawn_in_a_worker_that_still_imports_its_main_module_is_refused(tmp_pat
     assert "this process has not yet imported its main module" in done.stderr
 
 
+WARNINGS_ARE_ERRORS = """
+import os, torch, dure
+def rank():
+    return int(os.environ["RANK"])
+print(dure.spawn(rank, 2, start="spawn", env={"PYTHONWARNINGS": "error::RuntimeWarning"}))
+"""
+
+
+def test_ranks_are_spawned_without_a_warning(tmp_path: Path) -> None:
+    done = run_program(tmp_path, WARNINGS_ARE_ERRORS)
+    assert (done.stdout, done.stderr) == ("[0, 1]\n", "")
+
+
 ODD = """
 import enum, sys, torch, dure
 class Settings(dict):

@@ -49,6 +49,7 @@ _HERE = os.path.dirname(__file__)
 _BOOTSTRAP = (
     *(os.path.join(_HERE, name) for name in ("child.py", "forking.py", "spawn.py")),
     os.path.join(os.path.dirname(_HERE), "functions.py"),
+    os.path.join(os.path.dirname(_HERE), "function_rank.py"),
     "<frozen runpy>",
 )
 _DURE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
