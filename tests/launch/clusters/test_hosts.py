@@ -45,7 +45,9 @@ def test_hosts_that_mean_nothing_are_refused(text):
 
 
 def test_hosts_of_the_slurm_job_around_the_shell(monkeypatch):
-    assert pairs(read_hosts("slurm")) == [("slurm", None)]
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(UsageError, match="SLURM_JOB_NODELIST is not set"):
+        read_hosts("slurm")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "cn[08-09],login")
     assert pairs(read_hosts("slurm")) == [("cn08", None), ("cn09", None), ("login", None)]
 

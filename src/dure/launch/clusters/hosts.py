@@ -47,7 +47,12 @@ def read_hosts(text: str) -> tuple[Slots, ...]:
         UsageError: The list cannot be understood, or ClusterShell is missing.
     """
     if text == "slurm":
-        text = env.everything().get("SLURM_JOB_NODELIST", text)
+        text = env.everything().get("SLURM_JOB_NODELIST", "")
+        if not text:
+            raise UsageError(
+                "--hosts slurm: SLURM_JOB_NODELIST is not set",
+                fix="Run it in the shell of salloc or in a batch script.",
+            )
     found: list[Slots] = []
     for part in re.split(r",(?![^\[\]]*\])", text):  # at the commas outside brackets
         if part.strip():
