@@ -272,8 +272,15 @@ def _secret_memory(name: str) -> Iterator[int]:
     The agent writes the key when it joins; processes that have not inherited it open this one's.
     """
     low = memory_file(name)
-    fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
-    os.close(low)
+    try:
+        fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # The kernel's answer if the limit of open files is no larger than _KEY_FD.
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from None
+    finally:
+        os.close(low)
     try:
         os.fchmod(fd, 0o600)
         yield fd
