@@ -126,6 +126,7 @@ def test_flags_mean(words: str, fields: dict[str, Any]) -> None:
         (["--logs-specs", "x"], "--log-dir"),
         (["--numa-binding", "nodes"], "node"),
         (["--max-restarts", "-1"], "--max-restarts"),
+        (["--hang-timeout", "0"], "more than zero"),
         (["-r", "4"], "-r"),
         (["--tee", "0:1;1:1"], "--tee"),
         (["--local-ranks-filter", "a"], "--local-ranks-filter"),

@@ -18,6 +18,7 @@ from dure.cli.run.values import (
     logs_specs,
     nnodes,
     nproc,
+    positive_seconds,
     ranks,
     seconds,
     signals,
@@ -169,7 +170,7 @@ def _add_failures(parser: RunParser) -> None:
         "--hang-timeout SECONDS",
         "If no rank writes a line, reports a step (dure.progress) or finishes a collective for "
         "this time, show where all ranks are, and restart or end the job. [default: never]",
-        seconds,
+        positive_seconds,
         dest="hang_timeout_s",
     )
     add(

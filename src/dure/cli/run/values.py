@@ -48,6 +48,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive_seconds(text: str) -> float:
+    """Read a duration in seconds that is not 0."""
+    value = seconds(text)
+    if value == 0:
+        raise ArgumentTypeError("a number of seconds, more than zero")
+    return value
+
+
 def choice(*known: str) -> Callable[[str], str]:
     """Return a reader of one of these words."""
 
