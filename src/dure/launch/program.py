@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dure.errors import UsageError
 from dure.launch.spec import JobSpec
 
-__all__ = ["check_program"]
+__all__ = ["check_output", "check_program"]
 
 _PROC = "/proc/self/fd"
 _ELF = b"\x7fELF"
@@ -32,7 +32,7 @@ def check_program(spec: JobSpec) -> None:
         ) from error
     _check_numbers(spec)
     _check_hosts(spec)
-    _check_output(spec)
+    check_output(spec)
     if spec.kind == "script":
         _check_script(spec.program)
     elif spec.kind == "module":
@@ -107,8 +107,8 @@ def _check_hosts(spec: JobSpec) -> None:
     )
 
 
-def _check_output(spec: JobSpec) -> None:
-    """Refuse local ranks that this host does not start."""
+def check_output(spec: JobSpec) -> None:
+    """Raise `UsageError` if output is configured for local ranks that this host does not start."""
     named = {
         "--local-ranks-filter": spec.local_ranks_filter or frozenset[int](),
         "--redirects": frozenset(spec.redirects if isinstance(spec.redirects, Mapping) else ()),

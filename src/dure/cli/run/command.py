@@ -24,6 +24,7 @@ from dure.launch.clusters.control_stream import follow_control_stream
 from dure.launch.clusters.launchers import launcher_note
 from dure.launch.clusters.meeting import outward
 from dure.launch.clusters.node_slot import take_node_slot
+from dure.launch.program import check_output
 from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
 from dure.store.key import KEY_BYTES, key_from_file
@@ -105,6 +106,7 @@ def prepared_spec(request: Request) -> JobSpec:
     spec = _with_key(request)
     files = spec.redirects or spec.tee or spec.stdout_filters or spec.stderr_filters
     if spec.log_dir is None and files:
+        check_output(spec)  # a job that is refused leaves no directory
         directory = Path(tempfile.mkdtemp(prefix="logs_dure_"))
         _print_note(f"the ranks' streams are kept in {directory}")
         spec = dataclasses.replace(spec, log_dir=directory)
