@@ -53,6 +53,8 @@ __all__ = ["RoundRun", "Workplace"]
 _CHUNK = 1 << 16
 _SESSION_S = 1.0  # for processes that a replaced rank has left running to die
 
+_REAP_S = 30.0  # between two looks for orphans of ranks that have died
+
 _SETTLE_S = 1.0
 """For a rank to notice that a peer has gone, over any engine, and to write its flight record."""
 
@@ -110,6 +112,7 @@ class RoundRun:
         self._pipes: dict[int, Callable[[bytes], None]] = {}  # descriptor to who takes its bytes
         self._watched_sinks: set[int] = set()
         self._reading = True
+        self._reap_at = time.monotonic() + _REAP_S
         hang_s = place.spec.hang_timeout_s
         self.hang = None if hang_s is None else HangDetector(hang_s, time.monotonic())
         if place.health is not None:
@@ -269,7 +272,9 @@ class RoundRun:
         """Wait for something to happen, and deal with it."""
         self._watch_terminal()
         hang_at = None if self.hang is None else self.hang.wake_at
-        times = (self.supervisor.wake_at, self._terminal.wake_at, look_at, hang_at)
+        running = self.supervisor.phase is Phase.RUNNING
+        reap_at = self._reap_at if running else None
+        times = (self.supervisor.wake_at, self._terminal.wake_at, look_at, hang_at, reap_at)
         wakes = [t for t in times if t is not None]
         timeout = max(0.0, min(wakes) - time.monotonic()) if wakes else None
         for key, _ in self._selector.select(timeout):
@@ -281,8 +286,15 @@ class RoundRun:
             self._do(self.supervisor.interrupted(signal.SIGPIPE, now))
         self._do(self.supervisor.tick(now))
         self._look_for_hang(now)
+        self._reap(now)
         if attend is not None and self.supervisor.phase is not Phase.DONE:
             self._do(attend(now))
+
+    def _reap(self, now: float) -> None:
+        """Reap orphans of the ranks from time to time, not the caller's own children."""
+        if now >= self._reap_at and self.supervisor.phase is Phase.RUNNING:
+            self._processes.others()
+            self._reap_at = time.monotonic() + _REAP_S
 
     def _look_for_hang(self, now: float) -> None:
         """Ask quiet ranks for their last operation; end the round if it does not change."""

@@ -14,6 +14,7 @@ import pytest
 
 from dure.errors import LaunchError
 from dure.launch import JobSpec, Line, run_job
+from dure.launch import round as round_module
 from tests.launch.procs.launching import DURE, Launching, living, wait_for_lines
 from tests.waiting import PATIENCE_S, until
 
@@ -355,3 +356,20 @@ def test_survivors_go_on_where_the_job_keeps_going(job: Launching) -> None:
 
 def test_a_job_that_keeps_going_fails_with_all_its_ranks(job: Launching) -> None:
     assert job.run("-n", "2", "--keep-going", job.write("import sys; sys.exit(7)")).code == 7
+
+
+ORPHANS = """
+import os, time
+orphan = os.popen("true > /dev/null & echo $!").read().strip()
+while os.path.exists(f"/proc/{orphan}"):  # a zombie is there, too
+    time.sleep(0.01)
+"""
+
+
+def test_orphans_of_a_rank_are_reaped_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_module, "_REAP_S", 0.02)
+    program = tmp_path / "orphans.py"
+    program.write_text(ORPHANS)
+    assert run_job(JobSpec(program=str(program), nproc=1)).ok
