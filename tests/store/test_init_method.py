@@ -54,6 +54,13 @@ def test_told_address_is_taken_as_it_is(inside):
     assert (endpoint.host, endpoint.port) == ("10.0.0.1", 29500)
 
 
+def test_the_launchers_store_may_have_an_ipv6_address(inside):
+    inside({"RANK": "1", "WORLD_SIZE": "2", "DURE_STORE_ADDR": "[fe80::1]:29500"})
+    endpoint = read_init_method(None, -1, -1).endpoint
+    assert isinstance(endpoint, TcpEndpoint)
+    assert (endpoint.host, endpoint.port) == ("fe80::1", 29500)
+
+
 def test_rank_and_size_that_the_program_knows_already_are_filled_up(inside):
     inside(seen.SLURM_STEP)
     assert read_init_method(None, 5, 7).rank == 5

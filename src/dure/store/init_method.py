@@ -320,7 +320,11 @@ def _environment_endpoint(launcher: str | None, world_size: int) -> Endpoint:
                 "the environment variable DURE_STORE_ADDR is not HOST:PORT", seen=repr(launcher)
             )
         return TcpEndpoint(
-            host=where, port=int(number), name=name, hosted=True, purpose="DURE_STORE_ADDR"
+            host=where.strip("[]"),  # of an IPv6 address
+            port=int(number),
+            name=name,
+            hosted=True,
+            purpose="DURE_STORE_ADDR",
         )
     if not 0 < port < 65536:
         raise RendezvousError(
