@@ -229,3 +229,10 @@ def test_torch_works_in_forked_ranks_and_they_tell_where_they_are(tmp_path: Path
         assert len(said) == len(wanted) + (rank == 0)
     assert result.exit_code == 3
     assert [(f.file, f.line) for f in result.ranks[0].stack] == [(program, TORCH.count("\n"))]
+
+
+def test_imports_may_print_more_than_a_pipe_holds(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("print('x' * 3_000_000)")
+    program = put(tmp_path / "program.py", "print('ran')")
+    result = run_job(JobSpec(program=program, nproc=2, preload=("loud",), quiet=True))
+    assert result.ok

@@ -14,6 +14,7 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ _FRESH = "each rank starts in a fresh interpreter"
 INTERRUPTED = "interrupted while it imported"
 _IMPORT_S = 300.0  # torch over a slow network file system
 _FORK_S = 30.0
-_PRINTED_BYTES = 1 << 20  # of what the imports print: it is read when they are done
+_PRINTED_BYTES = 1 << 20  # of what the imports print: the rest is dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,16 +121,26 @@ class Zygote:
         """
         if self._state == "waiting":
             self._state = self._wait(interrupted)
-            self._printed = [pipe.read() or b"" for pipe in self._pipes]
+            for at in range(len(self._pipes)):
+                self._read_printed(at)
             if self._state is not None:
                 self.close()
         return self._state
 
     def _wait(self, interrupted: int) -> str | None:
-        poll = select.poll()
-        for fd in (self._link.fileno(), interrupted):
+        poll, deadline = select.poll(), time.monotonic() + _IMPORT_S
+        pipes = {pipe.fileno(): at for at, pipe in enumerate(self._pipes)}
+        for fd in (self._link.fileno(), interrupted, *pipes):
             poll.register(fd, select.POLLIN)
-        ready = [fd for fd, _ in poll.poll(_IMPORT_S * 1000)]
+        ready: list[int] = []
+        while (left_s := deadline - time.monotonic()) > 0:
+            ready = [fd for fd, _ in poll.poll(left_s * 1000)]
+            for fd in pipes.keys() & set(ready):
+                if self._read_printed(pipes[fd]):
+                    poll.unregister(fd)
+            ready = [fd for fd in ready if fd not in pipes]
+            if ready:
+                break
         if interrupted in ready:
             return INTERRUPTED
         if not ready:
@@ -138,6 +149,12 @@ class Zygote:
             return receive(self._link)[0]["trouble"]
         except (EOFError, OSError):
             return f"the process that imports {self._ended()}"
+
+    def _read_printed(self, at: int) -> bool:
+        """Read what a pipe has now, and keep the first part; return whether the pipe has ended."""
+        while data := self._pipes[at].read(1 << 16):
+            self._printed[at] += data[: _PRINTED_BYTES - len(self._printed[at])]
+        return data is not None
 
     def fork(self, start: RankStart) -> int | None:
         """Start a rank, a child of this process; return its number, or None if it cannot be copied.
@@ -208,7 +225,9 @@ class Zygote:
         """End it if it has not ended, and return how it ended."""
         self._process.kill()
         code = self._process.wait()
-        words = (self._pipes[1].read() or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        start = 0 if self._state == "waiting" else len(self._printed[1])
+        self._read_printed(1)
+        words = self._printed[1][start:].decode(errors="replace").strip().rpartition("\n")[2]
         detail = f" ({words})" if words else ""
         return (f"was killed by signal {-code}" if code < 0 else f"exited with {code}") + detail
 
