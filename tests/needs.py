@@ -77,6 +77,12 @@ def _page() -> str:
     return f"not installed: {', '.join(missing)} (extra: page)" if missing else ""
 
 
+def _clients() -> str:
+    names = ("accelerate", "lightning")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
 NEEDS: dict[str, Callable[[], str]] = {
     "engine": _engine,
     "root": _root,
@@ -90,6 +96,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "GPU": _gpu,
     "extra page": _page,
     "ClusterShell": _cluster_shell,
+    "clients": _clients,
 }
 
 
