@@ -81,6 +81,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"nproc": 0},
     {"nproc": -3},
     {"grace_s": -1.0},
+    {"hang_timeout_s": 0.0},
     {"nnodes": (0, 1)},
     {"nnodes": (3, 2)},
     {"nnodes": (2, 2)},  # and no endpoint

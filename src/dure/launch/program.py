@@ -56,6 +56,8 @@ def _check_numbers(spec: JobSpec) -> None:
     grace_s, restarts, most = spec.grace_s, spec.max_restarts, spec.nnodes[1] * spec.nproc
     _require(spec.nproc >= 1, "the number of processes must be at least 1", f"--nproc {spec.nproc}")
     _require(grace_s is None or grace_s >= 0, "the grace time cannot be negative", f"{grace_s} s")
+    hang_s = spec.hang_timeout_s
+    _require(hang_s is None or hang_s > 0, "the limit of a hang must be above zero", f"{hang_s} s")
     _require(
         restarts >= 0, "the number of restarts cannot be negative", f"--max-restarts {restarts}"
     )

@@ -29,6 +29,8 @@ def test_where_names_the_users_line_and_what_it_called() -> None:
     user = Frame("/home/me/train.py", 12, "step")
     assert where((library, user)).startswith("/home/me/train.py:12 in step")
     assert where((user,)) == "/home/me/train.py:12 in step"
+    importer = Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed")
+    assert where((importer, user)) == "/home/me/train.py:12 in step"
     package = Frame("/opt/lib/python3.11/site-packages/trainer/main.py", 9, "run")
     assert where((library, package, library)).startswith(str(package))
     for without in ((), (library,), (Frame(child.__file__, 5, "main"), library)):

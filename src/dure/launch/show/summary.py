@@ -53,7 +53,7 @@ def where(stack: tuple[Frame, ...]) -> str:
     user = user or next(iter(candidates), None)
     if user is None:
         return "in no line of the program (starting or ending)"
-    inner = stack[0]
+    inner = next(frame for frame in stack if not frame.file.startswith("<"))  # not the importer
     if user is inner:
         return str(user)
     return f"{user} (inside {inner.function}, {Path(inner.file).name}:{inner.line})"
