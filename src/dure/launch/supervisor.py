@@ -226,10 +226,6 @@ class Supervisor:
         """Whether all has gone well, so that what ranks have detached from themselves may stay."""
         return self._all_succeeded and self.interrupted_by is None and not self.fenced
 
-    def has_crashed(self, rank: int) -> bool:
-        """Tell whether an exception has left the program of `rank`."""
-        return rank in self._crashed
-
     def replaced(self, rank: int) -> None:
         """Another process was started in place of one that has ended."""
         self.exits.pop(rank, None)
