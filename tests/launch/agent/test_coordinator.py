@@ -9,6 +9,7 @@ import pytest
 
 from dure import version
 from dure.errors import StoreError
+from dure.launch.agent import events
 from dure.launch.agent.coordinator import Coordinator
 from dure.launch.agent.events import Ended, Event, Joined, Lost, Ready, Settings, Stop, Wait, Work
 from dure.launch.agent.messages import (
@@ -246,6 +247,19 @@ def test_a_host_of_another_build_is_refused_by_name_and_not_waited_for(
     if ends:
         assert job.state.outcome is not None
         assert "9.8.7" in job.state.outcome.why
+
+
+def test_the_coordinators_own_launcher_learns_of_a_refusal_before_it_joined() -> None:
+    """Otherwise it looked for its own job until the join timeout."""
+    job = Job()
+    foreign = msgspec.structs.replace(author(), build="9.8.7")
+    assert isinstance(job.ask(Join(foreign, msgspec.Raw(pack("another shape")))), Refusal)
+    assert job.join("b") == NoJob()
+    job.coordinator.own_agent = "a"
+    assert isinstance(job.join("a"), Admitted)
+    action = job.view("a").action
+    assert isinstance(action, events.Leave)
+    assert "9.8.7" in action.outcome.why
 
 
 def test_two_builds_of_the_same_version_are_told_apart() -> None:

@@ -94,8 +94,10 @@ class Coordinator(Board):
 
     Attributes:
         is_left: Set while no agent is a member.
+        own_agent: The name under which this launcher joins. It is told how the job ended even if
+            that was before it could join: others may come first, and one of them end the job.
 
-    Threads: the server's alone, but for `is_left`.
+    Threads: the server's alone, but for `is_left` and `own_agent`.
     """
 
     def __init__(self, state: JobState, name: bytes = b"") -> None:
@@ -103,6 +105,7 @@ class Coordinator(Board):
         self.state = state
         self.is_left = threading.Event()
         self.is_left.set()
+        self.own_agent = ""
         self._members: dict[str, _Member] = {}
         self._former: set[str] = set()  # names of those who were members: none is used again
         self._broken: set[bytes] = set()  # connections, since the last `expire`
@@ -203,7 +206,7 @@ class Coordinator(Board):
                 self._apply(Refused(refusal.seen))
             return refusal
         agent, former = joining.joined.agent, joining.former
-        if self.state.phase is Phase.OVER and not former:
+        if self.state.phase is Phase.OVER and not former and agent != self.own_agent:
             return NoJob()
         if agent not in self._members:
             if agent in self._former:  # an old request, which was late

@@ -176,6 +176,7 @@ class Link:
         spec, address = self._spec, self.endpoint.address
         joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address)
         joining = joining_of(spec, settings, joined, former)
+        self.endpoint.joins_as(joined.agent)
         sent = boottime()
         try:
             answer = control.ask(join(joining))
@@ -343,6 +344,11 @@ class HostEndpoint:
             return resolve(self._spec.local_addr, 0, "the local address").ip
         return interface_to(self._there.ip)
 
+    def joins_as(self, agent: str) -> None:
+        """Note the name under which this launcher is about to join."""
+        if self._coordinator is not None:
+            self._coordinator.own_agent = agent
+
     def new_store(self) -> tuple[str, bytes]:
         """Return the ranks' store of a job that a joining host begins, and its key: none does."""
         return "", b""
@@ -413,6 +419,9 @@ class EtcdEndpoint:
             self._why = error.seen or str(error)
             return None
         return self._control
+
+    def joins_as(self, agent: str) -> None:
+        """Do nothing: a job in etcd begins when its first agent joins."""
 
     def new_store(self) -> tuple[str, bytes]:
         """Return keys in etcd that no ranks have used before, and a key."""
