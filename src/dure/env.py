@@ -25,7 +25,6 @@ __all__ = [
     "LOGGERS",
     "VARIABLES",
     "Variable",
-    "beginning_with",
     "check_flags",
     "child_environment",
     "debug_level",
@@ -423,18 +422,13 @@ def require(name: str, purpose: str) -> str:
     return value
 
 
-def beginning_with(prefix: str) -> dict[str, str]:
-    """Return all variables whose names begin with `prefix` (`PET_`, which stand for flags)."""
-    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
-
-
 def describe() -> list[tuple[str, str | None, str]]:
     """List (name, value or None, meaning) of every variable."""
     return [(v.name, os.environ.get(v.name), v.meaning) for v in VARIABLES.values()]
 
 
 def everything() -> dict[str, str]:
-    """Return a copy of the whole environment, for `dure.placement` to look for a cluster in."""
+    """Return a copy of the whole environment: for what looks for a cluster, or for `PET_*`."""
     return dict(os.environ)
 
 

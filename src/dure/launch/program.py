@@ -88,6 +88,9 @@ def _check_hosts(spec: JobSpec) -> None:
         "",
         "Give every host the same --rdzv-endpoint HOST:PORT of one of them.",
     )
+    for name in ("cacert", "cert", "key", "password_file"):
+        file = spec.rdzv_conf.get(name)
+        _require(file is None or os.access(file, os.R_OK), f"{name}= cannot be read", f"{file}")
     if spec.endpoint is not None:
         host, colon, port = spec.endpoint.rpartition(":")
         good = host and colon and port.isdecimal() and 0 < int(port) < 1 << 16
@@ -110,7 +113,7 @@ def _check_hosts(spec: JobSpec) -> None:
 
 
 def check_output(spec: JobSpec) -> None:
-    """Raise `UsageError` if output is configured for local ranks that this host does not start."""
+    """Raise `UsageError` if output is to go where it cannot, or of ranks that are not started."""
     named = {
         "--local-ranks-filter": spec.local_ranks_filter or frozenset[int](),
         "--redirects": frozenset(spec.redirects if isinstance(spec.redirects, Mapping) else ()),
@@ -123,6 +126,10 @@ def check_output(spec: JobSpec) -> None:
             f"this host has the local ranks 0 to {spec.nproc - 1}",
             f"{flag} names {', '.join(map(str, unknown))}",
         )
+    for directory in filter(None, (spec.log_dir, spec.trace_dir)):
+        _require(directory.is_dir() or not directory.exists(), "not a directory", f"{directory}")
+    log = spec.event_log
+    _require(log is None or log.parent.is_dir(), "no directory for --event-log", f"{log}")
 
 
 def _check_script(path: str) -> None:

@@ -25,10 +25,31 @@ def test_a_batch_shell_of_several_hosts_is_pointed_to_srun(
     assert capsys.readouterr().err.count("srun --ntasks-per-node=1 dure run") == notes
 
 
-def test_a_refused_choice_of_streams_leaves_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+ETCD = ["--rdzv-backend=etcd", "--rdzv-endpoint=h", "--rdzv-id=j"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["-r", "0:1,5:2"], "--redirects names 5"),
+        (["--log-dir", "p.py"], "p.py"),
+        (["--trace-dir", "p.py"], "p.py"),
+        (["--event-log", "none/x"], "--event-log"),
+        (["--key-file", "none"], "none"),
+        (["--key-file", "p.py"], "p.py"),  # which others can read
+        ([*ETCD, "--rdzv-conf=cert=none"], "cert="),
+    ],
+)
+def test_wrong_value_is_one_line_and_code_2_and_leaves_no_file(
+    words: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert run_command_line(["run", "-n", "2", "-r", "0:1,5:2", "--no-python", "true"]) == 2
-    assert "--redirects names 5" in capsys.readouterr().err
-    assert list(tmp_path.glob("logs_dure_*")) == []
+    Path("p.py").touch(0o644)
+    assert run_command_line(["run", "-n", "2", *words, "p.py"]) == 2
+    assert named in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["p.py"]

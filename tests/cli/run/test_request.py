@@ -14,10 +14,10 @@ from dure.errors import UsageError
 from dure.launch import JobSpec, Std
 
 
-def spec_of(*words: str, variables: dict[str, str] | None = None) -> JobSpec:
+def spec_of(words: str, variables: dict[str, str] | None = None) -> JobSpec:
     parser = run_parser()
-    found, _ = parser.parse_variables(variables or {})
-    return make_request(parser.parse([*words, "prog.py"]), found).spec
+    found = parser.parse_variables(variables or {})
+    return make_request(parser.parse([*words.split(), "prog.py"]), found).spec
 
 
 ETCD = "--rdzv-backend=etcd --rdzv-endpoint=a,b:3,[::1] --rdzv-id=me"
@@ -43,15 +43,16 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
         "--numa-binding core-complex --oversubscribe",
         {"numa": "core-complex", "oversubscribe": True},
     ),
-    (
-        "--virtual-local-rank --malloc-defaults",
-        {"virtual_local_rank": True, "malloc_defaults": True},
-    ),
+    ("--virtual-local-rank", {"virtual_local_rank": True}),
     ("--monitor-interval 0.3 --start-method fork --use-env --event-log-handler null", {}),
-    ("--no-zygote --preload a,b.c", {"zygote": "never", "preload": ("a", "b.c")}),
+    ("--logs-specs default --no-zygote", {"zygote": "never"}),
+    ("--preload a,b.c", {"preload": ("a", "b.c")}),
     ("--elastic --min-ranks 2", {"elastic": True, "min_ranks": 2}),
     ("--no-fold --timestamps --prefix host", {"fold": False, "timestamps": True, "prefix": "host"}),
-    ("--log-max-size 2m --log-keep 0", {"log_max_bytes": 2 << 20, "log_keep": 0}),
+    (
+        "-t 3 --log-max-size 2m --log-keep 0",
+        {"tee": Std.ALL, "log_max_bytes": 2 << 20, "log_keep": 0},
+    ),
     # One host meets nobody.
     ("--standalone --rdzv-endpoint h:1 --rdzv-id x", {}),
     ("--rdzv-backend c10d --rdzv-endpoint localhost:0", {}),
@@ -96,56 +97,64 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("words", "fields"), MEANINGS)
 def test_flags_mean(words: str, fields: dict[str, Any]) -> None:
-    assert spec_of(*words.split()) == JobSpec(program="prog.py", **fields)
+    assert spec_of(words) == JobSpec(program="prog.py", **fields)
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--nporc", "2"], "--nproc"),
-        (["--rdzv-end-point", "h:1"], "--rdzv-endpoint"),
-        (["--rdzv", "x"], "--rdzv-id"),
-        (["--no-such-thing-at-all"], "--help"),
-        (["-z"], "-z"),
-        (["--nproc"], "--nproc"),
-        (["--nproc", "many"], "a number, or one of auto"),
-        (["--min-ranks", "2"], "--elastic"),
-        (["--standalone=1"], "--standalone"),
-        (["--nnodes", "a:b"], "MIN:MAX"),
-        (["--nnodes", "2", "--standalone"], "--standalone"),
-        (["--nnodes", "1:2", "--node-rank", "0"], "c10d"),
-        (["--rdzv-backend", "etcd-v2"], "interface 3"),
-        (["--rdzv-backend", "etcd", "--rdzv-id", "me"], "--rdzv-endpoint"),
-        (["--rdzv-backend", "etcd", "--rdzv-endpoint", "h"], "--rdzv-id"),
-        (["--rdzv-conf", "user=me"], "--rdzv-backend etcd"),
-        (["--rdzv-conf", "quorum=1"], "without quorum"),
-        (["--rdzv-conf", "store_type=file"], "--rdzv-endpoint"),
-        (["--rdzv-conf", "jointimeout=3"], "join_timeout"),
-        (["--rdzv-conf", "join_timeout=soon"], "join_timeout"),
-        (["--event-log-handler", "console"], "events.jsonl"),
-        (["--logs-specs", "x"], "--log-dir"),
-        (["--numa-binding", "nodes"], "node"),
-        (["--max-restarts", "-1"], "--max-restarts"),
-        (["--hang-timeout", "0"], "more than zero"),
-        (["-r", "4"], "-r"),
-        (["--tee", "0:1;1:1"], "--tee"),
-        (["--local-ranks-filter", "a"], "--local-ranks-filter"),
-        (["--signals-to-handle", "SIGNOT"], "SIGNOT"),
-        (["--signals-to-handle", "SIGKILL"], "SIGKILL"),
-        (["-m", "--no-python"], "--no-python"),
+        # Which flag was meant?
+        ("--nporc 2", "--nproc"),
+        ("--rdzv x", "--rdzv-id"),
+        ("--no-such-thing-at-all", "--help"),
+        ("-z", "-z"),
+        # Values.
+        ("--nproc many", "N|auto|cpu|gpu|xpu"),
+        ("--standalone=1", "--standalone"),
+        ("--nnodes a:b", "N|MIN:MAX"),
+        ("--rdzv-backend etcd-v2", "'etcd'"),
+        ("--rdzv-conf jointimeout=3", "join_timeout"),
+        ("--rdzv-conf store_type=file", "KEY=VALUE"),
+        ("--rdzv-conf join_timeout=soon", "join_timeout"),
+        ("--rdzv-conf lease=1", "lease=2"),
+        ("--event-log-handler console", "null"),
+        ("--logs-specs mine", "default"),
+        ("--numa-binding nodes", "node"),
+        ("--max-restarts -1", "--max-restarts"),
+        ("--restart-delay inf", "SECONDS"),
+        ("--health-port 65536", "--health-port"),
+        ("-r 4", "-r"),
+        ("--tee 0:1;1:1", "--tee"),
+        ("--local-ranks-filter a", "--local-ranks-filter"),
+        ("--signals-to-handle SIGNOT", "SIGNOT"),
+        ("--signals-to-handle SIGKILL", "SIGKILL"),
+        # Combinations.
+        ("-m --no-python", "--no-python"),
+        ("--nnodes 2 --standalone", "--standalone"),
+        ("--nnodes 1:2 --node-rank 0", "c10d"),
+        ("--rdzv-conf user=me", "--rdzv-backend etcd"),
+        ("--min-ranks 2", "--elastic"),
+        ("-x A=1", "--export has no effect without --hosts"),
+        ("--log-keep 2", "--log-max-size"),
+        ("--log-max-size 1K", "--log-dir"),
+        ("--restart-delay 1", "--max-restarts"),
+        ("--no-zygote --preload json", "--preload"),
+        ("--key-stdin --key-file k", "--key-file"),
+        ("--hosts a --hostfile b", "--hostfile"),
+        ("--hosts a,b --dry-run --nnodes 2", "--hosts and --nnodes"),
     ],
-    ids=str,
 )
-def test_mistake_is_one_line_that_names_what_is_right(words: list[str], named: str) -> None:
+def test_mistake_is_one_line_that_names_what_is_right(words: str, named: str) -> None:
     with pytest.raises(UsageError) as caught:
-        spec_of(*words)
+        spec_of(words)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_program_is_needed() -> None:
+@pytest.mark.parametrize("words", [["--nproc"], ["--nproc", "2"]])
+def test_program_is_needed(words: list[str]) -> None:
     with pytest.raises(UsageError):
-        make_request(run_parser().parse(["--nproc", "2"]))
+        make_request(run_parser().parse(words))
 
 
 def test_variables_stand_for_flags() -> None:
@@ -159,14 +168,33 @@ def test_variables_stand_for_flags() -> None:
         "PET_TEE": "3",
         "PET_LOG_DIR": "",
         "PET_NODE_RANK": "1",
+        "PET_SHUTDOWN_TIMEOUT": "2",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3",  # of torch's agent: comes after its launcher's
+        "TORCHELASTIC_HEALTH_CHECK_PORT": "8080",
+        "PET_SOMETHING_ELSE": "1",
     }
     about = {"kind": "module", "nproc": 2, "nnodes": (1, 3), "endpoint": "h:1", "tee": Std.ALL}
-    assert spec_of(variables=variables) == JobSpec(program="prog.py", **about)
+    spec = spec_of("", variables=variables)
+    assert spec == JobSpec(program="prog.py", grace_s=2.0, health_port=8080, **about)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("PET_STANDALONE", "yes"),
+        ("PET_MAX_RESTARTS", "few"),
+        ("PET_RDZV_BACKEND", "zk"),
+        ("TORCHELASTIC_HEALTH_CHECK_PORT", "x"),
+    ],
+)
+def test_a_variable_with_a_wrong_value_is_named(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        run_parser().parse_variables({name: text})
 
 
 def test_flags_come_before_variables_and_these_before_what_was_found() -> None:
     parser = run_parser()
-    variables, _ = parser.parse_variables({"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r"})
+    variables = parser.parse_variables({"PET_NPROC_PER_NODE": "2", "PET_ROLE": "r"})
     found = {"nproc": 8, "role": "slurm", "max_restarts": 1}
     request = make_request(parser.parse(["-n", "1", "p"]), variables, found)
     assert (request.spec.nproc, request.spec.role, request.spec.max_restarts) == (1, "r", 1)

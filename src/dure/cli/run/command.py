@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from dure import env
 from dure.cli.run.flags import run_parser
 from dure.cli.run.request import Request, make_request
 from dure.errorfile import RecordedError, write_error
-from dure.errors import UsageError
+from dure.errors import StoreError, UsageError
 from dure.launch import JobResult, JobSpec, run_job
 from dure.launch.clusters.control_stream import follow_control_stream
 from dure.launch.clusters.launchers import launcher_note
@@ -39,8 +40,8 @@ def run(words: list[str]) -> int:
     parser = run_parser()
     given = parser.parse(words)
     env.check_flags()
-    variables, notes = parser.parse_variables(env.beginning_with("PET_"))
-    for note in (*notes, parser.misplaced(given), env.unknown_note()):
+    variables = parser.parse_variables(env.everything())
+    for note in (parser.misplaced(given), env.unknown_note()):
         if note:
             _print_note(note)
     request = make_request(given, variables, _found({**variables, **given.values}))
@@ -93,12 +94,15 @@ def _found(chosen: Mapping[str, object]) -> dict[str, object]:
 
 
 def _with_key(request: Request) -> JobSpec:
-    key = None
     if request.key_stdin:
-        key = _key_line()
-    elif request.key_file is not None:
-        key = key_from_file(request.key_file).raw
-    return dataclasses.replace(request.spec, key=key)
+        return dataclasses.replace(request.spec, key=_key_line())
+    if request.key_file is None:
+        return request.spec
+    try:
+        key = key_from_file(request.key_file)
+    except StoreError as error:
+        raise UsageError(error.what, seen=error.seen, fix=error.fix) from None
+    return dataclasses.replace(request.spec, key=key.raw)
 
 
 def prepared_spec(request: Request) -> JobSpec:
@@ -110,12 +114,6 @@ def prepared_spec(request: Request) -> JobSpec:
         directory = Path(tempfile.mkdtemp(prefix="logs_dure_"))
         _print_note(f"the ranks' streams are kept in {directory}")
         spec = dataclasses.replace(spec, log_dir=directory)
-    if spec.grace_s is None and (seconds := env.text("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
-        try:
-            spec = dataclasses.replace(spec, grace_s=float(seconds))
-        except ValueError:
-            name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-            raise UsageError(f"{name} must be a number of seconds, got {seconds!r}") from None
     return spec
 
 
@@ -145,17 +143,13 @@ def _key_line() -> bytes:
         if not byte:
             break
         line += byte
-    try:
-        key = bytes.fromhex(line.decode("ascii"))
-    except ValueError:
-        key = b""
-    if len(key) != KEY_BYTES:
+    if not re.fullmatch(rb"[0-9a-fA-F]{%d}\n?" % (2 * KEY_BYTES), line):
         raise UsageError(
             "--key-stdin did not find a key",
             seen=f"{len(line)} bytes on the first line of the standard input",
             fix=f"Give {2 * KEY_BYTES} hexadecimal digits and a newline.",
         )
-    return key
+    return bytes.fromhex(line.decode())
 
 
 def _print_note(text: str) -> None:

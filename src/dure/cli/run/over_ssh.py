@@ -8,7 +8,7 @@ import sys
 import uuid
 
 from dure import env
-from dure.cli.run.request import Request
+from dure.cli.run.request import Request, address
 from dure.errors import UsageError
 from dure.launch.clusters.commands import HostsJob, shown_command
 from dure.launch.clusters.hosts import Slots, read_hostfile, read_hosts
@@ -32,29 +32,18 @@ def start_elsewhere(request: Request) -> int:
     """Start the job on its hosts, or only show how; return the exit code.
 
     Raises:
-        UsageError: Flags contradict each other, or there are several hosts that are not named.
+        UsageError: The hosts are not named, or they or the variables for them cannot be read.
     """
-    if request.dry_run and request.spec.nnodes != (1, 1):
-        raise UsageError(
-            "--dry-run cannot be combined with --nnodes",
-            seen=f"--nnodes {request.spec.nnodes[1]}",
-            fix="Name them with --hosts, and leave out --nnodes.",
-        )
-    if request.dry_run:
-        job = _hosts_job(request)
-        if len(job.hosts) > 1:
-            print(
-                "# all at the same time; started by hand they need the same key file on all hosts"
-            )
-        for number in range(len(job.hosts)):
-            print(shown_command(job, number))
-        return 0
-    for name in ("node_rank", "nnodes", "leash", "standalone", "local_addr"):
-        if name in request.set_by_user:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} and --hosts exclude each other")
-    key = request.spec.key or mint().raw
-    return run_on_hosts(_hosts_job(request), key)
+    if request.hosts is None and request.hostfile is None and request.spec.nnodes != (1, 1):
+        raise UsageError("--dry-run of a job on several hosts needs --hosts or --hostfile")
+    job = _hosts_job(request)
+    if not request.dry_run:
+        return run_on_hosts(job, request.spec.key or mint().raw)
+    if len(job.hosts) > 1:
+        print("# all at the same time; started by hand they need the same key file on all hosts")
+    for number in range(len(job.hosts)):
+        print(shown_command(job, number))
+    return 0
 
 
 def _hosts_job(request: Request) -> HostsJob:
@@ -84,8 +73,6 @@ def _hosts_job(request: Request) -> HostsJob:
 
 
 def _hosts(request: Request) -> tuple[Slots, ...]:
-    if request.hosts is not None and request.hostfile is not None:
-        raise UsageError("--hosts and --hostfile exclude each other")
     if request.hosts is not None:
         return read_hosts(request.hosts)
     if request.hostfile is not None:
@@ -96,7 +83,7 @@ def _hosts(request: Request) -> tuple[Slots, ...]:
 def _endpoint(request: Request, hosts: tuple[Slots, ...], run_id: str) -> str:
     host = meeting_host([slots.host for slots in hosts], tuple(request.ssh_options))
     port = request.spec.master_port or derived_port(run_id)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return address(host, port)
 
 
 def _exports(request: Request) -> dict[str, str]:

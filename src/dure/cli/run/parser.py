@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentTypeError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from dure.errors import UsageError
 
@@ -87,12 +88,13 @@ class RunParser:
         self,
         usage: str,
         description: str,
-        read: Callable[[str], object] = str,
+        read: Callable[[str], object] | None = None,
         *,
         dest: str | None = None,
         const: object = True,
         repeats: bool = False,
         variable: bool = False,
+        replaced_by: str = "",
     ) -> None:
         """Add a flag.
 
@@ -100,30 +102,28 @@ class RunParser:
             usage: Its spellings with dashes, and the name of its value, as the help shows them:
                 "-x, --export NAME[=VALUE]". A flag without a value is a switch.
             description: What it does, for the help.
-            read: From the text to the value. Raises `ArgumentTypeError` with what the text must be.
+            read: From the text to the value. By default the value is the text; if the usage shows
+                words (`auto|none`), one of these.
             dest: The name of its value; by default made of its first long spelling.
             const: The value of a switch that is given.
             repeats: It may be given several times, and its value is the list of all.
             variable: A variable may replace it: PET_ and the name of the last spelling.
+            replaced_by: Another variable that may replace it.
         """
         spellings = [word.rstrip(",") for word in usage.split() if word.startswith("-")]
         metavar = usage.rsplit(maxsplit=1)[-1]
         if metavar in spellings:
-            action = self._group.add_argument(
-                *spellings, dest=dest, action="store_const", const=const, help=description
-            )
+            more: dict[str, Any] = {"action": "store_const", "const": const}
         else:
-            action = self._group.add_argument(
-                *spellings,
-                dest=dest,
-                action="append" if repeats else "store",
-                type=partial(_read, read),
-                metavar=metavar,
-                help=description,
-            )
+            more = {"action": "append" if repeats else "store", "metavar": metavar}
+            more["type"] = partial(_read, read or str, metavar)
+            more["choices"] = metavar.split("|") if read is None and metavar.islower() else None
+        action = self._group.add_argument(*spellings, dest=dest, help=description, **more)
         self.spellings |= dict.fromkeys(spellings, action)
         if variable:
             self.variables["PET_" + spellings[-1][2:].replace("-", "_").upper()] = action
+        if replaced_by:
+            self.variables[replaced_by] = action
 
     def parse(self, words: Sequence[str]) -> Given:
         """Read a command line, without the name of the command. `-h` prints the help and exits.
@@ -152,24 +152,26 @@ class RunParser:
         values = self._values(spelled_out)
         return Given(values=values, program=program, args=tuple(args), flags=tuple(flags))
 
-    def parse_variables(self, variables: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:
-        """Read the variables `PET_*`: values by the flags' names, and notes on unknown variables.
+    def parse_variables(self, variables: Mapping[str, str]) -> dict[str, object]:
+        """Read the variables that replace flags (`PET_*`): values by the flags' names.
 
         Raises:
             UsageError: A variable's text is not a value of its flag.
         """
         values: dict[str, object] = {}
-        notes: list[str] = []
-        for name, text in sorted(variables.items()):
-            action = self.variables.get(name)
-            if action is None:
-                if near := _near_variable(name, self.variables):
-                    notes.append(f"{name} has no effect; did you mean {near}?")
-            elif action.nargs != 0 and text.strip():
+        for name, action in sorted(self.variables.items(), reverse=True):  # PET_* come first
+            text = variables.get(name, "").strip()
+            if text and action.nargs != 0:
                 values |= self._values([f"{action.option_strings[-1]}={text}"], f"{name}, ")
-            elif text.strip():
-                values[action.dest] = _is_set(name, text)
-        return values, notes
+            elif text not in ("", "0", "1"):
+                raise UsageError(f"{name} must be 0 or 1, got {text!r}")
+            elif text:
+                values[action.dest] = text == "1"
+        return values
+
+    def spelling(self, dest: str) -> str:
+        """Return the last spelling of the flag whose value has this name."""
+        return next(a.option_strings[-1] for a in self.spellings.values() if a.dest == dest)
 
     def misplaced(self, given: Given) -> str:
         """Return a line about a flag behind the program that was probably meant for `dure run`.
@@ -203,13 +205,13 @@ class RunParser:
         plain = spelling.replace("_", "-")
         if plain in self.spellings:
             return self.spellings[plain]
-        if plain == "--live":
-            raise UsageError("--live was removed", fix="Use --page: it shows the same and more.")
         found = [text for text in self.spellings if text.startswith(plain)]
         meant = {self.spellings[text] for text in found}
         if len(meant) == 1 and plain.startswith("--") and len(plain) > 3:
             return meant.pop()
-        near = sorted(found) or _close(plain, self.spellings)
+        from difflib import get_close_matches  # lazy: for mistakes only
+
+        near = sorted(found) or get_close_matches(plain, self.spellings, 1)
         raise UsageError(
             f"unknown flag {spelling}" if len(meant) < 2 else f"{spelling} is ambiguous",
             seen=f"did you mean {' or '.join(near)}?" if near else "see `dure run --help`",
@@ -225,30 +227,8 @@ def _split(word: str) -> tuple[str, str | None]:
     return word[:2], word[2:].removeprefix("=") or None
 
 
-def _read(read: Callable[[str], object], text: str) -> object:
+def _read(read: Callable[[str], object], form: str, text: str) -> object:
     try:
         return read(text)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"must be {error}, got {text!r}") from None
-
-
-def _is_set(name: str, text: str) -> bool:
-    """Read the variable of a switch: any number but 0 sets it."""
-    try:
-        return bool(int(text))
-    except ValueError:
-        raise UsageError(f"{name} must be 0 or 1, got {text!r}") from None
-
-
-def _near_variable(name: str, known: Iterable[str]) -> str | None:
-    """Return the variable that was probably meant; other programs have names with PET_, too."""
-    longer = [other for other in known if other.startswith(name)]
-    bare = {other.removeprefix("PET_"): other for other in known}
-    close = _close(name.removeprefix("PET_"), bare, 0.7)
-    return longer[0] if longer else bare[close[0]] if close else None
-
-
-def _close(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    from difflib import get_close_matches  # lazy: for mistakes only
-
-    return get_close_matches(word, list(known), 1, cutoff)
+    except (ValueError, KeyError):
+        raise ArgumentTypeError(f"must be {form}, got {text!r}") from None

@@ -16,14 +16,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dure.cli.run.flags import EXCLUDE, NEED, run_parser
 from dure.cli.run.parser import Given
-from dure.cli.run.values import endpoint
 from dure.errors import UsageError
 from dure.launch import JobSpec
 
@@ -31,13 +30,10 @@ _STATIC_PORT = 29500
 _ENDPOINT_PORT = 29400
 _ETCD_PORT = 2379
 _ETCD_KEYS = ("cacert", "cert", "key", "user", "password_file")
+_LEAST_LEASE_S = 2.0
 _DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel/*", "habanalabs*", "davinci*")
 _COUNT_LIMIT_S = 120
-_COUNT = {
-    "gpu": "torch.cuda.device_count() if torch.cuda.is_available() else 0",
-    "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
-    "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else 0",
-}
+_IN_TORCH = {"gpu": "cuda", "xpu": "xpu", "auto": "accelerator"}
 # These need several flags; every other value that is named like a field becomes that field.
 _OF_RENDEZVOUS = frozenset(
     {"nnodes", "node_rank", "endpoint", "master_addr", "master_port", "run_id", "local_addr"}
@@ -76,12 +72,9 @@ def make_request(
     variables: Mapping[str, object] | None = None,
     found: Mapping[str, object] | None = None,
 ) -> Request:
-    """Return what to do.
+    """Make a request of the command line, the variables, and what was found of a cluster.
 
-    Args:
-        given: The command line.
-        variables: The values of the variables `PET_*`, by the flags' names.
-        found: What the cluster around this process says, by the flags' names.
+    The mappings are by the flags' names.
 
     Raises:
         UsageError: Flags contradict each other, or the program is missing.
@@ -90,11 +83,7 @@ def make_request(
     values: dict[str, Any] = {**(found or {}), **chosen}
     if not given.program:
         raise UsageError("no program was given", fix="Write `dure run --nproc 2 train.py`.")
-    if "min_ranks" in chosen and not values.get("elastic"):
-        raise UsageError(
-            "--min-ranks needs --elastic",
-            fix="Add --elastic if the program survives deaths of ranks, or leave out --min-ranks.",
-        )
+    _check_combinations(chosen, given.values)
     module, executable = (bool(values.get(name)) for name in ("module", "no_python"))
     script = bool(values.get("run_path")) or not (module or executable)
     if module and executable and not script:
@@ -115,7 +104,56 @@ def make_request(
     return Request(spec=spec, flags=given.flags, set_by_user=frozenset(chosen), **ours)
 
 
-_LEAST_LEASE_S = 2.0
+def _check_combinations(chosen: Mapping[str, object], given: Mapping[str, object]) -> None:
+    """Refuse flags that have no effect, or exclude each other.
+
+    Args:
+        chosen: The values that the user chose, by flags or variables.
+        given: Those of the command line alone.
+    """
+    name = run_parser().spelling
+    for flag, others in NEED.items():
+        if flag in given and not chosen.keys() & set(others):
+            needed = " or ".join(map(name, others))
+            raise UsageError(f"{name(flag)} has no effect without {needed}")
+    for flag, others in EXCLUDE.items():
+        for other in others:
+            if flag in chosen and other in chosen:
+                raise UsageError(f"{name(flag)} and {name(other)} exclude each other")
+
+
+def _rendezvous(values: Mapping[str, Any]) -> dict[str, Any]:
+    least, most = values.get("nnodes", (1, 1))
+    if values.get("standalone") and (least, most) != (1, 1):
+        raise UsageError("--standalone is for one host", seen=f"--nnodes {least}:{most}")
+    conf: Mapping[str, Any] = values.get("config", {})
+    out: dict[str, Any] = {"nnodes": (least, most), "local_addr": values.get("local_addr")}
+    for key, field in (
+        ("timeout", "join_timeout_s"),
+        ("join_timeout", "join_timeout_s"),
+        ("last_call_timeout", "last_call_s"),
+    ):
+        out |= {field: conf[key]} if key in conf else {}
+    out["lease_s"] = _lease(conf)
+    if values.get("standalone"):
+        return out
+    out["run_id"] = values.get("run_id")
+    credentials = {key: conf[key] for key in _ETCD_KEYS if key in conf}
+    if values.get("backend") == "etcd":
+        addresses = str(values.get("endpoint", "")).split(",")  # check_program misses them
+        endpoint = ",".join(_with_port(each, _ETCD_PORT) for each in addresses if each)
+        return out | {
+            "rdzv_backend": "etcd",
+            "rdzv_conf": credentials,
+            "endpoint": endpoint or None,
+        }
+    if credentials:
+        raise UsageError(
+            f"{', '.join(credentials)} in --rdzv-conf is for etcd", fix="Add --rdzv-backend etcd."
+        )
+    if most > 1:
+        return out | _several(values, conf)
+    return out | {name: values.get(name) for name in ("master_addr", "master_port")}
 
 
 def _lease(conf: Mapping[str, Any]) -> float | None:
@@ -133,50 +171,6 @@ def _lease(conf: Mapping[str, Any]) -> float | None:
     return lease_s
 
 
-def _rendezvous(values: Mapping[str, Any]) -> dict[str, Any]:
-    least, most = values.get("nnodes", (1, 1))
-    if values.get("standalone") and (least, most) != (1, 1):
-        raise UsageError("--standalone is for one host", seen=f"--nnodes {least}:{most}")
-    conf: Mapping[str, Any] = values.get("config", {})
-    out: dict[str, Any] = {"nnodes": (least, most)}
-    if "local_addr" in values:
-        out["local_addr"] = values["local_addr"]
-    for key in ("timeout", "join_timeout"):
-        if key in conf:
-            out["join_timeout_s"] = conf[key]
-    if "last_call_timeout" in conf:
-        out["last_call_s"] = conf["last_call_timeout"]
-    if (lease_s := _lease(conf)) is not None:
-        out["lease_s"] = lease_s
-    if values.get("standalone"):
-        return out
-    out["run_id"] = values.get("run_id")
-    credentials = {key: conf[key] for key in _ETCD_KEYS if key in conf}
-    if values.get("backend") == "etcd":
-        return out | _etcd(values, credentials)
-    if credentials:
-        raise UsageError(
-            f"{', '.join(credentials)} in --rdzv-conf is for etcd", fix="Add --rdzv-backend etcd."
-        )
-    if most > 1:
-        return out | _several(values, conf)
-    return out | {name: values.get(name) for name in ("master_addr", "master_port")}
-
-
-def _etcd(values: Mapping[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
-    for flag, name in (("--rdzv-endpoint", "endpoint"), ("--rdzv-id", "run_id")):
-        if not values.get(name):
-            raise UsageError(
-                f"--rdzv-backend etcd needs {flag}",
-                fix="Give --rdzv-endpoint HOST:2379[,HOST:2379] and the job's name, --rdzv-id.",
-            )
-    addresses = [
-        _endpoint(address, "--rdzv-endpoint", _ETCD_PORT)
-        for address in str(values["endpoint"]).split(",")
-    ]
-    return {"rdzv_backend": "etcd", "rdzv_conf": credentials, "endpoint": ",".join(addresses)}
-
-
 def _several(values: Mapping[str, Any], conf: Mapping[str, Any]) -> dict[str, Any]:
     # Without --rdzv-backend torchrun means static; here only if something says so.
     named = {"node_rank", "master_addr", "master_port"} & set(values)
@@ -192,20 +186,22 @@ def _several(values: Mapping[str, Any], conf: Mapping[str, Any]) -> dict[str, An
     if static:
         out["node_rank"] = values.get("node_rank", 0)
     if values.get("endpoint"):
-        out["endpoint"] = _endpoint(str(values["endpoint"]), "--rdzv-endpoint", _ENDPOINT_PORT)
+        out["endpoint"] = _with_port(str(values["endpoint"]), _ENDPOINT_PORT)
     elif static:
-        host = str(values.get("master_addr", "127.0.0.1"))
-        bare = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        address = f"{bare}:{values.get('master_port', _STATIC_PORT)}"
-        out["endpoint"] = _endpoint(address, "--master-addr", _ENDPOINT_PORT)
+        host = str(values.get("master_addr", "127.0.0.1")).strip("[]")
+        out["endpoint"] = address(host, values.get("master_port", _STATIC_PORT))
     return out
 
 
-def _endpoint(text: str, flag: str, port: int) -> str:
-    try:
-        return endpoint(text, port)
-    except ArgumentTypeError as error:
-        raise UsageError(f"{flag} must be {error}, got {text!r}") from None
+def _with_port(text: str, port: int) -> str:
+    """Return HOST:PORT of `text`, which may leave out the port."""
+    text = text.strip()
+    return f"{text}:{port}" if text.endswith("]") or ":" not in text else text
+
+
+def address(host: str, port: int) -> str:
+    """Return HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _count(kind: str) -> int:
@@ -221,7 +217,7 @@ def _count(kind: str) -> int:
     if kind == "cpu":
         return cores
     candidates = [path for pattern in _DEVICES for path in Path("/dev").glob(pattern)]
-    found = _ask_torch(_COUNT[kind]) if candidates else 0
+    found = _ask_torch(_IN_TORCH[kind]) if candidates else 0
     if not found and kind != "auto":
         raise UsageError(
             f"this host has no {kind} that torch can use",
@@ -231,8 +227,8 @@ def _count(kind: str) -> int:
     return found or cores
 
 
-def _ask_torch(question: str) -> int:
-    code = f"import torch; print('devices:', {question})"
+def _ask_torch(module: str) -> int:
+    code = f"import torch; print('devices:', torch.{module}.device_count())"
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],  # -P: not the modules of the working directory
@@ -242,10 +238,10 @@ def _ask_torch(question: str) -> int:
             timeout=_COUNT_LIMIT_S,
             check=True,
         )
-        return int(done.stdout.rpartition("devices:")[2])
-    except (subprocess.SubprocessError, ValueError) as error:
+    except subprocess.SubprocessError as error:
         raise UsageError(
             "the devices could not be counted with torch",
             seen=str(getattr(error, "stderr", "") or error).strip().splitlines()[-1],
             fix="Give a number: --nproc N.",
         ) from None
+    return int(done.stdout.rpartition("devices:")[2])
