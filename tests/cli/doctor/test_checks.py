@@ -12,117 +12,119 @@ from typing import Any
 import pytest
 
 from dure.cli.doctor import checks
-from dure.cli.doctor.checks import Findings, Gpu, Level
+from dure.cli.doctor.checks import Finding, Findings, Gpu, Level, fine
+from dure.cli.doctor.command import run_check
 from dure.cli.version import checkout_note
 
 GIB = 1 << 30
 OK, NOTE, WARNING, PROBLEM = Level.OK, Level.NOTE, Level.WARNING, Level.PROBLEM
+
+
+def interfaces(**addresses: str) -> dict[str, list[SimpleNamespace]]:
+    family = checks.socket.AF_INET
+    return {name: [SimpleNamespace(family=family, address=a)] for name, a in addresses.items()}
+
+
+LO, ETH = {"lo": "127.0.0.1"}, {"lo": "127.0.0.1", "eth0": "10.0.0.2"}
+STATS = dict.fromkeys(("lo", "eth0", "ib0", "docker0"), SimpleNamespace(isup=True))
+ORPHAN = {
+    **{"pid": 9, "environ": {"DURE_LAUNCHER": "j"}, "uids": SimpleNamespace(real=os.getuid())},
+    **{"ppid": 1, "name": "python", "cmdline": []},
+}
+FIRST = ORPHAN | {"pid": 1, "environ": {}, "ppid": 0, "cmdline": ["python", "-m", "dure.run"]}
 CARD = Gpu("0", "H", "550", 80_000, 10)
-TORCH: dict[str, Any] = {"torch": "2.13.0", "cuda": "12.8", "gpus": ["H"], "apart": []}
+TORCH: dict[str, Any] = {"torch": "2.13.0", "cuda": "12.8", "gpus": ["H"]}
+HEALTHY: dict[str, Any] = {
+    "os.cpu_count": 8,
+    "usable_cores": 8,
+    "cpu_quota": math.inf,
+    "os.getloadavg": (0.3, 0.3, 0.3),
+    "psutil.virtual_memory": SimpleNamespace(total=64 * GIB, available=50 * GIB),
+    "available_memory": None,
+    "shutil.disk_usage": SimpleNamespace(free=30 * GIB),
+    "psutil.net_if_addrs": interfaces(**ETH),
+    "psutil.net_if_stats": STATS,
+    "socket.gethostbyname_ex": ("", [], ["10.0.0.2"]),
+    "psutil.process_iter": [],
+    "metadata.version": "2.13.0a0",
+    "platform.release": "6.1.0",
+    "commit": "none",
+    "nvidia_cards": ([CARD], ""),
+}
 
 
-def worst(findings: Findings) -> Level:
-    """Return the worst level; every finding but the good ones has advice."""
-    found = list(findings)
-    assert all(bool(each.advice) is (each.level is not OK) for each in found)
-    return max((each.level for each in found), key=list(Level).index)
+def gpus() -> Findings:
+    return checks.gpus(TORCH)
 
 
-def gives(value: object) -> Callable[..., Any]:
-    return lambda *_: value
+def cpu_torch() -> Findings:
+    return checks.gpus(TORCH | {"cuda": None, "gpus": []})
 
 
-@pytest.mark.parametrize(
-    ("usable", "quota", "load", "level"),
-    [
-        (8, math.inf, 0.3, OK),
-        (8, 8.0, 0.3, OK),
-        (2, math.inf, 0.3, WARNING),
-        (8, 1.5, 0.3, WARNING),
-        (8, math.inf, 6.0, WARNING),
-        (8, 2.0, 1.5, WARNING),
-    ],
-)
-def test_cores(
-    usable: int, quota: float, load: float, level: Level, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", gives(8))
-    monkeypatch.setattr(checks, "usable_cores", gives(usable))
-    monkeypatch.setattr(checks, "cpu_quota", gives(quota))
-    monkeypatch.setattr(os, "getloadavg", gives((load, load, load)))
-    assert worst(checks.cores()) is level
+def blind_torch() -> Findings:
+    return checks.gpus(TORCH | {"gpus": []})
 
 
-@pytest.mark.parametrize(
-    ("free", "left", "shm", "level"),
-    [
-        (50 * GIB, None, 30 * GIB, OK),
-        (50 * GIB, 40 * GIB, 30 * GIB, OK),
-        (100 << 20, None, 30 * GIB, PROBLEM),
-        (GIB, None, 30 * GIB, WARNING),
-        (50 * GIB, 1000, 30 * GIB, PROBLEM),
-        (50 * GIB, None, 64 << 20, WARNING),
-    ],
-)
-def test_memory(
-    free: int, left: int | None, shm: int, level: Level, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = SimpleNamespace(total=64 * GIB, available=free)
-    monkeypatch.setattr(checks.psutil, "virtual_memory", gives(seen))
-    monkeypatch.setattr(checks, "available_memory", gives(left))
-    monkeypatch.setattr(checks.shutil, "disk_usage", gives((32 * GIB, 0, shm)))
-    assert worst(checks.memory()) is level
-
-
-def test_shared_memory_that_is_refused_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    assert worst(checks.sharing()) in (OK, WARNING)  # ptrace may be for root alone here
-    for owner, name in ((checks, "memory_file"), (checks, "open_peer"), (os, "pidfd_open")):
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, refused)
-            assert worst(checks.sharing()) is PROBLEM, name
-
-
-def interface(*addresses: str) -> list[SimpleNamespace]:
-    return [SimpleNamespace(family=checks.socket.AF_INET, address=each) for each in addresses]
-
-
-LO, ETH, IB = interface("127.0.0.1"), interface("10.0.0.2"), interface("10.1.0.2")
+def orphans(*infos: dict[str, Any]) -> dict[str, Any]:
+    return {"psutil.process_iter": [SimpleNamespace(info=info) for info in infos]}
 
 
 @pytest.mark.parametrize(
-    ("up", "chosen", "resolved", "level"),
+    ("check", "changes", "level"),
     [
-        ({"lo": LO, "eth0": ETH}, {}, ["10.0.0.2"], OK),
-        ({"lo": LO}, {}, ["127.0.1.1"], OK),
-        ({"lo": LO, "eth0": ETH, "docker0": interface("172.17.0.1")}, {}, ["10.0.0.2"], OK),
-        ({"lo": LO, "eth0": ETH, "ib0": IB}, {}, ["10.0.0.2"], NOTE),
-        ({"lo": LO, "eth0": ETH}, {"GLOO_SOCKET_IFNAME": "ib0"}, ["10.0.0.2"], PROBLEM),
-        ({"lo": LO, "eth0": ETH}, {"NCCL_SOCKET_IFNAME": "=eth0"}, ["10.0.0.2"], OK),
-        ({"lo": LO, "eth0": ETH}, {"NCCL_SOCKET_IFNAME": "^docker"}, ["10.0.0.2"], OK),
-        ({"lo": LO, "eth0": ETH}, {}, ["127.0.1.1"], NOTE),
-        ({"lo": LO, "eth0": ETH}, {}, [], NOTE),
-        ({"lo": LO, "eth0": ETH}, {}, ["10.9.9.9"], WARNING),
+        *((check, {}, OK) for check in (*checks.CHECKS, gpus) if check is not checks.keys),
+        (checks.versions, {"metadata.version": "2.4.1+cu1"}, PROBLEM),
+        (checks.versions, {"metadata.version": "2.14.0"}, WARNING),
+        (checks.versions, {"platform.release": "4.18.0-el8"}, WARNING),
+        (checks.cores, {"cpu_quota": 8.0}, OK),
+        (checks.cores, {"usable_cores": 2}, WARNING),
+        (checks.cores, {"cpu_quota": 1.5}, WARNING),
+        (checks.cores, {"os.getloadavg": (6.0, 6.0, 6.0)}, WARNING),
+        (checks.memory, {"available_memory": 40 * GIB}, OK),
+        (checks.memory, {"available_memory": GIB}, WARNING),
+        (checks.memory, {"available_memory": 1000}, PROBLEM),
+        (checks.memory, {"shutil.disk_usage": SimpleNamespace(free=64 << 20)}, WARNING),
+        (checks.limits, {"_limit": 100}, PROBLEM),
+        (checks.network, {"psutil.net_if_addrs": interfaces(**LO)}, OK),
+        (checks.network, {"psutil.net_if_addrs": interfaces(**ETH, docker0="1.2.3.4")}, OK),
+        (checks.network, {"psutil.net_if_addrs": interfaces(**ETH, ib0="1.2.3.4")}, NOTE),
+        (checks.network, {"GLOO_SOCKET_IFNAME": "ib0"}, PROBLEM),
+        (checks.network, {"NCCL_SOCKET_IFNAME": "=eth0"}, OK),
+        (checks.network, {"NCCL_SOCKET_IFNAME": "^docker"}, OK),
+        (checks.network, {"socket.gethostbyname_ex": ("", [], ["127.0.1.1"])}, NOTE),
+        (checks.network, {"socket.gethostbyname_ex": ("", [], [])}, NOTE),
+        (checks.environment, {"WORLD_SIZE": "2"}, WARNING),
+        (checks.environment, {"WORLD_SIZE": "2", "DURE_LAUNCHER": "j"}, OK),
+        (checks.environment, {"OMP_NUM_THREADS": "9"}, WARNING),
+        (checks.environment, {"DURE_BACKED": "shm"}, WARNING),
+        (checks.leftovers, orphans(ORPHAN), WARNING),
+        (checks.leftovers, orphans(ORPHAN | {"ppid": 77}), OK),
+        (checks.leftovers, orphans(FIRST, ORPHAN), OK),  # in a container
+        (gpus, {"nvidia_cards": ([CARD, CARD], "")}, WARNING),
+        (gpus, {"nvidia_cards": ([CARD._replace(used_mib=70_000)], "")}, WARNING),
+        (gpus, {"nvidia_cards": ([], "version mismatch")}, PROBLEM),
+        (gpus, {"nvidia_cards": ([], "")}, OK),
+        (cpu_torch, {}, WARNING),
+        (blind_torch, {}, PROBLEM),
     ],
 )
-def test_network(
-    up: dict[str, list[SimpleNamespace]],
-    chosen: dict[str, str],
-    resolved: list[str],
+def test_check_judges(
+    check: Callable[[], Findings],
+    changes: dict[str, Any],
     level: Level,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stats = dict.fromkeys(up, SimpleNamespace(isup=True))
-    monkeypatch.setattr(checks.psutil, "net_if_addrs", gives(up))
-    monkeypatch.setattr(checks.psutil, "net_if_stats", gives(stats))
-    monkeypatch.setattr(checks.socket, "gethostbyname_ex", gives(("", [], resolved)))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    unset = ("DURE_LAUNCHER", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in (*unset, *checks.RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in chosen.items():
-        monkeypatch.setenv(name, value)
-    assert worst(checks.network()) is level
+    for name, value in {**HEALTHY, **changes}.items():
+        if name.isupper():
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.setattr(f"dure.cli.doctor.checks.{name}", lambda *_, v=value: v)
+    found = list(check())
+    assert all(bool(each.advice) is (each.level is not OK) for each in found)
+    assert max((each.level for each in found), key=list(Level).index) is level
 
 
 def test_a_job_key_that_others_can_read_is_a_problem(
@@ -130,71 +132,14 @@ def test_a_job_key_that_others_can_read_is_a_problem(
 ) -> None:
     path = tmp_path / "key"
     monkeypatch.setenv("DURE_JOB_KEY_FILE", str(path))
-    assert worst(checks.keys()) is PROBLEM  # no such file
+    levels = [next(checks.keys()).level]  # no such file
     path.write_bytes(bytes(32))
-    path.chmod(0o600)
-    assert worst(checks.keys()) is OK
-    path.chmod(0o644)
-    assert worst(checks.keys()) is PROBLEM
-    path.chmod(0o600)
+    for mode in (0o600, 0o644):
+        path.chmod(mode)
+        levels.append(next(checks.keys()).level)
     monkeypatch.setenv("DURE_INSECURE", "1")
-    assert worst(checks.keys()) is WARNING
-
-
-@pytest.mark.parametrize(
-    ("variables", "level"),
-    [
-        ({}, OK),
-        ({"WORLD_SIZE": "2"}, WARNING),
-        ({"WORLD_SIZE": "2", "DURE_LAUNCHER": "j"}, OK),
-        ({"OMP_NUM_THREADS": "9"}, WARNING),
-        ({"DURE_BACKED": "shm"}, WARNING),
-    ],
-)
-def test_environment(
-    variables: dict[str, str], level: Level, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checks, "usable_cores", gives(4))
-    for name in (*checks.RANK_VARIABLES, "DURE_LAUNCHER", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert worst(checks.environment()) is level
-
-
-@pytest.mark.parametrize(
-    ("parent", "level"), [(1, WARNING), (77, OK)], ids=["launcher is gone", "runs"]
-)
-def test_leftovers(parent: int, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    uids = SimpleNamespace(real=os.getuid())
-    info = {"pid": 9, "environ": {"DURE_LAUNCHER": "j"}, "uids": uids, "ppid": parent}
-    rank = SimpleNamespace(pid=9, info=info | {"name": "python", "create_time": 0.0})
-    monkeypatch.setattr(checks.psutil, "process_iter", gives([rank]))
-    assert worst(checks.leftovers()) is level
-
-
-@pytest.mark.parametrize(
-    ("packages", "kernel", "level"),
-    [
-        ({"torch": "2.13.0a0"}, "6.1.0", OK),
-        ({}, "6.1.0", PROBLEM),
-        ({"torch": "2.4.1+cu1"}, "6.1.0", PROBLEM),
-        ({"torch": "2.14.0"}, "6.1.0", WARNING),
-        ({"torch": "2.13.0"}, "4.18.0-el8", WARNING),
-    ],
-)
-def test_versions(
-    packages: dict[str, str], kernel: str, level: Level, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def version(name: str) -> str:
-        if name not in packages:
-            raise checks.metadata.PackageNotFoundError
-        return packages[name]
-
-    monkeypatch.setattr(checks.metadata, "version", version)
-    monkeypatch.setattr(checks.platform, "release", gives(kernel))
-    monkeypatch.setattr(checks, "commit", gives("none"))
-    assert worst(checks.versions()) is level
+    levels.append(list(checks.keys())[-1].level)
+    assert levels == [PROBLEM, OK, PROBLEM, WARNING]
 
 
 @pytest.mark.parametrize(
@@ -210,27 +155,29 @@ def test_a_checkout_at_another_commit_is_noted(version: str, at: str, differs: b
     assert bool(checkout_note(version, at)) is differs
 
 
+WORKS = [{"backend": name, "ranks": 2, "us": 3.0} for name in ("shm", "gloo")]
+
+
 @pytest.mark.parametrize(
-    ("cards", "error", "torch", "level"),
+    ("lines", "levels"),
     [
-        ([CARD], "", TORCH, OK),
-        ([], "", {}, OK),
-        ([CARD], "", TORCH | {"cuda": None, "gpus": []}, WARNING),
-        ([CARD], "", TORCH | {"gpus": []}, PROBLEM),
-        ([CARD, CARD._replace(number="1")], "", TORCH, WARNING),
-        ([CARD], "", TORCH | {"apart": [[0, 1]]}, WARNING),
-        ([CARD._replace(used_mib=70_000)], "", TORCH, WARNING),
-        ([CARD._replace(mode="Exclusive_Process")], "", TORCH, WARNING),
-        ([], "version mismatch", {}, PROBLEM),
+        (WORKS, [OK, OK]),
+        ([{"backend": "shm", "error": "CommTimeout: x"}, WORKS[1]], [PROBLEM, OK]),
+        (WORKS[:1], [OK, PROBLEM]),
+        ([], [PROBLEM]),  # gloo was not tried
     ],
 )
-def test_gpus(
-    cards: list[Gpu],
-    error: str,
-    torch: dict[str, Any],
-    level: Level,
-    monkeypatch: pytest.MonkeyPatch,
+def test_collectives_show_which_backend_fails(
+    lines: list[dict[str, Any]], levels: list[Level]
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(checks, "nvidia_cards", gives((cards, error)))
-    assert worst(checks.gpus(torch)) is level
+    found = checks.judge(("shm", "gloo"), lines, "exit code 1: no memory")
+    assert [finding.level for finding in found] == levels
+
+
+def test_check_that_fails_is_a_warning_and_ends_no_other() -> None:
+    def fails() -> list[Finding]:
+        raise PermissionError("/proc/x")
+
+    wanted = {"fails": fails, "works": lambda: [fine("works", "yes")]}
+    found = [(f.check, f.level) for name, check in wanted.items() for f in run_check(name, check)]
+    assert found == [("fails", WARNING), ("works", OK)]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dure.cli.doctor import checks, report
+from dure.cli.doctor import report
 from dure.cli.doctor.checks import problem, warning
-from dure.errors import UsageError
 from tests.trace.made_up import record, write
 
 KEY = "00ff" * 16
@@ -115,12 +114,3 @@ def test_report_needs_neither_torch_nor_optional_packages(monkeypatch: pytest.Mo
     text = report.report([])
     assert "torch: " not in text
     assert "could not be read" not in text
-
-
-def test_traces_must_be_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--traces"):
-        report.report([], tmp_path / "none")
-
-
-def test_memory_of_a_child_can_be_opened_without_site_packages() -> None:
-    checks.open_peer()

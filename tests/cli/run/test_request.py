@@ -173,7 +173,13 @@ def test_variables_stand_for_flags() -> None:
         "TORCHELASTIC_HEALTH_CHECK_PORT": "8080",
         "PET_SOMETHING_ELSE": "1",
     }
-    about = {"kind": "module", "nproc": 2, "nnodes": (1, 3), "endpoint": "h:1", "tee": Std.ALL}
+    about: dict[str, Any] = {
+        "kind": "module",
+        "nproc": 2,
+        "nnodes": (1, 3),
+        "endpoint": "h:1",
+        "tee": Std.ALL,
+    }
     spec = spec_of("", variables=variables)
     assert spec == JobSpec(program="prog.py", grace_s=2.0, health_port=8080, **about)
 

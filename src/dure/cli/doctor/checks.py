@@ -1,12 +1,14 @@
 """The checks of `dure doctor`: each reads something of this machine, and judges it.
 
-A check changes nothing, and yields what it found. `ranks` has the checks that start processes.
+A check changes nothing, and yields what it found. The last ones start ranks with `dure run`, which
+also ends them, whatever happens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import json
 import os
 import platform
 import re
@@ -16,8 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from importlib import metadata
@@ -28,29 +30,25 @@ import psutil
 
 import dure
 from dure import env
-from dure.cli.machine import commit, usable_cores
+from dure.cli.machine import QUIET_VARIABLES, commit, usable_cores
 from dure.cli.version import checkout_note
 from dure.errors import DureError
 from dure.launch.ranks.limits import available_memory
 from dure.store.key import key_from_file, user_key_path
-from dure.store.system import control_groups, cpu_quota, kernel_text, memory_file
+from dure.store.system import control_groups, cpu_quota, kernel_text
 from dure.trace.logs import size_text
 
+MARK = "DURE-DOCTOR "
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OLDEST_KERNEL = (5, 6)  # pidfd_getfd; pidfd_open and memfd are older
 _RANK_BYTES = 300 << 20  # a rank that has imported torch
 _VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "tun", "tap", "wg")
-# As `store.system.memory_file`, which an interpreter without site-packages does not find.
-_CHILD = """
-import os, sys
-try:
-    fd = os.memfd_create("dure-doctor", os.MFD_CLOEXEC | 8)
-except OSError:
-    fd = os.memfd_create("dure-doctor", os.MFD_CLOEXEC)
-os.write(fd, b"seen")
-print(fd, flush=True)
-sys.stdin.read()
-"""
+_ADVICE = {
+    "shm": "Ranks must be of one user, in one PID namespace, with /proc mounted without hidepid=2 "
+    "and a seccomp profile that allows memfd_create and pidfd_open; or use backend='gloo'.",
+    "gloo": "See the findings above: an address or a library is the usual cause.",
+    "nccl": "See `nvidia-smi topo -m`, and NCCL_DEBUG=INFO.",
+}
 
 
 class Level(Enum):
@@ -88,22 +86,19 @@ def versions() -> Findings:
             found[name] = metadata.version(name)
     shown = ", ".join(f"{name} {number}" for name, number in found.items())
     yield fine("versions", f"Python {platform.python_version()}, {shown}")
-    torch = found.get("torch")
-    if torch is None:
-        yield problem("torch", "not installed", "pip install torch")
-    elif _numbers(torch) < (2, 11):
-        yield problem("torch", f"{torch} is older than 2.11", "pip install --upgrade torch")
+    torch = found.get("torch", "")
+    if _numbers(torch) < (2, 11):
+        seen = f"{torch} is older than 2.11" if torch else "not installed"
+        yield problem("torch", seen, "pip install --upgrade torch")
     elif _numbers(torch) >= (2, 14):
         seen = f"{torch} is newer than 2.13, the newest that the tests have passed with"
         yield warning("torch", seen, "pip install 'torch<2.14'")
     if text := checkout_note(dure.__version__, commit()):
         yield note("checkout", text, "Install it again: `make setup`, or `pip install -e .`.")
     text = f"{platform.system()} {platform.release()} on {platform.machine()}"
-    if platform.system() != "Linux":
-        seen = f"{text}: no shared-memory engine, no `dure run`"
+    if platform.system() != "Linux" or _numbers(platform.release()) < _OLDEST_KERNEL:
+        seen = f"{text}: the shared-memory engine needs Linux 5.6"
         yield warning("system", seen, "backend='gloo' works.")
-    elif _numbers(platform.release()) < _OLDEST_KERNEL:
-        yield warning("system", f"{text}: older than 5.6", "A newer kernel; or backend='gloo'.")
     else:
         yield fine("system", text)
 
@@ -116,188 +111,101 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def cores() -> Findings:
     """The cores this process may use, and other load on them."""
-    total, usable, quota = os.cpu_count() or 1, usable_cores(), cpu_quota()
-    text = f"{usable} of {total} hardware threads usable"
-    if usable < total:
+    total = os.cpu_count() or 1
+    usable, load = min(usable_cores(), cpu_quota()), os.getloadavg()[0]
+    text = f"{usable:.3g} of {total} hardware threads usable"
+    if usable < total - 0.01:
         yield warning(
             "cores",
-            f"{text}: this process is bound to some",
-            f"Start at most {usable} ranks, or free it (taskset, srun --cpus-per-task, "
-            "docker --cpuset-cpus).",
+            f"{text}: this process is bound to some, or its container has a quota",
+            f"Start at most {max(1, int(usable))} ranks, or raise the limit (taskset, srun "
+            "--cpus-per-task, docker --cpus, resources.limits.cpu).",
         )
     else:
         yield fine("cores", text)
-    if quota < usable - 0.01:
-        yield warning(
-            "cores",
-            f"the container may use {quota:.3g} cores' time, though it sees {usable}: ranks "
-            "beyond that are stopped again and again",
-            f"Start at most {max(1, int(quota))} ranks, or raise the limit (docker --cpus, "
-            "resources.limits.cpu).",
-        )
-    load, limit = os.getloadavg()[0], min(usable, quota)
-    if load > 0.5 * limit:
-        yield warning(
-            "load",
-            f"{load:.1f} threads want to run already, of {limit:.3g} that can",
-            "See `top`; collectives wait for the slowest rank.",
-        )
+    text = f"{load:.1f} threads want to run already, of {usable:.3g} that can"
+    if load > 0.5 * usable:
+        yield warning("load", text, "See `top`; collectives wait for the slowest rank.")
     else:
-        yield fine("load", f"{load:.1f} threads running")
+        yield fine("load", text)
 
 
 def memory() -> Findings:
     """The memory that ranks can have, and /dev/shm."""
     now, left = psutil.virtual_memory(), available_memory()
-    free, whose = now.available, "of the host"
-    text = f"{size_text(free)} of {size_text(now.total)} free"
-    if left is not None and left < free:
-        text += f"; the container leaves {size_text(left)}"
-        free, whose = left, "of the container"
-    if free < _RANK_BYTES:
-        yield problem(
-            "memory",
-            f"{text}: not enough {whose} for one rank that imports torch",
-            "Free memory or raise the limit; the kernel kills ranks (SIGKILL) otherwise.",
-        )
-    elif free < 4 * _RANK_BYTES:
-        fits = f"about {free // _RANK_BYTES} ranks that only import torch"
-        yield warning("memory", f"{text}: room for {fits}", "Start few ranks.")
+    free = now.available if left is None else min(now.available, left)
+    text = f"{size_text(free)} of {size_text(now.total)} free for this process"
+    if free < 4 * _RANK_BYTES:
+        make = problem if free < _RANK_BYTES else warning
+        seen = f"{text}: room for {free // _RANK_BYTES} ranks that only import torch"
+        advice = "Free memory, or raise the container's limit; else the kernel kills ranks."
+        yield make("memory", seen, advice)
     else:
         yield fine("memory", text)
-    total = free = 0
+    free = 0
     with contextlib.suppress(OSError):
-        total, _, free = shutil.disk_usage("/dev/shm")
-    if not os.access("/dev/shm", os.W_OK):
-        seen = "it cannot be written" if total else "it does not exist"
-        yield warning("/dev/shm", seen, "Mount a tmpfs with mode 1777: DataLoader needs it.")
-    elif free < 256 << 20:
+        free = shutil.disk_usage("/dev/shm").free
+    if free < 256 << 20:
         yield warning(
             "/dev/shm",
-            f"{size_text(free)} of {size_text(total)} free: DataLoader workers and NCCL may die "
-            "with SIGBUS (Dure does not use it)",
+            f"{size_text(free)} free: DataLoader workers and NCCL may die with SIGBUS (Dure does "
+            "not use it)",
             "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with medium: "
-            "Memory; else `df /dev/shm`, and remove old files there.",
+            "Memory; else remove old files there.",
         )
     else:
-        yield fine("/dev/shm", f"{size_text(free)} of {size_text(total)} free")
-
-
-def sharing() -> Findings:
-    """What the engine of one host needs: shared anonymous memory, and pidfds.
-
-    A peer opens Dure's segments (memfd) through `/proc/PID/fd`, which a container, `hidepid` or a
-    seccomp filter may forbid. The peer here is a child of this process.
-    """
-    memfd = _error_of(lambda: os.close(memory_file("dure-doctor")))
-    peer = "" if memfd else _error_of(open_peer)
-    if memfd:
-        yield problem(
-            "shared memory",
-            f"anonymous memory is refused: {memfd}",
-            "A seccomp profile forbids memfd_create: allow it, or use backend='gloo'.",
-        )
-    elif peer:
-        yield problem(
-            "shared memory",
-            f"a peer's memory cannot be opened through /proc/PID/fd: {peer}",
-            "Ranks must be of one user, in one PID namespace, and /proc mounted without "
-            "hidepid=2; or use backend='gloo'.",
-        )
-    else:
-        yield fine("shared memory", "anonymous memory is shared with a peer")
-    if error := _error_of(lambda: os.close(os.pidfd_open(os.getpid()))):
-        yield problem(
-            "process watch",
-            f"pidfd_open is refused: {error}",
-            "Linux 5.3 or newer, and a seccomp profile that allows it (a newer docker).",
-        )
-    if int(kernel_text(Path("/proc/sys/kernel/yama/ptrace_scope")) or 0) >= 2:
-        yield warning(
-            "ptrace",
-            "only root may use it: py-spy and gdb cannot look at ranks, and large tensors take one "
-            "more copy",
-            "sysctl kernel.yama.ptrace_scope=1",
-        )
-
-
-def _error_of(action: Callable[[], object]) -> str:
-    """Return why `action` failed, or an empty text."""
-    try:
-        action()
-    except OSError as error:
-        return f"{error.strerror or error}"
-    return ""
-
-
-def open_peer() -> None:
-    """Open the memory of a child as a rank opens that of another; raise OSError if refused."""
-    child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        assert child.stdout is not None
-        number = int(child.stdout.readline() or -1)
-        if Path(f"/proc/{child.pid}/fd/{number}").read_bytes() != b"seen":
-            raise OSError(0, "another content was read than was written")
-    finally:
-        child.kill()
-        child.communicate()
+        yield fine("/dev/shm", f"{size_text(free)} free")
 
 
 def limits() -> Findings:
     """How many files and processes this process may have, and how much memory it may lock."""
-    files, mine, locked = (
-        float("inf") if soft == resource.RLIM_INFINITY else soft
-        for soft in (
-            resource.getrlimit(name)[0]
-            for name in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
-        )
-    )
+    files = _limit(resource.RLIMIT_NOFILE)
+    text = f"at most {files} per process"
     if files < 1024:
         make = problem if files < 256 else warning
-        seen = f"at most {files} per process: few for ranks and DataLoader workers"
-        yield make("open files", seen, "ulimit -n 65536")
+        yield make("open files", f"{text}: few for ranks and DataLoader", "ulimit -n 65536")
     else:
-        yield fine("open files", f"at most {files} per process")
+        yield fine("open files", text)
     groups = [kernel_text(group / "pids.max") for group in control_groups(Path("/"), "pids")]
-    limit, running = (
-        min(mine, *(int(n) for n in groups if n.isdigit()), float("inf")),
-        len(psutil.pids()),
-    )
-    if limit - running < 64:
-        yield problem(
-            "processes",
-            f"at most {limit} processes and threads, and {running} are running: ranks and their "
-            "threads will not start",
-            "Raise ulimit -u, docker --pids-limit or the pod's limit.",
-        )
+    most = min(_limit(resource.RLIMIT_NPROC), *(int(n) for n in groups if n.isdigit()), 1 << 62)
+    running = len(psutil.pids())
+    text = f"at most {most} processes and threads, and {running} are running"
+    if most - running < 64:
+        yield problem("processes", text, "Raise ulimit -u, docker --pids-limit or the pod's limit.")
     else:
-        yield fine("processes", f"at most {limit} processes and threads")
+        yield fine("processes", text)
+    locked = _limit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked < 1 << 30:
         yield problem(
             "locked memory",
-            f"at most {size_text(locked)}, and there is an RDMA network, which locks its buffers",
+            f"at most {size_text(int(locked))}, and an RDMA network locks its buffers",
             "ulimit -l unlimited (limits.conf: memlock; Slurm: PropagateResourceLimits; docker: "
             "--ulimit memlock=-1).",
         )
 
 
+def _limit(kind: int) -> float:
+    soft = resource.getrlimit(kind)[0]
+    return float("inf") if soft == resource.RLIM_INFINITY else soft
+
+
 def network() -> Findings:
-    """By which interface and name other hosts would reach this one; whether it reaches itself."""
+    """By which interface and name other hosts would reach this one."""
     stats = psutil.net_if_stats()
-    up: dict[str, list[str]] = {}
+    up: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
-        own = [a.address for a in addresses if a.family == socket.AF_INET]
-        if name in stats and stats[name].isup and own:
-            up[name] = own
-    real = {name: own[0] for name, own in up.items() if not name.startswith(_VIRTUAL)}
+        for address in addresses:
+            if address.family == socket.AF_INET and name in stats and stats[name].isup:
+                up[name] = address.address
+    real = {name: address for name, address in up.items() if not name.startswith(_VIRTUAL)}
     text = ", ".join(f"{name} {address}" for name, address in real.items())
     chosen = _set_variables("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    if error := _error_of(_connect_to_self):
-        seen = f"this host cannot connect to itself: {error}"
-        yield problem("interfaces", seen, "ip link set lo up; see the firewall's loopback rules.")
-    elif len(real) > 1 and not chosen:
+    for variable, value in chosen.items():
+        wanted = [] if value.startswith("^") else [w.lstrip("=") for w in value.split(",")]
+        if missing := [w for w in wanted if not any(name.startswith(w) for name in up)]:
+            seen = f"{variable}={value}, but {', '.join(missing)} is not up here ({', '.join(up)})"
+            yield problem("interfaces", seen, f"Correct or unset {variable}.")
+    if len(real) > 1 and not chosen:
         yield note(
             "interfaces",
             f"{text}: backends may choose different ones on different hosts",
@@ -306,21 +214,10 @@ def network() -> Findings:
         )
     else:
         yield fine("interfaces", text or "loopback only: no other hosts")
-    for variable, value in chosen.items():
-        wanted = [] if value.startswith("^") else [w.lstrip("=") for w in value.split(",")]
-        missing = [w for w in wanted if not any(name.startswith(w) for name in up)]
-        if missing:
-            seen = f"{variable}={value}, but {', '.join(missing)} is not up here ({', '.join(up)})"
-            yield problem("interfaces", seen, f"Correct or unset {variable}.")
-    yield _own_name({address for own in up.values() for address in own}, bool(real))
+    yield _own_name(bool(real))
 
 
-def _connect_to_self() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        socket.create_connection(server.getsockname(), timeout=2.0).close()
-
-
-def _own_name(own: set[str], has_network: bool) -> Finding:
+def _own_name(has_network: bool) -> Finding:
     """Judge the addresses of this host's name.
 
     It is often 127.0.1.1 in /etc/hosts: rank 0 then gives the others an address that leads each of
@@ -334,27 +231,22 @@ def _own_name(own: set[str], has_network: bool) -> Finding:
     if (took_s := time.monotonic() - start) > 0.5:
         advice = "Correct the name server in /etc/resolv.conf, or add the hosts to /etc/hosts."
         return warning("own name", f"{text}; looking it up took {took_s:.1f} s", advice)
-    elsewhere = [address for address in resolved if not address.startswith("127.")]
-    if has_network and not elsewhere:
+    if has_network and all(address.startswith("127.") for address in resolved):
         return note(
             "own name",
             f"{text}: other hosts cannot use this name",
             "On several hosts give MASTER_ADDR (or --rdzv-endpoint) as an address, not as this "
             "name; or correct /etc/hosts.",
         )
-    if set(elsewhere) - own:
-        seen = f"{text}, but this host has only {', '.join(sorted(own))}"
-        return warning("own name", seen, "Correct the name server or /etc/hosts, or use addresses.")
     return fine("own name", text)
 
 
 def keys() -> Findings:
-    """Whether the keys of jobs can be read, and only by this user."""
-    named = env.text("DURE_JOB_KEY_FILE")
-    for path in [Path(named)] if named else [user_key_path()]:
-        if not named and not path.exists():
-            yield fine("job key", "the user has no key yet; it is made on first use")
-            continue
+    """Whether the key of jobs can be read, and only by this user."""
+    path = Path(env.text("DURE_JOB_KEY_FILE") or user_key_path())
+    if path == user_key_path() and not path.exists():
+        yield fine("job key", "the user has no key yet; it is made on first use")
+    else:
         try:
             key_from_file(path)
         except DureError as error:
@@ -362,11 +254,8 @@ def keys() -> Findings:
         else:
             yield fine("job key", f"{path}")
     if env.flag("DURE_INSECURE"):
-        yield warning(
-            "job key",
-            "DURE_INSECURE is set: everyone who reaches the store's port can join a job",
-            "Unset it; `dure run` makes a key for each job.",
-        )
+        seen = "DURE_INSECURE is set: everyone who reaches the store's port can join a job"
+        yield warning("job key", seen, "Unset it; `dure run` makes a key for each job.")
 
 
 def environment() -> Findings:
@@ -395,28 +284,19 @@ def _set_variables(*names: str) -> dict[str, str]:
 
 def leftovers() -> Findings:
     """Ranks of jobs whose launcher is gone: they keep memory, GPUs and ports."""
-    jobs: dict[int, str] = {}
-    parents: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter(["environ", "uids", "ppid", "name", "create_time"]):
-        environ, uids = process.info["environ"], process.info["uids"]
-        if environ and "DURE_LAUNCHER" in environ and uids and uids.real == os.getuid():
-            jobs[process.pid] = environ["DURE_LAUNCHER"]
-            parents[process.pid] = process
-    left = [
-        p.info for pid, p in parents.items() if p.info["ppid"] == 1 and jobs.get(1) != jobs[pid]
-    ]
-    if not left:
-        yield fine("leftovers", f"none (running jobs: {len(set(jobs.values()))})")
-        return
-    now = time.time()
-    names = ", ".join(
-        f"{i['name']} (pid {i['pid']}, {(now - i['create_time']) / 60:.0f} min)" for i in left[:8]
-    )
-    yield warning(
-        "leftovers",
-        f"{len(left)} processes of jobs whose launcher is gone: {names}",
-        f"If you do not need them: kill {' '.join(str(i['pid']) for i in left[:8])}",
-    )
+    left: list[str] = []
+    for process in psutil.process_iter(["pid", "environ", "uids", "ppid", "name", "cmdline"]):
+        info = process.info
+        if info["pid"] == 1 and "dure" in " ".join(info["cmdline"] or ()):
+            break  # the launcher of a container: its ranks are no orphans
+        mine = info["uids"] and info["uids"].real == os.getuid()
+        if mine and info["ppid"] == 1 and "DURE_LAUNCHER" in (info["environ"] or ()):
+            left.append(f"{info['pid']} ({info['name']})")
+    if left:
+        seen = f"processes of jobs whose launcher is gone: {', '.join(left)}"
+        yield warning("leftovers", seen, "If you do not need them: kill PID.")
+    else:
+        yield fine("leftovers", "none")
 
 
 class Gpu(NamedTuple):
@@ -427,14 +307,13 @@ class Gpu(NamedTuple):
     driver: str
     total_mib: int
     used_mib: int
-    mode: str = "Default"
 
 
 def nvidia_cards() -> tuple[list[Gpu], str]:
     """Return the cards that nvidia-smi shows, and its error if it is installed and fails."""
     if shutil.which("nvidia-smi") is None:
         return [], ""
-    query = "--query-gpu=index,name,driver_version,memory.total,memory.used,compute_mode"
+    query = "--query-gpu=index,name,driver_version,memory.total,memory.used"
     words = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=5.0, check=False)
@@ -443,10 +322,9 @@ def nvidia_cards() -> tuple[list[Gpu], str]:
     if done.returncode != 0:
         return [], (done.stdout + done.stderr).strip()
     cards: list[Gpu] = []
-    for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True):
-        number, name, driver, total, used, mode = row
-        megabytes = [int(text) if text.isdigit() else 0 for text in (total, used)]
-        cards.append(Gpu(number, name, driver, *megabytes, mode=mode))
+    for number, name, driver, *sizes in csv.reader(done.stdout.splitlines(), skipinitialspace=True):
+        total, used = (int(text) if text.isdigit() else 0 for text in sizes)
+        cards.append(Gpu(number, name, driver, total, used))
     return cards, ""
 
 
@@ -454,10 +332,11 @@ def gpus(torch: Mapping[str, Any]) -> Findings:
     """Compare the driver's view of GPUs with that of torch.
 
     Args:
-        torch: What a rank reported: `torch`, `cuda`, `gpus`, `apart`; empty if none did.
+        torch: What a rank reported: `torch`, `cuda`, `gpus`; empty if none did.
     """
     cards, error = nvidia_cards()
     seen: list[str] = torch.get("gpus", [])
+    text = f"nvidia-smi shows {len(cards)}, torch sees {len(seen)}"
     if error:
         yield problem(
             "GPUs",
@@ -465,57 +344,92 @@ def gpus(torch: Mapping[str, Any]) -> Findings:
             "The driver is not loaded or was upgraded under a running kernel: reboot, or start "
             "the container with --gpus all.",
         )
-    elif not cards:
-        yield fine("GPUs", f"torch sees {len(seen)}" if seen else "none; CPU only")
-    elif torch:
-        yield _gpus_of_torch(cards, torch, len(seen))
+    elif not torch or not cards:
+        yield fine("GPUs", text if torch else f"nvidia-smi shows {len(cards)}")
+    elif torch["cuda"] is None:
+        advice = "pip install torch (not a +cpu build), unless CPU is what you want."
+        yield warning("GPUs", f"{text}: {torch['torch']} was built without CUDA", advice)
+    elif not seen:
+        yield problem(
+            "GPUs",
+            f"{text}: it was built for CUDA {torch['cuda']}, and the driver is {cards[0].driver}",
+            "Upgrade the driver, or install a torch for an older CUDA; or unset "
+            "CUDA_VISIBLE_DEVICES.",
+        )
+    elif len(seen) < len(cards) and not env.text("CUDA_VISIBLE_DEVICES"):
+        yield warning("GPUs", text, "See nvidia-smi for broken cards.")
+    else:
+        yield fine("GPUs", text)
     for card in cards:
-        name = f"GPU {card.number}"
         text = f"{card.name}, {card.total_mib - card.used_mib} of {card.total_mib} MiB free"
-        if "Prohibited" in card.mode or "Exclusive" in card.mode:
-            yield warning(name, f"{text}, mode {card.mode}", "nvidia-smi -c DEFAULT, to share it.")
-        elif card.used_mib > 0.5 * card.total_mib:
-            yield warning(name, f"{text}: it is in use", "`nvidia-smi` lists the processes.")
+        if card.used_mib > 0.5 * card.total_mib:
+            yield warning(f"GPU {card.number}", text, "`nvidia-smi` lists the processes.")
         else:
-            yield fine(name, text)
-    if torch.get("apart"):
-        pairs = ", ".join(f"{i} to {j}" for i, j in torch["apart"][:6])
-        yield warning(
-            "GPU peers",
-            f"no direct access from {pairs}: copies go through the host",
-            "Use cards on one switch; in a virtual machine ask for peer access.",
-        )
-
-
-def _gpus_of_torch(cards: list[Gpu], torch: Mapping[str, Any], seen: int) -> Finding:
-    if torch.get("cuda") is None:
-        return warning(
-            "GPUs",
-            f"{len(cards)} cards, but torch {torch['torch']} was built without CUDA",
-            "pip install torch (not a +cpu build), unless CPU is what you want.",
-        )
-    if not seen:
-        return problem(
-            "GPUs",
-            f"{len(cards)} cards, but torch {torch['torch']} (CUDA {torch['cuda']}) can use none; "
-            f"the driver is {cards[0].driver}",
-            "The driver is older than this CUDA: upgrade it, or install a torch for an older CUDA; "
-            "or unset CUDA_VISIBLE_DEVICES.",
-        )
-    text = f"torch (CUDA {torch['cuda']}) sees {seen} of {len(cards)}"
-    if seen < len(cards) and not env.text("CUDA_VISIBLE_DEVICES"):
-        return warning("GPUs", text, "See CUDA_VISIBLE_DEVICES, and nvidia-smi for broken cards.")
-    return fine("GPUs", text)
+            yield fine(f"GPU {card.number}", text)
 
 
 CHECKS: tuple[Callable[[], Findings], ...] = (
-    versions,
-    cores,
-    memory,
-    sharing,
-    limits,
-    network,
-    keys,
-    environment,
-    leftovers,
+    *(versions, cores, memory, limits, network, keys, environment, leftovers),
 )
+
+
+def collectives(limit_s: float) -> Findings:
+    """Try a small collective of two ranks over each backend, and judge the GPUs that torch sees."""
+    lines, trouble = try_backends(("shm", "gloo"), limit_s, ("--nproc", "2"))
+    torch = next((line for line in lines if "torch" in line), {})
+    yield from gpus(torch)
+    yield from judge(("shm", "gloo"), lines, trouble)
+    if len(torch.get("gpus", ())) > 1:
+        yield from judge(("nccl",), *try_backends(("nccl",), limit_s, ("--nproc", "2")))
+
+
+def hosts(flags: Sequence[str], limit_s: float) -> Findings:
+    """Let one rank on each of several hosts do a collective together."""
+    for finding in judge(("gloo",), *try_backends(("gloo",), limit_s, (*flags, "--nproc", "1"))):
+        yield replace(finding, check="hosts")
+
+
+def try_backends(
+    backends: Sequence[str], limit_s: float, flags: Sequence[str]
+) -> tuple[list[dict[str, Any]], str]:
+    """Start ranks that try each backend (`dure.cli.doctor.rank`), with these flags of `dure run`.
+
+    Returns:
+        The lines of rank 0, and what else was written.
+    """
+    rank = ["-m", "dure.cli.doctor.rank", str(limit_s / 2), *backends]
+    # A scheduler's variables would make two processes part of a larger job.
+    unset = dict.fromkeys((*RANK_VARIABLES, "DURE_STORE_ADDR"))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "dure.cli", "run", *flags, *rank],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env.child_environment({**QUIET_VARIABLES, **unset}),
+            timeout=limit_s,
+            check=False,
+        )
+        output, trouble = done.stdout, f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output, trouble = error.stdout or b"", f"no answer within {limit_s:g} s: busy, or a hang"
+    lines = output.decode(errors="replace").splitlines()
+    words = "\n".join(line for line in lines if MARK not in line)[-1000:].strip()
+    found = [json.loads(line.partition(MARK)[2]) for line in lines if MARK in line]
+    return found, f"{trouble}: {words or 'no output'}"
+
+
+def judge(backends: Sequence[str], lines: Sequence[Mapping[str, Any]], trouble: str) -> Findings:
+    """Judge which backends work; those after one without an answer were not tried."""
+    known = {line["backend"]: line for line in lines if "backend" in line}
+    for backend in backends:
+        name, line = f"{backend} collective", known.get(backend)
+        if line is None:
+            yield problem(name, trouble, "Try again on an idle machine, with --limit 60.")
+            return
+        if error := line.get("error"):
+            yield problem(name, f"it fails: {error}", _ADVICE[backend])
+        else:
+            yield fine(name, f"{line['ranks']} ranks, {line['us']:.0f} us for 4 KiB")
+        if "copies" in line:
+            yield fine("copies", line["copies"])

@@ -2,7 +2,7 @@
 
     python -m dure.cli.doctor.rank LIMIT_S BACKEND...
 
-Rank 0 prints one line per backend, `DURE-DOCTOR {...}`, and one about torch and its GPUs. A backend
+Rank 0 prints one line about torch and its GPUs, and one per backend, `DURE-DOCTOR {...}`. A backend
 that hangs ends by its group's timeout; if not, the doctor ends the ranks, and the missing lines
 show which backend it was.
 """
@@ -19,7 +19,8 @@ from typing import Any  # Any: what JSON holds
 import torch
 
 import dure as dist
-from dure.comm.queries import engine_error
+from dure import env
+from dure.cli.doctor.checks import MARK
 
 _ROUNDS = 50
 _COUNT = 1024
@@ -27,27 +28,29 @@ _COUNT = 1024
 
 def main() -> None:
     limit_s, backends = float(sys.argv[1]), sys.argv[2:]
-    for number, backend in enumerate(backends):
-        found = _try(backend, limit_s)
-        if found.pop("rank", 0) == 0:
-            for content in [_torch(), found] if number == 0 else [found]:
-                os.write(1, f"DURE-DOCTOR {json.dumps(content)}\n".encode())
+    count = torch.cuda.device_count()
+    names = [torch.cuda.get_device_name(number) for number in range(count)]
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": names}
+    _print(found)
+    for backend in backends:
+        _print(_try(backend, limit_s))
+
+
+def _print(line: dict[str, Any]) -> None:
+    if env.integer("RANK", 0) == 0:
+        os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
 
 
 def _try(backend: str, limit_s: float) -> dict[str, Any]:
     """Join, reduce a few numbers, check them and leave."""
     found: dict[str, Any] = {"backend": backend}
-    if not dist.is_backend_available(backend):
-        reason = engine_error() if backend == "shm" else ""
-        return found | {"absent": True, "reason": reason}
     try:
         with dist.process_group(backend, timeout=timedelta(seconds=limit_s)) as group:
-            found["rank"], found["ranks"] = group.rank(), group.size()
-            found["us"] = _reduce(backend, group)
+            found["ranks"], found["us"] = group.size(), _reduce(backend, group)
             if group.copies is not None:
                 found["copies"] = str(group.copies)
     except Exception as error:  # reported to the user
-        return found | {"error": f"{type(error).__name__}: {error}"}
+        found["error"] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -66,14 +69,6 @@ def _reduce(backend: str, group: dist.ProcessGroup) -> float:
     if not bool((data == wanted).all()):
         raise ArithmeticError(f"the sum is {data[0].item()}, not {wanted}")
     return seconds / _ROUNDS * 1e6
-
-
-def _torch() -> dict[str, Any]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [torch.cuda.get_device_name(i) for i in range(count)]
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    apart = [(i, j) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": names, "apart": apart}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,11 +65,7 @@ _KERNEL_FILES = (
     *("fs/file-max", "net/core/somaxconn", "net/ipv4/ip_local_port_range"),
 )
 _LIMITS = ("NOFILE", "NPROC", "MEMLOCK", "AS", "FSIZE", "DATA", "STACK", "CORE")
-_GROUP_FILES = {
-    "memory": ("memory.max", "memory.high", "memory.limit_in_bytes"),
-    "cpu": ("cpu.max", "cpu.cfs_quota_us"),
-    "pids": ("pids.max",),
-}
+_GROUP_FILES = ("memory.max", "memory.high", "cpu.max", "pids.max")
 _LONGEST = 400
 _MOST_ERRORS = 8
 _LAST_LINES = 60
@@ -148,6 +143,7 @@ def _lines(values: Mapping[str, object]) -> str:
     shown = {
         name: without_secrets(str(value), environ).replace("\n", " ")
         for name, value in values.items()
+        if value
     }
     return "\n".join(
         f"{name}: {value[:_LONGEST]}{'...' if len(value) > _LONGEST else ''}"
@@ -165,24 +161,9 @@ def _versions() -> str:
 
 
 def _machine() -> str:
-    folder = Path("/sys/kernel/mm/transparent_hugepage")
-    values: dict[str, object] = dict(machine.machine())
-    values["System"] = platform.platform()
-    values["Distribution"] = _distribution()
-    for name in ("enabled", "shmem_enabled"):
-        values[f"Huge pages, {name}"] = kernel_text(folder / name) or "unknown"
-    with contextlib.suppress(OSError):
-        total, _, free = shutil.disk_usage("/dev/shm")
-        values["/dev/shm"] = f"{free >> 20} of {total >> 20} MiB free"
-    values["Load"] = ", ".join(f"{load:.2f}" for load in os.getloadavg())
-    values["Time"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    return _lines(values)
-
-
-def _distribution() -> str:
-    with contextlib.suppress(OSError):
-        return platform.freedesktop_os_release().get("PRETTY_NAME", "unknown")
-    return "unknown"
+    load = ", ".join(f"{load:.2f}" for load in os.getloadavg())
+    more = {"System": platform.platform(), "Load": load}
+    return _lines({**dict(machine.machine()), **more, "Time": time.strftime("%F %T %z")})
 
 
 def _limits() -> str:
@@ -191,23 +172,18 @@ def _limits() -> str:
         both = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
         texts = ["unlimited" if n == resource.RLIM_INFINITY else str(n) for n in both]
         values[f"RLIMIT_{name}"] = " of ".join(texts)
-    for file in _KERNEL_FILES:
-        if text := kernel_text(Path("/proc/sys") / file):
-            values[file.replace("/", ".")] = text
-    for controller, files in _GROUP_FILES.items():
-        for group in control_groups(Path("/"), controller):
-            for file in files:
-                if text := kernel_text(group / file):
-                    values[str(group / file)] = text
+    values |= {file: kernel_text(Path("/proc/sys") / file) for file in _KERNEL_FILES}
+    for group in control_groups(Path("/"), ""):
+        values |= {f"{group / file}": kernel_text(group / file) for file in _GROUP_FILES}
     return _lines(values)
 
 
 def _findings(findings: Sequence[Finding]) -> str:
-    rows: list[str] = []
-    for found in findings:
-        rows.append(f"{found.level.value:<8} {found.check}: {found.seen}")
-        rows += [f"{'':<8} -> {found.advice}"] if found.advice else []
-    return "\n".join(rows)
+    return "\n".join(
+        f"{found.level.value:<8} {found.check}: {found.seen}"
+        + (f"\n{'':<8} -> {found.advice}" if found.advice else "")
+        for found in findings
+    )
 
 
 def _errors(folder: Path) -> str:
