@@ -25,7 +25,7 @@ from dure.launch.agent.control import CoordinatorClient
 from dure.launch.agent.coordinator import Coordinator
 from dure.launch.agent.events import Ended, Joined, Leave, Prepare, Ready, Settings, Work
 from dure.launch.agent.membership import HostMember, Membership, boottime
-from dure.launch.agent.messages import Admitted, Answer, Joining, Message, Renew, join
+from dure.launch.agent.messages import Admitted, Answer, Join, Message, Tell
 from dure.launch.spec import Exit, RankResult
 from dure.store.address import resolve
 from dure.store.board import Answer as ClientAnswer
@@ -67,7 +67,7 @@ class Timed(CoordinatorClient):
         """Put a request."""
         began = time.monotonic()
         answer = super().ask(message, timeout_s)
-        if isinstance(message, Renew):
+        if isinstance(message, Tell):
             Timed.worst_s = max(Timed.worst_s, time.monotonic() - began)
         return answer
 
@@ -77,9 +77,9 @@ def play(
 ) -> None:
     """Be one agent."""
     joined = Joined(f"agent-{number:06}", f"node-{number:04}", NPROC, address="10.0.0.1")
-    joining = Joining(joined, b"%016d" % number, settings, elastic=False)
+    joining = Join(joined, b"%016d" % number, settings, elastic=False)
     control, sent = Timed(endpoint, key, PATIENCE_S), boottime()
-    answer = control.ask(join(joining))
+    answer = control.ask(joining)
     assert isinstance(answer, Admitted)
     member = HostMember(control, Membership(joined, joining.nonce, answer.settings, sent))
 
@@ -87,7 +87,7 @@ def play(
     news.register(member.fd, select.POLLIN)
 
     def wait_for(kind: type) -> object:
-        while not isinstance(action := member.read_news()[0].action, kind):
+        while not isinstance(action := member.action(), kind):
             if isinstance(action, Prepare):
                 member.tell(Ready(member.agent, action.round, "10.0.0.1", 1))
             news.poll(1000 * PATIENCE_S)
@@ -97,7 +97,7 @@ def play(
     assert isinstance(action, Work)
     steps["started"].wait()
     steps["ended"].wait()
-    part = action.part
+    part = action.round
     ranks = tuple(
         RankResult(rank=part.first_rank + k, host=joined.host, pid=1000 + k, exit=Exit(code=0))
         for k in range(NPROC)
@@ -138,7 +138,7 @@ def measure(count: int, seconds: float) -> None:
     """Print one line of the table."""
     key = mint()
     settings = Settings(min_hosts=count, max_hosts=count, run_id="job")
-    state = Joining(Joined("", "", 0), b"", settings, elastic=False).state("job")
+    state = Join(Joined("", "", 0), b"", settings, elastic=False).state("job")
     Counting.counts = Counter()
     server = StoreServer(listen(resolve("127.0.0.1", 0)), key, board=Counting(state))
     endpoint = f"tcp://127.0.0.1:{server.port}"

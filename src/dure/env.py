@@ -129,7 +129,7 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             name="DURE_SILENCE",
             meaning="seconds without a sign of life after which another host counts as lost; 30 by "
-            "default, at least 2; give every host the same",
+            "default (15 for launchers), at least 2; give every host the same",
             example="30",
         ),
         Variable(name="DURE_BACKEND", meaning="backend used where the program names none"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dure.launch.local import restart_delay
+from dure.launch.backoff import restart_delay
 
 
 def test_restarts_wait_longer_while_rounds_fail_at_once() -> None:

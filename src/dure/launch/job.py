@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from dure import env
 from dure.errors import LaunchError, StoreError
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.link import EtcdEndpoint, HostEndpoint, Link
+from dure.launch.agent.link import HostEndpoint, Link
 from dure.launch.local import LocalJob
 from dure.launch.program import check_program
 from dure.launch.ranks.cores import threads_for
@@ -237,6 +237,8 @@ def _link(
         yield None
         return
     if spec.rdzv_backend == "etcd":
+        from dure.launch.agent.etcd import EtcdEndpoint  # lazy: few jobs use it, it brings ssl
+
         endpoint: HostEndpoint | EtcdEndpoint = EtcdEndpoint(spec)
     else:
         host = spec.endpoint.rpartition(":")[0].strip("[]")

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dure.launch.agent.events import Outcome
+from dure.launch.backoff import SHORT_ROUND_S, restart_delay
 from dure.launch.ranks.environment import MASTER_ADDR, Round
 from dure.launch.ranks.ports import reserve_port
 from dure.launch.ranks.report import root_cause
@@ -35,25 +36,7 @@ from dure.store.key import JobKey, mint
 from dure.store.listener import listen
 from dure.store.server import StoreServer
 
-__all__ = ["LocalJob", "restart_delay"]
-
-_SHORT_ROUND_S = 10.0
-"""A round that fails sooner has hardly done any work, so the next one may fail as well."""
-
-
-def restart_delay(short_rounds: int, longest_s: float) -> float:
-    """Return how many seconds to wait before the next restart.
-
-    Args:
-        short_rounds: How many rounds in a row have failed within 10 seconds.
-        longest_s: Never wait longer than this.
-
-    Example:
-        0, 0, 1, 2, 4, 8, ... seconds after 0, 1, 2, 3, 4, 5, ... rounds.
-    """
-    if short_rounds < 2:
-        return 0.0
-    return min(longest_s, 2.0 ** min(short_rounds - 2, 30))
+__all__ = ["LocalJob"]
 
 
 class LocalJob:
@@ -101,7 +84,7 @@ class LocalJob:
                 failure = self._failure(run)
             if failure is None or self._holds or not self._may_restart():
                 return self._outcome(failure)
-            short = time.monotonic() - began < _SHORT_ROUND_S
+            short = time.monotonic() - began < SHORT_ROUND_S
             short_rounds = short_rounds + 1 if short else 0
             self._restarts += 1
             number += 1

@@ -28,19 +28,22 @@ _DEFAULT_S, _LEAST_S = 30, 2
 _PROBES = 6
 
 
-def silence_s() -> int:
+def silence_s(default_s: int = _DEFAULT_S) -> int:
     """Return how many seconds another host may be silent before it counts as lost (DURE_SILENCE).
+
+    Args:
+        default_s: If DURE_SILENCE is not set.
 
     Raises:
         UsageError: DURE_SILENCE is less than 2.
     """
-    seconds = env.integer("DURE_SILENCE", _DEFAULT_S)
+    seconds = env.integer("DURE_SILENCE", default_s)
     assert seconds is not None
     if seconds < _LEAST_S:
         raise UsageError(
             "DURE_SILENCE is too small",
             seen=f"{seconds} s; a busy machine or network may be silent that long",
-            fix=f"Set it to {_LEAST_S} or more seconds, or leave it unset for {_DEFAULT_S}.",
+            fix=f"Set it to {_LEAST_S} or more seconds, or leave it unset for {default_s}.",
         )
     return seconds
 

@@ -49,8 +49,8 @@ def state_of(
     state = (ElasticState if elastic else JobState)(replace(settings, **wanted))
     apply(state, *(joined(agent, nproc) for agent in agents))
     action = state.action(agents[0])
-    if isinstance(action, Wait) and action.timer is not None:
-        state.apply(Expired(action.timer.name))
+    if isinstance(action, Wait) and action.timer:
+        state.apply(Expired(action.timer))
     ready(state)
     return state
 
@@ -78,11 +78,13 @@ def ready(state: JobState) -> Plan:
     return plan
 
 
-def fail(state: JobState, agent: str, local: int = 0, *, times: int = 0, **how: int) -> Failed:
+def fail(
+    state: JobState, agent: str, local: int = 0, *, times: int = 0, early: bool = False, **how: int
+) -> Failed:
     """Let a worker of the present round fail; return what its agent tells."""
     plan = plan_of(state)
     rank = sum(each.nproc for each in plan.joined[: plan.members.index(agent)]) + local
-    event = Failed(agent, plan.number, local, result(rank, f"host-{agent}", **how), times)
+    event = Failed(agent, plan.number, local, result(rank, f"host-{agent}", **how), times, early)
     state.apply(event)
     return event
 

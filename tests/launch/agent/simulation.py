@@ -14,9 +14,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from dure.launch.agent.coordinator import Coordinator
 from dure.launch.agent.events import (
@@ -27,26 +28,20 @@ from dure.launch.agent.events import (
     Finished,
     Joined,
     Leave,
+    Left,
     Outcome,
     Prepare,
     Ready,
+    Rejoin,
     Settings,
     Stop,
     Wait,
     Work,
 )
 from dure.launch.agent.membership import Membership
-from dure.launch.agent.messages import (
-    Admitted,
-    Answer,
-    Joining,
-    Message,
-    join,
-    pack,
-    read_answer,
-)
+from dure.launch.agent.messages import Admitted, Answer, Join, Message, pack, read_answer
 from dure.launch.agent.messages import Leave as LeaveMessage
-from dure.launch.agent.state import JobState, Phase
+from dure.launch.agent.state import Phase
 from dure.launch.spec import Exit, RankResult
 from dure.store.wire import Request
 
@@ -87,6 +82,7 @@ class Host:
         cut_until: The network is cut so long.
         stopped_until: The launcher is stopped so long.
         killed: The launcher was killed.
+        leaves: The launcher got SIGTERM.
         outcome: How the job ended for it.
         tries: How often it has tried to join again.
     """
@@ -96,6 +92,7 @@ class Host:
     cut_until: float = 0.0
     stopped_until: float = 0.0
     killed: bool = False
+    leaves: bool = False
     outcome: Outcome | None = None
     member: Membership | None = None
     ranks: Ranks | None = None
@@ -136,7 +133,7 @@ class Host:
         agent = f"{self.name}.{self.tries}"
         former = self.names[-1] if self.names else ""
         joined = Joined(agent, self.name, 1)
-        joining = Joining(joined, agent.encode(), self.world.settings, self.world.elastic, former)
+        joining = Join(joined, agent.encode(), self.world.settings, self.world.elastic, former)
         sent = self.world.now
 
         def answered(answer: Answer) -> None:
@@ -148,7 +145,7 @@ class Host:
             self.member = Membership(joined, agent.encode(), answer.settings, sent)
             self._extended(self.member.deadline)
 
-        self.world.ask(self, f"{agent} join", join(joining), answered, 0.0)
+        self.world.ask(self, f"{agent} join", joining, answered, 0.0)
 
     def _send(self, member: Membership) -> None:
         world = self.world
@@ -194,16 +191,18 @@ class Host:
 
     def _act(self, member: Membership) -> None:
         agent, world, action = member.agent, self.world, member.view.action
+        if self.leaves:
+            self._tell("left", Left(agent, 143))
+            if self.ranks is not None and self.ranks.agent == agent:
+                self._stop(agent, self.ranks.number)
         self._report(member)
         match action:
-            case Wait(timer=None):
+            case Wait(timer=""):
                 pass
             case Wait():
-                due = world.timers.setdefault(
-                    (agent, action.timer.name), world.now + action.timer.after_s
-                )
+                due = world.timers.setdefault((agent, action.timer), world.now + action.after_s)
                 if world.now >= due:
-                    self._tell(("expired", action.timer.name), Expired(action.timer.name))
+                    self._tell(("expired", action.timer), Expired(action.timer))
                 else:
                     world.at(due, self.run)
             case Prepare():
@@ -218,13 +217,14 @@ class Host:
                 world.ask(
                     self, f"{agent} leave", LeaveMessage(agent, member.nonce), lambda _: None, 0.0
                 )
-            case _:
-                raise AssertionError(action)
+            case Rejoin():
+                assert self.leaves and not (self.ranks and self.ranks.alive)
+                self.outcome = Outcome(code=143)
 
     def _work(self, action: Work) -> None:
-        number = action.part.number
+        number = action.round.number
         assert self.member is not None
-        if (self.member.agent, ("ended", number)) in self.reported:
+        if self.leaves or (self.member.agent, ("ended", number)) in self.reported:
             return
         agent = self.member.agent
         if self.ranks is None or (self.ranks.agent, self.ranks.number) != (agent, number):
@@ -313,16 +313,21 @@ class Host:
         self.world.after(self.world.draw.uniform(0.05, 0.5), reaped)
 
 
-class Recorded(Coordinator):
-    """A coordinator that counts the kinds of events that it applies."""
-
-    def __init__(self, state: JobState) -> None:
-        super().__init__(state, b"name")
-        self.applied: Counter[str] = Counter()
+class Checked(Coordinator):
+    """A coordinator that checks what it holds true of its state, in jobs of few hosts."""
 
     def _apply(self, event: Event) -> None:
-        self.applied[type(event).__name__] += 1
+        state = self.state
+        if len(state.agents) > 8:
+            return super()._apply(event)
+        outline, actions = state.outline, {agent: state.action(agent) for agent in state.agents}
         super()._apply(event)
+        if state.outline == outline and not isinstance(event, Expired):
+            others = actions.keys() & set(state.agents) - {event.agent}
+            assert all(state.action(other) == actions[other] for other in others)
+        before = msgspec.msgpack.decode(pack(state), type=type(state))  # as with etcd
+        state.apply(event)  # its sender does not know that it has arrived
+        assert state == before
 
 
 @dataclass
@@ -359,12 +364,10 @@ class World:
         } | settings
         self.settings = Settings(run_id="job", **wanted)  # pyright: ignore[reportArgumentType]
         self.now = 0.0
-        joining = Joining(Joined("", "", 0), b"", self.settings, elastic)
-        self.coordinator = Recorded(joining.state("job"))
+        joining = Join(Joined("", "", 0), b"", self.settings, elastic)
+        self.coordinator = Checked(joining.state("job"))
         self.deaths_left, self.died = faults.deaths, 0
         self.timers: dict[tuple[str, str], float] = {}
-        self.requests: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._calls: dict[bytes, Call] = {}  # by connection
@@ -436,8 +439,6 @@ class World:
             )
             return
         packed = pack(message)
-        self.requests[host.name] += 1
-        self.bytes[host.name] += len(packed)
         request = Request("control", values=(packed,), timeout_s=timeout_s)
         answers = self.coordinator.handle(connection, request, self._clock)
         self._answer([*answers, *self.coordinator.expire(self._clock)])
@@ -447,7 +448,6 @@ class World:
             packed = reply.values[0]  # pyright: ignore
             call = self._calls.get(connection)
             if call is not None:
-                self.bytes[call.host.name] += len(packed)
                 self._return(connection, call, read_answer(packed))
         due = self.coordinator.next_deadline()
         at = float("inf") if due is None else due + self._paused_s + 0.001

@@ -15,14 +15,13 @@ from dure.launch.agent.messages import (
     Admitted,
     Answer,
     Gone,
-    Joining,
+    Join,
     Leave,
     NoJob,
     Refusal,
-    Renew,
+    Tell,
     View,
     Watch,
-    join,
 )
 from dure.store.etcd_gateway import EtcdOptions
 from tests.store.fake_etcd import FakeEtcd, fake_etcd
@@ -47,7 +46,7 @@ def control(server: FakeEtcd) -> Iterator[EtcdControl]:
 def joins(to: EtcdControl, agent: str, former: str = "", **other: int) -> Answer:
     joined = Joined(agent, f"host-{agent}", 1)
     settings = replace(SETTINGS, **other)
-    return to.ask(join(Joining(joined, agent.encode(), settings, False, former)))
+    return to.ask(Join(joined, agent.encode(), settings, False, former))
 
 
 def test_two_hosts_join_one_job_and_learn_what_to_do(server: FakeEtcd) -> None:
@@ -59,9 +58,9 @@ def test_two_hosts_join_one_job_and_learn_what_to_do(server: FakeEtcd) -> None:
         assert isinstance(joins(two, "b"), Admitted)
         later = one.ask(Watch("a", b"a", view.revision), 60.0)
         assert isinstance(later, View) and isinstance(later.action, Prepare)
-        assert one.ask(Renew("a", b"a")) == Accepted()
+        assert one.ask(Tell("a", b"a")) == Accepted()
         assert two.ask(Leave("b", b"another")) == Gone()
-        assert two.ask(Leave("b", b"b")) == Accepted(1)
+        assert two.ask(Leave("b", b"b")) == Accepted()
         assert two.ask(Watch("b", b"b"), 5.0) == Gone()
 
 

@@ -40,7 +40,7 @@ def test_the_failure_that_explains_the_others(found: Faults, rank: int | None) -
     assert (None if cause is None else cause.rank) == rank
 
 
-def test_what_is_known_last_of_the_first_to_fail_is_told_unless_it_is_of_another_process() -> None:
+def test_the_latest_report_of_the_first_to_fail_counts_unless_it_is_of_another_process() -> None:
     later = replace(result(1), last="all_reduce 5")
     assert faults(result(1), later).root_cause() == later
     assert faults(result(1), replace(later, pid=8)).root_cause() == result(1)

@@ -6,26 +6,30 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from dure.errors import LaunchError, StoreRefused
+from dure.errors import LaunchError, StoreRefused, UsageError
 from dure.launch import JobSpec
 from dure.launch.agent import link as links
 from dure.launch.agent.control import open_control
 from dure.launch.agent.events import Leave, Left, Wait
-from dure.launch.agent.link import HostEndpoint, Link, pause
+from dure.launch.agent.link import HostEndpoint, Link, pause, settings_of
 from dure.launch.signals import caught_signals
+from dure.store import network
+from dure.store.builds import Build, own_build
 from dure.store.key import JobKey, control_key, mint
 from dure.store.network import NetworkStore
 from tests.waiting import PATIENCE_S, until
 
 
 @contextlib.contextmanager
-def linked(spec: JobSpec, key: JobKey) -> Iterator[Link]:
-    link = Link(spec, HostEndpoint(spec, key))
+def linked(
+    spec: JobSpec, key: JobKey, say: Callable[[str], None] = lambda line: None
+) -> Iterator[Link]:
+    link = Link(spec, HostEndpoint(spec, key), say=say)
     try:
         yield link
     finally:
@@ -53,14 +57,14 @@ def test_a_job_that_has_ended_is_not_the_next_one(
             ending.pop()()
 
     member = last.join("a")
-    member.tell(Left(member.agent, 143))
-    until(lambda: isinstance(member.read_news()[0].action, Leave))
+    member.tell(Left(member.agent, 143, ends_job=True))
+    until(lambda: isinstance(member.action(), Leave))
     monkeypatch.setattr(links, "pause", pause)
     spec = replace(spec, node_rank=1)  # whatever its node rank, for the endpoint is here
     with linked(spec, key) as following:
         member = following.join("b")
         assert (ending, following.endpoint.coordinates) == ([], True)
-        assert isinstance(member.read_news()[0].action, Wait)
+        assert isinstance(member.action(), Wait)
 
 
 def test_ranks_have_a_key_that_does_not_open_the_control_server(port: int) -> None:
@@ -96,40 +100,40 @@ def test_only_a_signal_that_ends_the_job_ends_the_search_for_it(
             pause(spec, signals, 0.01)
 
 
-def test_a_program_that_does_not_answer_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_TAKEN_S", 0.0)
-    monkeypatch.setenv("DURE_SILENCE", "2")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with linked(job(port), mint()) as link, pytest.raises(LaunchError, match=f"port {port}"):
+@pytest.mark.parametrize("taken", [False, True])
+def test_who_finds_nobody_says_so_and_names_a_port_that_is_taken(
+    port: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_REPORT_S", 0.0)
+    said: list[str] = []
+    with contextlib.ExitStack() as stack:
+        if taken:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        spec = replace(job(port, join_timeout_s=1.0), serves=taken)
+        link = stack.enter_context(linked(spec, mint(), said.append))
+        with pytest.raises(LaunchError, match="cannot be reached") as caught:
             link.join("a")
-
-
-def test_who_does_not_coordinate_and_finds_nobody_says_so(port: int) -> None:
-    spec = replace(job(port, join_timeout_s=0.3), serves=False)
-    with linked(spec, mint()) as link, pytest.raises(LaunchError, match="cannot be found"):
-        link.join("a")
+    assert len(said) == 1
+    for text in (said[0], caught.value.seen):
+        assert (f"port {port} of this host is taken" in text) == taken
 
 
 @pytest.mark.parametrize(
-    ("silence", "conf", "lease_s"), [("", None, 30), ("45", None, 45), ("45", 7.5, 7.5)]
+    ("silence", "conf", "lease_s"), [("", None, 15), ("45", None, 45), ("45", 7.5, 7.5)]
 )
-def test_a_lease_lasts_as_long_as_a_host_may_be_silent_unless_its_own_is_set(
-    port: int,
-    monkeypatch: pytest.MonkeyPatch,
-    silence: str,
-    conf: float | None,
-    lease_s: float,
+def test_a_lease_lasts_15_s_or_as_long_as_a_host_may_be_silent_or_as_set(
+    monkeypatch: pytest.MonkeyPatch, silence: str, conf: float | None, lease_s: float
 ) -> None:
     monkeypatch.setenv("DURE_SILENCE", silence)
-    with linked(replace(job(port), lease_s=conf), mint()) as link:
-        assert link.join("a").settings.lease_s == lease_s
+    assert settings_of(replace(job(1), lease_s=conf)).lease_s == lease_s
 
 
-def test_loopback_interface_that_is_down_is_not_waited_for(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links, "why_unreachable", lambda endpoint: f"{endpoint} is down")
-    with linked(job(port), mint()) as link, pytest.raises(LaunchError) as caught:
-        link.join("a")
-    assert f"tcp://127.0.0.1:{port} is down" in caught.value.seen
+def test_a_host_with_another_build_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, spec = mint(), job(port)
+    with linked(spec, key) as first, linked(spec, key) as second:
+        first.join("a")
+        monkeypatch.setattr(network, "own_build", lambda: Build(1, "9.8.7"))
+        with pytest.raises(UsageError, match="another build of Dure") as caught:
+            second.join("b")
+        assert "9.8.7" in caught.value.seen
+        assert own_build().version in caught.value.seen

@@ -16,7 +16,7 @@ HISTORIES = [*itertools.product(SEEDS, SIZES), (0, 200)]
 def outcome_of(world: World) -> int:
     """Run a job; return its exit code, which is the same on all hosts that have one."""
     world.run()
-    codes = {host.outcome.code for host in world.hosts if host.outcome is not None}
+    codes = {host.outcome.code for host in world.hosts if host.outcome and not host.leaves}
     assert len(codes) == 1, codes
     return codes.pop()
 
@@ -35,26 +35,29 @@ def test_each_death_counts_once_although_messages_are_lost_late_and_doubled(
         assert state.restarts == 3
     else:  # ranks that die in the same round cost one restart, and so does a lost connection
         assert state.plan is not None
-        assert 1 <= state.restarts == state.plan.number
-        assert state.restarts <= 3 + world.coordinator.applied["Missing"]
+        assert 1 <= state.restarts == state.plan.number <= 3
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["rounds", "elastic"])
 @pytest.mark.parametrize(("seed", "count"), HISTORIES)
-def test_stops_cuts_and_a_slow_coordinator_never_let_two_rounds_run(
+def test_deaths_stops_cuts_and_a_slow_coordinator_never_let_two_rounds_run(
     seed: int, count: int, elastic: bool
 ) -> None:
     """`World.check` looks at every moment; here all must come to an end, and to the same one."""
-    world = World(
-        seed, count, Faults(loss=0.02, late_s=0.2, deaths=2), elastic=elastic, min_hosts=1
-    )
+    faults, most = Faults(loss=0.02, late_s=0.2, deaths=2), max(1, count - seed % 2)  # or a spare
+    world = World(seed, count, faults, elastic=elastic, min_hosts=1, max_hosts=most)
     draw = world.draw
     for host in draw.sample(world.hosts[1:], min(count - 1, 5)):
         start, long_s = draw.uniform(0.0, 20.0), draw.choice([0.5, 5.0, 9.0, 13.0, 30.0])
-        what = draw.choice(["cut", "stop"])
+        what = draw.choice(["cut", "stop", "kill", "leave"])
 
         def spoil(host=host, what=what, long_s=long_s) -> None:
-            if what == "cut":
+            if what == "kill":
+                host.kill()
+            elif what == "leave":
+                host.leaves = True
+                host.run()
+            elif what == "cut":
                 host.cut_until = world.now + long_s
             else:
                 host.stopped_until = world.now + long_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from tests.launch.procs.launching import Launching
 from tests.waiting import PATIENCE_S, key_file, until
 
 PROGRAM = Path(__file__).parents[1] / "procs" / "programs" / "cut_job.py"
-SWITCH = Path(__file__).with_name("switch.py")
 PORT = 29400
 
 
@@ -156,34 +154,3 @@ def cutting(count: int, folder: Path) -> Iterator[Cutting]:
     with namespaces.hosts(count, "cut") as made:
         yield Cutting(made, jobs)
     jobs.kill()
-
-
-class Wires:
-    """The hosts' network, through a switch that spoils it; whole at first."""
-
-    def __init__(self, switch: subprocess.Popen[str]) -> None:
-        self._switch = switch
-
-    def tell(self, *words: object) -> None:
-        """Spoil the network, or mend it (see `switch.py`)."""
-        assert self._switch.stdin is not None and self._switch.stdout is not None
-        self._switch.stdin.write(" ".join(map(str, words)) + "\n")
-        self._switch.stdin.flush()
-        assert self._switch.stdout.readline() == "ok\n"
-
-
-@contextlib.contextmanager
-def wires(job: Cutting) -> Iterator[Wires]:
-    """Put a switch that can be told to spoil frames in place of the bridge."""
-    for host in job.hosts:
-        plain = host.command(sys.executable, str(SWITCH), "plain", "eth0")
-        subprocess.run(plain, check=True)
-    ports = [host.unplug() for host in job.hosts]
-    serve = (sys.executable, str(SWITCH), "serve", *ports)
-    with subprocess.Popen(
-        job.hosts[0].command(*serve, at_switch=True),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as switch:
-        yield Wires(switch)  # which ends with its standard input

@@ -70,17 +70,6 @@ def test_what_a_job_of_the_same_name_has_left_is_not_the_next_ones(crew: Crew) -
         assert keys(cluster) == []
 
 
-def test_no_etcd_is_one_line(crew: Crew) -> None:
-    nobody = ("--rdzv-backend", "etcd", "--rdzv-endpoint", f"127.0.0.1:{crew.port}")
-    host = crew.start_alone(
-        "a", *OPEN, *nobody, "--rdzv-id", "job", "--rdzv-conf", "join_timeout=1"
-    )
-    assert host.end() == 1
-    said = [line for line in host.err.splitlines() if line]
-    assert len(said) <= 2, host.err
-    assert "etcd cannot be reached" in said[0]
-
-
 @pytest.mark.slow
 def test_when_etcd_is_lost_for_good_the_job_ends_and_says_so(crew: Crew) -> None:
     with etcd.etcd() as cluster:

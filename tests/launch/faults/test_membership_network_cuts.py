@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm.namespace_hosts import Host
-from tests.launch.faults.cuts import Cutting, cutting, wires
+from tests.launch.faults.cuts import Cutting, cutting
 
 pytestmark = [
     pytest.mark.needs("network namespaces"),
@@ -100,46 +100,3 @@ def test_the_coordinators_host_is_lost_and_all_others_end_and_say_what_to_do(tmp
             assert "Start the job again on all hosts" in launcher.text
         assert job.led_by(at) <= {"a"}, job.report()
         job.check_nothing_left()
-
-
-def test_hosts_that_reach_the_coordinator_but_not_each_other_end_the_job_by_name(tmp_path):
-    with cutting(3, tmp_path) as job, wires(job) as network:
-        job.start("--nnodes", "3", "--nproc", "1", words=("rounds",))
-        job.trains(3)
-        network.tell("drop", 1, 2)
-        network.tell("drop", 2, 1)
-        codes = [launcher.end() for launcher in job.launchers]
-        assert 0 not in codes, job.report()
-        for launcher in job.launchers:
-            assert "do not reach each other, though both reach" in launcher.text, job.report()
-            assert "b and c" in launcher.text or "c and b" in launcher.text
-        job.check_nothing_left()
-
-
-@pytest.mark.parametrize("mode", NEITHER)
-@pytest.mark.parametrize("what", ["loss 20", "delay 0.2"])
-def test_a_bad_network_is_slow_and_nobody_is_lost(tmp_path, mode, what):
-    with cutting(2, tmp_path) as job, wires(job) as network:
-        job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
-        job.trains(2)
-        network.tell(*what.split())
-        at = time.monotonic()
-        job.wait_for(lambda: len([s for s in job.ledger() if s.at > at]) > 10, "10 steps")
-        network.tell("clear")
-        assert len({step.group for step in job.ledger()}) == 1, job.report()
-        ended_well(job)
-
-
-@pytest.mark.parametrize("mode", NEITHER)
-@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
-def test_one_direction_cut_is_a_cut(tmp_path, mode, source, target):
-    with cutting(2, tmp_path) as job, wires(job) as network:
-        job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
-        job.trains(2)
-        network.tell("drop", source, target)
-        at = time.monotonic()
-        assert job.trains(1, at) == "a"
-        job.wait_for(lambda: not ranks_on(job.hosts[1]), "the ranks of b to end")
-        network.tell("clear")
-        job.trains(2, time.monotonic())
-        ended_well(job)

@@ -75,19 +75,6 @@ def test_a_host_whose_cable_is_cut_is_named_and_nothing_is_left_on_either_side(s
     ends_on([a, b])
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["for good", "for a time"])
-def test_with_restarts_a_job_that_needs_the_host_ends_all_the_same(start, back):
-    conf = ("--max-restarts", "3", "--rdzv-conf", "join_timeout=20,last_call_timeout=60")
-    (a, b, _), process = start("a,b", *conf)
-    b.cut()
-    _, said = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode != 0, said
-    assert "lost b" in said or "host b cannot be reached" in said, said
-    if back:
-        b.mend()
-    ends_on([a, b])
-
-
 def test_a_front_that_is_cut_off_from_its_hosts_names_one_and_all_end_where_sshd_asks(start):
     (a, b, c), process = start("b,c", sshd=("ClientAliveInterval 5",))
     a.cut()

@@ -20,6 +20,7 @@ its action.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -42,13 +43,12 @@ from dure.launch.agent.events import (
     Ready,
     Rejoin,
     Stop,
-    Timer,
     Wait,
     Work,
 )
 from dure.launch.agent.link import Link
 from dure.launch.agent.membership import HostMember, boottime
-from dure.launch.ranks.environment import Round
+from dure.launch.backoff import SHORT_ROUND_S
 from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
 from dure.launch.signals import first_of
@@ -57,11 +57,8 @@ from dure.launch.supervisor import Measure, Phase, Policy
 
 __all__ = ["Agent"]
 
-_QUIET_S = 3.0
-"""How long an agent waits for other hosts before it reports that to the user."""
-
 _AGAIN_S = 1.0
-"""Before a timer that has run out is reported again, at least."""
+"""Before a timer that has run out starts again."""
 
 
 class Agent:
@@ -90,8 +87,9 @@ class Agent:
         self._reported: set[str] = set()  # events that the job's state has or will get
         self._shown: set[str] = set()  # lines that are shown once
         self._replaced: dict[int, int] = {}
-        self._timers: dict[str, float] = {}
+        self._timer, self._since = "", 0.0  # the timer that runs, and since when
         self._keeper: socket.socket | None = None
+        self._began = 0.0  # when the present round did, by the monotonic clock
 
     def work(self) -> Outcome:
         """Take part in the job until it is over, for this host at least."""
@@ -133,7 +131,7 @@ class Agent:
         if self._me.gone:
             return run.supervisor.fence(now)
         action = self._action()
-        if isinstance(action, Work) and action.part.number == run.round.number:
+        if isinstance(action, Work) and action.round.number == run.round.number:
             self._replace(run, action)
             return []
         if run.supervisor.phase is not Phase.RUNNING:
@@ -147,7 +145,6 @@ class Agent:
 
     def _join(self) -> None:
         self._reported.clear()
-        self._timers.clear()
         self._member = None
         self._member = self._link.join(self._place.host)
         settings = self._member.settings
@@ -156,21 +153,21 @@ class Agent:
 
     def _action(self) -> Action:
         """Return what the state wants; show its news of other hosts."""
-        view, notes = self._me.read_news()
-        for note in notes:
-            self._say(note)
-        return Rejoin() if self._me.gone else view.action
+        action = self._me.action()
+        if self._me.gone:
+            return Rejoin()
+        for name, line in action.notes if isinstance(action, Work) else ():
+            self._say_once(name, line)
+        return action
 
     def _do(self, action: Action) -> None:
         match action:
             case Wait():
-                if action.spare:
-                    self._say_once(action.spare, action.spare)
-                self._wait(action.timer)
+                self._wait(action)
             case Prepare():
                 self._prepare(action.round)
-            case Work() if f"ended {action.part.number}" in self._reported:
-                self._sleep(None)  # the state does not know that yet
+            case Work() if f"ended {action.round.number}" in self._reported:
+                self._sleep()  # the state does not know that yet
             case Work():
                 self._run_round(action)
             case Stop():
@@ -192,33 +189,27 @@ class Agent:
         self._report_once(f"ready {number}", Ready(self._me.agent, number, address, port))
 
     def _run_round(self, action: Work) -> None:
-        part, settings = action.part, self._me.settings
-        layout = Round(
-            number=part.number,
-            node=part.node,
-            host=self._place.host,
-            nproc=self._place.spec.nproc,
-            num_hosts=part.num_hosts,
-            first_rank=part.first_rank,
-            world_size=part.world_size,
-            hosts=part.hosts,
-            nprocs=part.nprocs,
-            master_addr=action.ready.master_addr,
-            master_port=action.ready.master_port,
-            store=settings.store,
-        )
-        self.node = part.node
-        if part.number > 0:
-            more = part.num_hosts - len(part.hosts)
-            hosts = ", ".join(part.hosts) + (f" and {more} more" if more > 0 else "")
+        number, layout = action.round.number, action.round
+        self.node = layout.node
+        if number > 0:
+            self._place.terminal.note(
+                "restart",
+                number=number,
+                restarts=action.restarts,
+                why=action.setback,
+                delay_s=action.delay_s,
+            )
+            more = layout.num_hosts - len(layout.hosts)
+            hosts = ", ".join(layout.hosts) + (f" and {more} more" if more > 0 else "")
+            ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
             self._say(
-                f"{part.setback}; round {part.number} starts with {part.world_size} "
-                f"rank{'s' if part.world_size > 1 else ''} on {hosts} (restarts: {part.restarts} "
-                f"of {settings.max_restarts})"
+                f"{action.setback}; round {number} starts with {ranks} on {hosts} (restarts: "
+                f"{action.restarts} of {self._me.settings.max_restarts})"
             )
         self._replaced = {due.local_rank: due.times for due in action.replaced}
         policy = Policy.HOLD if self._held else Policy.REPORT
         run = self._run = RoundRun(self._place, layout, policy)
+        self._began = time.monotonic()
         try:
             run.start()
             run.run(self._attend, self._me.fd, self._look_at)
@@ -245,7 +236,8 @@ class Agent:
         supervisor, number = run.supervisor, run.round.number
         if supervisor.first_failure is not None and not self._held:
             local = supervisor.first_failure
-            failed = Failed(self._me.agent, number, local, run.result(local))
+            early = time.monotonic() - self._began < SHORT_ROUND_S
+            failed = Failed(self._me.agent, number, local, run.result(local), early=early)
             self._report_once(f"failed {number}", failed, wait=False)
         if self._held and supervisor.phase is Phase.RUNNING:
             self._report_ends(run)
@@ -297,32 +289,25 @@ class Agent:
             self._reported.add(what)
             self._me.tell(event)
         elif wait:
-            self._sleep(None)
+            self._sleep()
 
-    def _wait(self, timer: Timer | None) -> None:
-        if timer is None:
-            self._sleep(None)
-            return
+    def _wait(self, action: Wait) -> None:
+        """Wait for news, or until the action's timer runs out; show its line if that takes long."""
         now = time.monotonic()
-        due = self._timers.setdefault(timer.name, now + timer.after_s)
+        if action.timer != self._timer or not action.timer:
+            self._timer, self._since = action.timer, now
+        due = self._since + action.after_s if action.timer else math.inf
+        shows_at = self._since + action.quiet_s
+        if action.line and now >= shows_at:
+            self._say_once(action.line, action.line)
         if now < due:
-            shows_at = due - timer.after_s + _QUIET_S
-            if now >= shows_at:
-                self._show_missing(timer)
-            self._sleep(min(due, shows_at) if now < shows_at else due)
+            self._sleep(min(due, shows_at) if action.line and now < shows_at else due)
             return
         # It changes nothing if a host came in the meantime; should that one be lost, the same time
         # runs once more.
-        self._timers[timer.name] = now + max(timer.after_s, _AGAIN_S)
-        self._me.tell(Expired(timer.name))
-
-    def _show_missing(self, timer: Timer) -> None:
-        if missing := self._me.missing:
-            self._say_once(
-                timer.name,
-                f"waiting at {self._place.spec.endpoint} for {missing} more "
-                f"host{'s' if missing > 1 else ''} (until {timer.after_s:g} s have passed)",
-            )
+        self._me.tell(Expired(action.timer))
+        self._sleep(now + _AGAIN_S)
+        self._since = time.monotonic()
 
     def _say(self, line: str) -> None:
         self._place.terminal.say(line)
@@ -332,12 +317,10 @@ class Agent:
             self._shown.add(what)
             self._say(line)
 
-    def _sleep(self, until: float | None) -> None:
+    def _sleep(self, until: float = math.inf) -> None:
         """Wait for news, a signal or a time."""
-        left_s = max(0.0, self._me.expires_at - boottime())
-        if until is not None:
-            left_s = min(left_s, max(0.0, until - time.monotonic()))
-        select.select([self._me.fd, self._place.signals], [], [], left_s)
+        left_s = min(self._me.expires_at - boottime(), until - time.monotonic())
+        select.select([self._me.fd, self._place.signals], [], [], max(0.0, left_s))
         number = first_of(self._place.spec.signals, self._place.signals)
         if number is not None and self.interrupted_by is not None:
             raise LaunchError("interrupted while waiting for the other hosts")

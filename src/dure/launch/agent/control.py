@@ -6,7 +6,14 @@ from dataclasses import replace
 from datetime import timedelta
 
 from dure.errors import StoreError, StoreTimeout
-from dure.launch.agent.messages import Answer, Control, Message, pack, read_answer
+from dure.launch.agent.messages import (
+    Answer,
+    Control,
+    Message,
+    other_build,
+    pack,
+    read_answer,
+)
 from dure.store.key import JobKey
 from dure.store.network import NetworkStore
 from dure.store.silence import silence_s
@@ -22,12 +29,18 @@ class CoordinatorClient(NetworkStore):
         endpoint: Where it is.
         secret: The key of its server.
         patience_s: How long it may take to answer the first request.
+
+    Raises:
+        UsageError: It is of another build of Dure.
     """
 
     def __init__(self, endpoint: str, secret: bytes, patience_s: float) -> None:
         # An answer is waited for on the same connection: closing it would look like a death.
         timeout = timedelta(seconds=silence_s() / 2)
         super().__init__(endpoint, JobKey(secret), timeout, patience_s=patience_s)
+        if self._other_build:
+            self.close()
+            raise other_build(self._other_build)
 
     def ask(self, message: Message, timeout_s: float = 0.0) -> Answer:
         request = Request("control", values=(pack(message),), timeout_s=timeout_s)
@@ -37,9 +50,6 @@ class CoordinatorClient(NetworkStore):
         if reply.status != "ok":
             raise StoreError(f"{self._named} refused a request", op="control", seen=reply.text)
         return read_answer(b"".join(reply.values))
-
-    def see_others_off(self, agent: str, limit_s: float) -> None:
-        """Do nothing: the coordinator's launcher does that."""
 
     def has_ended(self) -> bool:
         return self.server_has_ended()

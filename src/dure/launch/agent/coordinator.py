@@ -9,21 +9,18 @@ it.
 **Leases.** A member's lease ends `lease + margin` after its last renewal was *received*. Its own
 deadline is when that renewal was *sent*, plus the lease, so its ranks are dead before it is given
 up here. The server's clock stands still while this launcher is paused (`ListeningClock`).
-
-**Connections.** A launcher that dies closes its connections. A member that has not opened them
-again after `_MISSING_S` is `Missing`: the round is stopped, and the next one starts when the member
-is back, or its ranks are known to have ended, or its lease is over.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass
 
 import msgspec
 
 from dure.errors import StoreError
-from dure.launch.agent.events import Action, Event, Expired, Lost, Missing, Refused
+from dure.launch.agent.events import Action, Event, Expired, Lost
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
@@ -33,15 +30,11 @@ from dure.launch.agent.messages import (
     Leave,
     Message,
     NoJob,
-    Renew,
     Tell,
     View,
     Watch,
-    author,
     pack,
-    read_joining,
     read_message,
-    why_other_build,
     why_other_flags,
 )
 from dure.launch.agent.state import JobState, Phase
@@ -51,9 +44,8 @@ from dure.store.wire import Reply, Request
 
 __all__ = ["Coordinator"]
 
-_MISSING_S = 2.0
-"""How long a broken connection may take to be opened again before the round is stopped: longer than
-the time between two renewals, each of which opens it."""
+_FORMER = 1000
+"""How many names of former members are known, by which a late request to join is recognized."""
 
 
 @dataclass(slots=True)
@@ -63,16 +55,12 @@ class _Member:
     Attributes:
         nonce: Known to it alone.
         ends: When its lease ends.
-        client: The connection through which it was last renewed.
-        absent_since: When that connection broke; None: it has not, or was reported.
         action: Its action as of `revision`.
         revision: Of the action.
     """
 
     nonce: bytes
     ends: float
-    client: bytes
-    absent_since: float | None = None
     action: Action | None = None
     revision: int = 0
 
@@ -94,10 +82,8 @@ class Coordinator(Board):
 
     Attributes:
         is_left: Set while no agent is a member.
-        own_agent: The name under which this launcher joins. It is told how the job ended even if
-            that was before it could join: others may come first, and one of them end the job.
 
-    Threads: the server's alone, but for `is_left` and `own_agent`.
+    Threads: the server's alone, but for `is_left`.
     """
 
     def __init__(self, state: JobState, name: bytes = b"") -> None:
@@ -105,10 +91,8 @@ class Coordinator(Board):
         self.state = state
         self.is_left = threading.Event()
         self.is_left.set()
-        self.own_agent = ""
         self._members: dict[str, _Member] = {}
-        self._former: set[str] = set()  # names of those who were members: none is used again
-        self._broken: set[bytes] = set()  # connections, since the last `expire`
+        self._former: deque[str] = deque(maxlen=_FORMER)  # no name is used again
         self._affected: set[str] = set()  # members whose action may be another one
         self._watches: dict[bytes, _Parked] = {}  # by connection
 
@@ -127,19 +111,14 @@ class Coordinator(Board):
         return [] if answer is None else [(client, _reply(answer))]
 
     def leave(self, client: bytes) -> None:
-        self._broken.add(client)
+        self._watches.pop(client, None)
 
     def expire(self, now: float) -> list[ClientAnswer]:
         """Give up members whose leases have ended; return the answers that are due."""
-        self._note_broken_connections(now)
         for agent, member in list(self._members.items()):
             if member.ends <= now:
                 silent_s = self.state.settings.lease_s + self.state.settings.margin_s
                 self._give_up(agent, f"nothing was heard of it for {silent_s:g} s")
-            elif member.absent_since is not None and now >= member.absent_since + _MISSING_S:
-                member.absent_since = None
-                if self.state.plan is not None:
-                    self._apply(Missing(agent, self.state.plan.number))
         for agent in self._affected & self._members.keys():
             self._update(agent, self._members[agent])
         self._affected.clear()
@@ -157,9 +136,6 @@ class Coordinator(Board):
     def next_deadline(self) -> float | None:
         dues = [member.ends for member in self._members.values()]
         dues += [parked.due for parked in self._watches.values()]
-        for member in self._members.values():
-            if member.absent_since is not None:
-                dues.append(member.absent_since + _MISSING_S)
         return min(dues, default=None)
 
     # --- requests ------------------------------------------------------------------------------
@@ -176,71 +152,50 @@ class Coordinator(Board):
             now: The time.
         """
         if isinstance(message, Join):
-            return self._join(client, message, now)
+            return self._join(message, now)
         member = self._members.get(message.agent)
         if member is None or member.nonce != message.nonce:
             return Gone()
         match message:
             case Tell():
+                member.ends = self._lease_end(now)
                 for event in message.events:
                     self._apply(event)
             case Watch():
                 self._watches[client] = _Parked(message, now + timeout_s)
                 return None
-            case Renew():
-                self._extend_lease(client, member, now)
             case Leave():
                 self._give_up(message.agent, message.why)
-        return Accepted(self.state.missing)
+        return Accepted()
 
-    def _join(self, client: bytes, message: Join, now: float) -> Answer:
-        mine = author()
-        try:
-            readable = message.author.build == mine.build
-            joining = read_joining(message.body) if readable else None
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            joining = None
-        if joining is None:
-            refusal = why_other_build(mine, message.author)
-            if self.state.waits_for_first:  # for this host, which will not come
-                self._apply(Refused(refusal.seen))
-            return refusal
-        agent, former = joining.joined.agent, joining.former
-        if self.state.phase is Phase.OVER and not former and agent != self.own_agent:
+    def _join(self, message: Join, now: float) -> Answer:
+        agent, former = message.joined.agent, message.former
+        if self.state.phase is Phase.OVER and not former:
             return NoJob()
         if agent not in self._members:
             if agent in self._former:  # an old request, which was late
                 return Gone()
-            refusal = why_other_flags(joining, self.state)
+            refusal = why_other_flags(message, self.state)
             if refusal is not None:
                 return refusal
             if former in self._members:
                 self._give_up(former, "it was cut off, and has come back")
-            self._members[agent] = _Member(joining.nonce, now, client)
+            self._members[agent] = _Member(message.nonce, now)
             self.is_left.clear()
-            self._apply(joining.joined)
-        self._extend_lease(client, self._members[agent], now)
+            self._apply(message.joined)
+        self._members[agent].ends = self._lease_end(now)
         return Admitted(self.state.settings)
 
-    def _extend_lease(self, client: bytes, member: _Member, now: float) -> None:
-        settings = self.state.settings
-        member.ends, member.client = now + settings.lease_s + settings.margin_s, client
-        member.absent_since = None
+    def _lease_end(self, now: float) -> float:
+        """Return when a lease ends that is renewed now."""
+        return now + self.state.settings.lease_s + self.state.settings.margin_s
 
     def _give_up(self, agent: str, why: str) -> None:
         del self._members[agent]
-        self._former.add(agent)
+        self._former.append(agent)
         self._apply(Lost(agent, why))
         if not self._members:
             self.is_left.set()
-
-    def _note_broken_connections(self, now: float) -> None:
-        for client in self._broken:
-            self._watches.pop(client, None)
-        for member in self._members.values() if self._broken else ():
-            if member.client in self._broken and member.absent_since is None:
-                member.absent_since = now
-        self._broken.clear()
 
     def _apply(self, event: Event) -> None:
         """Change the state, and note whose action may be another one now."""
@@ -248,7 +203,7 @@ class Coordinator(Board):
         self.state.apply(event)
         if self.state.outline != before:
             self._affected |= self._members.keys()
-        elif not isinstance(event, Expired | Refused):
+        elif not isinstance(event, Expired):
             self._affected.add(event.agent)
 
     # --- views -----------------------------------------------------------------------------------
@@ -261,15 +216,12 @@ class Coordinator(Board):
 
     def _watched(self, parked: _Parked, now: float) -> Answer | None:
         """Return the answer to a `Watch`; None if it still has to wait."""
-        watch, state = parked.watch, self.state
-        member = self._members.get(watch.agent)
+        member = self._members.get(parked.watch.agent)
         if member is None or member.action is None:
             return Gone()
-        new_notes = max(0, state.num_notes - watch.heard)
-        if watch.seen == member.revision and not new_notes:
-            return Accepted(state.missing) if parked.due <= now else None
-        notes = tuple(state.notes[-new_notes:]) if new_notes else ()
-        return View(member.revision, member.action, notes, state.num_notes)
+        if parked.watch.seen != member.revision:
+            return View(member.revision, member.action)
+        return Accepted() if parked.due <= now else None
 
 
 def _reply(answer: Answer) -> Reply:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from dure.launch.agent.events import (
+    Action,
     Ended,
     Failed,
     Finished,
@@ -26,12 +27,13 @@ from dure.launch.agent.events import (
     Outcome,
     Plan,
     Replacement,
+    Work,
 )
 from dure.launch.agent.state import JobState, Phase
 
 __all__ = ["ElasticState"]
 
-_NOTES = 30
+_NOTES = 8
 """How many notes are kept: hosts come and are lost for as long as the job runs."""
 
 Slot = tuple[str, int]
@@ -44,10 +46,19 @@ class ElasticState(JobState, tag="elastic"):
     _alive: set[Slot] = msgspec.field(default_factory=set[Slot])
     _finished: set[Slot] = msgspec.field(default_factory=set[Slot])
     _replaced: dict[Slot, Replacement] = msgspec.field(default_factory=dict[Slot, Replacement])
+    _notes: tuple[tuple[str, str], ...] = ()  # the last hosts that were lost, by agent
 
-    def _replacements(self, agent: str) -> tuple[Replacement, ...]:
+    @property
+    def outline(self) -> tuple[object, ...]:
+        return *super().outline, self._notes
+
+    def action(self, agent: str) -> Action:
+        action = super().action(agent)
+        if not isinstance(action, Work):
+            return action
         mine = [due for (owner, _), due in self._replaced.items() if owner == agent]
-        return tuple(sorted(mine, key=lambda due: due.local_rank))
+        replaced = tuple(sorted(mine, key=lambda due: due.local_rank))
+        return msgspec.structs.replace(action, replaced=replaced, notes=self._notes)
 
     def _start(self, chosen: list[Joined]) -> None:
         super()._start(chosen)
@@ -90,8 +101,7 @@ class ElasticState(JobState, tag="elastic"):
         lost = self._agents.get(event.agent)
         if isinstance(event, Lost) and lost is not None:
             note = f"lost {lost.host} ({event.why}); the others go on"
-            self.notes = [*self.notes, note][-_NOTES:]
-            self.num_notes += 1
+            self._notes = (*self._notes, (event.agent, note))[-_NOTES:]
         super()._gone(event)
 
     def _run_on(self) -> None:

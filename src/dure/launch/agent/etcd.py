@@ -2,7 +2,6 @@
 
     /dure/JOB/control/state             the state
     /dure/JOB/control/members/AGENT     a member's nonce, with its lease
-    /dure/JOB/control/refused           which builds differed, written by an agent that cannot join
 
 No host coordinates. An agent that has an event reads the state, applies the event and writes the
 result in one transaction, which expects the state's revision and the agent's own leased key; if
@@ -24,34 +23,34 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import msgspec
 
 from dure.errors import StoreError, StoreLost, StoreTimeout
 from dure.launch.agent.elastic import ElasticState
-from dure.launch.agent.events import Event, Lost, Refused
+from dure.launch.agent.events import Event, Lost, Settings
+from dure.launch.agent.membership import HostMember
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
     Answer,
-    Author,
     Gone,
     Join,
-    Joining,
     Leave,
     Message,
     NoJob,
-    Renew,
     Tell,
     View,
     Watch,
-    author,
+    other_build,
     pack,
-    read_joining,
-    why_other_build,
     why_other_flags,
 )
 from dure.launch.agent.state import JobState, Phase
+from dure.launch.spec import JobSpec
+from dure.store.address import interface_to
+from dure.store.builds import own_build
 from dure.store.etcd_gateway import (
     Connection,
     EtcdOptions,
@@ -61,10 +60,13 @@ from dure.store.etcd_gateway import (
     coded,
     decoded,
 )
+from dure.store.key import mint
 
-__all__ = ["EtcdControl"]
+__all__ = ["EtcdControl", "EtcdEndpoint"]
 
-_STATE, _MEMBERS, _REFUSED = "state", "members/", "refused"
+_DIAL_S = 0.5
+
+_STATE, _MEMBERS = "state", "members/"
 
 _PATIENCE_S = 2.0
 """How long members of the cluster are asked in turn before a request fails."""
@@ -89,9 +91,9 @@ _Keys = dict[str, _Kept]
 
 
 class _Record(msgspec.Struct, array_like=True, frozen=True):
-    """The value of the state's key; other builds read only who wrote it."""
+    """The value of the state's key; other builds read only which build has written it."""
 
-    author: Author
+    build: str
     state: msgspec.Raw
 
 
@@ -116,7 +118,6 @@ class EtcdControl:
         self._streaming = self._gateway.connection()
         self._closed = threading.Event()
         self._lease = 0
-        self._missing = 0  # hosts, as of the last view
         self._revision, self._copy = 0, _Keys()  # the watching thread's
         self._changes: Iterator[int] | None = None  # of these keys, by revision
         try:
@@ -127,13 +128,14 @@ class EtcdControl:
     def ask(self, message: Message, timeout_s: float = 0.0) -> Answer:
         match message:
             case Join():
-                return self._join(message, read_joining(message.body))
+                return self._join(message)
             case Tell():
+                answer = self._renew()
+                if isinstance(answer, Gone) or not message.events:
+                    return answer
                 return self._change(self._asking, message.agent, message.nonce, message.events)
             case Watch():
                 return self._watch(message, timeout_s)
-            case Renew():
-                return self._renew()
             case Leave():
                 lost = Lost(message.agent, message.why)
                 answer = self._change(
@@ -144,7 +146,7 @@ class EtcdControl:
                 return answer
 
     def has_ended(self) -> bool:
-        return False
+        return False  # there is no process whose end would be the job's
 
     def close(self) -> None:
         self._closed.set()
@@ -172,22 +174,19 @@ class EtcdControl:
 
     # --- the requests ----------------------------------------------------------------------------
 
-    def _join(self, message: Join, joining: Joining) -> Answer:
+    def _join(self, joining: Join) -> Answer:
         agent, former = joining.joined.agent, joining.former
         lease, until = secrets.randbits(62) + 1, time.monotonic() + 5 * _PATIENCE_S
         while True:
             keys = self._read(self._asking)[1]
-            if _MEMBERS + agent in keys:  # the answer to an earlier attempt was lost
-                self._lease = lease
-                return self._admitted(keys)
             state = _state_of(keys)
+            if _MEMBERS + agent in keys and isinstance(state, JobState):
+                self._lease = lease  # the answer to an earlier attempt was lost
+                return Admitted(state.settings)
             members = [name for name in keys if name.startswith(_MEMBERS)]
-            if isinstance(state, Author):
-                refusal = why_other_build(state, message.author)
+            if isinstance(state, str):
                 if members or former:
-                    # Notify the waiting hosts; otherwise they wait until the join timeout.
-                    self._request("kv/put", self._put_words(_REFUSED, refusal.seen.encode()))
-                    return refusal
+                    raise other_build(f"{state} there, {own_build()} here")
                 state = None  # no host is left in that job
             living = state is not None and any(_MEMBERS + a in keys for a in state.agents)
             if state is not None and not former and (state.phase is Phase.OVER or not living):
@@ -200,7 +199,6 @@ class EtcdControl:
                 return NoJob()
             else:
                 state = joining.state(joining.settings.run_id or uuid.uuid4().hex)
-                steps.append(self._delete(_REFUSED))  # of an earlier job
             if former and _MEMBERS + former in keys:
                 state.apply(Lost(former, "it was cut off, and has come back"))
                 steps.append(self._delete(_MEMBERS + former))
@@ -215,10 +213,6 @@ class EtcdControl:
             if time.monotonic() > until:
                 raise StoreTimeout(f"{self._gateway} did not answer", op="join", keys=())
             self._rest()
-
-    def _admitted(self, keys: _Keys) -> Answer:
-        state = _state_of(keys)
-        return Admitted(state.settings) if isinstance(state, JobState) else NoJob()
 
     def _change(
         self,
@@ -240,17 +234,17 @@ class EtcdControl:
                 state.apply(event)
             steps = [self._delete(mine)] if last else []
             if state == before and not steps:
-                return Accepted(state.missing)
+                return Accepted()
             expect = [self._is_at(_STATE, keys), self._is_at(mine, keys)]
             if self._write(connection, state, expect, steps):
-                return Accepted(state.missing)
+                return Accepted()
             self._rest()
 
     def _renew(self) -> Answer:
         answer = self._request("lease/keepalive", {"ID": str(self._lease)}, _RENEWAL_S)
         if int(answer.get("result", {}).get("TTL", 0)) <= 0:
             return Gone()
-        return Accepted(self._missing)
+        return Accepted()
 
     def _watch(self, watch: Watch, timeout_s: float) -> Answer:
         """Wait for another state, or for a member's end; the watching thread's."""
@@ -272,30 +266,24 @@ class EtcdControl:
             except BaseException:
                 self._changes = None
                 raise
-        return Accepted(self._missing)
+        return Accepted()
 
     def _view(self, watch: Watch) -> Answer | None:
         state = _state_of(self._copy)
         mine = self._copy.get(_MEMBERS + watch.agent)
         if mine is None or mine.value != watch.nonce or not isinstance(state, JobState):
             return Gone()
-        self._missing = state.missing
         silent_s = state.settings.lease_s + state.settings.margin_s
         news: list[Event] = [
             Lost(agent, f"nothing was heard of it for {silent_s:g} s")
             for agent in state.agents
             if _MEMBERS + agent not in self._copy
         ]
-        if _REFUSED in self._copy and state.waits_for_first:
-            news.append(Refused(self._copy[_REFUSED].value.decode()))
         if news and state.phase is not Phase.OVER:
             self._rest()  # another agent may be faster
             self._change(self._watching, watch.agent, watch.nonce, tuple(news))
-        revision, new_notes = self._copy[_STATE].revision, max(0, state.num_notes - watch.heard)
-        if revision == watch.seen:
-            return None
-        notes = tuple(state.notes[-new_notes:]) if new_notes else ()
-        return View(revision, state.action(watch.agent), notes, state.num_notes)
+        revision = self._copy[_STATE].revision
+        return None if revision == watch.seen else View(revision, state.action(watch.agent))
 
     def _rest(self) -> None:
         self._closed.wait(random.uniform(0.0, _CROWD_S))
@@ -333,7 +321,7 @@ class EtcdControl:
         self, connection: Connection, state: JobState, expect: list[Json], steps: list[Json]
     ) -> bool:
         """Write a state and more, if all that is expected holds; tell whether it did."""
-        record = pack(_Record(author(), msgspec.Raw(pack(state))))
+        record = pack(_Record(str(own_build()), msgspec.Raw(pack(state))))
         body = {"compare": expect, "success": [self._put(_STATE, record), *steps]}
         try:
             return bool(connection.ask("kv/txn", body).get("succeeded"))
@@ -351,12 +339,9 @@ class EtcdControl:
     def _name(self, found: Json) -> str:
         return decoded(found["key"]).decode().removeprefix(self._prefix)
 
-    def _put_words(self, name: str, value: bytes, lease: int = 0) -> Json:
-        words = {"key": coded(self._prefix + name), "value": coded(value)}
-        return words | ({"lease": str(lease)} if lease else {})
-
     def _put(self, name: str, value: bytes, lease: int = 0) -> Json:
-        return {"request_put": self._put_words(name, value, lease)}
+        words = {"key": coded(self._prefix + name), "value": coded(value), "lease": str(lease)}
+        return {"request_put": words}
 
     def _delete(self, name: str) -> Json:
         return {"request_delete_range": {"key": coded(self._prefix + name)}}
@@ -372,19 +357,17 @@ _read_record = msgspec.msgpack.Decoder(_Record).decode
 _read_state = msgspec.msgpack.Decoder(JobState | ElasticState).decode
 
 
-def _state_of(keys: _Keys) -> JobState | Author | None:
-    """Return the state; the author of one that this build cannot read; None if there is none."""
+def _state_of(keys: _Keys) -> JobState | str | None:
+    """Return the state; the build that wrote it, if this one cannot read it; None if none has."""
     if _STATE not in keys:
         return None
-    theirs = Author("an unknown build")
-    try:
+    build = "an unknown build"
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         record = _read_record(keys[_STATE].value)
-        theirs = record.author
-        if theirs.build == author().build:
+        build = record.build
+        if build == str(own_build()):
             return _read_state(record.state)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
-    return theirs
+    return build
 
 
 def _kept(found: Json) -> _Kept:
@@ -394,3 +377,49 @@ def _kept(found: Json) -> _Kept:
 def _below(prefix: str) -> Json:
     """Return the range of all keys that begin with `prefix`, which ends in "/"."""
     return {"key": coded(prefix), "range_end": coded(prefix[:-1] + chr(ord("/") + 1))}
+
+
+class EtcdEndpoint:
+    """The endpoint of a job whose state is in etcd; see `HostEndpoint` for its attributes.
+
+    Args:
+        spec: The job.
+
+    Raises:
+        UsageError: The addresses or the options make no sense.
+    """
+
+    name, coordinates = "etcd", False
+    advice = "Check --rdzv-endpoint, and that a majority of etcd's members runs."
+
+    def __init__(self, spec: JobSpec) -> None:
+        assert spec.endpoint is not None
+        assert spec.run_id is not None
+        self._job = spec.run_id
+        self._options = EtcdOptions.read(spec.endpoint, dict(spec.rdzv_conf))
+        self.url = self._options.url(self._job)
+        self.secret = self._options.password.encode()
+        self.address, self.trouble = spec.local_addr or "", ""
+        self.store = self._options.url(f"{self._job}/ranks-{uuid.uuid4().hex[:12]}")  # new keys
+        self.job_key = mint().raw
+        self._control: EtcdControl | None = None
+
+    def reach(self, settings: Settings, *, first: bool) -> EtcdControl | None:
+        """Try once to connect; None: no member of etcd answers."""
+        if not self.address:
+            hosts = [urlsplit(f"//{each}").hostname or "" for each in self._options.endpoints]
+            self.address = next(filter(None, map(interface_to, hosts)), "")
+        try:
+            self._control = EtcdControl(self._options, self._job, _DIAL_S)
+        except (StoreTimeout, StoreLost) as error:
+            self.trouble = f" ({error.seen or error})"
+            return None
+        return self._control
+
+    def see_others_off(self, member: HostMember, limit_s: float) -> None:
+        """At the end of the job: its first agent waits for the others, and clears the keys."""
+        if self._control is not None:
+            self._control.see_others_off(member.agent, limit_s)
+
+    def close(self) -> None:
+        """Do nothing: the member closes the connections."""

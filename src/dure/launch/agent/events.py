@@ -10,7 +10,7 @@ when that is over. Times are not part of it: an agent whose timer runs out repor
 so no agent needs another one's clock.
 
 An action holds what one agent needs and no more, so that its size does not depend on the number of
-hosts: an agent learns its own part of a round (`Part`), and only node 0, which shows them, the
+hosts: an agent learns its own part of a round (`Round`), and only node 0, which shows them, the
 results of all ranks.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from dure.launch.ranks.environment import Round
 from dure.launch.spec import RankResult
 
 
@@ -38,6 +39,7 @@ class Settings:
         run_id: The job's name.
         store: The ranks' store: HOST:PORT, or etcd's URL.
         job_key: The key of that store.
+        restart_delay_s: The longest pause before a restart.
         lease_s: How long an agent may go without a renewal.
         margin_s: How much longer the others wait for it.
     """
@@ -52,7 +54,8 @@ class Settings:
     run_id: str = ""
     store: str = ""
     job_key: bytes = field(default=b"", repr=False)
-    lease_s: float = 30.0
+    restart_delay_s: float = 0.0
+    lease_s: float = 15.0
     margin_s: float = 2.0
 
 
@@ -91,19 +94,6 @@ class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
     why: str = ""
 
 
-class Missing(msgspec.Struct, array_like=True, frozen=True, tag="missing"):
-    """An agent's connection broke in this round and was not opened again; it may come back."""
-
-    agent: str
-    round: int
-
-
-class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
-    """A host that the job waits for has another build of Dure; `builds` names both."""
-
-    builds: str
-
-
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """The first agent of a round keeps a port for rank 0."""
 
@@ -114,13 +104,17 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
-    """A worker failed; `times` others were started in its place before."""
+    """A worker failed; `times` others were started in its place before.
+
+    `early`: it failed so soon after the round's start that the next round may fail as well.
+    """
 
     agent: str
     round: int
     local_rank: int
     worker: RankResult
     times: int = 0
+    early: bool = False
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, tag="finished"):
@@ -149,8 +143,8 @@ class Expired(msgspec.Struct, array_like=True, frozen=True, tag="expired"):
     timer: str
 
 
-OfRound = Failed | Finished | Ended | Missing
-Event = Joined | Left | Lost | Refused | Ready | Expired | OfRound
+OfRound = Failed | Finished | Ended
+Event = Joined | Left | Lost | Ready | Expired | OfRound
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -177,32 +171,6 @@ class Plan:
         return None
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
-    """One host's part in a round.
-
-    Attributes:
-        number: The round's.
-        node: The host's.
-        num_hosts: How many hosts take part.
-        first_rank: The first of the host's ranks.
-        world_size: How many ranks there are on all hosts.
-        hosts: Names of hosts: of node 0, all; of others, all if they are few, else the first ones.
-        nprocs: How many ranks each of these starts.
-        setback: Why the last round ended.
-        restarts: How many restarts are used.
-    """
-
-    number: int
-    node: int
-    num_hosts: int
-    first_rank: int
-    world_size: int
-    hosts: tuple[str, ...]
-    nprocs: tuple[int, ...]
-    setback: str = ""
-    restarts: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How the job ended: what every agent exits with, and why.
@@ -222,18 +190,20 @@ class Outcome:
     limit: str = ""
 
 
-class Timer(msgspec.Struct, array_like=True, frozen=True):
-    """Report `Expired(name)` if the action is still the same after so many seconds."""
-
-    name: str
-    after_s: float
-
-
 class Wait(msgspec.Struct, array_like=True, frozen=True, tag="wait"):
-    """Do nothing; `spare` says why this host has no part in the round, if it has none."""
+    """Do nothing.
 
-    timer: Timer | None = None
-    spare: str = ""
+    Attributes:
+        timer: Report `Expired(timer)` if the action is still the same after so many seconds.
+        after_s: How many; 0 if there is no timer.
+        line: What this host waits for, for people.
+        quiet_s: After how many seconds to show that.
+    """
+
+    timer: str = ""
+    after_s: float = 0.0
+    line: str = ""
+    quiet_s: float = 0.0
 
 
 class Prepare(msgspec.Struct, array_like=True, frozen=True, tag="prepare"):
@@ -257,11 +227,23 @@ class Replacement(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Work(msgspec.Struct, array_like=True, frozen=True, tag="work"):
-    """Run the workers of this round, and start the replacements that are due."""
+    """Run the workers of this round, start the replacements that are due, and show the notes.
 
-    part: Part
-    ready: Ready
+    Attributes:
+        round: The host's part in it.
+        setback: Why the last round ended.
+        restarts: How many restarts are used.
+        delay_s: How long the job paused before this one.
+        replaced: The replacements.
+        notes: Lines about other hosts, each with a name of its own, by which it is shown once.
+    """
+
+    round: Round
+    setback: str = ""
+    restarts: int = 0
+    delay_s: float = 0.0
     replaced: tuple[Replacement, ...] = ()
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True, tag="stop"):

@@ -10,7 +10,7 @@ renewals never queue behind their keys. Its key follows from the user's, the end
 name. The *ranks' server* is at another port of that address, and its key is random: the job's own,
 which the coordinator hands out with the settings. A key that leaks from a rank opens one job.
 
-With etcd no host coordinates (`EtcdEndpoint`): all find the same keys there.
+With etcd no host coordinates (`etcd.EtcdEndpoint`): all find the same keys there.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from dure import env
 from dure.errors import LaunchError, StoreError, StoreLost, StoreRefused, StoreTimeout
 from dure.launch.agent.control import open_control
 from dure.launch.agent.coordinator import Coordinator
 from dure.launch.agent.events import Joined, Settings
 from dure.launch.agent.membership import HostMember, LastWill, Membership, boottime
-from dure.launch.agent.messages import Admitted, Control, Joining, Refusal, join
+from dure.launch.agent.messages import Admitted, Control, Join, Refusal
 from dure.launch.ranks.reaper import Reaper
 from dure.launch.signals import first_of
 from dure.launch.spec import JobSpec
 from dure.store.address import (
-    LOOPBACK,
     await_name,
     interface_to,
     is_local,
     look_up_briefly,
     patience_for_names,
     resolve,
-    why_unreachable,
 )
 from dure.store.key import JobKey, control_key, mint
 from dure.store.listener import listen
 from dure.store.server import StoreServer
 from dure.store.silence import silence_s
 
-__all__ = ["EtcdEndpoint", "HostEndpoint", "Link", "pause"]
+if TYPE_CHECKING:
+    from dure.launch.agent.etcd import EtcdEndpoint
+
+__all__ = ["HostEndpoint", "Link", "pause"]
 
 _PAUSE_S = 0.1
 _DIAL_S = 0.5
@@ -69,9 +69,8 @@ of the job."""
 _UNKNOWN_S = 10.0
 """How long the endpoint's name may be unknown where names do not come and go with their hosts."""
 
-_TAKEN_S = 9.0
-"""How much longer than a lease another process may hold the endpoint's port on this host: a
-coordinator that has ended frees it after its farewell, and another program never does."""
+_LEASE_S = 15
+"""How long a lease lasts by default."""
 
 
 def pause(spec: JobSpec, signals: int, seconds: float) -> None:
@@ -101,14 +100,15 @@ def settings_of(spec: JobSpec) -> Settings:
         min_ranks=spec.min_ranks,
         endpoint=spec.endpoint or "",
         run_id=spec.run_id or "",
-        lease_s=spec.lease_s or silence_s(),
+        restart_delay_s=spec.longest_restart_delay_s,
+        lease_s=spec.lease_s or silence_s(_LEASE_S),
     )
 
 
-def joining_of(spec: JobSpec, settings: Settings, joined: Joined, former: str = "") -> Joining:
-    """Return what a host reports when it joins."""
+def join_of(spec: JobSpec, settings: Settings, joined: Joined, former: str = "") -> Join:
+    """Return a host's request to join."""
     elastic = spec.elastic or spec.keep_going
-    return Joining(joined, secrets.token_bytes(16), settings, elastic, former)
+    return Join(joined, secrets.token_bytes(16), settings, elastic, former)
 
 
 class Link:
@@ -154,8 +154,8 @@ class Link:
         if former:
             continues = spec.max_restarts > 0 or spec.elastic or spec.keep_going
             limit_s = min(limit_s, _REJOIN_S if continues else _OUTCOME_S)
-        store, job_key = self.endpoint.new_store()
-        settings = replace(settings_of(spec), store=store, job_key=job_key)
+        settings = settings_of(spec)
+        settings = replace(settings, store=self.endpoint.store, job_key=self.endpoint.job_key)
         start, reported = time.monotonic(), False
         while True:
             control = self.endpoint.reach(settings, first=not former)
@@ -166,20 +166,21 @@ class Link:
             waited_s = time.monotonic() - start
             if waited_s > _REPORT_S and not reported:
                 reported = True
-                self._say(f"no answer from {spec.endpoint} yet; looking for {limit_s:g} s")
-            taken_s = settings.lease_s + _TAKEN_S if self.endpoint.is_taken else limit_s
-            if waited_s >= min(limit_s, taken_s):
-                raise self._lost(waited_s) if former else self.endpoint.unreachable(waited_s)
+                self._say(
+                    f"no answer from {spec.endpoint} yet{self.endpoint.trouble}; looking for "
+                    f"{limit_s:g} s"
+                )
+            if waited_s >= limit_s:
+                raise self._lost(waited_s) if former else self._unreachable(waited_s)
 
     def _enter(self, control: Control, host: str, settings: Settings, former: str) -> bool:
         """Ask to become a member; False: there is no job here (yet)."""
         spec, address = self._spec, self.endpoint.address
         joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address)
-        joining = joining_of(spec, settings, joined, former)
-        self.endpoint.joins_as(joined.agent)
+        joining = join_of(spec, settings, joined, former)
         sent = boottime()
         try:
-            answer = control.ask(join(joining))
+            answer = control.ask(joining)
         except StoreRefused:
             control.close()
             raise
@@ -198,6 +199,15 @@ class Link:
             will = LastWill(self.endpoint.url, self.endpoint.secret, joined.agent, joining.nonce)
             self._reaper.appoint(msgspec.msgpack.encode(will))
         return True
+
+    def _unreachable(self, waited_s: float) -> LaunchError:
+        """Return the error for a host that has never found the job."""
+        return LaunchError(
+            f"{self.endpoint.name} cannot be reached",
+            elapsed_s=waited_s,
+            seen=f"no server of this job answers at {self._spec.endpoint}{self.endpoint.trouble}",
+            fix=self.endpoint.advice,
+        )
 
     def _lost(self, waited_s: float) -> LaunchError:
         return LaunchError(
@@ -237,13 +247,21 @@ class HostEndpoint:
 
     Attributes:
         name: What is lost with it, in messages.
+        advice: For a host that does not find the job.
         address: Of this host, by which the job's other hosts reach it.
+        trouble: Why this host does not coordinate although the endpoint is its own.
+        store: The ranks' store of a job that a joining host begins: none does.
+        job_key: The key to that.
 
     Raises:
-        StoreError: The endpoint, or DURE_STORE_BIND, is a wildcard, or no address.
+        StoreError: The endpoint is a wildcard, or no address.
     """
 
-    name = "the job's coordinator"
+    name, store, job_key = "the job's coordinator", "", b""
+    advice = (
+        "Check that `dure run` runs on that host with the same endpoint, that no other program has "
+        "the port (`ss -ltnp`), and that no firewall is between."
+    )
 
     def __init__(
         self,
@@ -260,13 +278,10 @@ class HostEndpoint:
         self._host, self._port = host.strip("[]"), int(port)
         self._coordinator: Coordinator | None = None  # if this launcher coordinates
         self._servers: list[StoreServer] = []
-        self._taken = ""  # why the endpoint's port cannot be had, though it is this host's
-        self.address = ""
+        self.trouble = self.address = ""
         patience_s = patience_for_names(spec.join_timeout_s, _UNKNOWN_S)
         await_name(self._host, patience_s, say, lambda seconds: pause(spec, signals, seconds))
         self._there = resolve(self._host, self._port, "the endpoint's host")
-        if bind := env.text("DURE_STORE_BIND"):  # for ranks' own stores; a wildcard is refused here
-            resolve(bind, 0, "DURE_STORE_BIND")
 
     @property
     def url(self) -> str:
@@ -283,11 +298,6 @@ class HostEndpoint:
         """Whether the other agents depend on this launcher."""
         return self._coordinator is not None
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether another program seems to have its port on this host."""
-        return bool(self._taken)
-
     def reach(self, settings: Settings, *, first: bool) -> Control | None:
         """Try once to connect; None: no server answers.
 
@@ -299,19 +309,14 @@ class HostEndpoint:
         if first and not self.coordinates and self._may_coordinate():
             self._coordinate(settings)
         self.address = there.ip if self.coordinates else self._own_address() or ""
-        loopback = there.endpoint.startswith(LOOPBACK)
-        why = why_unreachable(there.endpoint) if loopback else ""
-        if not self.address or why:  # the interface is down
-            if first:
-                seen = f"{self._spec.endpoint}: {why}" if why else str(self._spec.endpoint)
-                raise LaunchError("there is no way to the endpoint", seen=seen)
+        if not self.address:  # the interface is down
             return None
         try:
             return open_control(there.endpoint, self.secret, _DIAL_S)
         except (StoreTimeout, StoreLost):
             return None
         except StoreRefused as error:
-            if self._taken and error.foreign:
+            if self.trouble and error.foreign:
                 return None
             error.advise(
                 "Agents of one job have the same --rdzv-endpoint, written alike, and --rdzv-id."
@@ -327,14 +332,14 @@ class HostEndpoint:
         try:
             listener = listen(self._there)
         except StoreError as error:  # taken: another agent of this host was first
-            self._taken = error.seen or str(error)
+            self.trouble = f" (port {self._port} of this host is taken: {error.seen or error})"
             return
         job_key = mint()
         ranks = StoreServer(listen(resolve(self._there.ip, 0)), job_key)
         store = replace(self._there, port=ranks.port).endpoint.removeprefix("tcp://")
         settings = replace(settings, store=store, job_key=job_key.raw)
-        joined = Joined("", "", 0)
-        state = joining_of(self._spec, settings, joined).state(settings.run_id or uuid.uuid4().hex)
+        first = join_of(self._spec, settings, Joined("", "", 0))
+        state = first.state(settings.run_id or uuid.uuid4().hex)
         self._coordinator = Coordinator(state, secrets.token_bytes(8))
         self._servers = [StoreServer(listener, self._key, board=self._coordinator), ranks]
 
@@ -343,33 +348,6 @@ class HostEndpoint:
         if self._spec.local_addr is not None:
             return resolve(self._spec.local_addr, 0, "the local address").ip
         return interface_to(self._there.ip)
-
-    def joins_as(self, agent: str) -> None:
-        """Note the name under which this launcher is about to join."""
-        if self._coordinator is not None:
-            self._coordinator.own_agent = agent
-
-    def new_store(self) -> tuple[str, bytes]:
-        """Return the ranks' store of a job that a joining host begins, and its key: none does."""
-        return "", b""
-
-    def unreachable(self, waited_s: float) -> LaunchError:
-        """Return the error for a host that has never found the job."""
-        if self._taken:
-            return LaunchError(
-                f"port {self._port} of this host is taken by another program",
-                elapsed_s=waited_s,
-                seen=f"{self._spec.endpoint}: {self._taken}, and no store of this job answers "
-                "there",
-                fix="Choose another port, on every host (`ss -ltnp` shows which program has it).",
-            )
-        return LaunchError(
-            "the job's other hosts cannot be found",
-            elapsed_s=waited_s,
-            seen=f"no server answers at the endpoint {self._spec.endpoint}",
-            fix="Check that `dure run` runs on that host with the same endpoint, and that no "
-            "firewall is between.",
-        )
 
     def see_others_off(self, member: HostMember, limit_s: float) -> None:
         """At the end of the job: wait until the other agents have read it, and left."""
@@ -380,66 +358,3 @@ class HostEndpoint:
         """Stop the servers, if this launcher runs them."""
         for server in self._servers:
             server.stop()
-
-
-class EtcdEndpoint:
-    """The endpoint of a job whose state is in etcd.
-
-    Args:
-        spec: The job.
-
-    Raises:
-        UsageError: The addresses or the options make no sense.
-    """
-
-    name = "etcd"
-    coordinates = is_taken = False
-
-    def __init__(self, spec: JobSpec) -> None:
-        from dure.store.etcd_gateway import EtcdOptions  # lazy: few jobs use it, it brings ssl
-
-        assert spec.endpoint is not None
-        assert spec.run_id is not None
-        self._job = spec.run_id
-        self._options = EtcdOptions.read(spec.endpoint, dict(spec.rdzv_conf))
-        self.url = self._options.url(spec.run_id)
-        self.secret = self._options.password.encode()
-        self.address = spec.local_addr or ""
-        self._why = ""
-        self._control: Control | None = None
-
-    def reach(self, settings: Settings, *, first: bool) -> Control | None:
-        """Try once to connect; None: no member of etcd answers."""
-        if not self.address:
-            hosts = [urlsplit(f"//{each}").hostname or "" for each in self._options.endpoints]
-            self.address = next(filter(None, map(interface_to, hosts)), "")
-        try:
-            self._control = open_control(self.url, self.secret, _DIAL_S)
-        except (StoreTimeout, StoreLost) as error:
-            self._why = error.seen or str(error)
-            return None
-        return self._control
-
-    def joins_as(self, agent: str) -> None:
-        """Do nothing: a job in etcd begins when its first agent joins."""
-
-    def new_store(self) -> tuple[str, bytes]:
-        """Return keys in etcd that no ranks have used before, and a key."""
-        return self._options.url(f"{self._job}/ranks-{uuid.uuid4().hex[:12]}"), mint().raw
-
-    def unreachable(self, waited_s: float) -> LaunchError:
-        """Return the error for a host that has never found the job."""
-        return LaunchError(
-            "etcd cannot be reached",
-            elapsed_s=waited_s,
-            seen=f"{','.join(self._options.endpoints)}: {self._why or 'no answer'}",
-            fix="Check --rdzv-endpoint, and that a majority of etcd's members runs.",
-        )
-
-    def see_others_off(self, member: HostMember, limit_s: float) -> None:
-        """At the end of the job: its first agent waits for the others, and clears the keys."""
-        if self._control is not None:
-            self._control.see_others_off(member.agent, limit_s)
-
-    def close(self) -> None:
-        """Do nothing: the member closes the connections."""

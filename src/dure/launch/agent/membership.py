@@ -27,14 +27,13 @@ import msgspec
 
 from dure.errors import StoreError, StoreLost
 from dure.launch.agent.control import open_control
-from dure.launch.agent.events import Event, Joined, Settings, Wait
+from dure.launch.agent.events import Action, Event, Joined, Settings, Wait
 from dure.launch.agent.messages import (
     Accepted,
     Answer,
     Control,
     Gone,
     Leave,
-    Renew,
     Tell,
     View,
     Watch,
@@ -69,8 +68,6 @@ class Membership:
     Attributes:
         deadline: When its ranks must be dead, unless it is renewed.
         view: What the job wants of it.
-        notes: News of other hosts that nobody has read yet.
-        missing: How many hosts must still come before a round can start.
     """
 
     def __init__(self, joined: Joined, nonce: bytes, settings: Settings, sent: float) -> None:
@@ -78,8 +75,6 @@ class Membership:
         self.nonce = nonce
         self.deadline = sent + settings.lease_s
         self.view = View(0, Wait())
-        self.notes: list[str] = []
-        self.missing = 0
         self._ended = ""
         self._events: list[Event] = []  # that are not acknowledged yet
         self._renew_at = sent
@@ -107,34 +102,30 @@ class Membership:
         """Return when `next_request` has one."""
         return now if self._events else self._renew_at
 
-    def next_request(self, now: float) -> Renew | Tell | None:
-        """Return what to send now, if anything; the lease comes first."""
-        if now >= self._renew_at:
-            return Renew(self.agent, self.nonce)
-        return Tell(self.agent, self.nonce, tuple(self._events)) if self._events else None
+    def next_request(self, now: float) -> Tell | None:
+        """Return what to send now, if anything."""
+        if now < self.wake_at(now):
+            return None
+        return Tell(self.agent, self.nonce, tuple(self._events))
 
-    def answered(self, request: Renew | Tell, answer: Answer, sent: float, now: float) -> None:
+    def answered(self, request: Tell, answer: Answer, sent: float, now: float) -> None:
         """Note an answer to a request that was sent at `sent`."""
         if not isinstance(answer, Accepted):
             self.end(_GIVEN_UP)
-        elif isinstance(request, Tell):
-            del self._events[: len(request.events)]
         elif why := self.gone(now):
             self.end(why)  # too late: the ranks may be dead already
         else:
+            del self._events[: len(request.events)]
             self.deadline = sent + self.settings.lease_s
             self._renew_at = sent + min(_RENEW_S, self.settings.lease_s / 4)
-            self.missing = answer.missing
 
     def next_watch(self) -> Watch:
         """Return the request for the next view."""
-        return Watch(self.agent, self.nonce, self.view.revision, self.view.heard)
+        return Watch(self.agent, self.nonce, self.view.revision)
 
     def watched(self, answer: Answer) -> bool:
         """Note an answer to a `Watch`; tell whether there is news."""
         if isinstance(answer, View):
-            if answer.heard > self.view.heard:
-                self.notes += answer.notes
             self.view = answer
             return True
         if isinstance(answer, Gone):
@@ -193,7 +184,7 @@ class HostMember:
 
     @property
     def fd(self) -> int:
-        """Readable when there may be news, until `read_news`."""
+        """Readable when there may be news, until `action` is called."""
         return self._wakened.fileno()
 
     @property
@@ -201,19 +192,13 @@ class HostMember:
         """The deadline, of `boottime`."""
         return self._membership.deadline
 
-    @property
-    def missing(self) -> int:
-        """How many hosts must still come before a round can start, as of the last renewal."""
-        return self._membership.missing
-
-    def read_news(self) -> tuple[View, list[str]]:
-        """Return what the job wants now, and news of other hosts that were not read before."""
+    def action(self) -> Action:
+        """Return what the job wants now; `fd` is not readable until that is something else."""
         with contextlib.suppress(BlockingIOError):
             while self._wakened.recv(4096):
                 pass
         with self._changed:
-            notes, self._membership.notes = self._membership.notes, []
-            return self._membership.view, notes
+            return self._membership.view.action
 
     def tell(self, event: Event) -> None:
         """Send an event, as soon as possible."""

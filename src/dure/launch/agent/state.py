@@ -20,11 +20,12 @@ gone.
 
 **What counts as a restart.** A worker's failure and a host's loss do, once per round, for the
 whole job. Hosts that come while a round has fewer than `max`, or leave in order, cause a new round
-that does not count. A host that leaves a job of a fixed number of hosts ends it, and so does the
-one that coordinates.
+that does not count. The job ends when the host that coordinates leaves, or the last one, or, after
+the first round has begun, one of a job of a fixed number of hosts for which there is no spare.
 
-The state has no clock. Where time matters it names a timer (`Timer`); the first agent whose timer
-runs out reports `Expired`. Reports of an expired timer are ignored.
+The state has no clock. Where time matters (the join timeout, the last call, a pause before a
+restart) it names a timer (`Timer`); the first agent whose timer runs out reports `Expired`. Reports
+of an expired timer are ignored.
 """
 
 from __future__ import annotations
@@ -46,26 +47,25 @@ from dure.launch.agent.events import (
     Leave,
     Left,
     Lost,
-    Missing,
     OfRound,
     Outcome,
-    Part,
     Plan,
     Prepare,
     Ready,
-    Refused,
     Rejoin,
-    Replacement,
     Settings,
     Stop,
-    Timer,
     Wait,
     Work,
 )
 from dure.launch.agent.faults import Faults
-from dure.store.builds import SAME_BUILD
+from dure.launch.backoff import restart_delay
+from dure.launch.ranks.environment import Round
 
 __all__ = ["JobState", "Phase", "assign_nodes"]
+
+_QUIET_S = 3.0
+"""How long agents wait for other hosts before they report that to the user."""
 
 _NAMED = 8
 """How many hosts' names an agent gets, unless it is node 0."""
@@ -92,11 +92,13 @@ class JobState(msgspec.Struct, tag="rounds"):
     restarts: int = 0
     setback: str = ""  # why the last round ended, for people
     outcome: Outcome | None = None
-    notes: list[str] = []  # news of other hosts, for people: the last ones
-    num_notes: int = 0  # how many there were
     _agents: dict[str, Joined] = {}  # at hand, in the order they came
     _ready: Ready | None = None
     _gathering: int = 0  # how often the job has gathered: sets its timers apart
+    _early: bool = False  # the present round failed soon after its start
+    _short_rounds: int = 0  # how many rounds in a row did
+    _delay_s: float = 0.0  # the pause before this round
+    _pauses: bool = False  # it is not over yet
     _succeeded: set[str] = set()  # members all of whose workers have succeeded
     _ended: set[str] = set()  # members that have none left, for another reason
     _faults: Faults = msgspec.field(default_factory=Faults)
@@ -114,14 +116,9 @@ class JobState(msgspec.Struct, tag="rounds"):
         return self._faults.first is not None
 
     @property
-    def missing(self) -> int:
-        """How many hosts must still come before a round can start."""
-        return max(0, self.settings.min_hosts - len(self._chosen()))
-
-    @property
-    def waits_for_first(self) -> bool:
-        """Whether no round has started yet, for lack of hosts."""
-        return self.phase is Phase.GATHERING and self.plan is None and self.missing > 0
+    def missing(self) -> bool:
+        """Whether hosts must still come before a round can start."""
+        return len(self._chosen()) < self.settings.min_hosts
 
     @property
     def departing(self) -> bool:
@@ -134,9 +131,9 @@ class JobState(msgspec.Struct, tag="rounds"):
 
         While it is the same, an event changes only the action of the agent that it is about.
         """
-        timer = self._timer().name if self.phase is Phase.GATHERING else ""
+        timer = self._timer().timer if self.phase is Phase.GATHERING else ""
         plan = self.plan, self._ready, self._preparer(), self.failed, self.departing
-        return self.phase, timer, plan, self.num_notes
+        return self.phase, timer, plan
 
     def apply(self, event: Event) -> None:
         """Apply an event; one that comes too late, or again, changes nothing."""
@@ -147,16 +144,12 @@ class JobState(msgspec.Struct, tag="rounds"):
                 self._agents.setdefault(event.agent, event)
             case Left() | Lost():
                 self._gone(event)
-            case Refused():
-                if self.waits_for_first:
-                    why = f"the hosts have different builds of Dure: {event.builds}. {SAME_BUILD}"
-                    self._end(Outcome(code=1, why=why))
             case Ready():
                 if self.plan is not None and self.plan.number == event.round:
                     self._ready = self._ready or event
             case Expired():
                 self._expired(event.timer)
-            case Failed() | Finished() | Ended() | Missing():
+            case Failed() | Finished() | Ended():
                 plan = self.plan
                 if plan is not None and event.round == plan.number and event.agent in self._agents:
                     self._note_round(event)
@@ -170,15 +163,15 @@ class JobState(msgspec.Struct, tag="rounds"):
             return Rejoin()
         plan = self.plan
         if self.phase is Phase.GATHERING or plan is None:
-            return Wait(self._timer())
+            return self._timer()
         if agent not in self._at_work():
             stops = self.phase is Phase.STOPPING  # the next round may have room for it
-            return Wait(spare="" if stops else self._why_spare(agent, plan))
+            return Wait(line="" if stops else self._why_spare(agent, plan))
         if self.phase is Phase.STOPPING:
             return Stop(plan.number, self.failed, self.departing)
         if self._ready is None:
             return Prepare(plan.number) if agent == self._preparer() else Wait()
-        return Work(self._part(plan, agent), self._ready, self._replacements(agent))
+        return self._work(plan, agent, self._ready)
 
     def _preparer(self) -> str:
         """Return the agent that keeps a port for rank 0, while none has."""
@@ -186,21 +179,26 @@ class JobState(msgspec.Struct, tag="rounds"):
             return ""
         return next((agent for agent in self.plan.members if agent in self._agents), "")
 
-    def _part(self, plan: Plan, agent: str) -> Part:
+    def _work(self, plan: Plan, agent: str, ready: Ready) -> Work:
         node = plan.members.index(agent)
         named = plan.joined if node == 0 else plan.joined[:_NAMED]
-        again = plan.number > 0
-        return Part(
+        part = Round(
             number=plan.number,
             node=node,
+            host=plan.joined[node].host,
+            nproc=plan.joined[node].nproc,
             num_hosts=len(plan.joined),
             first_rank=sum(each.nproc for each in plan.joined[:node]),
             world_size=sum(each.nproc for each in plan.joined),
             hosts=tuple(each.host for each in named),
             nprocs=tuple(each.nproc for each in named),
-            setback=self.setback if again else "",
-            restarts=self.restarts if again else 0,
+            master_addr=ready.master_addr,
+            master_port=ready.master_port,
+            store=self.settings.store,
         )
+        if plan.number == 0:
+            return Work(part)
+        return Work(part, self.setback, self.restarts, self._delay_s)
 
     def _outcome_for(self, agent: str, outcome: Outcome) -> Outcome:
         """Return the outcome without what only node 0 shows: the results of all ranks."""
@@ -215,25 +213,16 @@ class JobState(msgspec.Struct, tag="rounds"):
         for each in plan.joined:
             if (each.host, each.address) == (mine.host, mine.address):
                 return "another launcher of this host takes part in the job; this one waits"
-        for each in plan.joined:
-            if mine.node_rank is not None and each.node_rank == mine.node_rank:
-                return f"node rank {mine.node_rank} is taken by {each.host}; this host waits"
         hosts = f"{len(plan.joined)} host{'s' if len(plan.joined) > 1 else ''}"
         return f"the job runs on {hosts}; this host waits as a spare"
 
     # --- what subclasses see differently ----------------------------------------------------
 
-    def _replacements(self, agent: str) -> tuple[Replacement, ...]:
-        """Return the replacements due on an agent: none, for all workers start anew instead."""
-        return ()
-
     def _note_round(self, event: OfRound) -> None:
         """Note an event of the present round."""
-        if isinstance(event, Missing):
-            if self.phase is Phase.RUNNING and event.agent in self._at_work():
-                self._faults.lost[event.agent] = "its connection broke"
-        elif isinstance(event, Failed):
+        if isinstance(event, Failed):
             ending = self._dismissed is not None  # then it fails because it was asked to end
+            self._early = self._early or event.early
             if event.worker.rank not in self._faults.reports:
                 self._faults.report(event.worker, failed=not ending)
         elif isinstance(event, Ended):
@@ -263,8 +252,12 @@ class JobState(msgspec.Struct, tag="rounds"):
                 self._end(self._defeat())
                 return
             self.restarts += 1
-            self.setback = self._faults.setback(self.plan, self.settings.endpoint)
+            self.setback = self._faults.setback(self.plan)
+            self._short_rounds = self._short_rounds + 1 if self._early else 0
+            self._delay_s = restart_delay(self._short_rounds, self.settings.restart_delay_s)
+            self._pauses = self._delay_s > 0
         else:
+            self._delay_s = 0.0
             self.setback = "hosts came or left"
         self._gathering += 1
         self.phase = Phase.GATHERING
@@ -288,16 +281,30 @@ class JobState(msgspec.Struct, tag="rounds"):
             self._end(Outcome(code=self._dismissed.code, why=self._dismissed.why))
             return
         chosen = self._chosen()
-        if not self.missing and (self.plan is not None or len(chosen) == self.settings.max_hosts):
+        if self.missing or self._pauses:
+            return
+        if self.plan is not None or len(chosen) == self.settings.max_hosts:
             self._start(chosen)
 
-    def _timer(self) -> Timer:
-        if self.missing:
-            return Timer(f"join {self._gathering}", self.settings.join_timeout_s)
-        return Timer(f"last call {self._gathering}", self.settings.last_call_s)
+    def _timer(self) -> Wait:
+        """Return what hosts wait for before the next round."""
+        settings = self.settings
+        if self._pauses:
+            line = f"{self.setback}; the next round starts in {self._delay_s:g} s"
+            return Wait(f"restart {self._gathering}", self._delay_s, line)
+        if not self.missing:
+            return Wait(f"last call {self._gathering}", settings.last_call_s)
+        line = (
+            f"waiting at {settings.endpoint} until {settings.min_hosts} hosts are there (at most "
+            f"{settings.join_timeout_s:g} s)"
+        )
+        return Wait(f"join {self._gathering}", settings.join_timeout_s, line, _QUIET_S)
 
     def _expired(self, timer: str) -> None:
-        if self.phase is not Phase.GATHERING or timer != self._timer().name:
+        if self.phase is not Phase.GATHERING or timer != self._timer().timer:
+            return
+        if self._pauses:
+            self._pauses = False
             return
         if not self.missing:
             self._start(self._chosen())
@@ -332,7 +339,7 @@ class JobState(msgspec.Struct, tag="rounds"):
         self.plan = Plan(number, tuple(chosen))
         self._ready = None
         self._succeeded, self._ended = set(), set()
-        self._faults = Faults()
+        self._faults, self._early = Faults(), False
         self.phase = Phase.RUNNING
 
     def _at_work(self) -> set[str]:
@@ -352,14 +359,14 @@ class JobState(msgspec.Struct, tag="rounds"):
                 self._faults.lost[agent] = event.why
             self._forget(agent)
             return
-        fixed = self.settings.min_hosts == self.settings.max_hosts
-        fixed = fixed and self._agents[agent] in self._chosen()
-        if fixed or event.ends_job or len(self._agents) == 1:
-            self._dismissed = self._dismissed or event
+        needed = self.plan is not None and self._agents[agent] in self._chosen()
         if working:
             self._leaving.add(agent)  # until it says that nothing of the round is left there
         else:
             self._forget(agent)
+        fixed = self.settings.min_hosts == self.settings.max_hosts
+        if event.ends_job or (needed and (not self._chosen() or (fixed and self.missing))):
+            self._dismissed = self._dismissed or event
 
     def _forget(self, agent: str) -> None:
         self._agents.pop(agent, None)
@@ -383,7 +390,7 @@ class JobState(msgspec.Struct, tag="rounds"):
     def _defeat(self) -> Outcome:
         """Return the outcome of a job that failed for good."""
         assert self.plan is not None
-        return self._faults.defeat(self.plan, self._limit(), self.settings.endpoint)
+        return self._faults.defeat(self.plan, self._limit())
 
     def _limit(self) -> str:
         """Say which limit of the user's lets the job fail."""
@@ -397,8 +404,7 @@ def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) ->
     - If every host has a node rank that its user fixed, they are in that order. Of two with the
       same one, a member of the last round precedes, then the one that came first; the other is a
       spare;
-    - otherwise those of the last round keep their order, then follow new hosts with a fixed rank,
-      by rank, then all others as they came.
+    - otherwise those of the last round keep their order, then follow the others as they came.
 
     Args:
         willing: The hosts at hand, in the order in which they came.
@@ -413,8 +419,4 @@ def assign_nodes(willing: Sequence[Joined], before: Sequence[str], most: int) ->
     if all(each.node_rank is not None for each in willing):
         return [fixed[rank] for rank in sorted(fixed)][:most]
 
-    def key(joined: Joined) -> tuple[int, bool, int]:
-        node = nodes.get(joined.agent, len(nodes))
-        return node, joined.node_rank is None, joined.node_rank or 0
-
-    return sorted(willing, key=key)[:most]
+    return sorted(willing, key=lambda each: nodes.get(each.agent, len(nodes)))[:most]
