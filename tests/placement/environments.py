@@ -45,22 +45,7 @@ OPEN_MPI_4 = {
     "PMIX_NAMESPACE": "718340097",
     "PMIX_RANK": "1",
 }
-OPEN_MPI_5 = {
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-vm-18652@1",
-    "PMIX_RANK": "1",
-}
 MPICH = {
-    "MPI_LOCALNRANKS": "2",
-    "MPI_LOCALRANKID": "1",
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-}
-INTEL_MPI = {
-    "I_MPI_HYDRA_UUID": "55460000-2dbe-72ff-c860-06000688983a",
     "MPI_LOCALNRANKS": "2",
     "MPI_LOCALRANKID": "1",
     "PMI_RANK": "1",
@@ -136,10 +121,6 @@ VOLCANO = {  # its pytorch plugin
     "WORLD_SIZE": "3",
     "RANK": "2",
 }
-TORCHX = TORCHRUN | {  # dist.ddp on Kubernetes, which runs torchrun
-    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-    "HOSTNAME": "train-abc-1-0",
-}
 DEEPSPEED = {  # its launcher for several hosts
     "RANK": "3",
     "LOCAL_RANK": "1",
@@ -157,15 +138,6 @@ AZURE_PYTORCH = {  # PyTorch distribution, two processes a node
     "MASTER_ADDR": "10.0.0.4",
     "MASTER_PORT": "6105",
     "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
-}
-RAY_TRAIN = {  # TorchTrainer, in each worker
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "2",
-    "NODE_RANK": "1",
-    "MASTER_ADDR": "10.0.0.4",
-    "MASTER_PORT": "43211",
 }
 LIGHTNING_CHILD = {  # what Lightning gives the processes that it starts itself
     "LOCAL_RANK": "1",

@@ -38,14 +38,16 @@ def show_environment(
 
 def _show_found(console: Console, placement: Placement) -> None:
     table = Table(box=None, pad_edge=False, title="What was found", title_justify="left")
-    for column in ("what", "value", "from", "why"):
+    for column in ("what", "value", "why"):
         table.add_column(column, overflow="fold")
-    table.add_row("started by", str(placement.system), "", "")
+    table.add_row("started by", str(placement.system), "")
     for what, value, why in _roles(placement):
-        table.add_row(what, Text(value), "", Text(why))
-    for reason in placement.reasons:
-        table.add_row(reason.what, Text(reason.value), Text(reason.source), Text(reason.why))
-    table.add_row("key", *map(Text, _key()))
+        table.add_row(what, Text(value), Text(why))
+    if placement.endpoint is not None:
+        why = f"the port is derived from {placement.job!r}" if placement.port_derived else ""
+        table.add_row("endpoint", Text(placement.endpoint), Text(why))
+    state, source, why = _key()
+    table.add_row("key", Text(state), Text(", ".join(filter(None, (source, why)))))
     console.print(table)
     for note in placement.notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)

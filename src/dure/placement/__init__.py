@@ -2,9 +2,9 @@
 
 Slurm, the launchers of MPI, Kubernetes and torchrun set the same few values in variables of their
 own: the number of processes and which one this is, or the number of hosts and which one this is,
-and the name of the first host. `detect` reads them all into one value, a `Placement`, and keeps for
-each number the variable it came from. It is a pure function of the variables passed in, and total:
-what it cannot understand becomes a note, not an error.
+and the name of the first host. `detect` reads them all into one value, a `Placement`. It is a pure
+function of the variables passed in, and total: what it cannot understand becomes a note, not an
+error.
 
 Internal: names here may change in any release, except for `actor_variables`.
 """
@@ -13,13 +13,12 @@ from dure.placement.actors import actor_variables
 from dure.placement.detect import derived_port, detect
 from dure.placement.nodes import expand_counts, expand_hosts
 from dure.placement.reader import set_here
-from dure.placement.value import NodeSlot, Placement, RankSlot, Reason, System
+from dure.placement.value import NodeSlot, Placement, RankSlot, System
 
 __all__ = [
     "NodeSlot",
     "Placement",
     "RankSlot",
-    "Reason",
     "System",
     "actor_variables",
     "derived_port",

@@ -32,13 +32,7 @@ from dure.placement.value import Placement, RankSlot, System
 __all__ = ["derived_port", "detect"]
 
 _FIRST_PORT, _LAST_PORT = 15_000, 29_000
-
-_NUMBERED = {
-    System.DURE: "set by the `dure run` that started this process",
-    System.TORCHRUN: "set together with LOCAL_RANK and TORCHELASTIC_RUN_ID",
-    System.LAUNCHER: "set together with LOCAL_RANK, as torchrun does",
-    System.PLAIN: "set by hand, or by a launcher that does not name itself",
-}
+_NUMBERED = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
 
 
 def detect(environ: Mapping[str, str]) -> Placement:
@@ -58,12 +52,12 @@ def detect(environ: Mapping[str, str]) -> Placement:
         notes += [note for note in reader.notes if note not in notes]
         if found is not None:
             found = _with_address(found, reader)
-            return replace(found, reasons=tuple(reader.reasons), notes=tuple(notes))
+            return replace(found, notes=tuple(notes))
     return Placement(system=System.NOBODY, notes=tuple(notes))
 
 
 def _with_address(found: Placement, reader: Reader) -> Placement:
-    """Put in what MASTER_ADDR and MASTER_PORT say, and keep where the endpoint came from.
+    """Put in what MASTER_ADDR and MASTER_PORT say.
 
     Without them it is the first host, and a port that follows from the job's name, unless a
     launcher numbered the processes: it says where they meet, or nobody does.
@@ -80,13 +74,7 @@ def _with_address(found: Placement, reader: Reader) -> Placement:
         port = reader.number("MASTER_PORT", "PET_MASTER_PORT")
         port = port if port and port < 65536 else None
         found = replace(found, host=host)
-    if port is not None:
-        found = replace(found, port=port, port_derived=False)
-    if found.endpoint is not None:
-        source = "MASTER_ADDR" if host else "the first host"
-        why = f"the port is derived from the job's name, {found.job!r}"
-        reader.keep("endpoint", found.endpoint, source, why if found.port_derived else "")
-    return found
+    return found if port is None else replace(found, port=port, port_derived=False)
 
 
 def _read_environment(reader: Reader) -> Placement | None:
@@ -102,11 +90,6 @@ def _read_environment(reader: Reader) -> Placement | None:
         reader.note(f"RANK={rank} is none of the ranks that WORLD_SIZE={size} says there are")
         return None
     system = _starter(reader)
-    reader.keep("rank", rank, "RANK", _NUMBERED[system])
-    reader.keep("ranks", size, "WORLD_SIZE")
-    local = reader.take("local rank", "", "LOCAL_RANK")
-    here = reader.take("ranks here", "", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-    node = reader.take("node", "", "GROUP_RANK", "NODE_RANK", "CROSS_RANK")
     unclear = system is System.PLAIN and size > 1
     if unclear:
         reader.note(
@@ -117,7 +100,11 @@ def _read_environment(reader: Reader) -> Placement | None:
     return Placement(
         system=system,
         member=RankSlot(
-            rank=rank, world_size=size, local_rank=local, local_world_size=here, node=node
+            rank=rank,
+            world_size=size,
+            local_rank=reader.number("LOCAL_RANK"),
+            local_world_size=reader.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+            node=reader.number("GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
         ),
         job=reader.text("TORCHELASTIC_RUN_ID"),
         unclear=unclear,

@@ -47,17 +47,11 @@ def read_pmi(reader: Reader) -> Placement | None:
 def _read(
     reader: Reader, system: System, names: Sequence[str], job_names: Sequence[str]
 ) -> Placement | None:
-    rank = reader.take("rank", f"set by {system}", names[0])
-    size = reader.take("ranks", "", names[1])
+    rank, size, local, here = map(reader.number, names)
     if rank is None or size is None or rank >= size:
         reader.note(f"{names[0]} and {names[1]} do not say which rank this is")
         return None
-    local = reader.take("local rank", "", names[2])
-    here = reader.take("ranks here", "", names[3])
-    hosts = reader.take_hosts("SLURM_JOB_NODELIST")
-    source = next((name for name in job_names if reader.has(name)), None)
-    if source is not None:
-        reader.keep("job", reader.text(source), source)
+    job = reader.text(*job_names)
     slot = None  # known only if there is one process per host
     if here is not None:
         each = max(here, 1)
@@ -66,6 +60,6 @@ def _read(
         system=system,
         member=RankSlot(rank=rank, world_size=size, local_rank=local, local_world_size=here),
         slot=slot,
-        job=None if source is None else f"{system} {reader.text(source)}",
-        hosts=hosts,
+        job=None if job is None else f"{system} {job}",
+        hosts=reader.hosts("SLURM_JOB_NODELIST"),
     )

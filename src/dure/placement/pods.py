@@ -16,7 +16,6 @@ __all__ = ["read_kubernetes", "read_pytorchjob"]
 
 _POD = re.compile(r"(.+)-(master|worker)-([0-9]+)")
 _INDEXED = re.compile(r"(.+)-([0-9]+)")
-_NPROC = "ranks to start here"
 
 
 def read_pytorchjob(reader: Reader) -> Placement | None:
@@ -31,22 +30,18 @@ def read_pytorchjob(reader: Reader) -> Placement | None:
         return None
     if not _counts_hosts(reader):
         return None
-    why = "WORLD_SIZE counts hosts, not processes"
-    nnodes = reader.take_count("hosts", why, "PET_NNODES", "WORLD_SIZE")
-    node = reader.take("node", "", "PET_NODE_RANK", "RANK")
+    nnodes = reader.count("PET_NNODES", "WORLD_SIZE")
+    node = reader.number("PET_NODE_RANK", "RANK")
     if not nnodes or node is None or node >= nnodes:
         reader.note("RANK and WORLD_SIZE seem to count hosts, but RANK is not one of them")
         return None
-    nproc = reader.take_count(_NPROC, "", "PET_NPROC_PER_NODE")
     reader.note(
         "in a PyTorchJob RANK and WORLD_SIZE count hosts: `dure run` uses them as the number of "
         "this host and the number of hosts"
     )
     pod = _POD.fullmatch(reader.text("HOSTNAME") or "")
     job = f"PyTorchJob {pod[1] if pod else reader.text('MASTER_ADDR')}"
-    return _placement(
-        System.PYTORCHJOB, NodeSlot(nnodes=nnodes, node_rank=node, nproc=nproc), job, ()
-    )
+    return _placement(reader, System.PYTORCHJOB, node, nnodes, job, ())
 
 
 def _counts_hosts(reader: Reader) -> bool:
@@ -67,12 +62,12 @@ def read_kubernetes(reader: Reader) -> Placement | None:
     pods' names known to each other: the job's YAML sets these, as NNODES and MASTER_ADDR. In a
     JobSet the service has the set's name, so the first pod's name is known.
     """
-    index = reader.take("node", "the pod's index", "JOB_COMPLETION_INDEX")
+    index = reader.number("JOB_COMPLETION_INDEX")
     if index is None:
         return None
     found = _INDEXED.fullmatch(reader.text("HOSTNAME") or "")
     stem = found[1] if found else None
-    nnodes = reader.take_count("hosts", "", "NNODES", "PET_NNODES")
+    nnodes = reader.count("NNODES", "PET_NNODES")
     if nnodes is None or index >= nnodes:
         reader.note(
             "this is a pod of an indexed job, and Kubernetes does not give the number of pods: set "
@@ -83,16 +78,14 @@ def read_kubernetes(reader: Reader) -> Placement | None:
     service = reader.text("JOBSET_SUBDOMAIN", "JOBSET_NAME")
     if stem and service:
         names = tuple(f"{stem}-{i}.{service}" for i in range(nnodes))
-        reader.keep("first host", names[0], "HOSTNAME, JOBSET_NAME", "the JobSet's own service")
-    nproc = reader.take_count(_NPROC, "", "PET_NPROC_PER_NODE")
-    slot = NodeSlot(nnodes=nnodes, node_rank=index, nproc=nproc)
-    return _placement(
-        System.KUBERNETES, slot, f"kubernetes {stem or reader.text('MASTER_ADDR')}", names
-    )
+    job = f"kubernetes {stem or reader.text('MASTER_ADDR')}"
+    return _placement(reader, System.KUBERNETES, index, nnodes, job, names)
 
 
-def _placement(system: System, slot: NodeSlot, job: str, hosts: tuple[str, ...]) -> Placement:
-    node, of = slot.node_rank, slot.nnodes
+def _placement(
+    reader: Reader, system: System, node: int, of: int, job: str, hosts: tuple[str, ...]
+) -> Placement:
+    slot = NodeSlot(nnodes=of, node_rank=node, nproc=reader.count("PET_NPROC_PER_NODE"))
     alone = RankSlot(rank=node, world_size=of, local_rank=0, local_world_size=1, node=node)
     member = alone if of > 1 else None
     return Placement(system=system, member=member, slot=slot, job=job, hosts=hosts)

@@ -1,4 +1,4 @@
-"""Reading variables, and keeping what was read: from where, and what could not be understood."""
+"""Reading variables, and keeping a note of what could not be understood."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from dure.placement.nodes import expand_counts, expand_hosts
-from dure.placement.value import Reason
 
 __all__ = ["Reader", "set_here"]
 
@@ -35,14 +34,10 @@ def set_here(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Reader:
-    """The variables of one environment; a malformed one counts as absent, and makes a note.
-
-    `reasons` and `notes` grow in the order of reading.
-    """
+    """The variables of one environment; a malformed one counts as absent, and makes a note."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self.reasons: list[Reason] = []
         self.notes: list[str] = []
 
     def has(self, *names: str) -> bool:
@@ -61,48 +56,22 @@ class Reader:
         """Return the first of `names` that is a whole number, 0 or more."""
         return self._parsed(_whole, "a whole number", *names)
 
-    def counts(self, *names: str) -> tuple[int, ...]:
-        """Return the first of `names` that is a list of counts, as Slurm writes it."""
-        return self._parsed(expand_counts, "a list of counts", *names) or ()
-
-    def count(self, name: str) -> int | None:
-        """Return a count as torchrun writes it.
+    def count(self, *names: str) -> int | None:
+        """Return the first of `names` that is a count as torchrun writes it.
 
         It may also be a range, whose upper end counts, or auto, cpu or gpu, which like 0 give no
         number.
         """
-        return self._parsed(_count, "a number or a range", name) or None
+        found = (self._parsed(_count, "a number or a range", name) for name in names)
+        return next(filter(None, found), None)
 
-    def take(self, what: str, why: str, *names: str) -> int | None:
-        """Return the first of `names` that is a number, and keep the reason."""
-        return self._taken(what, why, names, self.number)
+    def counts(self, *names: str) -> tuple[int, ...]:
+        """Return the first of `names` that is a list of counts, as Slurm writes it."""
+        return self._parsed(expand_counts, "a list of counts", *names) or ()
 
-    def take_count(self, what: str, why: str, *names: str) -> int | None:
-        """Return the first of `names` that is a count (`count`), and keep the reason."""
-        return self._taken(what, why, names, self.count)
-
-    def take_hosts(self, *names: str) -> tuple[str, ...]:
-        """Return the first of `names` that is a list of hosts, as Slurm writes it, and keep it."""
-        for name in names:
-            hosts = self._parsed(expand_hosts, "a list of hosts", name)
-            if hosts:
-                self.keep("hosts", self.text(name), name, f"{len(hosts)} of them")
-                return hosts
-        return ()
-
-    def _taken(
-        self, what: str, why: str, names: tuple[str, ...], read: Callable[[str], int | None]
-    ) -> int | None:
-        for name in names:
-            value = read(name)
-            if value is not None:
-                self.keep(what, value, name, why)
-                return value
-        return None
-
-    def keep(self, what: str, value: object, source: str, why: str = "") -> None:
-        """Record where a value came from."""
-        self.reasons.append(Reason(what=what, value=str(value), source=source, why=why))
+    def hosts(self, *names: str) -> tuple[str, ...]:
+        """Return the first of `names` that is a list of hosts, as Slurm writes it."""
+        return self._parsed(expand_hosts, "a list of hosts", *names) or ()
 
     def note(self, text: str) -> None:
         """Record what does not fit together."""

@@ -21,29 +21,26 @@ _SPECIAL_STEPS = 0xFFFF_FFF0
 def read_step(reader: Reader) -> Placement | None:
     if not _in_step(reader):
         return None
-    rank = reader.take("rank", "srun numbers its tasks", "SLURM_PROCID")
-    size = reader.take("ranks", "tasks of this step", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank = reader.number("SLURM_PROCID")
+    size = reader.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if rank is None or size is None or rank >= size:
         reader.note("this is a step of Slurm, but SLURM_PROCID and SLURM_NTASKS do not say which")
         return None
-    node = reader.take("node", "this host's number in the step", "SLURM_NODEID")
-    hosts = reader.take_hosts("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-    local = reader.take("local rank", "this task's number on its host", "SLURM_LOCALID")
+    node, local = reader.number("SLURM_NODEID"), reader.number("SLURM_LOCALID")
+    hosts = reader.hosts("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     copies = _tasks_here(reader, node, size)
     nnodes = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or len(hosts) or None
     slot = None
     if nnodes is not None and node is not None:
-        gpus = reader.take_count("ranks to start here", "one for each GPU", "SLURM_GPUS_ON_NODE")
+        gpus = reader.count("SLURM_GPUS_ON_NODE")  # one rank for each
         slot = NodeSlot(nnodes=nnodes, node_rank=node, nproc=gpus, copies=copies or 1)
-    job = _job(reader)
-    reader.keep("job", job, "SLURM_JOB_ID, SLURM_STEP_ID")
     return Placement(
         system=System.SLURM,
         member=RankSlot(
             rank=rank, world_size=size, local_rank=local, local_world_size=copies, node=node
         ),
         slot=slot,
-        job=job,
+        job=_job(reader),
         host=None if hosts else reader.text("SLURM_LAUNCH_NODE_IPADDR"),
         hosts=hosts,
     )
@@ -53,8 +50,7 @@ def read_batch_shell(reader: Reader) -> Placement | None:
     """Return the placement of a shell in a Slurm job: not a rank, but the hosts are known."""
     if not reader.has("SLURM_JOB_ID") or _in_step(reader):
         return None
-    hosts = reader.take_hosts("SLURM_JOB_NODELIST")
-    reader.keep("job", reader.text("SLURM_JOB_ID"), "SLURM_JOB_ID", "a shell of it, not a task")
+    hosts = reader.hosts("SLURM_JOB_NODELIST")
     if len(hosts) > 1:
         reader.note(
             f"this shell is on one of the {len(hosts)} hosts of its Slurm job, and `dure run` uses "
@@ -73,16 +69,13 @@ def _in_step(reader: Reader) -> bool:
 
 def _tasks_here(reader: Reader, node: int | None, size: int) -> int | None:
     """Return how many tasks of this step are on this host."""
-    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    counts = reader.counts(*names)
+    counts = reader.counts("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if node is None or node >= len(counts) or sum(counts) != size:
         return size if reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") == 1 else None
-    source = next(name for name in names if reader.has(name))
-    reader.keep("ranks here", counts[node], source, f"{reader.text(source)}, host {node}")
     return counts[node]
 
 
 def _job(reader: Reader) -> str:
-    words = [reader.text("SLURM_JOB_ID"), reader.text("SLURM_STEP_ID")]
     restarts = reader.number("SLURM_RESTART_COUNT")
-    return "slurm " + ".".join(str(w) for w in words) + (f" restart {restarts}" if restarts else "")
+    step = f"slurm {reader.text('SLURM_JOB_ID')}.{reader.text('SLURM_STEP_ID')}"
+    return f"{step} restart {restarts}" if restarts else step

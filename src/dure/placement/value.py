@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["NodeSlot", "Placement", "RankSlot", "Reason", "System"]
+__all__ = ["NodeSlot", "Placement", "RankSlot", "System"]
 
 
 class System(enum.StrEnum):
@@ -33,16 +33,6 @@ class System(enum.StrEnum):
     PYTORCHJOB = "PyTorchJob"
     KUBERNETES = "Kubernetes"
     NOBODY = "nobody"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
-    """Where one value came from: the variables it was read from, and what else to know."""
-
-    what: str
-    value: str
-    source: str
-    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +79,6 @@ class Placement:
         port: A port for the job's store on that host.
         port_derived: `port` was computed from `job`, so it may be in use: look near it, too.
         hosts: All hosts in order, where they are known.
-        reasons: Where each of these came from.
         notes: What does not fit together, and what to do about it.
         unclear: RANK and WORLD_SIZE may count hosts or processes, and nothing says which.
     """
@@ -102,7 +91,6 @@ class Placement:
     port: int | None = None
     port_derived: bool = False
     hosts: tuple[str, ...] = ()
-    reasons: tuple[Reason, ...] = ()
     notes: tuple[str, ...] = ()
     unclear: bool = False
 
