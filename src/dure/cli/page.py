@@ -20,17 +20,18 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import psutil
 import typer
 
 from dure.errors import UsageError
 from dure.launch import JobResult, JobSpec
 from dure.launch.ranks.errorfiles import temporary_folder
-from dure.launch.show.rows import Row, indented
+from dure.launch.ranks.report import Step
 from dure.launch.show.summary import summary, where
 from dure.launch.spec import RankResult, Stream
 from dure.viewer.access import Access, listen
@@ -38,7 +39,10 @@ from dure.viewer.view import Feed, Outcome, RankRow, Site
 
 _NEEDED = ("starlette", "uvicorn")
 _MOST_LINES, _LONGEST_LINE = 2000, 1000  # between two messages
+_LOOKED_AT = 500  # bytes of a line
+_REFRESH_S, _USAGE_S = 0.2, 1.0
 _LAST_S, _LEAVE_S = 1.0, 4.0
+_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 _LAST = re.compile(
     r"(?P<call>.+?)(?: of group '.*?')?(?: at (?P<at>\S.*:\d+))?, "
     r"(?P<how>[^,]+?)(?: [\d.e+-]+ s earlier)?"
@@ -74,7 +78,70 @@ def _address(listening: socket.socket, token: str) -> str:
     return f"http://127.0.0.1:{listening.getsockname()[1]}/#{token}"
 
 
-class Page:
+class Ranks:
+    """What is known of each rank of this host; times are on `time.monotonic`."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, RankRow] = {}
+        self._processes: dict[int, psutil.Process] = {}
+        self._spoke_at: dict[int, float] = {}
+        self._measured_at = float("-inf")
+
+    def noted(self, event: Mapping[str, Any]) -> None:
+        """Record an event of the job (docs/launch.md, "Events")."""
+        name, rank = event["event"], event.get("rank", -1)
+        if name == "started":
+            self.rows[rank] = RankRow(rank=rank, host=event["host"], pid=event["pid"])
+            self._spoke_at[rank] = time.monotonic()
+            self._processes.pop(rank, None)
+        elif name == "crashed":
+            row = self.rows[rank]
+            row.state, row.last = "failed", shown(f"{event['type']}: {event['message']}".encode())
+        elif name == "ended":
+            row = self.rows[rank]
+            row.state = "ended" if event["code"] == 0 else "failed"  # no code: by a signal
+            row.memory = row.cpu = None
+
+    def progressed(self, rank: int, step: Step) -> None:
+        """Record a rank's step."""
+        row = self.rows[rank]
+        row.step, row.total, row.values = step.step, step.total, dict(step.values)
+
+    def spoke(self, rank: int, line: bytes) -> None:
+        """Record the last line that a rank wrote, complete or not."""
+        row = self.rows[rank]
+        if row.state == "running" and line.strip():
+            row.last = shown(line[-_LOOKED_AT:]).strip()
+            self._spoke_at[rank] = time.monotonic()
+
+    def measure(self, now: float) -> None:
+        """Read memory and processor time again, if the last time was long ago."""
+        usage = now - self._measured_at >= _USAGE_S
+        self._measured_at = now if usage else self._measured_at
+        for rank, row in self.rows.items():
+            running = row.state == "running"
+            row.quiet_s = round(now - self._spoke_at[rank], 1) if running else None
+            if running and usage:
+                self._read_usage(row)
+
+    def _read_usage(self, row: RankRow) -> None:
+        try:
+            first = row.rank not in self._processes
+            process = self._processes.setdefault(row.rank, psutil.Process(row.pid))
+            row.memory, cpu = process.memory_info().rss, process.cpu_percent() / 100
+            row.cpu = None if first else cpu
+        except psutil.Error:
+            row.memory = row.cpu = None
+
+
+def shown(line: bytes) -> str:
+    """Return what a line looks like: its last redraw, without control characters."""
+    text = _ESCAPES.sub("", line.decode(errors="replace"))
+    text = next((part for part in reversed(text.split("\r")) if part.strip()), "")
+    return "".join(c if c.isprintable() else " " for c in text).rstrip()
+
+
+class Page(Ranks):
     """Sends the state of the run to the page's process (a `Watcher`).
 
     Args:
@@ -83,9 +150,10 @@ class Page:
     """
 
     def __init__(self, title: str, folder: Path) -> None:
+        super().__init__()
+        self.due_at = 0.0
         self._began = time.monotonic()
         self._lines: deque[tuple[int, Stream, bytes]] = deque(maxlen=_MOST_LINES)
-        self._ranks: list[RankRow] = []
         self._rest = b""
         access = Access()
         with listen() as listening:
@@ -106,27 +174,30 @@ class Page:
         """Keep lines that a rank wrote for the next message."""
         self._lines.extend((rank, stream, line[-_LONGEST_LINE:]) for line in lines)
 
-    def saw(self, rows: Sequence[Row]) -> None:
+    def tick(self, now: float) -> None:
         """Send the state of the ranks, unless the page has not read the last message."""
-        now = time.monotonic()
-        self._ranks = [_rank_row(row, now) for row in rows]
+        self.due_at = now + _REFRESH_S
+        self.measure(now)
         if self._write(b""):
             self._send(None)
 
     def conclude(self, result: JobResult) -> None:
         """Send how the run has ended."""
         deadline = time.monotonic() + _LAST_S
-        while not self._write(b"") and time.monotonic() < deadline:
-            select.select([], [self._pipe], [], 0.05)
-        results = {rank.rank: rank for rank in result.ranks}
-        for row in self._ranks:
-            if (rank := results.get(row.rank)) is not None and rank.crash is None:
+        self._wait(deadline)
+        for rank in result.ranks:
+            row = self.rows.get(rank.rank)
+            if row is not None and rank.crash is None:
                 if rank.finished:  # whatever ended it on its way out
                     row.state = "ended"
                 elif rank.ended_by_launcher:
                     row.state = "stopped"
                 row.last = row.last if rank.exit.ok or rank.finished else str(rank.exit)
         self._send(outcome_of(result))
+        self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        """Wait until all is written, or the deadline is over."""
         while not self._write(b"") and time.monotonic() < deadline:
             select.select([], [self._pipe], [], 0.05)
 
@@ -142,10 +213,11 @@ class Page:
             self._process.wait()
 
     def _send(self, outcome: Outcome | None) -> None:
-        lines = [(rank, str(stream), indented(line)) for rank, stream, line in self._lines]
+        lines = [(rank, str(stream), shown(line)) for rank, stream, line in self._lines]
         self._lines.clear()
         elapsed_s = time.monotonic() - self._began
-        feed = Feed(elapsed_s=elapsed_s, ranks=self._ranks, lines=lines, outcome=outcome)
+        ranks = list(self.rows.values())
+        feed = Feed(elapsed_s=elapsed_s, ranks=ranks, lines=lines, outcome=outcome)
         self._write(msgspec.json.encode(feed) + b"\n")
 
     def _write(self, data: bytes) -> bool:
@@ -159,23 +231,6 @@ class Page:
         except OSError:  # the page's process has ended, the run has not
             self._rest = b""
         return True
-
-
-def _rank_row(row: Row, now: float) -> RankRow:
-    step = row.step
-    return RankRow(
-        rank=row.rank,
-        host=row.host,
-        pid=row.pid,
-        state=row.state,
-        step=None if step is None else step.step,
-        total=None if step is None else step.total,
-        values={} if step is None else dict(step.values),
-        memory=row.resident,
-        cpu=row.cpu,
-        quiet_s=round(now - row.spoke_at, 1) if row.state == "running" else None,
-        last=row.last,
-    )
 
 
 def outcome_of(result: JobResult) -> Outcome:
@@ -214,4 +269,4 @@ def shown_on_page(spec: JobSpec) -> Iterator[tuple[JobSpec, Page]]:
         with contextlib.closing(page):
             print(f"[dure] the page: {page.address}", file=sys.stderr, flush=True)
             env = {**spec.env, "DURE_PAGE_DIR": str(folder)}
-            yield dataclasses.replace(spec, env=env, watcher=page), page
+            yield dataclasses.replace(spec, env=env, watcher=page, on_event=page.noted), page

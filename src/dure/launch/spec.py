@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dure.errors import LaunchError
 
 if TYPE_CHECKING:
-    from dure.launch.show.rows import Watcher
+    from dure.launch.show.watcher import Watcher
 
 __all__ = [
     "Crash",

@@ -62,51 +62,41 @@ def test_rows_and_lines_of(
     assert (got, screen.rows) == (lines, rows), name
 
 
-def test_finished_bar_becomes_a_line_when_the_cursor_does_not_return() -> None:
-    screen, lines = screen_after(b"\r50%", b"\r100%\n")
-    assert (lines, screen.holds, screen.show_at) == ([], True, SETTLE_S)
-    assert screen.settle() == [b"100%"]
-    assert (screen.rows, screen.holds) == ([], False)
+@pytest.mark.parametrize(
+    ("parts", "lines"),
+    [
+        ([b"\r50%", b"\r100%\n"], [b"100%"]),
+        ([b"\x1b[?25la 1\nb 1\n", b"\x1b[?25h"], [b"a 1", b"b 1"]),
+        ([b"\r50%", b"\r     \r"], []),  # a bar that was erased
+    ],
+)
+def test_finished_rows_become_lines_when_the_cursor_does_not_return(
+    parts: list[bytes], lines: list[bytes]
+) -> None:
+    screen, before = screen_after(*parts)
+    assert (before, screen.holds, screen.show_at) == ([], True, SETTLE_S)
+    assert screen.overdue() == (lines, b"")
+    assert (screen.rows, screen.holds, screen.flush()) == ([], False, b"")
     assert screen.feed(b"next\n", 1.0) == [b"next"]
 
 
-def test_bars_of_rich_stay_until_it_shows_the_cursor_again() -> None:
+def test_rows_stay_while_the_cursor_is_hidden_and_end_with_the_output() -> None:
     screen, _ = screen_after(b"\x1b[?25la 1\nb 1\n")
     assert not screen.holds
-    screen.feed(b"\x1b[?25h", 1.0)
-    assert screen.holds
-    assert screen.settle() == [b"a 1", b"b 1"]
-
-
-def test_bar_that_was_erased_leaves_nothing() -> None:
-    screen, _ = screen_after(b"\r50%", b"\r     \r")
-    assert screen.holds
-    assert screen.settle() == []
-    assert screen.flush() == b""
-
-
-def test_end_of_the_output_completes_all_rows() -> None:
     screen, _ = screen_after(b"\router\n\rinner\x1b[A")
     assert (screen.held, screen.flush(), screen.rows) == (b"inner", b"outer\ninner", [])
 
 
 _PARTS = [
-    b"\r",
-    b"\n",
-    b"\x1b[A",
-    b"\x1b[99999999999B",
-    b"\x1b[K",
-    b"\x1b[J",
-    b"\x1b[?25l",
-    b"\x1b[?25h",
+    *(b"\r", b"\n", b"\x1b[A", b"\x1b[99999999999B", b"\x1b[K", b"\x1b[J"),
+    *(b"\x1b[?25l", b"\x1b[?25h", b"x", b"\x1b", b"\x1b[", b"[2"),
 ]
-_CUT_PARTS = [b"x", b"\x1b", b"\x1b[", b"[2"]
 
 
-@given(st.lists(st.sampled_from(_PARTS + _CUT_PARTS), max_size=60))
+@given(st.lists(st.sampled_from(_PARTS), max_size=60))
 def test_any_movements_keep_the_cursor_in_the_rows_and_few_of_them(parts: list[bytes]) -> None:
     screen, _ = screen_after(*parts)
-    screen.settle()
+    screen.overdue()
     assert len(screen.rows) <= 200
     screen.flush()
     assert not screen.holds

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
+from functools import lru_cache
 from operator import attrgetter
 
 from dure.launch.spec import Stream
@@ -143,28 +144,18 @@ class Prefixes:
         self._width = len(str(world_size - 1))
         self._host = "" if host is None else f"{host.partition('.')[0]}:"
         self._shown = shown
-        self._known: dict[tuple[int, bool], bytes] = {}
+        self.of = lru_cache(4096)(self._make)  # sets are many: 2 to the power of ranks
 
-    def of(self, ranks: int, colour: bool) -> bytes:
+    def _make(self, bits: int, colour: bool) -> bytes:
         """Return the prefix of a set of local ranks, where bit i stands for local rank i."""
-        known = self._known.get((ranks, colour))
-        if known is None:
-            if len(self._known) > 4096:  # sets are many: 2 to the power of ranks
-                self._known.clear()
-            known = self._known[ranks, colour] = self._make(ranks, colour).encode()
-        return known
-
-    def _make(self, bits: int, colour: bool) -> str:
         if not self._shown:
-            return ""
+            return b""
         ranks = [self._first + i for i in range(bits.bit_length()) if bits >> i & 1]
         single = len(ranks) == 1
         who = f"{ranks[0]:>{self._width}}" if single else rank_set(ranks)
-        text = f"[{self._host}{who}] "
-        if not colour:
-            return text
         code = _COLOURS[ranks[0] % len(_COLOURS)] if single else _MANY
-        return f"\x1b[{code}m{text}\x1b[0m"
+        begin, end = (f"\x1b[{code}m", "\x1b[0m") if colour else ("", "")
+        return f"{begin}[{self._host}{who}] {end}".encode()
 
 
 class Tracebacks:

@@ -35,15 +35,25 @@ _NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 
 
 class LineReader:
-    """Cuts the bytes of one pipe into lines."""
+    """Cuts the bytes of one pipe into lines.
+
+    Attributes:
+        rows: What the program draws, and may still change: see `screen`.
+    """
 
     def __init__(self, rank: int, stream: Stream) -> None:
         self.rank = rank
         self.stream: Stream = stream
+        self.rows: list[bytes] = []
         self._last_at = self._begun_at = 0.0
         self._returns = False  # the line goes back to its start
         self._parts: list[bytes] = []
         self._held_bytes = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether there are rows that may still change."""
+        return bool(self.rows)
 
     @property
     def holds(self) -> bool:
@@ -83,6 +93,10 @@ class LineReader:
             self._parts.append(rest)
             self._held_bytes += len(rest)
         return lines
+
+    def overdue(self) -> tuple[list[bytes], bytes]:
+        """Return the lines and the part of a line that wait no longer for what comes next."""
+        return [], self.flush()
 
     def flush(self) -> bytes:
         """Return what is held back of an unfinished line, and hold it back no longer."""
@@ -132,6 +146,10 @@ class Sink:
     def full(self) -> bool:
         """Whether so much waits that no more should be put in."""
         return self._queued_bytes >= _QUEUE_BYTES
+
+    def is_behind(self, owner: object) -> bool:
+        """Whether the cursor is behind an unfinished line of this owner."""
+        return self._owner is owner
 
     def put(self, owner: object, prefix: bytes, lines: list[bytes]) -> None:
         """Queue whole lines of one pipe, for which `owner` stands."""

@@ -40,7 +40,6 @@ class Screen(LineReader):
 
     def __init__(self, rank: int, stream: Stream) -> None:
         super().__init__(rank, stream)
-        self.rows: list[bytes] = []  # which may still change; empty unless the program draws
         self._complete: list[bytes] = []
         self._row = 0  # in which row the cursor is
         self._returned = False  # the cursor is at the start of its row
@@ -80,14 +79,16 @@ class Screen(LineReader):
         self._complete_above(self._row - _MOST_ROWS)
         return self._taken()
 
-    def settle(self) -> list[bytes]:
-        """Return the rows above the cursor, to which it has not returned."""
+    def overdue(self) -> tuple[list[bytes], bytes]:
+        """Return the rows above the cursor, to which it has not returned; or part of a line."""
+        if not self.rows:
+            return super().overdue()
         self._complete_above(self._row)
         while len(self.rows) > 1 and not self.rows[-1].strip():
             self.rows.pop()
         if not b"".join(self.rows).strip():
             self.rows = []
-        return self._taken()
+        return self._taken(), b""
 
     def flush(self) -> bytes:
         """Return all that is held back, and hold it back no longer."""

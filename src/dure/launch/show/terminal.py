@@ -24,7 +24,6 @@ from dure.launch.ranks.spawn import RankProcess
 from dure.launch.show.folding import WINDOW_S, Entry, Folder, Prefixes, Tracebacks
 from dure.launch.show.logs import Logs, is_shown
 from dure.launch.show.output import LineReader, Sink, same_file
-from dure.launch.show.rows import Rows
 from dure.launch.show.screen import Screen
 from dure.launch.spec import Crash, Exit, JobResult, JobSpec, Line, Stream
 
@@ -80,11 +79,9 @@ class Terminal:
         self._first_rank = 0
         self._seen: dict[int, deque[bytes]] = {}  # a rank's last lines of standard error
         self._tracebacks = Tracebacks()
-        self._begun: set[LineReader] = set()  # whose line was shown in part
         self._drawn_at = float("-inf")
         self._changed = False  # progress bars are to be drawn
         self._day = time.time() - time.monotonic()
-        self._rows = Rows() if spec.watcher is not None else None
         self._warned = False
         self._logs = Logs(spec)
 
@@ -115,7 +112,7 @@ class Terminal:
     @property
     def wake_at(self) -> float | None:
         """When `tick` is to be called."""
-        times = [] if self._rows is None else [self._rows.due_at]
+        times = [] if self._spec.watcher is None else [self._spec.watcher.due_at]
         if self._spec.on_line is None:
             times += [reader.show_at for reader in self._readers if self._may_show_part(reader)]
             times += [f.wake_at for f in self._folders.values() if f.wake_at is not None]
@@ -130,7 +127,6 @@ class Terminal:
         """
         self._flush()
         self._readers.clear()
-        self._begun.clear()
         self._tracebacks = Tracebacks()
         self._first_rank = this_round.first_rank
         spec, several = self._spec, this_round.num_hosts > 1
@@ -146,29 +142,20 @@ class Terminal:
 
     def started(self, process: RankProcess) -> None:
         """Record that a rank has started."""
-        rank, pid = process.rank, process.pid
-        self._logs.note("started", rank=rank, pid=pid, host=process.host)
-        if self._rows is not None:
-            self._rows.started(rank, pid, process.host)
+        self._logs.note("started", rank=process.rank, pid=process.pid, host=process.host)
 
     def ended(self, process: RankProcess, how: Exit) -> None:
         """Record that a rank has ended."""
         rank, pid = process.rank, process.pid
         self._logs.note("ended", rank=rank, pid=pid, code=how.code, signal=how.signal)
         self._warn()
-        if self._rows is not None:
-            self._rows.ended(rank, how.ok)
 
     def reported(self, rank: int, crash: Crash | None, step: Step | None) -> None:
         """Record what a rank reported: its crash, the first time, or its progress."""
         if crash is not None:
             self._logs.note("crashed", rank=rank, type=crash.type, message=crash.message)
-        if self._rows is None:
-            return
-        if crash is not None:
-            self._rows.crashed(rank, f"{crash.type}: {crash.message}")
-        elif step is not None:
-            self._rows.progressed(rank, step)
+        elif step is not None and self._spec.watcher is not None:
+            self._spec.watcher.progressed(rank, step)
 
     def reader(self, rank: int, stream: Stream) -> LineReader:
         """Return what cuts a pipe's bytes into lines."""
@@ -182,20 +169,20 @@ class Terminal:
         self._logs.write(reader.rank, reader.stream, data)
         lines = reader.feed(data, now)
         self._logs.lines(reader.rank, reader.stream, lines)
-        self._changed = self._changed or _draws(reader)
+        self._changed = self._changed or reader.draws
         if lines:
             self._settle_others(reader, now)
         self._show(reader, lines, now)
-        if self._rows is not None:
-            self._rows.wrote(reader.rank, lines[-1] if lines else reader.held, now)
+        if self._spec.watcher is not None:
+            self._spec.watcher.spoke(reader.rank, lines[-1] if lines else reader.held)
         if reader.overfull:
             self._show_part(reader, now)
         self._warn()
 
     def tick(self, now: float) -> None:
         """Show what has waited long enough: unfinished lines, and lines that might have folded."""
-        if self._rows is not None and self._spec.watcher is not None and now >= self._rows.due_at:
-            self._spec.watcher.saw(self._rows.look(now))
+        if self._spec.watcher is not None and now >= self._spec.watcher.due_at:
+            self._spec.watcher.tick(now)
         if self._spec.on_line is not None:
             return
         for reader in self._readers:
@@ -251,8 +238,8 @@ class Terminal:
     def finish(self) -> None:
         """Show what is left of unfinished lines, and close the files."""
         self._flush()
-        if self._spec.watcher is not None and self._rows is not None:
-            self._spec.watcher.saw(self._rows.look(time.monotonic()))
+        if self._spec.watcher is not None:
+            self._spec.watcher.tick(time.monotonic())
         for sink in self.sinks:
             sink.finish()
         self.close()
@@ -266,7 +253,7 @@ class Terminal:
         for sink in self.sinks:
             sink.put_area([])
         for reader in self._readers:
-            if _draws(reader):
+            if reader.draws:
                 self._show(reader, reader.flush().split(b"\n"), now)
             self._show_part(reader, now)
         for sink in self.sinks:
@@ -291,18 +278,20 @@ class Terminal:
     def _bars(self, reader: LineReader, sink: Sink) -> list[bytes]:
         """Return what a rank draws, with its prefix."""
         local = reader.rank - self._first_rank
-        if not isinstance(reader, Screen) or not is_shown(self._spec, local, reader.stream):
+        if not is_shown(self._spec, local, reader.stream):
             return []
         prefix = self._prefixes.of(1 << local, self._colour[sink.fd])
         return [prefix + row for row in reader.rows if row.strip()]
 
-    def _show(self, reader: LineReader, lines: list[bytes], now: float) -> None:
-        if not lines:
+    def _show(self, reader: LineReader, lines: list[bytes], now: float, part: bytes = b"") -> None:
+        """Show lines of a pipe, and a part of the next one."""
+        whole = [*lines, part] if part else lines
+        if not whole:
             return
         if self._spec.watcher is not None:
-            self._spec.watcher.wrote(reader.rank, reader.stream, lines)
+            self._spec.watcher.wrote(reader.rank, reader.stream, whole)
         if self._spec.on_line is not None:
-            for line in lines:
+            for line in whole:
                 self._spec.on_line(Line(reader.rank, reader.stream, line))
             return
         local = reader.rank - self._first_rank
@@ -313,43 +302,29 @@ class Terminal:
             kept.extend(line[:_SEEN_BYTES] for line in lines[-_SEEN:])
         sink = self._sinks[reader.stream]
         folder = self._folders[sink.fd]
-        if reader in self._begun:  # the first is the end of a line that was shown in part
-            self._begun.discard(reader)
-            self._put(sink, folder.flush())
-            sink.put(reader, self._prefix(sink, 1 << local, now), lines[:1])
+        if lines and sink.is_behind(reader):  # the first is the end of a line that was begun
+            sink.put(reader, b"", lines[:1])
             lines = lines[1:]
         lines = self._tracebacks.gather(reader, lines)
         self._put(sink, folder.put(reader, local, reader.stream, lines, now))
+        if part:
+            self._put(sink, folder.flush())
+            sink.put_part(reader, self._prefix(sink, 1 << local, now), part)
+            sink.write_some()
 
     def _show_part(self, reader: LineReader, now: float) -> None:
-        """Show what a pipe's reader holds back of an unfinished line."""
+        """Show what a pipe's reader holds back of an unfinished line, or of its rows."""
         sink, local = self._sinks[reader.stream], reader.rank - self._first_rank
-        folder = self._folders[sink.fd]
         lines = self._tracebacks.release(reader)
-        self._put(sink, folder.put(reader, local, reader.stream, lines, now))
-        if isinstance(reader, Screen) and reader.rows:
-            self._show(reader, reader.settle(), now)
-            self._changed = True
-            return
-        text = reader.flush()
-        if not text:
-            return
-        if self._spec.on_line is not None:
-            self._show(reader, [text], now)
-            return
-        if self._spec.watcher is not None:
-            self._spec.watcher.wrote(reader.rank, reader.stream, [text])
-        if is_shown(self._spec, local, reader.stream):
-            self._put(sink, folder.flush())
-            sink.put_part(reader, self._prefix(sink, 1 << local, now), text)
-            sink.write_some()
-            self._begun.add(reader)
+        self._put(sink, self._folders[sink.fd].put(reader, local, reader.stream, lines, now))
+        self._changed = self._changed or reader.draws
+        lines, part = reader.overdue()
+        self._show(reader, lines, now, part)
 
     def _settle_others(self, reader: LineReader, now: float) -> None:
         """Show a rank's finished progress bar before what it prints next on its other stream."""
-        others = [r for r in self._readers if r.rank == reader.rank and r is not reader]
-        for other in others:
-            if _draws(other) and other.holds:
+        for other in self._readers:
+            if other.rank == reader.rank and other is not reader and other.draws and other.holds:
                 self._show_part(other, now)
 
     def _may_show_part(self, reader: LineReader) -> bool:
@@ -372,10 +347,6 @@ class Terminal:
         seconds = self._day + at
         text = time.strftime("%H:%M:%S", time.localtime(seconds))
         return f"{text}.{int(seconds * 1000) % 1000:03} ".encode()
-
-
-def _draws(reader: LineReader) -> bool:
-    return isinstance(reader, Screen) and bool(reader.rows)
 
 
 def _is_dumb() -> bool:
