@@ -22,7 +22,6 @@ from dure.errorfile import RecordedError, write_error
 from dure.errors import StoreError, UsageError
 from dure.launch import JobResult, JobSpec, run_job
 from dure.launch.clusters.control_stream import follow_control_stream
-from dure.launch.clusters.launchers import launcher_note
 from dure.launch.clusters.meeting import outward
 from dure.launch.clusters.node_slot import take_node_slot
 from dure.launch.program import check_output
@@ -45,8 +44,6 @@ def run(words: list[str]) -> int:
         if note:
             _print_note(note)
     request = make_request(given, variables, _found({**variables, **given.values}))
-    if note := launcher_note(request.spec):
-        _print_note(note)
     if request.dry_run or request.hosts is not None or request.hostfile is not None:
         from dure.cli.run.over_ssh import start_elsewhere  # lazy: most jobs have one host
 

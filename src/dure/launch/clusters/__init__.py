@@ -6,7 +6,6 @@
 * `ssh_launcher`: it starts an agent on each host and shows what they write; `control_stream`: the
   other end.
 * `meeting`: the address at which the hosts rendezvous.
-* `launchers`: a program that is a launcher itself.
 
 Nothing is imported here, because most jobs have one host and need only `node_slot`.
 """

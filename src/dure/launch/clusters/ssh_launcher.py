@@ -151,18 +151,16 @@ class _SshLauncher:
             self._interrupted_by = signal.SIGPIPE
             self._ask_all(signal.SIGTERM)
         while sink.full and not self._asked:  # an agent that ends has its pipes read to their end
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room(sink), _LAST_S)
-            sink.write_some()
+            await self._write_more(sink)
 
-    async def _room(self, sink: Sink) -> None:
-        """Wait until the sink's reader takes more."""
+    async def _write_more(self, sink: Sink) -> None:
+        """Wait a moment for the sink's reader to take more, and write that."""
         loop, room = asyncio.get_running_loop(), asyncio.Event()
         loop.add_writer(sink.fd, room.set)
-        try:
-            await room.wait()
-        finally:
-            loop.remove_writer(sink.fd)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(room.wait(), _LAST_S)
+        loop.remove_writer(sink.fd)
+        sink.write_some()
 
     def _ended(self, host: str, code: int, words: str) -> None:
         if code == 0 or self._first_code:
@@ -181,12 +179,10 @@ class _SshLauncher:
         """Return what kept an agent from its work, if that was not the failure of a rank."""
         if code == _SSH_FAILED and not is_this_host(host):
             return "cannot be reached, or was lost"
-        if code in (126, 127) and "/bin/sh:" in words:
-            return f"cannot start {self._job.python} (see --remote-python)"
-        if code == 2 and "/bin/sh:" in words:
-            return f"has no directory {self._job.directory}"
-        if "No module named" in words and "dure" in words.partition("No module named")[2][:10]:
-            return f"has no Dure in {self._job.python} (see --remote-python)"
+        by_shell = code in (2, 126, 127) and "/bin/sh:" in words
+        if by_shell or "No module named 'dure'" in words:
+            python, directory = self._job.python, self._job.directory
+            return f"cannot start {python} -m dure.cli in {directory} (see --remote-python)"
         return ""
 
     def _signaled(self, number: int) -> None:
@@ -222,12 +218,8 @@ class _SshLauncher:
         """Write what is left; after an interruption, do not wait long for the reader."""
         for sink in self._sinks.values():
             sink.finish()
-            limit = None if self._interrupted_by is None else _LAST_S
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._write_all(sink), limit)
-
-    async def _write_all(self, sink: Sink) -> None:
-        sink.write_some()
-        while sink.waiting:
-            await self._room(sink)
             sink.write_some()
+            while sink.waiting:
+                await self._write_more(sink)
+                if self._interrupted_by is not None:
+                    break
