@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compared.group import Contestant, Group, GroupFailed
 from training import ALONE, CONTESTANTS, MODELS, RANK, RANKS
 
-from dure.cli.bench.group import Contestant, Group, GroupFailed
 from dure.cli.machine import conditions
 
 EVERY_S = 0.02

@@ -2,9 +2,9 @@
 
     python benchmarks/performance.py [--mpi PYTHON]... [--only NAME]... [--render]
 
-Runs `dure bench` once for each entry of `RUNS`, which leaves benchmarks/results/NAME.json, and puts
-the tables between the markers of docs/performance.md. Each --mpi is a Python with mpi4py and an
-mpirun beside it. With --render nothing is measured: the tables are made from the files there are.
+Runs `collectives.py` once for each entry of `RUNS`, which leaves benchmarks/results/NAME.json, and
+puts the tables between the markers of docs/performance.md. Each --mpi is a Python with mpi4py and
+an mpirun beside it. With --render nothing is measured: the tables are made from the files.
 The machine must be quiet, and have 16 GiB of memory free.
 """
 
@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dure.cli.bench.plan import show_size
-from dure.cli.bench.results import Cell, Key, Report, read_report, show_time, tables_of
+from compared.results import Cell, Key, Report, read_report, tables_of
+
+from dure.cli.bench.operations import show_size, show_time
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -51,7 +52,14 @@ def measure(name: str, pythons: Sequence[str]) -> None:
         words[-1] = ",".join([words[-1], *(f"mpi@{python}" for python in pythons)])
     path = RESULTS / f"{name}.json"
     began = time.monotonic()
-    command = [sys.executable, "-m", "dure.cli", "bench", *words, *HOW, "--json", str(path)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "collectives.py"),
+        *words,
+        *HOW,
+        "--json",
+        str(path),
+    ]
     subprocess.run(command, check=True)
     # Where a Python lies is this machine's business; which environment it is, is told.
     path.write_text(re.sub(r"mpi@[^\s,\"]*?([^/\s,\"]+/bin/\w+)", r"mpi@\1", path.read_text()))
@@ -67,6 +75,11 @@ def load(name: str) -> Report:
 def seconds(cell: Cell | None) -> float | None:
     """Return the median of a cell, if it was measured."""
     return cell.median_s if cell else None
+
+
+def shown(value: float | None) -> str:
+    """Write a time, or a dash."""
+    return show_time(value) if value else "-"
 
 
 def ratio(a: float | None, b: float | None) -> str:
@@ -106,7 +119,7 @@ def _row(cells: dict[str, Cell], size: int, mpis: Sequence[str]) -> list[str]:
     gloo = seconds(cells.get(GLOO))
     rivals = [seconds(cells.get(name)) for name in mpis]
     best = min((value for value in rivals if value), default=None)
-    times = [show_time(value) for value in (ours, arena, gloo, *rivals)]
+    times = [shown(value) for value in (ours, arena, gloo, *rivals)]
     many = f"{gloo / ours:.0f}×" if gloo and ours else "-"
     return [show_size(size), *times, ratio(ours, best), ratio(arena, best), many]
 
@@ -122,7 +135,7 @@ def render_bfloat16() -> list[str]:
         for size in sorted(wide):
             if size // 2 in narrow:
                 a, b = (seconds(cells.get(OURS)) for cells in (narrow[size // 2], wide[size]))
-                rows.append([f"{size // 4:,}", show_time(b), show_time(a), ratio(a, b)])
+                rows.append([f"{size // 4:,}", shown(b), shown(a), ratio(a, b)])
         heads = ["elements", "float32", "bfloat16", "bfloat16 / float32"]
         out += [f"**all_reduce, {ranks} ranks**", "", *table(heads, rows)]
     return out
@@ -135,7 +148,7 @@ def render_crowd() -> list[str]:
     rows: list[list[str]] = []
     for size in sorted(few):
         a, b = (seconds(cells[size].get(OURS)) for cells in (few, many))
-        rows.append([show_size(size), show_time(a), show_time(b), ratio(b, a)])
+        rows.append([show_size(size), shown(a), shown(b), ratio(b, a)])
     return table(["size", "2 ranks", "8 ranks", "8 / 2"], rows)
 
 

@@ -23,10 +23,10 @@ from typing import Any  # Any: modules of several kinds, schedules
 
 import torch
 import torch.nn.functional as F
+from compared.group import Contestant, Group
+from compared.rank import serve
 
 import dure
-from dure.cli.bench.group import Contestant, Group
-from dure.cli.bench.rank import serve
 from dure.cli.here import here
 from dure.fsdp import fully_shard
 from dure.pipelining import PipelineStage

@@ -22,7 +22,8 @@ import statistics
 from pathlib import Path
 from typing import Any  # Any: what ranks answer
 
-from dure.cli.bench.group import Contestant, Group, GroupFailed
+from compared.group import Contestant, Group, GroupFailed
+
 from dure.cli.machine import conditions
 
 RANK = str(Path(__file__).with_name("training_rank.py"))

@@ -19,10 +19,10 @@ from typing import Any  # Any: modules and optimizers of two libraries
 
 import torch
 import torch.nn.functional as F
+from compared.rank import serve
 from torch import nn
 
 import dure
-from dure.cli.bench.rank import serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 

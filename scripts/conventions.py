@@ -44,9 +44,7 @@ MORE_PARAMETERS = {
     "PipelineScheduleMulti.__init__": OF_TORCH,
     "_Named.__init__": "the signature of torch's schedules that have a name",
     "DureError.__init__": "every field of an error, keyword-only",
-    "demo": OF_TYPER,
     "layouts": OF_TYPER,
-    "memory": OF_TYPER,
     "bench": OF_TYPER,
 }
 """Functions with more parameters than others may have, and why."""

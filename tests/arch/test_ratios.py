@@ -7,7 +7,6 @@ from types import ModuleType
 import pytest
 
 from tests.arch.sources import ROOT
-from tests.cli.bench.bench_sample import cell, report
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +19,12 @@ def ratios() -> ModuleType:
     return module
 
 
-def test_a_ratio_is_our_best_time_over_gloos_where_both_were_measured(ratios):
-    faster = report()
-    faster.cells = [cell(8, "gloo", 100e-6, 900e-6)]
-    found = ratios.ratios([report(), faster])
-    assert found == pytest.approx({("all_reduce", 8): 0.01, ("barrier", 0): 0.2})
+def test_a_ratio_is_the_shortest_time_of_shm_over_that_of_gloo(ratios):
+    times = ratios.Times("python")
+    for backend, *samples in (("gloo", 500e-6, 200e-6), ("shm", 2e-6), ("shm", 9e-6, 1e-6)):
+        cell = {"op": "broadcast", "num_bytes": 8, "samples_s": samples}
+        times.add(times.shortest[backend], [cell])
+    assert times.ratios() == pytest.approx({("broadcast", 8): 0.005})
 
 
 @pytest.mark.parametrize(("here", "behind"), [(0.5, False), (0.54, False), (0.56, True)])

@@ -14,7 +14,7 @@ def test_a_row_is_explained_by_number_or_as_it_is_printed():
     assert by_number == called(*LLAMA, "--explain", text)
     _, out, _ = by_number
     assert out.startswith(text)
-    for words in ("gemm_h100 = ", "(llm_foundry, ", "tokens 4096", "Time", "Memory"):
+    for words in ("gemm_h100 = ", "(llm_foundry, ", "tokens 4096", "Time in s", "Memory in GB"):
         assert words in out
 
 

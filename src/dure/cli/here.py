@@ -12,21 +12,19 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 
 import psutil
 
 from dure import env
-from dure.cli.bench.group import Contestant, Group
 from dure.cli.machine import oversubscribed
+from dure.cli.ranks import run_ranks
 from dure.errors import UsageError
 from dure.plan import Gpu, Machine
-from dure.plan.measured import machine_of, pieces
+from dure.plan.measured import machine_of
 from dure.trace.plain_files import parse_json, read_plain
 
 __all__ = ["VERSION", "here"]
 
-_PROGRAM = ("-m", "dure.cli.here_rank")
 _A_DAY_S = 86_400
 _MOST_BYTES = 1 << 20
 _FORMAT, VERSION = "dure machine", 1
@@ -81,9 +79,6 @@ def _read(path: Path, ranks: int) -> Machine | None:
 
 def _measured(ranks: int) -> dict[str, float]:
     """Return what the ranks measured, means over them: seconds, elements and bytes."""
-    with Group(Contestant(role=(), program=_PROGRAM), ranks) as group:
-        group.accept_ranks()
-        return {
-            name: fmean(answer["value"] for answer in group.call(command, **arguments))
-            for name, (command, arguments) in pieces(ranks).items()
-        }
+    found: dict[str, float] = {}
+    run_ranks("dure.cli.here_rank", (), ranks, found.update)
+    return found

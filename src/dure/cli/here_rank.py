@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dure
-from dure.cli.bench.rank import serve
+from dure.plan.measured import pieces
 
 _ENOUGH_S, _LEAST = 0.4, 5
 _REPEATS = {8: 200}  # of collectives, by bytes: as many on all ranks; others 12
@@ -50,22 +50,19 @@ class _Layer(nn.Module):
 
 
 class Pieces:
-    """The commands: each returns seconds, or what else it found, as `value`."""
+    """What a rank times: each method returns seconds, or what else it found."""
 
-    def __init__(self) -> None:
-        self.rank, self.label, self.version = dure.get_rank(), "here", torch.__version__
-
-    def product(self, m: int, n: int, k: int) -> dict[str, float]:
+    def product(self, m: int, n: int, k: int) -> float:
         """Time a matrix product of a weight that lies as `nn.Linear` has it."""
         a, b = torch.randn(m, k), torch.randn(n, k)
         return _timed(lambda: F.linear(a, b))
 
-    def stream(self, elements: int) -> dict[str, float]:
+    def stream(self, elements: int) -> float:
         """Time the sum of two tensors: two read, one written."""
         a, b, c = (torch.zeros(elements) for _ in range(3))
         return _timed(lambda: torch.add(a, b, out=c))
 
-    def attention(self, tokens: int, width: int, heads: int) -> dict[str, float]:
+    def attention(self, tokens: int, width: int, heads: int) -> float:
         """Time causal attention, forward and backward."""
         q, k, v = (
             torch.randn(1, heads, tokens, width // heads, requires_grad=True) for _ in range(3)
@@ -76,9 +73,7 @@ class Pieces:
 
         return _timed(run)
 
-    def layer(
-        self, tokens: int, width: int, hidden: int, heads: int, backward: int = 1
-    ) -> dict[str, float]:
+    def layer(self, tokens: int, width: int, hidden: int, heads: int, backward: int = 1) -> float:
         """Time a layer, forward and, if asked for, backward."""
         layer, x = _Layer(width, hidden, heads), torch.randn(1, tokens, width, requires_grad=True)
 
@@ -89,7 +84,7 @@ class Pieces:
 
         return _timed(run)
 
-    def kept(self, tokens: int, width: int, hidden: int, heads: int) -> dict[str, float]:
+    def kept(self, tokens: int, width: int, hidden: int, heads: int) -> float:
         """Count the elements that a layer keeps of each token until its backward pass."""
         layer, x = _Layer(width, hidden, heads), torch.randn(1, tokens, width, requires_grad=True)
         own = {each.data_ptr() for each in (*layer.parameters(), *layer.buffers())}
@@ -104,48 +99,48 @@ class Pieces:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             y = layer(x)
         del y
-        return {"value": sum(sizes.values()) / tokens}
+        return sum(sizes.values()) / tokens
 
-    def loss(self, tokens: int, vocabulary: int) -> dict[str, float]:
+    def loss(self, tokens: int, vocabulary: int) -> float:
         """Time the loss of scores, forward and backward."""
         scores = torch.randn(tokens, vocabulary, requires_grad=True)
         targets = torch.randint(vocabulary, (tokens,))
         return _timed(lambda: F.cross_entropy(scores, targets).backward())
 
-    def adam(self, parameters: int) -> dict[str, float]:
+    def adam(self, parameters: int) -> float:
         """Time an update of some parameters, in eight tensors."""
         each = [nn.Parameter(torch.zeros(parameters // 8)) for _ in range(8)]
         for one in each:
             one.grad = torch.zeros_like(one)
         return _timed(torch.optim.AdamW(each).step)
 
-    def all_reduce(self, num_bytes: int) -> dict[str, float]:
+    def all_reduce(self, num_bytes: int) -> float:
         """Time a sum over all ranks."""
         tensor = torch.zeros(num_bytes // 4)
         return _together(lambda: dure.all_reduce(tensor), num_bytes)
 
-    def message(self, num_bytes: int) -> dict[str, float]:
+    def message(self, num_bytes: int) -> float:
         """Time a message from rank 0 to rank 1: half of one there and back."""
         tensor = torch.zeros(num_bytes // 4)
 
         def there_and_back() -> None:
-            if self.rank == 0:
+            if dure.get_rank() == 0:
                 dure.send(tensor, 1)
                 dure.recv(tensor, 1)
-            elif self.rank == 1:
+            elif dure.get_rank() == 1:
                 dure.recv(tensor, 0)
                 dure.send(tensor, 0)
 
-        return {"value": _together(there_and_back, num_bytes)["value"] / 2}
+        return _together(there_and_back, num_bytes) / 2
 
-    def held(self) -> dict[str, float]:
+    def held(self) -> float:
         """Return the bytes of this process that are no file's, and its part of shared ones."""
         rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
         kinds = ("Pss_Anon", "Pss_Shmem")
-        return {"value": 1024.0 * sum(int(row.split()[1]) for row in rows if row.startswith(kinds))}
+        return 1024.0 * sum(int(row.split()[1]) for row in rows if row.startswith(kinds))
 
 
-def _timed(run: Callable[[], object]) -> dict[str, float]:
+def _timed(run: Callable[[], object]) -> float:
     """Return the median time of a piece, run again and again while the other ranks do the same."""
     run()
     dure.barrier()
@@ -154,25 +149,30 @@ def _timed(run: Callable[[], object]) -> dict[str, float]:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return {"value": statistics.median(times)}
+    return statistics.median(times)
 
 
-def _together(run: Callable[[], object], num_bytes: int) -> dict[str, float]:
+def _together(run: Callable[[], object], num_bytes: int) -> float:
     """Return the median time of what all ranks do together, as often on each."""
     times: list[float] = []
     for _ in range(_REPEATS.get(num_bytes, _OTHER_REPEATS)):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return {"value": statistics.median(times)}
+    return statistics.median(times)
 
 
 def main() -> None:
-    """Join, answer, leave."""
+    """Time each piece, and report the means of all ranks."""
     torch.set_num_threads(1)
     dure.init_process_group()
-    pieces = Pieces()
-    serve(sys.argv[1], pieces, pieces)
+    timer, found = Pieces(), dict[str, float]()
+    for name, (piece, arguments) in pieces(dure.get_world_size()).items():
+        value = torch.tensor(getattr(timer, piece)(**arguments), dtype=torch.float64)
+        dure.all_reduce(value, dure.ReduceOp.AVG)
+        found[name] = value.item()
+    if dure.get_rank() == 0:
+        print(json.dumps({"dure": found}), flush=True)
     dure.destroy_process_group()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +13,6 @@ from dure.plan.explaining import explained
 
 __all__ = ["write_terms"]
 
-_SHOWN = (("time", "s", "{:.4g} s", 1.0), ("memory", "bytes", "{:.2f} GB", 1e9))
-
 
 def write_terms(job: Job, machine: Machine, layout: Layout, *, as_json: bool) -> None:
     """Print each term of a layout: value, share and formula; numbers; constants with sources.
@@ -25,7 +22,6 @@ def write_terms(job: Job, machine: Machine, layout: Layout, *, as_json: bool) ->
     """
     found = explained(job, machine, layout)
     row, inputs, terms = found.row, found.inputs, found.terms
-    parts = {"time": row.time, "memory": row.memory}
     if as_json:
         plain = {"layout": str(layout), "seconds": row.seconds, "peak": row.peak}
         print(json.dumps(plain | {"inputs": inputs, "terms": terms}, indent=1))
@@ -33,29 +29,20 @@ def write_terms(job: Job, machine: Machine, layout: Layout, *, as_json: bool) ->
     console = Console()
     head = f"{layout}: {row.seconds:.4g} s a step, {row.speed:,.0f} tokens/s, "
     console.print(Text(f"{head}{row.peak / 1e9:.1f} GB of the fullest rank"))
-    for kind, unit, form, scale in _SHOWN:
+    terms = [term for term in terms if term["value"]]
+    for title, unit, scale in (("Time in s", "s", 1.0), ("Memory in GB", "bytes", 1e9)):
+        table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+        for column in ("term", "value", "share", "formula"):
+            table.add_column(column, no_wrap=column != "formula")
+        total = sum(term["value"] for term in terms if term["unit"] == unit)
+        for term in terms:
+            if term["unit"] == unit:
+                value, share = term["value"] / scale, term["value"] / total
+                table.add_row(term["name"], f"{value:.4g}", f"{share:.1%}", Text(term["formula"]))
         console.print()
-        console.print(_table(kind, [t for t in terms if t["unit"] == unit], form, scale))
-        none = [name for name, value in parts[kind].items() if not value]
-        if none:
-            console.print(Text(f"Nothing: {', '.join(none)}."))
+        console.print(table)
     console.print(Text("\nNumbers in the formulas:", "bold"))
     console.print(Text(", ".join(f"{name} {value:.6g}" for name, value in inputs.items())))
     console.print(Text("\nConstants:", "bold"))
-    for sentence in dict.fromkeys(s for t in terms if t["value"] for s in t["constants"]):
+    for sentence in dict.fromkeys(sentence for term in terms for sentence in term["constants"]):
         console.print(Text(sentence))
-
-
-def _table(title: str, terms: list[dict[str, Any]], form: str, scale: float) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=title.capitalize())
-    table.title_justify = "left"
-    table.add_column("term", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("formula")
-    total = sum(term["value"] for term in terms)
-    for term in terms:
-        if term["value"]:
-            value, share = form.format(term["value"] / scale), f"{term['value'] / total:.1%}"
-            table.add_row(term["name"], value, share, Text(term["formula"]))
-    return table

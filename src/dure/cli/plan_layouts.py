@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,9 +30,10 @@ __all__ = ["layouts", "show"]
 
 _OP = "plan layouts"
 _ROWS = 15
-_WIDE, _WIDEST = 100, 120  # columns of a terminal
+_WIDE = 100  # columns of a terminal
 _USUAL_BATCH, _USUAL_BATCH_OF_A_CPU = 4 << 20, 64 << 10  # tokens
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
+_NARROWEST = 16  # columns of layouts
 _LEAST = 0.005  # of a step: shares below are shown as "-"
 _TOO_LARGE = 3  # layouts that are listed
 _FURTHEST = 2.5  # times a GPU's memory: layouts that take more are not listed
@@ -47,8 +48,6 @@ _PARTS = {
     "host": ("launches",),
 }
 """Where the time of a step goes, as it is shown, with the terms that each adds up."""
-
-_NARROW = {"compute": "comp", "messages": "msgs", "bubble": "bub", "optimizer": "opt"}
 
 _of_model = partial(typer.Option, rich_help_panel="The model")
 _of_job = partial(typer.Option, rich_help_panel="How it is trained")
@@ -66,16 +65,6 @@ def layouts(
     seq: Annotated[
         int | None, _of_model(help="tokens of a sequence (also to change that of --model).")
     ] = None,
-    kv_heads: Annotated[
-        int | None, _of_model(help="Heads of keys and values; by default as --heads.")
-    ] = None,
-    ffn: Annotated[
-        int | None, _of_model(help="Units of the MLP; 3.5 times --hidden, with --gelu 4 times.")
-    ] = None,
-    gelu: Annotated[
-        bool,
-        _of_model("--gelu", help="The MLP has two matrices, without a gate, not SwiGLU's three."),
-    ] = False,
     batch_tokens: Annotated[
         str,
         _of_job(
@@ -102,7 +91,8 @@ def layouts(
         Path | None, _of_machine(help="A file with figures of custom GPUs (docs/plan.md).")
     ] = None,
     memory: Annotated[
-        float | None, _of_machine(help="GB (10^9 bytes) of a GPU that has another memory.")
+        float | None,
+        _of_machine(help="GB (10^9 bytes) of a GPU that has another memory.", min=0.5, max=2000),
     ] = None,
     everything: Annotated[
         bool, _of_answer("--all", help="Show every layout that fits, not 15 meshes.")
@@ -114,13 +104,26 @@ def layouts(
 ) -> None:
     """Print the layouts of a job on a machine by predicted speed, with reasons."""
     sizes = {"layers": layers, "width": hidden, "heads": heads, "vocabulary": vocab}
-    sizes |= {"length": seq, "groups": kv_heads, "hidden": ffn, "gated": 0 if gelu else None}
+    sizes["length"] = seq
     shape = _model(model, config, {name: n for name, n in sizes.items() if n is not None})
     if here or measure:
-        machine = _this_machine(gpus_per_node or 2, measure, gpu or machines or nodes != 1)
+        if gpu or machines or nodes != 1:
+            raise UsageError(
+                "--here is this machine", op=_OP, fix="Leave out --gpu, --machines and --nodes."
+            )
+        from dure.cli.here import here as measured_here  # lazy: needs Linux
+
+        machine = measured_here(gpus_per_node or 2, again=measure)
+    elif gpu:
+        found_gpu = find_gpu(gpu, *([machines] if machines else []))
+        usual = found_gpu.gpus_per_node
+        machine = Machine(found_gpu, nodes, usual if gpus_per_node is None else gpus_per_node)
     else:
-        machine = _gpus(gpu, nodes, gpus_per_node, machines)
-    machine = machine if memory is None else _with_memory(machine, memory)
+        raise UsageError(
+            "a machine is needed", op=_OP, fix="Give --gpu NAME (and --nodes), or --here."
+        )
+    if memory is not None:
+        machine = machine.with_(memory_gb=memory)
     job = _job(shape, machine, batch_tokens, precision, compile_)
     if explain:
         write_terms(job, machine, _explained(explain, job, machine, everything), as_json=as_json)
@@ -147,55 +150,18 @@ def _model(name: str, config: Path | None, sizes: dict[str, int]) -> Model:
     if name or config:
         found = find_model(name) if name else configured_model(config or "")
         return replace(found, **sizes)
-    flags = {
-        "layers": "--layers",
-        "width": "--hidden",
-        "heads": "--heads",
-        "vocabulary": "--vocab",
-        "length": "--seq",
-    }
-    missing = [flag for size, flag in flags.items() if size not in sizes]
-    if missing and own:
-        raise UsageError("the model lacks sizes", op=_OP, seen=", ".join(missing))
+    flags = {"width": "--hidden", "vocabulary": "--vocab", "length": "--seq"}
+    needed = ("layers", "width", "heads", "vocabulary", "length")
+    missing = [flags.get(size, f"--{size}") for size in needed if size not in sizes]
     if missing:
         raise UsageError(
-            "a model is needed",
+            "the model lacks sizes" if own else "a model is needed",
             op=_OP,
+            seen=", ".join(missing) if own else "",
             fix="Give --model NAME, --config config.json, or --layers --hidden --heads --vocab "
             "--seq.",
         )
-    units = 4 * sizes["width"] if sizes.get("gated") == 0 else 7 * sizes["width"] // 2
-    usual = {"groups": sizes["heads"], "hidden": units}
-    return Model(**(usual | sizes))
-
-
-def _gpus(gpu: str, nodes: int, each: int | None, own: Path | None) -> Machine:
-    if not gpu:
-        raise UsageError(
-            "a machine is needed", op=_OP, fix="Give --gpu NAME (and --nodes), or --here."
-        )
-    found = find_gpu(gpu, *([own] if own else []))
-    return Machine(found, nodes, found.gpus_per_node if each is None else each)
-
-
-def _this_machine(ranks: int, measure: bool, others: object) -> Machine:
-    if others:
-        raise UsageError(
-            "--here is this machine", op=_OP, fix="Leave out --gpu, --machines and --nodes."
-        )
-    module = importlib.import_module("dure.cli.here")  # now: it needs what `dure bench` needs
-    return module.here(ranks, again=measure)
-
-
-def _with_memory(machine: Machine, memory: float) -> Machine:
-    if not 0.5 <= memory <= 2000:
-        raise UsageError(
-            f"no GPU has {memory:g} GB",
-            op=_OP,
-            seen=f"{memory:g} MB would be {memory / 1e3:g}, {memory:g} bytes {memory / 1e9:.3g}",
-            fix="--memory is in GB, 10^9 bytes: 80.",
-        )
-    return machine.with_(memory_gb=memory)
+    return Model(**sizes, groups=sizes["heads"], hidden=7 * sizes["width"] // 2)
 
 
 def _tokens(text: str) -> int:
@@ -320,23 +286,19 @@ def _simplest(found: Plan) -> str:
 
 
 def _table(rows: Sequence[Row], found: Plan, width: int) -> Table:
-    """Make a table that fits a width: less columns and broken layouts where it is narrow."""
-    wide = width >= _WIDE
+    """Make a table that fits a width: without intervals, and with layouts on several lines."""
     cells = {"#": [f"{i}{' ~' if 1 < i <= found.ties else ''}" for i in range(1, len(rows) + 1)]}
     cells["tokens/s"] = [f"{row.speed:,.0f}" for row in rows]
-    if wide:
+    if width >= _WIDE:
         cells["interval"] = [f"{_short(row.low)}-{_short(row.high)}" for row in rows]
-    if width >= _WIDEST:
-        cells["a GPU"] = [f"{row.speed / found.machine.ranks:,.0f}" for row in rows]
     cells["MFU"] = [f"{row.mfu:.0%}" for row in rows]
     cells["GB"] = [f"{row.peak / 1e9:.1f}" for row in rows]
     spent = [_shares(row) for row in rows]
     for name in _PARTS:
         if max(each[name] for each in spent) >= _LEAST:
-            head = name if wide else _NARROW.get(name, name)
-            cells[head] = [f"{s[name]:.0%}" if s[name] >= _LEAST else "-" for s in spent]
+            cells[name] = [f"{s[name]:.0%}" if s[name] >= _LEAST else "-" for s in spent]
     taken = sum(max(len(head), *map(len, each)) + 1 for head, each in cells.items())
-    room = max(16, width - taken - 1)
+    room = max(_NARROWEST, width - taken - 1)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for head in cells:
         table.add_column(head, justify="left" if head == "#" else "right", no_wrap=True)
@@ -344,18 +306,9 @@ def _table(rows: Sequence[Row], found: Plan, width: int) -> Table:
             table.add_column("layout", no_wrap=True)
     for i, row in enumerate(rows):
         number, *others = [each[i] for each in cells.values()]
-        table.add_row(number, Text(_broken(str(row.layout), room)), *others)
+        lines = textwrap.wrap(str(row.layout).replace(",", ", "), room)
+        table.add_row(number, Text("\n".join(lines).replace(", ", ",")), *others)
     return table
-
-
-def _broken(layout: str, room: int) -> str:
-    """Break a layout into lines, behind commas."""
-    lines = [""]
-    for word in re.findall("[^,]+,?", layout):
-        if lines[-1] and len(lines[-1] + word) > room:
-            lines.append("")
-        lines[-1] += word
-    return "\n".join(lines)
 
 
 def _print(console: Console, text: str) -> None:

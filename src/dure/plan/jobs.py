@@ -145,7 +145,7 @@ def configured_model(path: str | Path) -> Model:
             "mixtures of experts are not planned for",
             op=_OP,
             seen=", ".join(f"{name}={config[name]}" for name in _EXPERTS if config.get(name)),
-            fix="`dure plan memory` counts their memory; docs/experts.md has what they cost.",
+            fix="dure.plan.memory counts their memory; docs/experts.md has what they cost.",
         )
     quantized = _object(config.get("quantization_config") or {}, f"quantization_config of {path}")
     if quantized:

@@ -22,7 +22,7 @@ _OF = {"large": _LARGE, "small": _SMALL}
 
 
 def pieces(ranks: int) -> dict[str, tuple[str, dict[str, int]]]:
-    """Return what `ranks` ranks time: by name, a command of `here_rank` and its arguments."""
+    """Return what `ranks` ranks time: by name, a method of `here_rank.Pieces` and its arguments."""
     sizes = {"tokens": TOKENS, "width": WIDTH, "hidden": HIDDEN, "heads": HEADS}
     tiny = {"tokens": 2, "width": 64, "hidden": 64, "heads": 1}
     found: dict[str, tuple[str, dict[str, int]]] = {

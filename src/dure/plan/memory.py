@@ -45,7 +45,7 @@ SCORE_BYTES = 12
 """Of each score of the vocabulary, at the peak of the loss: in float32 it, its logarithm and its
 gradient; in 2 bytes it and its gradient, in float32 its copy and the copy's gradient."""
 
-_OP = "plan memory"
+_OP = "plan.memory"
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The benchmark: how fast collectives are on this machine, checked, and beside rivals."""
+"""The benchmark: how fast collectives are on this machine, with checked results."""

@@ -1,355 +1,216 @@
-"""What a rank of the benchmark runs: it joins its group, then obeys the controller.
+"""What a rank of `dure bench` runs: operations at each size, checked and timed; rank 0 reports.
 
-    python rank.py ADDRESS dure BACKEND | torch BACKEND | mpi
-
-ADDRESS is the name of the controller's socket in the abstract namespace. The rank says who it is,
-then answers commands, dictionaries each way: `prepare` (make the buffers, run and check once),
-`sample` (time k operations back to back), `finish` (check again, let the buffers go). Between
-commands it sleeps in a read of that socket and costs nothing.
-
-A rank of MPI may run on another Python, which has mpi4py and numpy but neither torch nor Dure. So
-this file needs the standard library alone, until it knows whom it plays.
-
-Values. Whole numbers that every element type holds exactly, and so are their sums:
+Every operation runs on fresh values before the samples and once more after them, and each element
+is compared with what it must be. Values are whole numbers that every element type holds exactly,
+and so are their sums:
 
 - *moved*: element i of rank r's buffer is 1 + (i + 17 r) mod 113.
 - *reduced*: 1 + (i + r) mod 5; for avg that times the number of ranks; for product, 2 where
   i mod n = r and else 1.
 
-All are periodic in i, so a period is computed and repeated. Shifted by a chunk, swapped between
-ranks, or with a rank left out, the result is another one.
+Shifted by a chunk, swapped between ranks, or with a rank left out, the result is another one.
+Operations with a root take each rank in turn, so that no rank runs ahead of the others.
 """
 
 from __future__ import annotations
 
-import math
-import socket
+import functools
+import json
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
-# Any: buffers are tensors or numpy arrays, and what moves them one of three libraries.
-from typing import Any
+import msgspec
+import torch
 
-_MOVED_PERIOD, _MOVED_SHIFT, _REDUCED_PERIOD = 113, 17, 5
-_FOLDS: dict[str, Callable[[Sequence[int]], int]] = {
-    "sum": sum,
-    "avg": lambda values: sum(values) // len(values),
-    "min": min,
-    "max": max,
-    "product": math.prod,
+import dure
+from dure.cli.bench.operations import DTYPES, OPERATIONS, Plan, Reduction
+
+_WARM_UP = 0.3
+_MAX_REPEATS = 50_000
+_FOLDS: dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
 Run = Callable[[int], object]
-
-
-class Refusal(Exception):
-    """This contestant does not offer what is asked; all its ranks say so, without communicating."""
+"""Runs an operation once; its argument decides the root."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One cell on one rank; `count` as `operations` tells, and root -1: each rank in turn."""
+    """One operation at one size, on one rank."""
 
     op: str
-    dtype: str
-    redop: str
+    dtype: torch.dtype
+    redop: Reduction
     count: int
-    root: int
     arena: bool
     rank: int
     size: int
 
     @property
-    def part(self) -> int:
-        return self.count // self.size
+    def last(self) -> int:
+        """The root of the operation that is checked."""
+        return self.size - 1
 
-    @property
-    def checked_root(self) -> int:
-        return self.root if self.root >= 0 else self.size - 1
-
-    def root_of(self, turn: int) -> int:
-        """Return the root of operation number `turn`: with turns, no rank runs ahead."""
-        return self.root if self.root >= 0 else turn % self.size
+    def empty(self, count: int) -> torch.Tensor:
+        return (dure.shared_empty if self.arena else torch.empty)(count, dtype=self.dtype)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """`length` elements that `owner` holds (None: reduced over all), from its element `start`."""
-
-    length: int
-    owner: int | None
-    start: int = 0
-
-
-def inputs(case: Case) -> Segment:
-    """Return what this rank's source holds before the operation."""
-    short = case.op in {"all_gather", "gather"}
-    return Segment(case.part if short else case.count, case.rank)
-
-
-def expected(case: Case) -> list[Segment]:
-    """Return what this rank must hold after it; nothing where the operation leaves it open."""
-    rank, root, part, count = case.rank, case.checked_root, case.part, case.count
-    if case.op == "all_reduce" or (case.op == "reduce" and rank == root):
-        return [Segment(count, None)]
-    if case.op == "broadcast":
-        return [Segment(count, root)]
-    if case.op == "all_gather" or (case.op == "gather" and rank == root):
-        return [Segment(part, owner) for owner in range(case.size)]
-    if case.op == "reduce_scatter":
-        return [Segment(part, None, rank * part)]
-    if case.op == "all_to_all":
-        return [Segment(part, owner, rank * part) for owner in range(case.size)]
-    if case.op == "scatter":
-        return [Segment(part, root, rank * part)]
-    if case.op == "sendrecv" and rank < 2:
-        return [Segment(count, 1 - rank)]
-    return []
-
-
-def period(case: Case, segment: Segment) -> list[int]:
-    """Return the first elements of a segment, which repeat."""
-    if case.redop == "":
-        length = _MOVED_PERIOD
+def held(case: Case, rank: int, count: int) -> torch.Tensor:
+    """Return the first `count` elements that a rank holds before the operation."""
+    n = case.size
+    if not OPERATIONS[case.op].reduces:
+        values = [1 + (i + 17 * rank) % 113 for i in range(113)]
+    elif case.redop == "product":
+        values = [2 if i == rank else 1 for i in range(n)]
     else:
-        length = case.size if case.redop == "product" else _REDUCED_PERIOD
-    at = range(segment.start, segment.start + length)
-    if segment.owner is not None:
-        return [_value(case, segment.owner, i) for i in at]
-    fold = _FOLDS[case.redop]
-    return [fold([_value(case, rank, i) for rank in range(case.size)]) for i in at]
+        values = [(1 + (i + rank) % 5) * (n if case.redop == "avg" else 1) for i in range(5)]
+    return torch.tensor(values).to(case.dtype).repeat(-(-count // len(values)))[:count]
 
 
-def _value(case: Case, rank: int, i: int) -> int:
-    """Return element `i` of what `rank` holds before the operation."""
-    if case.redop == "":
-        return 1 + (i + _MOVED_SHIFT * rank) % _MOVED_PERIOD
-    if case.redop == "product":
-        return 2 if i % case.size == rank else 1
-    return (1 + (i + rank) % _REDUCED_PERIOD) * (case.size if case.redop == "avg" else 1)
+def expected(case: Case) -> torch.Tensor | None:
+    """Return what this rank must hold after the operation; None if that is left open."""
+    rank, n, count = case.rank, case.size, case.count
+    if case.op in {"gather", "reduce"} and rank != case.last:
+        return None
+    if OPERATIONS[case.op].reduces:
+        each = (held(case, r, count) for r in range(n))
+        total = functools.reduce(_FOLDS[case.redop], each)
+        total = total / n if case.redop == "avg" else total
+        return total.chunk(n)[rank] if case.op == "reduce_scatter" else total
+    if case.op in {"all_gather", "gather"}:
+        return torch.cat([held(case, r, count // n) for r in range(n)])
+    if case.op == "all_to_all":
+        return torch.cat([held(case, r, count).chunk(n)[rank] for r in range(n)])
+    if case.op in {"broadcast", "scatter"}:
+        sent = held(case, case.last, count)
+        return sent.chunk(n)[rank] if case.op == "scatter" else sent
+    if case.op == "sendrecv" and rank < 2:
+        return held(case, 1 - rank, count)
+    return None
 
 
-class TorchStyle:
-    """Dure, or torch.distributed: the same names."""
+def operation(case: Case, a: torch.Tensor, b: torch.Tensor) -> Run:
+    """Return a function that runs the operation once, on source `a` and target `b`."""
+    redop = getattr(dure.ReduceOp, case.redop.upper())
+    parts = list({"gather": b, "scatter": a}.get(case.op, a).chunk(case.size))
 
-    def __init__(self, module: str, backend: str) -> None:
-        import torch  # lazy: a rank of MPI has none
+    def root(turn: int) -> int:
+        return turn % case.size
 
-        if module == "dure":
-            import dure as dist  # lazy: as above
-        else:
-            import torch.distributed as dist  # lazy: as above; the rival, not our engine
-        torch.set_num_threads(1)
-        self._torch: Any = torch
-        self._dist: Any = dist
-        dist.init_process_group(backend)
-        self.rank, self.size = int(dist.get_rank()), int(dist.get_world_size())
-        self.label = f"dure {dist.get_backend()}" if module == "dure" else backend
-        self.version = f"torch {torch.__version__}"
-        group: Any = dist.group.WORLD
-        self.copies = str(getattr(group, "copies", None) or "")
-        self.barrier: Any = dist.barrier
-        self.leave: Any = dist.destroy_process_group
+    def mine(turn: int) -> list[torch.Tensor] | None:
+        return parts if root(turn) == case.rank else None
 
-    def empty(self, count: int, case: Case) -> Any:
-        make: Any = self._dist.shared_empty if case.arena else self._torch.empty
-        return make(count, dtype=getattr(self._torch, case.dtype))
+    def there_and_back(turn: int) -> None:
+        for sender in (0, 1) if case.rank < 2 else ():
+            if case.rank == sender:
+                dure.send(a, 1 - sender)
+            else:
+                dure.recv(b, sender)
 
-    def filled(self, values: list[int], length: int, case: Case) -> Any:
-        once = self._torch.tensor(values).to(getattr(self._torch, case.dtype))
-        return once.repeat(-(-length // len(values)))[:length]
-
-    def operation(self, case: Case, a: Any, b: Any) -> Run:
-        """Return a function that runs the operation once, on source `a` and target `b`."""
-        dist, root = self._dist, case.root_of
-        redop = getattr(dist.ReduceOp, case.redop.upper()) if case.redop else None
-        # Under their names of today or, in an older torch, of yesterday.
-        new = hasattr(dist, "all_gather_single")
-        all_gather = dist.all_gather_single if new else dist.all_gather_into_tensor
-        reduce_scatter = dist.reduce_scatter_single if new else dist.reduce_scatter_tensor
-        whole = {"gather": b, "scatter": a}.get(case.op)
-        parts = None if whole is None else list(whole.split(case.part))
-
-        def mine(turn: int) -> Any:
-            return parts if root(turn) == case.rank else None
-
-        runs: dict[str, Run] = {
-            "all_reduce": lambda turn: dist.all_reduce(a, redop),
-            "broadcast": lambda turn: dist.broadcast(a, root(turn)),
-            "reduce": lambda turn: dist.reduce(a, root(turn), redop),
-            "all_gather": lambda turn: all_gather(b, a),
-            "reduce_scatter": lambda turn: reduce_scatter(b, a, redop),
-            "all_to_all": lambda turn: dist.all_to_all_single(b, a),
-            "gather": lambda turn: dist.gather(a, mine(turn), root(turn)),
-            "scatter": lambda turn: dist.scatter(b, mine(turn), root(turn)),
-            "barrier": lambda turn: dist.barrier(),
-            "sendrecv": _ping_pong(case, lambda to: dist.send(a, to), lambda r: dist.recv(b, r)),
-        }
-        return runs[case.op]
+    runs: dict[str, Run] = {
+        "all_reduce": lambda turn: dure.all_reduce(a, redop),
+        "broadcast": lambda turn: dure.broadcast(a, root(turn)),
+        "reduce": lambda turn: dure.reduce(a, root(turn), redop),
+        "all_gather": lambda turn: dure.all_gather_single(b, a),
+        "reduce_scatter": lambda turn: dure.reduce_scatter_single(b, a, redop),
+        "all_to_all": lambda turn: dure.all_to_all_single(b, a),
+        "gather": lambda turn: dure.gather(a, mine(turn), root(turn)),
+        "scatter": lambda turn: dure.scatter(b, mine(turn), root(turn)),
+        "sendrecv": there_and_back,
+        "barrier": lambda turn: dure.barrier(),
+    }
+    return runs[case.op]
 
 
-class Mpi:
-    def __init__(self) -> None:
-        import numpy  # lazy: ranks of torch do without
-        from mpi4py import MPI  # pyright: ignore[reportMissingImports] # lazy: an optional rival
+def measured(case: Case, plan: Plan) -> tuple[list[float], int]:
+    """Return the seconds of each sample, of its slowest rank, and the number of wrong elements."""
+    op, n, count = case.op, case.size, case.count
+    source = case.empty(count // n if op in {"all_gather", "gather"} else count)
+    if op in {"all_gather", "gather", "all_to_all", "sendrecv"}:
+        target = case.empty(count)
+    elif op in {"reduce_scatter", "scatter"}:
+        target = case.empty(count // n)
+    else:
+        target = source  # in place
+    run = operation(case, source, target)
 
-        self._numpy: Any = numpy
-        self._mpi: Any = MPI
-        self._comm: Any = self._mpi.COMM_WORLD
-        self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
-        text = " ".join(str(self._mpi.Get_library_version()).split())
-        self.version = text.partition(",")[0].partition(" Release")[0]
-        names = {"Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI", "MPICH": "MPICH"}
-        self.label = next((short for name, short in names.items() if name in text), "MPI")
-        self.barrier: Any = self._comm.Barrier
-        self.leave: Any = self._mpi.Finalize
+    def wrong() -> int:
+        target.zero_()
+        source.copy_(held(case, case.rank, len(source)))
+        run(case.last)
+        wanted = expected(case)
+        return 0 if wanted is None else int((target != wanted).sum())
 
-    def empty(self, count: int, case: Case) -> Any:
-        if case.dtype in {"float16", "bfloat16"}:
-            raise Refusal(f"MPI has no {case.dtype}")
-        return self._numpy.empty(count, case.dtype)
-
-    def filled(self, values: list[int], length: int, case: Case) -> Any:
-        return self._numpy.resize(self._numpy.array(values).astype(case.dtype), length)
-
-    def operation(self, case: Case, a: Any, b: Any) -> Run:
-        comm, in_place, root = self._comm, self._mpi.IN_PLACE, case.root_of
-        if case.redop == "avg":
-            raise Refusal("MPI has no avg")
-        names = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
-        redop = getattr(self._mpi, names[case.redop]) if case.redop else None
-
-        def reduce(turn: int) -> None:
-            mine = (in_place, a) if root(turn) == case.rank else (a, None)
-            comm.Reduce(*mine, redop, root(turn))
-
-        runs: dict[str, Run] = {
-            "all_reduce": lambda turn: comm.Allreduce(in_place, a, redop),
-            "broadcast": lambda turn: comm.Bcast(a, root(turn)),
-            "reduce": reduce,
-            "all_gather": lambda turn: comm.Allgather(a, b),
-            "reduce_scatter": lambda turn: comm.Reduce_scatter_block(a, b, redop),
-            "all_to_all": lambda turn: comm.Alltoall(a, b),
-            "gather": lambda turn: comm.Gather(a, b, root(turn)),
-            "scatter": lambda turn: comm.Scatter(a, b, root(turn)),
-            "barrier": lambda turn: comm.Barrier(),
-            "sendrecv": _ping_pong(case, lambda to: comm.Send(a, to), lambda r: comm.Recv(b, r)),
-        }
-        return runs[case.op]
-
-
-def _ping_pong(case: Case, send: Run, receive: Run) -> Run:
-    """Return a round trip between ranks 0 and 1; the others look on."""
-
-    def zero(turn: int) -> None:
-        send(1)
-        receive(1)
-
-    def one(turn: int) -> None:
-        receive(0)
-        send(0)
-
-    return (zero, one, lambda turn: None)[min(case.rank, 2)]
-
-
-class Server:
-    def __init__(self, contestant: TorchStyle | Mpi) -> None:
-        self._contestant = contestant
-        self._case: Case
-        self._source: Any = None
-        self._target: Any = None
-        self._run: Run
-
-    def prepare(self, **asked: Any) -> dict[str, int]:
-        """Make the buffers, run the operation once, and count wrong elements."""
-        who = self._contestant
-        case = Case(**asked, rank=who.rank, size=who.size)
-        self._case = case
-        if case.op != "barrier":
-            self._source = who.empty(inputs(case).length, case)
-            lengths = {
-                **dict.fromkeys(("all_gather", "all_to_all", "gather", "sendrecv"), case.count),
-                **dict.fromkeys(("reduce_scatter", "scatter"), case.part),
-            }  # the others receive where they send from
-            self._target = who.empty(lengths[case.op], case) if case.op in lengths else None
-        self._run = who.operation(case, self._source, self._target)
-        found = self._check()
-        if case.op in {"all_reduce", "reduce"}:
-            self._source[:] = 0  # in place, again and again: zeros stay what they are
-        return {"wrong": found}
-
-    def sample(self, repeats: int) -> dict[str, float]:
-        """Return the seconds of one operation, of `repeats` back to back."""
-        run = self._run
-        self._contestant.barrier()
+    def sample(repeats: int) -> float:
+        dure.barrier()
         start = time.perf_counter()
         for turn in range(repeats):
             run(turn)
-        return {"seconds": (time.perf_counter() - start) / repeats}
+        return (time.perf_counter() - start) / repeats / (2 if op == "sendrecv" else 1)
 
-    def finish(self) -> dict[str, int]:
-        """Check once more, while everything is warm, and let the buffers go."""
-        found = self._check()
-        del self._run
-        self._source = self._target = None
-        return {"wrong": found}
-
-    def _check(self) -> int:
-        """Run the operation once on fresh values and count the elements that come out wrong."""
-        case, who = self._case, self._contestant
-        if case.op == "barrier":
-            self._run(0)
-            return 0
-        mine = inputs(case)
-        self._source[:] = who.filled(period(case, mine), mine.length, case)
-        result = self._source if self._target is None else self._target
-        if self._target is not None:
-            self._target[:] = 0
-        self._run(case.checked_root)
-        found = at = 0
-        for segment in expected(case):
-            wanted = who.filled(period(case, segment), segment.length, case)
-            found += int((result[at : at + segment.length] != wanted).sum())
-            at += segment.length
-        return found
+    num_wrong = wrong()
+    if op in {"all_reduce", "reduce"}:
+        source.zero_()  # in place, again and again: zeros stay what they are
+    one_s = _slowest([sample(1)])[0]
+    one_s = _slowest([sample(_fill(_WARM_UP * plan.sample_s, one_s))])[0]
+    repeats = _fill(plan.sample_s, one_s)
+    samples_s = _slowest([sample(repeats) for _ in range(plan.samples)])
+    total = torch.tensor(num_wrong + wrong())
+    dure.all_reduce(total)
+    return samples_s, int(total)
 
 
-def serve(address: str, who: Any, server: object) -> None:
-    """Answer commands until the controller says no more.
+def _slowest(seconds: list[float]) -> list[float]:
+    """Return the longest time of all ranks, for each place."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dure.all_reduce(times, dure.ReduceOp.MAX)
+    return times.tolist()
 
-    Args:
-        address: Name of the controller's socket.
-        who: Has the rank, label and version of who answers (Any: of whatever library).
-        server: Its methods are the commands; they take keywords, and return what to answer.
-    """
-    with socket.socket(socket.AF_UNIX) as own:
-        own.connect("\0" + address)
-        controller = Connection(own.detach())
-    who_answers = {name: getattr(who, name) for name in ("rank", "label", "version")}
-    controller.send({**who_answers, "copies": getattr(who, "copies", "")})
-    while True:
-        try:
-            command = controller.recv()
-        except (EOFError, OSError):  # it has no more
-            return
-        try:
-            answer = getattr(server, command.pop("command"))(**command)
-        except Refusal as refusal:
-            answer = {"refused": str(refusal)}
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        controller.send(answer)
+
+def _fill(seconds: float, one_s: float) -> int:
+    """Return how many operations of `one_s` fill so many seconds; at least one."""
+    return max(1, min(_MAX_REPEATS, int(seconds / max(one_s, 1e-9))))
+
+
+def _report(rank: int, **values: object) -> None:
+    if rank == 0:
+        print(json.dumps({"dure": values}), flush=True)
 
 
 def main() -> None:
-    address, kind, *rest = sys.argv[1:]
-    who = Mpi() if kind == "mpi" else TorchStyle(kind, rest[0])
-    serve(address, who, Server(who))
-    who.leave()
+    """Measure all of the plan that the command line has as JSON."""
+    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    torch.set_num_threads(1)
+    dure.init_process_group(plan.backend)
+    rank, n = dure.get_rank(), dure.get_world_size()
+    copies = getattr(dure.group.WORLD, "copies", None)
+    _report(rank, copies=str(copies or ""))
+    for op in plan.ops:
+        how = OPERATIONS[op]
+        for dtype in plan.dtypes if op != "barrier" else plan.dtypes[:1]:
+            item_bytes = DTYPES[dtype]
+            counts = [how.elements(size, item_bytes, n) for size in plan.sizes]
+            for count in dict.fromkeys(counts) if op != "barrier" else [0]:
+                case = Case(op, getattr(torch, dtype), plan.redop, count, plan.arena, rank, n)
+                samples_s, wrong = measured(case, plan)
+                _report(
+                    rank,
+                    op=op,
+                    dtype=dtype,
+                    redop=plan.redop if how.reduces else "",
+                    ranks=n,
+                    num_bytes=count * item_bytes,
+                    count=count,
+                    samples_s=samples_s,
+                    wrong=wrong,
+                )
+    dure.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import accumulate
 from typing import Any  # Any: what a rank reports as JSON
 
 from dure.cli.machine import machine
@@ -34,24 +36,23 @@ class Run:
     """One training job, as far as it has come.
 
     Attributes:
-        name: Such as "2 ranks" or "FSDP, 2 ranks".
-        ranks: How many.
         batch_size: Images per step, of all ranks together.
         facts: What is trained on what; empty until the first step.
         losses: The loss of each step.
         phases: The seconds of each step's `PHASES`, which add up to the step.
-        accuracies: After each epoch, from 0 to 1.
-        memory: Bytes of all ranks beyond what they had before there was a model; 0: not known.
+        accuracy: After the last epoch, from 0 to 1.
     """
 
-    name: str
     ranks: int
     batch_size: int
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     losses: list[float] = field(default_factory=list[float])
     phases: list[Sequence[float]] = field(default_factory=list[Sequence[float]])
-    accuracies: list[float] = field(default_factory=list[float])
-    memory: int = 0
+    accuracy: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
 
     def add(self, event: dict[str, Any]) -> None:
         """Take in what rank 0 reports: facts, a step, or the end of an epoch."""
@@ -61,45 +62,19 @@ class Run:
             self.losses.append(event["loss"])
             self.phases.append(event["phases"])
         else:
-            self.accuracies.append(event["accuracy"])
-            self.memory = max(self.memory, event["memory"])
-
-    @property
-    def train_s(self) -> float:
-        """The time of all steps, in seconds."""
-        return sum(sum(phases) for phases in self.phases)
-
-    @property
-    def images_per_s(self) -> float:
-        """Images per second of training time."""
-        return self.batch_size * len(self.losses) / self.train_s if self.losses else 0.0
-
-    def smooth_losses(self) -> list[float]:
-        """Return, for each step, the mean loss of the last few steps."""
-        ends = range(1, len(self.losses) + 1)
-        return [statistics.fmean(self.losses[max(0, i - _SMOOTH_STEPS) : i]) for i in ends]
+            self.accuracy = event["accuracy"]
 
     def curve(self) -> list[tuple[float, float]]:
-        """Return the training time after each step with its smoothed loss."""
-        elapsed_s = 0.0
-        points: list[tuple[float, float]] = []
-        for phases, loss in zip(self.phases, self.smooth_losses(), strict=True):
-            elapsed_s += sum(phases)
-            points.append((elapsed_s, loss))
-        return points
+        """Return, for each step, the training time after it, and the mean loss of the last few."""
+        times = accumulate(sum(phases) for phases in self.phases)
+        ends = range(1, len(self.losses) + 1)
+        means = [statistics.fmean(self.losses[max(0, i - _SMOOTH_STEPS) : i]) for i in ends]
+        return list(zip(times, means, strict=True))
 
     def time_to(self, target: float) -> float:
         """Return the training time until the smoothed loss is at most `target`, or all of it."""
-        return next((at for at, loss in self.curve() if loss <= target), self.train_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A line of the table: one value per run, and what the last run gains over the first."""
-
-    label: str
-    values: tuple[str, ...]
-    gain: str = ""
+        curve = self.curve()
+        return next((at for at, loss in curve if loss <= target), curve[-1][0])
 
 
 def common_target(runs: Sequence[Run]) -> float:
@@ -108,46 +83,41 @@ def common_target(runs: Sequence[Run]) -> float:
     It is 5 percent above the worst final loss, rounded up, so that the flat, noisy end of training
     does not decide when a run has reached it.
     """
-    worst = max(run.smooth_losses()[-1] for run in runs) * 1.05
+    worst = max(run.curve()[-1][1] for run in runs) * 1.05
     unit = 10.0 ** (math.floor(math.log10(worst)) - 1)
     return math.ceil(worst / unit) * unit
 
 
-def comparison(runs: Sequence[Run]) -> list[Row]:
-    """Return the rows of the table; every run has taken a step at least."""
+def comparison(runs: Sequence[Run]) -> list[list[str]]:
+    """Return the table, heads first: a value per run, and what the last gains over the first.
+
+    Every run has taken a step at least.
+    """
     target = common_target(runs)
     means = [[statistics.fmean(part) for part in zip(*run.phases, strict=True)] for run in runs]
     steps_s = [sum(phases) for phases in means]
+    rates = [run.batch_size / seconds for run, seconds in zip(runs, steps_s, strict=True)]
     rows = [
-        _row(f"time to training loss {target:.2g}", [r.time_to(target) for r in runs], "{:.2f} s"),
-        _row("images/s", [run.images_per_s for run in runs], "{:,.0f}", more_is_better=True),
-        _row("step time", [seconds * 1e3 for seconds in steps_s], "{:.1f} ms"),
+        ["", *(run.name for run in runs), "gain"],
+        _row(f"time to training loss {target:.2g}", "{:.2f} s", [r.time_to(target) for r in runs]),
+        [*_row("images/s", "{:,.0f}", rates)[:-1], f"{rates[-1] / rates[0]:.2f}×"],
+        _row("step time", "{:.1f} ms", [seconds * 1e3 for seconds in steps_s]),
     ]
     for i, name in enumerate(PHASES):
-        parts = [
-            (phases[i], phases[i] / (s or 1.0)) for phases, s in zip(means, steps_s, strict=True)
-        ]
-        values = tuple(f"{seconds * 1e3:.2f} ms, {share:.0%}" for seconds, share in parts)
-        rows.append(Row(f"· {name}", values))
-    if len({run.ranks for run in runs}) < len(runs) and all(run.memory for run in runs):
-        rows.append(_row("memory of all ranks", [r.memory / 1e6 for r in runs], "{:,.0f} MB"))
-    accuracies = [run.accuracies[-1] for run in runs]
-    points = round(accuracies[-1] * 100, 1) - round(accuracies[0] * 100, 1)
-    gain = f"{round(points, 1) + 0.0:+.1f} points" if len(runs) > 1 else ""  # + 0.0: never "-0.0"
-    return [*rows, Row("test accuracy", tuple(f"{a:.1%}" for a in accuracies), gain)]
+        parts = [(phases[i] * 1e3, phases[i] / sum(phases)) for phases in means]
+        rows.append([f"· {name}", *(f"{ms:.2f} ms, {share:.0%}" for ms, share in parts), ""])
+    return [*rows, ["test accuracy", *(f"{run.accuracy:.1%}" for run in runs), ""]]
 
 
-def _row(label: str, values: Sequence[float], form: str, *, more_is_better: bool = False) -> Row:
-    first, last = values[0], values[-1]
-    ratio = (last / first if more_is_better else first / last) if first and last else 0.0
-    gain = f"{ratio:.2f}×" if len(values) > 1 and ratio else ""
-    return Row(label, tuple(form.format(value) for value in values), gain)
+def _row(label: str, form: str, values: Sequence[float]) -> list[str]:
+    """Return a row whose values are the better, the less they are."""
+    gain = f"{values[0] / values[-1]:.2f}×" if values[-1] else ""
+    return [label, *(form.format(value) for value in values), gain]
 
 
-def report(runs: Sequence[Run], command: str, when: str) -> str:
+def report(runs: Sequence[Run], command: str) -> str:
     """Return the report as HTML: the table, the losses as a chart, and what was run where."""
-    heads = ["", *(run.name for run in runs), "gain"]
-    rows = [[row.label, *row.values, row.gain] for row in comparison(runs)]
+    when = time.strftime("%Y-%m-%d %H:%M")
     facts = {"Command": command, "Time": when, **runs[0].facts, **dict(machine())}
     return "\n".join(
         [
@@ -155,7 +125,7 @@ def report(runs: Sequence[Run], command: str, when: str) -> str:
             '<html lang="en"><meta charset="utf-8"><title>dure demo</title>',
             f"<style>{_STYLE}</style>",
             "<h1>dure demo</h1>",
-            _table([heads, *rows]),
+            _table(comparison(runs)),
             "<p>Training time leaves evaluations out; the loss is the mean of the last "
             f"{_SMOOTH_STEPS} steps. The phases of a step are means over the ranks.</p>",
             "<h2>Training loss over time in seconds</h2>",
@@ -173,19 +143,18 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _chart(runs: Sequence[Run]) -> str:
     """Draw the losses, on a logarithmic axis, over training time."""
-    curves = [run.curve() for run in runs]
-    longest = max(run.train_s for run in runs)
-    logs = [math.log10(loss) for curve in curves for _, loss in curve if loss > 0]
+    curves = [[(at, math.log10(loss)) for at, loss in run.curve()] for run in runs]
+    longest = max(curve[-1][0] for curve in curves)
+    logs = [log for curve in curves for _, log in curve]
     low, span = min(logs), (max(logs) - min(logs)) or 1.0
     body = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="training loss">']
     for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         points = " ".join(
-            f"{at / longest * _WIDTH:.1f},{_HEIGHT * (1 - (math.log10(loss) - low) / span):.1f}"
-            for at, loss in curve
-            if loss > 0
+            f"{at / longest * _WIDTH:.1f},{_HEIGHT * (1 - (log - low) / span):.1f}"
+            for at, log in curve
         )
-        text = f"{run.name}: {curve[-1][1]:.3g} after {run.train_s:.1f} s"
-        color = _COLORS[i]
-        body.append(f'<polyline stroke="{color}" points="{points}"/>')
-        body.append(f'<text x="250" y="{20 + 18 * i}" fill="{color}">{escape(text)}</text>')
+        end_s, end_log = curve[-1]
+        text = escape(f"{run.name}: {10**end_log:.3g} after {end_s:.1f} s")
+        body.append(f'<polyline stroke="{_COLORS[i]}" points="{points}"/>')
+        body.append(f'<text x="250" y="{20 + 18 * i}" fill="{_COLORS[i]}">{text}</text>')
     return "\n".join([*body, "</svg>"])

@@ -5,10 +5,8 @@ Every rank runs this file. It builds the same model, takes its share of each bat
 ranks have the same parameters: those that one process would have after the full batch. With
 `--fsdp` the ranks share one set of parameters, gradients and optimizer state instead.
 
-With `--events` rank 0 prints what it reports as one JSON object per line: first the facts, then
-each step with the means of all ranks, and the end of each epoch.
-
-Run it by itself, on 2 ranks:  dure run --nproc 2 -m dure.cli.demo.train --epochs 5
+Rank 0 reports: first the facts, then each step with the means of all ranks, and the end of each
+epoch.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any  # Any: what goes into JSON
 
@@ -26,39 +23,35 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import dure as dist
-from dure import fsdp
 from dure.data import DistributedSampler, ImageData, load_digits, load_idx
 from dure.errors import UsageError
 
 Batches = DataLoader[tuple[torch.Tensor, torch.Tensor]]
+_LEARNING_RATE = 0.02
 
 
-def build_model(side: int, num_classes: int, width: int = 64, hidden: int = 0) -> nn.Sequential:
+def build_model(side: int, num_classes: int) -> nn.Sequential:
     """Build a network that maps pixels [n, 1, side, side] to logits [n, classes].
 
     It has neither dropout nor batch norm, so what it learns does not depend on how a batch is
-    divided. The first convolution halves images larger than 16 pixels. `hidden` is a number of
-    layers before the last one, which have many parameters for little computation.
+    divided. The first convolution halves images larger than 16 pixels.
     """
-    features = 2 * width * 9
-    between = [m for _ in range(hidden) for m in (nn.Linear(features, features), nn.ReLU())]
     model = nn.Sequential(
-        nn.Conv2d(1, width, 3, padding=1, stride=2 if side > 16 else 1),
+        nn.Conv2d(1, 64, 3, padding=1, stride=2 if side > 16 else 1),
         nn.ReLU(),
-        nn.Conv2d(width, width, 3, padding=1),
+        nn.Conv2d(64, 64, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.Conv2d(64, 128, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+        nn.Conv2d(128, 128, 3, padding=1),
         nn.ReLU(),
         nn.AdaptiveMaxPool2d(3),
         nn.Flatten(),
-        *between,
-        nn.Linear(features, num_classes),
+        nn.Linear(128 * 9, num_classes),
     )
-    for layer in list(model)[:-1]:
-        if isinstance(layer, nn.Conv2d | nn.Linear):
+    for layer in model:
+        if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return model
 
@@ -78,14 +71,13 @@ def train(options: argparse.Namespace, data: ImageData) -> None:
     """Train, and report on the way."""
     world_size = dist.get_world_size()
     torch.manual_seed(options.seed)
-    before = memory()
-    model = build_model(data.train.pixels.shape[-1], data.num_classes, hidden=options.hidden)
+    model = build_model(data.train.pixels.shape[-1], data.num_classes)
     parameters = sum(p.numel() for p in model.parameters())
-    if options.fsdp:
-        model = shard(model)
-    elif world_size > 1:
+    if world_size > 1:
         model = dist.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=1e-3)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=_LEARNING_RATE, momentum=0.9, weight_decay=1e-3
+    )
     images = Subset(data.train, range(min(options.images, len(data.train))))
     # Dropping the odd images, here and below, gives any number of ranks the same batches.
     sampler = DistributedSampler(images, seed=options.seed, drop_last=True)
@@ -93,54 +85,28 @@ def train(options: argparse.Namespace, data: ImageData) -> None:
         images, batch_size=options.batch_size // world_size, sampler=sampler, drop_last=True
     )
     steps = options.epochs * len(batches)
-    if options.batch_size % world_size or not steps:
+    if not steps:
         raise UsageError(
-            "the ranks cannot share a batch equally",
-            seen=f"{options.batch_size} of {len(images)} images per batch, {world_size} ranks",
-            fix="Use a batch size that the number of ranks divides, at most the training set.",
+            "a batch must not be larger than the training set",
+            seen=f"--batch-size {options.batch_size}, {len(images)} images",
         )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps)
     meter = dist.StepMeter(model, optimizer)
-    if options.events:
-        facts = {"Images": data.name, "Training images": len(images), "Test images": len(data.test)}
-        facts |= {"Parameters": parameters, "Backend": dist.get_backend(), "Steps": steps}
-        report({"facts": {**facts, "torch": str(torch.__version__)}})
+    facts = {"Images": data.name, "Training images": len(images), "Test images": len(data.test)}
+    facts |= {"Parameters": parameters, "Backend": dist.get_backend(), "Steps": steps}
+    report({"facts": {**facts, "torch": str(torch.__version__)}})
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         for means in run_epoch(model, optimizer, batches, meter):
             schedule.step()
-            if options.events:
-                report({"loss": means[0], "phases": means[1:]})
-        accuracy = evaluate(model, data)
-        used = torch.tensor(memory() - before, dtype=torch.int64)
-        dist.all_reduce(used)
-        if options.events:
-            report({"accuracy": accuracy, "memory": used.item() if before else 0})
-        elif dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: test accuracy {accuracy:.2%}", flush=True)
+            report({"loss": means[0], "phases": means[1:]})
+        report({"accuracy": evaluate(model, data)})
 
 
 def report(event: dict[str, Any]) -> None:
-    """Print one line for `dure demo`."""
+    """Print one line for `dure demo` (`dure.cli.ranks`)."""
     if dist.get_rank() == 0:
-        print(json.dumps({"dure demo": event}), flush=True)
-
-
-def shard(model: nn.Sequential) -> nn.Module:
-    """Shard the parameters of each layer among the ranks."""
-    for layer in model:
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            fsdp.fully_shard(layer)
-    return fsdp.fully_shard(model)
-
-
-def memory() -> int:
-    """Return this rank's share of the host's memory, in bytes (Linux's PSS); 0 if not known."""
-    try:
-        rows = Path("/proc/self/smaps_rollup").read_text("ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:"))
+        print(json.dumps({"dure": event}), flush=True)
 
 
 def run_epoch(
@@ -175,12 +141,9 @@ def evaluate(model: nn.Module, data: ImageData) -> float:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pixels, labels = (t[rank::world_size] for t in (data.test.pixels, data.test.labels))
     correct = torch.zeros(1, dtype=torch.int64)
-    is_sharded = isinstance(model, fsdp.FSDPModule)
-    # Shares may be of different lengths.
-    with fsdp.follow(model) if is_sharded else nullcontext():
-        for i in range(0, len(labels), 500):
-            guesses = model(normalize(pixels[i : i + 500])).argmax(dim=1)
-            correct += (guesses == labels[i : i + 500]).sum()
+    for i in range(0, len(labels), 500):
+        guesses = model(normalize(pixels[i : i + 500])).argmax(dim=1)
+        correct += (guesses == labels[i : i + 500]).sum()
     dist.all_reduce(correct)
     return correct.item() / len(data.test)
 
@@ -191,13 +154,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="directory of IDX files; default: digits")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=120, help="of all ranks together")
-    parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--images", type=int, default=10**9, help="train on the first so many")
-    parser.add_argument("--hidden", type=int, default=0, help="further layers before the last")
-    parser.add_argument("--fsdp", action="store_true", help="fully_shard in place of DDP")
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--events", action="store_true", help="print JSON lines for `dure demo`")
     return parser.parse_args()
 
 

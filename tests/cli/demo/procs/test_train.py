@@ -18,9 +18,9 @@ def test_demo_with_two_ranks_learns_what_one_learns(monkeypatch, tmp_path, capfd
     runs = []
     real = command.report
 
-    def spy(finished_runs, *words):
+    def spy(finished_runs, command_line):
         runs.extend(finished_runs)
-        return real(finished_runs, *words)
+        return real(finished_runs, command_line)
 
     monkeypatch.setattr(command, "report", spy)
     words = ("--data", str(tmp_path), "--epochs", "1", "--out", str(tmp_path))
@@ -34,7 +34,7 @@ def test_demo_with_two_ranks_learns_what_one_learns(monkeypatch, tmp_path, capfd
     # Rounding differs with the shape of a batch; it grows with the steps, to about 1e-3 here.
     assert one.losses == pytest.approx(two.losses, abs=0.02)
     assert one.losses[-1] < one.losses[0]
-    assert two.accuracies == pytest.approx(one.accuracies, abs=0.02)
+    assert two.accuracy == pytest.approx(one.accuracy, abs=0.02)
     waits = PHASES.index("exposed communication")
     assert sum(phases[waits] for phases in two.phases) > 0
     assert sum(phases[waits] for phases in one.phases) == 0

@@ -17,14 +17,12 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from dure.cli.bench.plan import OPERATIONS, Plan, show_size
+from compared.plan import Plan
+from dure.cli.bench.operations import OPERATIONS, show_size, show_time
 from dure.errors import DataError
-from dure.trace.plain_files import release_that_reads
 
-VERSION = 1
+FORMAT = "dure bench 1"
 """Of the files of `--json`."""
-FORMAT = f"dure bench {VERSION}"
-_NEEDS = "dure>=0.2"
 _OWN = ["size", "count", "time", "±", "algbw GB/s", "busbw GB/s", "#wrong"]
 _NONE = "-"
 
@@ -82,7 +80,6 @@ class Report(msgspec.Struct, kw_only=True):
     """A whole run: on what, of what, and what came out; `contestants` begin with Dure."""
 
     format: str = FORMAT
-    needs: str = _NEEDS
     command: str
     when: str
     machine: dict[str, str]
@@ -102,13 +99,6 @@ class Report(msgspec.Struct, kw_only=True):
             record["median_s"], record["spread"] = cell.median_s, round(cell.spread, 4)
             record["algorithm_gb_s"], record["bus_gb_s"] = cell.algorithm_gb_s, cell.bus_gb_s
         return msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
-
-
-class _Head(msgspec.Struct):
-    """What the report of any format has."""
-
-    format: str
-    needs: str = ""
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
@@ -141,28 +131,14 @@ def read_report(data: bytes, name: str) -> Report:
         DataError: It is something else; `name` is what the message calls it.
     """
     try:
-        head = msgspec.json.decode(data, type=_Head)
-        if head.format != FORMAT:
-            number = head.format.removeprefix("dure bench ")
-            older = number.isdecimal() and int(number) < VERSION
-            raise DataError(
-                f"{name} is a report of another format",
-                seen=f"{head.format!r:.40}, and this release of Dure reads {FORMAT!r}",
-                fix=f"Install {release_that_reads(head.needs, older=older)}.",
-            )
         report = msgspec.json.decode(data, type=Report)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{name} is not a report of dure bench", seen=str(error)) from error
+        raise DataError(
+            f"{name} is not a report of benchmarks/collectives.py", seen=str(error)
+        ) from error
+    if report.format != FORMAT:
+        raise DataError(f"{name} is a report of another format", seen=report.format)
     return report
-
-
-def show_time(seconds: float | None) -> str:
-    if seconds is None:
-        return _NONE
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:#.3g} {unit}".replace(". ", " ")
-    return f"{seconds * 1e6:#.3g} us".replace(". ", " ")
 
 
 def rich_table(key: Key, cells: Sequence[Cell], contestants: Sequence[str]) -> Table:
@@ -181,18 +157,6 @@ def rich_table(key: Key, cells: Sequence[Cell], contestants: Sequence[str]) -> T
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def markdown(report: Report) -> str:
-    out: list[str] = []
-    for key, found in tables_of(report.cells).items():
-        heads, rows = heads_and_rows(found, report.contestants)
-        ours = next(name for name in report.contestants if any(name in c for c in found.values()))
-        out += [f"**{key.title}** ({ours})", ""]
-        out += [f"| {' | '.join(heads)} |", "|" + " ---: |" * len(heads)]
-        out += [f"| {' | '.join(row)} |" for row in rows]
-        out.append("")
-    return "\n".join(out)
 
 
 def heads_and_rows(

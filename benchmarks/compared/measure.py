@@ -15,16 +15,17 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from dure.cli.bench.group import Contestant, Group, GroupFailed
-from dure.cli.bench.plan import DTYPES, OPERATIONS, Plan, show_size
-from dure.cli.bench.results import Cell, Key, Report, rich_table
+from compared.group import Contestant, Group, GroupFailed
+from compared.plan import Plan
+from compared.results import Cell, Key, Report, rich_table
+from dure.cli.bench.operations import DTYPES, OPERATIONS, show_size
 
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
 
 
 def note(text: str) -> None:
-    print(f"dure bench: note: {text}", file=sys.stderr)
+    print(f"note: {text}", file=sys.stderr)
 
 
 def measure(plan: Plan, contestants: list[Contestant], report: Report, console: Console) -> None:
@@ -117,7 +118,6 @@ def _turns(plan: Plan, cell: Cell, group: Group) -> Iterator[Cell]:
         dtype=cell.dtype,
         redop=cell.redop,
         count=cell.count,
-        root=plan.root,
         arena=group.contestant.arena,
     )
     refused = next((answer["refused"] for answer in answers if "refused" in answer), "")

@@ -57,7 +57,7 @@ class Contestant:
     python: str = sys.executable
     mpirun: str | None = None
     arena: bool = False
-    program: tuple[str, ...] = ("-m", "dure.cli.bench.rank")
+    program: tuple[str, ...] = (_RANK,)
 
     def command(self, ranks: int, address: str) -> list[str]:
         run = [sys.executable, "-m", "dure.cli", "run"]
