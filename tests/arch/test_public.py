@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import dure
 from dure.torch_names import public
 from tests.arch.sources import ROOT, tree_of
 from tests.docs.snippets import PAGES
@@ -102,11 +101,6 @@ def test_dir_lists_public_names_and_submodules(path: str):
     below = {p.removeprefix(f"{path}.") for p in _modules() if p.startswith(f"{path}.")}
     below = {name for name in below if "." not in name}
     assert set(dir(module)) == {n for n in {*module.__all__, *below} if not n.startswith("_")}
-
-
-def test_dir_of_dure_has_functions_and_submodules_and_no_internal_module():
-    assert {"all_reduce", "DeviceMesh", "rpc", "checkpoint"} <= set(dir(dure))
-    assert not {"native", "env", "comm", "importlib", "Any", "_HOMES"} & set(dir(dure))
 
 
 # ---- signatures ----------------------------------------------------------------------------------

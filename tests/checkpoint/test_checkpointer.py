@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import operator
 import random
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -74,13 +73,6 @@ def test_nothing_saved_is_nothing_loaded(tmp_path):
     assert checkpoints.load(model=small()) is None
 
 
-def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path):
-    steps: list[SupportsIndex] = [np.int64(5), torch.tensor(6)]
-    for step in steps:
-        Checkpointer(tmp_path).save(step, model=small())
-        assert Checkpointer(tmp_path).load(model=small()) == operator.index(step)
-
-
 MISUSE = {
     "a number": lambda at: Checkpointer(at).save(1, thing=3),
     "no state": lambda at: Checkpointer(at).save(1, thing=object()),
@@ -135,16 +127,3 @@ def test_failed_call_keeps_neither_the_lock_nor_the_next_checkpointer_from_savin
         assert sorted(p.name for p in tmp_path.iterdir()) == ["000001-step-1", "000002-step-3"]
     finally:
         gc.enable()
-
-
-def test_group_that_is_made_after_the_checkpointer_saves_together_2_ranks(tmp_path):
-    made = [Checkpointer(tmp_path), Checkpointer(tmp_path)]
-
-    def body(rank):
-        path = made[rank].save(3, values=[7], own=PerRank([rank]))
-        values, own = [0], [-1]
-        step = made[rank].load(values=values, own=PerRank(own))
-        return path.name, step, values, own
-
-    assert run_ranks(2, body) == [("000001-step-3", 3, [7], [0]), ("000001-step-3", 3, [7], [1])]
-    assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == ["000001-step-3"]

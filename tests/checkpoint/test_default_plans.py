@@ -10,7 +10,6 @@ from dure.checkpoint.default_plans import (
     create_default_global_save_plan,
     create_default_local_load_plan,
     create_default_local_save_plan,
-    create_read_items_for_chunk_list,
     find_state_dict_object,
     find_tensor_shard,
 )
@@ -38,17 +37,6 @@ def test_plans_of_a_state_and_of_what_is_saved():
     with pytest.raises(CheckpointMismatch):
         create_default_local_load_plan(more, metadata)
     assert create_default_local_load_plan(more, metadata, strict=False) == load_plan
-
-
-def test_chunks_are_filled_from_the_chunks_that_they_meet():
-    saved = TensorStorageMetadata(
-        properties=None,  # pyright: ignore  # not read
-        size=torch.Size([4]),
-        chunks=[_chunk([0], [2]), _chunk([2], [2])],
-    )
-    items = create_read_items_for_chunk_list("w", saved, [_chunk([1], [2])])
-    places = [(i.storage_index.offset, i.storage_offsets, i.dest_offsets, i.lengths) for i in items]
-    assert places == [((0,), (1,), (0,), (1,)), ((2,), (0,), (1,), (1,))]
 
 
 def test_objects_of_a_state_are_found_by_index():

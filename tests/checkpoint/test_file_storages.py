@@ -12,13 +12,8 @@ from dure.checkpoint import (
     FileSystemWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
-    StorageReader,
-    StorageWriter,
 )
-from dure.checkpoint.filesystem import SerializationFormat
-from dure.checkpoint.planner import DefaultLoadPlanner
 from dure.checkpoint.staging import AsyncStager, BlockingAsyncStager
-from dure.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -31,13 +26,6 @@ def test_a_folder_can_be_a_checkpoint_and_an_address_cannot(kind: type, tmp_path
     assert not kind.validate_checkpoint_id("s3://bucket/folder")
 
 
-def test_storages_and_planners_of_programs_have_torchs_defaults() -> None:
-    assert StorageReader.validate_checkpoint_id("s3://bucket/folder")
-    assert StorageWriter.validate_checkpoint_id("s3://bucket/folder")
-    with pytest.raises(NotImplementedError):
-        DefaultLoadPlanner().resolve_bytes(None)  # pyright: ignore[reportArgumentType]
-
-
 def test_a_staged_state_does_not_see_later_writes() -> None:
     stager: AsyncStager = BlockingAsyncStager()
     state = {"weight": torch.ones(2), "steps": [1, 2]}
@@ -48,8 +36,3 @@ def test_a_staged_state_does_not_see_later_writes() -> None:
     assert staged["weight"].tolist() == [1, 1]
     assert staged["steps"] == [1, 2]
     stager.close()
-
-
-def test_a_writer_of_another_format_is_named(tmp_path):
-    with pytest.raises(UsageError, match="HuggingFaceStorageWriter"):
-        FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)

@@ -19,7 +19,6 @@ from dure.checkpoint import (
     load,
     save,
 )
-from dure.checkpoint.folder import Folder
 from dure.checkpoint.state_dict import get_model_state_dict
 from dure.errors import CheckpointError
 
@@ -100,20 +99,6 @@ def test_files_beside_the_model_are_neither_read_nor_touched(tmp_path):
     assert _contents(tmp_path).keys() == {*before, "model.safetensors"}
 
 
-def test_shards_without_an_index_keep_their_names(tmp_path):
-    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    for name in shards:
-        save_file({name: torch.ones(2)}, tmp_path / name)
-    before = _contents(tmp_path)
-    assert _load(tmp_path, **{name: torch.zeros(2) for name in shards})
-    save(
-        {"w": torch.ones(2), "v": torch.ones(2)},
-        storage_writer=HuggingFaceStorageWriter(tmp_path, max_bytes=1),
-    )
-    assert before.items() <= _contents(tmp_path).items()
-    assert _load(tmp_path, w=torch.zeros(2), v=torch.zeros(2)) == {"w": [1, 1], "v": [1, 1]}
-
-
 def _foreign(folder):
     save_file({"w": torch.ones(4)}, folder / "model.safetensors")
 
@@ -157,19 +142,6 @@ def test_other_weights_are_replaced_only_if_asked(tmp_path, make, max_bytes):
     consolidate(tmp_path / "saved", folder, "model.", max_bytes)  # they are Dure's now
 
 
-def test_second_job_is_refused_and_removes_nothing(tmp_path, monkeypatch):
-    hidden = tmp_path / ".saving-model.safetensors.0a0b0c0d"
-    hidden.write_bytes(b"being written by the first")
-
-    def hold(self):
-        raise BlockingIOError(11, "another job is saving there")
-
-    monkeypatch.setattr(Folder, "hold", hold)
-    with pytest.raises(CheckpointException, match="another job"):
-        save({"w": torch.ones(4)}, storage_writer=HuggingFaceStorageWriter(tmp_path))
-    assert list(tmp_path.iterdir()) == [hidden]
-
-
 class _Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -191,14 +163,3 @@ def test_tied_weights_have_all_their_names(tmp_path):
     other = _Tied()
     load(get_model_state_dict(other), storage_reader=HuggingFaceStorageReader(tmp_path / "1"))
     assert other.head.weight.equal(model.head.weight)
-
-
-def test_damage_in_a_checkpoint_is_not_consolidated(tmp_path):
-    save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "saved")
-    consolidate(tmp_path / "saved", tmp_path / "to")
-    [part] = (tmp_path / "saved").glob("part-*")
-    part.write_bytes(part.read_bytes()[:-1] + b"\x01")
-    before = _contents(tmp_path / "to")
-    with pytest.raises(CheckpointError, match="checksum is wrong"):
-        consolidate(tmp_path / "saved", tmp_path / "to")
-    assert _contents(tmp_path / "to") == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -66,10 +65,3 @@ def test_text_that_is_not_a_configuration_is_refused_at_its_place(text, seen, tm
     with pytest.raises(UsageError) as caught:
         configured_model(path)
     assert seen in str(caught.value)
-
-
-def test_configuration_in_a_pipe_or_a_device_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(UsageError, match="is not a regular file"):
-            configured_model(path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from dure.errors import UsageError
@@ -31,10 +29,3 @@ def test_file_that_does_not_describe_machines_is_refused_at_its_place(content, s
     with pytest.raises(UsageError) as caught:
         gpus(path)
     assert seen in str(caught.value)
-
-
-def test_machines_in_a_pipe_or_a_device_are_refused(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(UsageError, match="is not a regular file"):
-            gpus(path)

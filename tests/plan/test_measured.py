@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dure.plan import Job, Layout, Model
 from dure.plan.measured import HEADS, HIDDEN, TOKENS, WIDTH, machine_of
-from dure.plan.planning import costed
 
 PEAK, SIDE, HBM = 1e11, 60, 2e10  # of the machine that is measured
 
@@ -65,14 +63,3 @@ def test_what_a_machine_is_is_found_again():
         "context": 3e8 + 2**25,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-
-
-def test_one_rank_has_no_network_and_a_layout_is_costed_with_what_was_measured():
-    machine = machine_of(measured(1), 1, 1 << 34, "here")
-    assert "message" not in machine.measured
-    job = Job(Model(1000, WIDTH, 4, HEADS, HEADS, HIDDEN, TOKENS), 4 * TOKENS, "fp32")
-    row = costed(job, machine, Layout.parse("mb=4", job))
-    assert row.time["dp"] == row.time["tp"] == 0
-    tokens = 4 * TOKENS
-    attention = 4 * 3.5 * 2 * tokens * TOKENS * WIDTH / (0.5 * PEAK)
-    assert row.time["attention"] == pytest.approx(attention)

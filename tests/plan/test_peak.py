@@ -51,20 +51,6 @@ def test_a_recomputed_layer_keeps_its_input_and_one_layer_is_computed_again():
     assert found == pytest.approx(1000 * (4 * 2 * 100 + 2 * token))
 
 
-def test_what_stays_with_cheap_operators_recomputed_and_with_inputs_gathered_again():
-    token = 2 * (600 + 2 + 200 + 10 + 800)
-    c = FREE.replaced({"selective": 0.25, "gathered": 1.0})
-    assert memory_of(c, tp=1, selective=1, regathers=1)["activations"] == 1000 * token / 4
-    # Two inputs of width 100 are gathered for 2 ranks.
-    both = memory_of(c, tp=2)["activations"], memory_of(c, tp=2, regathers=1)["activations"]
-    assert both == pytest.approx((1000 * (token / 2 + 2 * 200), 1000 * token / 2))
-
-
-def test_a_score_takes_twelve_bytes_on_the_rank_that_has_the_loss():
-    assert memory_of()["scores"] == 12 * 1000 * 1000
-    assert memory_of(pp=2, layers=8, microbatches=4)["scores"] == 0  # the first rank is fuller
-
-
 def test_gradients_of_fsdp_are_whole_while_they_are_added_up():
     fsdp: dict[str, Any] = {"dp": 4, "zero": 2, "shard": 4}
     one = memory_of(**fsdp, once=1)["gathered"]

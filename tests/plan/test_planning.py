@@ -29,15 +29,6 @@ def test_rows_are_the_fastest_of_each_mesh_and_what_fits():
     assert all(row.peak <= Constants.load().room * 80e9 for row in every.rows)
 
 
-def test_ties_overlap_the_first_and_the_simplest_is_among_them():
-    found = plan(SMALL, ONE_NODE, changes=False)
-    first = found.rows[0]
-    for i, row in enumerate(found.rows):
-        assert (row.high >= first.low) == (i < found.ties)
-    axes = [sum(n > 1 for n in (r.layout.tp, r.layout.cp, r.layout.pp)) for r in found.rows]
-    assert axes[found.simplest] == min(axes[: found.ties])
-
-
 def test_a_change_alters_the_winner_and_half_of_it_does_not():
     job = Job(find_model("llama3-8b"), 2**21)
     found = plan(job, ONE_NODE)

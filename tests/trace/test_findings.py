@@ -21,11 +21,6 @@ def _all(seqs, **fields):
     return [[record(r, s, **fields) for s in seqs] for r in range(3)]
 
 
-def test_ranks_that_called_the_same_match(tmp_path):
-    found = _study(tmp_path, *_all(range(1, 6)))
-    assert found.sentences == [] and found.failures == ()
-
-
 @pytest.mark.parametrize(
     ("odd", "what"),
     [
@@ -56,12 +51,6 @@ def test_sizes_may_differ_where_lists_are_given_unless_the_ranks_said_so(tmp_pat
     assert _study(tmp_path, *ranks).differences[0].what == ("size",)
 
 
-def test_a_form_with_lists_meets_one_without(tmp_path):
-    ranks = _all([1], op="all_to_all")
-    ranks[2][0] = record(2, 1, op="all_to_all_single")
-    assert _study(tmp_path, *ranks).differences == ()
-
-
 def test_a_rank_that_never_called_is_named_with_its_last_call_and_its_place(tmp_path):
     ranks = _all(range(1, 42))
     del ranks[2][-1]
@@ -73,11 +62,6 @@ def test_a_rank_that_never_called_is_named_with_its_last_call_and_its_place(tmp_
     assert absence.now is not None and absence.now.line == 88
     text = str(absence)
     assert "rank 2 never called all_reduce #41" in text and "/home/me/train.py:77" in text
-
-
-def test_a_rank_without_a_file_is_absent_from_the_last_call(tmp_path):
-    (absence,) = _study(tmp_path, _all([1, 2])[0], None, _all([1, 2])[2]).absences
-    assert (absence.rank, absence.missed.seq, absence.has_file) == (1, 2, False)
 
 
 def test_what_a_ring_has_forgotten_is_not_held_against_the_rank(tmp_path):
@@ -102,14 +86,6 @@ def test_the_rank_that_comes_last_is_counted_and_timed(tmp_path):
     assert found[2].max_late_s == 0
 
 
-def test_the_first_failure_of_each_rank_is_told(tmp_path):
-    ranks = _all([1, 2, 3])
-    ranks[0][1] = record(0, 2, state=State.FAILED, error="PeerLost")
-    ranks[0][2] = record(0, 3, state=State.FAILED, error="PeerLost")
-    (failure,) = _study(tmp_path, *ranks).failures
-    assert (failure.global_rank, failure.seq, failure.error) == (0, 2, "PeerLost")
-
-
 def _message(rank, op, peer, **fields):
     known = {"state": State.STARTED, "end_ns": 0, "start_ns": 9_000_000, **fields}
     return record(rank, 1, op, peer=peer, **known)
@@ -122,13 +98,6 @@ def test_ranks_that_wait_for_each_other_in_messages_are_named(tmp_path):
     ranks[1].append(_message(1, "recv", 0))
     waits = {w.rank: (w.peer, w.mutual) for w in _study(tmp_path, *ranks).waits}
     assert waits == {0: (2, True), 2: (0, True), 1: (0, False)}
-
-
-def test_a_message_that_ended_or_was_left_behind_is_no_wait(tmp_path):
-    ranks = _all([1])
-    ranks[0].insert(0, _message(0, "irecv", 1, async_op=True, start_ns=1))
-    ranks[1].append(_message(1, "send", 0, state=State.SUCCEEDED, end_ns=1))
-    assert _study(tmp_path, *ranks).waits == ()
 
 
 def test_a_rank_that_an_exception_ended_is_not_called_killed(tmp_path):

@@ -54,11 +54,6 @@ def test_progress_never_waits_for_the_launcher(pipe: int) -> None:
     assert told(pipe)[0]["progress"]["values"] == {"note": "x" * 200}
 
 
-def test_progress_too_long_is_not_told(pipe: int) -> None:
-    dure.progress(1, 1, note="x" * 10_000)
-    assert told(pipe) == []
-
-
 def test_child_of_a_rank_tells_nothing(pipe: int) -> None:
     sys.modules["__dure_line__"].__dict__["pid"] = os.getpid() + 1
     dure.progress(1, 1)

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -123,70 +122,6 @@ def test_line_that_the_program_prints_is_not_printed_twice(
     assert printed.count("once") == lines
 
 
-def test_line_that_goes_to_loguru_is_not_printed_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = """
-import logging
-class InterceptHandler(logging.Handler):
-    def emit(self, record):
-        logger.log(record.levelname, record.getMessage())
-"""
-    logger: Any = type("Logger", (), {"__module__": "loguru._logger"})()
-    type(logger).log = lambda self, level, text: print(text, file=sys.stderr)
-    names: dict[str, Any] = {"logger": logger, "__name__": "program"}
-    exec(recipe, names)
-    handler = names["InterceptHandler"]()
-    logging.getLogger().addHandler(handler)
-    try:
-        logs.show({"dure": "INFO"})
-        COMM.info("once")
-    finally:
-        logging.getLogger().removeHandler(handler)
-    assert capsys.readouterr().err.count("once") == 1
-
-
-def test_line_that_cannot_be_written_is_a_warning_and_no_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    @logs.never_fails
-    def report(rank: int) -> None:
-        raise OSError(f"no /proc on rank {rank}")
-
-    report(0)
-    assert "no /proc on rank 0" in caplog.text
-
-
-def test_closed_standard_error_ends_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    logs.show({"dure": "INFO"})
-    closed = io.StringIO()
-    closed.close()
-    for stream in (closed, None):
-        monkeypatch.setattr(sys, "stderr", stream)
-        COMM.info("nobody reads it")
-
-
-def test_levels_that_the_program_has_set_since_are_left_alone() -> None:
-    logs.show({"dure": "DEBUG"})
-    logging.getLogger("dure").setLevel(logging.ERROR)
-    try:
-        logs.show({})
-        assert logging.getLogger("dure").level == logging.ERROR
-    finally:
-        logging.getLogger("dure").setLevel(logging.NOTSET)
-
-
-def test_variables_are_read_again_only_when_they_have_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("DURE_LOG", "info")
-    logs.configure()
-    logs.show({})  # as a program that sets a debug level
-    logs.configure()
-    assert COMM.getEffectiveLevel() == logging.getLogger().level
-    monkeypatch.setenv("DURE_LOG", "debug")
-    logs.configure()
-    assert COMM.getEffectiveLevel() == logging.DEBUG
-
-
 def test_what_is_the_same_on_all_ranks_is_info_on_the_first(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -207,21 +142,3 @@ def test_every_logger_of_the_sources_can_be_named() -> None:
     }
     assert {f"dure.{name}" for name in used} <= set(env.LOGGERS)
     assert {"comm", "launch", "parallel", "rpc", "store"} <= used
-
-
-def test_loggers_that_a_configuration_has_disabled_write_again_if_dure_log_asks_for_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DURE_LOG", "info")
-    logs.configure()
-    COMM.disabled = True  # as `logging.config.dictConfig` does
-    try:
-        logs.configure()
-        COMM.info("shown")
-    finally:
-        COMM.disabled = False
-    assert "shown" in capsys.readouterr().err
-
-
-def test_sizes_just_below_a_unit_have_no_exponent() -> None:
-    assert [logs.size_text(n) for n in (1000, 1023, 1536 << 20)] == ["1000 B", "1023 B", "1.5 GiB"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from dure.errors import UsageError
@@ -78,29 +76,6 @@ def test_a_folder_without_records_is_a_users_mistake(tmp_path):
         read(tmp_path / "missing")
     with pytest.raises(UsageError):
         read(tmp_path)
-
-
-def test_where_a_rank_is_now_is_the_programs_own_frame(tmp_path):
-    file = read_file(write(tmp_path, 0, []))
-    assert file.where is not None
-    assert (file.where.file, file.where.line) == ("/home/me/train.py", 88)
-
-
-def test_what_is_no_file_is_named_and_not_read(tmp_path):
-    write(tmp_path, 0, [record(0, 1)])
-    os.mkfifo(tmp_path / "fifo.json")
-    (tmp_path / "zero.json").symlink_to("/dev/zero")
-    (tmp_path / "folder.json").mkdir()
-    (tmp_path / "deep.json").write_text('{"x":' + "[" * 99_999 + "]" * 99_999 + "}")
-    with open(tmp_path / "large.json", "w") as large:
-        large.truncate((1 << 28) + 1)
-    assert read(tmp_path).problems == (
-        "deep.json: is no flight record",
-        "fifo.json: is not a regular file but a pipe",
-        "folder.json: is not a regular file but a folder",
-        "large.json: is larger than 256 MiB",
-        "zero.json: is not a regular file but a device",
-    )
 
 
 def test_texts_move_no_cursor(tmp_path):

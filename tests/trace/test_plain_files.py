@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from dure.trace.plain_files import NotAFile, nested_at, open_plain, parse_json, read_plain
+from dure.trace.plain_files import NotAFile, open_plain, parse_json, read_plain
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -58,10 +58,3 @@ def test_place_of_what_is_not_json_is_known(text, line, column):
     with pytest.raises(json.JSONDecodeError) as caught:
         parse_json(text.encode())
     assert (caught.value.lineno, caught.value.colno) == (line, column)
-
-
-def test_json_is_read():
-    assert parse_json(b'{"a": [1, 2.5, -1e30, null, "x"]}') == {"a": [1, 2.5, -1e30, None, "x"]}
-    with pytest.raises(ValueError, match="utf-8"):
-        parse_json(b'"\xff"')
-    assert nested_at("[1, [2]]") == 8

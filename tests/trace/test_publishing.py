@@ -13,7 +13,7 @@ import pytest
 import dure
 from dure.errors import UsageError
 from dure.trace import flight, publishing
-from dure.trace.merging import read, read_file
+from dure.trace.merging import read_file
 
 
 @pytest.fixture
@@ -66,39 +66,3 @@ def test_marks_are_published_with_what_is_not_finite_left_out(page: Path) -> Non
     assert file.marks[-1].step == 7
     assert file.marks[-1].scalars == {"loss": 0.5, "count": 3.0, "broken": None}
     assert (page / "rank5.json").stat().st_mode & 0o777 == 0o600
-
-
-def test_last_word_is_not_overwritten(page: Path) -> None:
-    dure.log(1)
-    publishing.on_crash(ValueError("first"))
-    publishing.on_crash(ValueError("second"))
-    assert read(page).ranks[5].failure == "ValueError: first"
-
-
-def test_a_page_that_cannot_be_written_is_logged_once(
-    page: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(flight, "publish", full)
-    publishing.start()
-    publisher = publishing._publisher
-    assert publisher is not None
-    for _ in range(2):
-        assert publisher.publish("page")
-    found = [r for r in caplog.records if r.name == "dure.trace"]
-    assert len(found) == 1 and "No space left" in found[0].getMessage()
-
-
-def test_folder_that_is_gone_is_not_made_again(page: Path) -> None:
-    dure.log(1)
-    publishing.on_crash(ValueError("x"))
-    publishing.stop()
-    for path in page.iterdir():
-        path.unlink()
-    page.rmdir()
-    dure.log(2)
-    publishing.on_crash(ValueError("y"))
-    assert not page.exists()
-    page.mkdir()

@@ -55,13 +55,6 @@ def test_every_event_has_the_fields_of_its_phase(events):
     assert {e["ph"] for e in events} == set(BY_PHASE)
 
 
-def test_ranks_are_processes_and_groups_are_tracks(events):
-    named = {(e["name"], e["pid"]): e["args"] for e in events if e["ph"] == "M"}
-    assert named["process_name", 1]["name"].startswith("rank 1 (")
-    assert named["process_sort_index", 1] == {"sort_index": 1}
-    assert named["thread_name", 0] == {"name": "group world"}
-
-
 def test_slices_of_a_track_do_not_overlap(events):
     for pid in (0, 1):
         slices = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == pid)
@@ -95,9 +88,3 @@ def test_an_arrow_leads_from_the_last_to_arrive_to_who_waited(events):
                 and e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"]
                 for e in events
             ), "an arrow ends on a slice"
-
-
-def test_a_slice_says_what_was_called_and_where(events):
-    args = next(e for e in events if e["ph"] == "X")["args"]
-    assert args["at"] == "/home/me/train.py:31" and args["bytes"] == 400
-    assert (args["dtype"], args["reduction"], args["seq"]) == ("float32", "SUM", 1)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from dure.trace.findings import study
 from dure.trace.merging import read
@@ -77,30 +76,3 @@ def test_a_channel_beside_a_group_has_a_track_of_its_name(tmp_path):
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     shown = [names[e["tid"]] for e in events if e["ph"] == "X"]
     assert shown == ["group world", "group world[1]"]
-
-
-def test_buckets_that_overlap_lie_in_tracks_of_their_own_below_the_phases(tmp_path):
-    far = [bucket(i, *t, group="none") for i, t in enumerate([(5.0, 8.0), (6.0, 7.0), (7.5, 9.0)])]
-    found = drawn(tmp_path, Span(name="forward", start_ns=4 * MS, end_ns=5 * MS), *far)
-    assert [found[f"bucket {i}"]["track"] for i in range(3)] == [
-        "buckets 1",
-        "buckets 2",
-        "buckets 2",
-    ]
-    assert found["forward"]["track"] == "step"
-    assert found["forward"]["tid"] < found["bucket 0"]["tid"]
-
-
-def test_a_file_without_spans_has_no_tracks_for_them(tmp_path):
-    write(tmp_path, 0, [record(0, 1)])
-    events = timeline(read(tmp_path), ())["traceEvents"]
-    assert not [e for e in events if e["tid"] >= 1000]
-
-
-@pytest.mark.parametrize("value", [1, "spans", [{"start_ns": 3}]])
-def test_damaged_spans_leave_the_file_out(tmp_path, value):
-    write(tmp_path, 0, [record(0, 1)])
-    write(tmp_path, 1, [record(1, 1)], {"spans": value})
-    flight = read(tmp_path)
-    assert list(flight.ranks) == [0]
-    assert "damaged" in flight.problems[0]

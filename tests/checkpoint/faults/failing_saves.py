@@ -21,6 +21,7 @@ import errno
 import gc
 import hashlib
 import importlib
+import json
 import os
 import random
 import re
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import dure
@@ -118,7 +120,16 @@ def _weights(**options: Any) -> tuple[Callable[[Path, int], object], Callable[[P
 
 
 def _read_weights(folder: Path) -> int | None:
-    return _read(folder, storage_reader=HuggingFaceStorageReader(folder))
+    """Load the weights, in Dure and by the files that transformers looks for, in its order."""
+    number = _read(folder, storage_reader=HuggingFaceStorageReader(folder))
+    index, state = folder / "model.safetensors.index.json", {}
+    if (folder / "model.safetensors").exists():
+        state = load_file(folder / "model.safetensors")
+    elif index.exists():
+        placed = json.loads(index.read_text())["weight_map"]
+        state = {name: load_file(folder / file)[name] for name, file in placed.items()}
+    assert (_number_of(state) if state else None) == number
+    return number
 
 
 def _run(sharded: bool) -> tuple[Callable[[Path, int], object], Callable[[Path], int | None]]:

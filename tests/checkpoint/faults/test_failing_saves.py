@@ -37,12 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     here, there = Pipe()
     server = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"from {failing_saves.__name__} import main; main()",
-            str(there.fileno()),
-        ],
+        [sys.executable, "-c", MAIN, str(there.fileno())],
         cwd=HERE.parents[2],
         env=os.environ | {"LD_PRELOAD": str(library)},
         pass_fds=[there.fileno()],
@@ -74,8 +69,9 @@ def test_save_with_a_failing_call_leaves_the_old_or_the_new(
     _check(run(random.Random(f"{SEED} {writer} {size}").choice(drawn), 3, KINDS))
 
 
-def test_save_that_is_killed_at_any_call_leaves_the_old_or_the_new(run: Run) -> None:
-    _check(run(Scenario("save", 1, "used"), None, "KILL"))
+@pytest.mark.parametrize("writer", ["save", "weights in one file", "weights in three files"])
+def test_save_that_is_killed_at_any_call_leaves_the_old_or_the_new(run: Run, writer: str) -> None:
+    _check(run(Scenario(writer, 1, "used"), None, "KILL"))
 
 
 @pytest.mark.parametrize("kind", ["KILL", "ENOSPC"])

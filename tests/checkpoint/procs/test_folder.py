@@ -52,28 +52,6 @@ def test_a_lock_ends_although_a_child_forked_meanwhile_lives(tmp_path, how):
         holder.join()
 
 
-def test_a_copy_of_the_descriptor_does_not_keep_a_lock_that_was_released(tmp_path):
-    held = Folder(tmp_path)
-    held.hold()
-    opened = [fd for fd in os.listdir("/proc/self/fd") if _leads_to(fd) == str(tmp_path / ".lock")]
-    copies = [os.dup(int(fd)) for fd in opened]  # as a child has that C code forked
-    assert copies
-    held.release()
-    try:
-        held.hold()
-        held.release()
-    finally:
-        for fd in copies:
-            os.close(fd)
-
-
-def _leads_to(descriptor):
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # of the listing itself
-        return None
-
-
 def _release_in_a_child(path, pipe):
     held = Folder(path)
     begun = held.begin(1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import shutil
 import signal
-import subprocess
 from contextlib import contextmanager, nullcontext
 from multiprocessing import current_process, get_context
 
@@ -32,12 +30,6 @@ def _be_a_job(folder, pipe, host, key):
         lock._flock = lambda *_: True  # locks of a host hold on that host alone
     checkpoints = Checkpointer(folder, keep=1)
     while (step := pipe.recv()) is not None:
-        if step == "copy":  # as C code would fork it
-            held = checkpoints._folder._lock._held.descriptor
-            assert held is not None
-            kept = os.dup(held)
-            pipe.send(subprocess.Popen(["sleep", "1000"], pass_fds=[kept]).pid)
-            continue
         try:
             pipe.send(checkpoints.save(step, state={"step": step}).name)
         except CheckpointNotWritten as e:
@@ -110,20 +102,6 @@ def test_checkpointers_of_one_process_share_the_lock_and_the_last_one_ends_it(tm
         assert job.ask(3) == "000003-step-3"
 
 
-def test_a_killed_job_holds_nothing_although_a_process_has_a_copy_of_its_lock(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(lock, "_ENDING_S", 0.1)
-    with _job(tmp_path) as job:
-        job.ask(1)
-        child = job.ask("copy")
-        job.end("killed")
-    try:
-        Checkpointer(tmp_path).save(2, state={})
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
 def test_a_job_on_another_host_is_refused_while_the_first_lives_and_saves_after_its_lease(
     tmp_path, monkeypatch
 ):
@@ -141,21 +119,6 @@ def test_a_job_on_another_host_is_refused_while_the_first_lives_and_saves_after_
         Checkpointer(tmp_path).save(2, state={})
 
 
-def _save_by_turns(rank, folder):
-    """Save by two groups of one job, with another rank 0 each time."""
-    del rank
-    turned = dure.new_group([1, 0], sort_ranks=False)
-    groups = [None, turned] * 2
-    checkpointers = [Checkpointer(folder, process_group=group) for group in groups]
-    return [c.save(step, state={}).name for step, c in enumerate(checkpointers)]
-
-
-@pytest.mark.needs("engine")
-def test_another_process_of_the_job_may_become_rank_0(process_pool, tmp_path):
-    names = [f"00000{n + 1}-step-{n}" for n in range(4)]
-    assert process_pool(2).run(_save_by_turns, str(tmp_path)) == [names, names]
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_processes_that_the_holder_started_save_and_so_does_the_holder(tmp_path, method):
     mine = Checkpointer(tmp_path)
@@ -170,65 +133,6 @@ def test_processes_that_the_holder_started_save_and_so_does_the_holder(tmp_path,
         with _job(tmp_path) as foreign:
             assert f"another job is saving there: pid {job.process.pid} on " in foreign.ask(4)
     mine.save(5, state={})
-
-
-def test_a_folder_is_never_without_a_lock_while_a_process_of_the_job_takes_it_over(
-    tmp_path, monkeypatch
-):
-    mine, path, seen = Checkpointer(tmp_path), tmp_path / ".lock", list[bool]()
-
-    def seeing(path):
-        seen.append(path.exists())
-        return opened(path)
-
-    with _job(tmp_path, key=None, context=get_context("fork")) as job:
-        job.ask(1)
-        opened = lock._open
-        monkeypatch.setattr(lock, "_open", seeing)
-        before = path.stat().st_ino
-        mine.save(2, state={})
-        assert seen == [True] and path.stat().st_ino != before
-        assert sorted(p.name for p in tmp_path.glob(".*")) == [".lock"]
-
-
-def test_a_lock_on_the_folder_itself_does_not_keep_processes_of_the_job_waiting(tmp_path):
-    mine, folder = Checkpointer(tmp_path), os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)  # as `flock FOLDER python train.py`
-    try:
-        mine.save(0, state={})
-        with _job(tmp_path, key=None, context=get_context("fork")) as job:
-            assert job.ask(1) == "000002-step-1"
-    finally:
-        os.close(folder)
-
-
-def test_a_process_waits_while_another_takes_the_lock_over_and_ignores_what_a_killed_one_left(
-    tmp_path, monkeypatch
-):
-    mine, turn = Checkpointer(tmp_path), os.open(tmp_path / ".lock-turn", os.O_CREAT)
-    clock = [0.0]
-    monkeypatch.setattr(lock, "_clock", lambda: clock[0])
-    monkeypatch.setattr(lock, "_pause", lambda _: clock.__setitem__(0, clock[0] + 10))
-    with _job(tmp_path, key=None, context=get_context("fork")) as job:
-        job.ask(1)
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointNotWritten, match="of this job has been saving there for 60"):
-            mine.save(2, state={})
-        fcntl.flock(turn, fcntl.LOCK_UN)  # the other process has a copy of it
-        os.close(turn)
-        mine.save(2, state={})
-    assert sorted(p.name for p in tmp_path.glob(".*")) == [".lock"]
-
-
-def test_a_process_that_was_in_many_jobs_shares_a_folder_with_those_that_it_starts(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(lock, "_jobs", {f"{n:032}" for n in range(300)})
-    mine = Checkpointer(tmp_path)
-    mine.save(0, state={})
-    assert (tmp_path / ".lock").stat().st_size < 1000
-    with _job(tmp_path, key=None, context=get_context("fork")) as job:
-        assert job.ask(1) == "000002-step-1"
 
 
 def test_a_copy_of_a_held_folder_holds_for_a_lease_if_hosts_share_it(tmp_path, monkeypatch):

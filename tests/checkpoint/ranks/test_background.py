@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from contextvars import copy_context
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +13,11 @@ import dure
 from dure.checkpoint import (
     Checkpointer,
     CheckpointException,
-    FileSystemReader,
-    FileSystemWriter,
     async_save,
-    background,
     load,
     save,
     slice_files,
 )
-from dure.comm.world import current_world
 from dure.errors import UsageError
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
@@ -147,20 +142,6 @@ def _open_when_joined(gate):
     threading.Thread(target=watch).start()
 
 
-@pytest.mark.parametrize("which", ["world", "group"])
-def test_destroying_a_group_waits_for_its_saves(tmp_path, gate, which):
-    def body(rank):
-        group = dure.new_group([0, 1]) if which == "group" else None
-        async_save({"w": counted(3)}, checkpoint_id=tmp_path, process_group=group)
-        _open_when_joined(gate)
-        dure.destroy_process_group(group)
-        if which == "group":  # and leaves no group of the saves behind
-            assert len(current_world().groups) == 1
-
-    run_ranks(2, body)
-    assert loaded(tmp_path, 3) == [0, 1, 2]
-
-
 def test_destroying_a_group_raises_the_failure_that_a_rank_has_not_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", _full)
 
@@ -217,27 +198,3 @@ def test_what_cannot_be_saved_is_told_at_the_call(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(UsageError):
         async_save({}, checkpoint_id=tmp_path, use_collectives=False)
-
-
-def test_a_checkpoint_that_may_not_be_replaced(tmp_path):
-    once = FileSystemWriter(tmp_path, overwrite=False)
-    for _ in range(2):
-        future = async_save({"a": 1}, storage_writer=once)
-    with pytest.raises(CheckpointException, match="already"):
-        future.result(PATIENCE_S)
-    assert list(FileSystemReader(Path(tmp_path)).read_metadata().state_dict_metadata) == ["a"]
-
-
-def test_its_group_is_made_once(tmp_path, monkeypatch):
-    made = []
-    new_group = background.new_group
-    monkeypatch.setattr(
-        background, "new_group", lambda *a, **k: made.append(1) or new_group(*a, **k)
-    )
-
-    def body(rank):
-        for _ in range(3):
-            async_save({"w": counted(3)}, checkpoint_id=tmp_path).result(PATIENCE_S)
-
-    run_ranks(2, body)
-    assert len(made) == 2  # by two ranks

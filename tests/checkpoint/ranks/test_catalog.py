@@ -13,14 +13,13 @@ from dure.checkpoint import (
 from dure.checkpoint.catalog import catalog_of
 from dure.errors import CheckpointDamaged
 from dure.tensor import (
-    Replicate,
     Shard,
 )
 from dure.testing import run_ranks
 from tests.checkpoint.manifests import read_manifest, write_manifest
 from tests.checkpoint.saved_states import save_one
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+S0 = Shard(0)
 
 
 def _lies(folder, change):

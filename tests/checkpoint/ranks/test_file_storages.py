@@ -9,20 +9,12 @@ import dure
 from dure.checkpoint import (
     Checkpointer,
     CheckpointException,
-    FileSystemReader,
     FileSystemWriter,
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
     async_save,
     load,
     save,
     slice_files,
 )
-from dure.checkpoint.format_utils import (
-    BroadcastingTorchSaveReader,
-    DynamicMetaLoadPlanner,
-)
-from dure.checkpoint.planner import DefaultLoadPlanner
 from dure.checkpoint.state_dict import get_optimizer_state_dict
 from dure.errors import CheckpointError, CheckpointNotWritten, UsageError
 from tests.checkpoint.saved_states import counted
@@ -70,36 +62,6 @@ def test_a_save_in_the_background_goes_to_the_folder_of_the_call(tmp_path, elsew
     assert _is_counted(tmp_path / "here" / "last")
 
 
-def test_readers_and_writers_keep_the_folder_of_their_construction(tmp_path, elsewhere):
-    torch.save({"w": counted(3)}, "one.pt")
-    writer, reader = FileSystemWriter("a"), FileSystemReader("a")
-    weights = HuggingFaceStorageWriter("b"), HuggingFaceStorageReader("b")
-    of_torch = BroadcastingTorchSaveReader("one.pt")
-    again = FileSystemReader("nowhere")
-    again.reset("a")
-    elsewhere()
-    save({"w": counted(3)}, storage_writer=writer)
-    save({"w": counted(3)}, storage_writer=weights[0])
-    assert _is_counted("", reader) and _is_counted("", again) and _is_counted("", weights[1])
-    state = {"w": torch.zeros(3)}
-    load(state, storage_reader=of_torch, planner=DynamicMetaLoadPlanner())
-    assert state["w"].tolist() == [0, 1, 2]
-    assert list((tmp_path / "there").iterdir()) == []
-
-
-def test_a_reader_whose_program_changes_its_folder_between_plan_and_data(tmp_path, elsewhere):
-    save({"w": counted(3)}, checkpoint_id="a")
-
-    class Planner(DefaultLoadPlanner):
-        def create_global_plan(self, plans):
-            elsewhere()
-            return super().create_global_plan(plans)
-
-    state = {"w": torch.zeros(3)}
-    load(state, storage_reader=FileSystemReader("a"), planner=Planner())
-    assert state["w"].tolist() == [0, 1, 2]
-
-
 def test_a_url_is_refused_as_it_was_given():
     with pytest.raises(UsageError, match="s3://bucket/run"):
         save({}, storage_writer=FileSystemWriter("s3://bucket/run"))
@@ -117,12 +79,6 @@ def test_a_link_to_nothing_is_named_and_is_no_empty_folder(tmp_path, below):
         Checkpointer(folder).save(1, values=[])
     with pytest.raises(CheckpointError, match=named):
         Checkpointer(folder).load(values=[])
-
-
-def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointException, match="something else than a folder"):
-        save({"w": counted(3)}, checkpoint_id=tmp_path / "file")
 
 
 @pytest.mark.parametrize("store", [save, async_save, load])

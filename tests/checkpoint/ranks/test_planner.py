@@ -194,28 +194,3 @@ def test_optimizer_state_is_loaded_as_the_model_is_sharded(rank, tmp_path):
     assert torch.equal(moment.full_tensor(), WHOLE)
     assert found["optim"]["state"]["w"]["step"].item() == 3
     assert found.keys() == {"optim"}
-
-
-def test_an_object_that_fails_on_one_rank_fails_the_load_on_all(tmp_path):
-    class Planner(DefaultLoadPlanner):
-        pass
-
-    class Failing:
-        def __init__(self, rank):
-            self.rank = rank
-
-        def state_dict(self):
-            if self.rank == 1:
-                raise ValueError("no state")
-            return {"a": torch.zeros(2)}
-
-        def load_state_dict(self, state):
-            raise AssertionError
-
-    def body(rank):
-        with pytest.raises(CheckpointException) as caught:
-            load({"x": Failing(rank)}, checkpoint_id=tmp_path, planner=Planner())
-        return list(caught.value.failures)
-
-    save({"x": {"a": torch.ones(2)}}, checkpoint_id=tmp_path)
-    assert run_ranks(2, body) == [[1]] * 2

@@ -16,11 +16,11 @@ from dure.checkpoint import Checkpointer, consolidate, load, save
 from dure.checkpoint.catalog import Catalog, Stored, catalog_of, publish
 from dure.checkpoint.format_utils import dcp_to_torch_save
 from dure.checkpoint.reading import Mapped, faults
-from dure.checkpoint.slice_files import FileMap, Kind, Layout, Slice, write_slices
+from dure.checkpoint.slice_files import Kind, Layout, Slice, write_slices
 from dure.checkpoint.slices import Box
 from dure.checkpoint.tree import tensor_node
 from dure.comm.checksum import crc32c
-from dure.errors import CheckpointDamaged, CheckpointError, CheckpointException
+from dure.errors import CheckpointDamaged, CheckpointError
 from dure.testing import run_ranks
 from tests.checkpoint.small_runs import equal, small
 
@@ -58,34 +58,6 @@ def test_error_of_the_system_is_raised_and_no_older_checkpoint_taken(
     assert checkpoints.load(model=model) == 2
 
 
-@pytest.mark.parametrize("call", ["preadv", "pread", "fstat", "stat"])
-def test_error_while_a_file_is_read_is_raised(tmp_path, monkeypatch, call):
-    checkpoints = Checkpointer(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(step, model=small(step))
-    monkeypatch.setattr(FileMap, "piece", lambda *_: None)  # as for pages that cannot be read
-    _fail_once(monkeypatch, call, "000002-step-2/part-000001-00000.safetensors", errno.EIO)
-    with pytest.raises(CheckpointError, match="000002-step-2") as caught:
-        checkpoints.load(model=small())
-    assert not isinstance(caught.value, CheckpointDamaged)
-    assert checkpoints.load(model=small()) == 2
-
-
-def test_no_memory_for_a_checkpoint_is_not_damage(tmp_path, monkeypatch):
-    checkpoints = Checkpointer(tmp_path)
-    for step in (1, 2):
-        checkpoints.save(step, model=small(step))
-    with monkeypatch.context() as patch:
-        patch.setattr("dure.checkpoint.catalog.json.loads", _without_memory)
-        with pytest.raises(CheckpointError, match="MemoryError") as caught:
-            checkpoints.load(model=small())
-    assert not isinstance(caught.value, CheckpointDamaged)
-
-
-def _without_memory(text: bytes, **options: object) -> None:
-    raise MemoryError
-
-
 def test_error_of_one_rank_is_raised_on_all(tmp_path, monkeypatch):
     def saving(rank):
         checkpoints = Checkpointer(tmp_path)
@@ -101,29 +73,6 @@ def test_error_of_one_rank_is_raised_on_all(tmp_path, monkeypatch):
     run_ranks(2, saving)
     _fail_once(monkeypatch, "open", "000002-step-2/manifest.json", errno.EMFILE)
     assert run_ranks(2, loading) == [2, 2]
-
-
-@pytest.mark.parametrize("call", ["open", "preadv"])
-def test_load_says_whether_the_bytes_are_wrong_or_could_not_be_read(tmp_path, monkeypatch, call):
-    save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
-    _fail_once(monkeypatch, call, ".safetensors", errno.EIO)
-    with pytest.raises(CheckpointException) as caught:
-        load({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
-    error, _ = caught.value.failures[0]
-    assert isinstance(error, CheckpointError) and not isinstance(error, CheckpointDamaged)
-    file = tmp_path / "part-000001-00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointException) as caught:
-        load({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
-    assert isinstance(caught.value.failures[0][0], CheckpointDamaged)
-
-
-def test_verify_does_not_report_as_damaged_what_cannot_be_read(tmp_path, monkeypatch):
-    save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
-    _fail_once(monkeypatch, "preadv", ".safetensors", errno.EIO)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        faults(tmp_path, catalog_of(tmp_path))
-    assert faults(tmp_path, catalog_of(tmp_path)) == []
 
 
 def test_file_that_becomes_shorter_while_it_is_checked_is_damaged(tmp_path):
@@ -213,25 +162,6 @@ def test_small_tensor_of_a_file_larger_than_memory_is_converted(tmp_path):
         load({"small": every_second[:, 1]}, checkpoint_id=tmp_path, no_dist=True)
     assert state["small"].tolist() == [0, 1, 2, 3]
     assert every_second.tolist() == [[0, 0], [0, 1], [0, 2], [0, 3]]
-
-
-def test_file_larger_than_memory_is_verified(tmp_path):
-    _with_a_large_tensor(tmp_path)
-    with _little_memory():
-        assert faults(tmp_path, catalog_of(tmp_path)) == []
-    with (tmp_path / "part-000001-00000.safetensors").open("r+b") as file:
-        file.seek(LARGE // 2)
-        file.write(b"x")
-    with _little_memory():
-        (fault,) = faults(tmp_path, catalog_of(tmp_path))
-    assert fault.startswith(f"large[0:{LARGE}] in part-000001-00000.safetensors is changed")
-
-
-def test_tensors_of_a_file_larger_than_memory_are_given_out(tmp_path):
-    _with_a_large_tensor(tmp_path)
-    with _little_memory():
-        tensors = Mapped(tmp_path, catalog_of(tmp_path))
-        assert tensors.checked("small").tolist() == [0, 1, 2, 3]
 
 
 _CRC_OF_ZEROS = 0x02F63B78

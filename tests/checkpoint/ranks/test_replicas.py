@@ -13,15 +13,11 @@ from dure.checkpoint import (
     Checkpointer,
     CheckpointException,
     DefaultSavePlanner,
-    HuggingFaceStorageWriter,
     PerRank,
     async_save,
     load,
     save,
 )
-from dure.checkpoint.replicas import marks_of
-from dure.checkpoint.saving import take
-from dure.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from dure.errors import CheckpointMismatch
 from dure.fsdp import fully_shard
 from dure.tensor import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -174,27 +170,6 @@ def test_buffers_that_differ_are_those_of_rank_0(tmp_path, sharded):
     assert run_ranks(2, body) == [[[1] * 3, [1] * 4] * 2] * 2
 
 
-@SHARDED
-@pytest.mark.parametrize("way", ["PerRank", "a name for each rank"])
-def test_buffers_of_each_rank_come_back_to_it_although_a_module_has_them_too(
-    tmp_path, sharded, way
-):
-    def body(rank):
-        norm = nn.BatchNorm1d(3)
-        norm.running_mean.fill_(rank + 1)
-
-        def named(buffers):
-            return {"own": PerRank(buffers)} if way == "PerRank" else {f"own{rank}": buffers}
-
-        buffers = dict(norm.named_buffers())
-        Checkpointer(tmp_path, sharded=sharded).save(1, model=norm, **named(buffers))
-        found = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
-        Checkpointer(tmp_path).load(model=norm, **named(found))
-        return norm.running_mean.tolist(), found["running_mean"].tolist()
-
-    assert run_ranks(2, body) == [([1] * 3, [1] * 3), ([1] * 3, [2] * 3)]
-
-
 @pytest.mark.parametrize("owner", [0, 1])
 def test_a_tensor_of_one_rank_that_others_have_with_other_values_is_not_lost(tmp_path, owner):
     def body(rank):
@@ -248,24 +223,6 @@ def test_sharded_optimizers_of_stages_are_not_mixed(tmp_path, way):
     assert not list(tmp_path.glob("manifest.json"))
 
 
-def test_sharded_optimizer_of_a_stage_is_refused_by_a_checkpointer(tmp_path):
-    def body(rank):
-        optimizer = _optimizer_of_stage(rank)
-        with pytest.raises(CheckpointMismatch) as caught:
-            Checkpointer(tmp_path).save(1, optimizer=optimizer)
-        refused = caught.value.seen.split()[0]
-        del caught  # which refers to this frame, and so to Checkpointers and their lock
-        stage = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")).get_local_rank("pp")
-        Checkpointer(tmp_path).save(1, **{f"optimizer{stage}": optimizer})
-        wanted = [s["exp_avg"].to_local().clone() for s in optimizer.state.values()]
-        optimizer.state.clear()
-        Checkpointer(tmp_path).load(**{f"optimizer{stage}": optimizer})
-        found = [s["exp_avg"].to_local() for s in optimizer.state.values()]
-        return refused, list(map(torch.equal, found, wanted))
-
-    assert run_ranks(4, body) == [("optimizer.state.0.exp_avg", [True, True])] * 4
-
-
 def test_equal_tensors_of_two_meshes_are_saved(tmp_path):
     """As of a model that is cut by one axis, with replicas along the other."""
 
@@ -302,36 +259,6 @@ def test_replicated_tensors_of_two_meshes_that_differ_are_refused_by_one_rank_of
     assert run_ranks(4, body) == [CheckpointMismatch, None] * 2
 
 
-def test_what_differs_in_a_dict_is_that_of_the_lowest_rank_and_logged(tmp_path, caplog):
-    def body(rank):
-        for step in range(2):
-            values = {"loss": rank, "seen": [step] * (3 - rank), "pair": ({"at": rank}, step)}
-            tensors = {f"t{i}": torch.full((40,), float(rank)) for i in range(3)}
-            save({**values, "tensors": tensors}, checkpoint_id=tmp_path)
-        state = {**values, "tensors": {name: torch.ones(40) * 9 for name in tensors}}
-        load(state, checkpoint_id=tmp_path)
-        kept = sum(t.sum().item() for t in state.pop("tensors").values())
-        return kept, state
-
-    kept = 0, {"loss": 0, "seen": [1, 1, 1], "pair": ({"at": 0}, 1)}
-    assert run_ranks(2, body) == [kept] * 2
-    (told,) = [r.message for r in caplog.records if r.name == "dure.checkpoint"]  # once, of two
-    assert "loss, seen, pair.0.at, and 3 more" in told
-
-
-def test_lists_of_different_length_are_those_of_one_rank(tmp_path):
-    def body(rank):
-        state = {"n": [10 * rank + i for i in range(2 + rank)], "t": [_two(rank)] * (2 + rank)}
-        save(state, checkpoint_id=tmp_path)
-        back = {"n": [], "t": [torch.ones(40), torch.ones(40)]}
-        loaded = load(back, checkpoint_id=tmp_path)
-        shorter = load({"t": [torch.ones(40)]}, checkpoint_id=tmp_path)  # loads one item, as torch
-        kept = back["n"], [t.sum().item() for t in back["t"]]
-        return *kept, loaded[:2], shorter.unexpected_keys
-
-    assert run_ranks(2, body) == [([0, 1], [0, 0], ([], []), ["n", "t.1"])] * 2
-
-
 def test_tensors_in_a_planner_with_other_dtypes_are_refused(tmp_path):
     def body(rank):
         state = {"w": torch.ones(2, dtype=[torch.float32, torch.float64][rank])}
@@ -340,66 +267,6 @@ def test_tensors_in_a_planner_with_other_dtypes_are_refused(tmp_path):
         return {type(error) for error, _ in caught.value.failures.values()}
 
     assert run_ranks(2, body) == [{CheckpointMismatch}] * 2
-
-
-def test_weights_of_modules_that_differ_are_refused_in_a_folder_of_weights(tmp_path):
-    def body(rank):
-        state = {"head": _filled(nn.Linear(2, 2, bias=False), rank)}
-        with pytest.raises(CheckpointException) as caught:
-            save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
-        return caught.value.failures[rank][0].seen
-
-    assert all(seen.startswith("head.weight of rank 1") for seen in run_ranks(2, body))
-    assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_state_by_names_of_parameters_fits_stages_that_have_equal_shapes(tmp_path):
-    def body(rank):
-        stage = nn.ModuleDict({f"layer{rank}": _filled(nn.Linear(2, 2), rank)})
-        optimizer = _stepped(stage, lr=1 + rank)
-        state = {"optimizer": get_optimizer_state_dict(stage, optimizer)}
-        with pytest.raises(CheckpointException) as caught:  # the options of one stage would be lost
-            save(state, checkpoint_id=tmp_path)
-        assert "param_groups.0.params" in caught.value.failures[0][0].seen
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        state = {"optimizer": get_optimizer_state_dict(stage, optimizer, options=options)}
-        save(state, checkpoint_id=tmp_path)
-        wanted = [s["exp_avg"].clone() for s in optimizer.state.values()]
-        for s in optimizer.state.values():
-            s["exp_avg"].zero_()
-        state["optimizer"][f"param_groups.layer{rank}.weight.lr"] = 9
-        load(state, checkpoint_id=tmp_path)
-        found = [s["exp_avg"] for s in optimizer.state.values()]
-        lr = state["optimizer"][f"param_groups.layer{rank}.weight.lr"]
-        return list(map(torch.equal, found, wanted)), lr
-
-    assert run_ranks(2, body) == [([True, True], 1), ([True, True], 2)]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex128]
-)
-def test_marks_are_of_bits_and_do_not_depend_on_strides(dtype):
-    values = torch.arange(96).remainder(2).reshape(8, 12)
-    tensor = values.to(torch.float32).to(dtype)
-    turned = values.t().contiguous().to(torch.float32).to(dtype).t()
-    other = (1 - values).to(torch.float32).to(dtype)
-    first, second, third, number = (
-        marks_of([t]) for t in (tensor, turned, other, tensor.flatten()[0])
-    )
-    assert first == second != third and len(number) == 4
-    assert marks_of([tensor, other]) == first + third
-    assert marks_of([torch.tensor(0.0)]) != marks_of([torch.tensor(-0.0)])
-
-
-def test_entries_of_two_ranks_that_read_alike_are_refused(tmp_path):
-    def body(rank):
-        state = {"a": {"b": 1}} if rank else {"a.b": torch.ones(1)}
-        with pytest.raises(CheckpointException) as caught:
-            save({**state, "c": 3}, checkpoint_id=tmp_path)
-        return caught.value.failures[rank][0].seen
-
-    assert all("a.b" in seen for seen in run_ranks(2, body))
 
 
 def test_buffers_of_a_module_with_other_keys_may_differ(tmp_path):
@@ -412,41 +279,3 @@ def test_buffers_of_a_module_with_other_keys_may_differ(tmp_path):
     saved = {}
     Checkpointer(tmp_path).load(x=saved)
     assert saved["its.running_mean"].tolist() == [0, 0]
-
-
-def test_buffers_that_a_hook_has_copied_may_differ_and_sparse_ones_are_no_obstacle(tmp_path):
-    """The hook leaves frozen parameters out, and saves the others in another dtype."""
-
-    def body(rank):
-        module = nn.ModuleDict({"frozen": _filled(nn.Linear(2, 2), 1), "bn": nn.BatchNorm1d(2)})
-        module.register_buffer("graph", torch.eye(2).to_sparse(), persistent=False)
-        module._register_state_dict_hook(
-            lambda _, state, *__: {k: v.half() for k, v in state.items() if "frozen" not in k}
-        )
-        module["bn"].running_mean.fill_(rank)
-        Checkpointer(tmp_path).save(1, x=module)
-
-    run_ranks(2, body)
-    saved = {}
-    Checkpointer(tmp_path).load(x=saved)
-    assert saved["bn.running_mean"].tolist() == [0, 0]
-    assert "frozen.weight" not in saved
-
-
-def test_a_mesh_is_compared_with_the_ranks_that_save_once(monkeypatch):
-    """Its list of ranks is made once, however many tensors there are."""
-    made: list[int] = []
-    mesh_of: Any = DeviceMesh.mesh
-
-    def counting(mesh: DeviceMesh) -> torch.Tensor:
-        made.append(1)
-        return mesh_of.fget(mesh)
-
-    def body(rank: int) -> int:
-        mesh = init_device_mesh("cpu", (2,))
-        state = {str(n): distribute_tensor(torch.ones(2), mesh, [Shard(0)]) for n in range(9)}
-        monkeypatch.setattr(DeviceMesh, "mesh", property(counting))
-        take(state, frozenset({0, 1}))
-        return len(made)
-
-    assert max(run_ranks(2, body)) == 2

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from dure.checkpoint import (
@@ -23,7 +19,6 @@ from dure.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted, load_one, save_one
-from tests.thread_ranks import on_mesh
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 ONE_AXIS = [[R], [S0], [S1]]
@@ -48,24 +43,6 @@ def test_what_four_have_saved_is_loaded_in_every_sharding(tmp_path, placements):
     for wanted in TWO_AXES:
         read = run_ranks(4, load_one, tmp_path, (2, 2), wanted)
         assert [num for num, _ in read] == [size for _, size in read]
-
-
-axes = st.lists(st.integers(1, 3), min_size=1, max_size=2).filter(lambda n: n[0] * n[-1] <= 6)
-shardings = st.sampled_from([R, S0, S1, StridedShard(0, split_factor=2)])
-meshes = axes.flatmap(
-    lambda sizes: st.tuples(
-        st.just(tuple(sizes)), st.lists(shardings, min_size=len(sizes), max_size=len(sizes))
-    )
-)
-
-
-@settings(max_examples=25)
-@given(meshes, meshes, st.tuples(st.integers(0, 6), st.integers(0, 6)))
-def test_any_mesh_into_any_other(tmp_path_factory, saved, loaded, shape):
-    folder = tmp_path_factory.mktemp("any")
-    (sizes, placements), (others, wanted) = saved, loaded
-    run_ranks(torch.Size(sizes).numel(), save_one, folder, sizes, placements, shape)
-    run_ranks(torch.Size(others).numel(), load_one, folder, others, wanted, shape)
 
 
 def test_nested_state_plain_tensors_numbers_and_dtypes(tmp_path):
@@ -105,31 +82,6 @@ def test_elements_are_converted_to_the_dtype_that_is_there(tmp_path):
     state = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
     load(state, checkpoint_id=tmp_path)
     assert state["w"].dtype == torch.bfloat16 and state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-@dataclass
-class Position:
-    step: int
-    mean: torch.Tensor
-    seen: list[int]
-
-
-@on_mesh(2)
-def test_a_dataclass_in_a_state_is_filled_and_its_tensors_keep_their_mesh(mesh, tmp_path):
-
-    def position(step, value):
-        whole = torch.full((4,), float(value))
-        return Position(step, distribute_tensor(whole, mesh, [Shard(0)]), [step])
-
-    saved, found = position(7, 3), position(0, 0)
-    save({"at": saved}, checkpoint_id=tmp_path)
-    state, mean = {"at": found}, found.mean
-    planner = DefaultLoadPlanner(allow_partial_load=True)
-    for how in (None, planner):
-        found.step, found.seen = 0, [0]
-        load(state, checkpoint_id=tmp_path, planner=how)
-        assert state["at"] is found and found.mean is mean
-        assert (found.step, found.seen, mean.to_local().tolist()) == (7, [7], [3, 3])
 
 
 class _Planner(DefaultLoadPlanner):

@@ -11,7 +11,6 @@ import torch
 
 import dure
 from dure.checkpoint import (
-    Checkpointer,
     CheckpointException,
     DefaultLoadPlanner,
     FileSystemWriter,
@@ -22,7 +21,6 @@ from dure.errors import Desync, UsageError
 from dure.tensor import (
     DTensor,
     Partial,
-    Replicate,
     Shard,
     distribute_tensor,
     init_device_mesh,
@@ -31,7 +29,7 @@ from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted
 from tests.thread_ranks import on_ranks
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+S0 = Shard(0)
 
 
 def test_a_failure_of_one_rank_is_that_of_all_and_what_was_saved_stays(tmp_path):
@@ -75,18 +73,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, full_at
     assert state["w"].tolist() == [0, 1, 2]
 
 
-def test_a_save_into_the_same_folder_replaces_what_was_there(tmp_path):
-    for value in (1.0, 2.0):
-        save({"w": torch.full((2,), value)}, storage_writer=FileSystemWriter(tmp_path))
-    state = {"w": torch.zeros(2)}
-    load(state, checkpoint_id=tmp_path)
-    assert state["w"].tolist() == [2, 2]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "manifest.json",
-        "part-000002-00000.safetensors",
-    ]
-
-
 def test_ranks_that_do_not_all_save(tmp_path):
     def body(rank):
         def call():
@@ -102,15 +88,6 @@ def test_ranks_that_do_not_all_save(tmp_path):
 
     run_ranks(2, body)
     assert not (tmp_path / "manifest.json").exists()
-
-
-@pytest.mark.parametrize("name", ["save", "load"])
-@on_ranks(2)
-def test_ranks_that_do_not_all_call_a_checkpointer(rank, tmp_path, name):
-    call = getattr(Checkpointer(tmp_path), name)
-    with pytest.raises(Desync) as caught:
-        call(1, w={"a": 1}) if rank == 0 else dure.all_reduce(torch.zeros(3))
-    assert f"checkpoint.Checkpointer.{name}," in caught.value.calls[0]
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ from dure.tensor import (
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted, load_one, parts, save_one
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R, S0 = Replicate(), Shard(0)
 
 
 def test_parts_are_safetensors_with_the_rows_of_each_rank(tmp_path):

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from dure.checkpoint import (
-    DefaultSavePlanner,
-    FileSystemWriter,
     Metadata,
     StorageReader,
     StorageWriter,
@@ -21,14 +19,6 @@ from dure.checkpoint.planner import LoadItemType
 from dure.checkpoint.storage import WriteResult, done
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import WHOLE, rows
-
-
-class DivideHere(DefaultSavePlanner):
-    divided = False
-
-    def create_global_plan(self, all_plans):
-        self.divided = True
-        return super().create_global_plan(all_plans)
 
 
 class InMemory(StorageWriter, StorageReader):
@@ -68,7 +58,7 @@ class InMemory(StorageWriter, StorageReader):
 
 
 @pytest.mark.parametrize("coordinator", [0, 1])
-def test_a_storage_of_ones_own_gets_each_item_once(coordinator, tmp_path):
+def test_a_storage_of_ones_own_gets_each_item_once(coordinator):
     kept: dict[Any, Any] = {}
 
     def body(rank):
@@ -83,10 +73,5 @@ def test_a_storage_of_ones_own_gets_each_item_once(coordinator, tmp_path):
         load_state_dict(into, InMemory(kept), coordinator_rank=coordinator)
         assert torch.equal(into["w"].full_tensor(), WHOLE)
         assert into["n"]["b"].tolist() == [1, 1] and into["step"] in (0, 1)
-        led = DivideHere()
-        save_state_dict(
-            state, FileSystemWriter(tmp_path), coordinator_rank=coordinator, planner=led
-        )
-        assert led.divided == (rank == coordinator)
 
     run_ranks(2, body)

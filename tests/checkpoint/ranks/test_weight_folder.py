@@ -13,11 +13,9 @@ from torch import nn
 import dure
 from dure.checkpoint import (
     CheckpointException,
-    DefaultLoadPlanner,
     FileSystemReader,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
-    QuantizedHuggingFaceStorageReader,
     async_save,
     consolidate,
     load,
@@ -123,16 +121,6 @@ def test_any_mesh_writes_the_same_files(tmp_path, sizes, placements, max_bytes):
         assert fields["weight_map"] == {"a": files[0], **rest}
 
 
-def test_files_by_number(tmp_path):
-    writer = HuggingFaceStorageWriter(tmp_path, {"a": 2, "b": 1})
-    save({n: WHOLE[n] for n in ("a", "b", "c")}, storage_writer=writer)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    one, two = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
-    assert index["weight_map"] == {"a": two, "b": one, "c": two}
-    save({"a": WHOLE["a"]}, storage_writer=HuggingFaceStorageWriter(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-
-
 @pytest.mark.parametrize("strategy", ["shared", "gathered"])
 def test_a_fully_sharded_model_from_a_folder_and_back(tmp_path, monkeypatch, strategy):
     monkeypatch.setenv("DURE_FSDP_STRATEGY", strategy)
@@ -172,18 +160,6 @@ def test_a_checkpoint_is_consolidated(tmp_path):
         consolidate(tmp_path / "saved", tmp_path / "to", prefix="x")
 
 
-def test_missing_and_unexpected_weights(tmp_path):
-    snapshot = _as_downloaded(tmp_path)
-    reader = HuggingFaceStorageReader(snapshot)
-    state = {"a": torch.zeros(7, 5), "head": torch.ones(2)}
-    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: head"):
-        load(state, storage_reader=reader)
-    partial = DefaultLoadPlanner(allow_partial_load=True)
-    loaded = load(state, storage_reader=reader, planner=partial)
-    assert loaded[:2] == (["head"], ["b", "c", "none", "number"])
-    assert state["a"].equal(WHOLE["a"]) and state["head"].tolist() == [1, 1]
-
-
 def test_what_a_folder_of_weights_does_not_take(tmp_path):
     writer = HuggingFaceStorageWriter(tmp_path)
     for state, told in (({"step": 1}, "is a value"), ({"z": torch.ones(1) * 1j}, "C64")):
@@ -212,56 +188,6 @@ def test_a_failure_leaves_the_weights_before(tmp_path, monkeypatch):
     run_ranks(2, body)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert load_file(tmp_path / "model.safetensors")["w"].equal(counted(4))
-
-
-@pytest.mark.parametrize("placement", [S0, S1], ids=str)
-def test_bytes_that_several_ranks_wrote_have_checksums(tmp_path, placement):
-    """What is cut by rows is checked by ranks that load the same rows, or all."""
-
-    def body(rank, loading=None):
-        mesh = init_device_mesh("cpu", (2,))
-        state = {"w": distribute_tensor(counted(4, 6), mesh, [placement])}
-        if loading is None:
-            return save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
-        state = {"w": zeros(4, 6, device_mesh=mesh, placements=[loading])}
-        return load(state, storage_reader=HuggingFaceStorageReader(tmp_path))
-
-    held = run_ranks(2, body)[0].state_dict_metadata["w"]
-    path = tmp_path / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[:-30] + b"\xff" + data[-29:])
-    for loading in [R, S0] if placement == S0 else [R]:
-        with pytest.raises(CheckpointException, match="checksum is wrong"):
-            run_ranks(2, body, loading)
-    assert [list(chunk.sizes) for chunk in held.chunks] == (
-        [[2, 6], [2, 6]] if placement == S0 else [[4, 6]]
-    )
-
-
-def test_scales_are_read_from_all_slices(tmp_path):
-    weight, scales = torch.ones(8, 4).to(torch.float8_e4m3fn), counted(4, 2)
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        state = {"w": weight, "w_scale_inv": distribute_tensor(scales, mesh, [S0])}
-        save(state, storage_writer=HuggingFaceStorageWriter(tmp_path))
-
-    run_ranks(2, body)
-    state = {"w": torch.zeros(8, 4)}
-    reader = QuantizedHuggingFaceStorageReader(tmp_path, block_size=2)
-    load(state, storage_reader=reader)
-    assert state["w"][:, 0].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
-    assert state["w"][:, 3].tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
-
-
-def test_ranks_that_see_different_folders_are_refused(tmp_path):
-    def body(rank):
-        folder = tmp_path / str(rank)  # as on two hosts
-        with pytest.raises(CheckpointException, match="do not see the same folder"):
-            save({"w": counted(4)}, storage_writer=HuggingFaceStorageWriter(folder))
-
-    run_ranks(2, body)
-    assert not list((tmp_path / "0").iterdir())
 
 
 def _header(change):

@@ -33,15 +33,3 @@ def test_training_in_the_readme_goes_on_where_it_was(
     assert all("median of 3 steps" in text for text in first)
     assert all("no steps were measured" in text for text in second)
     assert "rank 1 of 4: [6.0, 6.0, 6.0, 6.0]" in first[1]
-
-
-def test_snippets_are_read_with_their_lines(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Title\n\n<!-- first: x = 1 -->\n```python\ny = x\n```\n"
-        "<!-- not run: needs a moon -->\n```python\nland()\n```\n<!-- ranks: 3 -->\n"
-    )
-    read = snippets.read(page)
-    assert read.source.splitlines()[2:5] == ["x = 1", "", "y = x"]
-    assert "land" not in read.source
-    assert (read.ranks, read.left_out) == (3, ((8, "needs a moon"),))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dure.errors import UsageError
-from dure.nn.experts import MoE, MoEArgs
 from dure.plan import Mesh, Model, Training, memory
 from dure.tensor import DTensor
 from dure.testing import run_ranks
 from tests.parallel.ranks.llm_program import train
 
-SHAPE = train.SHAPES["debug"]
 MODEL = Model(256, 64, 8, 8, 4, 128, 32)
 
 
@@ -57,19 +54,6 @@ def test_activations_are_those_that_a_forward_keeps(cp: int) -> None:
     planned = memory(MODEL, Mesh(cp=cp), Training(sequences=24))[0].activations
     for measured in run_ranks(cp, run):
         assert planned == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.parametrize(("active", "shared"), [(1, 0), (2, 1)])
-def test_experts_keep_what_is_planned_more_than_an_mlp(active: int, shared: int) -> None:
-    tokens = torch.randn(1, 600, 64, requires_grad=True)
-    layer = MoE(MoEArgs(num_experts=8, top_k=active, num_shared_experts=shared), 64, 96)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    mlp = Model(8, 64, 1, 8, 4, 96, 600)
-    experts = replace(mlp, experts=8, active=active, shared=shared)
-    more = memory(experts, Mesh())[0].activations - memory(mlp, Mesh())[0].activations
-    kept_by_mlp = 600 * 4 * (64 + 4 * 96)
-    assert more == pytest.approx(kept_by(layer, tokens) - kept_by_mlp, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +97,6 @@ def test_recomputing_keeps_the_inputs_of_layers_and_one_layer() -> None:
     plan = memory(MODEL, Mesh(), Training(sequences=8, recompute=True))[0]
     layer = tokens * (8 * 64 + 2 + 2 * 32 + 8 + 4 * 128)
     assert plan.activations == 4 * (8 * tokens * 64 + layer)
-
-
-def test_experts_are_cut_along_ep_alone() -> None:
-    model = replace(MODEL, experts=8)
-    experts = 8 * 8 * 3 * 64 * 128
-    whole, cut = memory(model, Mesh(fsdp=4))[0], memory(model, Mesh(fsdp=4, ep=4))[0]
-    assert whole.parameters == cut.parameters == 4 * (model.parameters // 4)
-    assert whole.gathered - cut.gathered > 4 * experts // 8
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-import warnings
 from pathlib import Path
 
 import torch
@@ -14,8 +12,7 @@ import torch
 import dure as dist
 from dure import trace
 from dure.errors import PeerLost
-from dure.trace import flight
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 
 def look_at_rank_0(rank: int, folder: str, op: str) -> None:
@@ -47,33 +44,6 @@ def _signal_until_it_waits(pid: int, file: Path, op: str) -> None:
         return True
 
     until(waits, f"rank 0 waiting in {op}")
-
-
-def fork_while_a_dump_is_made(rank: int, folder: str) -> list[str]:
-    """Fork while another thread holds the recorder's lock; return what the child has written."""
-    os.environ["DURE_TRACE_DIR"] = folder
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with flight._recorder.lock:
-            held.set()
-            done.wait()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns: there is another thread
-        child = os.fork()
-    if child == 0:
-        signal.alarm(PATIENCE_S)
-        signal.raise_signal(signal.SIGUSR2)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    done.set()
-    holder.join()
-    assert status == 0
-    return os.listdir(folder)
 
 
 def lose_rank_1(rank: int, folder: str) -> None:
