@@ -54,13 +54,6 @@ class Packed(torch.optim.SGD):
             self.state[p]["momentum_buffer"] = part.view_as(p)
 
 
-class Listed(Packed):
-    """Another form, in which the name of the groups is something else."""
-
-    def state_dict(self):
-        return super().state_dict() | {"param_groups": ["all"]}
-
-
 def _stepped(kind, scale):
     model = small()
     optimizer = kind(model.parameters(), lr=0.1, momentum=0.5)
@@ -69,9 +62,8 @@ def _stepped(kind, scale):
     return optimizer
 
 
-@pytest.mark.parametrize("kind", [Packed, Listed])
-def test_an_optimizer_whose_state_has_no_groups_comes_back(tmp_path, kind):
-    saved, other = _stepped(kind, 1), _stepped(kind, 3)
+def test_an_optimizer_whose_state_has_no_groups_comes_back(tmp_path):
+    saved, other = _stepped(Packed, 1), _stepped(Packed, 3)
     Checkpointer(tmp_path).save(1, optimizer=saved)
     assert not equal(saved.state_dict(), other.state_dict())
     Checkpointer(tmp_path).load(optimizer=other)
@@ -86,26 +78,6 @@ def test_an_optimizer_whose_state_has_another_form_is_refused(tmp_path, kinds):
     with pytest.raises(CheckpointMismatch):
         Checkpointer(tmp_path).load(optimizer=other)
     assert equal(before, {k: v for k, v in other.state_dict().items() if k in before})
-
-
-class Versioned(nn.Module):
-    _version = 3
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.found = None
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
-        self.found = local_metadata.get("version")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-
-
-def test_a_module_learns_of_which_version_the_saved_one_was(tmp_path):
-    Checkpointer(tmp_path).save(1, model=nn.Sequential(Versioned()))
-    other = nn.Sequential(Versioned())
-    Checkpointer(tmp_path).load(model=other)
-    assert other[0].found == 3
 
 
 @dataclass

@@ -25,27 +25,13 @@ from tests.waiting import PATIENCE_S
 TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What ranks do: the function `fn(rank, folder)`, named "module:function".
-
-    Attributes:
-        function: Where it is.
-        owns_world: It makes a world of its own, from the environment, and destroys it; else it is
-            called where there is a default group, which must still work after it.
-    """
-
-    function: str
-    owns_world: bool = False
-
-
 SUBJECTS = {
-    "collectives": Subject("tests.comm.over_hosts:collectives"),
-    "fsdp": Subject("tests.parallel.fsdp.procs.fsdp_ranks:over_hosts"),
-    "tensor parallel": Subject("tests.tensor.parallel.ranks.tensor_models:over_hosts"),
-    "llm": Subject("tests.parallel.ranks.llm_program:over_hosts"),
-    "torch program": Subject("tests.tensor.parallel.procs.llama_ranks:over_hosts", owns_world=True),
+    "collectives": "tests.comm.over_hosts:collectives",
+    "fsdp": "tests.parallel.fsdp.procs.fsdp_ranks:over_hosts",
+    "tensor parallel": "tests.tensor.parallel.ranks.tensor_models:over_hosts",
+    "llm": "tests.parallel.ranks.llm_program:over_hosts",
 }
+"""For each subject what ranks do: the function `fn(rank, folder)`, named "module:function"."""
 
 
 def run_all(slot: Slot, variables: dict[str, str]) -> dict[str, str]:
@@ -53,24 +39,20 @@ def run_all(slot: Slot, variables: dict[str, str]) -> dict[str, str]:
     os.environ |= variables | {"RANK": str(slot.rank)}
     os.environ["LOCAL_RANK"] = str(slot.rank % int(os.environ["LOCAL_WORLD_SIZE"]))
     reports: dict[str, str] = {}
+    dist.init_process_group(timeout=TIMEOUT)
     for name, subject in SUBJECTS.items():
-        module, _, function = subject.function.partition(":")
+        module, _, function = subject.partition(":")
         folder = Path(f"{slot.path}-{name}")
         folder.mkdir(exist_ok=True)
         try:
-            if subject.owns_world and dist.is_initialized():
-                dist.destroy_process_group()
-            if not subject.owns_world and not dist.is_initialized():
-                dist.init_process_group(timeout=TIMEOUT)
-                assert dist.get_backend() == "hybrid"
+            assert dist.get_backend() == "hybrid"
             getattr(importlib.import_module(module), function)(slot.rank, str(folder))
         except BaseException:
             reports[name] = traceback.format_exc()
             break
         reports[name] = ""
-    if dist.is_initialized():
-        with suppress(DureError):
-            dist.destroy_process_group()
+    with suppress(DureError):
+        dist.destroy_process_group()
     return reports
 
 

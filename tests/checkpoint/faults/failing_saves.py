@@ -49,11 +49,9 @@ from dure.checkpoint import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
     async_save,
-    consolidate,
     load,
     save,
 )
-from dure.checkpoint.format_utils import dcp_to_torch_save
 from dure.checkpoint.planner import DefaultSavePlanner
 from dure.errors import CheckpointError, DureError
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
@@ -157,24 +155,6 @@ def _run(sharded: bool) -> tuple[Callable[[Path, int], object], Callable[[Path],
     return write, read
 
 
-def _consolidated(folder: Path, number: int) -> None:
-    """Make weights of a checkpoint that is beside the folder."""
-    source = folder.parent / f"source-{number}"
-    if not source.exists():
-        save(_tensors(number), checkpoint_id=source, no_dist=True)
-        return
-    consolidate(source, folder)
-
-
-def _exported(folder: Path, number: int) -> None:
-    """Make a file of torch.save of a checkpoint that is beside the folder."""
-    source = folder.parent / f"source-{number}"
-    if not source.exists():
-        save(_tensors(number), checkpoint_id=source, no_dist=True)
-        return
-    dcp_to_torch_save(source, folder / "one.pt")
-
-
 def _read_exported(folder: Path) -> int | None:
     if not (folder / "one.pt").exists():
         return None
@@ -202,16 +182,10 @@ WRITERS: dict[str, tuple[Callable[[Path, int], object], Callable[[Path], int | N
     ),
     "weights in one file": _weights(),
     "weights in three files": _weights(max_bytes=100),
-    "consolidate": (_consolidated, _read_weights),
-    "dcp_to_torch_save": (_exported, _read_exported),
     "Checkpointer": _run(False),
     "Checkpointer, sharded": _run(True),
     "in place": (_written_in_place, _read_exported),
 }
-
-
-_FROM_ANOTHER = {"consolidate": _consolidated, "dcp_to_torch_save": _exported}
-"""They read another checkpoint, in one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +202,7 @@ SCENARIOS = [
     for writer in WRITERS
     for size in (1, 2)
     for folder in ("fresh", "used", "left")
-    if writer != "in place" and (size == 1 or writer not in _FROM_ANOTHER)
+    if writer != "in place"
 ]
 
 
@@ -392,9 +366,7 @@ def _in_child(work: Callable[..., Any], *args: Any) -> Any:
 def _others(folder: Path) -> dict[str, str]:
     """Return the digests of files that no save may change."""
     names = [folder / name for name in BESIDE]
-    names += [p for s in folder.parent.glob("source-*") for p in s.iterdir()]
-    paths = [p for p in names if p.name != ".lock"]
-    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in names}
 
 
 def _files(folder: Path) -> list[str]:
@@ -432,10 +404,6 @@ class _Runs:
         (folder / "logs").mkdir(parents=True)
         for name, data in BESIDE.items():
             (folder / name).write_bytes(data)
-        if self._scenario.writer in _FROM_ANOTHER:
-            for number in (OLD, NEW, NEXT):
-                _, problem = _in_child(_FROM_ANOTHER[self._scenario.writer], folder, number)
-                assert not problem, problem
         self.before: int | None = None
         if self._scenario.folder != "fresh":
             outcomes = _saved(self._scenario, folder, OLD, Fault())

@@ -1,7 +1,7 @@
 """The model of resume: what a job may live through, and the program that lives through it.
 
 A *history* is a list of *stints*. In each, ranks start, load the newest checkpoint, and do what the
-stint says: train, save, go back, change the folder they are in. Then they are killed or end, and
+stint says: train, save, go back. Then they are killed or end, and
 the next stint starts, maybe with another number of ranks or another wrapper. The last one trains to
 the end. Whatever the history, the losses, the samples of each step and the final weights are those
 of a run that was never disturbed: to the bit where all stints have the same ranks and wrapper.
@@ -19,20 +19,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import dure
 from dure.checkpoint import Checkpointer, PerRank, async_save, load, save
 from dure.checkpoint.state_dict import get_state_dict, set_state_dict
-from dure.errors import CheckpointError, CommError
+from dure.errors import CommError
 from dure.fsdp import fully_shard, strategy
 from tests.comm.forked_ranks import Slot
 from tests.waiting import PATIENCE_S
@@ -40,7 +38,7 @@ from tests.waiting import PATIENCE_S
 SAMPLES, GLOBAL_BATCH, EPOCHS = 60, 12, 3
 PER_EPOCH = SAMPLES // GLOBAL_BATCH
 NUM_STEPS = EPOCHS * PER_EPOCH
-RUNS = "runs"  # the folder of the checkpoints, relative
+RUNS = "runs"  # the folder of the checkpoints
 
 WRAPPERS = ("plain", "ddp", "zero", "fsdp")
 STORES = ("checkpointer", "sharded checkpointer", "a folder per save", "one folder")
@@ -49,8 +47,8 @@ OPTIMIZERS: dict[str, Any] = {
     "amsgrad": (torch.optim.Adam, {"lr": 0.02, "amsgrad": True}),
     "momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
 }
-LOADERS = ("own", "torch's sampler", "custom batches")
-ACTS = ("train", "train", "save", "async_save", "resume", "evaluate", "chdir", "second_job")
+LOADERS = ("own", "torch's sampler")
+ACTS = ("train", "train", "save", "async_save", "resume")
 ENDS = ("all killed", "one killed", "killed in a save", "exit")
 MOST_RANKS = 3
 
@@ -151,19 +149,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (unsharded.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
-class Batches(BatchSampler):
-    """A batch sampler of a user's own."""
-
-
 def loader_of(name: str, ranks: int, rank: int) -> Any:
     """Return a loader of this rank's share of each global batch."""
     size = GLOBAL_BATCH // ranks
     if name == "torch's sampler":
         sampler = TorchSampler(cast(Any, Images()), ranks, rank, seed=3)
         return dure.DataLoader(Images(), size, sampler=sampler, seed=3)
-    if name == "custom batches":
-        shared = dure.DistributedSampler(Images(), ranks, rank, seed=3)
-        return dure.DataLoader(Images(), batch_sampler=Batches(shared, size, False), seed=3)
     workers = 1 if name == "workers" else 0
     cast(Any, multiprocessing.current_process())._config["daemon"] = False  # it may have workers
     return dure.DataLoader(Images(), size, shuffle=True, seed=3, num_workers=workers)
@@ -176,7 +167,7 @@ class Program:
         self.history, self.stint, self.rank = history, history.stints[number], rank
         self.last, kind = number == len(history.stints) - 1, self.stint.kind
         self.alone = kind.wrapper == "plain"
-        self.log = Path(RUNS + ".log").absolute()
+        self.log = Path(RUNS + ".log")
         torch.manual_seed(5)
         self.net = Net(history.noisy).double()
         self.averaged = Net(history.noisy).double()
@@ -205,9 +196,8 @@ class Program:
         self.checkpoints: Checkpointer | None = None
         if "checkpointer" in history.store:
             self.checkpoints = Checkpointer(RUNS, sharded="sharded" in history.store)
-        self.runs = Path(RUNS).absolute()
+        self.runs = Path(RUNS)
         self.writing: list[tuple[Any, int]] = []
-        self.saves = False
 
     # Training.
 
@@ -243,13 +233,6 @@ class Program:
         self.run["curve"].append(sum(loss for loss, _ in told) / len(told))
         self.run["seen"].append(sorted(n for _, part in told for n in part))
 
-    def evaluate(self, _: int) -> None:
-        """Read the model without training it."""
-        self.model.eval()
-        with torch.no_grad():
-            self.model(torch.ones(3, 4, dtype=torch.float64))
-        self.model.train()
-
     # Saving.
 
     def objects(self) -> dict[str, Any]:
@@ -282,15 +265,14 @@ class Program:
                 file.write(f"{what} {len(self.run['curve']) if step is None else step}\n")
 
     def next_folder(self) -> Path:
-        """Return where to save next, relative to where this program is."""
+        """Return where to save next."""
         name = "latest"
         if self.history.store != "one folder":
             made = self.first(lambda: len(list(self.runs.glob("*"))) if self.runs.is_dir() else 0)
             name = f"{made:04d}"
-        return Path(os.path.relpath(self.runs / name))
+        return self.runs / name
 
     def save(self, _: int) -> None:
-        self.saves = True
         if self.checkpoints is not None:
             self.note("begun")
             self.checkpoints.save(len(self.run["curve"]), **self.objects())
@@ -357,20 +339,6 @@ class Program:
 
     # What happens around it.
 
-    def chdir(self, number: int) -> None:
-        elsewhere = self.runs.parent / f"elsewhere{number}"
-        elsewhere.mkdir(exist_ok=True)
-        os.chdir(elsewhere)
-
-    def second_job(self, _: int) -> None:
-        """Start a copy of the job, which may read, and may not save."""
-        if self.checkpoints is None or not self.saves or self.rank != 0:
-            return
-        with Client(str(self.runs.parent.parent / "second")) as pipe:
-            pipe.send(str(self.runs))
-            answer = pipe.recv()
-        assert answer == ("refused", self.saved()[-1].name), answer
-
     def live(self) -> Any:
         """Do what the stint says; return the result of a run that has ended."""
         self.resume()
@@ -419,21 +387,3 @@ def live(slot: Slot, home: str, history: History, number: int) -> Any:
         threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter does at its end
     os.kill(os.getpid(), signal.SIGKILL)
     return None
-
-
-def serve_second_jobs(slot: Slot, address: str) -> None:
-    """Be the second jobs of all histories: say what becomes of a save, and which is the newest."""
-    del slot
-    with Listener(address) as listener:
-        while True:
-            with listener.accept() as pipe:
-                folder = pipe.recv()
-                checkpoints = Checkpointer(folder, keep=1)
-                newest = checkpoints.latest()
-                try:
-                    checkpoints.save(10**6, x={"y": 1})
-                    outcome = "saved"
-                except CheckpointError:
-                    outcome = "refused"
-                pipe.send((outcome, newest and newest.path.name))
-                del checkpoints

@@ -102,23 +102,6 @@ def test_checkpointers_of_one_process_share_the_lock_and_the_last_one_ends_it(tm
         assert job.ask(3) == "000003-step-3"
 
 
-def test_a_job_on_another_host_is_refused_while_the_first_lives_and_saves_after_its_lease(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(lock, "_ONE_HOST", frozenset())
-    monkeypatch.setattr(lock, "_flock", lambda *_: None)
-    monkeypatch.setattr(lock, "LEASE_S", 0.5)
-    with _job(tmp_path, "far") as job:
-        job.ask(1)
-        held = tmp_path / ".lock"
-        with monkeypatch.context() as patched:
-            patched.setattr(lock, "_pause", lambda _: os.utime(held))  # as the holder does
-            with pytest.raises(CheckpointNotWritten, match=f"pid {job.process.pid} on far"):
-                Checkpointer(tmp_path).save(2, state={})
-        job.end("killed")
-        Checkpointer(tmp_path).save(2, state={})
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_processes_that_the_holder_started_save_and_so_does_the_holder(tmp_path, method):
     mine = Checkpointer(tmp_path)

@@ -71,19 +71,6 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path, gate, kind):
     assert state["values"] == [1, 2]
 
 
-def test_a_save_that_is_not_done_leaves_the_checkpoint_before(tmp_path, gate):
-    gate.set()
-    save({"w": counted(3)}, checkpoint_id=tmp_path)
-    gate.clear()
-    gate.reached.clear()
-    future = async_save({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
-    assert gate.reached.wait(PATIENCE_S)
-    assert loaded(tmp_path, 3) == [0, 1, 2]
-    gate.set()
-    future.result(PATIENCE_S)
-    assert loaded(tmp_path, 3) == [0, 0, 0]
-
-
 def test_one_save_at_a_time_and_the_next_waits(tmp_path, gate):
     first = async_save({"w": counted(3)}, checkpoint_id=tmp_path / "1")
     seen = []

@@ -9,7 +9,10 @@ import dure
 from dure.checkpoint import (
     Checkpointer,
     CheckpointException,
+    FileSystemReader,
     FileSystemWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
     async_save,
     load,
     save,
@@ -92,3 +95,13 @@ def test_a_sharded_optimizer_itself_is_refused_with_the_call_that_works(rank, tm
         save(states, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointException, match="get_optimizer_state_dict"):
         store({"o": optimizer}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [FileSystemReader, FileSystemWriter, HuggingFaceStorageReader, HuggingFaceStorageWriter],
+)
+def test_a_folder_can_be_a_checkpoint_and_an_address_cannot(kind, tmp_path):
+    assert kind.validate_checkpoint_id(tmp_path / "new")
+    assert kind.validate_checkpoint_id(str(tmp_path))
+    assert not kind.validate_checkpoint_id("s3://bucket/folder")

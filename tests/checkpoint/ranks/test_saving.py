@@ -32,25 +32,6 @@ from tests.thread_ranks import on_ranks
 S0 = Shard(0)
 
 
-def test_a_failure_of_one_rank_is_that_of_all_and_what_was_saved_stays(tmp_path):
-    def body(rank):
-        save({"w": counted(3)}, checkpoint_id=tmp_path)
-        bad = {"w": object() if rank == 1 else torch.zeros(3)}
-        with pytest.raises(CheckpointException) as caught:
-            save(bad, checkpoint_id=tmp_path)
-        error, where = caught.value.failures[1]
-        assert isinstance(error, UsageError) and where
-        state = {"w": torch.zeros(3)}
-        load(state, checkpoint_id=tmp_path)
-        return list(caught.value.failures), state["w"].tolist()
-
-    assert run_ranks(2, body) == [([1], [0, 1, 2])] * 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "manifest.json",
-        "part-000001-00000.safetensors",
-    ]
-
-
 @pytest.mark.parametrize("full_at", [0, 1, 2])  # the slices, the manifest, its folder
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch, full_at):
     save({"w": counted(3)}, checkpoint_id=tmp_path)

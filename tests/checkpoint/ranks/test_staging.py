@@ -46,3 +46,15 @@ def test_a_rank_holds_only_what_it_writes(rank, tmp_path):
     response = async_save(state, checkpoint_id=tmp_path, async_stager=stager)
     response.upload_completion.result(PATIENCE_S)
     assert stager.num_bytes == 128
+
+
+def test_a_staged_state_does_not_see_later_writes():
+    stager = BlockingAsyncStager()
+    state = {"weight": torch.ones(2), "steps": [1, 2]}
+    staged = stager.stage(state)
+    stager.synchronize_staging()
+    state["weight"].zero_()
+    state["steps"].append(3)
+    assert staged["weight"].tolist() == [1, 1]
+    assert staged["steps"] == [1, 2]
+    stager.close()

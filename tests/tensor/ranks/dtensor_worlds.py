@@ -1,7 +1,7 @@
 """What DTensors must do on a mesh of any shape; for thread-ranks and for processes.
 
 Each function runs on every rank of a world. It raises where something differs from plain torch on
-full tensors, or returns what the test compares (`computes`).
+full tensors.
 """
 
 # What operators on DTensors return is a torch.Tensor to pyright.
@@ -27,12 +27,10 @@ from dure.tensor import (
     Placement,
     Replicate,
     Shard,
-    clip_grad_norm_,
     distribute_tensor,
     init_device_mesh,
 )
 from dure.tensor.placement_types import StridedShard
-from tests.tensor.ranks.operators import RIGHT, Run, Sample, Way, judge, run
 from tests.tensor.ranks.parts import REDUCTIONS, made, part_of
 from tests.waiting import PATIENCE_S
 
@@ -92,82 +90,6 @@ def redistributes(rank: int, sizes: tuple[int, ...], most: int) -> int:
             assert torch.equal(got.to_local(), part_of(whole, new, sizes, at)), told
             assert torch.equal(x.to_local(), start), told
     return len(cases)
-
-
-# ---- operators -----------------------------------------------------------------------------------
-
-
-def ramp(*shape: int) -> torch.Tensor:
-    return torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).reshape(shape) / 8
-
-
-def drawn(x: Any, w: Any, b: Any) -> list[Any]:
-    """Draw random values after a seed: in place, by a layer, by an initialization."""
-    torch.manual_seed(7)
-    x = x.detach()
-    return [x.clone().normal_(), F.dropout(x, 0.4), nn.init.xavier_uniform_(torch.zeros_like(w))]
-
-
-def trained(x: Any, w: Any, b: Any) -> list[Any]:
-    """Train two parameters for two steps of AdamW, with clipping."""
-    parameters = [nn.Parameter(w.detach().clone()), nn.Parameter(b.detach().clone())]
-    optimizer = torch.optim.AdamW(parameters, lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        ((x.detach() * parameters[1]).sin() @ parameters[0]).square().mean().backward()
-        norm = clip_grad_norm_(parameters, 0.5)
-        optimizer.step()
-    return [*parameters, norm]
-
-
-OPERATORS: dict[str, Any] = {
-    "sums": lambda x, w, b: (x.sum(), x.sum(0), x.mean(1), x.amax(0), x.prod(1)),
-    "arithmetic": lambda x, w, b: (x * 2 + b, x / (x + 1), (x - b) ** 2),
-    "linear": lambda x, w, b: F.linear(x, w.t(), b[:2].clone()),
-    "product": lambda x, w, b: (x @ w, (x @ w).sum(1)),
-    "views": lambda x, w, b: (x.t(), x.reshape(-1), x.unflatten(1, (2, 2)), x.flatten()),
-    "chunks": lambda x, w, b: (*x.chunk(2, 1), *x.split(2), x[1:4], x[:, -1]),
-    "joined": lambda x, w, b: (torch.cat([x, x * 2]), torch.stack([x, x + 1], 1)),
-    "softmax": lambda x, w, b: (x.softmax(1), x.log_softmax(0), x.logsumexp(1)),
-    "norms": lambda x, w, b: (F.layer_norm(x, (4,), b), x.var(0), torch.linalg.vector_norm(x)),
-    "chosen": lambda x, w, b: (x[4], x.where(x > 1, -x), x.sort(0).values, x.cumsum(0)),
-    "loss": lambda x, w, b: F.mse_loss(x @ w, (x @ w).detach() * 2),
-    "written": lambda x, w, b: x.clone().mul_(2).add_(1).relu_(),
-    "drawn": drawn,
-    "trained": trained,
-}  # fmt: skip
-
-
-def operator_tries(sizes: Sequence[int], each: int) -> list[tuple[Sample, Way]]:
-    """Return calls of all operators, with `each` choices of placements."""
-    tensors = tuple(t.requires_grad_() for t in (ramp(5, 4), ramp(4, 2), ramp(4)))
-    options = [[Replicate(), *map(Shard, range(t.ndim)), Partial()] for t in tensors]
-    chooser = random.Random(len(sizes))
-    found: list[tuple[Sample, Way]] = []
-    for name, function in OPERATORS.items():
-        sample = Sample(name, function, tensors)
-        for _ in range(each):
-            way = [[chooser.choice(one) for _ in sizes] for one in options]
-            if name in ("written", "drawn", "trained"):  # Partial cannot be written
-                way = [[Replicate() if p.is_partial() else p for p in one] for one in way]
-            found.append((sample, tuple(map(tuple, way))))
-    return found
-
-
-def computes(rank: int, sizes: tuple[int, ...], each: int) -> list[Run]:
-    """Run the operators, forward and backward."""
-    mesh = init_device_mesh("cpu", sizes)
-    return [run(sample, way, mesh) for sample, way in operator_tries(sizes, each)]
-
-
-def check_computed(found: Sequence[list[Run]], sizes: Sequence[int], each: int) -> None:
-    """Compare what `computes` returned on all ranks with the unsharded operators."""
-    tries = operator_tries(sizes, each)
-    results = [
-        judge(sample.compute(), way, runs, sizes)
-        for (sample, way), *runs in zip(tries, *found, strict=True)
-    ]
-    assert [str(result) for result in results if result.outcome != RIGHT] == []
 
 
 # ---- meshes that live together -------------------------------------------------------------------

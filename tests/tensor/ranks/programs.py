@@ -12,6 +12,8 @@ what DTensors refuse by a typed error ends the program: faults are other results
 from __future__ import annotations
 
 import math
+import random
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import torch
 from dure.errors import CommError, PlacementError
 from dure.tensor import DTensor, Placement, Replicate, Shard, init_device_mesh
 from dure.tensor.placement_types import StridedShard
-from tests.tensor.ranks.operators import Result, Run, Sample, judge
+from tests.tensor.ranks.operators import REFUSED, RIGHT, Result, Run, Sample, judge
 from tests.tensor.ranks.parts import ORDERS, made, part
 
 Make = Callable[[torch.Tensor, int], Any]
@@ -354,6 +356,7 @@ def _part_or_stale(tensor: Any) -> Any:
 
 
 def execute(
+    rank: int,
     codes: Sequence[int],
     steps: Sequence[Step],
     ways: Sequence[int],
@@ -361,6 +364,7 @@ def execute(
     num_results: int,
 ) -> Run:
     """Run a program on DTensors, on one rank of several; return its parts of the results."""
+    del rank
     mesh = init_device_mesh("cpu", sizes)
 
     orders = [*ORDERS]
@@ -393,3 +397,30 @@ def compare(expected: Sample, runs: Sequence[Run], sizes: Sequence[int]) -> Resu
     readable = [Run(read(one.results), one.error) for one in runs]
     sample = Sample(expected.name, Machine, (), results=read(expected.results))
     return judge(sample, (), readable, sizes)
+
+
+def check(
+    run: Callable[..., Sequence[Run]],
+    codes: Sequence[int],
+    ways: Sequence[int],
+    program: Sequence[Step],
+    sizes: tuple[int, ...],
+) -> None:
+    """Compare what a program gives on DTensors with what it gives on full tensors.
+
+    `run` calls a function with the rank and arguments on all ranks of the mesh.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps, expected = expect(codes, program)
+        count = len(expected.results)
+        result = compare(expected, run(execute, codes, steps, ways, sizes, count), sizes)
+    assert result.outcome in (RIGHT, REFUSED), f"{result} on {sizes}"
+
+
+def drawn(seed: int) -> tuple[list[int], list[int], list[Step]]:
+    """Draw codes, ways and steps of a program."""
+    rng = random.Random(seed)
+    numbers = [rng.randrange(256) for _ in range(6 + 4 * 8)]
+    steps = [Step(*numbers[at : at + 4]) for at in range(6, len(numbers), 4)]
+    return numbers[:3], numbers[3:6], steps

@@ -4,20 +4,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import dure as dist
 from dure.errors import MeshError, ShapeError, UsageError
 from dure.mesh import init_device_mesh
 from dure.tensor.context_parallel import (
-    _block_of,
     context_parallel,
     context_parallel_batch,
     context_parallel_unshard,
@@ -25,7 +22,7 @@ from dure.tensor.context_parallel import (
     ring_attention,
 )
 from dure.testing import run_ranks
-from tests.thread_ranks import on_mesh, on_ranks
+from tests.thread_ranks import on_mesh
 
 
 def test_a_rank_has_an_early_and_a_late_chunk():
@@ -33,18 +30,6 @@ def test_a_rank_has_an_early_and_a_late_chunk():
     assert positions_of(8, 2, 1).tolist() == [2, 3, 4, 5]
     with pytest.raises(ShapeError):
         positions_of(6, 2, 0)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_causal_attention_is_the_same_work_on_all_ranks(n):
-    """Half of all pairs of positions, with the own ones counted in full: 2 n + 2 of 4 n squares."""
-    for rank in range(n):
-        squares = 0
-        for owner in range(n):
-            part = _block_of(rank, owner, 2, True)
-            squares += len(range(2)[part.queries]) * len(range(2)[part.keys])
-            assert part.causal == (owner == rank)
-        assert squares == 2 * n + 2
 
 
 def whole_qkv(heads, groups, length, dtype):
@@ -161,13 +146,6 @@ def test_a_batch_is_shifted_padded_and_cut_and_documents_are_kept_apart():
     assert "document_ids" not in first
 
 
-@on_ranks(2)
-def test_a_batch_without_padding_needs_no_mask(rank):
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-    part = context_parallel_batch(init_device_mesh("cpu", (2,)), {"input_ids": ids})
-    assert (part["attention_mask"], part["tokens"].item()) == (None, 7)
-
-
 class Small(nn.Module):
     """A causal language model of two layers: learned positions, grouped queries, any mask."""
 
@@ -244,27 +222,6 @@ def test_a_model_on_a_batch_of_any_length_learns_as_on_one_rank(n, packed, lengt
 
 
 @on_mesh(2)
-def test_attention_that_is_computed_again_needs_the_block_there_too(mesh):
-    q, k, v = (t.requires_grad_() for t in whole_qkv(2, 2, 8, torch.float32))
-
-    def attend():
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def contexts():
-        return contextlib.nullcontext(), context_parallel(mesh)
-
-    with context_parallel(mesh):
-        attend().sum().backward()
-        right = checkpoint(attend, use_reentrant=False, context_fn=contexts)
-        wrong = checkpoint(attend, use_reentrant=False)
-    expected, q.grad = q.grad, None
-    right.sum().backward()
-    torch.testing.assert_close(q.grad, expected)
-    with pytest.raises(CheckpointError):
-        wrong.sum().backward()
-
-
-@on_mesh(2)
 def test_unsupported_calls_are_refused(mesh):
     q, k, v = whole_qkv(2, 1, 8, torch.float32)
     with pytest.raises(MeshError), context_parallel(init_device_mesh("cpu", (2, 1))):
@@ -282,20 +239,3 @@ def test_unsupported_calls_are_refused(mesh):
         ):
             with pytest.raises((UsageError, ShapeError)):
                 F.scaled_dot_product_attention(q, k, v, **wrong)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("kernel", [True, False])
-def test_attention_around_the_ring_refuses_second_derivatives(n, kernel, monkeypatch):
-    if not kernel:  # as on another device than the CPU
-        monkeypatch.setattr("dure.tensor.context_parallel._uses_kernel", lambda q: False)
-
-    def body(rank):
-        group = init_device_mesh("cpu", (n,)).get_group()
-        q, k, v = (torch.ones(1, 1, 2, 4).requires_grad_() for _ in range(3))
-        output = ring_attention(q * q, k, v, group=group)
-        (slope,) = torch.autograd.grad((output**2).sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            slope.sum().backward()
-
-    run_ranks(n, body)

@@ -120,35 +120,6 @@ def test_ranks_outside_the_mesh_run_operators_and_send_nothing(rank: int) -> Non
         x.sum().item()
 
 
-def test_both_ways_make_the_same_tensor() -> None:
-    if dtensor.native is None:
-        pytest.skip("needs the compiled dispatch: it was not built")
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = made(mesh, torch.ones(4, 2).t(), [Shard(1)])
-        for make in (dtensor.wrap, dtensor._wrap):
-            y = make(x.part, x.spec)
-            assert type(y) is DTensor and y.part is x.part and y.spec is x.spec
-            assert (y.shape, y.stride(), y.dtype) == ((2, 4), (1, 2), torch.float32)
-            assert y.device == x.part.device and y.layout is torch.strided
-            assert y.copied_at is None and not y.requires_grad
-            with torch.inference_mode():
-                assert make(x.part, x.spec).spec is x.spec
-        both = [x, torch.ones(3)], [x.spec, None]
-        other = x.redistribute(placements=[Replicate()])
-        for parts in (dtensor.parts_of, dtensor._parts):
-            found = parts(*both)
-            assert found is not None and found[0] is x.part and found[1] is both[0][1]
-            assert parts([other, x], [x.spec, x.spec]) is None
-            assert parts([torch.ones(4)], [x.spec]) is None
-            assert parts([x], [None]) is None
-            with pytest.raises(ValueError):
-                parts([x], [x.spec, x.spec])
-
-    run_ranks(2, body)
-
-
 def test_an_operator_runs_on_the_parts_without_python(way: str) -> None:
     """What is counted here is whether the way that the fixture names is the one that ran."""
     calls = []
@@ -196,24 +167,6 @@ def test_operands_are_released_with_the_call(way: str) -> None:
 
 
 @on_mesh(2)
-def test_a_plan_is_of_one_kind_of_call(mesh: DeviceMesh, way: str) -> None:
-    whole = torch.arange(12.0).reshape(4, 3)
-    for _ in range(2):
-        x = made(mesh, whole, [Shard(0)])
-        assert x.sum(0).full_tensor().tolist() == [18, 22, 26]
-        assert x.sum(1).full_tensor().tolist() == [3, 12, 21, 30]
-        assert x.sum(1, keepdim=True).shape == (4, 1)
-        assert x.sum(1, dtype=torch.float64).dtype == torch.float64
-        assert (x * 2).full_tensor()[3, 2] == 22
-        assert (x * 2.5).full_tensor()[3, 2] == 27.5
-        assert (x * True).dtype == torch.float32
-        assert (made(mesh, torch.arange(4), [Shard(0)]) * True).dtype == torch.int64
-        assert (made(mesh, torch.arange(4), [Shard(0)]) * 1.0).dtype == torch.float32
-        assert x.view(12).shape == (12,) and x.view(2, 6).shape == (2, 6)
-        assert x.transpose(0, 1).shape == (3, 4) and x.transpose(0, 0).shape == (4, 3)
-
-
-@on_mesh(2)
 def test_floats_that_a_rule_looks_at_are_told_apart(mesh: DeviceMesh, way: str) -> None:
     # Filling with 0 leaves terms of a sum; filling with 5 does not.
     x = made(mesh, torch.ones(2), [Partial()])
@@ -221,31 +174,6 @@ def test_floats_that_a_rule_looks_at_are_told_apart(mesh: DeviceMesh, way: str) 
     for _ in range(2):
         assert x.masked_fill(mask, 0.0).full_tensor().tolist() == [0, 1]
         assert x.masked_fill(mask, 5.0).full_tensor().tolist() == [5, 1]
-
-
-@on_mesh(2)
-def test_a_copied_view_is_refused_where_its_like_has_a_plan(mesh: DeviceMesh, way: str) -> None:
-    x = made(mesh, torch.arange(6.0).reshape(2, 3), [Shard(1)])
-    view = x.view(6)  # rows are not whole on a rank: it was moved
-    same = view.clone()
-    assert (same + 1).full_tensor().tolist() == (view + 1).full_tensor().tolist()
-    with pytest.raises(PlacementError):
-        view.add_(1)
-    x.add_(1)
-    for use in (lambda: view + 1, lambda: torch._foreach_add([view], 1.0)):
-        with pytest.raises(PlacementError):
-            use()
-
-
-@on_ranks(1)
-def test_an_error_of_the_operator_is_its_own(rank: int, way: str) -> None:
-    x = made(init_device_mesh("cpu", (1,)), torch.ones(2), [Shard(0)])
-    i = made(init_device_mesh("cpu", (1,)), torch.ones(2, dtype=torch.int64), [Shard(0)])
-    _ = x.add_(x, alpha=1.5), i.add_(i, alpha=1)
-    with pytest.raises(RuntimeError) as caught:
-        i.add_(i, alpha=1.5)
-    assert type(caught.value) is RuntimeError
-    assert i.full_tensor().tolist() == [2, 2]
 
 
 # Each: a write of [[0, 1, 2, 3], [4, 5, 6, 7]], each row on a rank and stored as a column, by what
@@ -320,18 +248,6 @@ def test_out_of_the_same_shape_is_written(mesh: DeviceMesh) -> None:
     assert halves[1].to_local().tolist() == [2, 3]
 
 
-@on_mesh(4)
-def test_what_is_written_may_have_fewer_elements_than_ranks(mesh):
-    columns = distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)])
-    terms = DTensor.from_local(torch.ones(3, 4), mesh, [Partial()])
-    for name, given, each in (
-        ("add_", terms, 4), ("add_", columns, 1), ("copy_", terms, 4), ("copy_", columns, 1),
-    ):  # fmt: skip
-        x = distribute_tensor(torch.zeros(3, 4), mesh, [Shard(0)])
-        getattr(x, name)(given)
-        assert torch.equal(x.full_tensor(), torch.full((3, 4), float(each)))
-
-
 @on_ranks(3)
 def test_ranks_outside_the_mesh_write_nothing(rank):
     mesh = DeviceMesh("cpu", [0, 1])
@@ -344,15 +260,6 @@ def test_ranks_outside_the_mesh_write_nothing(rank):
         ):  # fmt: skip
             assert written is x
     assert x[1:].storage_offset() == (0 if rank == 2 else 4)
-
-
-@on_ranks(3)
-def test_averages_of_integers_are_reduced_before_they_are_added(rank):
-    mesh = init_device_mesh("cpu", (3,))
-    index = distribute_tensor(torch.tensor([0]), mesh, [Replicate()])
-    terms = torch.tensor([1 if rank else 2])
-    x, y = (DTensor.from_local(terms, mesh, [Partial("avg")]) for _ in range(2))
-    assert x.index_add(0, index, y).full_tensor().item() == 2
 
 
 @on_mesh(2)

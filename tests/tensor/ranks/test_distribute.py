@@ -241,27 +241,6 @@ def test_a_module_is_distributed_as_its_functions_say() -> None:
     run_ranks(2, body)
 
 
-def test_what_the_partition_function_leaves_is_replicated() -> None:
-    torch.manual_seed(0)
-    alone = nn.Linear(4, 6)
-    layers = [copy.deepcopy(alone), nn.Linear(4, 6)]
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        layer = layers[rank]
-
-        def partition(name: str, module: Any, given: Any) -> None:
-            module.weight = distribute_tensor(module.weight, given, [Shard(0)])
-
-        distribute_module(layer, mesh, partition)
-        assert layer.weight.placements == (Shard(0),)
-        assert layer.bias.placements == (R,)
-        out: Any = layer(distribute_tensor(torch.ones(2, 4), mesh))
-        torch.testing.assert_close(out.full_tensor(), alone(torch.ones(2, 4)))
-
-    run_ranks(2, body)
-
-
 @on_mesh(1)
 def test_functions_without_the_module_are_torchs_old_form(mesh: DeviceMesh) -> None:
     with pytest.warns(FutureWarning):
@@ -269,30 +248,3 @@ def test_functions_without_the_module_are_torchs_old_form(mesh: DeviceMesh) -> N
             nn.Linear(2, 2), mesh, output_fn=lambda outputs, mesh: outputs.to_local()
         )
     assert not isinstance(layer(distribute_tensor(torch.ones(2), mesh)), DTensor)
-
-
-def test_terms_of_a_sum_are_equal_shares_only_if_that_is_exact():
-    half = torch.tensor([6e-8, 2e-7, 1.5e-5], dtype=torch.float16)
-    infinite = torch.tensor([complex(math.inf, 1)])
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (4,))
-        for tensor in (half, infinite):
-            made = distribute_tensor(tensor, mesh, [Partial()])
-            assert torch.equal(made.full_tensor(), tensor)
-
-    run_ranks(4, body)
-
-
-@on_ranks(2)
-def test_equal_integers_do_not_become_an_average(rank: int) -> None:
-    """Their sum wraps: 200 + 200 is 144 as uint8, and its half 72."""
-
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.tensor([200], dtype=torch.uint8)
-    with pytest.raises(PlacementError, match="not of integers"):
-        distribute_tensor(whole, mesh, [Partial("avg")])
-    average = DTensor.from_local(whole // (rank + 2), mesh, [Partial("avg")])
-    assert (
-        torch.cat([distribute_tensor(whole, mesh, [Replicate()]), average]).full_tensor().tolist()
-    ) == [200, 83]

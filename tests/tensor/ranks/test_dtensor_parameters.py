@@ -11,7 +11,7 @@ import copy
 import io
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from dure.errors import UsageError
-from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
     Partial,
@@ -33,9 +32,8 @@ from dure.tensor import (
 )
 from dure.tensor.placement_types import StridedShard
 from dure.testing import run_ranks
-from tests.tensor.ranks.dtensor_worlds import ramp
 from tests.tensor.ranks.parts import made
-from tests.thread_ranks import on_mesh, on_ranks
+from tests.thread_ranks import on_ranks
 
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
 
@@ -85,23 +83,6 @@ def alone_after(body: Callable[[nn.Module], None]) -> nn.Module:
     alone = copy.deepcopy(ALONE)
     body(alone)
     return alone
-
-
-@pytest.mark.parametrize("placement", [Partial(), Shard(0)])
-@on_mesh(2)
-def test_a_gradient_that_was_moved_for_a_view_is_one_like_any(
-    mesh: DeviceMesh, placement: Any
-) -> None:
-    """Autograd keeps such a result as the gradient where nobody else holds it, else a copy."""
-
-    p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-    part = torch.ones(4) if placement == Partial() else torch.ones(2)
-    grad: Any = DTensor.from_local(part, mesh, [placement])
-    grad.copied_at = grad._version
-    p.grad = grad
-    torch._foreach_mul_([cast(Any, p.grad)], 3.0)
-    assert p.grad.placements == (Shard(0),)
-    assert p.grad.full_tensor().tolist() == [6.0 if placement == Partial() else 3.0] * 4
 
 
 @on_ranks(2)
@@ -205,22 +186,6 @@ def test_what_is_done_to_parameters(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_hooks_of_tensors_and_modules(rank: int) -> None:
-    model, x = distributed()
-    x.requires_grad_()
-    seen: list[str] = []
-    weight = model.up.weight
-    weight.register_hook(lambda grad: (seen.append(type(grad).__name__), grad * 2)[1])
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"post {p.grad.placements[0]}"))
-    model.up.register_forward_hook(lambda m, i, o: seen.append(f"out {o.placements[0]}"))
-    model.up.register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
-    loss_of(model, x).backward()
-    assert sorted(seen) == sorted(["out S(1)", "backward", "DTensor", "post S(0)"])
-    alone = alone_after(lambda alone: loss_of(alone, X).backward())
-    torch.testing.assert_close(whole(weight.grad), alone.up.weight.grad * 2)  # pyright: ignore
-
-
-@on_ranks(2)
 def test_autocast(rank: int) -> None:
     model, x = distributed()
     alone = copy.deepcopy(ALONE)
@@ -233,27 +198,6 @@ def test_autocast(rank: int) -> None:
     for own, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert own.grad.dtype == torch.float32
         torch.testing.assert_close(whole(own.grad), other.grad, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:aten.stack")
-@pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, True), (1.0, None), (math.inf, False)])
-@on_ranks(2)
-def test_torchs_clipping_finds_the_norm_of_all(
-    rank: int, norm_type: float, foreach: bool | None
-) -> None:
-    model, x = distributed()
-    alone, extra = copy.deepcopy(ALONE), nn.Parameter(torch.ones(3))
-    loss_of(model, x).backward()
-    loss_of(alone, X).backward()
-    extra.grad = torch.full((3,), 2.0)  # a plain one beside DTensors
-    twin = copy.deepcopy(extra)
-    twin.grad = extra.grad.clone()
-    clip = torch.nn.utils.clip_grad_norm_
-    seen: Any = clip([*model.parameters(), extra], 0.5, norm_type, foreach=foreach)
-    expected = clip([*alone.parameters(), twin], 0.5, norm_type)
-    torch.testing.assert_close(whole(seen), expected)
-    check_gradients(model, alone)
-    torch.testing.assert_close(extra.grad, twin.grad)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,31 +244,12 @@ def test_a_compiled_module_trains_as_it_is() -> None:
     assert counters["stats"]["unique_graphs"] == 0  # nothing of DTensors was traced
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("foreach", [False, True])
-def test_a_compiled_step_of_an_optimizer_is_the_step(foreach: bool) -> None:
-    alone = nn.Parameter(X_COMPILED.clone())
-    alone.grad = X_COMPILED.clone()
-    expected = torch.optim.AdamW([alone], lr=0.1, foreach=foreach)
-
-    def body(rank: int) -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (1,))
-        weight: Any = nn.Parameter(distribute_tensor(X_COMPILED.clone(), mesh, [Shard(0)]))
-        weight.grad = distribute_tensor(X_COMPILED.clone(), mesh, [Shard(0)])
-        optimizer = torch.optim.AdamW([weight], lr=0.1, foreach=foreach)
-        step = torch.compile(optimizer.step, backend="eager")
-        for _ in range(3):
-            step()
-        return weight.full_tensor().detach()
-
-    for _ in range(3):
-        expected.step()
-    (seen,) = run_ranks(1, body)
-    torch.testing.assert_close(seen, alone.detach())
-
-
 # --------------------------------------------------------------------------------------------------
 # What training programs do with parameters, done with DTensors and with whole tensors.
+
+
+def ramp(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).reshape(shape) / 8
 
 
 WHOLES = [ramp(4, 6).sin(), ramp(6, 3).cos(), ramp(3)]
@@ -375,13 +300,6 @@ def scaled_losses_skip_what_is_not_finite(p, x):
 
 
 @idiom
-def gradients_of_gradients(p, x):
-    found = torch.autograd.grad(loss(p, x), p, create_graph=True)
-    sum((g * g).sum() for g in found).backward()
-    return gradients(p)
-
-
-@idiom
 def values_are_clipped_as_lists(p, x):
     nn.utils.clip_grad_value_(taught(p, x), 0.05, foreach=True)
     return gradients(p)
@@ -416,12 +334,6 @@ def momentum_and_a_schedule(p, x):
 
 
 @idiom
-def groups_of_parameters(p, x):
-    groups = [{"params": p[:1], "lr": 0.1}, {"params": p[1:], "weight_decay": 0.0}]
-    return steps(torch.optim.AdamW(groups, lr=0.01, amsgrad=True), p, x)
-
-
-@idiom
 def second_order_steps(p, x):
     optimizer = torch.optim.LBFGS(p, lr=0.1, max_iter=2)
 
@@ -453,53 +365,10 @@ def a_run_that_is_saved_and_goes_on(p, x):
 
 
 @idiom
-def steps_by_hand(p, x):
-    taught(p, x)
-    with torch.no_grad():
-        for one in p:
-            one.sub_(0.1 * one.grad)
-            one.add_(one.grad, alpha=-0.1).mul_(0.9)
-            one.grad.zero_()
-    return [*p, *gradients(p)]
-
-
-@idiom
-def data_that_is_edited(p, x):
-    for one in p:
-        one.data.mul_(2)
-        one.data = one.data + 1
-        one.data.clamp_(min=0, max=3)
-    return p
-
-
-@idiom
-def other_dtypes(p, x):
-    return [one for q in p for one in (q.to(torch.bfloat16).double(), q.float(), q.half().sum())]
-
-
-@idiom
-def accumulated_over_batches(p, x):
-    for number in range(3):
-        (loss(p, x * (number + 1)) / 3).backward()
-    return gradients(p)
-
-
-@idiom
 def recomputed_activations(p, x):
     for reentrant in (False, True):
         checkpoint(lambda y: loss(p, y), x.requires_grad_(), use_reentrant=reentrant).backward()
     return [*gradients(p), x.grad]
-
-
-@idiom
-def a_graph_that_is_kept(p, x):
-    value = loss(p, x)
-    value.backward(retain_graph=True)
-    value.backward()
-    hidden = x @ p[0]
-    hidden.retain_grad()
-    hidden.square().sum().backward()
-    return [*gradients(p), hidden.grad]
 
 
 @idiom

@@ -63,21 +63,6 @@ def test_of_a_sharded_tensor(rank: int, way: str, size: int) -> None:
     assert got.full_tensor().tolist() == CUBED[:size]
 
 
-@pytest.mark.parametrize(
-    "leave",
-    [lambda x: x.to_local(grad_placements=TERMS), lambda x: x.full_tensor(grad_placements=TERMS)],
-)
-@pytest.mark.parametrize("placements", [WHOLE, ROWS])
-@on_ranks(2)
-def test_of_copies_that_ranks_use_differently(rank: int, leave: Any, placements: Any) -> None:
-    """The cubes count once on rank 0 and twice on rank 1: 9 x^2, and of its squares 324 x^3."""
-
-    x = distribute_tensor(X, init_device_mesh("cpu", (2,)), placements).requires_grad_()
-    use = leave if placements == WHOLE else lambda x: x.full_tensor(grad_placements=TERMS)
-    got = penalized(x, lambda x: (use(x) ** 3).sum() * (rank + 1), lambda g: (full(g) ** 2).sum())
-    assert got.full_tensor().tolist() == [324.0, 2592.0, 8748.0, 20736.0]
-
-
 # Each: what the two ranks give, the placement, and what each gets where every rank adds the
 # squares of the gradient that it got.
 GIVEN: dict[str, tuple[Any, Any, Any]] = {
@@ -104,40 +89,6 @@ def test_of_parts_that_are_given(name: str) -> None:
         ).tolist()
 
     assert run_ranks(2, body) == expected
-
-
-def test_of_terms_of_a_product() -> None:
-    """The value's square has the gradients 2 a b^2 and 2 a^2 b; their sum 2 b^2 + 4 a b, ..."""
-    a, b = [1.0, 3.0], [2.0, 1.0]
-
-    def body(rank: int) -> list[float]:
-        mesh = init_device_mesh("cpu", (2,))
-        return penalized(
-            torch.tensor([a, b][rank], requires_grad=True),
-            lambda part: (full(DTensor.from_local(part, mesh, [Partial("product")])) ** 2).sum(),
-            lambda slope: slope.sum(),
-        ).tolist()
-
-    assert run_ranks(2, body) == [[16, 14], [10, 30]]
-
-
-@pytest.mark.parametrize("reduction", ["sum", "avg"])
-def test_of_terms_that_are_taken_out_again(reduction: str) -> None:
-    def body(rank: int) -> list[float]:
-        mesh = init_device_mesh("cpu", (2,))
-
-        def again(part: torch.Tensor) -> torch.Tensor:
-            terms = DTensor.from_local(part, mesh, [Partial(reduction)])
-            return terms.to_local(grad_placements=WHOLE)
-
-        part = X[:2] if rank == 0 else X[2:]
-        return penalized(
-            part.clone().requires_grad_(),
-            lambda part: (again(part) ** 3).sum(),
-            lambda slope: (slope**2).sum(),
-        ).tolist()
-
-    assert run_ranks(2, body) == [CUBED[:2], CUBED[2:]]
 
 
 @on_mesh(2)

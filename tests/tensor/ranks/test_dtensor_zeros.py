@@ -53,11 +53,3 @@ def test_gradient_behind_sgn_is_zeros_with_the_placements_of_its_tensor(
             assert not any(p.is_partial() for p in one.grad.placements)
             one.grad.add_(1)  # it has memory
             assert torch.equal(one.grad.full_tensor(), torch.ones(one.shape))
-
-
-@on_mesh(2)
-def test_gradient_of_a_part_behind_sgn_is_zeros(mesh: DeviceMesh) -> None:
-    x = made(mesh, torch.ones(4), [Shard(0)]).requires_grad_()
-    x.to_local().sgn().sum().backward()
-    x.grad.add_(1)
-    assert torch.equal(x.grad.full_tensor(), torch.ones(4))

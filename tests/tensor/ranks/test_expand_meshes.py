@@ -11,13 +11,6 @@ from tests.tensor.ranks import dtensor_worlds as worlds
 
 
 @pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
-def test_operators_random_values_and_training(sizes: tuple[int, ...]) -> None:
-    each = 3 if math.prod(sizes) <= 4 else 1
-    found = run_ranks(math.prod(sizes), worlds.computes, sizes, each)
-    worlds.check_computed(found, sizes, each)
-
-
-@pytest.mark.parametrize("sizes", worlds.MESHES, ids=str)
 def test_pairs_of_placements(sizes: tuple[int, ...]) -> None:
     most = 200 if math.prod(sizes) <= 4 else 100
     run_ranks(math.prod(sizes), worlds.redistributes, sizes, most)

@@ -110,39 +110,6 @@ def test_arguments_of_a_local_map_are_of_one_mesh(rank: int) -> None:
         local_map(torch.add, ROWS)(x, y)
 
 
-def test_a_rule_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_rules", dict(registry._rules))  # what is registered here goes
-
-    @torch.library.custom_op("duretest::twice_rows", mutates_args=())
-    def twice_rows(x: torch.Tensor, row: torch.Tensor, n: int) -> torch.Tensor:
-        return x * n + row
-
-    @twice_rows.register_fake
-    def _(x: torch.Tensor, row: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    op = torch.ops.duretest.twice_rows.default
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x, row = distribute_tensor(LEFT, mesh, ROWS), distribute_tensor(LEFT[0], mesh, ROWS)
-        with CommRecorder() as seen:
-            made = op(x, row, 2)
-        assert made.placements == (Shard(0),)
-        assert seen.ops == ["all_gather_single"]
-        assert torch.equal(made.full_tensor(), LEFT * 2 + LEFT[0])
-
-    @register_sharding(op)
-    def _(x: Any, row: Any, n: int) -> Any:
-        assert (x.ndim, tuple(row.shape), n) == (2, (4,), 2)
-        return [
-            ([Shard(0)], [Shard(0), Replicate(), None]),
-            ([Shard(1)], [Shard(1), Shard(0), None]),
-        ]
-
-    run_ranks(2, body)
-
-
 def test_a_rule_may_count_dimensions_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_rules", dict(registry._rules))  # what is registered here goes
 

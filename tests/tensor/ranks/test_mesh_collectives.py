@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dure.tensor import Replicate, Shard, init_device_mesh
-from dure.tensor._api import _shard_tensor
+from dure.tensor import init_device_mesh
 from dure.tensor._collective_utils import (
     mesh_broadcast,
     mesh_scatter,
-    pad_tensor,
     shard_dim_alltoall,
-    unpad_tensor,
 )
 from dure.testing import run_ranks
 
@@ -38,21 +35,3 @@ def test_collectives_stay_within_the_ranks_of_an_axis():
 
     left, right = [[0, 1], [4, 5]], [[2, 3], [6, 7]]
     assert run_ranks(4, body) == [(2, 0, left), (3, 1, right), (2, 20, left), (3, 21, right)]
-
-
-def test_padding_is_zeros_at_the_end():
-    x = torch.ones(2, 1)
-    assert pad_tensor(x, 1, 2).tolist() == [[1, 0, 0]] * 2
-    assert pad_tensor(x, 0, 0) is x
-    assert unpad_tensor(pad_tensor(x, 0, 3), 0, 3).tolist() == [[1], [1]]
-
-
-def test_a_tensor_that_all_ranks_have_is_cut_without_communication():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        mine = torch.arange(4.0) + 10 * rank
-        cut = _shard_tensor(mine, [Shard(0)], mesh)
-        assert _shard_tensor(mine, [Replicate()], mesh).to_local().tolist() == mine.tolist()
-        return cut.to_local().tolist()
-
-    assert run_ranks(2, body) == [[0, 1], [12, 13]]

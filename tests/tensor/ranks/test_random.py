@@ -91,18 +91,6 @@ def test_values_stay_sharded_and_terms_are_reduced(mesh):
         terms.normal_()
 
 
-def test_a_generator_of_ones_own():
-    expected = torch.empty(5, 3).normal_(generator=torch.Generator().manual_seed(3))
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        generator = torch.Generator().manual_seed(3)
-        x = made(mesh, torch.ones(5, 3), [Shard(0)]).normal_(generator=generator)
-        assert torch.equal(x.full_tensor(), expected)
-
-    run_ranks(2, body)
-
-
 @on_ranks(2)
 def test_generators_that_differ_are_named(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -140,32 +128,6 @@ def test_a_replicated_result_of_parts_needs_equal_generators(rank):
         PARTS["multinomial"](x, torch.Generator().manual_seed(rank))
     again = PARTS["multinomial"](x, torch.Generator().manual_seed(7))
     assert again.placements == (R,)
-
-
-@pytest.mark.parametrize(
-    ("seeds", "differ"),
-    [([1, 2, 1, 2], False), ([1, 2, 3, 2], True), ([1, 2, 3, 4], True)],
-    ids=str,
-)
-def test_replicas_of_parts_need_equal_generators(seeds, differ):
-    """As of a model that is replicated over one axis and sharded over the other."""
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        x = made(mesh, torch.zeros(4), [R, Shard(0)])
-        generator = torch.Generator().manual_seed(seeds[rank])
-        if not differ:
-            return x.normal_(generator=generator).to_local()
-        with pytest.raises(Desync, match="axis replicas") as caught:  # on all four
-            x.normal_(generator=generator)
-        assert sorted(caught.value.calls) == [0, 1, 2, 3]
-        assert not x.to_local().any()
-        return x.to_local()
-
-    found = run_ranks(4, body)
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
-    assert differ or not torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 4)], ids=str)

@@ -59,24 +59,6 @@ def test_runs_are_cut_each(rank):
     assert torch.equal(x.redistribute(placements=[S0]).full_tensor(), whole)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@on_ranks(2)
-def test_what_was_moved_shares_no_memory_with_what_it_was(rank, transposed):
-    mesh = init_device_mesh("cpu", (2, 1))
-    whole = torch.arange(16.0).reshape(4, 4)
-    whole = whole.t() if transposed else whole
-    x = DTensor.from_local(whole, mesh)
-    for new in [[S0, R], [S1, R], [R, S0], [S0, S1]]:
-        expected = part_of(whole, new, (2, 1), (rank, 0)).clone()
-        got = x.redistribute(placements=new)
-        whole += 1
-        assert torch.equal(got.to_local(), expected), new
-        whole -= 1
-    rows = x.redistribute(placements=[S0, R])
-    same = rows.redistribute(placements=[StridedShard(0, split_factor=1), R])  # lies as it did
-    assert same.to_local().data_ptr() == rows.to_local().data_ptr()
-
-
 @on_mesh(2)
 def test_gradients_move_back(mesh):
     whole = torch.arange(6.0).reshape(3, 2)
@@ -152,21 +134,3 @@ def test_redistribute_gives_memory_of_its_own(rank):
     before = whole.clone()
     x.add_(1)
     assert torch.equal(whole, before)
-
-
-@on_mesh(2)
-def test_a_moved_part_has_the_memory_order_of_the_full_tensor(mesh):
-    """So its views are views of the parts: heads to the front, sharded otherwise, and back."""
-
-    whole = torch.arange(2 * 4 * 4 * 3.0).reshape(2, 4, 4, 3)
-    x = DTensor.from_local(whole, mesh).redistribute(placements=[Shard(1)])
-    heads = x.transpose(1, 2)
-    for target in (Shard(1), Shard(0), Replicate()):
-        moved = heads.redistribute(placements=[target])
-        assert moved.stride() == heads.stride()
-        joined = moved.transpose(1, 2).reshape(2, 4, 12)
-        assert torch.equal(joined.full_tensor(), whole.reshape(2, 4, 12))
-    terms = DTensor.from_local(whole, mesh, [Partial()]).permute(3, 0, 2, 1)
-    for target in (Shard(1), Shard(0), Replicate()):
-        back = terms.redistribute(placements=[target]).permute(1, 3, 2, 0)
-        assert torch.equal(back.reshape(-1).full_tensor(), whole.reshape(-1) * 2)

@@ -6,38 +6,15 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
-import pytest
 import torch
 from torch.nn import functional
 
 from dure.mesh import DeviceMesh
-from dure.tensor import Replicate, Shard, init_device_mesh, results
+from dure.tensor import Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
 from tests.tensor.ranks.parts import made
 from tests.thread_ranks import on_mesh
-
-
-def test_results_are_found_once_for_all_placements_of_one_kind(monkeypatch: Any) -> None:
-    ran: list[str] = []
-    run = results._run
-    monkeypatch.setattr(results, "_run", lambda call: (ran.append(call.name), run(call))[1])
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1, 1))
-        counts = torch.arange(77).reshape(7, 11)
-        results.forget_results()
-        for placements in [(Replicate(), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(1))]:
-            x = made(mesh, counts, placements)
-            assert (x + 1).shape == (7, 11)
-        assert ran == ["aten.add.Tensor"]
-        assert (x + 1.0).dtype == torch.float32  # a number of another kind
-        assert (x.to(torch.int32) + 1).dtype == torch.int32  # another dtype
-        assert (made(mesh, counts[:2], placements) + 1).shape == (2, 11)  # another shape
-        assert ran.count("aten.add.Tensor") == 4
-
-    run_ranks(1, body)
 
 
 @on_mesh(1)
@@ -62,14 +39,6 @@ def test_losses_of_nothing_are_nan_and_have_gradients_of_nothing(mesh: DeviceMes
         found.backward()
         assert found.full_tensor().isnan()
         assert torch.equal(learned.grad.full_tensor(), torch.zeros(6, 3))
-
-
-@on_mesh(2)
-def test_error_of_an_operator_is_that_of_its_kernel_on_all_ranks(mesh: DeviceMesh) -> None:
-    x = made(mesh, torch.ones(4, 3), [Shard(0)])
-    with pytest.raises(RuntimeError, match="size"):
-        _ = x + made(mesh, torch.ones(2), [Replicate()])
-    assert torch.equal((x + 1).full_tensor(), torch.full((4, 3), 2.0))
 
 
 def test_batch_norm_of_transposed_inputs_has_the_strides_of_one_process() -> None:

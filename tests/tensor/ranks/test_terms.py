@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -55,16 +54,6 @@ def test_a_term_gets_what_it_contributes_to_the_value(reduction: str) -> None:
     assert run_ranks(2, body) == [[expected] * 3 for expected in EXPECTED[reduction]]
 
 
-@on_ranks(2)
-def test_an_operator_on_terms_leaves_the_gradient_to_the_rank_that_has_the_maximum(
-    rank: int,
-) -> None:
-    part = _terms(TERMS[rank])
-    whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial("max")])
-    (whole.reshape(3, 1) ** 2).sum().backward()
-    assert part.grad.tolist() == [[0, 10, 4], [6, 0, 0]][rank]
-
-
 @pytest.mark.parametrize(
     ("reduction", "expected"),
     [
@@ -85,33 +74,6 @@ def test_terms_along_two_axes_are_those_of_all_their_ranks(reduction: str, expec
     assert run_ranks(4, body) == expected
 
 
-@on_ranks(4)
-def test_terms_along_one_axis_of_parts_along_another(rank: int) -> None:
-    # Rows of the mesh have the terms, its columns an element each.
-    part = _terms([[4.0], [1.0], [2.0], [3.0]][rank])
-    mesh = init_device_mesh("cpu", (2, 2))
-    whole = DTensor.from_local(part, mesh, [Partial("max"), Shard(0)])
-    (whole.full_tensor(grad_placements=WHOLE * 2) * torch.tensor([5.0, 6.0])).sum().backward()
-    assert part.grad.tolist() == [[5], [0], [0], [6]][rank]
-
-
-@on_ranks(2)
-def test_a_maximum_that_is_no_number_has_its_gradient_where_it_is(rank: int) -> None:
-    part = _terms([[1.0, math.nan], [math.nan, math.nan]][rank])
-    whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial("max")])
-    whole.full_tensor(grad_placements=WHOLE).sum().backward()
-    assert part.grad.tolist() == [[0, 1], [1, 0]][rank]
-
-
-@pytest.mark.parametrize("reduction", ["sum", "avg"])
-@on_ranks(2)
-def test_a_term_that_is_taken_out_again_has_its_own_gradient(rank: int, reduction: str) -> None:
-    part = _terms([1.0, 2.0])
-    whole = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Partial(reduction)])
-    (whole.to_local(grad_placements=WHOLE) * (rank + 1)).sum().backward()
-    assert part.grad.tolist() == [[1, 1], [2, 2]][rank]
-
-
 @pytest.mark.parametrize("reduction", ["max", "min", "product"])
 @on_ranks(2)
 def test_what_a_term_of_an_extreme_does_not_determine_is_refused(rank: int, reduction: str) -> None:
@@ -126,12 +88,3 @@ def test_what_a_term_of_an_extreme_does_not_determine_is_refused(rank: int, redu
     assert reduction in str(caught.value)
     assert part.grad is None
     assert seen.ops == []
-
-
-@on_ranks(1)
-def test_one_rank_has_the_only_term(rank: int) -> None:
-    for reduction in EXPECTED:
-        part = _terms([1.0, 2.0])
-        whole = DTensor.from_local(part, init_device_mesh("cpu", (1,)), [Partial(reduction)])
-        (whole.to_local() * 3).sum().backward()
-        assert part.grad.tolist() == [3, 3]

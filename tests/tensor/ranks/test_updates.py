@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,28 +18,15 @@ from dure.errors import PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
-from tests.tensor.ranks.parts import made
+from tests.tensor.ranks.optimizers import FORMS, FUSED, optimizer_of
+from tests.tensor.ranks.parts import ORDERS, made
 from tests.thread_ranks import on_mesh
 
 WEIGHT = torch.linspace(-1, 1, 24).reshape(6, 4)
-FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-FORMS = [
-    (name, form)
-    for name in (*FUSED, "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")
-    for form in ("loop", "foreach", "fused")
-    if form != "fused" or name in FUSED
-]
 
 
 def placed(full: torch.Tensor, mesh: Any, *placements: Placement) -> DTensor:
     return made(mesh, full, placements)
-
-
-def optimizer_of(name: str, form: str, parameters: list[Any]) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
-    if name == "SGD":
-        options |= {"momentum": 0.9, "weight_decay": 0.1}
-    return getattr(torch.optim, name)(parameters, lr=0.1, **options)
 
 
 def grad_of(step: int) -> torch.Tensor:
@@ -170,32 +158,14 @@ def test_numbers_of_an_optimizer_may_be_replicated_on_any_mesh(
     run_ranks(2, body)
 
 
-@on_mesh(2)
-def test_what_does_not_lie_alike_goes_operator_by_operator(mesh: DeviceMesh) -> None:
-    ours = [nn.Parameter(placed(WEIGHT, mesh, Shard(0))) for _ in range(2)]
-    theirs = nn.Parameter(WEIGHT.clone())
-    ours[0].grad = placed(torch.cos(WEIGHT), mesh, Shard(1))
-    ours[1].grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
-    theirs.grad = torch.cos(WEIGHT)
-    for parameters in (ours, [theirs]):
-        torch.optim.AdamW(parameters, lr=0.1, foreach=True).step()
-    for one in ours:
-        assert one.placements == (Shard(0),)
-        torch.testing.assert_close(one.full_tensor(), theirs)
-
-
 # ---- parts in other orders -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_step_reads_gradients_and_parameters_in_any_order(name: str) -> None:
     """Torch's fused kernels look at no strides; columns and gaps are those of a part."""
-    orders = {
-        "rows": lambda full: full.clone(),
-        "columns": lambda full: full.t().contiguous().t(),
-        "gaps": lambda full: torch.stack([full, full], -1).flatten(1)[:, ::2],
-    }
-    pairs = [(weight, grad) for weight in orders.values() for grad in orders.values()]
+    orders = [ORDERS[name] for name in ("rows", "columns", "gaps")]
+    pairs = list(itertools.product(orders, repeat=2))
     expected = [nn.Parameter(WEIGHT * factor) for factor in range(1, len(pairs) + 1)]
     theirs = optimizer_of(name, "loop", expected)
     for step in range(2):
@@ -220,24 +190,3 @@ def test_a_fused_step_reads_gradients_and_parameters_in_any_order(name: str) -> 
             torch.testing.assert_close(own.to_local().detach(), other.detach())
 
     run_ranks(2, body)
-
-
-@on_mesh(2)
-def test_a_fused_kernel_on_dtensors_reads_a_gradient_in_columns(mesh: DeviceMesh) -> None:
-    weight = DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)])
-    grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
-    torch._fused_sgd_(  # pyright: ignore[reportPrivateUsage]
-        [weight], [grad], [], weight_decay=0.0, momentum=0.0, lr=0.5, dampening=0.0,
-        nesterov=False, maximize=False, is_first_step=False,
-    )  # fmt: skip
-    torch.testing.assert_close(weight.to_local(), WEIGHT / 2)
-
-
-@on_mesh(2)
-def test_momentum_is_laid_out_as_its_parameter(mesh: DeviceMesh) -> None:
-    weight = nn.Parameter(DTensor.from_local(WEIGHT.clone(), mesh, [Shard(0)]))
-    weight.grad = DTensor.from_local(WEIGHT.t().contiguous().t(), mesh, [Shard(0)])
-    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=False)
-    optimizer.step()
-    buffer = optimizer.state[weight]["momentum_buffer"]
-    assert buffer.stride() == buffer.to_local().stride() == (4, 1)

@@ -24,19 +24,8 @@ from dure.tensor import (
     init_device_mesh,
 )
 from dure.testing import run_ranks
-
-ORDERS = {
-    "rows": lambda part: part.contiguous(),
-    "columns": lambda part: part.transpose(-2, -1).contiguous().transpose(-2, -1),
-    "gaps": lambda part: torch.stack([part, part], -1).flatten(-2)[..., ::2],
-}
-FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-FORMS = [
-    (name, form)
-    for name in (*FUSED, "RMSprop", "Adamax", "Rprop", "Adadelta", "NAdam", "RAdam", "ASGD")
-    for form in ("loop", "foreach", "fused")
-    if form != "fused" or name in FUSED
-]
+from tests.tensor.ranks.optimizers import FORMS, optimizer_of
+from tests.tensor.ranks.parts import ORDERS
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,7 @@ def weights(draw: Any, axes: int) -> Weight:
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=2, max_size=3)))
     places = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
     placements = tuple(draw(st.sampled_from(places)) for _ in range(axes))
-    use = draw(st.sampled_from(["operators", "part", "rows", "columns", "gaps"]))
+    use = draw(st.sampled_from(["operators", "part", *ORDERS]))
     return Weight(shape, placements, draw(st.sampled_from([*ORDERS])), use)
 
 
@@ -68,12 +57,6 @@ def jobs(draw: Any) -> tuple[tuple[int, ...], list[Weight], tuple[str, str], boo
 def values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     numbers = torch.arange(math.prod(shape), dtype=torch.float64)
     return torch.cos(numbers * 3 + seed).reshape(shape)
-
-
-def optimizer_of(name: str, form: str, parameters: list[Any]) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
-    options |= {"momentum": 0.9, "weight_decay": 0.1} if name == "SGD" else {}
-    return getattr(torch.optim, name)(parameters, lr=0.1, **options)
 
 
 def fill_gradient(own: Any, weight: Weight, factor: torch.Tensor) -> None:

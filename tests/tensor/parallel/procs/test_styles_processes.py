@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import dure
 from dure.testing import ProcessPool
-from tests.comm.forked_ranks import Ranks
-from tests.tensor.parallel.procs import llama_ranks
 from tests.tensor.parallel.ranks.tensor_models import (
     PLANS,
     assert_trained_alike,
@@ -35,8 +31,3 @@ def test_a_llama_trains_over_processes_as_on_one_rank(backend, hosts, plans):
             for shape in ((1, 4), (2, 2)):
                 for found in pool.run(train_on, shape, plan, False, 8, 4):
                     assert_trained_alike(found, expected)
-
-
-def test_a_program_for_torch_runs_with_its_imports_changed(tmp_path: Path, port: int):
-    with Ranks(4, tmp_path, llama_ranks.on_one_host, port, str(tmp_path)) as ranks:
-        ranks.values()

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dure.errors import UsageError
@@ -70,21 +67,6 @@ class NamedAdapters(nn.Module):
         return result
 
 
-class OwnParameters(nn.Linear):
-    """As loralib's: a Linear that has the adapter's matrices as parameters of its own."""
-
-    def __init__(self, base):
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
-        self.weight, self.bias = base.weight, base.bias
-        self.lora_A = nn.Parameter(torch.empty(RANK, base.in_features))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, RANK))
-
-    def forward(self, x):
-        result = F.linear(x, self.weight, self.bias)
-        result += x @ self.lora_A.transpose(0, 1) @ self.lora_B.transpose(0, 1) * 0.5
-        return result
-
-
 def adapt(model, kind):
     """Wrap every Linear of a model's blocks; what is there stays as it is, and what is new learns.
 
@@ -131,8 +113,6 @@ def train(model):
         (LoRALinear, False, tp_plan),
         (NamedAdapters, True, tp_plan),
         (NamedAdapters, False, sp_plan),
-        (OwnParameters, True, tp_plan),  # takes the layer's place: nothing to wrap afterwards
-        (OwnParameters, True, sp_plan),
     ],
 )
 def test_adapters_learn_as_on_one_rank(kind, adapters_first, plan):
@@ -157,14 +137,13 @@ def test_adapters_learn_as_on_one_rank(kind, adapters_first, plan):
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("kind", [LoRALinear, OwnParameters])
-def test_adapters_lie_as_their_layer_and_add_no_communication_to_forward(kind):
+def test_adapters_lie_as_their_layer_and_add_no_communication_to_forward():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
         counts = []
         for adapted in (False, True):
             model = small_llama()
-            model = fill(adapt(model, kind), rank) if adapted else model
+            model = fill(adapt(model, LoRALinear), rank) if adapted else model
             parallelize_module(model, mesh, tp_plan())
             with CommDebugMode() as mode, torch.no_grad():
                 model(batches(1)[0][:, :-1])
@@ -175,57 +154,6 @@ def test_adapters_lie_as_their_layer_and_add_no_communication_to_forward(kind):
             row = ".wo." in name or ".w2." in name
             cut = Shard(1) if row else Shard(0)
             assert placements == ((cut,) if ("lora_A" in name) == row else (Replicate(),)), name
-
-    run_ranks(2, body)
-
-
-def test_what_is_merged_is_what_one_rank_has_and_the_layer_stays_parallel():
-    """The numbers are small integers: sums of them are exact in whatever order."""
-
-    def integers(model, rank):
-        generator = torch.Generator().manual_seed(3 + rank)
-        for parameter in model.parameters():
-            parameter.data.copy_(torch.randint(-3, 4, parameter.shape, generator=generator))
-        return model
-
-    x = torch.arange(24.0).reshape(4, 6)
-    alone = [LoRALinear(nn.Linear(6, 6)) for _ in range(2)]
-    for layer in alone:
-        integers(layer, 0).merge()
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        for layer, style in zip(alone, (ColwiseParallel(), RowwiseParallel()), strict=True):
-            wrapper = LoRALinear(nn.Linear(6, 6))
-            model = nn.Sequential(wrapper)
-            integers(model, rank)
-            parallelize_module(model, mesh, {"0": style})
-            own = x.chunk(2, 1)[rank] if isinstance(style, RowwiseParallel) else x
-            before = model(own)
-            model[0] = wrapper.merge()
-            assert torch.equal(wrapper.base.weight.full_tensor(), layer.base.weight)
-            assert torch.equal(model(own), before)
-            expected = layer.base(x).detach()
-            column = isinstance(style, ColwiseParallel)
-            assert torch.equal(before, expected.chunk(2, 1)[rank] if column else expected)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_dropout_of_an_adapter_is_that_of_one_rank(style):
-    torch.manual_seed(0)
-    made = LoRALinear(nn.Linear(6, 4), dropout=0.5).double()
-    x = torch.randn(3, 6, dtype=torch.float64)
-    torch.manual_seed(1)
-    expected = made(x).detach()
-
-    def body(rank):
-        torch.manual_seed(1)
-        mesh = init_device_mesh("cpu", (2,))
-        layer = parallelize_module(copy.deepcopy(made), mesh, style(output_layouts=Replicate()))
-        own = x.chunk(2, 1)[rank] if style is RowwiseParallel else x
-        torch.testing.assert_close(layer(own).detach(), expected)
 
     run_ranks(2, body)
 

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import copy
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +16,7 @@ from torch.testing import assert_close as close
 from torch.utils.checkpoint import checkpoint
 
 import dure
-from dure.checkpoint import load, save
-from dure.errors import ModuleError, PlacementError, ShapeError, UsageError
+from dure.errors import PlacementError, ShapeError, UsageError
 from dure.fsdp import fully_shard, strategy
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.nn.experts import (
@@ -30,7 +27,7 @@ from dure.nn.experts import (
     tokens_per_expert,
     update_expert_bias,
 )
-from dure.tensor import DTensor, Shard
+from dure.tensor import Shard
 from dure.tensor.debug import CommDebugMode
 from dure.tensor.parallel import (
     ExpertParallel,
@@ -275,71 +272,6 @@ def test_experts_over_ranks_that_share_a_sequence() -> None:
         assert_gradients(model, alone)
 
     run_ranks(2, body)
-
-
-class Written(nn.Module):
-    """Experts as a program has them that was written for torchtitan's layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(drawn(4, D, D))
-
-    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        w: Any = self.w.to_local() if isinstance(self.w, DTensor) else self.w
-        parts = x.split(num_tokens_per_expert.tolist())
-        return torch.cat([part @ w[e] for e, part in enumerate(parts)])
-
-
-def test_experts_that_a_program_brings() -> None:
-    x, counts = drawn(8, D), torch.tensor([1.0, 4.0, 0.0, 3.0])  # as torch.histc counts
-    wanted = Written()(x, counts.int())
-
-    def body(rank: int) -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2,))
-        made = parallelize_module(Written(), mesh, ExpertParallel())(x, counts)
-        return made.clone()  # is there then
-
-    for got in run_ranks(2, body):
-        close(got, wanted)
-
-
-def test_replicas_leave_experts_out() -> None:
-    alone, x = layer(), drawn(2, 3, D)
-    alone(x).square().mean().backward()
-
-    def body(rank: int) -> None:
-        mesh, model = on_two_ranks(alone)
-        with pytest.raises(ModuleError) as raised:
-            dure.DistributedDataParallel(model, mesh=mesh)
-        divided = ("experts.w1", "experts.w2", "experts.w3")
-        assert raised.value.parameters == divided
-        dure.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, divided)
-        dure.DistributedDataParallel(model, mesh=mesh)(x[rank]).square().mean().backward()
-        assert_gradients(model, alone)
-
-    run_ranks(2, body)
-
-
-def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """Saved by experts over 2 of 4 ranks, 5 of them as 3 and 2; loaded by one rank and by 3."""
-    alone = layer(num_experts=5)
-
-    def sharded(model: MoE, shape: tuple[int, int]) -> MoE:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
-        parallelize_module(model, mesh["ep"], {"experts": ExpertParallel()})
-        return fully_shard(model.experts, mesh=mesh["dp"]) and model
-
-    def write(rank: int) -> None:
-        save(sharded(copy.deepcopy(alone), (2, 2)).state_dict(), checkpoint_id=tmp_path)
-
-    def read(rank: int, shape: tuple[int, int]) -> None:
-        model = sharded(layer(1, num_experts=5), shape)
-        load(model.state_dict(), checkpoint_id=tmp_path)
-        close(full_weights(model), full_weights(alone), rtol=0, atol=0)
-
-    run_ranks(4, write)
-    for shape in ((1, 1), (1, 3)):
-        run_ranks(math.prod(shape), read, shape)
 
 
 @on_mesh(4)

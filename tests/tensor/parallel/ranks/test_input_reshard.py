@@ -12,14 +12,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dure.errors import ShapeError
 from dure.mesh import init_device_mesh
 from dure.tensor import DTensor, Replicate, distribute_module
 from dure.tensor.debug import CommDebugMode
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.tensor.parallel.input_reshard import input_reshard
 from dure.testing import run_ranks
-from tests.tensor.parallel.ranks.tensor_models import batches, loss_of, small_llama, tp_plan
 from tests.thread_ranks import on_mesh, on_ranks
 
 
@@ -77,30 +75,6 @@ def test_a_rank_keeps_its_part_once_and_backward_gathers(mesh):
             y.sum().backward()
         gathers.append(mode.get_comm_counts()[torch.ops.c10d_functional.all_gather_into_tensor])
     assert (alive, gathers) == ([True, False], [0, 2])
-
-
-@on_mesh(2)
-def test_a_llama_has_the_same_gradients(mesh):
-    found = []
-    for dim in (None, 1):
-        model = parallelize_module(small_llama(), mesh, tp_plan())
-        for layer in model.layers.children():
-            input_reshard(layer, mesh, dim)
-        loss_of(model, batches(1)[0]).backward()
-        grads = (p.grad for p in model.parameters())
-        found.append([g.full_tensor() if isinstance(g, DTensor) else g for g in grads])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
-
-
-@on_mesh(2)
-def test_an_error_within_ends_the_keeping(mesh):
-    layer = parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel())
-    input_reshard(layer, mesh, 0)
-    with pytest.raises(TypeError):
-        layer(torch.ones(2, 4), 3)  # within forward
-    with pytest.raises(ShapeError):
-        layer(torch.ones(2, 3))  # in the style's hook, which comes first
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 @on_ranks(2)

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import math
-import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close as close
 
@@ -43,7 +40,7 @@ from tests.tensor.parallel.ranks.tensor_models import (
     trained_alone,
     whole,
 )
-from tests.thread_ranks import on_mesh, on_ranks
+from tests.thread_ranks import on_mesh
 
 HEADS = {1: (4, 2), 2: (4, 2), 3: (6, 3), 8: (8, 8)}
 """For each number of ranks, heads and key-value heads that they divide."""
@@ -162,47 +159,6 @@ def test_styles_bring_inputs_and_outputs_to_their_layouts():
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "smoothing", "weighted"),
-    [
-        ("none", 0.0, False),
-        ("none", 0.2, True),
-        ("sum", 0.0, True),
-        ("sum", 0.2, False),
-        ("mean", 0.0, True),
-        ("mean", 0.2, True),
-        ("mean", 0.2, False),
-    ],
-)
-def test_a_loss_of_sharded_classes_is_that_of_full_scores(reduction, smoothing, weighted):
-    """On a batch cut by one axis and classes by the other, evenly or not, some targets ignored."""
-    classes = 5
-    scores = torch.randn(7, classes, generator=torch.Generator().manual_seed(0)).double()
-    target = torch.tensor([0, 4, -100, 2, 3, 1, 4])
-    weight = torch.arange(1.0, classes + 1).double() if weighted else None
-    options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": -100}
-    wanted = scores.clone().requires_grad_()
-    expected = F.cross_entropy(wanted, target, weight, **options)
-    expected.sum().backward()
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 3))
-        for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(1), Shard(1)]):
-            x = distribute_tensor(scores, mesh, placements).requires_grad_()
-            t = target
-            if placements[0] == Shard(0):
-                t = distribute_tensor(target, mesh, [Shard(0), Replicate()])
-            with CommDebugMode() as counted, loss_parallel():
-                loss = F.cross_entropy(x, t, weight, **options)
-                loss.sum().backward()
-            close(whole(loss), expected.detach())
-            close(x.grad.full_tensor(), wanted.grad)
-            assert x.grad.placements == x.placements
-            assert "all_gather" not in str(counted.get_comm_counts())
-
-    run_ranks(6, body)
-
-
 @on_mesh(2)
 def test_a_full_input_in_place_of_a_part_is_refused(mesh):
     net = parallelize_module(nn.Linear(8, 4), mesh, RowwiseParallel())
@@ -235,43 +191,6 @@ def _against_whole(n, make, plan, x, loss=lambda y: y.square().sum()):
     return seen[0]
 
 
-class FusedAttention(nn.Module):
-    """q, k and v in one layer: interleaved, each head's beside each other, or one after another."""
-
-    def __init__(self, interleaved):
-        super().__init__()
-        self.interleaved = interleaved
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x):
-        qkv = self.qkv(x)
-        if self.interleaved:
-            q, k, v = qkv.unflatten(-1, (-1, 3, 2)).unbind(-2)
-        else:
-            q, k, v = qkv.unflatten(-1, (3, -1, 2)).unbind(-3)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_fused_qkv(n, interleaved):
-    """Interleaved heads are cut between heads. Others are not: as DTensors they are still right."""
-    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).double()
-    counts = _against_whole(
-        n,
-        lambda: FusedAttention(interleaved).double(),
-        lambda: {
-            "qkv": ColwiseParallel(use_local_output=interleaved),
-            "out": RowwiseParallel(),
-        },
-        x,
-    )
-    if interleaved:
-        assert counts == {REDUCE: 1}
-
-
 @pytest.mark.parametrize(("n", "hidden"), [(2, 5), (3, 7), (4, 6), (4, 3)])
 def test_hidden_features_need_not_divide(n, hidden):
     """The ranks' parts of 3 features on 4 ranks are 1, 1, 1 and 0."""
@@ -302,42 +221,6 @@ def test_a_sequence_need_not_divide_where_activations_stay_dtensors():
     # the gather and scatter of the two linear layers, x's gradient is not asked for; the output
     # gathered; the gradients of the norm's weight and bias, and of the row-wise bias
     assert counts == {GATHER: 3, SCATTER: 2}
-
-
-def test_an_embedding_is_cut_by_columns_too():
-    ids = torch.tensor([[0, 3, 3], [6, 1, 0]])
-    counts = _against_whole(
-        4,
-        lambda: nn.Sequential(nn.Embedding(7, 6)).double(),
-        lambda: {"0": ColwiseParallel(output_layouts=Replicate())},
-        ids,
-    )
-    assert counts == {GATHER: 1}
-
-
-def test_a_penalty_on_the_log_of_the_sum_gathers_no_scores():
-    scores = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).double()
-    wanted = scores.clone().requires_grad_()
-    target = torch.tensor([0, 6, 3, 3])
-
-    def loss_with_penalty(x):
-        return F.cross_entropy(x, target) + 1e-2 * torch.logsumexp(x, -1).square().mean()
-
-    expected = loss_with_penalty(wanted)
-    expected.backward()
-
-    def body(rank):
-        x = distribute_tensor(scores, init_device_mesh("cpu", (3,)), [Shard(1)]).requires_grad_()
-        with CommDebugMode() as counted, loss_parallel():
-            loss = loss_with_penalty(x)
-            loss.backward()
-            value = whole(loss)
-        close(value, expected.detach())
-        close(x.grad.full_tensor(), wanted.grad)
-        # highest scores and sums twice, the sum of the gradients; the loss
-        assert counted.get_comm_counts() == {REDUCE: 6}
-
-    run_ranks(3, body)
 
 
 class Three(nn.Module):
@@ -402,44 +285,5 @@ def test_a_part_that_is_written_between_layers_is_moved_again():
                 q, k = model(distribute_tensor(x, mesh, [Shard(0)]))
             close(q, layers.q(x).detach())
             close(k, layers.k(torch.zeros_like(x)).detach())
-
-    run_ranks(2, body)
-
-
-@on_ranks(2)
-def test_what_layers_share_goes_when_the_module_has_run(rank):
-    mesh, seen = init_device_mesh("cpu", (2,)), []
-    for ends in (nn.Identity(), nn.Linear(5, 5)):  # the latter fails
-        model = nn.Sequential(nn.Linear(4, 4), ends)
-        parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
-        model[0].register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
-        with contextlib.suppress(RuntimeError):
-            model(torch.ones(2, 4, requires_grad=True))
-    gc.collect()
-    assert [ref() for ref in seen] == [None, None]
-
-
-def test_second_derivatives_are_those_of_the_unsharded_module():
-    """A gradient penalty through a column-wise and a row-wise layer, with plain tensors between."""
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    x = torch.randn(5, 4, dtype=torch.float64)
-
-    def penalize(model):
-        given = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
-        slope.square().sum().backward()
-
-    penalize(alone)
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        model = copy.deepcopy(alone)
-        model.zero_grad()
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        penalize(parallelize_module(model, mesh, plan))
-        for name, parameter in alone.named_parameters():
-            if parameter.grad is not None:  # the last bias has a constant as gradient
-                close(whole(model.get_parameter(name).grad), parameter.grad, msg=name)
 
     run_ranks(2, body)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dure.mesh import init_device_mesh
-from dure.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from dure.tensor import DTensor
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import run_ranks
 
@@ -105,27 +105,3 @@ def test_hooks_run_as_in_one_process_whenever_they_were_registered_2_ranks(is_be
     expected = run(copy.deepcopy(model), lambda m: m)
     for found in run_ranks(2, rank_main):
         assert found == expected
-
-
-@pytest.mark.parametrize("cut", [True, False], ids=["partition_fn", "replicated"])
-def test_distributed_module_keeps_the_hooks_of_its_parameters_2_ranks(cut: bool):
-    def partition(name: str, module: nn.Module, mesh: Any) -> None:
-        if name == "up":
-            made = distribute_tensor(module.weight, mesh, [Shard(0)])  # pyright: ignore
-            module.register_parameter("weight", nn.Parameter(made))
-
-    def rank_main(rank: int) -> tuple[Seen, list[str]]:
-        mesh = init_device_mesh("cpu", (2,))
-        model = Perceptron()
-        seen = hook_parameters(model, ("up.weight",))
-        distribute_module(model, mesh, partition if cut else None)
-        x = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()], src_data_rank=None)
-        model(x).sum().backward()
-        return seen, [str(p) for p in model.up.weight.placements]
-
-    alone = Perceptron()
-    expected = hook_parameters(alone, ("up.weight",))
-    alone(torch.ones(2, 4)).sum().backward()
-    for found, placements in run_ranks(2, rank_main):
-        assert found == expected
-        assert placements == [str(Shard(0) if cut else Replicate())]

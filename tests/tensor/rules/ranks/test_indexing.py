@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dure.tensor import DTensor, Partial, Replicate, Shard
+from dure.tensor import Partial, Replicate, Shard
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
 from tests.thread_ranks import on_mesh
@@ -39,21 +37,3 @@ def test_an_index_out_of_bounds_raises_on_every_rank(mesh, label):
     labels = made(mesh, torch.tensor([[1], [label], [1]]), [Replicate()])
     with pytest.raises(RuntimeError):
         pick(scores, labels)
-
-
-LOOKUPS = {
-    "gather": lambda table, index: table.gather(0, index[None]),
-    "embedding": lambda table, index: F.embedding(index, table),
-}
-
-
-@pytest.mark.parametrize("device", ["meta", "fake"])
-@pytest.mark.parametrize("name", LOOKUPS)
-@on_mesh(1)
-def test_indices_without_values_are_not_checked(mesh, name, device):
-    mode = FakeTensorMode() if device == "fake" else torch.device("meta")
-    with mode:
-        table = DTensor.from_local(torch.empty(4, 3), mesh, [Shard(0)])
-        index = DTensor.from_local(torch.empty(3, dtype=torch.long), mesh, [Replicate()])
-        result = LOOKUPS[name](table, index)
-    assert result.placements == (Partial(),) or name != "gather"

@@ -13,7 +13,6 @@ from dure.errors import PlacementError
 from dure.tensor import Partial, Replicate, Shard
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
-from tests.thread_ranks import on_mesh
 
 torch.manual_seed(0)
 
@@ -37,14 +36,6 @@ def test_batch_norm(training):
         return out, mean, var
 
     check(norm, random(5, 3, 2), random(3), random(3))
-
-
-@on_mesh(2)
-def test_running_statistics_are_not_moved(mesh):
-    x = made(mesh, torch.ones(4, 2), [Shard(1)])
-    mean, var = made(mesh, torch.zeros(2), [Partial()]), made(mesh, torch.ones(2), [Shard(0)])
-    with pytest.raises(PlacementError):
-        F.batch_norm(x, mean, var, training=True)
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dure.errors import PlacementError
 from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dure.tensor.debug import CommDebugMode
 from tests.tensor.ranks.operators import check
@@ -105,20 +104,6 @@ def test_terms_become_what_torch_makes_of_them(rank, name):
         assert made.to_local().shape == shape, line
 
 
-@on_ranks(4)
-def test_terms_of_several_reductions_are_not_made(rank):
-    mesh = init_device_mesh("cpu", (2, 2))
-    rows, columns = [Shard(0), Replicate()], [Replicate(), Shard(0)]
-    x = distribute_tensor(torch.tensor([2.0, 3.0]), mesh, rows)
-    y = distribute_tensor(torch.tensor([1.0, 1.0]), mesh, columns)
-    assert (x.prod() + y.sum()).full_tensor().item() == 8
-    largest = DTensor.from_local(torch.tensor(1.0 + rank % 2), mesh, [Replicate(), Partial("max")])
-    total = DTensor.from_local(torch.tensor(1.0 + rank // 2), mesh, [Partial(), Replicate()])
-    made = -(largest + total)
-    assert made.full_tensor().item() == -5
-    assert made.redistribute(placements=made.placements) is not None
-
-
 INEXACT = {
     "negative of unsigned": (lambda x: -x, torch.uint8, (0, 5)),
     "negative of the least": (lambda x: -x, torch.int8, (-128, 5)),
@@ -147,42 +132,3 @@ def test_extremes_are_reduced_before_what_does_not_keep_their_order(rank, name, 
     expected = function(distribute_tensor(full[None], mesh, [Replicate()]))
     got = function(x).full_tensor()
     assert torch.equal(got.nan_to_num(-99), expected.full_tensor().nan_to_num(-99))
-
-
-@on_ranks(2)
-def test_averages_pass_beside_integers(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    x = DTensor.from_local(torch.full((2, 2), float(rank)), mesh, [Partial("avg")])
-    count = distribute_tensor(torch.tensor([[1, 2], [3, 4]]), mesh, [Replicate()])
-    mask = count > 2
-    made = x * count, x + count, x / torch.tensor(3), x * mask, x.masked_fill(mask, 0)
-    assert all(one.placements == (Partial("avg"),) for one in (*made, F.embedding(mask * 1, x)))
-    assert made[0].full_tensor().tolist() == [[0.5, 1.0], [1.5, 2.0]]
-    integers = DTensor.from_local(torch.tensor([2 * rank + 1]), mesh, [Partial("avg")])
-    assert (integers * 1.5).full_tensor().item() == 3
-
-
-@on_ranks(2)
-def test_sums_are_reduced_before_they_are_promoted(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    whole = distribute_tensor(torch.tensor([1.0]), mesh, [Replicate()])
-    for terms in (torch.tensor([100, 200], dtype=torch.uint8), torch.tensor([True, True])):
-        x = DTensor.from_local(terms[rank : rank + 1], mesh, [Partial()])
-        full = distribute_tensor(x.full_tensor(), mesh, [Replicate()])
-        for operator in (torch.add, torch.mul, torch.div):
-            assert torch.equal(
-                operator(x, whole).full_tensor(), operator(full, whole).full_tensor()
-            )
-    half = DTensor.from_local(torch.ones(1, dtype=torch.float16), mesh, [Partial()])
-    assert (half * whole).placements == (Partial(),)
-    assert (half.float() * (1j * whole)).placements == (Partial(),)
-
-
-@on_ranks(4)
-def test_averages_of_integers_are_not_mixed_with_sums(rank):
-    mesh = init_device_mesh("cpu", (2, 2))
-    mean = DTensor.from_local(torch.tensor(1 + rank % 2), mesh, [Replicate(), Partial("avg")])
-    total = DTensor.from_local(torch.tensor(rank // 2), mesh, [Partial(), Replicate()])
-    assert (mean + total).full_tensor().item() == 2
-    with pytest.raises(PlacementError, match="do not commute"):
-        DTensor.from_local(torch.tensor(rank), mesh, [Partial(), Partial("avg")])

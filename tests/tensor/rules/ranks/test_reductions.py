@@ -14,7 +14,6 @@ from dure.tensor import Partial, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
 from tests.tensor.ranks.operators import check, placed
 from tests.tensor.ranks.parts import made
-from tests.thread_ranks import on_mesh
 
 torch.manual_seed(0)
 X = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
@@ -42,13 +41,6 @@ def test_sums_that_cast():
     check(lambda x: x.sum(0, dtype=torch.float64), X.detach().float(), partial=["sum"])
     check(lambda x: x.nansum(0), torch.tensor([[1.0, math.nan], [math.nan, 3.0], [2.0, 2.0]]))
     check(lambda x: (x.count_nonzero(), x.count_nonzero(0)), INTEGERS)
-
-
-@pytest.mark.parametrize("x", [X, FEW])
-def test_products(x):
-    check(
-        lambda x: (x.prod(), x.prod(0), x.prod(-1, keepdim=True)), x.detach(), partial=["product"]
-    )
 
 
 @pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS, TRUTH])
@@ -80,11 +72,6 @@ def test_extremes_keep_what_is_not_a_number():
     check(lambda x: (x.amax(0), x.min()), torch.tensor([[1.0, math.nan], [2.0, 0.0], [3.0, 4.0]]))
 
 
-@pytest.mark.parametrize("x", [X, FEW])
-def test_extremes_gradients(x):
-    check(lambda x: (x.amax(0), x.amin((0, 1))), x)
-
-
 @pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS])
 def test_indices_of_extremes(x):
     def indices(x):
@@ -92,12 +79,6 @@ def test_indices_of_extremes(x):
 
     check(indices, x)
     check(lambda x: [*x.kthvalue(1, 0), *x.median(1), *x.mode(0)], x)
-
-
-@pytest.mark.parametrize("x", [TRUTH, INTEGERS, X.detach()])
-def test_truth(x):
-    check(lambda x: (x.any(), x.all(), x.any(0), x.all(1, keepdim=True)), x)
-    check(lambda x: (torch.any(x, (0, 1)), torch.all(x, (0,)), torch.any(x, ())), x)
 
 
 @pytest.mark.parametrize("x", [X, FEW])
@@ -122,12 +103,6 @@ def test_norms(x, order):
 
 def test_the_least_norm_of_an_empty_part_is_not_the_least_of_all():
     check(lambda x: torch.linalg.vector_norm(x, -math.inf), FEW.detach())
-
-
-@on_mesh(4)
-def test_a_norm_does_not_overflow_on_the_way(mesh):
-    x = made(mesh, torch.full((4,), 1.5e19), [Shard(0)])  # the sum of squares is 9e38
-    torch.testing.assert_close(x.norm().full_tensor(), torch.tensor(3e19))
 
 
 def test_read_values_are_those_of_the_whole():
