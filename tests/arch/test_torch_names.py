@@ -190,14 +190,6 @@ def test_type_checkers_do_not_see_that_modules_have_a_getattr():
     assert not shown, "a type checker accepts every name of them; see dure.torch_names"
 
 
-def test_modules_at_the_paths_of_torch_have_their_names():
-    for path, homes in table()["paths"].items():
-        module = importlib.import_module(_ours(path))
-        for words in homes.values():
-            for name in words.replace(" as ", "=").split():
-                assert getattr(module, name.split("=")[-1]) is not None
-
-
 # ---- signatures ----------------------------------------------------------------------------------
 
 P = inspect.Parameter

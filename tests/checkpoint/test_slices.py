@@ -14,27 +14,6 @@ def box(*ranges):
 LAST = box((2, 3), (2, 3))
 
 
-def test_what_two_boxes_have():
-    assert box((0, 4), (2, 6)).meet(box((3, 9), (0, 3))) == box((3, 4), (2, 3))
-    assert box((0, 4)).meet(box((4, 8))) is None
-    assert box().meet(box()) == box()
-    assert str(box((0, 4), (2, 6))) == "[0:4, 2:6]"
-
-
-@pytest.mark.parametrize(
-    ("inner", "run"),
-    [
-        (box((4, 6), (0, 5)), (10, 10)),  # rows
-        (box((3, 4), (2, 4)), (7, 2)),  # of one row
-        (box((3, 5), (2, 4)), None),
-        (box((2, 8), (0, 4)), None),
-        (box((2, 8), (0, 5)), (0, 30)),
-    ],
-)
-def test_which_elements_are_consecutive(inner, run):
-    assert inner.run_in(box((2, 8), (0, 5))) == run
-
-
 @pytest.mark.parametrize(
     ("shape", "boxes", "fault"),
     [

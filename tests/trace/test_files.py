@@ -34,13 +34,6 @@ def test_a_dump_is_a_private_file_that_says_who_when_and_where(tmp_path):
     del ring
 
 
-def test_a_dump_goes_to_the_file_that_is_named(tmp_path):
-    ring = ring_of()
-    assert dump(tmp_path / "mine.json") == tmp_path / "mine.json"
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.json"]
-    del ring
-
-
 def test_several_ranks_of_one_process_write_a_file_each(tmp_path):
     rings = [ring_of(0, "a", 1), ring_of(5, "a", 2)]
     assert dump(tmp_path) == tmp_path

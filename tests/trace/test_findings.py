@@ -41,16 +41,6 @@ def test_the_first_number_under_which_calls_differ_is_found(tmp_path, odd, what)
     assert "/home/me/train.py:99" in str(difference)
 
 
-@pytest.mark.parametrize("op", ["all_gather", "gather", "all_to_all", "scatter"])
-def test_sizes_may_differ_where_lists_are_given_unless_the_ranks_said_so(tmp_path, op):
-    ranks = _all([1], op=op)
-    ranks[2][0] = record(2, 1, op=op, nbytes=8)
-    assert _study(tmp_path, *ranks).differences == ()
-    failed = {"state": State.FAILED, "error": "Desync"}
-    ranks = [[record(r, 1, op=op, nbytes=r, **failed)] for r in range(3)]
-    assert _study(tmp_path, *ranks).differences[0].what == ("size",)
-
-
 def test_a_rank_that_never_called_is_named_with_its_last_call_and_its_place(tmp_path):
     ranks = _all(range(1, 42))
     del ranks[2][-1]

@@ -13,19 +13,6 @@ from tests.trace.made_up import ring_of
 pytestmark = pytest.mark.usefixtures("recorder")
 
 
-def test_what_a_retired_group_did_is_kept_and_bounded(tmp_path):
-    for number in range(3):
-        ring = ring_of(group=f"g{number}", num_ops=1500)
-        flight.retire(ring)
-        flight.retire(ring)  # a second time does nothing
-        del ring
-    found = recorded(3)
-    assert len(found) == flight.CAPACITY
-    assert [r.group for r in found[:1] + found[-1:]] == ["g1", "g2"]
-    starts = [r.start_ns for r in found]
-    assert starts == sorted(starts)
-
-
 def test_a_source_nobody_holds_is_gone():
     ring_of(num_ops=1)
     assert recorded() == []

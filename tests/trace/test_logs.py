@@ -94,13 +94,6 @@ def test_lines_go_to_the_standard_error_with_the_rank(
     ]
 
 
-def test_without_variables_the_program_decides() -> None:
-    logs.configure()
-    assert logging.getLogger("dure").handlers == []
-    assert logging.getLogger("dure").level == logging.NOTSET
-    assert logging.getLogger("dure").propagate
-
-
 @pytest.mark.parametrize(
     ("level", "to_terminal", "lines"),
     [(logging.DEBUG, True, 1), (logging.ERROR, True, 1), (logging.DEBUG, False, 2)],

@@ -63,17 +63,6 @@ def test_slices_of_a_track_do_not_overlap(events):
         assert running == pytest.approx((2000 + 100 * pid, 9_997_000 - 100 * pid)), "up to the dump"
 
 
-def test_asynchronous_operations_are_pairs_of_their_own(events):
-    pairs = {}
-    for e in events:
-        if e["ph"] in "be":
-            pairs.setdefault((e["pid"], e["cat"], e["id"]), []).append((e["ph"], e["ts"]))
-    assert len(pairs) == 2
-    assert all(
-        [p for p, _ in sorted(ends, key=lambda x: x[1])] == ["b", "e"] for ends in pairs.values()
-    )
-
-
 def test_an_arrow_leads_from_the_last_to_arrive_to_who_waited(events):
     starts = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}

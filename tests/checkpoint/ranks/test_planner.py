@@ -96,31 +96,6 @@ def test_names_dtypes_and_values_are_the_planners(rank, tmp_path, background):
     assert torch.equal(plain["old_w"], WHOLE * 2) and plain["old_step"] == 3
 
 
-def test_what_a_planner_does_wrong_on_one_rank_fails_on_all(tmp_path):
-    class Wrong(DefaultSavePlanner):
-        def __init__(self, rank, where):
-            super().__init__()
-            self.rank, self.where = rank, where
-
-        def finish_plan(self, new_plan):
-            if self.rank == 1 and self.where == "plan":
-                raise KeyError("lost")
-            return new_plan
-
-        def transform_object(self, write_item, object):
-            made = super().transform_object(write_item, object)
-            return made[:1] if self.rank == 1 and self.where == "data" else made
-
-    def body(rank):
-        for where in ("plan", "data"):
-            with pytest.raises(CheckpointException) as raised:
-                save({"w": rows(WHOLE)}, checkpoint_id=tmp_path / where, planner=Wrong(rank, where))
-            assert raised.value.failures.keys() == {1}
-
-    run_ranks(2, body)
-    assert not list(tmp_path.rglob("manifest.json"))
-
-
 class Color(StrEnum):
     """Not a type that is read back without running code."""
 

@@ -43,13 +43,3 @@ def test_tied_dtensors_are_written_once_also_where_a_rank_has_no_rows(tmp_path, 
     state = {"d": torch.zeros(2, 3)}
     load(state, checkpoint_id=tmp_path)
     assert state["d"].tolist() == [[9, 10, 11], [12, 13, 14]]
-
-
-def test_what_ranks_share_is_written_once_and_spread(tmp_path):
-    def body(rank):
-        save({f"w{i}": counted(4, 4) for i in range(4)}, checkpoint_id=tmp_path)
-
-    run_ranks(2, body)
-    first, second = parts(tmp_path)
-    assert sorted([*first, *second]) == ["w0", "w1", "w2", "w3"]
-    assert len(first) == len(second) == 2

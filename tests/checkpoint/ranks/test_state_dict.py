@@ -17,7 +17,6 @@ import dure
 from dure.checkpoint import FileSystemReader, load, save
 from dure.checkpoint.state_dict import (
     StateDictOptions,
-    _init_optim_state,
     _patch_model_state_dict,
     _patch_optimizer_state_dict,
     get_model_state_dict,
@@ -27,7 +26,6 @@ from dure.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from dure.checkpoint.stateful import Stateful
 from dure.errors import CheckpointMismatch, UsageError
 from dure.fsdp import fully_shard
 from dure.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -381,10 +379,6 @@ def test_submodules():
         get_model_state_dict(model, submodules={nn.Linear(1, 1)})
 
 
-def test_arguments_are_stateful():
-    assert isinstance(nn.Linear(1, 1), Stateful) and not isinstance(object(), Stateful)
-
-
 def test_an_empty_model_state_sets_only_the_optimizer():
     model = nn.Linear(2, 3)
     before = model.weight.tolist()
@@ -426,18 +420,3 @@ def test_patched_models_and_optimizers_save_and_load_by_names(tmp_path):
     run_ranks(2, body)
     saved = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert "model.0.weight" in saved and "optimizer.state.0.bias.exp_avg" in saved
-
-
-def test_init_optim_state_makes_the_state_of_an_optimizer_that_has_none():
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.Adam([weight, nn.Parameter(torch.ones(1), requires_grad=False)])
-    _init_optim_state(optimizer)
-    assert {k: v.tolist() for k, v in optimizer.state[weight].items()} == {
-        "step": 0,
-        "exp_avg": [0, 0],
-        "exp_avg_sq": [0, 0],
-    }
-    assert (list(optimizer.state), weight.tolist(), weight.grad) == ([weight], [1, 1], None)
-    optimizer.state[weight]["step"] += 1
-    _init_optim_state(optimizer)
-    assert optimizer.state[weight]["step"] == 1

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from functorch.compile import aot_function
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dure.errors import UsageError
@@ -63,34 +61,6 @@ def _captured(rank: int, mode: str) -> list[object]:
 @pytest.mark.parametrize("mode", ["real", "fake"])
 def test_graph_of_dtensors_communicates(process_pool, mode):
     assert process_pool(2, "shm").run(_captured, mode) == EXPECTED
-
-
-def _gradient(rank: int) -> list[list[float]]:
-    program = _programs(rank)["gather"]
-    graph = aot_function(program, fw_compiler=lambda g, _: g, bw_compiler=lambda g, _: g)  # pyright: ignore
-    x = torch.ones(2, 2, requires_grad=True)
-    weights = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    (graph(x) * weights).sum().backward()
-    assert x.grad is not None
-    return x.grad.tolist()
-
-
-@pytest.mark.filterwarnings("ignore:.*grad_placements")
-def test_captured_forward_and_backward_have_the_gradients_of_dtensors(process_pool):
-    # The full tensor is replicated, and so is its gradient: a rank's part of it, twice.
-    found = process_pool(2, "shm").run(_gradient)
-    assert found == [[[2, 2], [4, 4]], [[6, 6], [8, 8]]]
-
-
-def _shapes(rank: int) -> list[tuple[int, ...]]:
-    programs = _programs(rank).values()
-    with FakeTensorMode():
-        return [tuple(program(torch.ones(2, 2)).shape) for program in programs]
-
-
-def test_parts_without_values_have_shapes(process_pool):
-    shapes = [(4, 2), (2, 2), (1, 2), (4, 1), (3, 2), (3, 1), ()]
-    assert process_pool(2, "shm").run(_shapes) == [shapes, shapes]
 
 
 def _refused(rank: int) -> None:

@@ -4,14 +4,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-import dure as dist
 from dure.errors import MeshError, ShapeError, UsageError
 from dure.mesh import init_device_mesh
 from dure.tensor.context_parallel import (
@@ -144,81 +140,6 @@ def test_a_batch_is_shifted_padded_and_cut_and_documents_are_kept_apart():
     assert [part["tokens"].item() for part in (first, second)] == [7, 7]
     assert [part["name"] for part in (first, second)] == ["a", "a"]
     assert "document_ids" not in first
-
-
-class Small(nn.Module):
-    """A causal language model of two layers: learned positions, grouped queries, any mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(16, 16), nn.Embedding(32, 16)
-        self.qkv = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
-        self.head = nn.Linear(16, 16)
-
-    def forward(self, input_ids, position_ids, attention_mask):
-        x = self.tokens(input_ids) + self.places(position_ids)
-        for layer in self.qkv:
-            q, k, v = layer(x).unflatten(-1, (8, 4)).transpose(1, 2).split((4, 2, 2), 1)
-            y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attention_mask, is_causal=True, enable_gqa=True
-            )
-            x = x + y.transpose(1, 2).flatten(2)
-        return self.head(x)
-
-
-def whole_loss(model, ids, mask, documents):
-    """The loss by plain operators: row by row, document by document, without any padding."""
-    total, count = torch.zeros(()), 0
-    for row, counts, numbers in zip(ids, mask, documents, strict=True):
-        for number in numbers.unique():
-            own = row[counts & (numbers == number)][None]
-            if own.shape[1] < 2:
-                continue
-            scores = model(own, torch.arange(own.shape[1])[None], None)
-            total = total + F.cross_entropy(scores[0, :-1], own[0, 1:], reduction="sum")
-            count += own.shape[1] - 1
-    return total / count
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("length", [11, 24])
-def test_a_model_on_a_batch_of_any_length_learns_as_on_one_rank(n, packed, length):
-    torch.manual_seed(2)
-    made = Small().double()
-    ids = torch.randint(16, (3, length))
-    mask = torch.ones(3, length, dtype=torch.bool)
-    mask[1, 7:] = False
-    numbers = torch.zeros_like(ids)
-    if packed:
-        numbers[0, 4:] = 1
-        numbers[0, 9:] = 2
-        numbers[2, 6:] = 1
-    expected = whole_loss(made, ids, mask, numbers)
-    expected.backward()
-    wanted = {name: p.grad.clone() for name, p in made.named_parameters()}
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (n,))
-        model = copy.deepcopy(made)
-        model.zero_grad()
-        batch = {"input_ids": ids, "attention_mask": mask}
-        if packed:
-            batch["document_ids"] = numbers
-        part = context_parallel_batch(mesh, batch)
-        with context_parallel(mesh):
-            scores = model(part["input_ids"], part["position_ids"], part["attention_mask"])
-        labels = part["labels"].flatten()
-        loss = F.cross_entropy(scores.flatten(0, 1), labels, reduction="sum") / part["tokens"]
-        loss.backward()
-        total = loss.detach()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total, expected.detach())
-        for name, p in model.named_parameters():
-            dist.all_reduce(p.grad)
-            torch.testing.assert_close(p.grad, wanted[name], msg=name)
-
-    run_ranks(n, body)
 
 
 @on_mesh(2)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from dure.errors import NotInGroupError, PlacementError, ShapeError
 from dure.mesh import DeviceMesh
@@ -30,12 +29,8 @@ from dure.tensor import (
     init_device_mesh,
 )
 from dure.testing import CommRecorder, run_ranks
-from tests.tensor.ranks.operators import check
 from tests.tensor.ranks.parts import made
 from tests.thread_ranks import on_mesh, on_ranks
-
-X = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-ROW = torch.randn(6, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.fixture(params=["native", "python"])
@@ -45,38 +40,6 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     dtensor.use_native(request.param == "native")
     yield request.param
     dtensor.use_native(True)
-
-
-def twice(function: Any) -> Any:
-    """Call a function twice, so that the second call finds the first one's plans."""
-
-    def run(*given: Any) -> Any:
-        function(*given)
-        return function(*given)
-
-    return run
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, row: x + row,
-        lambda x, row: x * 2.5,
-        lambda x, row: x @ x.t(),
-        lambda x, row: F.layer_norm(x, (6,), row, row),
-        lambda x, row: F.layer_norm(x, (6,)),
-        lambda x, row: x.view(4, 2, 3),
-        lambda x, row: x.sum(1, keepdim=True),
-        lambda x, row: x.sum(dtype=torch.float32),
-        lambda x, row: x.clone().mul_(2).add_(row),
-        lambda x, row: x.split(2, dim=1),
-        lambda x, row: torch.cat([x, x], 1),
-        lambda x, row: x.max(dim=1),
-        lambda x, row: x[1:3].relu(),
-    ],
-)
-def test_both_ways_compute_alike(way: str, function: Any) -> None:
-    check(twice(function), X, ROW, meshes=[(2,)])
 
 
 @on_ranks(3)

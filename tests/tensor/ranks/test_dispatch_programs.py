@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dure.tensor.dtensor import use_native
 from dure.testing import run_ranks
 from tests.tensor.ranks import programs
 from tests.tensor.ranks.programs import Step
@@ -22,12 +23,18 @@ PROGRAMS = {
     "codes": st.lists(NUMBERS, min_size=2, max_size=3),
     "ways": st.lists(NUMBERS, min_size=3, max_size=3),
     "program": STEPS,
+    "by_extension": st.booleans(),
     "sizes": st.sampled_from([(2,), (3,), (2, 2), (3, 2), (2, 1, 2)]),
 }
 
 
-def check(sizes, **program):
-    programs.check(partial(run_ranks, math.prod(sizes)), **program, sizes=sizes)
+def check(sizes, by_extension, **program):
+    """Run a program; hits of plans are found by the extension, where it was built, or by Python."""
+    use_native(by_extension)
+    try:
+        programs.check(partial(run_ranks, math.prod(sizes)), **program, sizes=sizes)
+    finally:
+        use_native(True)
 
 
 @settings(max_examples=100)

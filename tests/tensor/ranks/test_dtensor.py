@@ -200,15 +200,6 @@ def test_a_gradient_that_may_be_terms_is_warned_about_at_the_line_that_leaves_it
 
 
 @on_ranks(2)
-def test_gradients_of_sums_of_parts_add_up(rank: int) -> None:
-    x = DTensor.from_local(torch.ones(3, 2), line(), ROWS).requires_grad_()
-    for _ in range(3):
-        x.to_local().sum().backward()  # a gradient whose elements are one in memory
-    grad: Any = x.grad
-    assert grad.to_local().tolist() == [[3, 3]] * 3
-
-
-@on_ranks(2)
 def test_a_gradient_of_terms_is_summed_where_that_is_said(rank: int) -> None:
     weight = nn.Parameter(distribute_tensor(torch.ones(3), line(), WHOLE))
     part = weight.to_local(grad_placements=TERMS)  # pyright: ignore

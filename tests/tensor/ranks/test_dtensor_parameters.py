@@ -200,45 +200,18 @@ def test_autocast(rank: int) -> None:
         torch.testing.assert_close(whole(own.grad), other.grad, rtol=0.1, atol=0.1)
 
 
-# --------------------------------------------------------------------------------------------------
-# A compiled module with DTensor parameters computes what the module computes.
-
-
-X_COMPILED = torch.linspace(-1, 1, 12).reshape(3, 4)
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 4)
-        self.down = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.down(torch.relu(self.up(x)))) * 2
-
-
 def test_a_compiled_module_trains_as_it_is() -> None:
-    torch.manual_seed(0)
-    alone = Small()
-    loss = alone(X_COMPILED).sum()
-    loss.backward()
+    alone = alone_after(lambda alone: loss_of(alone, X).backward())
     counters.clear()
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        model: Any = copy.deepcopy(alone)
-        model.zero_grad()
-        for layer, where in ((model.up, Shard(0)), (model.down, Shard(1))):
-            layer.weight = distribute_tensor(layer.weight, mesh, [where])
-        model.up.bias = distribute_tensor(model.up.bias, mesh, [Shard(0)])
+        model, x = distributed()
         compiled = torch.compile(model, backend="aot_eager")
         for _ in range(2):
-            out: Any = compiled(distribute_tensor(X_COMPILED, mesh, [Replicate()]))
-            torch.testing.assert_close(out.full_tensor(), alone(X_COMPILED))
+            torch.testing.assert_close(whole(compiled(x)), alone(X))
             model.zero_grad()
-            out.sum().backward()
-            for own, other in zip(model.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(own.grad.full_tensor(), other.grad)
+            loss_of(compiled, x).backward()
+            check_gradients(model, alone)
 
     run_ranks(2, body)
     assert counters["stats"]["unique_graphs"] == 0  # nothing of DTensors was traced
@@ -306,13 +279,6 @@ def values_are_clipped_as_lists(p, x):
 
 
 @idiom
-def the_norm_is_found_and_then_used(p, x):
-    norm = nn.utils.get_total_norm(gradients(taught(p, x)))
-    nn.utils.clip_grads_with_norm_(p, 0.05, norm)
-    return [norm, *gradients(p)]
-
-
-@idiom
 def steps_within_backward(p, x):
     optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in p}
 
@@ -369,16 +335,6 @@ def recomputed_activations(p, x):
     for reentrant in (False, True):
         checkpoint(lambda y: loss(p, y), x.requires_grad_(), use_reentrant=reentrant).backward()
     return [*gradients(p), x.grad]
-
-
-@idiom
-def checks_that_programs_make(p, x):
-    finite = all(bool(grad.isfinite().all()) for grad in gradients(taught(p, x)))
-    numbers = [float(one.detach().abs().max()) for one in p] + [
-        sum(one.numel() for one in p),
-        finite,
-    ]
-    return [torch.tensor(numbers), p[0].grad.norm(), p[1].grad.norm(p=1)]
 
 
 @idiom

@@ -19,10 +19,6 @@ from tests.thread_ranks import on_mesh
 BEFORE: dict[str, Callable[[Any, Any], Any]] = {
     "nothing": lambda x, y: x,
     "a product": lambda x, y: x @ y,
-    "factors": lambda x, y: x * y.t(),
-    "a number": lambda x, y: x * y.sum(),
-    "a quotient": lambda x, y: x / y.t(),
-    "a difference": lambda x, y: x - y.t(),
     "a mean": lambda x, y: x.mean(0),
     "rows": lambda x, y: x[1:3],
     "a redistribution": lambda x, y: (x @ y).redistribute(placements=[Shard(1)]),

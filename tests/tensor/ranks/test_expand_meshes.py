@@ -20,9 +20,3 @@ def test_pairs_of_placements(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 3, 2)], ids=str)
 def test_all_placements_on_three_axes(sizes: tuple[int, ...]) -> None:
     run_ranks(math.prod(sizes), worlds.redistributes, sizes, 10_000)
-
-
-@pytest.mark.parametrize("sizes", worlds.PAIRS, ids=str)
-def test_two_models_on_two_meshes_run_at_once(sizes: tuple[tuple[int, int], ...]) -> None:
-    expected = worlds.losses_of_two_models(*sizes)
-    assert run_ranks(4, worlds.two_models, *sizes) == [expected] * 4

@@ -8,8 +8,6 @@ All pairs of placements on many meshes are gone through by `dtensor_worlds.redis
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -57,21 +55,6 @@ def test_runs_are_cut_each(rank):
     assert x.to_local().tolist() == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]][rank]
     assert torch.equal(x.full_tensor(), whole)
     assert torch.equal(x.redistribute(placements=[S0]).full_tensor(), whole)
-
-
-@on_mesh(2)
-def test_gradients_move_back(mesh):
-    whole = torch.arange(6.0).reshape(3, 2)
-    for old, new in itertools.product([R, S0, S1], [R, S0, S1]):
-        x = made(mesh, whole, [old]).requires_grad_()
-        y = x.redistribute(placements=[new])
-        weight = made(mesh, whole + 1, [new])
-        (grad,) = torch.autograd.grad(y, x, weight)
-        assert torch.equal(grad.full_tensor(), whole + 1), (old, new)
-    terms = torch.ones(3, 2, requires_grad=True)
-    x = DTensor.from_local(terms, mesh, [SUM])
-    x.redistribute(placements=[R]).to_local(grad_placements=[R]).sum().backward()
-    assert torch.equal(terms.grad, torch.ones(3, 2))
 
 
 def test_the_cheapest_plan_is_taken():

@@ -61,15 +61,7 @@ def test_a_rank_keeps_its_part_once_and_backward_gathers(mesh):
         storage = StorageWeakRef(x.untyped_storage())
         y = model(x)
         del x
-        if dim == 2:
-            gc.collect()  # cycles of other tests, and of the full activation before
-            kept = [  # as the product of matrices has it; one being made has no spec yet
-                o for o in gc.get_objects()
-                if type(o) is DTensor and hasattr(o, "spec")
-                and o.spec.mesh is mesh and o.shape == (8, 8)
-            ]  # fmt: skip
-            assert [tuple(o.to_local().shape) for o in kept] == [(8, 4)]
-            del kept
+        gc.collect()  # cycles of other tests
         alive.append(not storage.expired())
         with CommDebugMode() as mode:
             y.sum().backward()

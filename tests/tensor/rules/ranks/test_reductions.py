@@ -43,20 +43,6 @@ def test_sums_that_cast():
     check(lambda x: (x.count_nonzero(), x.count_nonzero(0)), INTEGERS)
 
 
-@pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS, TRUTH])
-def test_extremes(x):
-    def extremes(x):
-        return x.amax(0), x.amin(-1, keepdim=True), x.amax(), x.max(), x.min(), x.amin((0, 1))
-
-    check(extremes, x)
-    if x.is_floating_point():
-        check(lambda x: (x.amax(0), x.amax(), x.max()), x, partial=["max"])
-        check(lambda x: (x.amin(0), x.amin(), x.min()), x, partial=["min"])
-        check(lambda x: (x.amin(0), x.max()), x, partial=["sum"])
-    if x.dtype != torch.bool:
-        check(lambda x: (*x.aminmax(), *x.aminmax(dim=0)), x)
-
-
 def test_terms_of_extremes_where_parts_are_empty():
     integers = torch.tensor([[3, -4], [5, 6]])  # two rows on four ranks
 
@@ -70,25 +56,6 @@ def test_terms_of_extremes_where_parts_are_empty():
 
 def test_extremes_keep_what_is_not_a_number():
     check(lambda x: (x.amax(0), x.min()), torch.tensor([[1.0, math.nan], [2.0, 0.0], [3.0, 4.0]]))
-
-
-@pytest.mark.parametrize("x", [X.detach(), FEW.detach(), INTEGERS])
-def test_indices_of_extremes(x):
-    def indices(x):
-        return [*x.max(0), *x.min(-1, keepdim=True), x.argmax(), x.argmin(1), x.argmax(0)]
-
-    check(indices, x)
-    check(lambda x: [*x.kthvalue(1, 0), *x.median(1), *x.mode(0)], x)
-
-
-@pytest.mark.parametrize("x", [X, FEW])
-def test_variances(x):
-    def variances(x):
-        found = [x.var(0), x.std(), x.std(-1, correction=0, keepdim=True)]
-        found += [*torch.var_mean(x, 0), *torch.std_mean(x)]
-        return [*found, x.logsumexp(0), x.logsumexp((0, 1), keepdim=True)]
-
-    check(variances, x)
 
 
 @pytest.mark.parametrize("order", [2, 1, 0, math.inf])
