@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import resource
 import socket
 import stat
 from dataclasses import replace
@@ -23,17 +21,6 @@ def test_key_lies_in_a_file_without_a_name() -> None:
         assert not os.get_inheritable(fd)
     with pytest.raises(OSError):
         os.fstat(fd)
-
-
-def test_a_limit_of_open_files_below_the_number_of_the_key_is_named() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (job._KEY_FD, hard))
-    try:
-        with pytest.raises(OSError) as caught, job._secret_memory("dure-key"):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert caught.value.errno == errno.EMFILE
 
 
 def test_an_endpoint_that_is_refused_keeps_its_own_advice() -> None:

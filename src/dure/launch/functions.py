@@ -6,9 +6,8 @@ a program of `dure run` gets; only the program is missing. There are two ways:
 - *fork*: the rank is a copy of this process. It starts at once and has all that the notebook has.
 - *spawn*: the rank is a new interpreter (with torch imported once for all, where this process has
   it), and gets the function by cloudpickle: what `__main__` defines goes by value, what modules
-  define by name. What an import by name needs is restored before the function is unpickled: this
-  process's `sys.path`, and the folders of its modules that are no longer on that path. The rank's
-  `__main__` has the definitions that came by value, so that pickle finds them by name there.
+  define by name. It gets this process's `sys.path` before that. The rank's `__main__` has the
+  definitions that came by value, so that pickle finds them by name there.
 
 A fork copies one thread and all memory. Locks that other threads hold stay shut for ever, a CUDA
 context does not survive, and autograd refuses to run in a copy of a process where it has run. So a
@@ -16,7 +15,8 @@ fork is chosen only if neither CUDA nor autograd has been used here, and no libr
 its own (those that are known to do no harm in a copy, which never uses them, are ZeroMQ's and
 Python's).
 
-Results come back as pickles in a directory of this user's alone, which is removed.
+The call and the results are pickles in anonymous memory of this process, which ranks open by its
+place below /proc.
 """
 
 from __future__ import annotations
@@ -25,71 +25,30 @@ import contextlib
 import io
 import os
 import pickle
-import re
 import signal
 import sys
 import threading
-import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.machinery import ModuleSpec
 from multiprocessing import current_process
 from pathlib import Path
 from types import ModuleType
-from typing import (
-    Any,
-    Literal,
-    TypedDict,
-    Unpack,
-)  # Any: what the user's function takes and returns
+from typing import Any, BinaryIO, Literal  # Any: what the user's function takes and returns
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from dure import env
 from dure.errors import LaunchError, UsageError
 from dure.launch.job import run_job
-from dure.launch.ranks.errorfiles import temporary_folder
-from dure.launch.ranks.forking import home_of
 from dure.launch.ranks.spawn import open_descriptors
-from dure.launch.spec import JobResult, JobSpec, Line, StreamChoice
-from dure.trace.plain_files import read_plain
+from dure.launch.spec import JobResult, JobSpec, Line
+from dure.store.system import memory_file
 
-__all__ = ["SpawnSettings", "results_of_ranks", "spawn"]
+__all__ = ["call_function", "results_of_ranks", "spawn"]
 
-_PATH = "PYTHONPATH"
-_NEEDED_FIRST = ("cloudpickle", "dure", "numpy", "torch", "typing_extensions")
-_GUARD = re.compile(rb"""__name__\s*==\s*["']__main__["']|["']__main__["']\s*==\s*__name__""")
-_MOST_BYTES = 16 << 20  # of a program
+_PROGRAM = str(Path(__file__).with_name("function_rank"))
 _HARMLESS = ("ZMQ",)  # how names of threads begin that a copy does without
-
-
-class SpawnSettings(TypedDict, total=False):
-    """Settings of `spawn`; `JobSpec` says what each does."""
-
-    env: Mapping[str, str | None]
-    log_dir: Path | None
-    max_restarts: int
-    longest_restart_delay_s: float
-    hang_timeout_s: float | None
-    on_event: Callable[[Mapping[str, object]], object] | None
-    event_log: Path | None
-    grace_s: float | None
-    nnodes: tuple[int, int]
-    node_rank: int | None
-    endpoint: str | None
-    local_addr: str | None
-    run_id: str | None
-    rdzv_backend: Literal["c10d", "static", "etcd"]
-    rdzv_conf: Mapping[str, str]
-    join_timeout_s: float
-    role: str
-    redirects: StreamChoice
-    tee: StreamChoice
-    stdout_filters: tuple[str, ...]
-    stderr_filters: tuple[str, ...]
-    virtual_local_rank: bool
-    signals: tuple[int, ...]
 
 
 def spawn(
@@ -97,7 +56,7 @@ def spawn(
     nproc: int = 2,
     args: Sequence[Any] = (),
     start: Literal["fork", "spawn"] | None = None,
-    **settings: Unpack[SpawnSettings],
+    **settings: Any,
 ) -> list[Any]:
     """Call a function on several ranks, and return what each rank of this host returned.
 
@@ -137,7 +96,7 @@ def results_of_ranks(
     nproc: int,
     args: Sequence[Any],
     start: Literal["fork", "spawn"] | None,
-    **settings: Unpack[SpawnSettings],
+    **settings: Any,
 ) -> dict[int, Any]:
     """Do what `spawn` does, and return the results by rank."""
     if getattr(current_process(), "_inheriting", False):
@@ -149,34 +108,38 @@ def results_of_ranks(
     why_not = None if start == "spawn" else _why_not_fork()
     if start == "fork" and why_not is not None:
         raise UsageError("this process cannot be forked", seen=why_not, fix='Use start="spawn".')
-    torch = "torch" in sys.modules
-    with temporary_folder(f"spawn_{uuid.uuid4().hex}") as folder:
-        directory = str(folder)
-        forks = why_not is None and start != "spawn"
-        call = partial(_copied, _key(), fn, args, directory) if forks else None
-        path = _search_path()
+    forks = why_not is None and start != "spawn"
+    with contextlib.ExitStack() as files:
+        call, *results = [_memory(files) for _ in range(nproc + 1)]
+        key = bytes(current_process().authkey)  # for the program's managers and listeners
         if not forks:
-            Path(directory, "call").write_bytes(_pickled(fn, args, path))
-        variables = {} if forks else {_PATH: os.pathsep.join(_path_to_start(path))}
-        settings["env"] = {**variables, **settings.get("env", {})}
+            call.write(_pickled(key, fn, args))
+            call.flush()
+        paths = tuple(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (call, *results))
         spec = JobSpec(
-            program="dure.launch.function_rank",
-            kind="module",
-            args=(directory,),
+            program=_PROGRAM,
+            args=paths,
             nproc=nproc,
-            call=call,
+            call=partial(_copied, key, fn, args, paths[1:]) if forks else None,
             kept_fds=open_descriptors(),
-            preload=("torch",) if torch else (),
+            preload=("torch",) if "torch" in sys.modules else (),
             stdin="none",
             on_line=_show,
             quiet=True,
             **settings,
         )
         _check(run_job(spec))
-        ranks = range(nproc)
-        if spec.nnodes != (1, 1):  # the ranks of this host have left their results here
-            ranks = [int(name) for name in os.listdir(directory) if name.isdigit()]
-        return {rank: _result(Path(directory, str(rank))) for rank in ranks}
+        one_host = spec.nnodes == (1, 1)
+        found: dict[int, Any] = dict.fromkeys(range(nproc), None) if one_host else {}
+        for file in results:
+            if data := file.read():
+                found.update(pickle.loads(data))
+        return found
+
+
+def _memory(files: contextlib.ExitStack) -> BinaryIO:
+    """Make anonymous memory, which is released when `files` are closed."""
+    return files.enter_context(open(memory_file("dure-spawn"), "r+b"))
 
 
 def _check(result: JobResult) -> None:
@@ -190,38 +153,8 @@ def _check(result: JobResult) -> None:
         crash = None if failure is None else failure.crash
         if failure is None or crash is None:
             raise
-        text = f"on rank {failure.rank}:\n{crash.traceback.rstrip()}\n{crash.hint}"
-        raise error from RuntimeError(text.rstrip())
-
-
-def _search_path() -> list[str]:
-    """Return `sys.path`, and the folders of imported modules that it does not lead to.
-
-    A program may have taken a folder off the path after an import, or changed its directory.
-    """
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # import skips others, too
-    known = {os.path.realpath(entry) for entry in path}
-    for name, module in list(sys.modules.items()):
-        home = None if "." in name or name == "__main__" else home_of(module)
-        if home is not None and os.path.realpath(home) not in known:
-            known.add(os.path.realpath(home))
-            path.append(os.path.abspath(home))
-    return path
-
-
-def _path_to_start(path: list[str]) -> list[str]:
-    """Return the part of a path with which a rank gets as far as to set the complete one.
-
-    What the program has put on the path may hide modules that interpreters start with.
-    """
-    modules = (sys.modules.get(name) for name in _NEEDED_FIRST)
-    homes = {os.path.realpath(home_of(module) or "") for module in modules if module is not None}
-    given = (env.raw(_PATH) or "").split(os.pathsep)
-    return [
-        os.path.abspath(entry)
-        for entry in path
-        if os.path.realpath(entry) in homes or entry in given
-    ]
+        text = f"on rank {failure.rank}:\n{crash.traceback.rstrip()}"
+        raise error from RuntimeError(text)
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -241,31 +174,15 @@ class _Pickler(cloudpickle.Pickler):
         return reduced
 
 
-def _pickled(fn: Callable[..., Any], args: Sequence[Any], path: list[str]) -> bytes:
-    """Return what a spawned rank reads: what imports need, the call, and names of `__main__`."""
-    main = sys.modules["__main__"]
-    spec: ModuleSpec | None = getattr(main, "__spec__", None)
-    place = (getattr(main, "__file__", None), None if spec is None else spec.name)
-    if not _is_guarded(place[0]):
-        place = (None, None)
-    needed = (path, sys.argv, env.raw(_PATH), place, _key())
+def _pickled(key: bytes, fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """Return what a spawned rank reads: its search path, the call, and names of `__main__`."""
     file = io.BytesIO()
-    file.write(pickle.dumps(needed))
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # import skips others, too
+    pickle.dump((path, sys.argv, key), file)
     pickler = _Pickler(file)
     pickler.dump((fn, tuple(args)))
     pickler.dump(pickler.defined)
     return file.getvalue()
-
-
-def _is_guarded(file: str | None) -> bool:
-    """Tell whether a program can be imported without being run."""
-    with contextlib.suppress(OSError):
-        return file is not None and _GUARD.search(read_plain(file, _MOST_BYTES)) is not None
-    return False
-
-
-def _result(path: Path) -> Any:
-    return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 def _show(line: Line) -> None:
@@ -275,29 +192,26 @@ def _show(line: Line) -> None:
     stream.flush()
 
 
-def _key() -> bytes:
-    """Return the key of this program's processes, which ranks get as multiprocessing's do.
-
-    With it they can use the program's managers and listeners, and they share its locks on folders
-    of checkpoints (`dure.checkpoint.lock`).
-    """
-    return bytes(current_process().authkey)
-
-
-def _copied(key: bytes, fn: Callable[..., Any], args: Sequence[Any], directory: str) -> None:
+def _copied(
+    key: bytes, fn: Callable[..., Any], args: Sequence[Any], results: Sequence[str]
+) -> None:
     """In a forked rank: call the function."""
     current_process().authkey = key
-    _call(fn, args, directory)
+    _call(fn, args, results)
 
 
-def _call(fn: Callable[..., Any], args: Sequence[Any], directory: str) -> None:
-    """In a rank: call the function, and leave its result for the launcher."""
-    result = fn(*args)
+def _call(fn: Callable[..., Any], args: Sequence[Any], results: Sequence[str]) -> None:
+    """In a rank: call the function, and leave its result for the launcher.
+
+    Ranks of a host have successive numbers, so each has a file of its own.
+    """
+    rank = env.integer("RANK") or 0
+    result = {rank: fn(*args)}
     try:
         data = pickle.dumps(result)
     except Exception:  # what __main__ defines, in a process whose __main__ is another
         data = cloudpickle.dumps(result)
-    Path(directory, str(env.integer("RANK"))).write_bytes(data)
+    Path(results[rank % len(results)]).write_bytes(data)
 
 
 def _why_not_fork() -> str | None:
@@ -317,11 +231,7 @@ def _why_not_fork() -> str | None:
     with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
         os.waitpid(pid, 0)
     mine = {thread.native_id for thread in threading.enumerate()}
-    try:
-        tasks = os.listdir("/proc/self/task")
-    except OSError as error:
-        return f"its threads are not known: {error.filename}: {error.strerror}"
-    for task in tasks:
+    for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):
             name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
             if int(task) not in mine and not name.startswith(_HARMLESS):
@@ -329,31 +239,16 @@ def _why_not_fork() -> str | None:
     return None
 
 
-def main() -> None:
-    """In a spawned rank: call what the launcher's process has left."""
-    directory = sys.argv[1]
+def call_function(file: BinaryIO, argv: list[str], key: bytes, results: Sequence[str]) -> None:
+    """In a spawned rank, which has read the first of `_pickled`: read the rest, and call."""
     sys.excepthook = lambda *_: None  # the error is raised where `spawn` was called
-    with Path(directory, "call").open("rb") as file:
-        sys.path[:], sys.argv[:], variable, place, current_process().authkey = pickle.load(file)
-        env.put(_PATH, variable)
-        module = _stand_in(*place)
-        unpickler = pickle.Unpickler(file)
-        call, args = unpickler.load()
-        vars(module).update(unpickler.load())
-    _call(call, args, directory)
-
-
-def _stand_in(file: str | None, name: str | None) -> ModuleType:
-    """Replace `__main__` by a module for the names of the caller's, and return it.
-
-    With its file and name, processes that the rank starts by multiprocessing's "spawn" find the
-    caller's main module as they would find it from there. They import it, so it has neither if that
-    would run the program again.
-    """
+    sys.argv[:] = argv
+    current_process().authkey = key
     module = ModuleType("__main__")
-    if file is not None:
-        module.__file__ = file
-    module.__spec__ = None if name is None else ModuleSpec(name, None)
+    module.__spec__ = None  # processes that the rank starts by multiprocessing look at it
     sys.modules["__dure_functions__"] = sys.modules["__main__"]
     sys.modules["__main__"] = module
-    return module
+    unpickler = pickle.Unpickler(file)
+    fn, args = unpickler.load()
+    vars(module).update(unpickler.load())
+    _call(fn, args, results)

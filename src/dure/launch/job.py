@@ -7,7 +7,6 @@ remains on disk whatever ends the launcher. The loop itself is in `dure.launch.r
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import signal
@@ -30,7 +29,7 @@ from dure.launch.ranks.environment import JobAddress
 from dure.launch.ranks.errorfiles import error_directory
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.reaper import Reaper
-from dure.launch.ranks.zygote import usable, zygote_for
+from dure.launch.ranks.zygote import zygote_for
 from dure.launch.round import Workplace
 from dure.launch.show.summary import summary
 from dure.launch.show.terminal import Terminal, terminal_variables
@@ -38,14 +37,12 @@ from dure.launch.signals import caught_signals, first_of
 from dure.launch.spec import JobResult, JobSpec
 from dure.store.key import SHARED_HOME_S, JobKey, load_for
 from dure.store.system import memory_file
-from dure.trace import logs
 
 if TYPE_CHECKING:
     from dure.launch.health import HealthServer
 
 __all__ = ["run_job"]
 
-_log = logs.logger("launch")
 _LAST_WORDS_S = 0.3  # how long an interrupted job waits for who reads its output
 _TERMINATION_LOG = Path("/dev/termination-log")  # which Kubernetes makes in each container
 _OURS_ALONE = 0o700  # programs print what not everybody may read
@@ -79,7 +76,6 @@ def run_job(spec: JobSpec) -> JobResult:
     """
     check_program(spec)
     spec = replace(spec, env={**terminal_variables(spec), **spec.env})
-    _open_standard_output()
     started = time.monotonic()
     try:
         if spec.log_dir is not None:
@@ -113,7 +109,7 @@ def run_job(spec: JobSpec) -> JobResult:
                 host=env.text("DURE_HOST_ID") or socket.gethostname(),
                 terminal=terminal,
                 signals=signals,
-                zygote=usable(zygote, signals, terminal.say),
+                zygote=zygote if zygote and zygote.is_ready(signals, terminal.say) else None,
                 reaper=reaper,
                 health=health,
             )
@@ -125,41 +121,13 @@ def run_job(spec: JobSpec) -> JobResult:
         raise LaunchError(
             "the job could not be started",
             seen=": ".join(str(t) for t in (error.filename, error.strerror) if t) or str(error),
-            fix=_advice(error),
+            fix="See what is used up (`ulimit -a`, `df`), or may not be written (`ls -ld`).",
         ) from error
-
-
-def _open_standard_output() -> None:
-    """Open /dev/null for closed standard streams.
-
-    A daemon may have closed them; the next pipe of ours would get their numbers.
-    """
-    for fd in (1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, fd)
-            if null != fd:
-                os.close(null)
-            os.set_inheritable(fd, True)
-
-
-def _advice(error: OSError) -> str:
-    if error.errno == errno.EMFILE:
-        return "Allow more with `ulimit -n 1024`; a service has `LimitNOFILE=` for that."
-    used_up = (errno.ENFILE, errno.ENOSPC, errno.EDQUOT)
-    if error.errno == errno.EEXIST:
-        return "Name a directory, or one that does not exist yet."
-    if error.filename is not None and error.errno not in used_up:
-        return "See whether it can be made there, and by you (`ls -ld`)."
-    return "Start fewer ranks, or see what is used up (`ulimit -a`, `df`)."
 
 
 def _run(job: LocalJob | Agent, place: Workplace, started: float) -> JobResult:
     """Run the job to its end, and show its result."""
     _say_threads(place)
-    _report(place)
     outcome = job.work()
     result = JobResult(
         exit_code=outcome.code,
@@ -274,34 +242,13 @@ def _secret_memory(name: str) -> Iterator[int]:
     The agent writes the key when it joins; processes that have not inherited it open this one's.
     """
     low = memory_file(name)
-    try:
-        fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # The kernel's answer if the limit of open files is no larger than _KEY_FD.
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from None
-    finally:
-        os.close(low)
+    fd = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _KEY_FD)
+    os.close(low)
     try:
         os.fchmod(fd, 0o600)
         yield fd
     finally:
         os.close(fd)
-
-
-def _report(place: Workplace) -> None:
-    """Write one line of the log about how ranks are started."""
-    spec = place.spec
-    how = "in a fresh interpreter each"
-    if place.zygote is not None:
-        how = "forked from a process that has imported what they need"
-    hosts = "alone" if spec.endpoint is None else f"with other hosts ({spec.rdzv_backend})"
-    _log.info(
-        "host %s, %s: %d ranks start %s; up to %d restarts; %s",
-        *(place.host, hosts, spec.nproc, how, spec.max_restarts),
-        "cores are bound" if spec.numa else "cores are not bound",
-    )
 
 
 def _say_threads(place: Workplace) -> None:

@@ -90,9 +90,10 @@ class LocalJob:
             number += 1
             delay_s = restart_delay(short_rounds, self._place.spec.longest_restart_delay_s)
             self._announce_restart(failure, number, delay_s)
+            self.ranks = ()
             self._pause(delay_s)
             if self.interrupted_by is not None:
-                return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
+                return Outcome(code=128 + self.interrupted_by)
 
     @contextlib.contextmanager
     def _round(self, number: int, store: str) -> Iterator[RoundRun]:
@@ -196,10 +197,6 @@ class LocalJob:
                     self._replace(run, local)
                     continue
             elastic.gone.add(local)
-        if supervisor.has_hung:
-            local = supervisor.first_failure
-            elastic.first_failure = None if local is None else run.result(local)
-            return supervisor.stop(now, explain=True)
         too_few = not elastic.succeeded and elastic.alive < self._place.spec.min_ranks
         if too_few or not elastic.alive:
             return supervisor.stop(now, explain=elastic.first_failure is not None)

@@ -53,7 +53,7 @@ __all__ = ["RoundRun", "Workplace"]
 _CHUNK = 1 << 16
 _SESSION_S = 1.0  # for processes that a replaced rank has left running to die
 
-_REAP_S = 30.0  # between two looks for orphans of ranks that have died
+_REAP_S = 5.0  # between two looks for orphans that have died
 
 _SETTLE_S = 1.0
 """For a rank to notice that a peer has gone, over any engine, and to write its flight record."""
@@ -224,7 +224,7 @@ class RoundRun:
 
     def _hang_of(self, local_rank: int) -> Crash | None:
         """Describe a hang as the crash of the rank that probably caused it."""
-        if not self.supervisor.has_hung or local_rank != self.supervisor.first_failure:
+        if local_rank not in self.supervisor.hung_ranks:
             return None
         stack = self.reports[local_rank].stack
         lines = [f'  File "{f.file}", line {f.line}, in {f.function}' for f in reversed(stack)]
@@ -291,9 +291,15 @@ class RoundRun:
             self._do(attend(now))
 
     def _reap(self, now: float) -> None:
-        """Reap orphans of the ranks from time to time, not the caller's own children."""
+        """Reap orphans of the ranks from time to time, not the caller's own children.
+
+        Process 1 of a container reaps those of all programs.
+        """
         if now >= self._reap_at and self.supervisor.phase is Phase.RUNNING:
             self._processes.others()
+            if os.getpid() == 1:
+                own = (*self.ranks, *self._retired, self._place.zygote, self._place.reaper)
+                reap_orphans(process.pid for process in own if process is not None)
             self._reap_at = time.monotonic() + _REAP_S
 
     def _look_for_hang(self, now: float) -> None:
@@ -309,11 +315,21 @@ class RoundRun:
             case "ask":
                 self._ask(alive)
             case "hung":
-                self.hang = None
+                self.hang.active(now)
                 self._terminal.note("hung", after_s=self._place.spec.hang_timeout_s)
-                self._do(self.supervisor.hung(likely_cause(last), now))
+                self._end_hang(likely_cause(last), now)
             case _:
                 return
+
+    def _end_hang(self, local_rank: int, now: float) -> None:
+        """End the round, or the rank alone if the others may continue without it."""
+        measures = self.supervisor.hung(local_rank, now)
+        crash = self._hang_of(local_rank)
+        if self.supervisor.phase is Phase.RUNNING and crash is not None:
+            self._terminal.say(f"rank {self.round.rank(local_rank)} hangs, and is killed:")
+            for line in crash.traceback.splitlines():
+                self._terminal.say(f"  {line}")
+        self._do(measures)
 
     def _active(self) -> None:
         """Note that a rank has shown a sign of work."""
@@ -406,9 +422,6 @@ class RoundRun:
             if number in self._place.spec.signals:
                 caught = self.catches(number)
                 self._do(self.supervisor.interrupted(number, time.monotonic(), caught=caught))
-            elif number == signal.SIGCHLD:
-                own = (*self.ranks, *self._retired, self._place.zygote, self._place.reaper)
-                reap_orphans(process.pid for process in own if process is not None)
             elif number == signal.SIGTSTP:
                 self._stop_and_continue()
             else:

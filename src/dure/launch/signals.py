@@ -39,9 +39,7 @@ def caught_signals(numbers: Iterable[int]) -> Iterator[int]:
             for number in {*numbers, *PASSED_ON}:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, _note)
-            if os.getpid() == 1:  # in a container: orphans of others are this process's children
-                before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _note)
-            elif signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
                 before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield read
     finally:

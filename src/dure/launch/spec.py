@@ -193,7 +193,7 @@ class JobSpec:
     health_port: int | None = None
     elastic: bool = False
     min_ranks: int = 1
-    zygote: Literal["auto", "always", "never"] = "auto"
+    zygote: Literal["auto", "never"] = "auto"
     preload: tuple[str, ...] = ()
     role: str = "default"
     redirects: StreamChoice = Std.NONE
@@ -211,6 +211,11 @@ class JobSpec:
     log_max_bytes: int | None = None
     log_keep: int = 3
     watcher: Watcher | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("log_dir", "trace_dir", "event_log"):  # which may be given as text
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path))
 
     @property
     def inherits_terminal(self) -> bool:
@@ -242,7 +247,7 @@ class Crash:
     """The exception that left a rank's main module.
 
     `peer` is the rank the exception blames (`PeerLost.peer`), if it blames one; `exit_code` is
-    what the interpreter is about to exit with; `hint` what to do, where the launcher knows.
+    what the interpreter is about to exit with.
     """
 
     type: str
@@ -250,7 +255,6 @@ class Crash:
     traceback: str
     exit_code: int = 1
     peer: int | None = None
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill one rank, which has crashed and does not exit."""
+    """Kill one rank, which has crashed and does not exit, or hangs."""
 
     rank: int
 
@@ -153,7 +153,7 @@ class Supervisor:
         phase: Where the round is on its way to the end.
         first_failure: The rank that failed first while the round ran.
         interrupted_by: The first signal that asked the launcher to end.
-        has_hung: Whether the round was found to hang.
+        hung_ranks: Ranks that probably caused a hang.
         fenced: Whether everything was killed because other hosts may have given this one up.
         ended_by_launcher: Ranks that still ran when the round had to end.
         exits: How ranks ended, as far as they have.
@@ -163,7 +163,7 @@ class Supervisor:
         self.phase = Phase.RUNNING
         self.first_failure: int | None = None
         self.interrupted_by: int | None = None
-        self.has_hung = False
+        self.hung_ranks: set[int] = set()
         self.fenced = False
         self.ended_by_launcher: frozenset[int] = frozenset()
         self.exits: dict[int, Exit] = {}
@@ -193,10 +193,12 @@ class Supervisor:
         return self._failed(rank, now)
 
     def hung(self, rank: int, now: float) -> list[Measure]:
-        """All ranks have been idle for too long, `rank` among them."""
+        """All ranks have been idle for too long, and probably wait for `rank`."""
         if self.phase is not Phase.RUNNING:
             return []
-        self.has_hung = True
+        self.hung_ranks.add(rank)
+        if self._policy is Policy.HOLD:  # the others may continue without it
+            return [Kill(rank)]
         self.first_failure = None
         return self._failed(rank, now)
 
@@ -230,6 +232,7 @@ class Supervisor:
         """Another process was started in place of one that has ended."""
         self.exits.pop(rank, None)
         self._crashed.pop(rank, None)
+        self.hung_ranks.discard(rank)
 
     def stop(self, now: float, *, explain: bool = False, saving: bool = False) -> list[Measure]:
         """End the round: a rank has failed, here or elsewhere, or hosts come or go.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal  # Any: what the user's function takes and returns
 
 from dure.errors import UsageError
-from dure.launch.functions import SpawnSettings, results_of_ranks
+from dure.launch.functions import results_of_ranks
 from dure.launch.job import run_job
 from dure.launch.spec import JobSpec
 
@@ -56,13 +56,13 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: int | None = None
 
-    def settings(self) -> SpawnSettings:
+    def settings(self) -> dict[str, Any]:
         """Return the same as fields of `JobSpec`.
 
         Raises:
             UsageError: A signal or the backend is unknown, or several hosts have no endpoint.
         """
-        settings: SpawnSettings = {
+        settings: dict[str, Any] = {
             "log_dir": _directory(self.logs_specs),
             "max_restarts": self.max_restarts,
             "grace_s": self.shutdown_timeout,
@@ -78,7 +78,7 @@ class LaunchConfig:
             settings |= self._hosts()
         return settings
 
-    def _hosts(self) -> SpawnSettings:
+    def _hosts(self) -> dict[str, Any]:
         backend: _Backend | None = next(
             (name for name in _BACKENDS if name == self.rdzv_backend), None
         )
@@ -88,7 +88,7 @@ class LaunchConfig:
                 seen=f"rdzv_backend={self.rdzv_backend!r}, rdzv_endpoint={self.rdzv_endpoint!r}",
             )
         timeout_s = self.rdzv_configs.get("timeout", 900)
-        hosts: SpawnSettings = {
+        hosts: dict[str, Any] = {
             "nnodes": (self.min_nodes, self.max_nodes),
             "endpoint": self.rdzv_endpoint,
             "rdzv_backend": backend,

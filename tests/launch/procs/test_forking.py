@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch import JobSpec, Line, run_job
+from dure.launch import JobSpec
 from dure.launch.ranks.zygote import zygote_for
 from tests.launch.procs.zygote_programs import CHEAP, FACTS, PROGRAMS, Stage, put, staged
 
@@ -32,7 +32,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     put(directory / "beside.py", "NAME = 'beside'")
     put(directory / "colorsys.py", "NAME = 'shadow'")
     program, args = put(directory / "program.py", ""), ("--one", "two words", "")
-    spec = JobSpec(program=program, args=args, zygote="always", preload=CHEAP)
+    spec = JobSpec(program=program, args=args, nproc=2, preload=CHEAP)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         with staged(spec) as stage:
@@ -56,7 +56,7 @@ def test_modules_and_directories_see_the_same(here: Path, kind: str, program: st
     put(here / "package/tool.py", FACTS)
     put(here / "application/__main__.py", FACTS)
     with staged(
-        JobSpec(program=program, kind=kind, args=("-x",), zygote="always", preload=CHEAP)  # pyright: ignore
+        JobSpec(program=program, kind=kind, args=("-x",), nproc=2, preload=CHEAP)  # pyright: ignore
     ) as stage:
         assert stage.both().crash is None
 
@@ -78,7 +78,7 @@ VARIABLES = {
 def test_environment_is_the_same(here: Path) -> None:
     variables = VARIABLES | {"PYTHONPATH": os.environ.get("PYTHONPATH", "") + ":one", "HOME": None}
     program, args = put(here / "program.py", FACTS), ("y" * 100_000,)
-    spec = JobSpec(program=program, args=args, env=variables, zygote="always", preload=CHEAP)
+    spec = JobSpec(program=program, args=args, env=variables, nproc=2, preload=CHEAP)
     with staged(spec) as stage:
         assert stage.both().crash is None
 
@@ -93,7 +93,7 @@ def test_options_of_the_interpreter_are_handed_on(
         here / "program.py",
         "import sys; print([*sys.flags], sys.warnoptions, sys.orig_argv[-2:], __debug__)",
     )
-    with staged(JobSpec(program=program, args=("x",), zygote="always", preload=CHEAP)) as stage:
+    with staged(JobSpec(program=program, args=("x",), nproc=2, preload=CHEAP)) as stage:
         seen = stage.both()
     words = [sys.executable, *options, program, "x"]
     assert seen.out == subprocess.run(words, capture_output=True, check=True).stdout
@@ -141,7 +141,7 @@ def test_every_rank_draws_for_itself(here: Path) -> None:
         print(next(tempfile._get_candidate_names()))
     """
     preload = ("numpy.random", "multiprocessing.process", "uuid", "tempfile")
-    spec = JobSpec(program=put(here / "p.py", program), zygote="always", preload=preload)
+    spec = JobSpec(program=put(here / "p.py", program), nproc=2, preload=preload)
     with staged(spec) as stage:
         lines = [line for _ in range(2) for line in stage.rank().out.splitlines()]
     assert len(set(lines)) == len(lines) == 10
@@ -152,37 +152,18 @@ UNFIT = {
     "import time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
     "starts a process": "import subprocess\nchild = subprocess.Popen(['sleep', '1'])",
     "fails": "raise ValueError('no')",
-    "exits": "import sys\nsys.exit(3)",
     "ends the process": "import os\nos._exit(3)",
 }
 
 
 @pytest.mark.parametrize("what", UNFIT)
-def test_unfit_import_is_told(here: Path, what: str) -> None:
+def test_unfit_import_leaves_ranks_to_fresh_interpreters(here: Path, what: str) -> None:
     put(here / "unfit.py", UNFIT[what])
-    spec = JobSpec(program=put(here / "p.py", ""), zygote="always", preload=("unfit",))
+    spec = JobSpec(program=put(here / "p.py", ""), nproc=2, preload=("unfit",))
     never, hold = os.pipe()
+    said: list[str] = []
     with open(never), open(hold), zygote_for(spec, "a-job", None) as zygote:
         assert zygote is not None
-        assert zygote.trouble(never) is not None
-
-
-@pytest.mark.parametrize("fit", [True, False])
-def test_what_an_import_prints_is_printed_by_every_rank(here: Path, fit: bool) -> None:
-    """And an import that is not fit for it leaves ranks to fresh interpreters."""
-    text = "import subprocess, sys\nprint('loaded')\nprint('beware', file=sys.stderr)"
-    put(here / "talks.py", text if fit else f"{text}\nchild = subprocess.Popen(['true'])")
-    lines: list[Line] = []
-    run_job(
-        JobSpec(
-            program=put(here / "p.py", "import sys; print('talks' in sys.modules); import talks"),
-            nproc=2,
-            on_line=lines.append,
-            quiet=True,
-            zygote="always",
-            preload=("talks",),
-        )
-    ).check()
-    for rank in range(2):
-        said = sorted(line.text for line in lines if line.rank == rank)
-        assert said == sorted([b"loaded", b"beware", b"True" if fit else b"False"])
+        assert not zygote.is_ready(never, said.append)
+        assert len(said) == 1
+        assert zygote.fork(None) is None  # pyright: ignore[reportArgumentType]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from dure.cli.app import run_command_line
-from dure.launch.ranks.cores import read_topology
+from dure.launch.ranks.cores import num_cores
 from dure.store.system import cpu_quota
 from tests.launch.procs.launching import DURE, Launching
 
@@ -47,7 +46,7 @@ def test_ranks_find_torchruns_environment_and_dures_key_store_and_input(job: Lau
     assert len(key) == 64
     assert [(rank["seen"], rank["stdin"]) for rank in told] == [(False, "typed\n"), (False, "")]
     one, other = (rank["env"] for rank in told)  # the variables: parity/test_torchrun.py
-    cores = min(read_topology(frozenset(os.sched_getaffinity(0))).num_cores, cpu_quota())
+    cores = min(num_cores(), cpu_quota())
     assert one["OMP_NUM_THREADS"] == str(max(1, int(cores / 2)))
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "DURE_LAUNCHER", "DURE_STORE_ADDR"):
         assert one[name] == other[name]

@@ -107,7 +107,7 @@ def test_ranks_are_bound_before_their_program_runs(job: Launching) -> None:
         assert bound and bound <= cpus
     refused = job.run("-n", "2", "--numa-binding", "exclusive", script)
     if not os.path.exists("/proc/driver/nvidia/gpus"):
-        assert "--numa-binding exclusive needs a GPU for each rank" in refused.err
+        assert refused.code != 0  # torch says why
 
 
 MEET = """

@@ -46,6 +46,44 @@ def test_a_round_that_hangs_shows_where_ranks_are_and_is_restarted(job: Launchin
     assert (restart["number"], restart["restarts"]) == (1, 1)
 
 
+def test_a_rank_of_an_elastic_job_that_hangs_is_replaced(job: Launching) -> None:
+    program = job.write("""
+        import os, time
+        def stuck():
+            time.sleep(600)
+        if os.environ["RANK"] == os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            stuck()
+        while os.environ["RANK"] == "1" and not os.path.exists("replaced"):
+            time.sleep(0.01)
+        open("replaced", "w").close()
+        print("done")
+    """)
+    flags = ("-n", "2", "--elastic", "--hang-timeout", "1", "--max-restarts", "1")
+    done = job.run(*flags, program)
+    assert done.code == 0, done.err
+    assert (done.lines(0), done.lines(1)) == (["done"], ["done"])
+    assert "rank 0 hangs" in done.err
+    assert "in stuck" in done.err
+    assert "replacement 1 of 1" in done.err
+
+
+def test_ctrl_c_before_a_restart_names_no_rank_of_the_round_before(job: Launching) -> None:
+    program = job.write("""
+        import os, time
+        while os.environ["RANK"] == "1":
+            time.sleep(1)
+        raise SystemExit(1)
+    """)
+    process = job.start("-n", "2", "--max-restarts", "9", program)
+    assert process.stderr is not None
+    while "starts in 2 s" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    done = job.finish(process)
+    assert done.code == 130
+    assert "rank " not in done.err
+
+
 def test_a_hook_sees_the_events_and_kubernetes_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +95,7 @@ def test_a_hook_sees_the_events_and_kubernetes_the_reason(
     events: list[dict[str, object]] = []
     spec = JobSpec(
         program=str(program), max_restarts=1, quiet=True, stdin="none",
+        log_dir=str(tmp_path / "logs"), event_log=str(tmp_path / "events"),  # pyright: ignore
         on_line=lambda line: None, on_event=lambda event: events.append(dict(event)),
     )  # fmt: skip
     assert run_job(spec).exit_code == 1
@@ -64,6 +103,8 @@ def test_a_hook_sees_the_events_and_kubernetes_the_reason(
     assert [event["event"] for event in events] == [*names, "restart", *names, "job ended"]
     assert events[4]["why"] == "raised ValueError: wrong"
     assert "failed first: it raised ValueError" in reason.read_text()
+    assert (tmp_path / "logs/attempt_1/rank_0/error.json").exists()
+    assert len((tmp_path / "events").read_text().splitlines()) == len(events)
 
 
 def test_a_launcher_that_was_started_with_sigchld_ignored_sees_how_ranks_end(

@@ -15,7 +15,7 @@ import pytest
 from dure.errors import LaunchError
 from dure.launch import JobSpec, Line, run_job
 from dure.launch import round as round_module
-from tests.launch.procs.launching import DURE, Launching, living, wait_for_lines
+from tests.launch.procs.launching import DURE, Launching, wait_for_lines
 from tests.waiting import PATIENCE_S, until
 
 NEVER_S = "3600"  # a grace after which pytest would have ended the test
@@ -209,15 +209,6 @@ def test_ctrl_c_that_is_repeated_after_a_while_kills(job: Launching) -> None:
     assert job.finish(process).code in (130, -signal.SIGINT)
 
 
-def test_grandchildren_end_with_a_failing_rank(job: Launching) -> None:
-    process = job.start("-n", "2", "--timeout-term", "0.2", job.write(FAMILY))
-    wait_for_lines(process, 2)
-    mine = [pid for pid in living("RANK=1") if pid in job.left() and os.getsid(pid) == pid]
-    rank = next(p for p in mine if b"sleep" not in Path(f"/proc/{p}/cmdline").read_bytes())
-    os.kill(rank, signal.SIGKILL)
-    assert job.finish(process).code == 137  # and nothing is left
-
-
 DETACHED = """
     import os, subprocess, sys
     options = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -228,31 +219,17 @@ DETACHED = """
 """
 
 
-def test_what_successful_ranks_have_detached_stays_and_their_own_children_end(
+def test_what_ranks_have_detached_stays_if_all_succeeded_and_their_own_children_end(
     job: Launching,
 ) -> None:
-    process = job.start("-n", "2", job.write(DETACHED), "0")
+    program = job.write(DETACHED)
+    assert job.run("-n", "2", program, "3").code == 3  # and nothing is left
+    process = job.start("-n", "2", program, "0")
     _, said = process.communicate(timeout=PATIENCE_S)
     left = job.kill()
     assert process.returncode == 0
     assert len(left) == 1
     assert f"left running, in sessions of their own: sleep (pid {left[0]})" in said
-
-
-def test_what_failing_ranks_have_detached_ends_with_them(job: Launching) -> None:
-    assert job.run("-n", "2", job.write(DETACHED), "3").code == 3  # and nothing is left
-
-
-def test_orphan_with_an_empty_environment_ends_by_its_session(job: Launching) -> None:
-    program = job.write("""
-        import os, subprocess
-        orphan = subprocess.Popen(["/bin/sleep", "600"], env={}, stdout=subprocess.DEVNULL)
-        print(orphan.pid, os.getsid(0) == os.getpid())
-    """)
-    done = job.run(program)
-    pid, leads_a_session = done.lines(0)[0].split()
-    assert (done.code, leads_a_session) == (0, "True")
-    assert not Path(f"/proc/{pid}").exists()
 
 
 ESCAPED = """
@@ -283,8 +260,9 @@ def test_process_with_its_own_session_and_environment_ends_with_the_job(
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
-def test_launcher_killed_takes_everything_along(job: Launching) -> None:
-    process = job.start("-n", "2", job.write(FAMILY))
+@pytest.mark.parametrize("zygote", [("--preload", "decimal"), ("--no-zygote",)], ids=str)
+def test_launcher_killed_takes_everything_along(job: Launching, zygote: tuple[str, ...]) -> None:
+    process = job.start("-n", "2", *zygote, job.write(FAMILY))
     wait_for_lines(process, 2)
     process.kill()
     job.wait_until_gone()

@@ -6,9 +6,8 @@ import contextlib
 import os
 import random
 import termios
-from pathlib import Path
 
-from tests.launch.procs.launching import DURE, Launching, unfolded, writers
+from tests.launch.procs.launching import Launching, unfolded, writers
 from tests.waiting import until
 
 
@@ -83,8 +82,7 @@ def test_slow_reader_slows_the_ranks_and_loses_nothing(job: Launching) -> None:
     """The rank writes until nothing has been taken for a while, and then says how much was."""
     program = job.write("""
         import os, time
-        from pathlib import Path
-        os.set_blocking(1, False)
+                os.set_blocking(1, False)
         line, count, refused = b"x" * 80 + b"\\n", 0, 0
         while refused < 50 and count < 500_000:
             try:
@@ -147,19 +145,3 @@ def test_only_rank_of_a_host_inherits_the_terminal_unless_its_output_is_asked_fo
     assert on_terminal(job, program).startswith(b"True True\r\n")
     for flags in (["--timestamps"], ["--log-dir", "logs"], ["--prefix", "rank"]):
         assert b"[0] " in on_terminal(job, *flags, program), flags
-
-
-def test_job_without_standard_output_and_errors_runs(job: Launching) -> None:
-    program = job.write("""
-        import os, pathlib, sys
-        print("heard by nobody")
-        print("nor this", file=sys.stderr)
-        pathlib.Path(os.environ["RANK"]).touch()
-    """)
-    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"]
-    command = [*closed, *DURE, "run", "-n", "2", "--log-dir", "logs", program]
-    assert job.finish(job.start_any(*command)).code == 0
-    assert {path.name for path in job.directory.iterdir()} == {"0", "1", "logs", "prog.py"}
-    for stream, text in (("stdout", "heard by nobody"), ("stderr", "nor this")):
-        log = Path(job.directory, f"logs/attempt_0/rank_1/{stream}.log")
-        assert log.read_text().strip() == text

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dure.launch import JobSpec, Line, run_job
-from dure.launch.ranks.zygote import INTERRUPTED, Zygote, usable, zygote_for
+from dure.launch.ranks.zygote import zygote_for
 from tests.launch.procs.launching import Launching, described
 from tests.launch.procs.zygote_programs import Stage, ended, put, staged
 from tests.waiting import until
@@ -21,7 +21,7 @@ from tests.waiting import until
 def spec(tmp_path: Path) -> JobSpec:
     text = "import os, sys; print(os.environ.get('RANK'), 'decimal' in sys.modules)"
     program = put(tmp_path / "program.py", text)
-    return JobSpec(program=program, nproc=2, zygote="always", preload=("decimal",))
+    return JobSpec(program=program, nproc=2, preload=("decimal",))
 
 
 @pytest.fixture
@@ -53,24 +53,18 @@ def test_variables_that_the_program_sets_too_late_are_named(stage: Stage) -> Non
     assert afresh == ["['']", ""]
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_ranks_start_afresh_when_the_zygote_is_lost(
-    stage: Stage, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_start_afresh_when_the_zygote_is_lost(spec: JobSpec) -> None:
     said: list[str] = []
-    stage.zygote.say = said.append
-    monkeypatch.setattr("dure.launch.ranks.zygote._FORK_S", 0.2)
-    os.kill(stage.zygote.pid, number)
-    for _ in range(2):
-        rank = stage.start()
-        assert rank.fresh is not None
-        assert ended(rank).out == b"0 False\n"
+    with staged(spec, said.append) as stage:
+        os.kill(stage.zygote.pid, signal.SIGKILL)
+        for _ in range(2):
+            rank = stage.start()
+            assert rank.fresh is not None
+            assert ended(rank).out == b"0 False\n"
     assert len(said) == 1
 
 
-def test_rank_is_known_though_the_zygote_dies_while_it_forks(
-    spec: JobSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_is_known_though_the_zygote_dies_while_it_forks(spec: JobSpec) -> None:
     """It would be started twice otherwise."""
     text = """
         import os, signal
@@ -82,30 +76,6 @@ def test_rank_is_known_though_the_zygote_dies_while_it_forks(
     """
     put(Path(spec.program).with_name("mortal.py"), text)
     with staged(dataclasses.replace(spec, preload=("decimal", "mortal"))) as stage:
-        assert stage.rank().out == b"0 True\n"
-
-
-def test_rank_that_a_slow_zygote_still_forks_is_not_started_twice(
-    spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = f"""
-        import os, time
-        forks = []  # the first is for trial, the second makes the intermediate
-        def wait():
-            while len(forks) == 2 and not os.path.exists({str(tmp_path / "killed")!r}):
-                time.sleep(0.01)
-        os.register_at_fork(before=lambda: forks.append(1), after_in_child=wait)
-    """
-    put(tmp_path / "slow.py", text)
-    monkeypatch.setattr("dure.launch.ranks.zygote._FORK_S", 0.2)
-    with staged(dataclasses.replace(spec, preload=("decimal", "slow"))) as stage:
-        kill = stage.zygote._process.kill
-
-        def kill_and_let_it_fork() -> None:
-            kill()
-            (tmp_path / "killed").touch()
-
-        monkeypatch.setattr(stage.zygote._process, "kill", kill_and_let_it_fork)
         assert stage.rank().out == b"0 True\n"
 
 
@@ -121,7 +91,9 @@ def test_zygote_leaves_when_the_user_has_had_enough(spec: JobSpec) -> None:
     os.write(write, b"\2")
     with open(interrupted), open(write), zygote_for(spec, "a-job", None) as zygote:
         assert zygote is not None
-        assert zygote.trouble(interrupted) is not None
+        said: list[str] = []
+        assert not zygote.is_ready(interrupted, said.append)
+        assert said == []
         assert not os.path.exists(f"/proc/{zygote.pid}")
 
 
@@ -133,8 +105,7 @@ def test_zygote_leaves_when_the_user_has_had_enough(spec: JobSpec) -> None:
         ({"preload": ("decimal",), "nproc": 1}, False),
         ({"preload": ("decimal",), "nproc": 1, "max_restarts": 1}, True),
         ({"preload": ("decimal",), "zygote": "never"}, False),
-        ({"preload": ("decimal",), "zygote": "always", "nproc": 1}, True),
-        ({"preload": ("decimal",), "kind": "executable", "zygote": "always"}, False),
+        ({"preload": ("decimal",), "kind": "executable"}, False),
     ],
 )
 def test_zygote_is_started_where_the_job_gains(
@@ -145,37 +116,10 @@ def test_zygote_is_started_where_the_job_gains(
         assert (zygote is not None) == wanted
 
 
-@pytest.mark.parametrize(("trouble", "lines"), [("torch is missing", 1), (None, 0)])
-def test_of_a_zygote_only_trouble_is_told_and_an_interrupt_is_none(
-    monkeypatch: pytest.MonkeyPatch, trouble: str | None, lines: int
-) -> None:
-    zygote = Zygote.__new__(Zygote)
-    why = trouble or INTERRUPTED
-    monkeypatch.setattr(Zygote, "trouble", lambda self, fd: why)  # pyright: ignore
-    said: list[str] = []
-    assert usable(zygote, -1, said.append) is None
-    assert len(said) == lines
-
-
-@pytest.mark.parametrize("when", ["importing", "running"])
-def test_killed_launcher_leaves_no_zygote(job: Launching, when: str) -> None:
-    job.write("import time\ntime.sleep(600)" if when == "importing" else "", "slow.py")
-    program = job.write("""
-        import os, time
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                print("running", flush=True)
-                time.sleep(600)
-            os._exit(0)
-        time.sleep(600)
-    """)
-    started = job.start("--nproc", "2", "--preload", "slow", program)
-    if when == "running":
-        assert started.stdout is not None
-        started.stdout.readline()
-    else:
-        until(lambda: len(job.left()) > 1, lambda: f"a zygote beside {described(job.left())}")
+def test_launcher_that_is_killed_while_the_zygote_imports_leaves_none(job: Launching) -> None:
+    job.write("import time\ntime.sleep(600)", "slow.py")
+    started = job.start("--nproc", "2", "--preload", "slow", job.write(""))
+    until(lambda: len(job.left()) > 1, lambda: f"a zygote beside {described(job.left())}")
     started.kill()
     job.wait_until_gone()
 
@@ -229,10 +173,3 @@ def test_torch_works_in_forked_ranks_and_they_tell_where_they_are(tmp_path: Path
         assert len(said) == len(wanted) + (rank == 0)
     assert result.exit_code == 3
     assert [(f.file, f.line) for f in result.ranks[0].stack] == [(program, TORCH.count("\n"))]
-
-
-def test_imports_may_print_more_than_a_pipe_holds(tmp_path: Path) -> None:
-    (tmp_path / "loud.py").write_text("print('x' * 3_000_000)")
-    program = put(tmp_path / "program.py", "print('ran')")
-    result = run_job(JobSpec(program=program, nproc=2, preload=("loud",), quiet=True))
-    assert result.ok

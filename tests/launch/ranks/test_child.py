@@ -40,15 +40,6 @@ def test_error_of_dure_ends_with_the_users_line(monkeypatch: pytest.MonkeyPatch)
     assert "comm/x.py" in child._formatted(error)
 
 
-def test_reading_standard_input_on_another_rank_is_explained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    assert child._hint(EOFError("EOF when reading a line")) == ""
-    monkeypatch.setenv("RANK", "1")
-    assert "rank 0 alone has the standard input" in child._hint(EOFError())
-
-
 def test_traceback_is_printed_before_the_crash_is_reported(tmp_path: Path) -> None:
     """The launcher ends the job once it knows of a crash: what comes later may be lost."""
     program = tmp_path / "program.py"

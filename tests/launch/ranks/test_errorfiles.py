@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from dure.errorfile import RecordedError, read_error, write_error
-from dure.launch.ranks.errorfiles import (
-    error_directory,
-    known_crash,
-    private_directory,
-    temporary_folder,
-)
+from dure.launch.ranks.errorfiles import error_directory, known_crash, private_directory
 from dure.launch.spec import Crash, Exit, JobSpec
 
 CRASH = Crash(type="ValueError", message="told", traceback="Traceback ...")
@@ -39,27 +34,13 @@ def test_crash_of_a_rank_that_told_nothing_is_in_its_file(tmp_path: Path) -> Non
     assert known_crash(tmp_path / "none", None, Exit(code=7)) is None
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_private_directory_lives_as_long_as_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_private_directory_lives_as_long_as_the_job(temporary: Path) -> None:
     with error_directory(JobSpec(program="p"), "job"):
         assert private_directory("job").stat().st_mode & 0o777 == 0o700
         (private_directory("job") / "file").write_text("")
-    assert list(temporary.iterdir()) == []
-    with error_directory(JobSpec(program="p", log_dir=temporary / "logs"), "job"):
-        assert list(temporary.iterdir()) == []
-
-
-def test_folders_of_killed_processes_are_removed_by_the_next_and_no_others(temporary: Path) -> None:
-    for name in ("0" * 32, "page_" + "1" * 32):
-        (temporary / f"dure_{name}" / "inner").mkdir(parents=True)
-    foreign = temporary / "dure_results"
-    foreign.mkdir()
-    with temporary_folder("2" * 32) as used:
-        assert sorted(temporary.iterdir()) == [used, foreign]
-        with temporary_folder("3" * 32) as second:
-            assert sorted(temporary.iterdir()) == [used, second, foreign]
+    assert list(tmp_path.iterdir()) == []
+    with error_directory(JobSpec(program="p", log_dir=tmp_path / "logs"), "job"):
+        assert list(tmp_path.iterdir()) == []

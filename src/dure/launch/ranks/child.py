@@ -49,7 +49,7 @@ _HERE = os.path.dirname(__file__)
 _BOOTSTRAP = (
     *(os.path.join(_HERE, name) for name in ("child.py", "forking.py", "spawn.py")),
     os.path.join(os.path.dirname(_HERE), "functions.py"),
-    os.path.join(os.path.dirname(_HERE), "function_rank.py"),
+    os.path.join(os.path.dirname(_HERE), "function_rank", "__main__.py"),
     "<frozen runpy>",
 )
 _DURE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -210,22 +210,17 @@ def _print_traceback(error: BaseException) -> None:
     """Print an error as the interpreter would, without the frames of those who start ranks.
 
     Nothing is printed for KeyboardInterrupt: on Ctrl-C every rank would print the same, and the
-    launcher reports where each of them was. A hook of the program's own is left to the interpreter.
+    launcher reports where each of them was. A hook of the program's own is called instead.
     """
-    hook, own = sys.excepthook, sys.excepthook is not sys.__excepthook__
-    quiet = isinstance(error, (SystemExit, KeyboardInterrupt))
-    if not own and not quiet and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # closed
-            sys.stderr.write(_formatted(error))
-
-    def print_later(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if own and not issubclass(kind, KeyboardInterrupt):
-            trace = _without_bootstrap(trace)
-            hook(kind, error.with_traceback(trace), trace)
-
-    sys.excepthook = print_later
+    hook = sys.excepthook
+    if sys.stderr is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
+        if hook is not sys.__excepthook__:
+            trace = _without_bootstrap(error.__traceback__)
+            hook(type(error), error.with_traceback(trace), trace)
+        else:
+            with contextlib.suppress(OSError, ValueError):  # closed
+                sys.stderr.write(_formatted(error))
+    sys.excepthook = lambda *_: None
 
 
 def _formatted(error: BaseException) -> str:
@@ -265,7 +260,6 @@ def _report(fd: int, error: BaseException) -> None:
         "type": type(error).__qualname__,
         "message": _text(error)[:_MAX_TEXT],
         "traceback": _formatted(error)[-_MAX_TEXT:],
-        "hint": _hint(error),
         "exit_code": code,
         "peer": _blamed(error),
     }
@@ -281,16 +275,6 @@ def _write(fd: int, content: dict[str, object]) -> None:
         os.write(fd, b"\n" + line + b"\n")
     except OSError:
         return
-
-
-def _hint(error: BaseException) -> str:
-    """Return how to fix an error that a program gets only because it has become a rank."""
-    if not isinstance(error, EOFError) or os.environ.get("RANK", "0") == "0":
-        return ""
-    return (
-        "rank 0 alone has the standard input: read on rank 0, and send what was read "
-        "(dure.broadcast_object_list)"
-    )
 
 
 def _blamed(error: BaseException) -> int | None:

@@ -2,16 +2,12 @@
 
 With a log directory, a file is beside the rank's output and stays. Otherwise it is in a folder of
 the job, in the folder for temporary files. The name follows from the job's name, so that the reaper
-can remove it after the launcher has died. If both are killed, the next job removes it: a folder in
-use is locked, and the lock ends with the launcher.
+can remove it after the launcher has died.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -30,7 +26,6 @@ __all__ = [
 ]
 
 _MAX_TEXT = 8_000  # characters, as of a crash that a rank reports itself
-_TEMPORARY = re.compile(r"dure_(page_|spawn_)?[0-9a-f]{32}")
 
 
 def private_directory(job: str) -> Path:
@@ -56,55 +51,15 @@ def error_directory(spec: JobSpec, job: str) -> Iterator[None]:
 def temporary_folder(name: str) -> Iterator[Path]:
     """Keep a folder `dure_NAME`, of this user alone, while the block runs.
 
-    Folders of processes that were killed are removed first. `name` ends with 32 hexadecimal digits.
-
     Raises:
         OSError: It cannot be made.
     """
-    _remove_abandoned()
-    folder, lock = private_directory(name), None
-    while lock is None:  # another process may remove it before it is locked
-        os.mkdir(folder, 0o700)
-        lock = _locked(folder, fcntl.LOCK_EX)
+    folder = private_directory(name)
+    folder.mkdir(mode=0o700)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_abandoned() -> None:
-    for folder in Path(tempfile.gettempdir()).glob("dure_*"):
-        with contextlib.suppress(OSError):
-            mine = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
-            if mine and _TEMPORARY.fullmatch(folder.name):
-                lock = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if lock is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os.close(lock)
-
-
-def _locked(folder: Path, how: int) -> int | None:
-    """Lock a folder, and return the descriptor that keeps the lock; None if it has been removed.
-
-    Raises:
-        OSError: Another process has locked it, or its file system has no locks.
-    """
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, how)
-        if os.fstat(fd).st_nlink > 0 and folder.exists():
-            return fd
-    except OSError:
-        if how & fcntl.LOCK_NB:
-            os.close(fd)
-            raise
-        return fd  # no process can lock it here, so none removes it
-    os.close(fd)
-    return None
 
 
 def error_file(spec: JobSpec, job: str, rank: int, attempt: int) -> Path:

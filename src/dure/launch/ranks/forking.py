@@ -4,7 +4,7 @@ The launcher runs this file by its path, in a fresh interpreter, and talks to it
 
     python .../forking.py SOCKET_FD LAUNCHER_PID KIND PROGRAM ARGS...
 
-    launcher ──setup: what to import──▶ zygote ──▶ "ready", or why it cannot be used
+    launcher ──setup: what to import──▶ zygote ──▶ why it cannot be used, if so
     launcher ──order: environment, descriptors──▶ zygote ──fork──▶ intermediate ──fork──▶ rank
     launcher ◀──the rank's number── intermediate      (which exits: the launcher adopts the rank)
 
@@ -80,7 +80,10 @@ def main() -> None:
     bootstrap.die_with(int(sys.argv[2]))
     before = dict(os.environ)
     try:
-        setup, _ = receive(link)
+        setup, (printed_to,) = receive(link)
+        for fd in (1, 2):
+            os.dup2(printed_to, fd)
+        os.close(printed_to)
         trouble = _preload(setup)
         if trouble is None:
             _skip_native_destructors()
@@ -165,17 +168,6 @@ def _unfit() -> str | None:
     if cuda is not None and cuda.is_initialized():
         return "CUDA is in use already"
     return None
-
-
-def home_of(module: ModuleType) -> str | None:
-    """Return the directory in which a top-level module was found; None if it has no file."""
-    names: dict[str, Any] = getattr(module, "__dict__", {})
-    place = names.get("__file__")
-    if not isinstance(place, str):
-        place = next(iter(names.get("__path__") or ()), None)  # of a namespace package
-    elif os.path.basename(place).startswith("__init__."):
-        place = os.path.dirname(place)
-    return os.path.dirname(place) if isinstance(place, str) else None
 
 
 def _has_children() -> bool:

@@ -27,12 +27,6 @@ _MAX_BYTES = 1 << 20
 _LIGHT = ("dure.launch", "dure.cli", "dure.errors", "dure.env", "dure.store")
 """What a program may import of Dure without importing torch."""
 
-_PREFIXES = (
-    *("OMP_", "KMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "NUMEXPR_"),
-    *("PYTORCH_", "TORCH", "ATEN_", "C10_", "LD_", "MALLOC_"),
-)
-"""Prefixes of the variables that torch, or a library that it loads, reads at its import."""
-
 _OF_OPTIMIZERS = "torch._dynamo"
 """What the first optimizer imports: for 1.3 s, if each rank does it."""
 
@@ -43,12 +37,10 @@ _IMPORT = re.compile(r"(?m)^[ \t]*(?:import|from)[ \t]+(.+)")
 _TORCH = re.compile(r"(?m)^[ \t]*(?:import|from)[ \t]+(?:.*,[ \t]*)?torch\b")
 _OPTIMIZERS = re.compile(r"\btorch\.optim\b|\bfrom\s+torch\s+import\b.*\boptim\b")
 _VARIABLE = re.compile(
-    r"(?:environb?\s*(?:\[|\.(?:setdefault|pop|update)\(|\|=)|(?:putenv|unsetenv)\()"
-    rf"[\s({{]*(?:dict\()?b?[\"']?(?P<name>(?:{'|'.join(_PREFIXES)})\w*)"
+    r"\b(?:OMP|KMP|GOMP|MKL|ONEDNN|DNNL|OPENBLAS|NUMEXPR|LD|MALLOC"
+    r"|PYTORCH|TORCH|TORCHDYNAMO|TORCHINDUCTOR|ATEN|C10)_[A-Z]\w*"
 )
-_COMPUTED = re.compile(
-    r"(?m)environb?\s*(?:\[(?!b?[\"']).+\]\s*=(?!=)|(?:\.update\(|\|=)\s*\w+\s*(?:$|\)))"
-)
+"""A variable that torch, or a library that it loads, reads at its import."""
 
 
 def names_to_import(spec: JobSpec) -> tuple[str, ...]:
@@ -58,8 +50,6 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
     Cost: some 0.1 ms per file, of 200 files at most.
     """
     first = Path(first_path(spec.kind, spec.program))
-    if (first / "torch.py").exists() or (first / "torch/__init__.py").exists():
-        return ()  # a module of the program's own, for each rank
     text = _read(_program_file(spec, first))
     names = _imported(text)
     if any(name.startswith(".") for name in names):  # of the package that the program is in
@@ -67,34 +57,26 @@ def names_to_import(spec: JobSpec) -> tuple[str, ...]:
     if not any(map(_needs_torch, names | _imported_beside(names, first))):
         return ()
     torch = sorted(name for name in names if name.startswith("torch."))
-    if _variable(text).startswith(("TORCH", "the ")):  # a module of torch may read it at its import
-        torch = []
+    if any(name.startswith("TORCH") for name in _VARIABLE.findall(text)):
+        torch = []  # a module of torch may read it at its import
     elif _OPTIMIZERS.search(text):
         torch.append(_OF_OPTIMIZERS)
     of_dure = sorted(name for name in names if name.partition(".")[0] == "dure")
-    if not of_dure and "import_module" not in text:  # a computed import may mean it
+    if not of_dure:
         return ("torch", *torch)
     used = set(re.findall(r"\w+", text)).intersection(dure.__all__) | _CORE
     return ("torch", *torch, *(f"dure:{name}" for name in sorted(used)), *of_dure)
 
 
 def variable_set_first(spec: JobSpec) -> str:
-    """Return a variable for torch that the program uses before it imports torch; "" if none.
+    """Return a variable for torch that the program names before it imports torch; "" if none.
 
     In a process that has imported torch already, setting it would have no effect. Only the
-    program's own file is read, up to its first import of torch; a variable whose name is computed
-    counts as "the environment".
+    program's own file is read, up to its first import of torch.
     """
     text = _read(_program_file(spec, Path(first_path(spec.kind, spec.program))))
-    found = _TORCH.search(text)
-    return _variable(text if found is None else text[: found.start()])
-
-
-def _variable(text: str) -> str:
-    found = _VARIABLE.search(text)
-    if found is not None:
-        return found["name"]
-    return "the environment" if _COMPUTED.search(text) else ""
+    found = _VARIABLE.search(_TORCH.split(text, maxsplit=1)[0])
+    return "" if found is None else found[0]
 
 
 def _program_file(spec: JobSpec, first: Path) -> Path:

@@ -93,7 +93,6 @@ def _failure(
     ]
     if failure.crash is not None:
         lines += _traceback(failure.rank, failure.crash.traceback, shown)
-        lines += [f"  {failure.crash.hint}"] if failure.crash.hint else []
     lines += [f"  {what}" for what in _doing(failure)]
     others = [rank for rank in result.ranks if not rank.is_process_of(failure)]
     alike = [rank for rank in others if _is_alike(rank, failure)]
