@@ -126,7 +126,8 @@ class JobSpec:
         longest_restart_delay_s: When rounds fail within 10 seconds of their start, wait before the
             next one: 0, 1, 2, 4, ... seconds, but no longer than this.
         hang_timeout_s: If no rank writes a line, reports a step or finishes an operation for so
-            long, show where all ranks are and end the round as failed; None: never.
+            long, show where all ranks are and end the round as failed; with `elastic` or
+            `keep_going`, kill the rank that the others probably wait for. None: never.
         on_event: Called with each event of the job: a dict with "time", "event" and what the
             event is about (docs/output.md lists them). It runs on the thread of `run_job`, and an
             exception that it raises ends the job.

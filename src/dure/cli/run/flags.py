@@ -151,7 +151,8 @@ _add(
 _add(
     "--hang-timeout SECONDS",
     "If no rank writes a line, reports a step (dure.progress) or finishes a collective for this "
-    "time, show where all ranks are, and restart or end the job. [default: never]",
+    "time, show where all ranks are, and restart or end the job (--elastic: replace one rank). "
+    "[default: never]",
     values.seconds,
     dest="hang_timeout_s",
 )
@@ -223,7 +224,7 @@ _add("--trace-dir DIR", "Where ranks write their flight records, for `dure trace
 _parser.start_group("Cores, devices, processes")
 _add(
     "--numa-binding node|socket|exclusive|core-complex",
-    "Bind each rank to cores: near its GPU, or an equal share without. [default: not bound]",
+    "Bind each rank to cores near its GPU; node works without GPUs, too. [default: not bound]",
     dest="numa",
 )
 _torchrun("--virtual-local-rank", "Each rank has LOCAL_RANK 0 and sees one GPU, its own.")
