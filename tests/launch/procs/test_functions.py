@@ -70,6 +70,7 @@ for start in ("fork", "spawn"):
     told["failed " + start] = raised(dure.spawn, fn=fail, start=start)
 told["interrupted"] = raised(dure.spawn, fn=interrupt)
 told["lambda"] = dure.spawn(lambda: lambda: 7, 1)[0]()
+told["order"] = dure.spawn(lambda: int(os.environ["RANK"]), 3)
 told["nothing"] = dure.spawn(lambda: os._exit(0), 1)
 told["unsendable"] = raised(dure.spawn, fn=lambda: (i for i in "ab"), nproc=1)
 torch.set_num_threads(2)
@@ -161,6 +162,7 @@ def test_process_is_forked_only_before_autograd_was_used(told: dict[str, Any]) -
 
 def test_odd_results(told: dict[str, Any]) -> None:
     assert told["lambda"] == 7
+    assert told["order"] == [0, 1, 2]
     assert told["nothing"] == [None]
     assert told["unsendable"][0] == "LaunchError"
     assert "generator" in told["unsendable"][1]
