@@ -93,7 +93,8 @@ def check_output(spec: JobSpec) -> None:
             f"{flag} names {', '.join(map(str, unknown))}",
         )
     for directory in filter(None, (spec.log_dir, spec.trace_dir)):
-        _require(directory.is_dir() or not directory.exists(), "not a directory", f"{directory}")
+        good = os.path.isdir(directory) or not os.path.exists(directory)
+        _require(good, "not a directory", f"{directory}")
     log = spec.event_log
     _require(log is None or log.parent.is_dir(), "no directory for --event-log", f"{log}")
 
