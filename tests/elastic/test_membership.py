@@ -12,7 +12,6 @@ from dure.elastic.membership import JobDone, Membership
 from dure.elastic.views import Progress, RankMember, View
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store import HashStore
-from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself
 from tests.waiting import PATIENCE_S
 
@@ -20,14 +19,11 @@ ME = myself()
 DEAD = msgspec.structs.replace(ME, start="never")
 FAR = Identity(1, "1", "elsewhere", "another host")
 
-BUILD = own_build()
-OTHER = Build(BUILD.protocol, "9.8.7")
-
 MINE, FIRST, LATER, GONE = (
-    RankMember("mine", 0, ME, BUILD),
-    RankMember("first", 1, FAR, BUILD),
-    RankMember("later", 2, FAR, BUILD),
-    RankMember("gone", 3, DEAD, BUILD),
+    RankMember("mine", 0, ME),
+    RankMember("first", 1, FAR),
+    RankMember("later", 2, FAR),
+    RankMember("gone", 3, DEAD),
 )
 LAST = View(number=4, members=(MINE, FIRST, LATER, GONE), known=("mine", "first", "later", "gone"))
 
@@ -74,7 +70,7 @@ def test_who_comes_waits_until_it_is_known_or_has_ended():
 def test_a_rank_that_comes_again_ends_those_that_had_it_before():
     here = one_of(HashStore())
     for token, rank in (("one", 5), ("two", 5), ("other", 6)):
-        here.register(RankMember(token, rank, FAR, BUILD))
+        here.register(RankMember(token, rank, FAR))
     assert tokens(here.newcomers(None)) == ["two", "other"]
 
 
@@ -83,15 +79,6 @@ def test_who_sees_a_process_of_its_host_end_says_goodbye_for_it_once():
     here = one_of(store)
     assert [here.has_ended(m) for m in (GONE, GONE, MINE, FIRST)] == [True, True, False, False]
     assert store.get("left").split() == [b"gone"]
-
-
-def test_survivors_are_members_that_are_here_in_their_order_with_what_they_have():
-    store = HashStore()
-    assert one_of(store).survivors(LAST) == []
-    for member, at in ((LATER, Progress(2)), (MINE, Progress(1, 2)), (GONE, Progress(3))):
-        says_here(store, member, at)
-    assert one_of(store).survivors(LAST) == [(MINE, Progress(1, 2)), (LATER, Progress(2))]
-    assert one_of(store).survivors(msgspec.structs.replace(LAST, number=5)) == []
 
 
 def test_missing_is_who_lives_and_is_not_here():
@@ -123,28 +110,6 @@ def test_a_newcomer_does_not_wait_for_ever_for_ranks_of_hosts_that_may_be_lost()
     assert (caught.value.rank, caught.value.elapsed_s) == (1, 0.2)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_newcomer_of_another_build_gives_up_and_is_not_let_in(begun: bool):
-    store, odd = HashStore(), RankMember("odd", 1, FAR, OTHER)
-    here = one_of(store)
-    if begun:
-        here.propose(View(number=0, members=(FIRST,), known=("first",)))
-    else:
-        here.register(odd)
-    here.me = msgspec.structs.replace(here.me, build=OTHER if begun else BUILD)
-    with pytest.raises(RendezvousError) as caught:
-        here.enter()
-    assert caught.value.seen is not None
-    assert "9.8.7" in caught.value.seen
-    assert BUILD.version in caught.value.seen
-    assert "pid 1 on elsewhere" in caught.value.seen
-    assert caught.value.seen.count("pid") == 2
-    member = one_of(HashStore())
-    member.me = MINE
-    member.register(odd)
-    assert member.newcomers(LAST) == []
-
-
 def test_a_newcomer_whose_job_is_done_or_who_shall_end_is_told_so():
     store = HashStore()
     one_of(store).propose(View(number=0, members=(MINE,), known=("mine",)))
@@ -160,7 +125,7 @@ def test_survivors_go_on_with_a_rank_that_has_come_again_after_those_that_are_le
     here = Membership(store, 1, 2)
     last = View(number=0, members=(FIRST, here.me), known=("first", here.me.token))
     for token in ("first", "again"):  # the launcher has started the rank once more
-        here.register(RankMember(token, FIRST.rank, FAR, BUILD))
+        here.register(RankMember(token, FIRST.rank, FAR))
     here.announce(last, Progress(committed=5))
     view = here.agree(last, nobody)
     assert tokens([*view.members]) == [here.me.token, "again"]
@@ -212,22 +177,3 @@ def test_waiting_for_a_group_ends_when_a_member_has_ended_or_given_up():
     here.announce(alive, Progress())
     with pytest.raises(Aborted):
         here.keys_of(alive).multi_get(["address"])
-
-
-def test_after_an_earlier_job_the_first_view_waits_for_its_members_that_live():
-    store = HashStore()
-    here = Membership(store, 0, 4, before=(MINE, FIRST, GONE), enough_s=PATIENCE_S)
-    here.register(RankMember("again", 1, FAR, BUILD))
-    assert {m.rank for m in here.enter().members} == {0, 1}  # of 4 expected; one has ended
-
-
-def test_members_of_an_earlier_job_that_live_are_waited_for():
-    here = Membership(HashStore(), 0, 4, before=(MINE, FIRST, LATER), enough_s=0)
-    came = [RankMember("again", 0, ME), RankMember("other", 1, FAR)]
-    assert not here._are_all(came)  # pyright: ignore[reportPrivateUsage]
-    assert here._are_all([*came, RankMember("third", 2, FAR)])  # pyright: ignore[reportPrivateUsage]
-
-
-def test_fewer_than_min_ranks_of_an_earlier_job_wait_for_more():
-    here = Membership(HashStore(), 0, 4, before=(MINE, GONE), min_ranks=2, enough_s=0)
-    assert not here._are_all([MINE])  # pyright: ignore[reportPrivateUsage]

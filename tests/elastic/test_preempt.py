@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 import dure
 from dure.elastic import State, preempt
-from dure.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -64,21 +62,6 @@ def test_slurm_may_announce_the_end_with_another_signal(monkeypatch: pytest.Monk
     preempt.watch()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert preempt.asked()
-
-
-def test_only_the_main_thread_can_watch():
-    errors: list[Exception] = []
-
-    def elsewhere() -> None:
-        try:
-            preempt.watch()
-        except UsageError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
 
 
 def test_signals_of_one_request_are_noted_once_and_a_later_one_ends_the_process(

@@ -99,18 +99,6 @@ def test_restore_brings_back_the_stages_of_a_commit_within_a_step(
     assert state.scaler.get_scale() == 2.0
 
 
-def test_a_scaler_that_is_made_in_train_begins_as_at_the_commit():
-    step = Step(torch.amp.GradScaler)
-    state = step.state
-    state.commit()
-    state.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    step.backward(1.0)
-    state.scaler.unscale_(state.first)
-    assert step.model.weight.grad is not None
-    assert step.model.weight.grad.tolist() == [[1.0, 1.0]]
-    assert state.scaler.get_scale() == 4.0
-
-
 def test_every_commits_now_and_then():
     state = State(n=0)
     assert [state.commit(every=3) for _ in range(7)] == [False, False, True] * 2 + [False]

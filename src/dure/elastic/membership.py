@@ -47,7 +47,6 @@ from dure.comm.creation import wait_watching
 from dure.elastic.views import Progress, RankMember, View, next_view
 from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store.base import Store
-from dure.store.builds import own_build, require_one_build
 from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
 
@@ -81,8 +80,6 @@ class Membership:
         store: The job's own keys.
         rank: What the launcher calls this process.
         expected: How many come to the first view.
-        before: The members of an earlier job of the same processes, if there was one. Those of them
-            that live are awaited in the first view, in place of `expected` processes.
         min_ranks: Fewer members are too few.
         timeout_s: How long to wait for members that live.
         enough_s: How long to wait for newcomers while there are too few.
@@ -98,14 +95,12 @@ class Membership:
         rank: int,
         expected: int,
         *,
-        before: Sequence[RankMember] = (),
         min_ranks: int = 1,
         timeout_s: float = 300.0,
         enough_s: float = 30.0,
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.store, self._rank, self._expected = store, rank, expected
-        self._before = before
+        self.store, self._rank, self._expected = store, rank, max(expected, min_ranks)
         self._min_ranks, self._give_up = min_ranks, give_up
         self._timeout_s, self._enough_s = timeout_s, enough_s
         self._dead: set[str] = set()
@@ -114,7 +109,7 @@ class Membership:
             store.append(name, b"")  # so that both are there
 
     def _new_self(self) -> RankMember:
-        return RankMember(uuid.uuid4().hex[:12], self._rank, myself(), own_build())
+        return RankMember(uuid.uuid4().hex[:12], self._rank, myself())
 
     # ---- newcomers -----------------------------------------------------------------------------
 
@@ -127,7 +122,7 @@ class Membership:
 
         Raises:
             JobDone: The job has ended meanwhile, or this process shall.
-            RendezvousError: The others did not come, or too few; or they run another build of Dure.
+            RendezvousError: The others did not come, or too few.
         """
         self.register(self.me)
         began = heard_at = time.monotonic()
@@ -138,7 +133,6 @@ class Membership:
             if view is not None:
                 if view.rank_of(self.me.token) >= 0:
                     return view
-                self._compare_builds(view.members)
                 last, number, alone_since = view, number + 1, None
                 heard_at = time.monotonic()
                 continue
@@ -148,50 +142,28 @@ class Membership:
             if last is None or all(self.has_ended(m) for m in last.members):
                 alone_since = alone_since or now
                 newcomers = self.newcomers(last)
-                self._compare_builds(newcomers)
                 settled = last is not None and now - alone_since > _SETTLE_S
-                enough = len(newcomers) >= self._min_ranks
-                if not settled:
-                    enough = self._are_all(newcomers)
-                if enough or now - began > self._enough_s:
+                wanted = self._min_ranks if settled else self._expected
+                if len(newcomers) >= wanted or now - began > self._enough_s:
                     self.propose(next_view(last, [], newcomers, self._min_ranks))
-            elif now - heard_at > self._timeout_s:
-                self._require_life(last)
-
-    def _compare_builds(self, others: Sequence[RankMember]) -> None:
-        living = [m for m in others if alive(m.process) is not False]
-        require_one_build(((m.build, m) for m in (*living, self.me)), rank=self._rank)
-
-    def _are_all(self, newcomers: Sequence[RankMember]) -> bool:
-        """Return whether all that are expected in the first view have come."""
-        living = {(m.rank, m.process) for m in self._before if alive(m.process) is not False}
-        if not living:
-            return len(newcomers) >= self._expected
-        arrived = {(m.rank, m.process) for m in newcomers}
-        return living <= arrived and len(arrived) >= self._min_ranks
-
-    def _require_life(self, last: View) -> None:
-        """Raise if all who could let newcomers in may have gone with their hosts."""
-        if any(alive(m.process) for m in last.members):
-            return
-        raise RendezvousError(
-            "no rank lets this process into the group",
-            rank=self._rank,
-            elapsed_s=self._timeout_s,
-            seen=f"it is unknown whether these live: {', '.join(map(str, last.members))}",
-            fix="If their hosts are lost, start the job again; if a step of theirs takes longer, "
-            "raise Options(timeout=...).",
-        )
+            elif now - heard_at > self._timeout_s and not any(
+                alive(m.process) for m in last.members
+            ):
+                raise RendezvousError(
+                    "no rank lets this process into the group",
+                    rank=self._rank,
+                    elapsed_s=self._timeout_s,
+                    seen=f"it is unknown whether these live: {', '.join(map(str, last.members))}",
+                    fix="If their hosts are lost, start the job again; if a step of theirs takes "
+                    "longer, raise Options(timeout=...).",
+                )
 
     def newcomers(self, last: View | None) -> list[RankMember]:
         """Return the living newcomers that wait for a view."""
         known = set[str]() if last is None else set(last.known)
         fresh = [t for t in self._read_arrivals() if t not in known and t not in self._dead]
         values = self.store.multi_get([f"member/{t}" for t in fresh]) if fresh else []
-        found = [m for m in map(_read_member, values) if not self.has_ended(m)]
-        if last is None or last.rank_of(self.me.token) < 0:
-            return found
-        return [m for m in found if m.build == self.me.build]  # others give up by themselves
+        return [m for m in map(_read_member, values) if not self.has_ended(m)]
 
     # ---- the next view -------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ import contextlib
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
@@ -46,7 +46,7 @@ from dure.comm.world import World, current_world
 from dure.elastic import preempt
 from dure.elastic.membership import JobDone, Membership
 from dure.elastic.state import Recovery, State
-from dure.elastic.views import RankMember, View
+from dure.elastic.views import View
 from dure.errors import (
     Aborted,
     CommTimeout,
@@ -71,7 +71,7 @@ __all__ = ["Options", "run"]
 T = TypeVar("T")
 
 _LOOK_S = 0.2
-"""How often rank 0 looks whether newcomers wait, at most."""
+"""How long rank 0 waits at least before it looks again whether newcomers wait."""
 
 _SHARE = 20
 """Looking into a slow store takes at most one part in so many of the time."""
@@ -91,11 +91,11 @@ class _Earlier:
 
     Attributes:
         calls: How many there were: each has keys of its own.
-        members: Of the last group of the last call.
+        members: How many were in the last group of the last call.
     """
 
     calls: int = 0
-    members: Sequence[RankMember] = ()
+    members: int = 0
 
 
 _earlier: weakref.WeakKeyDictionary[World, _Earlier] = weakref.WeakKeyDictionary()
@@ -226,8 +226,7 @@ class _Session(Generic[T]):
         self._membership = Membership(
             PrefixStore(f"dure/elastic/{self._job.name}/{call}", self._job.base),
             self._job.rank,
-            self._job.world_size,
-            before=self._earlier.members,
+            self._earlier.members or self._job.world_size,
             min_ranks=options.min_ranks or env.integer("DURE_ELASTIC_MIN", 1) or 1,
             timeout_s=options.timeout.total_seconds(),
             enough_s=options.enough_s,
@@ -441,7 +440,7 @@ class _Session(Generic[T]):
     def close(self) -> None:
         self._state.attach(None)
         if self._view is not None:
-            self._earlier.members = self._view.members
+            self._earlier.members = len(self._view.members)
         base = self._job.base
         if not self._job.given:
             base.set_timeout(_GOODBYE)

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dure.store.builds import Build
 from dure.store.identity import Identity
 
 __all__ = ["Progress", "RankMember", "View", "next_view"]
@@ -38,7 +37,6 @@ class RankMember(msgspec.Struct, array_like=True, frozen=True):
     token: str
     rank: int
     process: Identity
-    build: Build = Build()
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.process})"

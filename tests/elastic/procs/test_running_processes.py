@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ import pytest
 
 import dure
 from dure.comm.world import new_world
-from dure.elastic import State, preempt
+from dure.elastic import preempt
 from dure.store import HashStore
-from dure.store.etcd import EtcdStore
 from dure.testing import ProcessPool, run_ranks
-from tests.comm.forked_ranks import Ranks, Slot
 from tests.elastic.procs.programs.elastic_job import STEPS, make_state, train
 from tests.launch.procs.launching import Launching, wait_for_lines
-from tests.store.procs import etcd
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.needs("engine")
@@ -73,64 +69,18 @@ def check(told: dict[int, Any], ranks: set[int], expected: list[float]) -> None:
         assert one["weights"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-SLOW = (pytest.mark.slow,)
-FAULTS: dict[str, tuple[Any, int, list[Fault]]] = {
-    "two with rank 0, then one in a commit and another in the recovery": (
-        (),
-        6,
-        [
-            (0, "step 5", "KILL"),
-            (3, "step 5", "KILL"),
-            (1, "staged 10", "KILL"),
-            (2, "agree 2", "KILL"),
-        ],
-    ),
-    "one, and then another while the new group is made": (
-        SLOW,
-        4,
-        [(1, "step 2", "KILL"), (3, "form 1", "KILL")],
-    ),
-    "while the first group is made": (SLOW, 4, [(2, "form 0", "KILL")]),
-    "all but one": (SLOW, 4, [(r, f"step {4 + r}", "KILL") for r in range(3)]),
-}
-
-
-@pytest.mark.parametrize(
-    ("nproc", "faults"),
-    [pytest.param(n, faults, id=name, marks=m) for name, (m, n, faults) in FAULTS.items()],
-)
-def test_the_living_go_on(job: Launching, nproc: int, faults: list[Fault], expected: list[float]):
-    code, told = results(job, nproc, *faults)
+def test_the_living_go_on(job: Launching, expected: list[float]):
+    """Two die with rank 0, one while the next group is made, one in a commit, one in a recovery."""
+    faults: list[Fault] = [
+        (0, "step 5", "KILL"),
+        (3, "step 5", "KILL"),
+        (4, "form 1", "KILL"),
+        (1, "staged 10", "KILL"),
+        (2, "agree 3", "KILL"),
+    ]
+    code, told = results(job, 6, *faults)
     assert code == 0
-    check(told, set(range(nproc)) - {rank for rank, _, _ in faults}, expected)
-
-
-def _trains_over_etcd(slot: Slot, names: str, member: int) -> tuple[int, list[tuple[int, int]]]:
-    """Train while a member of etcd dies, and then rank 0."""
-    store = EtcdStore.from_url(f"etcd://{names}/elastic", timedelta(seconds=PATIENCE_S))
-
-    def train_on(state: State) -> int:
-        while state.commits < 8:
-            if slot.rank == 1 and state.commits == 2:
-                os.kill(member, signal.SIGKILL)
-            if slot.rank == 0 and state.commits == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            state.commit()
-        return state.commits
-
-    state = State()
-    options = dure.elastic.Options(store=store, rank=slot.rank, world_size=slot.size)
-    commits = dure.elastic.run(train_on, state, options)
-    store.close()
-    return commits or 0, [(r.lost, r.joined) for r in state.recoveries]
-
-
-@pytest.mark.needs("etcd")
-def test_over_etcd_rank_0_and_a_member_die_and_the_others_go_on(tmp_path: Path):
-    with etcd.etcd(3) as cluster:
-        member = cluster.members[0].pid
-        with Ranks(3, tmp_path, _trains_over_etcd, cluster.names, member) as ranks:
-            assert [ranks.result(rank) for rank in (1, 2)] == [(8, [(1, 0)])] * 2
+    check(told, {5}, expected)
 
 
 def test_down_to_one_rank_and_up_again(job: Launching, expected: list[float]):

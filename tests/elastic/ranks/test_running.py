@@ -14,7 +14,7 @@ import torch
 import dure
 from dure.comm.world import new_world
 from dure.elastic import Options, State, running
-from dure.errors import Desync, StoreLost, UsageError
+from dure.errors import Desync, StoreLost
 from dure.store import HashStore
 from dure.testing import run_ranks
 from tests.elastic.procs.programs.elastic_job import STEPS, make_state, train
@@ -98,13 +98,6 @@ def test_the_others_go_on_and_the_result_is_as_if_nobody_had_left(victims: set[i
         assert (job.states[rank].seen == 1).all()
         assert job.states[rank].commits == STEPS
         assert sum(r.lost for r in job.states[rank].recoveries) == len(victims)
-
-
-def test_an_error_of_all_ranks_ends_them_all():
-    job = Job(3)
-
-    job.run(lambda rank, state: train(state, lambda step: leaves(step == 2)))
-    assert [type(job.errors[r]) for r in range(3)] == [Leaves] * 3
 
 
 def test_an_error_that_a_lost_peer_explains_is_no_error():
@@ -197,21 +190,6 @@ def test_newcomers_are_let_in_at_a_step_boundary_with_the_state():
     assert [s.seen.unique().numel() for s in job.states.values()] == [1, 1, 1]
 
 
-def test_a_program_may_train_elastically_more_than_once():
-    job = Job(2)
-    again: dict[int, int | None] = {}
-
-    def rank(r: int) -> None:
-        with new_world():
-            options = Options(store=job.store, rank=r, world_size=2, backend="threads")
-            for _ in range(3):
-                state = State(n=0)
-                again[r] = dure.elastic.run(lambda s: s.commit() and s.commits, state, options)
-
-    run_ranks(2, rank)
-    assert again == {0: 1, 1: 1}
-
-
 def test_the_next_run_does_not_wait_for_a_rank_that_was_lost_in_the_last_one():
     job = Job(3)
     sizes: dict[int, list[int]] = {}
@@ -248,11 +226,3 @@ def test_ranks_that_do_not_commit_the_same_step_are_told_so():
 
     job.run(body)
     assert [type(job.errors[r]) for r in range(2)] == [Desync, Desync]
-
-
-def test_a_group_must_not_be_there_already():
-    def rank(r: int) -> None:
-        with pytest.raises(UsageError):
-            dure.elastic.run(lambda state: None, State())
-
-    run_ranks(1, rank)
