@@ -52,7 +52,7 @@ _POLL_S = 0.02
 _BEFORE_COLLECTING_S = 1.0  # an error that a test has caught holds frames, and they hold it
 _REPORTED_S = 1.0  # a module that keeps the next one waiting for longer is named at the end
 _SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they live as long as pytest
-_WITH_PROCESSES = {"procs", "faults", "parity"}  # folders
+_WITH_PROCESSES = {"hosts", "procs", "faults", "parity"}  # folders
 _HEAP = "/memfd:dure-heap (deleted)"  # a process has one symmetric heap, for as long as it lives
 _UNTRACKED = (_HEAP, "anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/dev/null", "/dev/urandom")
 

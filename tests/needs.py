@@ -43,6 +43,12 @@ def _namespaces() -> str:
     return hosts.why_not()
 
 
+def _firewalls() -> str:
+    from tests.hosts import networks
+
+    return networks.why_no_firewall()
+
+
 def _sshd() -> str:
     from tests.launch.procs import ssh_hosts
 
@@ -90,6 +96,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "chromium": _chromium,
     "compiler": _compiler,
     "network namespaces": _namespaces,
+    "firewalls": _firewalls,
     "sshd": _sshd,
     "Slurm": _slurm,
     "MPI": _mpi,

@@ -99,7 +99,8 @@ VARIABLES: dict[str, Variable] = {
         ),
         Variable(name="CUDA_VISIBLE_DEVICES", meaning="the GPUs this process may use"),
         Variable(name="OMP_NUM_THREADS", meaning="threads each process may use for one operator"),
-        Variable(name="GLOO_SOCKET_IFNAME", meaning="the interface Gloo uses between hosts"),
+        Variable(name="GLOO_SOCKET_IFNAME", meaning="the interface used between hosts"),
+        Variable(name="TP_SOCKET_IFNAME", meaning="the interface RPC uses between hosts"),
         Variable(name="NCCL_SOCKET_IFNAME", meaning="the interface NCCL uses between hosts"),
         Variable(
             name="KUBERNETES_SERVICE_HOST",

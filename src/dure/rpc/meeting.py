@@ -83,7 +83,8 @@ def connect(
     try:
         if store.compare_set("world", "", name := uuid.uuid4().hex) != name.encode():
             name = store.get("world").decode()
-        listener = listen(resolve(address or outward_address(store), 0, "this host's address"))
+        here = address or outward_address(store, "TP_SOCKET_IFNAME")
+        listener = listen(resolve(here, 0, "this host's address"))
         sockets = Sockets(listener, _key_of(store), name, unreachable_s)
         inbox = native.Inbox()
         heap, process = native.heap_identity(), myself()

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from dure import env
 from dure.errors import StoreError
 from dure.store.base import Store
+from dure.store.interfaces import chosen_address
 
 __all__ = [
     "LOOPBACK",
@@ -227,12 +228,22 @@ def why_unreachable(endpoint: str) -> str:
     return ""
 
 
-def outward_address(store: Store) -> str:
+def outward_address(store: Store, *variables: str) -> str:
     """Return the address of this host that the job's other hosts can reach.
 
-    That of the interface through which the store is reached; where the store is no network store,
-    through which MASTER_ADDR is; failing that, what this host's name means to itself.
+    That of the interface which the user has chosen (GLOO_SOCKET_IFNAME); else of the one through
+    which the store is reached; where the store is no network store, through which MASTER_ADDR is;
+    failing that, what this host's name means to itself.
+
+    Args:
+        store: The job's.
+        variables: Others than GLOO_SOCKET_IFNAME that may name the interface; they go first.
+
+    Raises:
+        UsageError: This host has no such interface.
     """
+    if chosen := chosen_address(*variables, "GLOO_SOCKET_IFNAME"):
+        return chosen
     endpoint = _endpoint_of(store)
     for host in (endpoint, env.text("DURE_STORE_BIND"), env.text("MASTER_ADDR")):
         found = interface_to(host) if host and not is_wildcard(host) else None

@@ -33,9 +33,12 @@ from torch._C import _distributed_c10d as c10d
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.group import EngineGroup
 from dure.comm.backends.engine.work import EngineState, EngineWork
-from dure.errors import DureError, UsageError
+from dure.comm.backends.reachability import find_unreachable
+from dure.errors import CommError, DureError, UsageError
 from dure.store.address import outward_address
 from dure.store.base import Store
+from dure.store.identity import host_name
+from dure.store.interfaces import chosen_address
 from dure.store.wire import encode
 
 __all__ = ["EngineCalls", "GlooOpening", "create_gloo", "create_nccl"]
@@ -45,6 +48,8 @@ _POISON = timedelta(milliseconds=1)
 _POISON_TAG = 0x7FFFFFF0
 _LOOK_S = 0.05
 _ADDRESS = "engine/address"
+_UNCONNECTED = "engine/unconnected"
+"""Set by the first rank that could not connect, so that the others do not wait any longer."""
 _OPS = {
     name: getattr(c10d.ReduceOp, name)
     for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
@@ -282,7 +287,8 @@ class GlooOpening:
                 "this torch was built without Gloo", fix="Use the shm backend, or another torch."
             )
         settings = cls._Options()
-        settings._devices = [cls.create_device(hostname=_own_address(options))]
+        self._address, self._began = _own_address(options), time.monotonic()
+        settings._devices = [cls.create_device(hostname=self._address)]
         settings._timeout = options.timeout  # pyright: ignore[reportAttributeAccessIssue]
         settings._threads = 2
         addresses = _Addresses()
@@ -317,16 +323,48 @@ class GlooOpening:
         Raises:
             CommError: A rank could not be connected to.
         """
-        options = self._options
+        options, late = self._options, time.monotonic() + self._options.timeout.total_seconds()
         while not wait([self._engine], _LOOK_S).done:
-            options.store.check([_ADDRESS])  # which looks whether the members live
-        if self._engine.exception() is not None:
+            # It also looks whether the members live.
+            if options.store.check([_UNCONNECTED]) or time.monotonic() > late:
+                raise self._unconnected(None)
+        if (error := self._engine.exception()) is not None:
             time.sleep(_LOOK_S)  # connections close before a process counts as ended
             options.store.check([_ADDRESS])
+            raise self._unconnected(error)
         engine, self._engine = self._engine.result(), Future()  # the backend's alone from now on
         if options.op_timeout is not None:
             engine._set_default_timeout(options.op_timeout)
         return EngineGroup(_Gloo(engine, options), options)
+
+    def _unconnected(self, error: BaseException | None) -> BaseException:
+        """Return the error for ranks that could not connect.
+
+        Args:
+            error: What the engine says; None: another rank has failed, or time is up. The thread
+                that connects goes on then until it ends by itself: Gloo tries five times.
+        """
+        options = self._options
+        options.store.set(_UNCONNECTED, "")
+        found = find_unreachable(options, self._address)
+        if found:
+            where = f"from {host_name()} ({self._address}) to " + "; ".join(map(str, found))
+            return CommError(
+                "no connection between two hosts",
+                group=options.name,
+                rank=options.rank,
+                world_size=options.size,
+                peer=found[0].rank,
+                elapsed_s=time.monotonic() - self._began,
+                seen=where,
+                fix="Let TCP through between all hosts of the job, in both directions and at all "
+                "ports above 1023, or choose another interface (GLOO_SOCKET_IFNAME): see "
+                "docs/hosts.md.",
+            )
+        if error is None:
+            error = RuntimeError("timed out, or another rank could not connect")
+            return EngineState(options).translate(error, "create gloo", self._began)
+        return error
 
     def withdraw(self) -> None:
         """See `Opening.withdraw`."""
@@ -397,4 +435,6 @@ def _connect(name: str, make: Callable[[], Engine], options: BackendOptions) -> 
 
 def _own_address(options: BackendOptions) -> str:
     """Return the address peers can reach this rank at: loopback if all are on this host."""
+    if chosen := chosen_address("GLOO_SOCKET_IFNAME"):
+        return chosen
     return "127.0.0.1" if len({*options.hosts}) == 1 else outward_address(options.store)

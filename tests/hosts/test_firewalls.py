@@ -1,0 +1,45 @@
+"""Firewalls between hosts that let in nothing but the store's port."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import dure as dist
+from dure.errors import CommError
+from tests.comm.forked_ranks import Slot
+from tests.hosts.networks import STORE_PORT, close_ports, hosts, ranks_on, set_variables
+
+pytestmark = pytest.mark.needs("firewalls", "engine")
+
+TIMEOUT_S = 2.0
+SEARCH_S = 3.0  # how long the ranks then look for who cannot be reached
+
+
+def meet(slot: Slot, variables: dict[str, str]) -> tuple[Exception, float]:
+    """Create the default group; return the error, and how long it took."""
+    set_variables(slot.rank, variables)
+    began = time.monotonic()
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    except CommError as error:
+        return error, time.monotonic() - began
+    raise AssertionError("connected through a firewall")
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_hosts_that_cannot_connect_are_named_on_all_ranks_in_time(refuse: bool, tmp_path: Path):
+    with hosts(2, "wall") as made:
+        for host in made:
+            close_ports(host, but=[STORE_PORT], refuse=refuse)
+        with ranks_on(made, tmp_path, meet) as ranks:
+            for rank, (error, took_s) in enumerate(ranks.values()):
+                here, there = made[rank], made[1 - rank]
+                assert f"from {here.name} ({here.address})" in str(error)
+                assert f"rank {1 - rank} on {there.name} ({there.address}, port " in str(error)
+                assert ("refused" if refuse else "no answer") in str(error)
+                assert error.peer == 1 - rank
+                assert took_s < 5 * TIMEOUT_S, "as long as Gloo tries by itself"
