@@ -1,4 +1,4 @@
-"""Output torture: many lines, long lines, garbage, unfinished lines, slow readers."""
+"""Output of real ranks: long lines, garbage, slow readers, terminals."""
 
 from __future__ import annotations
 
@@ -7,24 +7,8 @@ import os
 import random
 import termios
 
-from tests.launch.procs.launching import Launching, unfolded, writers
+from tests.launch.procs.launching import Launching
 from tests.waiting import until
-
-
-def test_many_lines_of_each_rank_arrive_whole_and_in_order(job: Launching) -> None:
-    program = job.write("""
-        import os, sys
-        for i in range(3000):
-            print("line", i, os.environ["RANK"] * (i % 100))
-            if i % 10 == 0:
-                print("error", i, file=sys.stderr)
-    """)
-    done = job.run("-n", "2", program)
-    assert done.code == 0
-    for rank in (0, 1):
-        assert done.lines(rank) == [f"line {i} {str(rank) * (i % 100)}" for i in range(3000)]
-        errors = [line for line in unfolded(done.err, rank) if line.startswith("error")]
-        assert errors == [f"error {i}" for i in range(0, 3000, 10)]
 
 
 def test_long_lines_and_garbage_survive(job: Launching) -> None:
@@ -45,37 +29,6 @@ def test_long_lines_and_garbage_survive(job: Launching) -> None:
         expected += [b"[%d] " % rank + text for text in texts]
     ranks = [line for line in shown if line and not line.startswith(b"[dure]")]
     assert sorted(map(hash, ranks)) == sorted(map(hash, expected))
-
-
-def test_prefix_is_padded_and_a_missing_last_newline_added(job: Launching) -> None:
-    done = job.run("-n", "11", "--no-python", "sh", "-c", "echo x $RANK; printf end$RANK")
-    lines = [f"[{rank:>2}] {text}{rank}" for rank in range(11) for text in ("x ", "end")]
-    assert sorted(done.out.splitlines()) == sorted(lines)
-
-
-def test_lines_that_all_ranks_write_are_shown_once(job: Launching) -> None:
-    """The ranks write the same line until it was seen to fold, however late one of them starts."""
-    program = job.write("""
-        import os, time
-        count = 0
-        while not os.path.exists("seen"):
-            print("alike")
-            count += 1
-            time.sleep(0.01)
-        print(count, "lines of", os.environ["RANK"])
-    """)
-    process = job.start("-n", "2", program)
-    assert process.stdout is not None
-    shown: list[str] = []
-    while not shown or writers(shown[-1]) != [0, 1]:
-        shown.append(process.stdout.readline())
-        assert shown[-1]
-    (job.directory / "seen").touch()
-    shown += process.stdout.readlines()
-    assert job.finish(process).code == 0
-    for rank in (0, 1):
-        *alike, last = unfolded("".join(shown), rank)
-        assert (set(alike), last) == ({"alike"}, f"{len(alike)} lines of {rank}")
 
 
 def test_slow_reader_slows_the_ranks_and_loses_nothing(job: Launching) -> None:

@@ -74,9 +74,19 @@ def test_unfinished_line_is_shown_behind_what_waits_and_goes_on_behind_itself(
     terminal.tick(IDLE_S)
     assert capfd.readouterr().out == "[0] waits\n[1] Name? "
     terminal.received(two, b"Dure\nlast\n", IDLE_S)
-    terminal.received(one, b"Dure\n", IDLE_S)  # which is no end of that line
+    terminal.received(one, b"Dure\nend", IDLE_S)  # which is no end of that line
     terminal.finish()
-    assert capfd.readouterr().out == "Dure\n[1] last\n[0] Dure\n"
+    terminal.sinks[0].write_some()
+    assert capfd.readouterr().out == "Dure\n[1] last\n[0] Dure\n[0] end\n"
+
+
+def test_traceback_without_an_end_is_shown_after_a_while(capfd: pytest.CaptureFixture[str]) -> None:
+    terminal = begun(fold=False)
+    begun_only = b"Traceback (most recent call last):\n"
+    terminal.received(terminal.reader(0, "stderr"), begun_only, 5.0)
+    for now, text in ((5.0, ""), (5.0 + IDLE_S, f"[0] {begun_only.decode()}")):
+        terminal.tick(now)
+        assert capfd.readouterr().err == text
 
 
 def test_bars_of_two_ranks_are_drawn_one_below_the_other_within_a_moment(
@@ -106,16 +116,6 @@ def test_timestamps_come_before_each_line(capfd: pytest.CaptureFixture[str]) -> 
     lines = shown(capfd, (0, b"one\ntwo\n"), timestamps=True)
     assert len(lines) == 2
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} \[0\] (one|two)", line) for line in lines)
-
-
-def test_traceback_without_an_end_is_shown_after_a_while() -> None:
-    terminal = begun()
-    reader = terminal.reader(0, "stderr")
-    terminal.received(reader, b"Traceback (most recent call last):\n  File\n", 5.0)
-    assert terminal.wake_at == 5.0 + IDLE_S
-    terminal.tick(5.0 + IDLE_S)
-    assert terminal.wake_at != 5.0 + IDLE_S  # it has left for the folder
-    terminal.finish()
 
 
 def test_what_was_shown_is_known_but_of_long_lines_their_beginnings(

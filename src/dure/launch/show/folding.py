@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 
@@ -40,19 +41,15 @@ _HEADER = b"Traceback (most recent call last):"
 _LONGEST = 1000  # lines that are kept together
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """A line on its way, and the ranks that wrote it (a bit each)."""
 
-    __slots__ = ("at", "key", "number", "owner", "ranks")
-
-    def __init__(
-        self, number: int, rank: int, owner: object, key: tuple[Stream, bytes], at: float
-    ) -> None:
-        self.number = number
-        self.ranks = 1 << rank
-        self.owner = owner
-        self.key = key
-        self.at = at
+    number: int
+    ranks: int
+    owner: object
+    key: tuple[Stream, bytes]
+    at: float
 
     @property
     def text(self) -> bytes:
@@ -90,7 +87,7 @@ class Folder:
                 entry.ranks |= 1 << rank
                 last = entry.number
                 continue
-            entry = Entry(self._next, rank, owner, key, now)
+            entry = Entry(self._next, 1 << rank, owner, key, now)
             self._alike.setdefault(key, deque()).append(entry)
             self._queue.append(entry)
             self._queued_bytes += len(text)

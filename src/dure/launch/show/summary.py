@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dure.launch.show.folding import rank_set
-from dure.launch.spec import HANG, Exit, Frame, JobResult, RankResult, signal_name
+from dure.launch.spec import HANG, Frame, JobResult, RankResult, signal_name
 from dure.trace.frames import is_library
 
 __all__ = ["summary", "where"]
@@ -25,21 +25,14 @@ _FRAME = re.compile(r'(?m)^  File "(.*)", line (\d+)(?:, in (.*))?$')
 _DURE = f"{Path(__file__).parents[2]}/"
 _PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _SHOWN_BEFORE = 160  # characters of an error that the user has just seen
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "perhaps the kernel ran out of memory (see `dmesg`), or a user killed it",
     signal.SIGSEGV: "native code used memory that is not its own; PYTHONFAULTHANDLER=1 shows where",
     signal.SIGBUS: "a file or memory it had mapped was too small (is the disk or /dev/shm full?)",
     signal.SIGABRT: "native code gave up; its last message is in the output above",
     signal.SIGILL: "a library was built for another processor",
-    signal.SIGFPE: "native code divided by zero",
-    signal.SIGXCPU: "its limit of processor time was reached (see `ulimit -t`)",
     signal.SIGTERM: "another process asked it to end",
 }
-
-
-def _never(rank: int, text: str) -> bool:
-    del rank, text
-    return False
 
 
 def where(stack: tuple[Frame, ...]) -> str:
@@ -66,7 +59,9 @@ def _is_internal(file: str) -> bool:
 
 
 def summary(
-    result: JobResult, shown: Callable[[int, str], bool] = _never, limit: int = 32
+    result: JobResult,
+    shown: Callable[[int, str], bool] = lambda rank, text: False,
+    limit: int = 32,
 ) -> list[str]:
     """Return the lines that say why the job ended; none if there is nothing to report.
 
@@ -173,12 +168,8 @@ def _how(rank: RankResult) -> str:
     raised = rank.crash is not None and rank.crash.type not in ("SystemExit", "error")
     if rank.crash is not None and (rank.ended_by_launcher or (raised and not rank.exit.signal)):
         return f"it raised {rank.crash.type}"
-    hint = _hint(rank.exit)
+    hint = _HINTS.get(rank.exit.signal or 0)
     return f"{rank.exit}{f' ({hint})' if hint else ''}"
-
-
-def _hint(how: Exit) -> str:
-    return _HINTS.get(signal.Signals(how.signal), "") if how.signal in set(signal.Signals) else ""
 
 
 def _last_words(traceback: str) -> str:
