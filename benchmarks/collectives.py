@@ -21,11 +21,11 @@ from pathlib import Path
 import psutil
 from compared.group import find_rival, ours
 from compared.measure import measure, note
-from compared.plan import Plan, parse_names, parse_ranks, parse_rivals, parse_sizes
+from compared.plan import ITEM_BYTES, Plan, parse_names, parse_ranks, parse_rivals, parse_sizes
 from compared.results import Report
 from rich.console import Console
 
-from dure.cli.bench.operations import DTYPES, OPERATIONS, show_size
+from dure.cli.bench.operations import OPERATIONS, show_size
 from dure.cli.machine import busy_cores, conditions, oversubscribed
 from dure.errors import DureError
 
@@ -35,7 +35,7 @@ _PAPER_COLUMNS = 140
 def read_options() -> tuple[Plan, Path | None]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--op", default="all_reduce", help=f"{', '.join(OPERATIONS)}: a,b or all")
-    parser.add_argument("--dtype", default="float32", help=f"{', '.join(DTYPES)}: a,b or all")
+    parser.add_argument("--dtype", default="float32", help=f"{', '.join(ITEM_BYTES)}: a,b or all")
     parser.add_argument("--sizes", default="8,256,4K,64K,1M,16M,64M", help="in bytes")
     parser.add_argument("--ranks", default="2", help="processes, one group after the other: 2,4")
     parser.add_argument("--backend", default="shm", help="of Dure: shm, gloo, mpi or hybrid")
@@ -49,7 +49,7 @@ def read_options() -> tuple[Plan, Path | None]:
     plan = Plan(
         backend=options.backend,
         ops=parse_names("operation", [options.op], OPERATIONS),
-        dtypes=parse_names("dtype", [options.dtype], DTYPES),
+        dtypes=parse_names("dtype", [options.dtype], ITEM_BYTES),
         redop=options.redop,
         ranks=parse_ranks([options.ranks]),
         sizes=parse_sizes(options.sizes),

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from compared.group import Contestant, Group, GroupFailed
-from compared.plan import Plan
+from compared.plan import ITEM_BYTES, Plan
 from compared.results import Cell, Key, Report, rich_table
-from dure.cli.bench.operations import DTYPES, OPERATIONS, show_size
+from dure.cli.bench.operations import OPERATIONS, show_size
 
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
@@ -46,7 +46,7 @@ def measure(plan: Plan, contestants: list[Contestant], report: Report, console: 
                     key = Key(op, dtype, redop, ranks)
                     cells: list[Cell] = []
                     for count in _counts(plan, key):
-                        status.update(f"{key.title}: {show_size(count * DTYPES[dtype])}")
+                        status.update(f"{key.title}: {show_size(count * ITEM_BYTES[dtype])}")
                         cells += _cells(plan, key, count, named)
                     console.print(rich_table(key, cells, report.contestants))
                     report.cells += cells
@@ -78,7 +78,7 @@ def _counts(plan: Plan, key: Key) -> list[int]:
     """Return the numbers of elements to measure; 0 stands for the barrier."""
     if key.op == "barrier":
         return [0]
-    operation, item_bytes = OPERATIONS[key.op], DTYPES[key.dtype]
+    operation, item_bytes = OPERATIONS[key.op], ITEM_BYTES[key.dtype]
     return list(dict.fromkeys(operation.elements(n, item_bytes, key.ranks) for n in plan.sizes))
 
 
@@ -87,7 +87,7 @@ def _cells(plan: Plan, key: Key, count: int, named: dict[str, Group]) -> list[Ce
     cells = {
         name: Cell(
             **msgspec.structs.asdict(key),
-            num_bytes=count * DTYPES[key.dtype],
+            num_bytes=count * ITEM_BYTES[key.dtype],
             count=count,
             contestant=name,
         )

@@ -10,10 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import torch
 
-from dure.cli.bench.operations import show_size
+from dure.cli.bench.operations import DTYPES, show_size
 from dure.errors import UsageError
 
+ITEM_BYTES = {name: getattr(torch, name).itemsize for name in DTYPES}
 _BACKENDS = ("shm", "gloo", "mpi", "hybrid")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"([1-9]\d*)([KMG]?)", re.IGNORECASE)

@@ -31,27 +31,41 @@ def show_environment(
     if as_json:
         print(json.dumps(_as_dictionary(placement, environ), indent=2))
         return
-    console = Console()
-    _show_found(console, placement)
-    _show_variables(console, environ, everything)
-
-
-def _show_found(console: Console, placement: Placement) -> None:
-    table = Table(box=None, pad_edge=False, title="What was found", title_justify="left")
-    for column in ("what", "value", "why"):
-        table.add_column(column, overflow="fold")
-    table.add_row("started by", str(placement.system), "")
-    for what, value, why in _roles(placement):
-        table.add_row(what, Text(value), Text(why))
+    rows = [("started by", str(placement.system), ""), *_roles(placement)]
     if placement.endpoint is not None:
         why = f"the port is derived from {placement.job!r}" if placement.port_derived else ""
-        table.add_row("endpoint", Text(placement.endpoint), Text(why))
+        rows.append(("endpoint", placement.endpoint, why))
     state, source, why = _key()
-    table.add_row("key", Text(state), Text(", ".join(filter(None, (source, why)))))
-    console.print(table)
+    rows.append(("key", state, ", ".join(filter(None, (source, why)))))
+    console = Console()
+    _print_table(console, ("what", "value", "why"), rows)
     for note in placement.notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)
     console.print()
+    variables = [  # PATH is always set
+        (name, "-" if value is None else value, meaning)
+        for name, value, meaning in env.describe()
+        if everything or (value is not None and name != "PATH")
+    ]
+    variables += [
+        (name, value, "see docs/clusters.md")
+        for name, value in set_here(environ).items()
+        if name not in env.VARIABLES
+    ]
+    _print_table(console, ("variable", "value", "meaning"), variables)
+    if not everything:
+        console.print("Others would be read if they were set: dure env --all", style="dim")
+
+
+def _print_table(
+    console: Console, heads: tuple[str, ...], rows: list[tuple[str, str, str]]
+) -> None:
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def _roles(placement: Placement) -> list[tuple[str, str, str]]:
@@ -79,31 +93,6 @@ def _key() -> tuple[str, str, str]:
     if key is None:
         return "none yet", source, "made on first use, on one host; several hosts need the same"
     return f"fingerprint {key.fingerprint}", source, "the same on every host of a job"
-
-
-def _show_variables(console: Console, environ: dict[str, str], everything: bool) -> None:
-    """Show what is set, by the user or a launcher; PATH, which always is, and the rest if asked."""
-    known = env.describe()
-    rows = [(name, Text(value), meaning) for name, value, meaning in known if value is not None]
-    rows = [row for row in rows if everything or row[0] != "PATH"]
-    rows += [
-        (name, Text(value), Text("see docs/clusters.md"))
-        for name, value in set_here(environ).items()
-        if name not in env.VARIABLES
-    ]
-    if everything:
-        none = Text("-", style="dim")
-        rows += [(name, none, meaning) for name, value, meaning in known if value is None]
-    if rows:
-        table = Table(box=None, pad_edge=False, title="Variables", title_justify="left")
-        for column in ("variable", "value", "meaning"):
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if not everything:
-        others = len(known) - sum(value is not None for _, value, _ in known)
-        console.print(f"{others} more would be read if they were set: dure env --all", style="dim")
 
 
 def _as_dictionary(placement: Placement, environ: dict[str, str]) -> dict[str, object]:

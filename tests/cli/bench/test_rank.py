@@ -9,7 +9,7 @@ from dure.cli.bench.rank import Case, expected, held
 
 
 def case(op: str, rank: int, redop: Any = "sum", count: int = 6) -> Case:
-    return Case(op, torch.float32, redop, count, arena=False, rank=rank, size=3)
+    return Case(op, torch.float32, redop, count, rank=rank, size=3)
 
 
 # Values of ranks 0 to 2 are 1, 2, 3, ...; 18, 19, ...; 35, 36, ... where they are moved, and 1 to 5

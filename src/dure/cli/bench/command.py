@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal  # Any: what rank 0 reports
 
@@ -46,7 +47,6 @@ def bench(
     ] = min(_MOST_RANKS, max(2, usable_cores())),
     backend: Annotated[Literal["shm", "gloo", "hybrid"], typer.Option(help="Of Dure.")] = "shm",
     redop: Annotated[Reduction, typer.Option(help="Of operations that reduce.")] = "sum",
-    arena: Annotated[bool, typer.Option("--arena", help="Tensors from shared_empty.")] = False,
     samples: Annotated[int, typer.Option(help="Taken of each size.", min=2)] = 7,
     sample_time: Annotated[float, typer.Option(help="Seconds of a sample.", min=0.0)] = 0.03,
     file: Annotated[
@@ -60,7 +60,6 @@ def bench(
         dtypes=names_in(dtype, "dtype", DTYPES),
         redop=redop,
         sizes=[_bytes(word) for word in sizes.split(",")],
-        arena=arena,
         samples=samples,
         sample_s=sample_time,
     )
@@ -104,7 +103,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def names_in(text: str, what: str, known: dict[str, Any]) -> list[str]:
+def names_in(text: str, what: str, known: Iterable[str]) -> list[str]:
     """Read "a,b", or "all"."""
     names = list(known) if text == "all" else list(dict.fromkeys(text.split(",")))
     for name in names:

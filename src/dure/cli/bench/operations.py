@@ -18,17 +18,8 @@ from typing import Literal
 import msgspec
 
 Reduction = Literal["sum", "product", "min", "max", "avg"]
-DTYPES = {
-    "float32": 4,
-    "float64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}
-"""Bytes of an element, by the name torch gives the type."""
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+"""Types of elements, by the names that torch gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +37,8 @@ class Operation:
 
     def elements(self, num_bytes: int, item_bytes: int, ranks: int) -> int:
         """Return how many elements stand for `num_bytes`: at least one, of each rank if divided."""
+        if self.bus == "none":
+            return 0
         count = max(1, num_bytes // item_bytes)
         return max(1, count // ranks) * ranks if self.divided else count
 
@@ -73,7 +66,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: list[str]
     redop: Reduction
     sizes: list[int]
-    arena: bool
     samples: int
     sample_s: float
 

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 import dure
-from dure.cli.bench.operations import DTYPES, OPERATIONS, Plan, Reduction
+from dure.cli.bench.operations import OPERATIONS, Plan, Reduction
 
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
@@ -48,17 +48,8 @@ class Case:
     dtype: torch.dtype
     redop: Reduction
     count: int
-    arena: bool
     rank: int
     size: int
-
-    @property
-    def last(self) -> int:
-        """The root of the operation that is checked."""
-        return self.size - 1
-
-    def empty(self, count: int) -> torch.Tensor:
-        return (dure.shared_empty if self.arena else torch.empty)(count, dtype=self.dtype)
 
 
 def held(case: Case, rank: int, count: int) -> torch.Tensor:
@@ -74,9 +65,12 @@ def held(case: Case, rank: int, count: int) -> torch.Tensor:
 
 
 def expected(case: Case) -> torch.Tensor | None:
-    """Return what this rank must hold after the operation; None if that is left open."""
+    """Return what this rank must hold after the operation, with the last rank as root.
+
+    None if that is left open.
+    """
     rank, n, count = case.rank, case.size, case.count
-    if case.op in {"gather", "reduce"} and rank != case.last:
+    if case.op in {"gather", "reduce"} and rank != n - 1:
         return None
     if OPERATIONS[case.op].reduces:
         each = (held(case, r, count) for r in range(n))
@@ -88,7 +82,7 @@ def expected(case: Case) -> torch.Tensor | None:
     if case.op == "all_to_all":
         return torch.cat([held(case, r, count).chunk(n)[rank] for r in range(n)])
     if case.op in {"broadcast", "scatter"}:
-        sent = held(case, case.last, count)
+        sent = held(case, n - 1, count)
         return sent.chunk(n)[rank] if case.op == "scatter" else sent
     if case.op == "sendrecv" and rank < 2:
         return held(case, 1 - rank, count)
@@ -131,19 +125,19 @@ def operation(case: Case, a: torch.Tensor, b: torch.Tensor) -> Run:
 def measured(case: Case, plan: Plan) -> tuple[list[float], int]:
     """Return the seconds of each sample, of its slowest rank, and the number of wrong elements."""
     op, n, count = case.op, case.size, case.count
-    source = case.empty(count // n if op in {"all_gather", "gather"} else count)
+    part = count // n
+    source = torch.empty(part if op in {"all_gather", "gather"} else count, dtype=case.dtype)
+    target = source  # in place, if not another tensor
     if op in {"all_gather", "gather", "all_to_all", "sendrecv"}:
-        target = case.empty(count)
+        target = torch.empty(count, dtype=case.dtype)
     elif op in {"reduce_scatter", "scatter"}:
-        target = case.empty(count // n)
-    else:
-        target = source  # in place
+        target = torch.empty(part, dtype=case.dtype)
     run = operation(case, source, target)
 
     def wrong() -> int:
         target.zero_()
         source.copy_(held(case, case.rank, len(source)))
-        run(case.last)
+        run(n - 1)
         wanted = expected(case)
         return 0 if wanted is None else int((target != wanted).sum())
 
@@ -178,34 +172,31 @@ def _fill(seconds: float, one_s: float) -> int:
     return max(1, min(_MAX_REPEATS, int(seconds / max(one_s, 1e-9))))
 
 
-def _report(rank: int, **values: object) -> None:
-    if rank == 0:
-        print(json.dumps({"dure": values}), flush=True)
-
-
 def main() -> None:
     """Measure all of the plan that the command line has as JSON."""
     plan = msgspec.json.decode(sys.argv[1], type=Plan)
     torch.set_num_threads(1)
     dure.init_process_group(plan.backend)
     rank, n = dure.get_rank(), dure.get_world_size()
-    copies = getattr(dure.group.WORLD, "copies", None)
-    _report(rank, copies=str(copies or ""))
+
+    def report(**values: object) -> None:
+        if rank == 0:
+            print(json.dumps({"dure": values}), flush=True)
+
+    report(copies=str(getattr(dure.group.WORLD, "copies", None) or ""))
     for op in plan.ops:
         how = OPERATIONS[op]
-        for dtype in plan.dtypes if op != "barrier" else plan.dtypes[:1]:
-            item_bytes = DTYPES[dtype]
-            counts = [how.elements(size, item_bytes, n) for size in plan.sizes]
-            for count in dict.fromkeys(counts) if op != "barrier" else [0]:
-                case = Case(op, getattr(torch, dtype), plan.redop, count, plan.arena, rank, n)
-                samples_s, wrong = measured(case, plan)
-                _report(
-                    rank,
+        for name in plan.dtypes if op != "barrier" else plan.dtypes[:1]:
+            dtype = getattr(torch, name)
+            sizes = [0] if op == "barrier" else plan.sizes
+            for count in dict.fromkeys(how.elements(size, dtype.itemsize, n) for size in sizes):
+                samples_s, wrong = measured(Case(op, dtype, plan.redop, count, rank, n), plan)
+                report(
                     op=op,
-                    dtype=dtype,
+                    dtype=name,
                     redop=plan.redop if how.reduces else "",
                     ranks=n,
-                    num_bytes=count * item_bytes,
+                    num_bytes=count * dtype.itemsize,
                     count=count,
                     samples_s=samples_s,
                     wrong=wrong,

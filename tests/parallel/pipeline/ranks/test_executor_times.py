@@ -48,10 +48,9 @@ def test_steps_are_drawn_a_track_a_stage_and_simulated_on_2_ranks(tmp_path: Path
     busy = sum(s.end - s.start for spans in step.measured.spans for s in spans)
     assert step.measured.step_time * 2 * (1 - step.measured.bubble) == pytest.approx(busy)
 
-    picture = tmp_path / "out.json"
-    done = CliRunner().invoke(commands, ["merge", str(tmp_path), "-o", str(picture)])
-    assert done.exit_code == 0 and "simulated" in done.output
-    assert (tmp_path / "out.measured.svg").exists() and (tmp_path / "out.simulated.svg").exists()
+    drawn = tmp_path / "out.json"
+    done = CliRunner().invoke(commands, ["merge", str(tmp_path), "-o", str(drawn)])
+    assert done.exit_code == 0 and "simulated" in done.output and drawn.exists()
 
 
 class _Clock(threading.local):
