@@ -111,7 +111,6 @@ def test_columns_are_shares_of_a_step(found):
     assert line.split()[2:] == (
         [
             "1,000",
-            "900-1.11k",
             "41%",
             "2.5",
             "50%",
@@ -131,7 +130,6 @@ def test_lines_fit_the_terminal_and_layouts_are_whole(found):
         table, _, rest = out.partition("Behind GB")
         text = rest.partition(" in a program:")[0]
         assert max(len(line.rstrip()) for line in (table + text).splitlines()) <= width
-        assert ("interval" in table) == (width >= 100)
         words = "".join(word for word in table.split() if word[0].isalpha())
         for row in found.rows[:15]:
             assert str(row.layout) in words

@@ -32,7 +32,6 @@ def measured(ranks):
         "tiny_forward": 1e-3,
         "loss": 9 * 4 * TOKENS * 8192 / HBM,
         "adam": 2 * 28 * 2**23 / HBM,
-        "kept": 1.5 * (8 * WIDTH + 2 + HEADS) + 4 * HIDDEN + 2 * WIDTH,
         "held": 3e8,
     }
     if ranks > 1:
@@ -56,7 +55,6 @@ def test_what_a_machine_is_is_found_again():
         "adam": 2,
         "host": 1e-3,
         "host_backward": 2,
-        "kept": 1.5,
         "link_latency": 1e-4 / 2,
         "message": 2e-5,
         "message_bytes": 0.5,

@@ -84,23 +84,6 @@ class Pieces:
 
         return _timed(run)
 
-    def kept(self, tokens: int, width: int, hidden: int, heads: int) -> float:
-        """Count the elements that a layer keeps of each token until its backward pass."""
-        layer, x = _Layer(width, hidden, heads), torch.randn(1, tokens, width, requires_grad=True)
-        own = {each.data_ptr() for each in (*layer.parameters(), *layer.buffers())}
-        sizes: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                sizes[storage.data_ptr()] = storage.nbytes() // 4
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer(x)
-        del y
-        return sum(sizes.values()) / tokens
-
     def loss(self, tokens: int, vocabulary: int) -> float:
         """Time the loss of scores, forward and backward."""
         scores = torch.randn(tokens, vocabulary, requires_grad=True)

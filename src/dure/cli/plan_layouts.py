@@ -30,9 +30,8 @@ __all__ = ["layouts", "show"]
 
 _OP = "plan layouts"
 _ROWS = 15
-_WIDE = 100  # columns of a terminal
 _USUAL_BATCH, _USUAL_BATCH_OF_A_CPU = 4 << 20, 64 << 10  # tokens
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
 _NARROWEST = 16  # columns of layouts
 _LEAST = 0.005  # of a step: shares below are shown as "-"
 _TOO_LARGE = 3  # layouts that are listed
@@ -164,30 +163,27 @@ def _model(name: str, config: Path | None, sizes: dict[str, int]) -> Model:
     return Model(**sizes, groups=sizes["heads"], hidden=7 * sizes["width"] // 2)
 
 
+def _job(model: Model, machine: Machine, tokens: str, precision: str, compiled: bool) -> Job:
+    on_cpu = machine.gpu.kind == "cpu"
+    if tokens:
+        batch = _tokens(tokens)
+    else:  # a power of two of sequences for each rank
+        usual = _USUAL_BATCH_OF_A_CPU if on_cpu else _USUAL_BATCH
+        each = max(1, usual // (model.length * machine.ranks))
+        batch = (1 << (each.bit_length() - 1)) * machine.ranks * model.length
+    return Job(model, batch, precision or ("fp32" if on_cpu else "bf16"), compiled)
+
+
 def _tokens(text: str) -> int:
     """Read a number of tokens, such as 4194304, 4Mi or 2.5M."""
-    match = re.fullmatch(r"([0-9][0-9,_]*(?:\.[0-9]+)?)(k|m|ki|mi|)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(k|m|ki|mi|)", text.replace(",", "").lower())
     if match is None:
         raise UsageError(
             f"--batch-tokens must be a number of tokens, got {text!r}",
             op=_OP,
             fix="Write 4194304, or 4Mi (2^20); k and M are 10^3 and 10^6.",
         )
-    unit = _UNITS[{"ki": "Ki", "mi": "Mi", "m": "M"}.get(match[2], match[2])]
-    return round(float(re.sub("[,_]", "", match[1])) * unit)
-
-
-def _job(model: Model, machine: Machine, tokens: str, precision: str, compiled: bool) -> Job:
-    usual = "fp32" if machine.gpu.kind == "cpu" else "bf16"
-    batch = _tokens(tokens) if tokens else _usual_batch(model, machine)
-    return Job(model, batch, precision or usual, compiled)
-
-
-def _usual_batch(model: Model, machine: Machine) -> int:
-    """Return the default batch: a power of two of sequences for each rank."""
-    tokens = _USUAL_BATCH_OF_A_CPU if machine.gpu.kind == "cpu" else _USUAL_BATCH
-    each = max(1, tokens // (model.length * machine.ranks))
-    return (1 << (each.bit_length() - 1)) * machine.ranks * model.length
+    return round(float(match[1]) * _UNITS[match[2]])
 
 
 def _explained(text: str, job: Job, machine: Machine, everything: bool) -> Layout:
@@ -221,20 +217,20 @@ def _title(found: Plan, name: str) -> str:
 def show(console: Console, found: Plan, title: str, *, everything: bool) -> None:
     """Print a plan: its table, and below it what is too large, reasons, changes, code."""
     rows = found.rows if everything else found.rows[:_ROWS]
-    _print(console, title)
+    console.print(Text(title))
     console.print(_table(rows, found, console.width))
     first, ties = found.rows[0], found.ties
     within = first.high / first.speed - 1
-    more = f" of {len(found.rows)}" if len(rows) < len(found.rows) else ""
-    _print(
-        console,
-        "Behind GB (of the fullest rank): shares of a step; tp, cp and dp are communication that "
-        f"nothing hides. 8 of 10 measurements were within {within:.0%} of what is predicted. "
-        f"{ties}{more or f' of {len(rows)}'} layouts cannot be told from the first by that (~)."
-        + _simplest(found),
+    console.print(
+        Text(
+            "Behind GB (of the fullest rank): shares of a step; tp, cp and dp are communication "
+            f"that nothing hides. 8 of 10 measurements were within {within:.0%} of what is "
+            f"predicted. {ties} of {len(found.rows)} layouts cannot be told from the first by that "
+            f"(~).{_simplest(found)}"
+        )
     )
     parts = [f"{name} {size / 1e9:.1f}" for name, size in first.memory.items() if size]
-    _print(console, f"GB of the first: {', '.join(parts)}.")
+    console.print(Text(f"GB of the first: {', '.join(parts)}."))
     room = f"{usable(found.machine) / 1e9:.3g} of {found.machine.gpu.memory_gb:g} GB"
     _section(console, f"Faster, but too large ({room} are usable):", _too_large(found))
     _section(console, "Why:", [f"{i}. {text}" for i, text in enumerate(found.reasons, 1)])
@@ -268,14 +264,6 @@ def _too_large(found: Plan) -> list[str]:
     ]
 
 
-def _short(number: float) -> str:
-    """Write a number with three digits: 186k, 1.02M."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
 def _simplest(found: Plan) -> str:
     """Name the simplest of the layouts that cannot be told from the first."""
     row = found.rows[found.simplest]
@@ -286,11 +274,9 @@ def _simplest(found: Plan) -> str:
 
 
 def _table(rows: Sequence[Row], found: Plan, width: int) -> Table:
-    """Make a table that fits a width: without intervals, and with layouts on several lines."""
+    """Make a table that fits a width: with layouts on several lines if need be."""
     cells = {"#": [f"{i}{' ~' if 1 < i <= found.ties else ''}" for i in range(1, len(rows) + 1)]}
     cells["tokens/s"] = [f"{row.speed:,.0f}" for row in rows]
-    if width >= _WIDE:
-        cells["interval"] = [f"{_short(row.low)}-{_short(row.high)}" for row in rows]
     cells["MFU"] = [f"{row.mfu:.0%}" for row in rows]
     cells["GB"] = [f"{row.peak / 1e9:.1f}" for row in rows]
     spent = [_shares(row) for row in rows]
@@ -309,10 +295,6 @@ def _table(rows: Sequence[Row], found: Plan, width: int) -> Table:
         lines = textwrap.wrap(str(row.layout).replace(",", ", "), room)
         table.add_row(number, Text("\n".join(lines).replace(", ", ",")), *others)
     return table
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(Text(text))
 
 
 def _section(console: Console, title: str, lines: Sequence[str], *, verbatim: bool = False) -> None:

@@ -37,7 +37,6 @@ def pieces(ranks: int) -> dict[str, tuple[str, dict[str, int]]]:
         "layer": ("layer", sizes),
         "loss": ("loss", {"tokens": TOKENS, "vocabulary": _VOCABULARY}),
         "adam": ("adam", {"parameters": _PARAMETERS}),
-        "kept": ("kept", sizes),
     }
     if ranks > 1:
         for name in ("all_reduce", "message"):
@@ -49,7 +48,7 @@ def machine_of(seen: dict[str, float], ranks: int, memory: int, source: str) -> 
     """Return a machine from what its ranks measured: peaks, and constants of the cost model.
 
     Args:
-        seen: Seconds of the pieces, elements that a layer keeps of a token, bytes of a process.
+        seen: Seconds of the pieces, and bytes of a process.
         ranks: The number of ranks that measured.
         memory: Bytes of the machine.
         source: How it was measured.
@@ -80,7 +79,7 @@ def machine_of(seen: dict[str, float], ranks: int, memory: int, source: str) -> 
         "host_backward": max(seen["tiny"] / seen["tiny_forward"] - 1, 0.1),
         "overlap": 0.0,  # what communicates takes the cores that would compute
         "interference": 1.0,
-        "kept": max(seen["kept"] - 4 * HIDDEN - 2 * WIDTH, 1.0) / (8 * WIDTH + 2 + HEADS),
+        "kept": 1.0,
         "gathered": 1.0,
         "context": seen["held"] + _FREED,
     }

@@ -14,9 +14,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
-from dure.cli.demo.results import Run, comparison, report
+from dure.cli.demo.results import Run, report, table
 from dure.cli.machine import busy_cores, oversubscribed
 from dure.cli.ranks import run_ranks
 from dure.data import read_idx_directory, require_digits
@@ -72,13 +71,7 @@ def demo(
     with Progress(*columns, console=console) as progress:
         for run in runs:
             _train(run, options, progress)
-    heads, *rows = comparison(runs)
-    table = Table(title="The same training", title_justify="left")
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="right" if i else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(table(runs))
     path = out / "report.html"
     path.write_text(report(runs, shlex.join(["dure", *sys.argv[1:]])), "utf-8")
     console.print(f"Report: {path}", soft_wrap=True, highlight=False)

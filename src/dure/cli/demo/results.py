@@ -6,6 +6,7 @@ Evaluations are not part of the training time.
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 import time
@@ -14,6 +15,10 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import accumulate
 from typing import Any  # Any: what a rank reports as JSON
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from dure.cli.machine import machine
 
@@ -24,11 +29,6 @@ communication that backward hides is not in it."""
 _SMOOTH_STEPS = 11
 _WIDTH, _HEIGHT = 560, 260
 _COLORS = ("#8a8f98", "#1769c2")
-_STYLE = """\
-body { margin: 40px auto; max-width: 720px; font: 15px/1.5 system-ui, sans-serif; }
-table { border-collapse: collapse; } th, td { padding: 6px 14px 6px 0; text-align: right; }
-th:first-child { text-align: left; } tr { border-bottom: 1px solid #ddd; }
-svg { width: 100%; height: auto; } polyline { fill: none; stroke-width: 2; }"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,30 +115,31 @@ def _row(label: str, form: str, values: Sequence[float]) -> list[str]:
     return [label, *(form.format(value) for value in values), gain]
 
 
+def table(runs: Sequence[Run]) -> Table:
+    heads, *rows = comparison(runs)
+    made = Table(title="The same training", title_justify="left")
+    for head in heads:
+        made.add_column(head, justify="right" if head else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
 def report(runs: Sequence[Run], command: str) -> str:
-    """Return the report as HTML: the table, the losses as a chart, and what was run where."""
+    """Return the report as HTML: the table, what was run where, and the losses as a chart."""
     when = time.strftime("%Y-%m-%d %H:%M")
     facts = {"Command": command, "Time": when, **runs[0].facts, **dict(machine())}
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><meta charset="utf-8"><title>dure demo</title>',
-            f"<style>{_STYLE}</style>",
-            "<h1>dure demo</h1>",
-            _table(comparison(runs)),
-            "<p>Training time leaves evaluations out; the loss is the mean of the last "
-            f"{_SMOOTH_STEPS} steps. The phases of a step are means over the ranks.</p>",
-            "<h2>Training loss over time in seconds</h2>",
-            _chart(runs),
-            "<h2>What was run</h2>",
-            _table([[name, str(value)] for name, value in facts.items()]),
-        ]
+    page = Console(record=True, file=io.StringIO(), width=100)
+    page.print(table(runs))
+    page.print(
+        "Training time leaves evaluations out; the loss is the mean of the last "
+        f"{_SMOOTH_STEPS} steps. The phases of a step are means over the ranks.\n"
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    cells = ("".join(f"<th>{escape(cell)}</th>" for cell in row) for row in rows)
-    return "<table>" + "\n".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+    for name, value in facts.items():
+        page.print(Text(f"{name}: {value}"))
+    text = page.export_html(code_format="<pre>{code}</pre>", inline_styles=True)
+    head = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>dure demo</title>'
+    return f"{head}\n{text}\n<h2>Training loss over time in seconds</h2>\n{_chart(runs)}"
 
 
 def _chart(runs: Sequence[Run]) -> str:
@@ -147,7 +148,7 @@ def _chart(runs: Sequence[Run]) -> str:
     longest = max(curve[-1][0] for curve in curves)
     logs = [log for curve in curves for _, log in curve]
     low, span = min(logs), (max(logs) - min(logs)) or 1.0
-    body = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="training loss">']
+    body = [f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="training loss">']
     for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
         points = " ".join(
             f"{at / longest * _WIDTH:.1f},{_HEIGHT * (1 - (log - low) / span):.1f}"
@@ -155,6 +156,6 @@ def _chart(runs: Sequence[Run]) -> str:
         )
         end_s, end_log = curve[-1]
         text = escape(f"{run.name}: {10**end_log:.3g} after {end_s:.1f} s")
-        body.append(f'<polyline stroke="{_COLORS[i]}" points="{points}"/>')
+        body.append(f'<polyline fill="none" stroke="{_COLORS[i]}" points="{points}"/>')
         body.append(f'<text x="250" y="{20 + 18 * i}" fill="{_COLORS[i]}">{text}</text>')
     return "\n".join([*body, "</svg>"])

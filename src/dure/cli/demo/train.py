@@ -2,18 +2,16 @@
 
 Every rank runs this file. It builds the same model, takes its share of each batch, and
 `DistributedDataParallel` averages the gradients while backward runs, so that after each step all
-ranks have the same parameters: those that one process would have after the full batch. With
-`--fsdp` the ranks share one set of parameters, gradients and optimizer state instead.
+ranks have the same parameters: those that one process would have after the full batch.
 
-Rank 0 reports: first the facts, then each step with the means of all ranks, and the end of each
-epoch.
+Rank 0 reports (`dure.cli.ranks`): first the facts, then each step with the means of all ranks, and
+the end of each epoch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any  # Any: what goes into JSON
 
@@ -26,7 +24,6 @@ import dure as dist
 from dure.data import DistributedSampler, ImageData, load_digits, load_idx
 from dure.errors import UsageError
 
-Batches = DataLoader[tuple[torch.Tensor, torch.Tensor]]
 _LEARNING_RATE = 0.02
 
 
@@ -54,17 +51,6 @@ def build_model(side: int, num_classes: int) -> nn.Sequential:
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return model
-
-
-def main() -> None:
-    """Train as the command line says."""
-    options = parse_options()
-    torch.set_num_threads(1)  # one core per rank: more ranks, not more threads, make it faster
-    dist.init_process_group(options.backend)
-    try:
-        train(options, load_idx(options.data) if options.data else load_digits())
-    finally:
-        dist.destroy_process_group()
 
 
 def train(options: argparse.Namespace, data: ImageData) -> None:
@@ -97,37 +83,27 @@ def train(options: argparse.Namespace, data: ImageData) -> None:
     report({"facts": {**facts, "torch": str(torch.__version__)}})
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
-        for means in run_epoch(model, optimizer, batches, meter):
+        for pixels, labels in meter.batches(batches):
+            loss = F.cross_entropy(model(normalize(pixels)), labels, label_smoothing=0.05)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            meter.end_step()  # the exchange of means is not part of the step
             schedule.step()
-            report({"loss": means[0], "phases": means[1:]})
+            took = meter.last
+            work = (took.data_wait_s, took.forward_s, took.backward_s, took.exposed_comm_s)
+            values = (loss.item(), *work, took.optimizer_s, took.other_s)
+            means = torch.tensor(values, dtype=torch.float64)
+            dist.all_reduce(means, dist.ReduceOp.AVG)
+            mean_loss, *phases = means.tolist()
+            report({"loss": mean_loss, "phases": phases})
         report({"accuracy": evaluate(model, data)})
 
 
 def report(event: dict[str, Any]) -> None:
-    """Print one line for `dure demo` (`dure.cli.ranks`)."""
+    """Print one line for `dure demo`."""
     if dist.get_rank() == 0:
         print(json.dumps({"dure": event}), flush=True)
-
-
-def run_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Batches,
-    meter: dist.StepMeter,
-) -> Iterator[list[float]]:
-    """Take one step per batch; yield the means of all ranks: the loss, and seconds of phases."""
-    for pixels, labels in meter.batches(batches):
-        loss = F.cross_entropy(model(normalize(pixels)), labels, label_smoothing=0.05)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        meter.end_step()  # the exchange of means is not part of the step
-        took = meter.last
-        work = (took.data_wait_s, took.forward_s, took.backward_s, took.exposed_comm_s)
-        values = (loss.item(), *work, took.optimizer_s, took.other_s)
-        means = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(means)
-        yield (means / dist.get_world_size()).tolist()
 
 
 def normalize(pixels: torch.Tensor) -> torch.Tensor:
@@ -148,8 +124,8 @@ def evaluate(model: nn.Module, data: ImageData) -> float:
     return correct.item() / len(data.test)
 
 
-def parse_options() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> None:
+    """Train as the command line says."""
     parser = argparse.ArgumentParser(description="Train a small convolutional network.")
     parser.add_argument("--data", type=Path, help="directory of IDX files; default: digits")
     parser.add_argument("--epochs", type=int, default=20)
@@ -157,7 +133,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=10**9, help="train on the first so many")
     parser.add_argument("--backend", default="shm")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # one core per rank: more ranks, not more threads, make it faster
+    dist.init_process_group(options.backend)
+    train(options, load_idx(options.data) if options.data else load_digits())
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -39,4 +39,4 @@ def test_demo_with_two_ranks_learns_what_one_learns(monkeypatch, tmp_path, capfd
     assert sum(phases[waits] for phases in two.phases) > 0
     assert sum(phases[waits] for phases in one.phases) == 0
     assert "time to training loss" in shown.out
-    assert "<polyline" in (tmp_path / "report.html").read_text()
+    assert "<polyline fill" in (tmp_path / "report.html").read_text()
