@@ -16,7 +16,7 @@ from dure.errors import RendezvousError, RendezvousTimeout
 from dure.store import FileStore, HashStore, PrefixStore
 from dure.store import rendezvous as module
 from dure.store.builds import Build, own_build
-from dure.store.identity import Identity, myself
+from dure.store.identity import myself
 from dure.store.rendezvous import Rendezvous, RendezvousMember, rendezvous
 from dure.store.wire import Reply, Request
 from tests.waiting import until
@@ -134,33 +134,6 @@ def test_ranks_of_different_builds_are_refused_at_once_with_all_builds_named(
         assert myself().host in error.seen
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_rank_of_a_version_without_builds_is_named(first: bool) -> None:
-    store, older = HashStore(TIMEOUT), Identity(7, "then", "far", "another host")
-    keys = PrefixStore("dure/store/", store)
-
-    def comes() -> None:  # what 0.1.0 writes
-        keys.set("0/member/1", msgspec.msgpack.encode([1, 2, older, "token"]))
-        keys.compare_set("0/world", "", "2")
-
-    def disagrees() -> Rendezvous:
-        keys.wait(["0/world"], TIMEOUT)
-        comes()
-        what = ["the ranks disagree on the world size", "", "", False, [], []]
-        keys.set("0/outcome", msgspec.msgpack.encode(what))
-        raise RendezvousError("as 0.1.0 says")
-
-    calls: list[Callable[[], Rendezvous]] = [lambda: rendezvous(None, 0, 2, store, TIMEOUT)]
-    if first:
-        comes()
-    else:
-        calls.append(disagrees)
-    error = errors_of(each(*calls))[0]
-    assert error.what == "the ranks run different builds of Dure"
-    assert "older than 0.2.0: rank 1 (pid 7 on far)" in (error.seen or "")
-    assert str(own_build()) in (error.seen or "")
-
-
 def test_ranks_that_disagree_on_the_world_size_learn_who_says_what(url: str) -> None:
     errors = errors_of(joins(url, (0, 2), (1, 3)))
     for error in errors:
@@ -234,9 +207,6 @@ def test_group_names_set_meetings_in_one_store_apart() -> None:
     second = rendezvous(rank=0, world_size=1, store=store, group_name="b")
     first.store.set("k", "v")
     assert not second.store.check(["k"])
-    module._active.clear()  # as if the first had been collected, without leaving
-    again = rendezvous(rank=0, world_size=1, store=store, group_name="a")
-    assert not again.store.check(["k"])
 
 
 def test_a_missing_rank_0_is_named(port: int) -> None:
@@ -254,22 +224,21 @@ def test_a_taken_port_is_an_error_at_once() -> None:
     assert f"127.0.0.1:{taken}" in error.what
 
 
-def test_a_file_of_a_dead_job_is_refused_by_the_name_of_the_dead(tmp_path: Path) -> None:
-    path, dead = tmp_path / "meeting", dead_process()
+@pytest.mark.parametrize("closed", [(0, 1), (0,), ()])
+def test_a_file_of_a_job_whose_ranks_closed_it_or_died_is_used_again_without_its_keys(
+    tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    path, dead = tmp_path / "meeting", [dead_process(), dead_process()]
     with contextlib.closing(FileStore(path)) as left:
-        member = RendezvousMember(0, 2, dead, "x", own_build())
-        left.set("dure/file//0/member/0", msgspec.msgpack.encode(member))
-        (error,) = errors_of(joins(f"file://{path}", (0, 2)))
-        assert not isinstance(error, TimeoutError)
-        assert f"pid {dead.pid}" in error.seen
-    assert path.exists()
-
-
-def test_a_file_of_a_job_that_ended_is_used_again_without_its_keys(tmp_path: Path) -> None:
-    path = tmp_path / "meeting"
-    met_once = [["set", ["dure/file//0/outcome"], ["gA=="]]]
-    lines = [[None, "", dead_process()], met_once, [None, "", None]]
-    path.write_bytes(b"dure store %032d\n" % 1 + msgspec.json.Encoder().encode_lines(lines))
+        for rank in range(2):
+            member = RendezvousMember(rank, 2, dead[rank], "x", own_build())
+            left.set(f"dure/file//0/member/{rank}", msgspec.msgpack.encode(member))
+        for rank in closed:
+            left.set(f"dure/file//next/{rank}", "1")
+    lines = [[None, process] for process in dead]
+    lines += [[None, dead[rank], True] for rank in closed]
+    with path.open("ab") as file:
+        file.write(msgspec.json.Encoder().encode_lines(lines))
     for meeting in met(joins(f"file://{path}", (0, 2), (1, 2))):
         meeting.close()
     assert not path.exists()

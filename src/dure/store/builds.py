@@ -7,19 +7,27 @@ message that has none was written by a version from before 0.2.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from dure import version
 from dure.errors import RendezvousError
 
-__all__ = ["DIFFERENT", "SAME_BUILD", "Build", "differing", "own_build", "require_one_build"]
+__all__ = [
+    "DIFFERENT",
+    "SAME_BUILD",
+    "Build",
+    "differing",
+    "listed",
+    "own_build",
+    "require_one_build",
+]
 
 DIFFERENT = "the ranks run different builds of Dure"
 
 _NAMED = 8
-"""How many processes of one build a message names before it only counts them."""
+"""How many processes a message names before it only counts them."""
 
 SAME_BUILD = (
     "Install the same version of Dure on all hosts, built from the same commit "
@@ -59,7 +67,7 @@ def differing(found: Iterable[tuple[Build, object]]) -> str:
         named.setdefault(build, {})[str(process)] = None
     if len(named) < 2:
         return ""
-    return "; ".join(f"{build}: {_listed(list(processes))}" for build, processes in named.items())
+    return "; ".join(f"{build}: {listed(list(processes))}" for build, processes in named.items())
 
 
 def require_one_build(found: Iterable[tuple[Build, object]], **where: object) -> None:
@@ -77,6 +85,7 @@ def require_one_build(found: Iterable[tuple[Build, object]], **where: object) ->
         raise RendezvousError(DIFFERENT, seen=seen, fix=SAME_BUILD, **where)  # pyright: ignore
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def listed(each: Sequence[object]) -> str:
+    """Return the first of them by name, and how many more there are."""
+    more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
+    return ", ".join(map(str, each[:_NAMED])) + more

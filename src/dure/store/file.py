@@ -1,15 +1,16 @@
 """The file store: for ranks that share a file system and nothing else.
 
-The file is a log: a line that names the file, then one line for each write, and one for
-each process that opens the store or closes it. Readers and writers hold an flock on it, which the
-kernel takes away from a process that dies. Every process carries out the writes on a board of its
-own, which it brings up to date before each operation. A waiter looks again after 1 ms, then ever
-more rarely, at most 20 ms apart.
+The file is a log: a first line that says what it is, then one line for each write, and one for each
+process that opens the store or closes it. Readers and writers hold an flock on it, which the kernel
+takes away from a process that dies. Every process carries out the writes on a board of its own,
+which it brings up to date before each operation. A waiter looks again after 1 ms, then ever more
+rarely, at most 20 ms apart.
 
 A process killed in the middle of a write leaves a line without an end. The next one to hold the
 lock cuts it off, which is safe: no process can be writing, and none has read it.
 
-The last process to close the store removes the file.
+The last process to close the store removes the file. A rendezvous clears one that processes left
+which have all closed it or died.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import os
 import stat
 import threading
 import time
-import uuid
 import weakref
+from collections import Counter
 from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +34,7 @@ from dure.store.arguments import integer_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.board import Board
-from dure.store.builds import SAME_BUILD, Build, differing, own_build
+from dure.store.builds import SAME_BUILD
 from dure.store.identity import Identity, alive, myself
 from dure.store.wire import WRITES, Reply, Request
 
@@ -41,22 +42,17 @@ __all__ = ["FileStore"]
 
 _GOODBYE = timedelta(seconds=1)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
-_MAGIC = b"dure store "
-_HEAD_BYTES = len(_MAGIC) + 33  # with the file's own name and the end of the line
+_MAGIC = b"dure store 2\n"
 _OPEN = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in the file's place blocks no one
 _ME = b"this process"
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True):
-    """One line of the file: a write, the opening of the store by a process, or its closing.
-
-    Every version reads it, so fields are only appended.
-    """
+    """One line of the file: a write, or the opening or closing of the store by a process."""
 
     write: Request | None = None
-    user: str = ""  # of builds before 0.2.0
     process: Identity | None = None
-    build: Build | None = None
+    closes: bool = False
 
 
 _pack = msgspec.json.Encoder().encode
@@ -71,7 +67,8 @@ class FileStore(AskingStore):
         world_size: How many stores will open the file: the last of them to close deletes it.
             -1: the file stays.
         timeout: How long `get`, `wait` and getting the lock wait.
-        fresh: Whether to begin without keys if all processes that used the file have closed it.
+        fresh: Whether to begin without keys if all processes that used the file have closed it or
+            are known to have died.
 
     Raises:
         StoreError: The file cannot be opened, or is not a store.
@@ -90,15 +87,18 @@ class FileStore(AskingStore):
         super().__init__(timeout)
         self._world_size = integer_of(world_size, "FileStore", "world_size")
         self._log = _Log(Path(file_name).absolute())
-        self._pid = os.getpid()
-        self._closed = True
+        self._pid, self._closed = os.getpid(), True
         self.start_afresh()
-        with self._locked() as fd:
-            if fresh and self._is_left_by_all() and not any(map(_may_live, self._users)):
-                self._read_again()
-                self._log.clear(fd)
-            self._log.append(fd, _Line(process=myself(), build=own_build()))
-            self._users.append(myself())
+        try:
+            with self._locked():
+                users = [process for process, opened in self._users.items() if opened > 0]
+                if fresh and all(alive(process) is False for process in users):
+                    self._read_again()
+                    self._log.clear()
+                self._note(_Line(process=myself()))
+        except BaseException:
+            self._log.close()
+            raise
         self._closed = False
         _stores.add(self)
 
@@ -118,18 +118,17 @@ class FileStore(AskingStore):
         if self._closed or self._pid != os.getpid():
             return
         try:
-            with self._mutex, self._locked() as fd:
-                self._num_closed += 1
-                if self._is_left_by_all() and 0 < self._world_size <= self._num_closed:
+            with self._mutex, self._locked():
+                self._note(_Line(process=myself(), closes=True))
+                if not any(self._users.values()) and 0 < self._world_size <= self._num_closed:
                     self._log.path.unlink(missing_ok=True)
-                else:
-                    self._log.append(fd, _Line())
         except StoreTimeout:
             raise
         except StoreError:
             pass
         finally:
             self._closed = True
+            self._log.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -140,29 +139,33 @@ class FileStore(AskingStore):
     def start_afresh(self) -> None:
         """In a forked child: another thread of the parent may have been in the middle of it all."""
         self._mutex = threading.Lock()
+        self._log.close()
         self._read_again()
 
     def _read_again(self) -> None:
         self._log.rewind()
         self._board = Board()
-        self._users: list[Identity] = []  # that opened the store, also those that closed it
+        self._users: Counter[Identity] = Counter()
         self._num_closed = 0
 
-    def _is_left_by_all(self) -> bool:
-        return self._num_closed == len(self._users)
-
     @contextlib.contextmanager
-    def _locked(self) -> Generator[int]:
-        """Hold the file's lock, with all that is new in it carried out; yields its descriptor."""
-        with self._log.locked(self._timeout.total_seconds()) as fd:
-            for line in self._log.read(fd):
-                if line.write is not None:
-                    self._board.handle(_ME, line.write, 0.0)
-                elif line.process is not None:
-                    self._users.append(line.process)
-                else:
-                    self._num_closed += 1
-            yield fd
+    def _locked(self) -> Generator[None]:
+        """Hold the file's lock, with all that is new in it carried out."""
+        with self._log.locked(self._timeout.total_seconds()):
+            for line in self._log.read():
+                self._carry_out(line)
+            yield
+
+    def _carry_out(self, line: _Line) -> None:
+        if line.write is not None:
+            self._board.handle(_ME, line.write, 0.0)
+        elif line.process is not None:
+            self._users[line.process] += -1 if line.closes else 1
+            self._num_closed += line.closes
+
+    def _note(self, line: _Line) -> None:
+        self._log.append(line)
+        self._carry_out(line)
 
     @property
     def _named(self) -> str:
@@ -184,10 +187,10 @@ class FileStore(AskingStore):
         if self._closed:
             raise StoreError(f"{self._named} was closed by this process")
         if request.op in WRITES:
-            with self._locked() as fd:
+            with self._locked():
                 reply = self._board.handle(_ME, request, 0.0)[0][1]
                 try:
-                    self._log.append(fd, _Line(request))
+                    self._log.append(_Line(request))
                 except StoreError:
                     self._read_again()
                     raise
@@ -198,97 +201,87 @@ class FileStore(AskingStore):
         return self._board.handle(_ME, request, 0.0)[0][1]
 
 
-def _builds_of(lines: bytes) -> str:
-    """Return a sentence about the builds that opened the store, if they differ."""
-    found: list[tuple[Build, object]] = [(own_build(), myself())]
-    for line in lines.splitlines():
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            opens = _unpack(line)
-            if opens.process is not None:
-                found.append((opens.build or Build(), opens.process))
-    seen = differing(found)
-    return f"It was opened by different ones: {seen}. " if seen else ""
-
-
-def _may_live(process: Identity) -> bool:
-    return alive(process) is not False
-
-
 class _Log:
     """The lines of one file, read on from where this object last stopped.
 
-    The file is opened for each use, and its first line compared with what it was: a store whose
-    file was deleted, or replaced, reports that instead of talking to itself.
+    The file stays open: so its inode is not used again, and a store whose file was deleted, or
+    replaced, reports that instead of talking to itself.
 
     Threads: one at a time.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._head = b""
-        self._offset = self._inode = 0
+        self._fd, self._offset, self._inode = -1, 0, 0
+
+    def close(self) -> None:
+        """Close the file; the next use opens it again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def rewind(self) -> None:
         """Begin again with the first line."""
         self._offset = 0
 
-    def clear(self, fd: int) -> None:
+    def clear(self) -> None:
         """Delete all lines but the first."""
-        self._offset = _HEAD_BYTES
-        os.ftruncate(fd, self._offset)
+        self._offset = len(_MAGIC)
+        os.ftruncate(self._fd, self._offset)
 
     def has_news(self) -> bool:
         """Tell, without the lock, whether the file has changed since it was last read."""
         try:
-            info = self.path.stat()
+            info = os.stat(self.path)
         except OSError:
             return True  # `locked` raises the error
         return (info.st_ino, info.st_size) != (self._inode, self._offset)
 
     @contextlib.contextmanager
-    def locked(self, timeout_s: float) -> Generator[int]:
-        """Hold the file's lock; yields a descriptor for `read` and `append`.
+    def locked(self, timeout_s: float) -> Generator[None]:
+        """Hold the file's lock, for `read` and `append`.
 
         Raises:
             StoreTimeout: Another process held the lock for `timeout_s`.
             StoreError: The file cannot be opened, was deleted or replaced, or is no store.
         """
         deadline = time.monotonic() + timeout_s
-        while True:
-            fd = self._open()
-            try:
-                self._lock(fd, deadline)
-                if self._is_at_path(fd):
-                    self._check_head(fd)
-                    yield fd
-                    return
-            finally:
-                os.close(fd)  # and with it the lock
-
-    def read(self, fd: int) -> list[_Line]:
-        """Return the lines that are new since the last call; cut off one that has no end."""
-        self._offset = max(self._offset, _HEAD_BYTES)
-        size = os.fstat(fd).st_size
-        if size < self._offset:
-            raise StoreError(
-                f"the store's file {self.path} was shortened while the job ran",
-                seen=f"{size} bytes, of which {self._offset} had been read",
-            )
-        whole, end, torn = os.pread(fd, size - self._offset, self._offset).rpartition(b"\n")
+        while not self._lock(deadline):
+            self.close()  # a job before this one has just deleted it
         try:
-            lines = [_unpack(line) for line in whole.splitlines()]
+            head = os.pread(self._fd, len(_MAGIC), 0)
+            if not _MAGIC.startswith(head):
+                raise StoreError(
+                    f"the file {self.path} is not a store of this build of Dure",
+                    seen=f"it begins with {head!r}",
+                    fix="Choose a path that does not exist yet.",
+                )
+            if head != _MAGIC:  # it is new, or was torn
+                os.pwrite(self._fd, _MAGIC, 0)
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child just forked may have it open, too
+
+    def read(self) -> list[_Line]:
+        """Return the lines that are new since the last call; cut off one that has no end."""
+        self._offset = max(self._offset, len(_MAGIC))
+        size = os.fstat(self._fd).st_size
+        new = os.pread(self._fd, size - self._offset, self._offset)
+        complete, end, torn = new.rpartition(b"\n")
+        try:
+            lines = [_unpack(line) for line in complete.splitlines()]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StoreError(
                 f"the store's file {self.path} holds a line that cannot be understood",
                 seen=str(error),
-                fix=f"{SAME_BUILD} {_builds_of(whole)}Choose a new path for each job.",
+                fix=f"{SAME_BUILD} Choose a new path for each job.",
             ) from None
-        self._offset += len(whole + end)
+        self._offset += len(complete + end)
         if torn:
-            os.ftruncate(fd, self._offset)
+            os.ftruncate(self._fd, self._offset)
         return lines
 
-    def append(self, fd: int, line: _Line) -> None:
+    def append(self, line: _Line) -> None:
         """Add a line; everything before has been read.
 
         Raises:
@@ -298,62 +291,59 @@ class _Log:
         done = 0
         try:
             while done < len(data):
-                done += os.pwrite(fd, data[done:], self._offset + done)
+                done += os.pwrite(self._fd, data[done:], self._offset + done)
         except OSError as error:
-            os.ftruncate(fd, self._offset)
+            os.ftruncate(self._fd, self._offset)
             raise StoreError(
                 f"the store's file {self.path} cannot be written", seen=error.strerror or ""
             ) from None
         self._offset += len(data)
 
     def _open(self) -> int:
-        first = not self._head
         try:
-            fd = os.open(self.path, _OPEN | (os.O_CREAT if first else 0), 0o600)
+            fd = os.open(self.path, _OPEN | (0 if self._inode else os.O_CREAT), 0o600)
         except OSError as error:
             raise StoreError(
                 f"the store's file {self.path} cannot be opened",
                 seen=error.strerror or "",
-                fix="Choose a path in a directory that exists and that every rank can write to."
-                if first
-                else "It was there before: do not delete it while the job runs.",
+                fix="Choose a path in a directory that exists and that every rank can write to; "
+                "do not delete the file while the job runs.",
             ) from None
-        try:
-            self._check_owner(os.fstat(fd))
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        file = os.fstat(fd)
+        if self._is_safe(file):
+            return fd
+        os.close(fd)
+        raise StoreError(
+            f"the store's file {self.path} is not a regular file that only its owner can write to",
+            seen=f"mode {stat.filemode(file.st_mode)}, user {file.st_uid}; a user who writes to it "
+            "takes part in the job",
+            fix="Choose a new path, in a directory of your own.",
+        )
 
-    def _check_owner(self, file: os.stat_result) -> None:
-        """Refuse a file that other users can write to, or have laid out for us.
+    def _is_safe(self, file: os.stat_result) -> bool:
+        """Tell whether no other user can write to a file, or has laid it out for us.
 
         In a directory where every user may make files, such as /tmp, one of another user's is a
         trap. Elsewhere its owner is not looked at: shared file systems show strange ones.
         """
-        if not stat.S_ISREG(file.st_mode):
-            raise StoreError(f"the store's file {self.path} is not a regular file")
-        if file.st_mode & stat.S_IWOTH:
-            raise StoreError(
-                f"the store's file {self.path} can be written by every user of this machine",
-                seen="a user who writes to it takes part in the job",
-                fix=f"chmod o-w {self.path}, or choose a new path.",
-            )
-        everybodys = self.path.parent.stat().st_mode & stat.S_IWOTH
-        owners = {file.st_uid, self.path.lstat().st_uid} if everybodys else set[int]()
-        if owners - {os.geteuid(), 0}:
-            raise StoreError(
-                f"the store's file {self.path} belongs to another user",
-                seen=f"user {max(owners)}, in a directory where every user may make files",
-                fix="Choose a path in a directory of your own.",
-            )
+        if not stat.S_ISREG(file.st_mode) or file.st_mode & stat.S_IWOTH:
+            return False
+        is_public = os.stat(self.path.parent).st_mode & stat.S_IWOTH
+        return not is_public or {file.st_uid, os.lstat(self.path).st_uid} <= {os.geteuid(), 0}
 
-    def _lock(self, fd: int, deadline: float) -> None:
+    def _lock(self, deadline: float) -> bool:
+        """Get the lock; tell whether the file is still at its path.
+
+        Raises:
+            StoreError: It is not, or lines are missing, and it was used before.
+        """
+        if self._fd < 0:
+            self._fd = self._open()
         pause_s = 0.0005
         while True:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise StoreTimeout(
@@ -362,33 +352,23 @@ class _Log:
                     ) from None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
-
-    def _is_at_path(self, fd: int) -> bool:
-        """Tell whether the locked file is still there; else it was deleted before we had it."""
-        self._inode = os.fstat(fd).st_ino
-        try:
-            return self.path.stat().st_ino == self._inode
-        except FileNotFoundError:
-            return False
-
-    def _check_head(self, fd: int) -> None:
-        """Check the file's first line; write it if the file is empty, or was torn within it."""
-        head = os.pread(fd, _HEAD_BYTES, 0)
-        if not head.startswith(_MAGIC[: len(head)]):
+        file = os.fstat(self._fd)
+        is_known = self._inode in (0, file.st_ino) and file.st_size >= self._offset
+        if is_known and self._is_at_path(file.st_ino):
+            self._inode = file.st_ino
+            return True
+        if self._inode:
             raise StoreError(
-                f"the file {self.path} is not a store",
-                seen=f"it begins with {head[: len(_MAGIC)]!r}",
-                fix="Choose a path that does not exist yet.",
-            )
-        if len(head) < _HEAD_BYTES:
-            head = _MAGIC + uuid.uuid4().hex.encode() + b"\n"
-            os.pwrite(fd, head, 0)
-        self._head = self._head or head
-        if head != self._head:
-            raise StoreError(
-                f"the store's file {self.path} was deleted or replaced while the job ran",
+                f"the store's file {self.path} was deleted, replaced or cut while the job ran",
                 fix="Give each job a path of its own, and delete it only after the job.",
             )
+        return False
+
+    def _is_at_path(self, inode: int) -> bool:
+        try:
+            return os.stat(self.path).st_ino == inode
+        except FileNotFoundError:
+            return False
 
 
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()

@@ -26,25 +26,19 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
 from msgspec.structs import replace
 
-from dure.errors import (
-    RendezvousError,
-    RendezvousTimeout,
-    StoreError,
-    StoreLost,
-    StoreTimeout,
-)
+from dure.errors import RendezvousError, RendezvousTimeout, StoreError, StoreLost, StoreTimeout
 from dure.store.base import DEFAULT_TIMEOUT, Store
-from dure.store.builds import DIFFERENT, SAME_BUILD, Build, differing, own_build
+from dure.store.builds import DIFFERENT, SAME_BUILD, Build, differing, listed, own_build
 from dure.store.handlers import found_by_handler
 from dure.store.identity import Identity, alive, myself
-from dure.store.init_method import Endpoint, InitMethod, read_init_method
+from dure.store.init_method import InitMethod, read_init_method
 from dure.store.lifetime import at_process_end
 from dure.store.memory import HashStore
 from dure.store.network import NetworkStore
@@ -59,11 +53,6 @@ _PROPOSAL_S = 1.0
 
 _LATE_S = 1.0
 """How long rank 0 serves after a rendezvous that failed, for ranks that arrive late."""
-
-_NAMED = 8
-"""How many ranks a message names before it only counts them."""
-
-_SIZES_DIFFER = "the ranks disagree on the world size"
 
 
 class RendezvousMember(msgspec.Struct, array_like=True, frozen=True):
@@ -119,13 +108,9 @@ class Rendezvous:
     world_size: int
     members: tuple[RendezvousMember, ...]
     alone: bool = False
-    _base: Store = field(repr=False)
-    _keys: Store = field(repr=False)
-    _generation: int = field(repr=False)
-    _owns: bool = field(repr=False)
-    _holder: RendezvousMember | None = field(repr=False)  # of the store, if it is a rank
-    _number: int = field(repr=False)  # of this rank when it came
-    _closed: bool = field(default=False, repr=False)
+    _holder: Identity | None = field(default=None, repr=False)  # of the store, if it is a rank
+    _base: Store | None = field(default=None, repr=False)  # what was opened for it
+    _leave: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def same_host(self) -> bool:
@@ -146,7 +131,7 @@ class Rendezvous:
     @property
     def reachable(self) -> bool:
         """Whether the store may still answer: the rank that holds it is not known to have ended."""
-        return self._holder is None or alive(self._holder.process) is not False
+        return self._holder is None or alive(self._holder) is not False
 
     def ended(self, rank: int) -> bool:
         """Tell whether the process of `rank` is known to have ended."""
@@ -156,12 +141,11 @@ class Rendezvous:
         """Raise `StoreLost` if the rank that serves the store is known to have ended."""
         if self.reachable:
             return
-        assert self._holder is not None
         raise StoreLost(
             "the process that served the store has ended",
             op=op,
             rank=self.rank,
-            peer=self._holder.rank,
+            peer=next((m.rank for m in self.members if m.process == self._holder), None),
             seen=f"{self._holder} served it, for no launcher does",
             fix="Start the job with `dure run`, whose store outlives every rank, or meet in a "
             "file, in etcd, or in a store of your own (init_method=, store=).",
@@ -173,18 +157,11 @@ class Rendezvous:
         Collective:
             All of `ranks` call, with equal arguments.
         """
-        mine = self.members[self.rank].token
-        kept = [self.members[rank] for rank in ranks]
         self.members = tuple(
-            replace(member, rank=rank, world_size=len(kept)) for rank, member in enumerate(kept)
+            replace(self.members[old], rank=new, world_size=len(ranks))
+            for new, old in enumerate(ranks)
         )
-        self.rank = next(member.rank for member in self.members if member.token == mine)
-        self.world_size = len(kept)
-        if self._holder is not None:
-            held_by = self._holder.token
-            # A holder that is no member any more holds on as long as its process lives.
-            found = [member for member in self.members if member.token == held_by]
-            self._holder = found[0] if found else None
+        self.rank, self.world_size = list(ranks).index(self.rank), len(ranks)
         self.store = PrefixStore(name, self.store)
 
     def forget(self) -> None:
@@ -192,28 +169,26 @@ class Rendezvous:
 
         The store that was met in stays open.
         """
-        self._closed = True
-        _active.pop(self.members[self.rank].token, None)
+        _open.discard(self)
 
     def close(self) -> None:
         """Leave; safe to call twice, and without effect in a forked child.
 
         A store that the caller gave stays open.
         """
-        if self._closed or self.members[self.rank].pid != os.getpid():
+        if self not in _open or self.members[self.rank].pid != os.getpid():
             return
         self.forget()
-        if self._owns:
+        if self._base is not None:
             self._base.set_timeout(_GOODBYE)
-        with contextlib.suppress(StoreError):
-            _leave(self._keys, self._number, self._generation)
-        if self._owns:
+        self._leave()
+        if self._base is not None:
             with contextlib.suppress(StoreError):
                 self._base.close()
 
 
-_active: dict[str, Rendezvous | None] = {}
-"""The rendezvous that ranks of this process are in, by token; None while they are joining."""
+_open: set[Rendezvous] = set()
+"""The rendezvous that ranks of this process are in."""
 
 
 def rendezvous(
@@ -258,7 +233,7 @@ def rendezvous(
     me = _myself(rank, world_size)
     keys = PrefixStore(f"dure/store/{group_name}", store)
     try:
-        return _join(store, keys, me, time.monotonic() + timeout.total_seconds())
+        return _join(keys, me, time.monotonic() + timeout.total_seconds())
     except StoreError as error:
         raise _translated(error, me) from None
 
@@ -269,18 +244,16 @@ def rendezvous_at(
     """Meet the other ranks at an endpoint that is known; otherwise as `rendezvous`."""
     deadline = time.monotonic() + timeout.total_seconds()
     me, endpoint = _myself(method.rank, method.world_size), method.endpoint
+    base: Store | None = None
     try:
         base = endpoint.open(me.rank, me.world_size, max(0.1, timeout.total_seconds()))
-    except StoreError as error:
-        raise _translated(error, me) from None
-    keys = PrefixStore(f"dure/{endpoint.name}/{group_name}", base)
-    try:
-        result = _join(base, keys, me, deadline, endpoint)
+        keys = PrefixStore(f"dure/{endpoint.name}/{group_name}", base)
+        result = _join(keys, me, deadline, base, endpoint.held_by_rank_0)
     except BaseException as error:
         if isinstance(base, NetworkStore) and base.serves:
             # Ranks that arrive late must still learn why. The end of the process waits for timers.
             threading.Timer(_LATE_S, base.close).start()
-        else:
+        elif base is not None:
             base.close()
         if isinstance(error, StoreError):
             raise _translated(error, me) from None
@@ -295,22 +268,14 @@ def rendezvous_alone(rank: int, world_size: int) -> Rendezvous:
     Raises:
         RendezvousError: The rank or the world size cannot be.
     """
-    me, store = _myself(rank, world_size), HashStore()
-    result = Rendezvous(
-        store=store,
+    me = _myself(rank, world_size)
+    return Rendezvous(
+        store=HashStore(),
         rank=rank,
         world_size=world_size,
         members=tuple(replace(me, rank=each) for each in range(world_size)),
         alone=True,
-        _base=store,
-        _keys=store,
-        _generation=0,
-        _owns=True,
-        _holder=None,
-        _number=rank,
     )
-    _active[me.token] = result
-    return result
 
 
 def _myself(rank: int, world_size: int) -> RendezvousMember:
@@ -355,7 +320,6 @@ class _Outcome(msgspec.Struct, array_like=True, frozen=True):
     timed_out: bool = False
     came: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
-    of_builds: bool = False
 
     def raise_for(self, me: RendezvousMember) -> None:
         """Raise the error that this is, if it is one, as seen by `me`."""
@@ -374,59 +338,47 @@ _read_outcome = msgspec.msgpack.Decoder(_Outcome).decode
 
 
 def _join(
-    base: Store,
     keys: Store,
     me: RendezvousMember,
     deadline: float,
-    endpoint: Endpoint | None = None,
+    base: Store | None = None,
+    held_by_rank_0: bool = False,
 ) -> Rendezvous:
-    """Meet in `keys` of `base`, which was opened at `endpoint` or is the caller's."""
-    _active[me.token] = None
+    """Meet in `keys`; `base` is the store that was opened for them, if it is not the caller's."""
+    generation = keys.add(f"next/{me.rank}", 0)
+
+    def leave() -> None:
+        """Let this rank go on to the next generation when it joins again."""
+        with contextlib.suppress(StoreError):
+            keys.set(f"next/{me.rank}", str(generation + 1))
+
+    _claim(keys, me, generation)
     try:
-        generation = _claim(keys, me)
-        try:
-            members = _gather(keys, me, generation, deadline)
-        except BaseException:
-            with contextlib.suppress(StoreError):
-                _leave(keys, me.rank, generation)
-            raise
+        members = _gather(keys, me, generation, deadline)
     except BaseException:
-        del _active[me.token]
+        leave()
         raise
     result = Rendezvous(
         store=PrefixStore(f"{generation}/keys", keys),
         rank=me.rank,
         world_size=me.world_size,
         members=members,
+        _holder=members[0].process if held_by_rank_0 else None,
         _base=base,
-        _keys=keys,
-        _generation=generation,
-        _owns=endpoint is not None,
-        _holder=members[0] if endpoint is not None and endpoint.held_by_rank_0 else None,
-        _number=me.rank,
+        _leave=leave,
     )
-    _active[me.token] = result
+    _open.add(result)
     return result
 
 
-def _leave(keys: Store, rank: int, generation: int) -> None:
-    """Let `rank` go on to the next generation when it joins again."""
-    keys.set(f"next/{rank}", str(generation + 1))
-
-
-def _claim(keys: Store, me: RendezvousMember) -> int:
-    """Claim this rank's number; return the generation."""
-    generation = keys.add(f"next/{me.rank}", 0)
+def _claim(keys: Store, me: RendezvousMember, generation: int) -> None:
+    """Claim this rank's number."""
     mine = _pack(me)
-    while (there := keys.compare_set(f"{generation}/member/{me.rank}", "", mine)) != mine:
-        other = _read_member(there)
-        if other.process == me.process and other.token not in _active:
-            generation += 1  # this process was here before, and forgot to leave
-            continue
-        outcome = _rivalry(other, me)
+    there = keys.compare_set(f"{generation}/member/{me.rank}", "", mine)
+    if there != mine:
+        outcome = _rivalry(_read_member(there), me)
         _agree(keys, generation, outcome)
         outcome.raise_for(me)
-    return generation
 
 
 def _gather(
@@ -436,18 +388,12 @@ def _gather(
     mine = f"{me.world_size} {me.build.protocol} {me.build.version}".encode()
     if keys.compare_set(f"{generation}/world", "", mine) != mine:
         found = _disagreement(_came(keys, generation))
-        agreed = _agree(keys, generation, found)
-        (agreed if agreed.what and not found.of_builds else found).raise_for(me)
+        _agree(keys, generation, found).raise_for(me)
+        found.raise_for(me)  # the others have met without this rank
     arrived = keys.add(f"{generation}/count", 1)
     if arrived == me.world_size:
         _agree(keys, generation, _Outcome())
-    outcome = _await_outcome(keys, generation, me, deadline, watches=arrived <= 2)
-    if outcome.what == _SIZES_DIFFER:
-        # A version from before 0.2.0 that came second reports this for different builds, too.
-        with contextlib.suppress(StoreError):
-            found = _disagreement(_came(keys, generation))
-            outcome = found if found.of_builds else outcome
-    outcome.raise_for(me)
+    _await_outcome(keys, generation, me, deadline, watches=arrived <= 2).raise_for(me)
     found = keys.multi_get([f"{generation}/member/{rank}" for rank in range(me.world_size)])
     return tuple(map(_read_member, found))
 
@@ -505,7 +451,7 @@ def _timeout(came: list[RendezvousMember], me: RendezvousMember) -> _Outcome:
     missing = tuple(rank for rank in range(me.world_size) if rank not in ranks)
     return _Outcome(
         f"only {len(came)} of {me.world_size} ranks came in time",
-        seen=f"missing: {_named(missing)}; came: {_named(came)}",
+        seen=f"missing: {listed(missing)}; came: {listed(came)}",
         fix="Look at the output of the missing ranks; check that each was started, with this "
         "address and its own RANK; give a longer timeout if they start slowly.",
         timed_out=True,
@@ -517,7 +463,7 @@ def _timeout(came: list[RendezvousMember], me: RendezvousMember) -> _Outcome:
 def _death(dead: list[RendezvousMember], came: list[RendezvousMember]) -> _Outcome:
     return _Outcome(
         "a rank died before all had come",
-        seen=f"{_named(dead)}; came so far: {_named(came)}",
+        seen=f"{listed(dead)}; came so far: {listed(came)}",
         fix="Look at that process's own error.",
     )
 
@@ -525,27 +471,21 @@ def _death(dead: list[RendezvousMember], came: list[RendezvousMember]) -> _Outco
 def _disagreement(came: list[RendezvousMember]) -> _Outcome:
     seen = differing((member.build, member) for member in came)
     if seen:
-        return _Outcome(DIFFERENT, seen=seen, fix=SAME_BUILD, of_builds=True)
+        return _Outcome(DIFFERENT, seen=seen, fix=SAME_BUILD)
     says: dict[int, list[RendezvousMember]] = {}
     for member in came:
         says.setdefault(member.world_size, []).append(member)
     return _Outcome(
-        _SIZES_DIFFER,
-        seen="; ".join(f"{size} says {_named(group)}" for size, group in sorted(says.items())),
+        "the ranks disagree on the world size",
+        seen="; ".join(f"{size} says {listed(group)}" for size, group in sorted(says.items())),
         fix="Start all ranks with the same WORLD_SIZE (or world_size=).",
     )
 
 
-def _named(each: Sequence[object]) -> str:
-    more = f" and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
-    return ", ".join(map(str, each[:_NAMED])) + more
-
-
 def _leave_all() -> None:
     """At the end of the process: leave what the program forgot to leave."""
-    for each in list(_active.values()):
-        if each is not None:
-            each.close()
+    for each in list(_open):
+        each.close()
 
 
 at_process_end(_leave_all, order=1)
