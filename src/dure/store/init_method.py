@@ -28,7 +28,6 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
@@ -62,38 +61,12 @@ _WITH_VARIABLES = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
 _log = logs.logger("store")
 
 
-class Endpoint(Protocol):
-    """An address at which ranks share a store."""
-
-    @property
-    def name(self) -> str:
-        """What sets its keys apart from other jobs'."""
-        ...
-
-    @property
-    def held_by_rank_0(self) -> bool:
-        """Whether the store lives in rank 0's process, and dies with it."""
-        ...
-
-    def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
-        """Open the store; rank 0 may have to make it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitMethod:
-    """What an `init_method` says: an endpoint, and which rank this is (-1: it does not say)."""
-
-    endpoint: Endpoint
-    rank: int
-    world_size: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpEndpoint:
     """A host and a port.
 
     Attributes:
+        name: What sets the keys of this job apart from other jobs'.
         hosted: Another process than rank 0, the launcher, serves there.
         purpose: What to call the host's name if it cannot be resolved.
         key: The job's, where the ranks have it from each other; None: it is found (store/key.py).
@@ -115,6 +88,7 @@ class TcpEndpoint:
 
     @property
     def held_by_rank_0(self) -> bool:
+        """Whether the store is in rank 0's process, and ends with it."""
         return not self.hosted
 
     def open(self, rank: int, world_size: int, timeout_s: float) -> Store:
@@ -203,6 +177,19 @@ class FileEndpoint:
         return FileStore(self.path, world_size, timedelta(seconds=timeout_s), fresh=True)
 
 
+Endpoint = TcpEndpoint | LocalEndpoint | EtcdEndpoint | FileEndpoint
+"""An address at which ranks share a store; rank 0 may have to make it when it opens it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitMethod:
+    """What an `init_method` says: an endpoint, and which rank this is (-1: it does not say)."""
+
+    endpoint: Endpoint
+    rank: int
+    world_size: int
+
+
 def read_init_method(init_method: str | None, rank: int, world_size: int) -> InitMethod:
     """Read an `init_method`; numbers given as arguments go before those of the URL or environment.
 
@@ -212,64 +199,50 @@ def read_init_method(init_method: str | None, rank: int, world_size: int) -> Ini
     url = init_method or "env://"
     parts = urlsplit(url)
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    if rank < 0 and "rank" in query:
-        rank = _number(url, query["rank"])
-    if world_size < 0 and "world_size" in query:
-        world_size = _number(url, query["world_size"])
+    try:
+        rank = env.whole_number(query.get("rank", "-1")) if rank < 0 else rank
+        size = env.whole_number(query.get("world_size", "-1")) if world_size < 0 else world_size
+    except ValueError:
+        raise _malformed(url, "holds something that is not a whole number") from None
     if parts.scheme == "env":
-        return _from_environment(rank, world_size)
+        return _from_environment(rank, size)
     if parts.scheme == "tcp":
-        endpoint: Endpoint = _tcp_endpoint(url)
-    elif parts.scheme == "file":
-        endpoint = _file_endpoint(url)
+        host, port = _host_and_port(url)
+        endpoint: Endpoint = TcpEndpoint(host=host, port=port)
     elif parts.scheme == "etcd":
         endpoint = EtcdEndpoint(url=url)
+    elif parts.scheme != "file":
+        raise _malformed(url, "cannot be understood")
+    elif parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
+        raise _malformed(url, "names no file; the path is absolute, which makes three slashes")
     else:
-        raise RendezvousError(
-            "init_method cannot be understood",
-            seen=repr(url),
-            fix="Write env://, tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/JOB.",
-        )
-    missing = [n for n, v in (("rank", rank), ("world_size", world_size)) if v == -1]
+        endpoint = FileEndpoint(path=parts.path)
+    missing = [name for name, number in (("rank", rank), ("world_size", size)) if number == -1]
     if missing:
         raise RendezvousError(
             f"{' and '.join(missing)} must be given with {parts.scheme}://",
             fix=f"Pass {', '.join(f'{name}=...' for name in missing)} to init_process_group.",
         )
-    return InitMethod(endpoint=endpoint, rank=rank, world_size=world_size)
+    return InitMethod(endpoint=endpoint, rank=rank, world_size=size)
 
 
-def _tcp_endpoint(url: str) -> TcpEndpoint:
+def _malformed(url: str, why: str) -> RendezvousError:
+    return RendezvousError(
+        f"init_method {why}",
+        seen=repr(url),
+        fix="Write env://, tcp://HOST:PORT, file:///PATH or etcd://HOST:PORT/JOB.",
+    )
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
     if not host or not port:
-        raise RendezvousError(
-            "init_method names no host and port", seen=repr(url), fix="Write tcp://HOST:PORT."
-        )
-    return TcpEndpoint(host=host, port=port)
-
-
-def _file_endpoint(url: str) -> FileEndpoint:
-    parts = urlsplit(url)
-    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
-        raise RendezvousError(
-            "init_method names no file",
-            seen=repr(url),
-            fix="Write file:// and an absolute path, which makes three slashes: file:///PATH.",
-        )
-    return FileEndpoint(path=parts.path)
-
-
-def _number(url: str, value: str) -> int:
-    try:
-        return env.whole_number(value)
-    except ValueError:
-        raise RendezvousError(
-            "init_method holds something that is not a whole number", seen=f"{value!r} in {url!r}"
-        ) from None
+        raise _malformed(url, "names no host and port")
+    return host, port
 
 
 def _from_environment(rank: int, world_size: int) -> InitMethod:
@@ -314,18 +287,8 @@ def _environment_endpoint(launcher: str | None, world_size: int) -> Endpoint:
     if launcher and launcher.startswith("etcd://"):
         return EtcdEndpoint(url=launcher, name=name, hosted=True)
     if launcher:
-        where, _, number = launcher.rpartition(":")
-        if not where or not number.isdecimal():
-            raise RendezvousError(
-                "the environment variable DURE_STORE_ADDR is not HOST:PORT", seen=repr(launcher)
-            )
-        return TcpEndpoint(
-            host=where.strip("[]"),  # of an IPv6 address
-            port=int(number),
-            name=name,
-            hosted=True,
-            purpose="DURE_STORE_ADDR",
-        )
+        host, port = _host_and_port(f"tcp://{launcher}")
+        return TcpEndpoint(host=host, port=port, name=name, hosted=True, purpose="DURE_STORE_ADDR")
     if not 0 < port < 65536:
         raise RendezvousError(
             "the environment variable MASTER_PORT is no port",
