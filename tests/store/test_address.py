@@ -6,9 +6,8 @@ from datetime import timedelta
 import pytest
 
 from dure.errors import StoreError
-from dure.launch.ranks.ports import reserve_port
 from dure.store import TCPStore
-from dure.store.address import Address, is_local, is_wildcard, resolve
+from dure.store.address import Address, is_local, resolve
 from dure.store.init_method import read_init_method
 from dure.store.key import mint
 from dure.store.listener import listen
@@ -24,22 +23,6 @@ def test_a_wildcard_is_refused_however_it_is_spelled(host: str) -> None:
         resolve(host, 1, "the purpose")
     assert "DURE_STORE_BIND_ANY" in caught.value.fix
     assert "the purpose" in caught.value.what
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "10.0.0.0", "name"])
-def test_other_addresses_are_no_wildcards(host: str) -> None:
-    assert not is_wildcard(host)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "*", "::"])
-def test_a_store_does_not_listen_on_all_addresses(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(StoreError):
-        TCPStore(host, 0, is_master=True, timeout=TIMEOUT, key=mint())
-    monkeypatch.setenv("DURE_STORE_BIND", host)
-    with pytest.raises(StoreError):
-        TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, key=mint())
 
 
 def test_the_last_door_is_guarded_too() -> None:
@@ -70,14 +53,6 @@ def test_a_wildcard_is_taken_where_the_user_says_so(monkeypatch: pytest.MonkeyPa
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.2", store.port)) == 0
     store.close()
-
-
-def test_the_reserved_port_of_rank_0_listens_nowhere() -> None:
-    """`launch.ports` binds all addresses, so that nobody else gets the port; nobody can connect."""
-    keeper, port = reserve_port()
-    with keeper, socket.socket() as probe:
-        assert keeper.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def test_names_and_ports_are_checked() -> None:

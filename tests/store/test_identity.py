@@ -1,6 +1,5 @@
 """Who a process is."""
 
-import ctypes
 import errno
 import os
 from pathlib import Path
@@ -20,16 +19,6 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
     assert alive(msgspec.structs.replace(me, start="1")) is False
     assert alive(msgspec.structs.replace(me, host_id="elsewhere")) is None
     assert alive(dead_process()) is False
-
-
-def test_a_name_that_is_cut_inside_a_character_does_not_matter() -> None:
-    libc, name = ctypes.CDLL(None), ctypes.create_string_buffer(16)
-    assert libc.prctl(16, name) == 0  # PR_GET_NAME
-    assert libc.prctl(15, "обучение".encode()[:15]) == 0  # PR_SET_NAME
-    try:
-        assert alive(myself()) is True
-    finally:
-        libc.prctl(15, name)
 
 
 def test_without_a_descriptor_to_look_with_nothing_is_known(

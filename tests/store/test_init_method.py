@@ -61,11 +61,6 @@ def test_the_launchers_store_may_have_an_ipv6_address(inside):
     assert (endpoint.host, endpoint.port) == ("fe80::1", 29500)
 
 
-def test_rank_and_size_that_the_program_knows_already_are_filled_up(inside):
-    inside(seen.SLURM_STEP)
-    assert read_init_method(None, 5, 7).rank == 5
-
-
 @pytest.mark.parametrize(
     ("environ", "rank", "size"),
     [

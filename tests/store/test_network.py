@@ -24,14 +24,6 @@ from tests.waiting import until
 from .conftest import TIMEOUT, client
 
 
-def test_only_one_side_insecure_is_refused(
-    master: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DURE_INSECURE", "1")
-    with pytest.raises(StoreRefused):
-        client(master, None)
-
-
 def test_messages_name_both_builds_where_the_server_is_of_another(
     master: TCPStore, key: JobKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,14 @@ def test_two_with_one_number_are_both_named_to_everybody(url: str) -> None:
         assert error.seen.count(f"pid {os.getpid()}") == 2
 
 
+def test_a_late_rank_learns_of_a_mistake_from_a_file_that_the_others_have_closed(
+    tmp_path: Path,
+) -> None:
+    url = f"file://{tmp_path}/meeting"
+    first = errors_of(joins(url, (1, 3), (1, 3)))
+    assert {error.what for error in errors_of(joins(url, (0, 3)))} == {first[0].what}
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-2, 2), (0, 0), (0, -5)])
 def test_numbers_that_cannot_be_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(RendezvousError) as caught:
@@ -216,14 +224,6 @@ def test_a_missing_rank_0_is_named(port: int) -> None:
     assert f"127.0.0.1:{port}" in error.what
 
 
-def test_a_taken_port_is_an_error_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = other.getsockname()[1]
-        (error,) = errors_of(joins(f"tcp://127.0.0.1:{taken}", (0, 2)))
-    assert not isinstance(error, TimeoutError)
-    assert f"127.0.0.1:{taken}" in error.what
-
-
 @pytest.mark.parametrize("closed", [(0, 1), (0,), ()])
 def test_a_file_of_a_job_whose_ranks_closed_it_or_died_is_used_again_without_its_keys(
     tmp_path: Path, closed: tuple[int, ...]
@@ -273,13 +273,6 @@ def test_a_given_store_is_used_twice_and_stays_open() -> None:
         for meeting in meetings:
             meeting.close()
     store.set("still", "open")
-
-
-def test_four_variables_are_enough(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "localhost")):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    rendezvous().close()
 
 
 @pytest.mark.parametrize("local", [2, 1])

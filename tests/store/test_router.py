@@ -9,26 +9,19 @@ from dure.store import router
 from dure.store.router import RefusalLog
 
 
-def test_refusals_are_counted_and_reported_rarely(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_counted_and_reported_rarely(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.WARNING, "dure.store")
+    now = 0.0
+    monkeypatch.setattr(router.time, "monotonic", lambda: now)
     refusals = RefusalLog("the store at tcp://here")
-
-    def reported(now: float) -> list[str]:
-        caplog.clear()
-        refusals.report(now)
-        return [record.getMessage() for record in caplog.records]
-
-    assert (reported(0.0), refusals.due()) == ([], None)
-    refusals.add("10.0.0.77:51234", "it has another job key")
-    assert reported(0.0) == [
-        "the store at tcp://here refused 10.0.0.77:51234: it has another job key"
+    for now in (0.0, 1.0, 9.999, 10.0, 11.0):
+        refusals.add(f"10.0.0.77:{now:g}", "it left")
+    assert caplog.messages == [
+        "the store at tcp://here refused 10.0.0.77:0: it left",
+        "the store at tcp://here refused 10.0.0.77:10 and 2 before it: it left",
     ]
-    for port in range(3):
-        refusals.add(f"10.0.0.99:{port}", "it left")
-    assert refusals.due() == 10.0
-    assert reported(9.999) == []
-    assert reported(10.0) == ["the store at tcp://here refused 10.0.0.99:2 and 2 more: it left"]
-    assert refusals.due() is None
 
 
 def test_the_limit_of_descriptors_is_raised_when_connections_need_them() -> None:

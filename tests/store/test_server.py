@@ -117,3 +117,14 @@ def test_a_reply_is_not_given_up_before_zeromq_has_looked_what_was_read() -> Non
     server = SimpleNamespace(_router=(router := Busy()))
     StoreServer._send(cast(StoreServer, server), [(b"client", Reply("ok"))])
     assert len(router.sent) == 1
+
+
+def test_num_keys_counts_one_key_of_the_meeting_and_list_keys_none_as_in_torch(
+    key: JobKey, port: int
+) -> None:
+    store = TCPStore("127.0.0.1", port, 1, is_master=True, timeout=TIMEOUT, key=key)
+    for number in range(5):
+        store.set(f"k{number}", "v")
+    assert store.num_keys() == 6
+    assert store.list_keys() == [f"k{number}" for number in range(5)]
+    store.close()

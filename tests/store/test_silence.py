@@ -12,13 +12,6 @@ from dure.errors import UsageError
 from dure.store.silence import ListeningClock, end_after_silence, silence_s
 
 
-def test_a_host_may_be_silent_for_30_seconds_unless_the_user_says_otherwise(monkeypatch):
-    monkeypatch.delenv("DURE_SILENCE", raising=False)
-    assert silence_s() == 30
-    monkeypatch.setenv("DURE_SILENCE", "7")
-    assert silence_s() == 7
-
-
 @pytest.mark.parametrize("text", ["1", "0", "-30"])
 def test_a_silence_that_any_busy_machine_exceeds_is_refused(monkeypatch, text):
     monkeypatch.setenv("DURE_SILENCE", text)
@@ -28,17 +21,15 @@ def test_a_silence_that_any_busy_machine_exceeds_is_refused(monkeypatch, text):
 
 @pytest.mark.parametrize(
     ("silence", "first", "probes"),
-    [("2", 1, 1), ("3", 1, 2), ("12", 2, 5), ("30", 5, 5), ("60", 10, 5)],
+    [("2", 1, 1), ("3", 1, 2), ("30", 5, 5)],
 )
 def test_probes_of_the_kernel_take_as_long_as_the_silence(monkeypatch, silence, first, probes):
     """The first probe comes after as long as lies between two, so all take (1 + probes) * first."""
     monkeypatch.setenv("DURE_SILENCE", silence)
     with zmq.Context() as context, context.socket(zmq.DEALER) as opened:
         end_after_silence(opened)
-        assert opened.tcp_keepalive == 1
         assert (opened.tcp_keepalive_idle, opened.tcp_keepalive_intvl) == (first, first)
         assert opened.tcp_keepalive_cnt == probes
-        assert opened.tcp_maxrt == 1000 * int(silence)
     assert first * (1 + probes) == int(silence)
 
 

@@ -61,14 +61,3 @@ def test_a_memory_file_is_made_whatever_the_system_demands(
     descriptor = memory_file("test")
     assert not os.get_inheritable(descriptor)
     os.close(descriptor)
-
-
-def test_memory_files_that_are_forbidden_altogether_are_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def forbidden(name: str, flags: int) -> int:
-        raise PermissionError(errno.EPERM, f"{name} {flags}")
-
-    monkeypatch.setattr(os, "memfd_create", forbidden)
-    with pytest.raises(PermissionError):
-        memory_file("test")

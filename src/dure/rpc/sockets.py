@@ -336,7 +336,8 @@ class Sockets:
         dues += self._broken.values()
         if self._looked_at:
             dues.append(self._look_due)
-        dues += [due for due in (self._guarded.refusals.due(), self._ends_at) if due is not None]
+        if self._ends_at is not None:
+            dues.append(self._ends_at)
         return int(max(0.0, min((*dues, now + _LONGEST_POLL_S)) - now) * 1000) + bool(dues)
 
     def _serve(self, ready: dict[Any, int]) -> None:
@@ -391,7 +392,6 @@ class Sockets:
         if self._looked_at and now >= self._look_due:
             self._look_due = now + _LOOK_S
             self._look()
-        self._guarded.refusals.report(now)
 
     def _look(self) -> None:
         for one in list(self._looked_at):

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from dure.errors import StoreLost, StoreRefused, StoreTimeout
-from dure.store.address import LOOPBACK, why_unreachable
+from dure.store.address import why_unreachable
 from dure.store.builds import Build
 from dure.store.key import JobKey
 from dure.store.router import read_event
@@ -106,11 +106,8 @@ class Connection:
         if key is not None:
             key.arm(socket, "store client")
             socket.curve_serverkey = key.pair("store server").public
-        events = 0
-        for event in _OUTCOMES:
-            events |= event
         watch = f"inproc://monitor-{next(_numbers)}"
-        socket.monitor(watch, events)
+        socket.monitor(watch, sum(_OUTCOMES))
         self._monitor.connect(watch)
         socket.connect(endpoint)
 
@@ -199,15 +196,13 @@ def dial(
         absent_s: How long to keep trying while no process listens; None: as long as `timeout_s`.
 
     Raises:
-        StoreTimeout: No process listened there in time, or the one that did sent nothing; at once
-            if the loopback interface is down. Other networks may still come up.
+        StoreTimeout: No process listened there in time, or the one that did sent nothing.
         StoreRefused: The server refused this process several times in a row.
     """
     start = time.monotonic()
     absent_s = timeout_s if absent_s is None else absent_s
     pause_s, outcome = 0.005, _Outcome.UNREACHABLE
     refusals: list[_Outcome] = []
-    loopback = endpoint.startswith(LOOPBACK)
     while (left_s := timeout_s - (time.monotonic() - start)) > 0:
         connection = Connection(context, endpoint, key)
         try:
@@ -224,20 +219,15 @@ def dial(
             refusals.clear()
         if len(refusals) == _REFUSALS:
             raise _refused(endpoint, refusals, key)
-        if outcome is _Outcome.UNREACHABLE and (
-            time.monotonic() - start >= absent_s or (loopback and why_unreachable(endpoint))
-        ):
+        if outcome is _Outcome.UNREACHABLE and time.monotonic() - start >= absent_s:
             break
         time.sleep(min(pause_s, max(0.0, left_s)))
         pause_s = min(2 * pause_s, 0.1)
-    why = why_unreachable(endpoint) if outcome is _Outcome.UNREACHABLE else ""
     raise StoreTimeout(
         f"the store at {endpoint} cannot be reached",
         elapsed_s=time.monotonic() - start,
-        seen=why or outcome.value,
-        fix="Start the loopback interface: `ip link set lo up`."
-        if why and loopback
-        else "Check that rank 0 (or the launcher) runs, that MASTER_ADDR and MASTER_PORT are its "
+        seen=why_unreachable(endpoint) or outcome.value,
+        fix="Check that rank 0 (or the launcher) runs, that MASTER_ADDR and MASTER_PORT are its "
         "own, and that the address is not a loopback one on several hosts (DURE_STORE_BIND).",
     )
 

@@ -9,8 +9,7 @@ rarely, at most 20 ms apart.
 A process killed in the middle of a write leaves a line without an end. The next one to hold the
 lock cuts it off, which is safe: no process can be writing, and none has read it.
 
-The last process to close the store removes the file. A rendezvous clears one that processes left
-which have all closed it or died.
+The last process to close the store removes the file. A rendezvous clears one whose users have died.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class FileStore(AskingStore):
         world_size: How many stores will open the file: the last of them to close deletes it.
             -1: the file stays.
         timeout: How long `get`, `wait` and getting the lock wait.
-        fresh: Whether to begin without keys if all processes that used the file have closed it or
-            are known to have died.
+        fresh: Whether to begin without keys if all processes that have not closed the file, or all
+            that have used it, are known to have died.
 
     Raises:
         StoreError: The file cannot be opened, or is not a store.
@@ -91,8 +90,9 @@ class FileStore(AskingStore):
         self.start_afresh()
         try:
             with self._locked():
+                # Late ranks still read why the others, which have closed it but live, did not meet.
                 users = [process for process, opened in self._users.items() if opened > 0]
-                if fresh and all(alive(process) is False for process in users):
+                if fresh and all(alive(user) is False for user in users or self._users):
                     self._read_again()
                     self._log.clear()
                 self._note(_Line(process=myself()))

@@ -46,6 +46,9 @@ _GRACE_S = 1.0
 _REDIAL_S = 2.0
 """How long a client whose server was there once looks for it again."""
 
+_WORKERS = "dure/workers"
+"""Counts the workers that a master waits for; as in torch, `num_keys` counts this key."""
+
 _log = logs.logger("store")
 
 
@@ -77,11 +80,9 @@ class NetworkStore(AskingStore):
         self._endpoint, self._key, self._server = endpoint, key, server
         self._closed = self._replaced = False
         self.start_afresh()
+        limits = (self._timeout.total_seconds(), None) if patience_s is None else (patience_s, 0.0)
         try:
-            if patience_s is None:
-                self._put_back(self._first(self._timeout.total_seconds()))
-            else:
-                self._put_back(self._first(patience_s, 0.0))
+            self._put_back(self._first(*limits))
         except BaseException:
             self.close()
             raise
@@ -312,14 +313,19 @@ class TCPStore(NetworkStore):
         made._host, made._port = self._host, self._port
         return made
 
+    def list_keys(self) -> list[str]:
+        return [key for key in super().list_keys() if key != _WORKERS]
+
     def _await_workers(self, world_size: int) -> None:
         # A server may serve several stores in turn, and a rank may open its next store before the
         # master has opened this one: so the master's nth waits for n times `world_size` stores.
-        came = self.add("dure/workers", 1)
+        came = self.add(_WORKERS, 1)
         if came % world_size == 0:
-            self.set(f"dure/all workers/{came // world_size}", b"")
+            self.set(f"{_WORKERS}/{came // world_size}", b"")
         if self._server is not None:
-            self.wait([f"dure/all workers/{self.add('dure/masters', 1)}"])
+            complete = f"{_WORKERS}/{next(self._server.masters)}"
+            self.wait([complete])
+            self.delete_key(complete)
 
 
 def _served(at: Address, host_name: str, key: JobKey | None) -> StoreServer:

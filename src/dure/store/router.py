@@ -18,6 +18,7 @@ import os
 import resource
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -40,23 +41,14 @@ QUIET_S = 10.0
 """The shortest time between two log lines about refused connections."""
 
 _MAX_DESCRIPTORS = 65_536
-_OTHER_KEY = "it has another job key"
-_FOREIGN = "it uses another protocol"
-_LEFT = (
-    "it left in the middle of the handshake, as a port scan does, or did not complete it in time"
-)
-_PROTOCOL_REASONS: dict[int, str] = {
-    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "only one side encrypts "
-    "(DURE_INSECURE on one side only?)",
-    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: _OTHER_KEY,
+_FOREIGN = "it has another job key, or speaks another protocol (DURE_INSECURE on one side only?)"
+_REASONS = {
+    zmq.Event.HANDSHAKE_FAILED_AUTH: _FOREIGN,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: _FOREIGN,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it left in the middle of the handshake, as a port scan "
+    "does, or did not complete it in time",
 }
-_EVENTS = (
-    zmq.Event.ACCEPTED
-    | zmq.Event.DISCONNECTED
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-)
+_EVENTS = sum(_REASONS, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
 _EVENT = struct.Struct("=hi")
 
 _log = logs.logger("store")
@@ -79,7 +71,7 @@ class Guarding:
 
 
 class RefusalLog:
-    """Log lines about refused connections: the first one at once, then one every `QUIET_S`.
+    """Log lines about refused connections: the first at once, then at most one per `QUIET_S`.
 
     Args:
         where: The server, for messages.
@@ -88,24 +80,14 @@ class RefusalLog:
     def __init__(self, where: str) -> None:
         self._where = where
         self._num_unreported, self._reported_at = 0, float("-inf")
-        self._last = "", ""
 
     def add(self, peer: str, reason: str) -> None:
-        """Count a refusal; `report` logs it."""
-        self._num_unreported += 1
-        self._last = peer, reason
-
-    def due(self) -> float | None:
-        """Return when `report` is next needed."""
-        return self._reported_at + QUIET_S if self._num_unreported else None
-
-    def report(self, now: float) -> None:
-        """Log what was refused, if it is time."""
-        due = self.due()
-        if due is None or now < due:
+        """Log a refusal, or only count it for the next line."""
+        now = time.monotonic()
+        if now < self._reported_at + QUIET_S:
+            self._num_unreported += 1
             return
-        peer, reason = self._last
-        more = f" and {self._num_unreported - 1} more" if self._num_unreported > 1 else ""
+        more = f" and {self._num_unreported} before it" if self._num_unreported else ""
         _log.warning("%s refused %s%s: %s", self._where, peer, more, reason)
         self._num_unreported, self._reported_at = 0, now
 
@@ -210,12 +192,8 @@ class GuardedRouter:
         if event == zmq.Event.ACCEPTED:
             self._joining[value] = _peer_of(value)
             _have_descriptors_for(len(self._joining) + len(self.members))
-        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            self._reason = _OTHER_KEY
-        elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-            self._reason = _PROTOCOL_REASONS.get(value, _FOREIGN)
-        elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
-            self._reason = _LEFT
+        elif event in _REASONS:
+            self._reason = _REASONS[zmq.Event(event)]
         elif value in self.members:
             client = self.members.pop(value)
             self._clients.discard(client)

@@ -14,11 +14,11 @@ clients have `_EXIT_S` to leave.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -64,6 +64,9 @@ class StoreServer:
         key: The job key; None admits every client.
         board: What answers the requests; by default a `Board` without keys.
 
+    Attributes:
+        masters: Numbers of the stores here that wait for workers, for `TCPStore`.
+
     Threads: `hold`, `release` and `stop` may be called from any thread.
     """
 
@@ -78,6 +81,7 @@ class StoreServer:
         self._board = board or Board(secrets.token_bytes(8))
         self._clock = ListeningClock()
         self._num_holders = 1
+        self.masters = itertools.count(1)
         self._lock = threading.Lock()  # between the thread's decision to end, and `hold`
         self._stopping = False
         self._waker, self._wakened = socket.socketpair()
@@ -153,7 +157,6 @@ class StoreServer:
                     _log.exception("the store's server continues after an error")
         finally:
             self._stopping = True
-            self._guarded.refusals.report(float("inf"))
             self._guarded.close()
             listening = os.dup(self._listen_fd) if self._listen_fd >= 0 else -1
             self._close_sockets()
@@ -171,8 +174,6 @@ class StoreServer:
     def _patience_ms(self) -> int | None:
         """Return how long the poll may take."""
         waits: list[float] = []
-        if (due := self._guarded.refusals.due()) is not None:
-            waits.append(due - time.monotonic())
         if (due := self._board.next_deadline()) is not None:
             waits.append(due - self._clock.now())
         if self._board.has_leases:
@@ -189,7 +190,6 @@ class StoreServer:
         if self._router in ready:
             self._answer_requests()
         self._send(self._board.expire(self._clock.now()))
-        self._guarded.refusals.report(time.monotonic())
 
     def _answer_requests(self) -> None:
         for _ in range(_BURST):

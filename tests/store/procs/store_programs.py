@@ -55,13 +55,6 @@ def line(program: Program) -> str:
     return program.stdout.readline().strip()
 
 
-def tell(program: Program) -> None:
-    """Let the program go on that waits for a line."""
-    assert program.stdin is not None
-    program.stdin.write("\n")
-    program.stdin.flush()
-
-
 def output(program: Program) -> str:
     """Let the program end well and return what it said."""
     out, err = program.communicate(timeout=PATIENCE_S)

@@ -12,11 +12,10 @@ import pytest
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout, UsageError
 from dure.store.etcd import MAX_ETCD_BYTES, EtcdStore
 from dure.store.etcd_gateway import Connection, EtcdOptions, Gateway, Json
-from tests.comm import namespace_hosts as hosts
 from tests.store.procs import etcd
 from tests.store.procs.relay import Relay
 from tests.store.procs.store_programs import line, running
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.needs("etcd")
 TIMEOUT = timedelta(seconds=PATIENCE_S)
@@ -54,58 +53,6 @@ def test_a_member_is_killed_and_another_falls_silent() -> None:
         counted = [n for some in counts for n in some.result()]
         assert sorted(counted) == list(range(1, 121))
         store.close()
-
-
-COUNTING = """
-import os, sys
-from datetime import timedelta
-from dure.store import EtcdStore
-store = EtcdStore.from_url(sys.argv[1], timedelta(seconds=60))
-number = 0
-while not os.path.exists(sys.argv[2] + ".stop"):
-    number += 1
-    assert store.add("n", 1) == number
-    with open(sys.argv[2] + ".new", "w") as file:
-        file.write(str(number))
-    os.replace(sys.argv[2] + ".new", sys.argv[2])
-"""
-
-
-@pytest.mark.needs("network namespaces")
-def test_the_cables_of_members_are_cut_one_after_the_other(tmp_path: Path) -> None:
-    """Three hosts with a member each; the fourth counts, and so meets the one that is cut off."""
-    counted = tmp_path / "counted"
-
-    def count() -> int:
-        assert program.poll() is None
-        return int(counted.read_text()) if counted.exists() else 0
-
-    def advance() -> None:
-        before = count()
-        until(lambda: count() >= before + 10, "ten more")
-
-    with hosts.hosts(4, "etcd") as made:
-        places = [(host.name, f"http://{host.address}") for host in made[:3]]
-        cluster = ",".join(f"{name}={url}:2380" for name, url in places)
-        for host, (name, url) in zip(made, places, strict=False):
-            words = [f"--name={name}", f"--data-dir={tmp_path / name}", "--log-level=error"]
-            words += [f"--listen-client-urls={url}:2379", f"--advertise-client-urls={url}:2379"]
-            words += [f"--listen-peer-urls={url}:2380", f"--initial-cluster={cluster}"]
-            words += [f"--initial-advertise-peer-urls={url}:2380", "--logger=zap"]
-            host.start_any([str(etcd.PROGRAM), *words], {}, subprocess.DEVNULL)
-        names = ",".join(host.address for host in made[:3])
-        words = ["-c", COUNTING, f"etcd://{names}/job", str(counted)]
-        program = made[3].start(words, {"DURE_INSECURE": "1"})
-        advance()
-        for host in made[:2]:
-            host.cut()
-            advance()
-            host.mend()
-            advance()
-        made[2].kill()
-        advance()
-        Path(f"{counted}.stop").touch()
-        assert program.wait(PATIENCE_S) == 0, program.communicate()
 
 
 def test_a_write_whose_answer_was_lost_is_done_once(one: etcd.Etcd) -> None:

@@ -1,42 +1,74 @@
-"""Stores and rendezvous between real processes: forks, exits, torchrun, a crowd."""
+"""Stores and rendezvous between real processes: forks, exits, deaths at the worst moment."""
 
+import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from dure.store import FileStore, TCPStore
+from tests.store.conftest import TIMEOUT
 from tests.store.procs.store_programs import line, output, running
 
 MEET = """
-url, rank, size, times = args[0], int(args[1]), int(args[2]), int(args[3])
+url, rank, times = args[0], int(args[1]), int(args[2])
 for _ in range(times):
-    meeting = rendezvous(url, rank, size, timeout=PATIENCE)
+    meeting = rendezvous(url, rank, 3, timeout=PATIENCE)
     meeting.store.set(f"{rank}", str(os.getpid()))
-    pids = meeting.store.multi_get([str(r) for r in range(size)])
+    pids = meeting.store.multi_get([str(r) for r in range(3)])
     assert [int(pid) for pid in pids] == [member.pid for member in meeting.members]
     assert meeting.same_host and not meeting.same_process
     meeting.close()
 """
 
 
-@pytest.fixture(autouse=True)
-def own_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+@pytest.fixture(params=["tcp", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> str:
+    return f"tcp://127.0.0.1:{port}" if request.param == "tcp" else f"file://{tmp_path}/meeting"
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_processes_meet_ten_times(kind: str, port: int, tmp_path: Path) -> None:
-    url = f"tcp://127.0.0.1:{port}" if kind == "tcp" else f"file://{tmp_path}/meeting"
-    with running(*((MEET, url, str(rank), "3", "10") for rank in range(3))) as programs:
+def test_processes_meet_ten_times(url: str, tmp_path: Path) -> None:
+    with running(*((MEET, url, str(rank), "10") for rank in range(3))) as programs:
         for program in programs:
             output(program)
     assert not (tmp_path / "meeting").exists()
 
 
-def test_a_forked_child_uses_the_store_and_harms_nobody() -> None:
+@pytest.mark.parametrize("end", ["pass", "del meeting"])
+def test_a_program_that_ends_without_leaving_does_not_hang(end: str, port: int) -> None:
+    code = "meeting = rendezvous(args[0], int(args[1]), 2, timeout=PATIENCE)\n" + end
+    url = f"tcp://127.0.0.1:{port}"
+    with running((code, url, "0"), (code, url, "1")) as programs:
+        for program in programs:
+            output(program)
+
+
+def test_children_of_multiprocessing_leave_what_they_forgot(tmp_path: Path) -> None:
+    code = """
+import multiprocessing
+def rank(number):
+    rendezvous(f"file://{args[0]}", number, 2, timeout=PATIENCE)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=rank, args=(number,)) for number in range(2)]
+    for process in ranks: process.start()
+    for process in ranks: process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+"""
+    with running((code, str(tmp_path / "meeting"))) as (program,):
+        output(program)
+    assert not (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_a_forked_child_uses_the_store_and_harms_nobody(kind: str, tmp_path: Path) -> None:
     code = """
 import threading
-master = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
-other = TCPStore("127.0.0.1", master.port, timeout=PATIENCE)
+if args[0] == "tcp":
+    master = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
+    other = TCPStore("127.0.0.1", master.port, timeout=PATIENCE)
+else:
+    master, other = FileStore(args[1], timeout=PATIENCE), FileStore(args[1], timeout=PATIENCE)
 waiter = threading.Thread(target=other.get, args=("from child",))
 waiter.start()
 child = os.fork()
@@ -50,19 +82,27 @@ waiter.join()
 assert other.add("n", 1) == 2
 say("good")
 """
-    with running((code,)) as (program,):
+    with running((code, kind, str(tmp_path / "store"))) as (program,):
         assert output(program) == "good"
 
 
-def test_a_child_that_lives_on_does_not_keep_the_port() -> None:
+def test_a_child_does_not_keep_the_port() -> None:
+    """Nor one that has not yet run a line of Python: C's `fork` calls none of Python's hooks."""
     code = """
+import ctypes, signal
 master = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
-port = master.port
-if os.fork() == 0:
+child = os.fork()
+if child == 0:
     sys.stdin.read()
     os._exit(0)
-master.close()
-TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE).set("k", "v")
+stopped = ctypes.PyDLL(None).fork()
+if stopped == 0:
+    while True: signal.pause()
+try:
+    master.close()
+    TCPStore("127.0.0.1", master.port, is_master=True, timeout=PATIENCE).set("k", "v")
+finally:
+    os.kill(stopped, signal.SIGKILL)
 say("good")
 """
     with running((code,)) as (program,):
@@ -70,20 +110,72 @@ say("good")
         output(program)
 
 
-def test_a_child_just_forked_does_not_keep_the_port() -> None:
-    """A child that has not yet run a line of Python: C's `fork` calls none of Python's hooks."""
+def test_a_writer_killed_in_the_middle_of_a_record_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "store"
     code = """
-import ctypes, signal
-master = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
-child = ctypes.PyDLL(None).fork()
-if child == 0:
-    while True: signal.pause()
-try:
-    master.close()
-    TCPStore("127.0.0.1", master.port, is_master=True, timeout=PATIENCE)
-finally:
-    os.kill(child, signal.SIGKILL)
-say("good")
+store = FileStore(args[0])
+store.set("whole", "1")
+pwrite = os.pwrite
+def half(fd, data, at):
+    pwrite(fd, data[: len(data) // 2], at)
+    say("written")
+    sys.stdin.read()
+os.pwrite = half
+store.set("torn", "x" * 100)
 """
-    with running((code,)) as (program,):
-        assert output(program) == "good"
+    with running((code, str(path))) as (writer,):
+        assert line(writer) == "written"  # it holds the lock now, for ever
+        size = path.stat().st_size
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        store = FileStore(path, timeout=TIMEOUT)
+        assert store.list_keys() == ["whole"]
+        assert path.stat().st_size != size
+        store.set("after", "2")
+        assert FileStore(path).multi_get(["whole", "after"]) == [b"1", b"2"]
+
+
+def test_a_stopped_server_ends_in_a_timeout() -> None:
+    code = """
+store = TCPStore("127.0.0.1", 0, is_master=True)
+say(store.port)
+sys.stdin.read()
+"""
+    with running((code,)) as (server,):
+        store = TCPStore("127.0.0.1", int(line(server)), timeout=TIMEOUT)
+        server.send_signal(signal.SIGSTOP)
+        store.set_timeout(timedelta(milliseconds=100))
+        with pytest.raises(TimeoutError):
+            store.get("k")
+        server.send_signal(signal.SIGCONT)
+        store.set_timeout(TIMEOUT)
+        assert store.add("n", 1) == 1
+        store.close()
+
+
+WATCH = """
+from dure.store.init_method import read_init_method
+from dure.store.prefix import PrefixStore
+method = read_init_method(args[0], 2, 3)
+store = method.endpoint.open(2, 3, PATIENCE.total_seconds())
+PrefixStore(f"dure/{method.endpoint.name}/", store).wait(["0/member/0", "0/member/1"])
+say("both came")
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_before_all_came_is_named(url: str) -> None:
+    code = """
+try:
+    rendezvous(args[0], int(args[1]), 3, timeout=PATIENCE)
+except RendezvousError as error:
+    say(type(error).__name__, error.seen)
+"""
+    with running((code, url, "0"), (code, url, "1"), (WATCH, url)) as (first, second, watcher):
+        assert line(watcher) == "both came"
+        second.kill()
+        second.wait()
+        said = line(first)
+        assert said.startswith("RendezvousError")
+        assert f"pid {second.pid}" in said
