@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm import mpi_jobs
 from tests.launch.procs.launching import Launching
 from tests.waiting import key_file
 
@@ -53,26 +52,12 @@ def start(job: Launching, way: str, port: int) -> list:
     secret = {"DURE_JOB_KEY_FILE": str(key_file(job.directory / "key"))}
     if way == "dure run":
         return [job.start("--nproc", "2", "--prefix", "none", program)]
-    if way == "torchrun":
-        words = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-        return [job.start_any(*words, "--master-port", str(port), program, env=secret)]
-    if way == "mpirun":
-        words = (*mpi_jobs.launcher(), "-n", "2", sys.executable, program)
-        return [job.start_any(*words, env={**secret, "MASTER_PORT": str(port)})]
     named = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **secret}
     ranks = [{"RANK": str(rank), "DURE_HOST_ID": f"h{rank}", **named} for rank in range(2)]
     return [job.start_any(sys.executable, program, env=rank) for rank in ranks]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "dure run",
-        "four variables",
-        pytest.param("torchrun", marks=pytest.mark.slow),  # it imports torch first
-        pytest.param("mpirun", marks=pytest.mark.needs("MPI")),
-    ],
-)
+@pytest.mark.parametrize("way", ["dure run", "four variables"])
 def test_ranks_of_two_builds_are_refused_with_both_named(job: Launching, way: str, port: int):
     ended = job.finish_all(*start(job, way, port))
     assert [each.code for each in ended] == [0] * len(ended), ended
