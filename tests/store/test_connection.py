@@ -17,7 +17,10 @@ from dure.store.wire import Request, pack
 from tests.waiting import PATIENCE_S
 
 
-def test_nobody_there_is_a_timeout_that_names_the_address(key: JobKey) -> None:
+def test_nobody_there_is_a_timeout_that_names_the_address(
+    key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "why_unreachable", lambda endpoint: "no network")
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -29,6 +32,7 @@ def test_nobody_there_is_a_timeout_that_names_the_address(key: JobKey) -> None:
         with pytest.raises(StoreTimeout):
             NetworkStore(f"tcp://{place}", key, timedelta(milliseconds=100))
     assert place in caught.value.what
+    assert caught.value.seen == "no network"
 
 
 def test_a_server_lost_just_before_a_request_is_noticed(server: StoreServer, key: JobKey) -> None:

@@ -40,8 +40,8 @@ from dure.store.base import Store
 from dure.store.file import FileStore
 from dure.store.identity import start_of
 from dure.store.key import SHARED_HOME_S, JobKey, name_of
-from dure.store.listener import Listener, listen
-from dure.store.network import NetworkStore, job_key
+from dure.store.listener import Listener
+from dure.store.network import NetworkStore, job_key, serve
 from dure.store.server import StoreServer, shared_server
 from dure.store.silence import silence_s
 from dure.trace import logs
@@ -109,9 +109,7 @@ class TcpEndpoint:
             return store
         server = self.server
         if rank == 0 and server is None:
-            bind = env.text("DURE_STORE_BIND")
-            at = resolve(bind, self.port, "DURE_STORE_BIND") if bind else address
-            server = shared_server(at.endpoint, lambda: StoreServer(listen(at), key))
+            server = serve(address, lambda port: key)
         return NetworkStore(address.endpoint, key, timedelta(seconds=timeout_s), server)
 
     def _own_name(self) -> str:

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import msgspec
@@ -278,16 +279,16 @@ class TCPStore(NetworkStore):
         if world_size is not None:
             world_size = integer_of(world_size, "TCPStore", "world_size")
         timeout = duration_of(timeout, "TCPStore")
-        address = resolve(host_name, port)
-        server = None
+        address, server = resolve(host_name, port), None
+
+        def key_at(port: int) -> JobKey | None:
+            return key or job_key(host_name, name_of(host_name, port))
+
         if is_master:
-            bind = env.text("DURE_STORE_BIND")
-            at = resolve(bind, port, "DURE_STORE_BIND") if bind else address
-            server = shared_server(at.endpoint, lambda: _served(at, host_name, key), own_keys=True)
+            server = serve(address, key_at, own_keys=True)
             address = resolve(host_name, server.port)
-        key = key or job_key(host_name, name_of(host_name, address.port))
         self._host, self._port = host_name, address.port
-        super().__init__(address.endpoint, key, timeout, server)
+        super().__init__(address.endpoint, key_at(address.port), timeout, server)
         if world_size and world_size > 0 and wait_for_workers:
             try:
                 self._await_workers(world_size)
@@ -328,15 +329,29 @@ class TCPStore(NetworkStore):
             self.delete_key(complete)
 
 
-def _served(at: Address, host_name: str, key: JobKey | None) -> StoreServer:
-    """Open a server."""
-    listener = listen(at)
-    try:
-        key = key or job_key(host_name, name_of(host_name, listener.port))
-    except BaseException:
-        os.close(listener.fd)
-        raise
-    return StoreServer(listener, key)
+def serve(
+    address: Address, key_at: Callable[[int], JobKey | None], own_keys: bool = False
+) -> StoreServer:
+    """Return the server of this process at an address, or at DURE_STORE_BIND.
+
+    Args:
+        address: Where clients reach it; port 0 picks a port.
+        key_at: Finds the key for the port.
+        own_keys: As for `shared_server`.
+    """
+    bind = env.text("DURE_STORE_BIND")
+    at = resolve(bind, address.port, "DURE_STORE_BIND") if bind else address
+
+    def make() -> StoreServer:
+        listener = listen(at)
+        try:
+            key = key_at(listener.port)
+        except BaseException:
+            os.close(listener.fd)
+            raise
+        return StoreServer(listener, key)
+
+    return shared_server(at.endpoint, make, own_keys)
 
 
 def job_key(host: str, job: str, wait_s: float = 0.0) -> JobKey | None:
