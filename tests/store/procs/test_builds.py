@@ -1,4 +1,4 @@
-"""Two builds in one job: all ranks, and all hosts, are refused at once, whoever started them."""
+"""Two builds in one job: all ranks are refused at once, whoever started them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,6 @@ try:
 except RendezvousError as error:
     assert error.what == "the ranks run different builds of Dure", error
     print(f"{{rank}} refused: {{error.seen}}", flush=True)
-"""
-AGENT = f"""
-import sys
-from dure import version
-from dure.cli.app import run_command_line
-
-version.VERSION = "{ODD}"
-sys.exit(run_command_line(["run", *sys.argv[1:]]))
 """
 
 
@@ -70,17 +62,3 @@ def test_ranks_of_two_builds_are_refused_with_both_named(job: Launching, way: st
     if way == "four variables":
         assert " on h0" in refused[0]
         assert " on h1" in refused[0]
-
-
-def test_hosts_of_two_builds_end_both_launchers_with_both_named(job: Launching, port: int):
-    program, agent = job.write("raise SystemExit('never started')"), job.write(AGENT, "agent.py")
-    words = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", program)
-    named = {"DURE_JOB_KEY_FILE": str(key_file(job.directory / "key"))}
-    first = job.start(*words, env={**named, "DURE_HOST_ID": "h0"})
-    odd = job.start_any(sys.executable, agent, *words, env={**named, "DURE_HOST_ID": "h1"})
-    ended = job.finish_all(first, odd)
-    assert all(each.code for each in ended)
-    for each in ended:
-        assert f"{ODD} (protocol " in each.err
-        assert " on h0" in each.err
-        assert " on h1" in each.err
