@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from dure.errors import LaunchError, StoreError
-from dure.launch import JobSpec, job, run_job
+from dure.launch import JobSpec, launcher, run_job
 
 
 def test_key_lies_in_a_file_without_a_name() -> None:
-    with job._secret_memory("dure-key") as fd:
+    with launcher._secret_memory("dure-key") as fd:
         info = os.fstat(fd)
         assert (stat.S_IMODE(info.st_mode), info.st_nlink) == (0o600, 0)
         assert not os.get_inheritable(fd)

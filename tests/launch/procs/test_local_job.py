@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.launch import JobSpec, run_job
-from dure.launch import job as job_module
+from dure.launch import JobSpec, launcher, run_job
 from tests.launch.procs.launching import DURE, Launching, living, wait_for_lines
 from tests.waiting import PATIENCE_S, free_port, until
 
@@ -89,7 +88,7 @@ def test_a_hook_sees_the_events_and_kubernetes_the_reason(
 ) -> None:
     reason = tmp_path / "termination-log"
     reason.touch()
-    monkeypatch.setattr(job_module, "_TERMINATION_LOG", reason)
+    monkeypatch.setattr(launcher, "_TERMINATION_LOG", reason)
     program = tmp_path / "prog.py"
     program.write_text("raise ValueError('wrong')")
     events: list[dict[str, object]] = []

@@ -157,7 +157,7 @@ def test_signal_ends_everything(job: Launching, number: int, code: int, program:
 
 @pytest.mark.parametrize(
     ("event", "what"),
-    [("import", "dure.cli.app"), ("import", "zmq"), ("subprocess.Popen", "")],
+    [("import", "dure.cli.app"), ("import", "dure.launch"), ("subprocess.Popen", "")],
     ids=["first", "loading", "starting"],
 )
 def test_ctrl_c_at_the_very_beginning_is_one_line(job: Launching, event: str, what: str) -> None:

@@ -22,12 +22,10 @@ from dure.errorfile import RecordedError, write_error
 from dure.errors import StoreError, UsageError
 from dure.launch import JobResult, JobSpec, run_job
 from dure.launch.clusters.control_stream import follow_control_stream
-from dure.launch.clusters.meeting import outward
 from dure.launch.clusters.node_slot import take_node_slot
 from dure.launch.program import check_output
 from dure.launch.ranks.errorfiles import recorded
 from dure.placement.detect import detect
-from dure.store.key import KEY_BYTES, key_from_file
 
 
 def run(words: list[str]) -> int:
@@ -86,6 +84,8 @@ def _found(chosen: Mapping[str, object]) -> dict[str, object]:
         _print_note(taken.line)
     values = dict(taken.values)
     if "endpoint" in values:
+        from dure.launch.clusters.meeting import outward  # lazy: before the zygote starts
+
         values["endpoint"] = outward(str(values["endpoint"]), placement.hosts)
     return values
 
@@ -95,6 +95,8 @@ def _with_key(request: Request) -> JobSpec:
         return dataclasses.replace(request.spec, key=_key_line())
     if request.key_file is None:
         return request.spec
+    from dure.store.key import key_from_file  # lazy: before the zygote starts
+
     try:
         key = key_from_file(request.key_file)
     except StoreError as error:
@@ -134,6 +136,8 @@ def _record_failure(result: JobResult) -> None:
 
 def _key_line() -> bytes:
     """Read the first line of the standard input, and not a byte more: the rest is rank 0's."""
+    from dure.store.key import KEY_BYTES  # lazy: before the zygote starts
+
     line = b""
     while not line.endswith(b"\n") and len(line) <= 2 * KEY_BYTES:
         byte = os.read(0, 1)
