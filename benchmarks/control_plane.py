@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from dure.launch.agent.control import CoordinatorClient
 from dure.launch.agent.coordinator import Coordinator
-from dure.launch.agent.events import Ended, Joined, Leave, Prepare, Ready, Settings, Work
+from dure.launch.agent.events import Ended, Joined, Leave, Settings, Work
 from dure.launch.agent.membership import HostMember, Membership, boottime
 from dure.launch.agent.messages import Admitted, Answer, Join, Message, Tell
 from dure.launch.spec import Exit, RankResult
@@ -88,8 +88,6 @@ def play(
 
     def wait_for(kind: type) -> object:
         while not isinstance(action := member.action(), kind):
-            if isinstance(action, Prepare):
-                member.tell(Ready(member.agent, action.round, "10.0.0.1", 1))
             news.poll(1000 * PATIENCE_S)
         return action
 

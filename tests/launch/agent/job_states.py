@@ -13,8 +13,6 @@ from dure.launch.agent.events import (
     Joined,
     Outcome,
     Plan,
-    Prepare,
-    Ready,
     Settings,
     Stop,
     Wait,
@@ -69,12 +67,9 @@ def plan_of(state: JobState) -> Plan:
 
 
 def ready(state: JobState) -> Plan:
-    """Let the first host of a round that begins keep a port; return the round."""
+    """Return the round that has begun."""
     plan = plan_of(state)
-    first = plan.members[0]
-    assert isinstance(state.action(first), Prepare)
-    state.apply(Ready(first, plan.number, "10.0.0.1", 1))
-    assert isinstance(state.action(first), Work)
+    assert isinstance(state.action(plan.members[0]), Work)
     return plan
 
 

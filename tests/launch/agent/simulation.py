@@ -30,8 +30,6 @@ from dure.launch.agent.events import (
     Leave,
     Left,
     Outcome,
-    Prepare,
-    Ready,
     Rejoin,
     Settings,
     Stop,
@@ -205,8 +203,6 @@ class Host:
                     self._tell(("expired", action.timer), Expired(action.timer))
                 else:
                     world.at(due, self.run)
-            case Prepare():
-                self._tell(("ready", action.round), Ready(agent, action.round, self.name, 1))
             case Work():
                 self._work(action)
             case Stop():

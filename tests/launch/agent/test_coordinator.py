@@ -9,7 +9,7 @@ import pytest
 
 from dure.errors import StoreError
 from dure.launch.agent.coordinator import Coordinator
-from dure.launch.agent.events import Ended, Event, Joined, Lost, Ready, Settings, Wait, Work
+from dure.launch.agent.events import Ended, Event, Joined, Lost, Settings, Wait, Work
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
@@ -74,7 +74,6 @@ def job() -> Job:
     job = Job()
     for agent in "ab":
         assert isinstance(job.join(agent), Admitted)
-    assert job.tell("a", Ready("a", 0, "10.0.0.1", 1)) == Accepted()
     return job
 
 
@@ -87,7 +86,6 @@ def test_a_watch_is_answered_when_the_agents_own_action_changes_and_not_before()
     job.join("b")
     later = job.view("a")
     assert later.revision > first.revision
-    job.tell("a", Ready("a", 0, "10.0.0.1", 1))
     view = job.view("b")
     assert isinstance(view.action, Work)
     assert job.watch("b", view.revision) is None

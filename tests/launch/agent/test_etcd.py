@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dure.launch.agent.etcd import EtcdControl
-from dure.launch.agent.events import Joined, Prepare, Settings, Wait
+from dure.launch.agent.events import Joined, Settings, Wait, Work
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
@@ -57,7 +57,7 @@ def test_two_hosts_join_one_job_and_learn_what_to_do(server: FakeEtcd) -> None:
         assert isinstance(joins(two, "b", max_restarts=3), Refusal)
         assert isinstance(joins(two, "b"), Admitted)
         later = one.ask(Watch("a", b"a", view.revision), 60.0)
-        assert isinstance(later, View) and isinstance(later.action, Prepare)
+        assert isinstance(later, View) and isinstance(later.action, Work)
         assert one.ask(Tell("a", b"a")) == Accepted()
         assert two.ask(Leave("b", b"another")) == Gone()
         assert two.ask(Leave("b", b"b")) == Accepted()

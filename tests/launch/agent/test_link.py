@@ -8,6 +8,8 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,11 +31,18 @@ from tests.waiting import PATIENCE_S, until
 def linked(
     spec: JobSpec, key: JobKey, say: Callable[[str], None] = lambda line: None
 ) -> Iterator[Link]:
-    link = Link(spec, HostEndpoint(spec, key), say=say)
+    """Return a link of a launcher that has no reaper, and gets no signals."""
+    reaper: Any = SimpleNamespace(extend=lambda deadline: None, appoint=lambda will: None)
+    signals, ours = os.pipe2(os.O_NONBLOCK)
+    link = Link(
+        spec, HostEndpoint(spec, key, signals=signals, say=say), reaper, signals=signals, say=say
+    )
     try:
         yield link
     finally:
         link.close()
+        os.close(signals)
+        os.close(ours)
 
 
 def job(port: int, join_timeout_s: float = PATIENCE_S) -> JobSpec:
@@ -49,22 +58,16 @@ def test_a_job_that_has_ended_is_not_the_next_one(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, spec = mint(), job(port)
-    last = Link(spec, HostEndpoint(spec, key))
-    ending = [last.close]
-
-    def pause(spec: JobSpec, signals: int, seconds: float) -> None:
-        while ending:  # the next one has looked for its job once, and found the last one
-            ending.pop()()
-
-    member = last.join("a")
-    member.tell(Left(member.agent, 143, ends_job=True))
-    until(lambda: isinstance(member.action(), Leave))
-    monkeypatch.setattr(links, "pause", pause)
-    spec = replace(spec, node_rank=1)  # whatever its node rank, for the endpoint is here
-    with linked(spec, key) as following:
-        member = following.join("b")
-        assert (ending, following.endpoint.coordinates) == ([], True)
-        assert isinstance(member.action(), Wait)
+    with contextlib.ExitStack() as last:
+        member = last.enter_context(linked(spec, key)).join("a")
+        member.tell(Left(member.agent, 143, ends_job=True))
+        until(lambda: isinstance(member.action(), Leave))
+        # The next one has looked for its job once, and found the last one.
+        monkeypatch.setattr(links, "pause", lambda *_: last.close())
+        with linked(replace(spec, node_rank=1), key) as following:  # for the endpoint is here
+            member = following.join("b")
+            assert following.endpoint.coordinates
+            assert isinstance(member.action(), Wait)
 
 
 def test_ranks_have_a_key_that_does_not_open_the_control_server(port: int) -> None:

@@ -17,8 +17,6 @@ from dure.launch.agent.events import (
     Expired,
     Failed,
     Joined,
-    Prepare,
-    Ready,
     Settings,
     Wait,
     Work,
@@ -153,9 +151,7 @@ def served() -> Iterator[tuple[Coordinator, Control, Relay]]:
 def work(member: HostMember) -> None:
     """Take part in the first round, as soon as the state says so."""
     member.tell(Expired("last call 0"))
-    while not isinstance(action := member.action(), Work):
-        if isinstance(action, Prepare):
-            member.tell(Ready(member.agent, action.round, "h", 1))
+    while not isinstance(member.action(), Work):
         assert select.select([member.fd], [], [], PATIENCE_S)[0]  # news wakes the agent
 
 

@@ -6,7 +6,6 @@ knows no more of the job than that:
     action    does                                          reports
     ------    ----                                          -------
     Wait      nothing, until there is news                  Expired, if a timer runs out
-    Prepare   keeps a port for rank 0                       Ready
     Work      starts its ranks and watches them             Failed, Finished, Ended
     Stop      ends its ranks, and all that they started     Ended
     Rejoin    ends its ranks, joins under another name      Joined
@@ -19,12 +18,10 @@ its action.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import select
 import signal
-import socket
 import time
 from dataclasses import replace
 
@@ -39,8 +36,6 @@ from dure.launch.agent.events import (
     Leave,
     Left,
     Outcome,
-    Prepare,
-    Ready,
     Rejoin,
     Stop,
     Wait,
@@ -88,11 +83,13 @@ class Agent:
         self._shown: set[str] = set()  # lines that are shown once
         self._replaced: dict[int, int] = {}
         self._timer, self._since = "", 0.0  # the timer that runs, and since when
-        self._keeper: socket.socket | None = None
+        self._port = 0  # kept for rank 0, if that is here
         self._began = 0.0  # when the present round did, by the monotonic clock
 
     def work(self) -> Outcome:
         """Take part in the job until it is over, for this host at least."""
+        keeper, port = reserve_port()
+        self._port = self._place.spec.master_port or port
         try:
             self._join()
             while True:
@@ -109,7 +106,7 @@ class Agent:
                 self._me.tell(Left(self._me.agent, 1, why, ends_job=coordinates))
             raise
         finally:
-            self._release_port()
+            keeper.close()
 
     @property
     def _me(self) -> HostMember:
@@ -146,7 +143,7 @@ class Agent:
     def _join(self) -> None:
         self._reported.clear()
         self._member = None
-        self._member = self._link.join(self._place.host)
+        self._member = self._link.join(self._place.host, self._port)
         settings = self._member.settings
         self._place = replace(self._place, spec=replace(self._place.spec, run_id=settings.run_id))
         os.pwrite(self._place.address.key_fd, settings.job_key, 0)
@@ -164,8 +161,6 @@ class Agent:
         match action:
             case Wait():
                 self._wait(action)
-            case Prepare():
-                self._prepare(action.round)
             case Work() if f"ended {action.round.number}" in self._reported:
                 self._sleep()  # the state does not know that yet
             case Work():
@@ -179,14 +174,6 @@ class Agent:
                 self._join()
             case Leave():
                 pass  # `work` returns
-
-    def _prepare(self, number: int) -> None:
-        self._release_port()
-        port = self._place.spec.master_port
-        if port is None:
-            self._keeper, port = reserve_port()
-        address = self._place.spec.master_addr or self._me.address
-        self._report_once(f"ready {number}", Ready(self._me.agent, number, address, port))
 
     def _run_round(self, action: Work) -> None:
         number, layout = action.round.number, action.round
@@ -326,9 +313,3 @@ class Agent:
             raise LaunchError("interrupted while waiting for the other hosts")
         if number is not None:
             self._leave(number)
-
-    def _release_port(self) -> None:
-        if self._keeper is not None:
-            with contextlib.suppress(OSError):
-                self._keeper.close()
-            self._keeper = None

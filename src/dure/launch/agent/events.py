@@ -65,7 +65,7 @@ class Settings:
 class Joined(msgspec.Struct, array_like=True, frozen=True, tag="joined"):
     """An agent came, with `nproc` ranks on the host named `host`, which others reach at `address`.
 
-    `node_rank` is the node's number if the user fixed it.
+    `node_rank` is the node's number if the user fixed it; `port` is kept there for rank 0.
     """
 
     agent: str
@@ -73,6 +73,7 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, tag="joined"):
     nproc: int
     node_rank: int | None = None
     address: str = ""
+    port: int = 0
 
 
 class Left(msgspec.Struct, array_like=True, frozen=True, tag="left"):
@@ -92,15 +93,6 @@ class Lost(msgspec.Struct, array_like=True, frozen=True, tag="lost"):
 
     agent: str
     why: str = ""
-
-
-class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
-    """The first agent of a round keeps a port for rank 0."""
-
-    agent: str
-    round: int
-    master_addr: str
-    master_port: int
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
@@ -144,7 +136,7 @@ class Expired(msgspec.Struct, array_like=True, frozen=True, tag="expired"):
 
 
 OfRound = Failed | Finished | Ended
-Event = Joined | Left | Lost | Ready | Expired | OfRound
+Event = Joined | Left | Lost | Expired | OfRound
 
 
 # --- actions -------------------------------------------------------------------------------------
@@ -206,12 +198,6 @@ class Wait(msgspec.Struct, array_like=True, frozen=True, tag="wait"):
     quiet_s: float = 0.0
 
 
-class Prepare(msgspec.Struct, array_like=True, frozen=True, tag="prepare"):
-    """Keep a port for rank 0 of this round, and report `Ready`."""
-
-    round: int
-
-
 class Replacement(msgspec.Struct, array_like=True, frozen=True):
     """A worker that is due in place of one that ended.
 
@@ -268,4 +254,4 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
     outcome: Outcome
 
 
-Action = Wait | Prepare | Work | Stop | Rejoin | Leave
+Action = Wait | Work | Stop | Rejoin | Leave

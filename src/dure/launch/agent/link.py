@@ -81,9 +81,6 @@ def pause(spec: JobSpec, signals: int, seconds: float) -> None:
     """
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0:
-        if signals < 0:
-            time.sleep(left_s)
-            continue
         select.select([signals], [], [], left_s)
         if first_of(spec.signals, signals) is not None:
             raise LaunchError("interrupted while looking for the job's other hosts")
@@ -118,7 +115,7 @@ class Link:
         spec: The job.
         endpoint: Where its state is.
         reaper: Kills the ranks of this host past its deadline, or when this launcher dies.
-        signals: The pipe in which signals to the launcher arrive; -1: none.
+        signals: The pipe in which signals to the launcher arrive.
         say: Called with a line for the user, while the others cannot be found.
 
     Threads: the agent's alone.
@@ -128,18 +125,22 @@ class Link:
         self,
         spec: JobSpec,
         endpoint: HostEndpoint | EtcdEndpoint,
-        reaper: Reaper | None = None,
+        reaper: Reaper,
         *,
-        signals: int = -1,
-        say: Callable[[str], None] = lambda line: None,
+        signals: int,
+        say: Callable[[str], None],
     ) -> None:
         self.endpoint = endpoint
         self._spec, self._reaper = spec, reaper
         self._signals, self._say = signals, say
         self._member: HostMember | None = None
 
-    def join(self, host: str) -> HostMember:
+    def join(self, host: str, port: int = 0) -> HostMember:
         """Find the job and become a member under a new name, the first time or again.
+
+        Args:
+            host: This host's name.
+            port: A port that is kept here for rank 0.
 
         Raises:
             LaunchError: The job was not found in time, or the user has interrupted the search.
@@ -159,7 +160,7 @@ class Link:
         start, reported = time.monotonic(), False
         while True:
             control = self.endpoint.reach(settings, first=not former)
-            if control is not None and self._enter(control, host, settings, former):
+            if control is not None and self._enter(control, host, port, settings, former):
                 assert self._member is not None
                 return self._member
             pause(spec, self._signals, _PAUSE_S)
@@ -173,10 +174,12 @@ class Link:
             if waited_s >= limit_s:
                 raise self._lost(waited_s) if former else self._unreachable(waited_s)
 
-    def _enter(self, control: Control, host: str, settings: Settings, former: str) -> bool:
+    def _enter(
+        self, control: Control, host: str, port: int, settings: Settings, former: str
+    ) -> bool:
         """Ask to become a member; False: there is no job here (yet)."""
         spec, address = self._spec, self.endpoint.address
-        joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address)
+        joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address, port)
         joining = join_of(spec, settings, joined, former)
         sent = boottime()
         try:
@@ -193,11 +196,9 @@ class Link:
                 raise answer.error()
             return False
         membership = Membership(joined, joining.nonce, answer.settings, sent)
-        renewed = self._reaper.extend if self._reaper is not None else _ignore
-        self._member = HostMember(control, membership, renewed)
-        if self._reaper is not None:
-            will = LastWill(self.endpoint.url, self.endpoint.secret, joined.agent, joining.nonce)
-            self._reaper.appoint(msgspec.msgpack.encode(will))
+        self._member = HostMember(control, membership, self._reaper.extend)
+        will = LastWill(self.endpoint.url, self.endpoint.secret, joined.agent, joining.nonce)
+        self._reaper.appoint(msgspec.msgpack.encode(will))
         return True
 
     def _unreachable(self, waited_s: float) -> LaunchError:
@@ -232,10 +233,6 @@ class Link:
         self.endpoint.close()
 
 
-def _ignore(deadline: float) -> None:
-    """Note no deadline: there is no reaper."""
-
-
 class HostEndpoint:
     """The endpoint of a job that one of its hosts coordinates.
 
@@ -268,8 +265,8 @@ class HostEndpoint:
         spec: JobSpec,
         key: JobKey,
         *,
-        signals: int = -1,
-        say: Callable[[str], None] = lambda line: None,
+        signals: int,
+        say: Callable[[str], None],
     ) -> None:
         assert spec.endpoint is not None
         self._spec = spec

@@ -50,8 +50,6 @@ from dure.launch.agent.events import (
     OfRound,
     Outcome,
     Plan,
-    Prepare,
-    Ready,
     Rejoin,
     Settings,
     Stop,
@@ -93,7 +91,6 @@ class JobState(msgspec.Struct, tag="rounds"):
     setback: str = ""  # why the last round ended, for people
     outcome: Outcome | None = None
     _agents: dict[str, Joined] = {}  # at hand, in the order they came
-    _ready: Ready | None = None
     _gathering: int = 0  # how often the job has gathered: sets its timers apart
     _early: bool = False  # the present round failed soon after its start
     _short_rounds: int = 0  # how many rounds in a row did
@@ -132,8 +129,7 @@ class JobState(msgspec.Struct, tag="rounds"):
         While it is the same, an event changes only the action of the agent that it is about.
         """
         timer = self._timer().timer if self.phase is Phase.GATHERING else ""
-        plan = self.plan, self._ready, self._preparer(), self.failed, self.departing
-        return self.phase, timer, plan
+        return self.phase, timer, self.plan, self.failed, self.departing
 
     def apply(self, event: Event) -> None:
         """Apply an event; one that comes too late, or again, changes nothing."""
@@ -144,9 +140,6 @@ class JobState(msgspec.Struct, tag="rounds"):
                 self._agents.setdefault(event.agent, event)
             case Left() | Lost():
                 self._gone(event)
-            case Ready():
-                if self.plan is not None and self.plan.number == event.round:
-                    self._ready = self._ready or event
             case Expired():
                 self._expired(event.timer)
             case Failed() | Finished() | Ended():
@@ -169,17 +162,9 @@ class JobState(msgspec.Struct, tag="rounds"):
             return Wait(line="" if stops else self._why_spare(agent, plan))
         if self.phase is Phase.STOPPING:
             return Stop(plan.number, self.failed, self.departing)
-        if self._ready is None:
-            return Prepare(plan.number) if agent == self._preparer() else Wait()
-        return self._work(plan, agent, self._ready)
+        return self._work(plan, agent)
 
-    def _preparer(self) -> str:
-        """Return the agent that keeps a port for rank 0, while none has."""
-        if self.plan is None or self._ready is not None:
-            return ""
-        return next((agent for agent in self.plan.members if agent in self._agents), "")
-
-    def _work(self, plan: Plan, agent: str, ready: Ready) -> Work:
+    def _work(self, plan: Plan, agent: str) -> Work:
         node = plan.members.index(agent)
         named = plan.joined if node == 0 else plan.joined[:_NAMED]
         part = Round(
@@ -192,8 +177,8 @@ class JobState(msgspec.Struct, tag="rounds"):
             world_size=sum(each.nproc for each in plan.joined),
             hosts=tuple(each.host for each in named),
             nprocs=tuple(each.nproc for each in named),
-            master_addr=ready.master_addr,
-            master_port=ready.master_port,
+            master_addr=plan.joined[0].address,
+            master_port=plan.joined[0].port,
             store=self.settings.store,
         )
         if plan.number == 0:
@@ -337,7 +322,6 @@ class JobState(msgspec.Struct, tag="rounds"):
     def _start(self, chosen: list[Joined]) -> None:
         number = 0 if self.plan is None else self.plan.number + 1
         self.plan = Plan(number, tuple(chosen))
-        self._ready = None
         self._succeeded, self._ended = set(), set()
         self._faults, self._early = Faults(), False
         self.phase = Phase.RUNNING
