@@ -111,6 +111,8 @@ class FakeEtcd(ThreadingHTTPServer):
                 answer = self._txn(body)
             case "kv/deleterange":
                 answer = self._delete(body)
+            case "lease/grant":
+                answer = {"ID": "7"}
             case "lease/keepalive":
                 answer = {"result": {"TTL": "20"}}
             case _:

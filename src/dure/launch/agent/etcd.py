@@ -17,11 +17,10 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -60,6 +59,7 @@ from dure.store.etcd_gateway import (
     coded,
     decoded,
 )
+from dure.store.etcd_gateway import Watch as KeyWatch
 from dure.store.key import mint
 
 __all__ = ["EtcdControl", "EtcdEndpoint"]
@@ -115,11 +115,9 @@ class EtcdControl:
         self._root = f"/dure/{job}/"
         self._prefix = f"{self._root}control/"
         self._asking, self._watching = self._gateway.connection(), self._gateway.connection()
-        self._streaming = self._gateway.connection()
         self._closed = threading.Event()
         self._lease = 0
-        self._revision, self._copy = 0, _Keys()  # the watching thread's
-        self._changes: Iterator[int] | None = None  # of these keys, by revision
+        self._changes: KeyWatch | None = None  # of these keys; the watching thread's
         try:
             self._read(self._asking, patience_s)
         except StoreLost as error:
@@ -150,8 +148,9 @@ class EtcdControl:
 
     def close(self) -> None:
         self._closed.set()
-        self._streaming.shut_down()  # first: the watching thread may read
-        for connection in (self._asking, self._watching, self._streaming):
+        if self._changes is not None:
+            self._changes.close()
+        for connection in (self._asking, self._watching):
             connection.close()
 
     def see_others_off(self, agent: str, limit_s: float) -> None:
@@ -176,7 +175,7 @@ class EtcdControl:
 
     def _join(self, joining: Join) -> Answer:
         agent, former = joining.joined.agent, joining.former
-        lease, until = secrets.randbits(62) + 1, time.monotonic() + 5 * _PATIENCE_S
+        lease, until = 0, time.monotonic() + 5 * _PATIENCE_S
         while True:
             keys = self._read(self._asking)[1]
             state = _state_of(keys)
@@ -204,7 +203,7 @@ class EtcdControl:
                 steps.append(self._delete(_MEMBERS + former))
             state.apply(joining.joined)
             settings = state.settings
-            self._grant(lease, settings.lease_s + settings.margin_s)
+            lease = lease or self._granted(settings.lease_s + settings.margin_s)
             steps.append(self._put(_MEMBERS + agent, joining.nonce, lease))
             with contextlib.suppress(StoreLost):
                 if self._write(self._asking, state, [self._is_at(_STATE, keys)], steps):
@@ -249,40 +248,33 @@ class EtcdControl:
     def _watch(self, watch: Watch, timeout_s: float) -> Answer:
         """Wait for another state, or for a member's end; the watching thread's."""
         until = time.monotonic() + timeout_s
-        while time.monotonic() < until and not self._closed.is_set():
-            try:
-                if self._changes is None:
-                    self._revision, self._copy = self._read(self._watching)
-                    start = self._revision + 1
-                    self._changes = iter(self._streaming.events(_below(self._prefix), start))
-                answer = self._view(watch)
-                if answer is not None:
-                    return answer
-                if next(self._changes) > self._revision:
-                    self._revision, self._copy = self._read(self._watching)
-            except (Unanswered, StopIteration):
+        while (left_s := until - time.monotonic()) > 0 and not self._closed.is_set():
+            revision, keys = self._read(self._watching)
+            if (answer := self._view(watch, keys)) is not None:
+                return answer
+            if self._changes is not None and self._changes.has_ended:
                 self._changes = None
                 self._rest()
-            except BaseException:
-                self._changes = None
-                raise
+            if self._changes is None:
+                self._changes = KeyWatch(self._gateway, _below(self._prefix), revision + 1)
+            self._changes.await_change(revision + 1, left_s)
         return Accepted()
 
-    def _view(self, watch: Watch) -> Answer | None:
-        state = _state_of(self._copy)
-        mine = self._copy.get(_MEMBERS + watch.agent)
+    def _view(self, watch: Watch, keys: _Keys) -> Answer | None:
+        """Return what a member has not seen yet, if anything; give up members without keys."""
+        state, mine = _state_of(keys), keys.get(_MEMBERS + watch.agent)
         if mine is None or mine.value != watch.nonce or not isinstance(state, JobState):
             return Gone()
         silent_s = state.settings.lease_s + state.settings.margin_s
-        news: list[Event] = [
+        lost: list[Event] = [
             Lost(agent, f"nothing was heard of it for {silent_s:g} s")
             for agent in state.agents
-            if _MEMBERS + agent not in self._copy
+            if _MEMBERS + agent not in keys
         ]
-        if news and state.phase is not Phase.OVER:
+        if lost and state.phase is not Phase.OVER:
             self._rest()  # another agent may be faster
-            self._change(self._watching, watch.agent, watch.nonce, tuple(news))
-        revision = self._copy[_STATE].revision
+            self._change(self._watching, watch.agent, watch.nonce, tuple(lost))
+        revision = keys[_STATE].revision
         return None if revision == watch.seen else View(revision, state.action(watch.agent))
 
     def _rest(self) -> None:
@@ -328,13 +320,9 @@ class EtcdControl:
         except Unanswered:  # it may have been done: the caller reads again
             return False
 
-    def _grant(self, lease: int, ttl_s: float) -> None:
-        """Make a lease, whose number is ours to choose: granted twice, it is the same one."""
-        try:
-            self._request("lease/grant", {"ID": str(lease), "TTL": str(math.ceil(ttl_s))})
-        except StoreError as error:
-            if "already exists" not in error.seen:
-                raise
+    def _granted(self, ttl_s: float) -> int:
+        """Return a new lease; one whose number was lost on the way ends by itself."""
+        return int(self._request("lease/grant", {"TTL": str(math.ceil(ttl_s))})["ID"])
 
     def _name(self, found: Json) -> str:
         return decoded(found["key"]).decode().removeprefix(self._prefix)
