@@ -19,17 +19,11 @@ from dure.plan import Job, configured_model
         ({"num_attention_heads": 7}, "do not divide the width"),
         ({"hidden_size": 16}, "no model has width 16"),
         ({"hidden_size": "abc"}, "hidden_size of .* must be a whole number"),
-        ({"hidden_size": "--5"}, "hidden_size of .* must be a whole number"),
-        ({"hidden_size": "1" * 5000}, "hidden_size of .* must be a whole number"),
         ({"hidden_size": 1e300}, "hidden_size of .* must be a whole number"),
-        ({"hidden_size": [1024]}, "hidden_size of .* must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers of .* must be a whole number"),
         ({"vocab_size": 1000.5}, "vocab_size of .* must be a whole number"),
-        ({"num_hidden_layers": 10**30}, "no model has layers"),
-        ({"num_attention_heads": -16}, "no model has heads -16"),
         ({"intermediate_size": 10**400}, "no model has hidden"),
         ({"text_config": "abc"}, "text_config of .* must be a JSON object"),
-        ({"quantization_config": "abc"}, "quantization_config of .* must be a JSON object"),
     ],
 )
 def test_configurations_that_are_not_planned_for(config, said, tmp_path):

@@ -61,12 +61,10 @@ def _renamed(module):
 
 DIFFERENT = {
     "other names": (lambda r: nn.ModuleDict({f"l{r}": _filled(nn.Linear(2, 2), 1)}), "x.l1.weight"),
-    "other shapes": (lambda r: _filled(nn.Linear(2, 2 + r), 1), "x.weight"),
     "other dtypes": (
         lambda r: _filled(nn.Linear(2, 2), 1).to([torch.float32, torch.float64][r]),
         "x.weight",
     ),
-    "other parameters": (lambda r: _filled(nn.Linear(2, 2, bias=False), r), "x.weight"),
     "one parameter that differs": (
         lambda r: nn.ParameterList([torch.ones(99), torch.full((99,), float(r))]),
         "x.1",
@@ -74,10 +72,6 @@ DIFFERENT = {
     "parameters under other keys": (lambda r: _renamed(_filled(nn.Linear(2, 2), r)), "x.its.bias"),
     "other moments": (lambda r: _stepped(_filled(nn.Linear(2, 2), r)), "x.state.0.exp_avg"),
     "other options": (lambda r: _stepped(_filled(nn.Linear(2, 2), 1), lr=r + 1), "x.param_groups"),
-    "more parameters": (
-        lambda r: _stepped(_filled(nn.Linear(2, 2, bias=r == 1), 1)),
-        "x.state.1",
-    ),
     "another key": (lambda r: {f"best{r}": 1.0}, "x.best1"),
 }
 

@@ -213,18 +213,13 @@ def _index(**placed):
 
 LIES = {
     "outside": _header(lambda w: w.update(data_offsets=[8, 24])),
-    "other size": _header(lambda w: w.update(data_offsets=[0, 12])),
     "negative": _header(lambda w: w.update(data_offsets=[-8, 8])),
     "shape": _header(lambda w: w.update(shape=[1 << 62])),
     "dtype": _header(lambda w: w.update(dtype="F31")),
-    "form": _header(lambda w: w.pop("dtype")),
     "no header": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 20),
-    "short": lambda folder: (folder / "model.safetensors").write_bytes(b"\xff"),
     "gone": lambda folder: (folder / "model.safetensors").unlink(),
     "leaves": _index(w="../model.safetensors"),
-    "another": _index(w="model.safetensors", v="model.safetensors"),
     "absent": _index(w="other.safetensors"),
-    "no index": lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
 }
 
 

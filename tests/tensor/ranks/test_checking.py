@@ -70,76 +70,70 @@ def test_ranks_that_mean_different_tensors_learn_both_lines(rank: int) -> None:
     assert "float64[4, 3]" in str(kinds.value)
 
 
-UNLIKE: dict[str, Callable[[int, Any], Any]] = {
-    "other shapes": lambda rank, mesh: zeros(4 + 2 * rank, device_mesh=mesh, placements=ROWS),
-    "unequal parts": lambda rank, mesh: DTensor.from_local(torch.ones(2 + rank, 3), mesh, ROWS),
-    "other reductions": lambda rank, mesh: DTensor.from_local(
-        torch.ones(2), mesh, [Partial("max" if rank else "sum")]
+Case = tuple[Callable[[int, Any], DTensor], Callable[[DTensor], Any]]
+
+
+def parts(placements: list[Any], *shapes: tuple[int, ...]) -> Callable[[int, Any], DTensor]:
+    """Return what makes a DTensor of parts of one, of these shapes on the two ranks."""
+    return lambda rank, mesh: DTensor.from_local(torch.ones(shapes[rank]), mesh, placements)
+
+
+def move(placements: list[Any]) -> Callable[[DTensor], Any]:
+    return lambda x: x.redistribute(placements=placements)
+
+
+# Each: what a rank has, and what communicates.
+UNLIKE: dict[str, Case] = {
+    "other shapes": (
+        lambda rank, mesh: zeros(4 + 2 * rank, device_mesh=mesh, placements=ROWS),
+        DTensor.full_tensor,
     ),
-    "other placements": lambda rank, mesh: DTensor.from_local(
-        torch.ones(2, 2), mesh, TERMS if rank else ROWS
+    "unequal parts": (parts(ROWS, (2, 3), (3, 3)), DTensor.full_tensor),
+    "other reductions": (
+        lambda rank, mesh: DTensor.from_local(
+            torch.ones(2), mesh, [Partial("max" if rank else "sum")]
+        ),
+        DTensor.full_tensor,
     ),
-    "other dtypes": lambda rank, mesh: DTensor.from_local(
-        torch.ones(2, dtype=torch.float64 if rank else torch.float32), mesh, ROWS
-    ),
-    "other operators": lambda rank, mesh: (
-        distribute_tensor(X, mesh, ROWS).sum(0) if rank else distribute_tensor(X, mesh, ROWS).sum(1)
+    "other operators": (
+        lambda rank, mesh: distribute_tensor(X, mesh, ROWS).sum(rank),
+        DTensor.full_tensor,
     ),
     # As many bytes on both ranks, so that only what is meant differs.
-    "other shapes of one length": lambda rank, mesh: DTensor.from_local(
-        torch.ones(4, 2) if rank else torch.ones(2, 4), mesh, ROWS
+    "other shapes of one length": (parts(ROWS, (2, 4), (4, 2)), DTensor.full_tensor),
+    "other strides": (
+        lambda rank, mesh: DTensor.from_local(
+            torch.ones(2, 2).t() if rank else torch.ones(2, 2), mesh, TERMS
+        ),
+        DTensor.full_tensor,
     ),
-    "other dimensions": lambda rank, mesh: DTensor.from_local(
-        torch.ones(2, 2), mesh, [Shard(rank)]
-    ),
-    "other strides": lambda rank, mesh: DTensor.from_local(
-        torch.ones(2, 2).t() if rank else torch.ones(2, 2), mesh, TERMS
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNLIKE)
-def test_ranks_that_differ_learn_it_at_the_first_call_that_communicates(name: str) -> None:
-    def body(rank: int) -> tuple[str, dict[int, str]]:
-        x = UNLIKE[name](rank, line("tp"))
-        with pytest.raises(Desync) as caught:
-            x.full_tensor()
-        assert sorted(caught.value.calls) == [0, 1]
-        for text in caught.value.calls.values():
-            assert re.search(rf"{Path(__file__).name}:\d+", text), text
-        return str(x.spec), caught.value.calls
-
-    for _, calls in (found := run_ranks(2, body)):
-        for rank, (spec, _) in enumerate(found):
-            assert f"of {spec}" in calls[rank]
-
-
-# Each: how the tensor lies, the shapes of the ranks' parts, and what communicates.
-MOVES: dict[str, tuple[list[Any], list[tuple[int, int]], Callable[[DTensor], Any]]] = {
-    "all_to_all": (ROWS, [(4, 2), (2, 4)], lambda x: x.redistribute(placements=COLUMNS)),
-    "reduce_scatter": (TERMS, [(4, 2), (2, 4)], lambda x: x.redistribute(placements=ROWS)),
-    "an operator's own": (COLUMNS, [(4, 2), (4, 3)], lambda x: x.log_softmax(1)),
+    "all_to_all": (parts(ROWS, (4, 2), (2, 4)), move(COLUMNS)),
+    "reduce_scatter": (parts(TERMS, (4, 2), (2, 4)), move(ROWS)),
+    "an operator's own": (parts(COLUMNS, (4, 2), (4, 3)), lambda x: x.log_softmax(1)),
     "another target": (
-        TERMS,
-        [(4, 4), (4, 4)],
-        lambda x: x.redistribute(placements=[Shard(x.device_mesh.get_rank())]),
+        parts(TERMS, (4, 4), (4, 4)),
+        lambda x: move([Shard(x.device_mesh.get_rank())])(x),
     ),
 }
 
 
 @pytest.mark.parametrize("verified", [False, True])
-@pytest.mark.parametrize("name", MOVES)
-def test_every_way_to_communicate_compares_what_is_meant(name: str, verified: bool) -> None:
-    def body(rank: int) -> dict[int, str]:
-        gloo: Any = {0: ("gloo", {"verify": True})} if verified else None
-        mesh = init_device_mesh("cpu", (2,), backend_override=gloo)
-        placements, shapes, move = MOVES[name]
-        x = DTensor.from_local(torch.ones(shapes[rank]), mesh, placements)
-        with pytest.raises(Desync) as caught:
-            move(x)
-        assert sorted(caught.value.calls) == [0, 1]
-        assert f"of {x.spec} to" in caught.value.calls[rank]
-        return caught.value.calls
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_differ_learn_it_at_the_first_call_that_communicates(
+    name: str, verified: bool
+) -> None:
+    make, communicate = UNLIKE[name]
 
-    one, other = run_ranks(2, body)
-    assert one == other
+    def body(rank: int) -> tuple[str, dict[int, str]]:
+        gloo: Any = {0: ("gloo", {"verify": True})} if verified else None
+        x = make(rank, init_device_mesh("cpu", (2,), backend_override=gloo))
+        with pytest.raises(Desync) as caught:
+            communicate(x)
+        assert sorted(caught.value.calls) == [0, 1]
+        for text in caught.value.calls.values():
+            assert verified or re.search(rf"{Path(__file__).name}:\d+", text), text
+        return str(x.spec), caught.value.calls
+
+    for _, calls in (found := run_ranks(2, body)):
+        for rank, (spec, _) in enumerate(found):
+            assert f"of {spec}" in calls[rank]

@@ -143,7 +143,6 @@ def test_floats_that_a_rule_looks_at_are_told_apart(mesh: DeviceMesh, way: str) 
 # shares its memory; and the first row afterwards.
 OVERLAPS: dict[str, tuple[Any, list[float]]] = {
     "other strides": (lambda x: x.add_(x.view_as(x)), [0, 2, 4, 6]),
-    "an item": (lambda x: x.__setitem__(slice(0, None), x.view_as(x)), [0, 1, 2, 3]),
     "gaps": (lambda x: x[:, :-1].copy_(x[:, 1:]), [1, 2, 3, 3]),
     "out": (lambda x: torch.mul(x[:, 1:], 2, out=x[:, :-1]), [2, 4, 6, 3]),
     "a list": (lambda x: torch._foreach_add_([x[:, :-1]], [x[:, 1:]]), [1, 3, 5, 3]),
@@ -171,9 +170,7 @@ def test_what_shares_memory_may_be_written_where_torch_refuses_only_parts(
 # others that it is decomposed into, or by none of these.
 WRITES: dict[str, Any] = {
     "a rule": lambda x, out: torch.add(x, x, out=out),
-    "a dimension less": lambda x, out: torch.sum(x, 0, out=out),
     "two results": lambda x, out: torch.max(x, 0, out=(out, out.long())),
-    "no operand": lambda x, out: torch.arange(3, out=out),
     "a decomposition": lambda x, out: torch.kron(x, x, out=out),
     "no rule": lambda x, out: torch.cummax(x, 0, out=(out, out.long())),
 }
