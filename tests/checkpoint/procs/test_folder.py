@@ -9,6 +9,7 @@ from multiprocessing import current_process
 
 import pytest
 
+from dure.checkpoint import lock
 from dure.checkpoint.folder import Folder
 from dure.testing.pool import start_server
 from tests.waiting import PATIENCE_S
@@ -30,7 +31,7 @@ def _hold_and_fork(path, pipe, release):
 
 
 @pytest.mark.parametrize("how", ["released", "killed"])
-def test_a_lock_ends_although_a_child_forked_meanwhile_lives(tmp_path, how):
+def test_a_lock_ends_although_a_child_forked_meanwhile_lives(tmp_path, monkeypatch, how):
     context = start_server()
     here, there = context.Pipe()
     holder = context.Process(target=_hold_and_fork, args=(tmp_path, there, how == "released"))
@@ -44,6 +45,7 @@ def test_a_lock_ends_although_a_child_forked_meanwhile_lives(tmp_path, how):
                 mine.hold()
             here.send("end")
             holder.join(PATIENCE_S)
+        monkeypatch.setattr(lock, "_pause", lambda _: pytest.fail("the lock is still held"))
         mine.hold()
         mine.release()
     finally:
