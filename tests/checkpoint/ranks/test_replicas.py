@@ -273,3 +273,24 @@ def test_buffers_of_a_module_with_other_keys_may_differ(tmp_path):
     saved = {}
     Checkpointer(tmp_path).load(x=saved)
     assert saved["its.running_mean"].tolist() == [0, 0]
+
+
+@SHARDED
+@pytest.mark.parametrize("way", ["PerRank", "a name for each rank"])
+def test_buffers_of_each_rank_come_back_to_it_although_a_module_has_them_too(
+    tmp_path, sharded, way
+):
+    def body(rank):
+        norm = nn.BatchNorm1d(3)
+        norm.running_mean.fill_(rank + 1)
+
+        def named(buffers):
+            return {"own": PerRank(buffers)} if way == "PerRank" else {f"own{rank}": buffers}
+
+        buffers = dict(norm.named_buffers())
+        Checkpointer(tmp_path, sharded=sharded).save(1, model=norm, **named(buffers))
+        found = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
+        Checkpointer(tmp_path).load(model=norm, **named(found))
+        return norm.running_mean.tolist(), found["running_mean"].tolist()
+
+    assert run_ranks(2, body) == [([1] * 3, [1] * 3), ([1] * 3, [2] * 3)]
