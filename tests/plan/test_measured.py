@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dure.plan.measured import HEADS, HIDDEN, TOKENS, WIDTH, machine_of
+from dure.plan.measured import HIDDEN, TOKENS, WIDTH, machine_of
 
 PEAK, SIDE, HBM = 1e11, 60, 2e10  # of the machine that is measured
 
