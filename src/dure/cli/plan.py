@@ -29,7 +29,6 @@ from dure.schedules import (
     prove_no_deadlock,
     read_csv,
     simulate,
-    write_csv,
 )
 
 __all__ = ["commands"]
@@ -70,7 +69,6 @@ def pipeline(
         str, typer.Option(help="Times of a stage: F=1,B=2,I=1,W=1; by default B is twice F.")
     ] = "F=1",
     send: Annotated[float, typer.Option(min=0, help="Time from a send to its arrival.")] = 0.0,
-    csv: Annotated[Path | None, typer.Option(help="Write the schedule here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the schedule here.")] = None,
 ) -> None:
     """Print a table of all schedules with the chosen one marked, and a drawing if it fits."""
@@ -78,8 +76,6 @@ def pipeline(
     costs = _times(times)
     prove_no_deadlock(chosen)
     simulation = simulate(chosen, costs, send_time=send)
-    if csv is not None:
-        write_csv(chosen, csv)
     if svg is not None:
         svg.write_text(draw_svg(simulation))
     found = [(chosen.name, simulation)]

@@ -27,7 +27,7 @@ def test_mistakes_are_one_line_and_exit_code_two(words, capfd):
 
 
 def cell(op, *samples, num_bytes=8_000_000) -> Cell:
-    about = {"dtype": "float32", "redop": "", "ranks": 4, "count": 2, "wrong": 0}
+    about = {"dtype": "float32", "ranks": 4, "count": 2, "wrong": 0}
     return Cell(op=op, num_bytes=num_bytes, samples_s=list(samples), **about)
 
 

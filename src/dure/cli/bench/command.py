@@ -22,7 +22,6 @@ from dure.cli.bench.operations import (
     OPERATIONS,
     Cell,
     Plan,
-    Reduction,
     show_size,
     show_time,
 )
@@ -46,7 +45,6 @@ def bench(
         int, typer.Option(help="Processes; by default one per core, 2 to 4.", min=1)
     ] = min(_MOST_RANKS, max(2, usable_cores())),
     backend: Annotated[Literal["shm", "gloo", "hybrid"], typer.Option(help="Of Dure.")] = "shm",
-    redop: Annotated[Reduction, typer.Option(help="Of operations that reduce.")] = "sum",
     samples: Annotated[int, typer.Option(help="Taken of each size.", min=2)] = 7,
     sample_time: Annotated[float, typer.Option(help="Seconds of a sample.", min=0.0)] = 0.03,
     file: Annotated[
@@ -58,7 +56,6 @@ def bench(
         backend=backend,
         ops=names_in(op, "operation", OPERATIONS),
         dtypes=names_in(dtype, "dtype", DTYPES),
-        redop=redop,
         sizes=[_bytes(word) for word in sizes.split(",")],
         samples=samples,
         sample_s=sample_time,

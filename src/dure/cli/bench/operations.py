@@ -17,7 +17,6 @@ from typing import Literal
 
 import msgspec
 
-Reduction = Literal["sum", "product", "min", "max", "avg"]
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
 """Types of elements, by the names that torch gives them."""
 
@@ -64,7 +63,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     ops: list[str]
     dtypes: list[str]
-    redop: Reduction
     sizes: list[int]
     samples: int
     sample_s: float
@@ -74,7 +72,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One operation at one size.
 
     Attributes:
-        redop: Of its reduction; empty where it has none.
         num_bytes: Its size; 0 for a barrier.
         count: The elements of it.
         samples_s: Each is the time of one operation, mean over several back to back, of the rank
@@ -84,7 +81,6 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     op: str
     dtype: str
-    redop: str
     ranks: int
     num_bytes: int
     count: int
@@ -93,9 +89,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        op = f"{self.op} ({self.redop})" if self.redop else self.op
         kind = "" if self.op == "barrier" else f", {self.dtype}"
-        return f"{op}{kind}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"{self.op}{kind}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
 
     def figures(self) -> dict[str, float]:
         """Return what follows from the samples, without bandwidths if there are no bytes.

@@ -5,8 +5,7 @@ is compared with what it must be. Values are whole numbers that every element ty
 and so are their sums:
 
 - *moved*: element i of rank r's buffer is 1 + (i + 17 r) mod 113.
-- *reduced*: 1 + (i + r) mod 5; for avg that times the number of ranks; for product, 2 where
-  i mod n = r and else 1.
+- *added up*: 1 + (i + r) mod 5.
 
 Shifted by a chunk, swapped between ranks, or with a rank left out, the result is another one.
 Operations with a root take each rank in turn, so that no rank runs ahead of the others.
@@ -25,17 +24,10 @@ import msgspec
 import torch
 
 import dure
-from dure.cli.bench.operations import OPERATIONS, Plan, Reduction
+from dure.cli.bench.operations import OPERATIONS, Plan
 
 _WARM_UP = 0.3
 _MAX_REPEATS = 50_000
-_FOLDS: dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
 Run = Callable[[int], object]
 """Runs an operation once; its argument decides the root."""
 
@@ -46,7 +38,6 @@ class Case:
 
     op: str
     dtype: torch.dtype
-    redop: Reduction
     count: int
     rank: int
     size: int
@@ -54,13 +45,9 @@ class Case:
 
 def held(case: Case, rank: int, count: int) -> torch.Tensor:
     """Return the first `count` elements that a rank holds before the operation."""
-    n = case.size
-    if not OPERATIONS[case.op].reduces:
-        values = [1 + (i + 17 * rank) % 113 for i in range(113)]
-    elif case.redop == "product":
-        values = [2 if i == rank else 1 for i in range(n)]
-    else:
-        values = [(1 + (i + rank) % 5) * (n if case.redop == "avg" else 1) for i in range(5)]
+    values = [1 + (i + 17 * rank) % 113 for i in range(113)]
+    if OPERATIONS[case.op].reduces:
+        values = [1 + (i + rank) % 5 for i in range(5)]
     return torch.tensor(values).to(case.dtype).repeat(-(-count // len(values)))[:count]
 
 
@@ -73,9 +60,7 @@ def expected(case: Case) -> torch.Tensor | None:
     if case.op in {"gather", "reduce"} and rank != n - 1:
         return None
     if OPERATIONS[case.op].reduces:
-        each = (held(case, r, count) for r in range(n))
-        total = functools.reduce(_FOLDS[case.redop], each)
-        total = total / n if case.redop == "avg" else total
+        total = functools.reduce(torch.add, (held(case, r, count) for r in range(n)))
         return total.chunk(n)[rank] if case.op == "reduce_scatter" else total
     if case.op in {"all_gather", "gather"}:
         return torch.cat([held(case, r, count // n) for r in range(n)])
@@ -91,7 +76,6 @@ def expected(case: Case) -> torch.Tensor | None:
 
 def operation(case: Case, a: torch.Tensor, b: torch.Tensor) -> Run:
     """Return a function that runs the operation once, on source `a` and target `b`."""
-    redop = getattr(dure.ReduceOp, case.redop.upper())
     parts = list({"gather": b, "scatter": a}.get(case.op, a).chunk(case.size))
 
     def root(turn: int) -> int:
@@ -108,11 +92,11 @@ def operation(case: Case, a: torch.Tensor, b: torch.Tensor) -> Run:
                 dure.recv(b, sender)
 
     runs: dict[str, Run] = {
-        "all_reduce": lambda turn: dure.all_reduce(a, redop),
+        "all_reduce": lambda turn: dure.all_reduce(a),
         "broadcast": lambda turn: dure.broadcast(a, root(turn)),
-        "reduce": lambda turn: dure.reduce(a, root(turn), redop),
+        "reduce": lambda turn: dure.reduce(a, root(turn)),
         "all_gather": lambda turn: dure.all_gather_single(b, a),
-        "reduce_scatter": lambda turn: dure.reduce_scatter_single(b, a, redop),
+        "reduce_scatter": lambda turn: dure.reduce_scatter_single(b, a),
         "all_to_all": lambda turn: dure.all_to_all_single(b, a),
         "gather": lambda turn: dure.gather(a, mine(turn), root(turn)),
         "scatter": lambda turn: dure.scatter(b, mine(turn), root(turn)),
@@ -190,11 +174,10 @@ def main() -> None:
             dtype = getattr(torch, name)
             sizes = [0] if op == "barrier" else plan.sizes
             for count in dict.fromkeys(how.elements(size, dtype.itemsize, n) for size in sizes):
-                samples_s, wrong = measured(Case(op, dtype, plan.redop, count, rank, n), plan)
+                samples_s, wrong = measured(Case(op, dtype, count, rank, n), plan)
                 report(
                     op=op,
                     dtype=name,
-                    redop=plan.redop if how.reduces else "",
                     ranks=n,
                     num_bytes=count * dtype.itemsize,
                     count=count,
