@@ -35,7 +35,8 @@ def test_slow_reader_slows_the_ranks_and_loses_nothing(job: Launching) -> None:
     """The rank writes until nothing has been taken for a while, and then says how much was."""
     program = job.write("""
         import os, time
-                os.set_blocking(1, False)
+        from pathlib import Path
+        os.set_blocking(1, False)
         line, count, refused = b"x" * 80 + b"\\n", 0, 0
         while refused < 50 and count < 500_000:
             try:
