@@ -35,7 +35,7 @@ def test_demo_trains_the_same_with_one_rank_and_with_two(started, tmp_path, caps
     assert (one, two, words) == (1, 2, others)
     assert "--images" in words
     shown = capsys.readouterr().out
-    assert "time to training loss" in shown and "gain" in shown
+    assert "training loss" in shown and "gain" in shown
     assert (tmp_path / "report.html").exists()
 
 

@@ -1,7 +1,7 @@
 """What the demo's runs amount to, and the report of them: one HTML file that needs nothing else.
 
-A single step's loss is noisy, so the time to a loss is read off the mean of the last few steps.
-Evaluations are not part of the training time.
+A single step's loss is noisy, so the mean of the last few steps is shown. Evaluations are not part
+of the training time.
 """
 
 from __future__ import annotations
@@ -71,48 +71,27 @@ class Run:
         means = [statistics.fmean(self.losses[max(0, i - _SMOOTH_STEPS) : i]) for i in ends]
         return list(zip(times, means, strict=True))
 
-    def time_to(self, target: float) -> float:
-        """Return the training time until the smoothed loss is at most `target`, or all of it."""
-        curve = self.curve()
-        return next((at for at, loss in curve if loss <= target), curve[-1][0])
-
-
-def common_target(runs: Sequence[Run]) -> float:
-    """Return a loss that every run reaches a little before its end, to two digits.
-
-    It is 5 percent above the worst final loss, rounded up, so that the flat, noisy end of training
-    does not decide when a run has reached it.
-    """
-    worst = max(run.curve()[-1][1] for run in runs) * 1.05
-    unit = 10.0 ** (math.floor(math.log10(worst)) - 1)
-    return math.ceil(worst / unit) * unit
-
 
 def comparison(runs: Sequence[Run]) -> list[list[str]]:
     """Return the table, heads first: a value per run, and what the last gains over the first.
 
     Every run has taken a step at least.
     """
-    target = common_target(runs)
     means = [[statistics.fmean(part) for part in zip(*run.phases, strict=True)] for run in runs]
     steps_s = [sum(phases) for phases in means]
-    rates = [run.batch_size / seconds for run, seconds in zip(runs, steps_s, strict=True)]
+    gain = f"{steps_s[0] / steps_s[-1]:.2f}×"
+    images = runs[0].batch_size
     rows = [
         ["", *(run.name for run in runs), "gain"],
-        _row(f"time to training loss {target:.2g}", "{:.2f} s", [r.time_to(target) for r in runs]),
-        [*_row("images/s", "{:,.0f}", rates)[:-1], f"{rates[-1] / rates[0]:.2f}×"],
-        _row("step time", "{:.1f} ms", [seconds * 1e3 for seconds in steps_s]),
+        ["images/s", *(f"{images / seconds:,.0f}" for seconds in steps_s), gain],
+        ["step time", *(f"{seconds * 1e3:.1f} ms" for seconds in steps_s), gain],
     ]
     for i, name in enumerate(PHASES):
         parts = [(phases[i] * 1e3, phases[i] / sum(phases)) for phases in means]
         rows.append([f"· {name}", *(f"{ms:.2f} ms, {share:.0%}" for ms, share in parts), ""])
-    return [*rows, ["test accuracy", *(f"{run.accuracy:.1%}" for run in runs), ""]]
-
-
-def _row(label: str, form: str, values: Sequence[float]) -> list[str]:
-    """Return a row whose values are the better, the less they are."""
-    gain = f"{values[0] / values[-1]:.2f}×" if values[-1] else ""
-    return [label, *(form.format(value) for value in values), gain]
+    rows.append(["training loss", *(f"{run.curve()[-1][1]:.3g}" for run in runs), ""])
+    rows.append(["test accuracy", *(f"{run.accuracy:.1%}" for run in runs), ""])
+    return rows
 
 
 def table(runs: Sequence[Run]) -> Table:
