@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any  # Any: what a command takes and answers
 
 from dure import env
-from dure.cli.machine import MPI_VARIABLES, QUIET_VARIABLES, find_mpirun
+from dure.cli.machine import QUIET_VARIABLES
 from dure.errors import LaunchError, UsageError
 
 _RANK = str(Path(__file__).with_name("rank.py"))
@@ -35,6 +35,15 @@ _ANSWER_LIMIT_S = 120.0
 _END_LIMIT_S = 10.0
 _POLL_S = 0.1
 _PEER = struct.Struct("3i")
+_MPI_VARIABLES = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+"""By default Open MPI refuses root and more ranks than cores, and binds each rank to one."""
 
 
 class GroupFailed(LaunchError):
@@ -71,7 +80,7 @@ class Contestant:
         changes: dict[str, str | None] = dict(QUIET_VARIABLES)
         if self.mpirun is not None:
             path = os.pathsep.join([os.path.dirname(self.mpirun), env.text("PATH", "") or ""])
-            changes |= {**MPI_VARIABLES, "PATH": path}
+            changes |= {**_MPI_VARIABLES, "PATH": path}
         return env.child_environment(changes)
 
 
@@ -98,7 +107,8 @@ def find_rival(name: str, backend: str) -> Contestant:
 
 def _mpirun(python: str) -> str:
     """Return what starts ranks of MPI with an interpreter that has mpi4py and numpy."""
-    found = find_mpirun(python)
+    beside = shutil.which("mpirun", path=os.path.dirname(python))
+    found = beside or shutil.which("mpirun")
     if found is None:
         raise UsageError(
             "there is no mpirun",

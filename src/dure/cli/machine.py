@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -23,20 +22,6 @@ QUIET_VARIABLES = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """One thread per rank, and no warnings of libraries in the output of ranks."""
-MPI_VARIABLES = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-}
-"""By default Open MPI refuses root and more ranks than cores, and binds each rank to one."""
-
-
-def find_mpirun(python: str) -> str | None:
-    """Return the mpirun beside an interpreter, or the one on PATH; None without either."""
-    return shutil.which("mpirun", path=os.path.dirname(python)) or shutil.which("mpirun")
 
 
 def machine() -> list[tuple[str, str]]:
