@@ -20,7 +20,7 @@ from dure.cli.plan_layouts import show
 from dure.plan import Gpu, Job, Machine, find_gpu, find_model, plan
 from tests.cli.planned import LLAMA, answered, called
 
-OWN = ["--layers", "12", "--hidden", "768", "--heads", "12", "--vocab", "50000"]
+OWN = ["--model", "layers=12,width=768,heads=12,vocabulary=50000"]
 
 
 class Reached(Exception):
@@ -196,8 +196,9 @@ def test_here_is_measured_and_computes_in_float32(monkeypatch):
     [
         (["--gpu", "h100"], "a model is needed"),
         (["--model", "gpt2"], "a machine is needed"),
-        (["--model", "gpt2", *OWN, "--gpu", "h100"], "the model is given twice"),
-        (["--layers", "2", "--hidden", "64", "--gpu", "h100"], "--heads, --vocab, --seq"),
+        (["--model", "gpt2", "--config", "x", "--gpu", "h100"], "the model is given twice"),
+        (["--model", "layers=2", "--gpu", "h100"], "a model has a width and layers"),
+        (["--model", "layers=2,width=64,experts=8", "--gpu", "h100"], "mixtures of experts"),
         (["--model", "llama3-9b", "--gpu", "h100"], "near names: llama3-8b"),
         (["--model", "gpt2", "--gpu", "h10"], "near names: h100"),
         (["--model", "gpt2", "--gpu", "h100", "--here"], "Leave out --gpu"),

@@ -55,15 +55,11 @@ _of_answer = partial(typer.Option, rich_help_panel="The answer")
 
 
 def layouts(
-    model: Annotated[str, _of_model(help="A model by name, such as llama3-8b.")] = "",
-    config: Annotated[Path | None, _of_model(help="Or by its config.json (Hugging Face).")] = None,
-    layers: Annotated[int | None, _of_model(help="Or by its sizes: layers,")] = None,
-    hidden: Annotated[int | None, _of_model(help="features of an activation,")] = None,
-    heads: Annotated[int | None, _of_model(help="heads of attention,")] = None,
-    vocab: Annotated[int | None, _of_model(help="size of the vocabulary,")] = None,
-    seq: Annotated[
-        int | None, _of_model(help="tokens of a sequence (also to change that of --model).")
-    ] = None,
+    model: Annotated[
+        str, _of_model(help="By name, such as llama3-8b, or by sizes: layers=32,width=4096,...")
+    ] = "",
+    config: Annotated[Path | None, _of_model(help="Or its config.json (Hugging Face).")] = None,
+    seq: Annotated[int | None, _of_model(help="Tokens of a sequence, if others.", min=1)] = None,
     batch_tokens: Annotated[
         str,
         _of_job(
@@ -102,9 +98,8 @@ def layouts(
     as_json: Annotated[bool, _of_answer("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Print the layouts of a job on a machine by predicted speed, with reasons."""
-    sizes = {"layers": layers, "width": hidden, "heads": heads, "vocabulary": vocab}
-    sizes["length"] = seq
-    shape = _model(model, config, {name: n for name, n in sizes.items() if n is not None})
+    shape = _model(model, config)
+    shape = shape if seq is None else replace(shape, length=seq)
     if here or measure:
         if gpu or machines or nodes != 1:
             raise UsageError(
@@ -138,29 +133,16 @@ def layouts(
 # --- what was asked ------------------------------------------------------------------------------
 
 
-def _model(name: str, config: Path | None, sizes: dict[str, int]) -> Model:
-    own = set(sizes) - {"length"}
-    if (bool(name), config is not None, bool(own)).count(True) > 1:
+def _model(name: str, config: Path | None) -> Model:
+    if bool(name) is (config is not None):
         raise UsageError(
-            "the model is given twice",
+            "the model is given twice" if name else "a model is needed",
             op=_OP,
-            fix="Give --model, or --config, or the sizes; --seq goes with each.",
+            fix="Give --model NAME, --model layers=32,width=4096,..., or --config config.json.",
         )
-    if name or config:
-        found = find_model(name) if name else configured_model(config or "")
-        return replace(found, **sizes)
-    flags = {"width": "--hidden", "vocabulary": "--vocab", "length": "--seq"}
-    needed = ("layers", "width", "heads", "vocabulary", "length")
-    missing = [flags.get(size, f"--{size}") for size in needed if size not in sizes]
-    if missing:
-        raise UsageError(
-            "the model lacks sizes" if own else "a model is needed",
-            op=_OP,
-            seen=", ".join(missing) if own else "",
-            fix="Give --model NAME, --config config.json, or --layers --hidden --heads --vocab "
-            "--seq.",
-        )
-    return Model(**sizes, groups=sizes["heads"], hidden=7 * sizes["width"] // 2)
+    if config is not None:
+        return configured_model(config)
+    return Model.parse(name) if "=" in name else find_model(name)
 
 
 def _job(model: Model, machine: Machine, tokens: str, precision: str, compiled: bool) -> Job:
