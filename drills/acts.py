@@ -29,6 +29,9 @@ _POINTS = {
 }
 """Where who is meant comes by, and by how much his delay is shortened."""
 
+_HELPERS = {"reaper": b"reaper.py", "zygote": b"forking.py"}
+"""What is in the command of a launcher's helper."""
+
 
 def carry_out(job: Job, kill: Kill) -> Death:
     """Do to the job what `kill` says.
@@ -134,10 +137,12 @@ def _coordinator(job: Job) -> Agent | None:
 
 def _harmless(job: Job, kill: Kill) -> Death:
     agent = job.running[int(kill.pick * len(job.running))]
-    if kill.victim in ("reaper", "zygote"):
-        for pid in _children(agent):
-            if _helps_as(pid) == kill.victim:
-                _kill(pid)
+    if kill.victim in _HELPERS:
+        ranks = {worker["pid"] for worker in job.workers()}  # which have the zygote's words
+        for pid in set(_children(agent)) - ranks:
+            with suppress(OSError):
+                if _HELPERS[kill.victim] in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    _kill(pid)
     else:
         pid = agent.process.pid
         if kill.victim == "worker stopped":
@@ -153,16 +158,3 @@ def _children(agent: Agent) -> list[int]:
     with suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(agent.process.pid).children()]
     return []
-
-
-def _helps_as(pid: int) -> str:
-    """Tell which helper of an agent a process is: a rank forked from the zygote has its words."""
-    with suppress(OSError):
-        command, variables = (
-            Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")
-        )
-        if b"reaper.py" in command:
-            return "reaper"
-        if b"forking.py" in command and b"DURE_ROOM=" in variables:
-            return "zygote"
-    return ""

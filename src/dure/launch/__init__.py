@@ -5,9 +5,9 @@
     result = run_job(JobSpec(program="train.py", args=("--epochs", "3"), nproc=2))
     result.check()  # raises LaunchError, with the first failure's traceback
 
-Where to read: `job` and `launcher` (start to result), `local` (one host), `agent` (several hosts), `clusters` (how
-`dure run` is started on them), `round` (one start of all ranks), `supervisor` (when and how to end
-them), `ranks` (a rank's process), `show` (what users see).
+Where to read: `job` and `launcher` (start to result), `local` (one host), `agent` (several hosts),
+`clusters` (how `dure run` is started on them), `round` (one start of all ranks), `supervisor` (when
+and how to end them), `ranks` (a rank's process), `show` (what users see).
 """
 
 from typing import TYPE_CHECKING

@@ -269,30 +269,6 @@ def test_launcher_killed_takes_everything_along(job: Launching, zygote: tuple[st
     assert list(job.directory.iterdir()) == [job.directory / "prog.py"]
 
 
-def test_launcher_killed_takes_processes_without_the_jobs_environment_along(
-    job: Launching,
-) -> None:
-    process = job.start("-n", "1", job.write(ESCAPED), "sleep")
-    assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().partition("] ")[2].split()]
-    reaper = next(pid for pid in job.left() if b"reaper.py" in command_line(pid))
-    before = times_waited(reaper)
-    until(lambda: times_waited(reaper) > before + 3, "a look of the reaper between two waits")
-    os.kill(reaper, signal.SIGSTOP)  # the launcher's death lets it continue
-    process.kill()
-    job.wait_until_gone()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"the end of {pids}")
-
-
-def command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def times_waited(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(x.split()[1]) for x in lines if x.startswith("voluntary_ctxt_switches"))
-
-
 def test_output_that_nobody_or_no_disk_takes_ends_the_job(job: Launching) -> None:
     program = job.write("while True: print('x' * 1000)")
     process = job.start("-n", "2", program)

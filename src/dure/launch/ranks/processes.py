@@ -42,10 +42,8 @@ __all__ = [
     "reap_orphans",
     "remove_files",
     "start_times",
-    "wake_with_parent",
 ]
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
@@ -106,15 +104,8 @@ def _children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            found += _children_of_thread(pid, int(thread))
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return found
-
-
-def _children_of_thread(pid: int, thread: int) -> list[int]:
-    try:
-        return [*map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())]
-    except OSError:
-        return []
 
 
 def _descendants(root: int) -> dict[int, Process]:
@@ -184,22 +175,6 @@ class JobProcesses:
         """List the living processes of the job, the ranks included."""
         ranks = [process for process in map(_read, self.ranks) if self._is_rank(process)]
         return [p.pid for p in (*ranks, *self.others()) if p is not None and not p.dead]
-
-    def remember(self) -> None:
-        """Note the processes that ranks have started on their main threads, and theirs.
-
-        They are known from then on, even if they lose their parent and have a session and an
-        environment of their own.
-        Cost: reads a small file or two for each rank and each process found.
-        """
-        waiting = [pid for pid in self.ranks if self._is_rank(_read(pid))]
-        self._known = {pid: x for pid, x in self._known.items() if start_times([pid]) == {pid: x}}
-        while waiting:
-            parent = waiting.pop()
-            for child in map(_read, _children_of_thread(parent, parent)):
-                if child is not None and child.pid not in self.ranks:
-                    self._known[child.pid] = child.start
-                    waiting.append(child.pid)
 
     def _look(self) -> list[Process]:
         everyone = _all_processes() if self._below is None else _descendants(self._below)
@@ -296,11 +271,6 @@ def reap_orphans(kept: Iterable[int]) -> None:
     for pid in set(_children(os.getpid())).difference(kept):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
-
-
-def wake_with_parent() -> None:
-    """Let this process continue, should it be stopped, when the parent dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def remove_files(job: str) -> None:

@@ -12,12 +12,9 @@ the launcher's own processes, even if the launcher was stopped. When the launche
 everything, removes the job's files, and then reports to the job's other agents that nothing is left
 here, so that they need not wait for the lease to end.
 
-Twice a second at most, it notes what the ranks have started. So it finds processes that have a
-session and an environment of their own even after the ranks have died.
-
 It has a session of its own, and ignores requests to end, so that what ends the launcher does not
-end it. If it is stopped, the launcher's death lets it continue. This file imports nothing of Dure
-except a file beside it, so that the process is small and starts quickly.
+end it. This file imports nothing of Dure except a file beside it, so that the process is small and
+starts quickly.
 """
 
 from __future__ import annotations
@@ -39,11 +36,7 @@ from typing import Any
 __all__ = ["Reaper", "main"]
 
 _MESSAGE_BYTES = 1 << 17
-_LOOK_S = 0.5
-"""Between two looks at the clock, which may jump when a machine wakes from sleep, and at the
-processes that ranks have started."""
-
-_LOOK_SHARE = 0.005  # of a core's time, at most, for looks at processes
+_LOOK_S = 0.5  # between two looks at the clock, which may jump when a machine wakes from sleep
 _AGAIN_S = 0.01
 _PROCESSES = "__dure_processes__"
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
@@ -152,7 +145,6 @@ class _Watch:
         """Return the job's processes, those included that were found before."""
         if self._found is None:
             self._found = _module().JobProcesses({}, self._job)
-            _module().wake_with_parent()
         self._found.ranks, self._found.spared = self._ranks, frozenset(self.spared)
         return self._found
 
@@ -162,13 +154,12 @@ class _Watch:
         An agent that joins again sends its new deadline before its new ranks start. So what was
         found to be late is killed only if nothing has arrived since.
         """
-        look_at = time.monotonic() + _LOOK_S
         while True:
-            wait_s, late = max(0.0, look_at - time.monotonic()), None
+            wait_s = late = None
             if self._deadline is not None:
                 left_s = self._deadline - time.clock_gettime(time.CLOCK_BOOTTIME)
                 late = self.processes().living() if left_s <= 0 else None
-                wait_s = min(wait_s, max(left_s, 0.0))
+                wait_s = min(_LOOK_S, max(left_s, 0.0))
             if select.select([self._link], [], [], wait_s)[0]:
                 message = self._link.recv(_MESSAGE_BYTES)
                 if not message:
@@ -180,11 +171,6 @@ class _Watch:
                 time.sleep(_AGAIN_S)
             elif late is not None:
                 self._deadline = None
-            elif time.monotonic() >= look_at:
-                processes, begin = self.processes(), time.process_time()
-                processes.remember()
-                took_s = time.process_time() - begin
-                look_at = time.monotonic() + max(_LOOK_S, took_s / _LOOK_SHARE)
 
     def _receive(self, kind: bytes, content: bytes) -> None:
         if kind == b"D":
