@@ -129,3 +129,4 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     code, out = called(capsys, "show", str(tmp_path))
     assert code != 0 and len(out.splitlines()) == 1 and "the folder is empty" in out
     assert called(capsys, "show")[0] == USAGE_EXIT_CODE
+    assert called(capsys, "show", str(tmp_path / "none"))[0] == USAGE_EXIT_CODE

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["commands"]
 
-Folder = Annotated[Path, typer.Argument(help="The folder of a checkpoint.")]
-Readable = Annotated[Path, typer.Argument(help="The folder of a checkpoint, or of weights.")]
+Folder = Annotated[Path, typer.Argument(help="The folder of a checkpoint.", exists=True)]
+Readable = Annotated[
+    Path, typer.Argument(help="The folder of a checkpoint, or of weights.", exists=True)
+]
 
 _NUM_SHOWN = 20
 _LONGEST_VALUE = 60

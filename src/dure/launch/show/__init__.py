@@ -1,5 +1,7 @@
 """What the user of a job sees, and what is kept of it.
 
-`terminal` and `output` (whose line is whose), `folding` (what ranks write alike), `live` (a row a
-rank), `summary` (who failed, and where the others were), `logs` (files by round and rank).
+`output` cuts what ranks write into lines, and has the place they go to; `screen` does it for progress
+bars on a terminal. `folding` joins equal lines and makes prefixes, `terminal` puts all together,
+`logs` keeps files by round and rank. `summary` says who failed, and where the others were; `watcher`
+is what the page gets.
 """
