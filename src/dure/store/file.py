@@ -251,11 +251,7 @@ class _Log:
         try:
             head = os.pread(self._fd, len(_MAGIC), 0)
             if not _MAGIC.startswith(head):
-                raise StoreError(
-                    f"the file {self.path} is not a store of this build of Dure",
-                    seen=f"it begins with {head!r}",
-                    fix="Choose a path that does not exist yet.",
-                )
+                raise self._error("is not a store of this build of Dure", f"begins with {head!r}")
             if head != _MAGIC:  # it is new, or was torn
                 os.pwrite(self._fd, _MAGIC, 0)
             yield
@@ -271,11 +267,7 @@ class _Log:
         try:
             lines = [_unpack(line) for line in complete.splitlines()]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(
-                f"the store's file {self.path} holds a line that cannot be understood",
-                seen=str(error),
-                fix=f"{SAME_BUILD} Choose a new path for each job.",
-            ) from None
+            raise self._error("has a line that cannot be understood", str(error)) from None
         self._offset += len(complete + end)
         if torn:
             os.ftruncate(self._fd, self._offset)
@@ -294,30 +286,30 @@ class _Log:
                 done += os.pwrite(self._fd, data[done:], self._offset + done)
         except OSError as error:
             os.ftruncate(self._fd, self._offset)
-            raise StoreError(
-                f"the store's file {self.path} cannot be written", seen=error.strerror or ""
-            ) from None
+            raise self._error("cannot be written", error.strerror or "") from None
         self._offset += len(data)
+
+    def _error(self, what: str, seen: str = "") -> StoreError:
+        return StoreError(
+            f"the store's file {self.path} {what}",
+            seen=seen,
+            fix="Choose for each job a new path in a directory of its user, that every rank can "
+            f"write to, and delete it only after the job. {SAME_BUILD}",
+        )
 
     def _open(self) -> int:
         try:
             fd = os.open(self.path, _OPEN | (0 if self._inode else os.O_CREAT), 0o600)
         except OSError as error:
-            raise StoreError(
-                f"the store's file {self.path} cannot be opened",
-                seen=error.strerror or "",
-                fix="Choose a path in a directory that exists and that every rank can write to; "
-                "do not delete the file while the job runs.",
-            ) from None
+            raise self._error("cannot be opened", error.strerror or "") from None
         file = os.fstat(fd)
         if self._is_safe(file):
             return fd
         os.close(fd)
-        raise StoreError(
-            f"the store's file {self.path} is not a regular file that only its owner can write to",
-            seen=f"mode {stat.filemode(file.st_mode)}, user {file.st_uid}; a user who writes to it "
+        raise self._error(
+            "is not a regular file that only its owner can write to",
+            f"mode {stat.filemode(file.st_mode)}, user {file.st_uid}; a user who writes to it "
             "takes part in the job",
-            fix="Choose a new path, in a directory of your own.",
         )
 
     def _is_safe(self, file: os.stat_result) -> bool:
@@ -358,10 +350,7 @@ class _Log:
             self._inode = file.st_ino
             return True
         if self._inode:
-            raise StoreError(
-                f"the store's file {self.path} was deleted, replaced or cut while the job ran",
-                fix="Give each job a path of its own, and delete it only after the job.",
-            )
+            raise self._error("was deleted, replaced or cut while the job ran")
         return False
 
     def _is_at_path(self, inode: int) -> bool:

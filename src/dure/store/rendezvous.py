@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -290,22 +291,22 @@ def _myself(rank: int, world_size: int) -> RendezvousMember:
     what = f"rank {rank} cannot be in a job of {world_size}"
     if world_size < 1:
         what = f"a world size of {world_size} is not possible"
-    raise RendezvousError(
-        what,
-        rank=rank,
-        world_size=world_size,
-        seen=f"{me.process} was started with RANK={rank} and WORLD_SIZE={world_size}",
-        fix="Ranks go from 0 to WORLD_SIZE - 1.",
-    )
+    seen = f"{me.process} was started with RANK={rank} and WORLD_SIZE={world_size}"
+    raise _error(me, what, seen=seen, fix="Ranks go from 0 to WORLD_SIZE - 1.")
+
+
+def _error(me: RendezvousMember, what: str, **details: Any) -> RendezvousError:
+    """Make an error as seen by `me`; one with `missing` is a timeout."""
+    make = RendezvousTimeout if "missing" in details else RendezvousError
+    return make(what, rank=me.rank, world_size=me.world_size, **details)
 
 
 def _translated(error: StoreError, me: RendezvousMember) -> RendezvousError:
     """Turn an error of the store into one of the rendezvous."""
-    where: dict[str, object] = {"rank": me.rank, "world_size": me.world_size}
-    where |= {"elapsed_s": error.elapsed_s, "seen": error.seen, "fix": error.fix}
+    details: dict[str, Any] = {"elapsed_s": error.elapsed_s, "seen": error.seen, "fix": error.fix}
     if isinstance(error, StoreTimeout):
-        return RendezvousTimeout(error.what, came=(me.rank,), missing=(0,), **where)
-    return RendezvousError(error.what, **where)  # pyright: ignore[reportArgumentType]
+        details |= {"came": (me.rank,), "missing": (0,)}
+    return _error(me, error.what, **details)
 
 
 class _Outcome(msgspec.Struct, array_like=True, frozen=True):
@@ -323,13 +324,11 @@ class _Outcome(msgspec.Struct, array_like=True, frozen=True):
 
     def raise_for(self, me: RendezvousMember) -> None:
         """Raise the error that this is, if it is one, as seen by `me`."""
-        if not self.what:
-            return
-        where: dict[str, object] = {"rank": me.rank, "world_size": me.world_size}
-        where |= {"seen": self.seen, "fix": self.fix}
+        details: dict[str, Any] = {"seen": self.seen, "fix": self.fix}
         if self.timed_out:
-            raise RendezvousTimeout(self.what, came=self.came, missing=self.missing, **where)
-        raise RendezvousError(self.what, **where)  # pyright: ignore[reportArgumentType]
+            details |= {"came": self.came, "missing": self.missing}
+        if self.what:
+            raise _error(me, self.what, **details)
 
 
 _pack = msgspec.msgpack.encode

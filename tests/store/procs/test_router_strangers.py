@@ -105,7 +105,7 @@ def test_another_key_is_refused_after_a_few_attempts(
     with pytest.raises(StoreRefused):
         NetworkStore(server.endpoint, mint(), TIMEOUT)
     assert "another job key" in refused()
-    until(lambda: len(caplog.messages) == 4, "four attempts")
+    until(lambda: len(caplog.messages) == 4, "four attempts", limit_s=30)
 
 
 @pytest.mark.parametrize("mechanism", ["CURVE", "NULL", "PLAIN"])
