@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
 
@@ -82,6 +83,8 @@ def test_stores_that_a_rank_opens_in_turn_do_not_make_the_masters_meeting(
     ahead = [opened(False), opened(False)]
     for store in (opened(True), opened(True), *ahead, first):
         store.close()
+    with pytest.raises(StoreTimeout):
+        TCPStore("127.0.0.1", 0, 2, True, timedelta(milliseconds=50), key=key)
 
 
 def test_a_released_server_ends_with_its_last_client_and_not_before(

@@ -28,7 +28,7 @@ from dure.store import FileStore, JobKey
 from dure.store.board import Board
 from dure.store.etcd_gateway import parsed
 from dure.store.key import read_key_file
-from dure.store.wire import Op, Request, join, pack, read_reply, read_request
+from dure.store.wire import Op, Request, pack, read_reply, read_request
 from tests.waiting import PATIENCE_S
 
 QUICK, LONG = 60, 10_000
@@ -81,11 +81,6 @@ def a_request(data: bytes) -> None:
 def a_reply(data: bytes) -> None:
     with contextlib.suppress(*UNREADABLE):
         pack(read_reply(data))
-
-
-def frames(data: bytes) -> None:
-    cuts = [data[at : at + 7] for at in range(0, len(data), 7)]
-    assert join(cuts or [b""]) == data
 
 
 def an_event(data: bytes) -> None:
@@ -154,7 +149,6 @@ def a_store_file(data: bytes) -> None:
 TARGETS = [
     a_request,
     a_reply,
-    frames,
     an_event,
     an_etcd_answer,
     a_key_file,
