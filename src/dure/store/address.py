@@ -193,16 +193,12 @@ def is_refused(endpoint: str, limit_s: float = 1.0) -> bool:
     If it does, the process that listened there has ended. False if the host does not answer, if the
     network is cut, or if the process is busy or stopped: then its kernel accepts connections.
     """
-    if not endpoint.startswith("tcp://"):
-        return False
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, port = _host_and_port(endpoint)
     try:
-        socket.create_connection((host.strip("[]"), int(port)), limit_s).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
+        with socket.create_connection((host, port), limit_s):
+            return False
+    except OSError as error:
+        return bool(host) and isinstance(error, ConnectionRefusedError)
 
 
 _NO_WAY = {errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL}
@@ -212,17 +208,13 @@ _NO_WAY = {errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOT
 def why_unreachable(endpoint: str) -> str:
     """Return the system's reason why nothing can be sent to a TCP endpoint of ZeroMQ's; "" if none.
 
-    Nothing is sent, and no name is looked up.
+    Nothing is sent.
     """
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    host, port = _host_and_port(endpoint)
     try:
-        numeric = socket.AI_NUMERICHOST
-        family, *_, to = socket.getaddrinfo(host.strip("[]"), int(port), flags=numeric)[0]
-    except (OSError, ValueError):
-        return ""
-    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(to)
+            probe.connect((host, port))
     except OSError as error:
         return (error.strerror or "").lower() if error.errno in _NO_WAY else ""
     return ""
@@ -266,11 +258,16 @@ def interface_to(host: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _endpoint_of(store: Store) -> str | None:
-    """Return the host of the network store at the bottom of `store`, if there is one."""
+def _endpoint_of(store: Store) -> str:
+    """Return the host of the network store at the bottom of `store`; "" if there is none."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
-    endpoint = getattr(store, "endpoint", "")
+    return _host_and_port(getattr(store, "endpoint", ""))[0]
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    """Return the address and port of a TCP endpoint of ZeroMQ's; of another one "" and 0."""
     if not endpoint.startswith("tcp://"):
-        return None
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        return "", 0
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
