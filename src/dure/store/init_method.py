@@ -23,6 +23,7 @@ other job has, whose number and start stand for the name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from urllib.parse import parse_qs, urlsplit
 import psutil
 
 from dure import env
-from dure.errors import RendezvousError
+from dure.errors import RendezvousError, StoreError
 from dure.placement import Placement, RankSlot, System, detect
 from dure.store.address import await_name, interface_to, patience_for_names, resolve
 from dure.store.base import Store
@@ -55,6 +56,9 @@ __all__ = [
     "TcpEndpoint",
     "read_init_method",
 ]
+
+_TAKEN_S = 2.0
+"""How long a rank 0 that finds its port taken waits for a store's answer there."""
 
 _WITH_VARIABLES = (System.DURE, System.TORCHRUN, System.LAUNCHER, System.PLAIN)
 
@@ -109,7 +113,15 @@ class TcpEndpoint:
             return store
         server = self.server
         if rank == 0 and server is None:
-            server = serve(address, lambda port: key)
+            try:
+                server = serve(address, lambda port: key)
+            except StoreError:
+                # If another rank 0 serves there, all ranks learn from the rendezvous that two have
+                # this number, whoever came first.
+                with contextlib.suppress(StoreError):
+                    limit = timedelta(seconds=timeout_s)
+                    return NetworkStore(address.endpoint, key, limit, patience_s=_TAKEN_S)
+                raise
         return NetworkStore(address.endpoint, key, timedelta(seconds=timeout_s), server)
 
     def _own_name(self) -> str:

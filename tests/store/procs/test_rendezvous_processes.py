@@ -179,3 +179,18 @@ except RendezvousError as error:
         said = line(first)
         assert said.startswith("RendezvousError")
         assert f"pid {second.pid}" in said
+
+
+def test_two_processes_with_the_number_0_are_both_named_to_all(url: str) -> None:
+    code = """
+try:
+    rendezvous(args[0], int(args[1]), 3, timeout=PATIENCE)
+except RendezvousError as error:
+    say(error.what, error.seen)
+"""
+    with running(*((code, url, rank) for rank in "010")) as (first, second, third):
+        for program in (first, second, third):
+            said = line(program)
+            assert "two processes have the number 0" in said
+            assert f"pid {first.pid} " in said
+            assert f"pid {third.pid} " in said
