@@ -31,11 +31,11 @@ from dure.store.base import DEFAULT_TIMEOUT
 from dure.store.board import Board
 from dure.store.etcd_gateway import (
     ANSWER_S,
-    QUIET_S,
     EtcdOptions,
     Gateway,
     Json,
     Unanswered,
+    Watch,
     coded,
     decoded,
 )
@@ -285,21 +285,18 @@ class EtcdStore(AskingStore):
                 return Reply("ok", values=tuple(found[key][1] for key in keys))
             if time.monotonic() >= deadline:
                 return Reply("timeout", names=missing)
-            self._await_change(missing[0], revision + 1, deadline)
+            self._await_change({"key": coded(self._keys + missing[0])}, revision + 1, deadline)
 
-    def _await_change(self, key: str, since: int, deadline: float) -> None:
+    def _await_change(self, where: Json, since: int, deadline: float) -> None:
         """Wait for a change since a revision, or the deadline.
 
         May return early; the caller reads the state again, which raises if etcd is lost.
         """
-        quiet_s = min(QUIET_S, max(0.001, deadline - time.monotonic()))
-        with contextlib.closing(self._gateway.connection()) as connection:
-            try:
-                for revision in connection.events({"key": coded(self._keys + key)}, since, quiet_s):
-                    if revision >= since:
-                        return
-            except Unanswered:
-                time.sleep(_PAUSE_S)  # a cluster without a leader refuses watches at once
+        watch = Watch(self._gateway, where, since)
+        watch.await_change(since, deadline - time.monotonic())
+        if watch.has_ended:
+            time.sleep(_PAUSE_S)  # a cluster without a leader refuses watches at once
+        watch.close()
 
 
 class _Writer:

@@ -29,11 +29,11 @@ from dure.store.key import read_key_file
 
 __all__ = [
     "ANSWER_S",
-    "QUIET_S",
     "EtcdOptions",
     "Gateway",
     "Json",
     "Unanswered",
+    "Watch",
     "coded",
     "decoded",
     "parsed",
@@ -223,6 +223,57 @@ class Gateway:
         return context
 
 
+class Watch:
+    """A watch whose events a thread reads, so that waiting for one can end at any time.
+
+    Args:
+        gateway: The way to etcd.
+        where: The key or the range of keys.
+        start: The first revision that counts.
+
+    Threads: any; a thread of its own reads the events.
+    """
+
+    def __init__(self, gateway: Gateway, where: Json, start: int) -> None:
+        self._where, self._start = where, start
+        self._latest, self._ended = 0, False
+        self._changed = threading.Condition()
+        self._connection = gateway.connection()
+        threading.Thread(target=self._run, name="dure-etcd-watch", daemon=True).start()
+
+    def await_change(self, since: int, limit_s: float) -> None:
+        """Return when keys have changed at or after the revision `since`, or it may be so."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._latest >= since or self._ended, limit_s)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it must be opened again."""
+        return self._ended
+
+    def close(self) -> None:
+        """Close the connection; a thread that waits returns."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._connection.shut_down()
+
+    def _run(self) -> None:
+        try:
+            for revision in self._connection.events(self._where, self._start):
+                with self._changed:
+                    self._latest = max(self._latest, revision)
+                    self._changed.notify_all()
+                if self._ended:
+                    return
+        except (Unanswered, StoreError):
+            pass  # the caller asks how things stand, and learns of the same trouble
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+
 class Connection:
     """An HTTP connection to one member, opened again, to the next one, when it fails.
 
@@ -263,10 +314,10 @@ class Connection:
             raise self._complaint(answer)
         return answer
 
-    def events(self, where: Json, start: int, quiet_s: float = QUIET_S) -> Iterator[int]:
+    def events(self, where: Json, start: int) -> Iterator[int]:
         """Watch keys; yield 0, then the revision of each change from the revision `start` on.
 
-        It ends when the member sent nothing for `quiet_s` (it may be cut off from its cluster, and
+        It ends when the member sent nothing for `QUIET_S` (it may be cut off from its cluster, and
         not know it yet), or has forgotten changes since `start`, or when `shut_down` is called.
 
         Raises:
@@ -279,7 +330,7 @@ class Connection:
             response = self._send("watch", {"create_request": create}, ANSWER_S)
             assert self._http is not None
             if self._http.sock is not None:
-                self._http.sock.settimeout(quiet_s)
+                self._http.sock.settimeout(QUIET_S)
             yield 0  # from here on `shut_down` has something to shut down
             while line := response.readline():
                 word = parsed(line)
