@@ -51,11 +51,6 @@ class LineReader:
         self._held_bytes = 0
 
     @property
-    def draws(self) -> bool:
-        """Whether there are rows that may still change."""
-        return bool(self.rows)
-
-    @property
     def holds(self) -> bool:
         """Whether some of an unfinished line is held back."""
         return bool(self._parts)

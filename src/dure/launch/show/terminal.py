@@ -169,7 +169,7 @@ class Terminal:
         self._logs.write(reader.rank, reader.stream, data)
         lines = reader.feed(data, now)
         self._logs.lines(reader.rank, reader.stream, lines)
-        self._changed = self._changed or reader.draws
+        self._changed = self._changed or bool(reader.rows)
         if lines:
             self._settle_others(reader, now)
         self._show(reader, lines, now)
@@ -253,7 +253,7 @@ class Terminal:
         for sink in self.sinks:
             sink.put_area([])
         for reader in self._readers:
-            if reader.draws:
+            if reader.rows:
                 self._show(reader, reader.flush().split(b"\n"), now)
             self._show_part(reader, now)
         for sink in self.sinks:
@@ -317,14 +317,14 @@ class Terminal:
         sink, local = self._sinks[reader.stream], reader.rank - self._first_rank
         lines = self._tracebacks.release(reader)
         self._put(sink, self._folders[sink.fd].put(reader, local, reader.stream, lines, now))
-        self._changed = self._changed or reader.draws
+        self._changed = self._changed or bool(reader.rows)
         lines, part = reader.overdue()
         self._show(reader, lines, now, part)
 
     def _settle_others(self, reader: LineReader, now: float) -> None:
         """Show a rank's finished progress bar before what it prints next on its other stream."""
         for other in self._readers:
-            if other.rank == reader.rank and other is not reader and other.draws and other.holds:
+            if other.rank == reader.rank and other is not reader and other.rows and other.holds:
                 self._show_part(other, now)
 
     def _may_show_part(self, reader: LineReader) -> bool:
