@@ -23,6 +23,6 @@ def test_machine_is_measured_again_if_what_was_kept_is_damaged(kept, tmp_path, m
     first = here(1)
     (file,) = tmp_path.glob("dure/*.json")
     assert here(1) == first and calls == [1]
-    newer = file.read_text().replace('"version": 1', '"version": 2')
+    newer = file.read_text().replace('"version":1', '"version":2')
     file.write_bytes((newer if kept is None else kept).encode(errors="surrogateescape"))
     assert here(1) == first and calls == [1, 1]

@@ -7,12 +7,11 @@ XDG_STATE_HOME.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from dure import env
@@ -21,13 +20,12 @@ from dure.cli.ranks import run_ranks
 from dure.errors import UsageError
 from dure.plan import Gpu, Machine
 from dure.plan.measured import machine_of
-from dure.trace.plain_files import parse_json, read_plain
 
 __all__ = ["VERSION", "here"]
 
 _A_DAY_S = 86_400
-_MOST_BYTES = 1 << 20
-_FORMAT, VERSION = "dure machine", 1
+VERSION = 1
+"""Of the file that is kept."""
 
 
 def here(ranks: int, *, again: bool = False) -> Machine:
@@ -59,22 +57,28 @@ def here(ranks: int, *, again: bool = False) -> Machine:
     source = f"measured here; {oversubscribed(ranks, 0.0) or 'one thread per rank'}"
     machine = machine_of(_measured(ranks), ranks, memory, source)
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"gpu": asdict(machine.gpu), "measured": machine.measured}
-    kept.write_text(json.dumps({"format": _FORMAT, "version": VERSION} | found))
+    kept.write_bytes(msgspec.json.encode(_Kept(VERSION, machine.gpu, machine.measured)))
     return machine
+
+
+class _Kept(msgspec.Struct):
+    """A measured machine, as it is kept."""
+
+    version: int
+    gpu: Gpu
+    measured: dict[str, float]
 
 
 def _read(path: Path, ranks: int) -> Machine | None:
     """Return what was measured within a day; None: nothing, damaged, or of another format."""
     try:
-        if time.time() - path.stat().st_mtime >= _A_DAY_S:
-            return None
-        found = parse_json(read_plain(path, _MOST_BYTES))
-        if (found["format"], found["version"]) != (_FORMAT, VERSION):
-            return None
-        return Machine(Gpu(**found["gpu"]), 1, ranks, found["measured"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+        if time.time() - path.stat().st_mtime < _A_DAY_S:
+            found = msgspec.json.decode(path.read_bytes(), type=_Kept)
+            if found.version == VERSION:
+                return Machine(found.gpu, 1, ranks, found.measured)
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        pass
+    return None
 
 
 def _measured(ranks: int) -> dict[str, float]:

@@ -210,23 +210,12 @@ def _table(title: str, *heads: str) -> Table:
 
 
 def _as_json(flight: Flight, findings: Findings) -> dict[str, Any]:
-    in_words = ("differences", "absences", "waits")
-    return {
-        "ranks": {
-            str(rank): {"host": file.host, "pid": file.pid, "reason": file.reason}
-            for rank, file in flight.ranks.items()
-        },
-        "absent": list(flight.absent),
-        "problems": list(flight.problems),
-        **{
-            name: [_plain(each) | {"text": str(each)} for each in getattr(findings, name)]
-            for name in in_words
-        },
-        "failures": [_plain(each) for each in findings.failures],
-        "arrivals": [_plain(each) for each in findings.arrivals],
-        "calls": [_plain(each) for each in calls(flight)],
+    names = ("differences", "absences", "waits", "failures", "arrivals")
+    found: dict[str, Any] = {name: getattr(findings, name) for name in names}
+    found |= {"sentences": findings.sentences, "calls": calls(flight)}
+    found |= {"absent": flight.absent, "problems": flight.problems}
+    found["ranks"] = {
+        rank: {"host": file.host, "pid": file.pid, "reason": file.reason}
+        for rank, file in flight.ranks.items()
     }
-
-
-def _plain(value: object) -> Any:
-    return msgspec.to_builtins(value, str_keys=True)
+    return msgspec.to_builtins(found, str_keys=True)
