@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from dure.launch.agent.messages import (
 )
 from dure.store.etcd_gateway import EtcdOptions
 from tests.store.fake_etcd import FakeEtcd, fake_etcd
+from tests.waiting import until
 
 SETTINGS = Settings(min_hosts=2, max_hosts=2, run_id="job", lease_s=20.0)
 
@@ -70,12 +72,13 @@ def test_a_host_that_comes_back_to_no_job_finds_none(server: FakeEtcd) -> None:
 
 
 def test_an_agent_that_waits_asks_for_nothing(server: FakeEtcd) -> None:
-    with control(server) as one:
+    with control(server) as one, control(server) as two, ThreadPoolExecutor(1) as thread:
         joins(one, "a")
         view = one.ask(Watch("a", b"a"), 5.0)
-        assert isinstance(view, View)
-        before = server.requests["kv/range"]
-        for _ in range(3):
-            assert one.ask(Watch("a", b"a", view.revision), 0.2) == Accepted()
-        assert server.requests["kv/range"] == before + 3
+        for agent in "bcd":  # each change is read through the stream that is open
+            assert isinstance(view, View)
+            waiting = thread.submit(one.ask, Watch("a", b"a", view.revision), 60.0)
+            until(lambda: server.requests["watch"] == 1)
+            assert isinstance(joins(two, agent), Admitted)
+            view = waiting.result()
         assert server.requests["watch"] == 1

@@ -20,7 +20,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -29,7 +29,6 @@ import msgspec
 from dure.errors import StoreError, StoreLost, StoreTimeout
 from dure.launch.agent.elastic import ElasticState
 from dure.launch.agent.events import Event, Lost, Settings
-from dure.launch.agent.membership import HostMember
 from dure.launch.agent.messages import (
     Accepted,
     Admitted,
@@ -59,7 +58,6 @@ from dure.store.etcd_gateway import (
     coded,
     decoded,
 )
-from dure.store.etcd_gateway import Watch as KeyWatch
 from dure.store.key import mint
 
 __all__ = ["EtcdControl", "EtcdEndpoint"]
@@ -115,9 +113,10 @@ class EtcdControl:
         self._root = f"/dure/{job}/"
         self._prefix = f"{self._root}control/"
         self._asking, self._watching = self._gateway.connection(), self._gateway.connection()
+        self._streaming = self._gateway.connection()
         self._closed = threading.Event()
         self._lease = 0
-        self._changes: KeyWatch | None = None  # of these keys; the watching thread's
+        self._changes: Iterator[int] | None = None  # of these keys; the watching thread's
         try:
             self._read(self._asking, patience_s)
         except StoreLost as error:
@@ -148,9 +147,8 @@ class EtcdControl:
 
     def close(self) -> None:
         self._closed.set()
-        if self._changes is not None:
-            self._changes.close()
-        for connection in (self._asking, self._watching):
+        self._streaming.shut_down()  # first: the watching thread may read
+        for connection in (self._asking, self._watching, self._streaming):
             connection.close()
 
     def see_others_off(self, agent: str, limit_s: float) -> None:
@@ -248,16 +246,18 @@ class EtcdControl:
     def _watch(self, watch: Watch, timeout_s: float) -> Answer:
         """Wait for another state, or for a member's end; the watching thread's."""
         until = time.monotonic() + timeout_s
-        while (left_s := until - time.monotonic()) > 0 and not self._closed.is_set():
+        while time.monotonic() < until and not self._closed.is_set():
             revision, keys = self._read(self._watching)
             if (answer := self._view(watch, keys)) is not None:
                 return answer
-            if self._changes is not None and self._changes.has_ended:
+            try:
+                if self._changes is None:
+                    self._changes = self._streaming.events(_below(self._prefix), revision + 1)
+                while next(self._changes) <= revision:
+                    pass
+            except (Unanswered, StopIteration):
                 self._changes = None
                 self._rest()
-            if self._changes is None:
-                self._changes = KeyWatch(self._gateway, _below(self._prefix), revision + 1)
-            self._changes.await_change(revision + 1, left_s)
         return Accepted()
 
     def _view(self, watch: Watch, keys: _Keys) -> Answer | None:
@@ -404,10 +404,10 @@ class EtcdEndpoint:
             return None
         return self._control
 
-    def see_others_off(self, member: HostMember, limit_s: float) -> None:
+    def see_others_off(self, agent: str, limit_s: float) -> None:
         """At the end of the job: its first agent waits for the others, and clears the keys."""
         if self._control is not None:
-            self._control.see_others_off(member.agent, limit_s)
+            self._control.see_others_off(agent, limit_s)
 
     def close(self) -> None:
         """Do nothing: the member closes the connections."""

@@ -228,7 +228,7 @@ class Link:
             member.leave()
             if stayed:
                 lease_s = member.settings.lease_s + member.settings.margin_s
-                self.endpoint.see_others_off(member, lease_s + _FAREWELL_S)
+                self.endpoint.see_others_off(member.agent, lease_s + _FAREWELL_S)
             member.close()
         self.endpoint.close()
 
@@ -346,7 +346,7 @@ class HostEndpoint:
             return resolve(self._spec.local_addr, 0, "the local address").ip
         return interface_to(self._there.ip)
 
-    def see_others_off(self, member: HostMember, limit_s: float) -> None:
+    def see_others_off(self, agent: str, limit_s: float) -> None:
         """At the end of the job: wait until the other agents have read it, and left."""
         if self._coordinator is not None:
             self._coordinator.is_left.wait(limit_s)
