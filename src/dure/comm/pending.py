@@ -101,8 +101,8 @@ def _wait_for_each(values: Iterable[Any]) -> None:
 
 def pending(tensor: torch.Tensor, work: Work) -> torch.Tensor:
     """Let whoever first uses `tensor` wait for `work`, which writes it."""
-    work.disown()
     work.disown()  # who drops the tensor wants no answer
+    work.drop_outputs()
     tensor.__class__ = AsyncCollectiveTensor
     tensor._work = work  # pyright: ignore
     return tensor

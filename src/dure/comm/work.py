@@ -113,6 +113,12 @@ class Work:
         """Let it be dropped without a warning: whoever started it needs no answer."""
         self._asked = True
 
+    def drop_outputs(self) -> None:
+        """Hold the output tensors no longer: they hold this, and are all that anybody needs."""
+        self._outputs = []
+        if isinstance(self._request, _AllOf):
+            self._request.drop_outputs()
+
     def __del__(self) -> None:
         """Warn, once for each line of the program, of work that nobody has waited for."""
         if self._asked or self._group is None or sys.is_finalizing():
@@ -297,6 +303,11 @@ class _AllOf(Request):
         self._works = works
         devices = [w.stream_device for w in works if w.stream_device is not None]
         self.stream_device = devices[0] if devices else None
+
+    def drop_outputs(self) -> None:
+        """See `Work.drop_outputs`."""
+        for work in self._works:
+            work.drop_outputs()
 
     def wait_aside(self) -> None:
         """See `Request.wait_aside`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ import dure as dist
 from dure.comm import functional as F
 from dure.errors import PeerLost
 from dure.testing import run_ranks
-from tests.waiting import PATIENCE_S
+from tests.comm.forked_ranks import descriptors
+from tests.waiting import PATIENCE_S, until
 
 Pending = F.AsyncCollectiveTensor
 
@@ -74,7 +76,7 @@ def test_result_is_waited_for_inside_another_collective():
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_memory_of_a_dropped_result_is_not_given_away(backend):
+def test_memory_of_a_dropped_result_is_kept_until_it_is_written_and_no_longer(backend):
     came, went = threading.Event(), threading.Event()
 
     def body(rank):
@@ -91,7 +93,13 @@ def test_memory_of_a_dropped_result_is_not_given_away(backend):
         dist.barrier()
         return {7.0}
 
-    assert run_ranks(2, body, backend=backend) == [{7.0}] * 2
+    before = descriptors()
+    gc.disable()  # the sockets of the group must not wait for a collection
+    try:
+        assert run_ranks(2, body, backend=backend) == [{7.0}] * 2
+        until(lambda: descriptors() == before, "sockets to be closed")
+    finally:
+        gc.enable()
 
 
 def test_error_is_raised_where_the_result_is_used_and_again():

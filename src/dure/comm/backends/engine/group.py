@@ -400,6 +400,7 @@ class EngineGroup:
             return
         works = [r.work for r in [*self._collectives] if r.work is not None and not r.engine_done]
         pending = works or not all(r.ended for r in self._messages)
+        self._collectives.clear()  # what nobody has waited for holds the engine's sockets
         self._state.left.set()
         if self._exits is not None:
             self._exits.say("left")
