@@ -83,24 +83,3 @@ def test_both_forms_of_an_operation_may_meet():
     scattered = calls.reduce_scatter_single(one, two, SUM)
     assert _compare(scattered, calls.reduce_scatter(one, _tensors(1, 1), SUM)) == ""
     assert _compare(scattered, calls.reduce_scatter(one, _tensors(1, 2), SUM)) != ""
-
-
-def test_parts_of_a_single_tensor_are_even():
-    call = calls.all_to_all_single(torch.zeros(2, 3), torch.arange(6.0).view(2, 3))
-    assert [t.tolist() for t in call.gives(3)] == [[0, 1], [2, 3], [4, 5]]
-    assert [t.numel() for t in call.takes(3)] == [2, 2, 2]
-    uneven = Call(op="all_to_all_single", inputs=_tensors(1, 2), outputs=_tensors(3, 4))
-    assert not uneven.single
-    assert uneven.gives(2) is uneven.inputs
-
-
-def test_a_roots_operation_has_empty_tensors_for_the_other_ranks():
-    (one,), parts = _tensors(2), _tensors(2, 2, 2)
-    root, other = calls.gather(parts, one, 1), calls.gather(None, one, 1)
-    assert [t.numel() for t in other.gives(3)] == [0, 2, 0]
-    assert [t.numel() for t in other.takes(3)] == [0, 0, 0]
-    assert root.takes(3) is parts
-    root, other = calls.scatter(one, parts, 1), calls.scatter(one, None, 1)
-    assert [t.numel() for t in other.takes(3)] == [0, 2, 0]
-    assert [t.numel() for t in other.gives(3)] == [0, 0, 0]
-    assert root.gives(3) is parts

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from dure.comm.futures import Waiters, starts_threads
+from dure.comm.futures import Waiters
 from tests.waiting import PATIENCE_S, until
 
 
@@ -55,19 +55,3 @@ def test_jobs_run_in_threads_of_the_system_where_threading_was_replaced(
     until(future.done, "the job")
     assert future.wait() == 5
     waiters.close()
-
-
-def test_a_debugger_starts_threads_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = _thread.start_new_thread
-
-    def traced(*args: object) -> int:
-        return start(*args)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    assert starts_threads()
-    for module in ("_pydev_bundle.pydev_monkey", None):
-        traced.__module__ = module  # pyright: ignore[reportAttributeAccessIssue]
-        monkeypatch.setattr(_thread, "start_new_thread", traced)
-        assert starts_threads()
-    for module in ("gevent.thread", "eventlet.green.thread"):
-        traced.__module__ = module
-        assert not starts_threads()

@@ -11,21 +11,9 @@ import torch
 
 from dure import native
 from dure.comm import memory
-from dure.comm.memory import heap_address, heap_empty, process_of
-from dure.errors import CommError
-from dure.store.identity import start_of
+from dure.comm.memory import heap_address, heap_empty
 
 pytestmark = pytest.mark.needs("engine")
-
-_NO_DESCRIPTOR = 1 << 20
-
-
-def test_an_error_of_the_system_is_an_os_error_with_its_number() -> None:
-    parent = os.getppid(), int(start_of(os.getppid()) or 0), _NO_DESCRIPTOR
-    with pytest.raises(FileNotFoundError, match=str(_NO_DESCRIPTOR)):
-        native.heap_peer(*parent)
-    with pytest.raises(CommError):
-        process_of(*parent)
 
 
 def _in_heap(tensor: torch.Tensor) -> bool:
@@ -53,46 +41,12 @@ def test_a_storage_in_the_heap_gives_its_memory_back_when_it_is_resized_to_0(cou
     assert _used() == before
 
 
-def test_a_tensor_in_the_heap_that_grows_keeps_its_values() -> None:
-    before = _used()
-    tensor = heap_empty(1000, dtype=torch.int64)
-    torch.arange(1000, out=tensor)
-    assert _in_heap(tensor)
-    part = tensor[500:]
-    tensor.resize_(5000)
-    assert torch.equal(tensor[:1000], torch.arange(1000))
-    assert torch.equal(part, torch.arange(500, 1000))
-    assert _used() == before
-
-
 @pytest.mark.parametrize("nbytes", [0, 100])
 def test_memory_of_the_heap_is_on_the_cpu_whatever_the_default_device(nbytes: int) -> None:
     with torch.device("meta"):
         made = heap_empty(nbytes, dtype=torch.uint8, zeroed=True)
     assert made.is_cpu
     assert made.sum() == 0
-
-
-def test_memory_of_the_heap_is_held_by_whatever_refers_to_its_storage() -> None:
-    before = _used()
-    tensor = heap_empty(4096).fill_(1.0)
-    view = tensor.view(64, 64)[3]
-    del tensor
-    assert view.sum() == 64
-    assert _used() > before
-    del view
-    assert _used() == before
-
-
-def test_memory_is_put_into_no_storage_that_looks_otherwise() -> None:
-    piece = native.heap_allocate(100, False)
-    assert piece is not None
-    storage = torch.UntypedStorage(40)
-    storage.fill_(7)
-    where = storage._cdata, storage.data_ptr()
-    assert not native.put_into_storage(piece, *where, 41)
-    assert not native.put_into_storage(piece, where[0], where[1] + 8, 40)
-    assert storage.tolist() == [7] * 40
 
 
 def test_a_fork_warns_once_of_memory_that_it_does_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,6 @@ def _forgotten() -> Iterator[None]:
             delattr(dure.Backend, name.upper())
 
 
-def start() -> None:
-    dure.init_process_group("fake", rank=0, world_size=2)
-
-
 @pytest.mark.usefixtures("_forgotten")
 def test_a_backend_is_registered_with_torchs_arguments() -> None:
     seen: list[Any] = []
@@ -72,9 +68,3 @@ def test_options_and_what_reductions_take() -> None:
     assert (dure.ReduceOptions().rootRank, dure.BarrierOptions().device_ids) == (0, [])
     assert dure.supports_complex(dure.ReduceOp.SUM)
     assert not dure.supports_complex(dure.ReduceOp.MAX)
-
-
-def test_a_group_of_gloo_is_refused_with_what_to_write() -> None:
-    with pytest.raises(UsageError) as caught:
-        dure.ProcessGroupGloo(dure.HashStore(), 0, 1)
-    assert 'init_process_group("gloo")' in caught.value.fix

@@ -26,10 +26,6 @@ def test_default_backend_of_the_cpu_can_run(device):
     assert dist.is_backend_available(dist.get_default_backend_for_device(device))
 
 
-def test_default_timeout_is_a_long_one():
-    assert dist.default_pg_timeout.total_seconds() >= 600
-
-
 def test_launched_tells_whether_a_launcher_set_its_variables(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert not dist.is_torchelastic_launched()

@@ -53,8 +53,3 @@ def test_a_thread_that_asks_for_a_group_that_comes_about_gets_it(
         threads[0].join()
         assert found == [world.default]
         dure.destroy_process_group()
-
-
-def test_without_a_group_nobody_waits() -> None:
-    with pytest.raises(dure.errors.UsageError):
-        World().need_default()

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from dure import native
-from dure.comm.codes import dtype_code
-from dure.comm.ops import ReduceOp
-from dure.comm.ops import reducible_dtypes as dtypes_of
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.needs("engine")
@@ -54,29 +51,6 @@ def started(most: str, *words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def test_bounded_engines_agree_bit_for_bit():
-    # Integers of every bit pattern: of floats, NaNs may differ, and they have tests of their own.
-    names = ("uint8", "int8", "int16", "int32", "int64")
-    words = [
-        f"{dtype_code(dtype)},{op.code},{8 * 333 // dtype.itemsize}"
-        for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.BXOR)
-        for dtype in dtypes_of(op)
-        if str(dtype).removeprefix("torch.") in names
-    ]
-    assert len(words) == 20
-    children = {most: started(most, *sorted(words)) for most in ("generic", "avx2", "avx512", "")}
-    said = {most: child.communicate(timeout=PATIENCE_S) for most, child in children.items()}
-    assert all(not error for _, error in said.values()), said
-    isas = {most: out.split()[0] for most, (out, _) in said.items()}
-    assert isas == {
-        "generic": "generic",
-        "avx2": best_up_to("avx2"),
-        "avx512": best_up_to("avx512"),
-        "": best_up_to("avx512"),
-    }
-    assert len({tuple(out.split()[1:]) for out, _ in said.values()}) == 1, said
 
 
 def test_unknown_limit_is_a_usage_error_that_names_the_variable():

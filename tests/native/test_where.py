@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import types
 
-from dure import errors
-from dure.native.where import line_of, user_frame
+from dure.native.where import line_of
 from tests.waiting import PATIENCE_S
 
 
@@ -28,17 +26,3 @@ def test_line_of_a_thread_is_that_of_its_own_program():
     own, _, inner = told.partition(" (inside ")
     assert own == f"{__file__}:{_park.__code__.co_firstlineno + 2} in _park"
     assert "threading.py" in inner
-
-
-def test_line_of_a_thread_that_is_no_more_is_the_main_threads():
-    thread = threading.Thread(target=int)
-    thread.start()
-    thread.join()
-    assert __file__ in line_of(thread.ident or 0)
-
-
-def test_frames_of_a_library_alone_have_no_user():
-    frame = types.SimpleNamespace(
-        f_code=types.SimpleNamespace(co_filename=errors.__file__), f_back=None
-    )
-    assert user_frame(frame) is None  # pyright: ignore[reportArgumentType]

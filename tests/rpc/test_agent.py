@@ -176,32 +176,6 @@ def test_results_go_back_by_the_callers_device_map() -> None:
                 there._device_back(calls[0], device)
 
 
-def test_closing_ends_calls() -> None:
-    with Cluster(2) as cluster, cluster.on(0) as agent:
-        future = api.rpc_async("worker1", wait_at_gate)
-        Gate.wait_for()
-        agent.close()
-        with pytest.raises(RpcError, match="shut down"):
-            future.wait()
-        with pytest.raises(RpcError, match="shut down"):
-            api.rpc_sync("worker1", who)
-
-
-def fail_far(path: list[str]) -> None:
-    if not path:
-        raise ValueError("far")
-    api.rpc_sync(path[0], fail_far, (path[1:],))
-
-
-def test_an_exception_that_comes_a_long_way_has_each_text_once() -> None:
-    with Cluster(3) as cluster, cluster.on(0):
-        with pytest.raises(ValueError, match=r"^far\n") as caught:
-            api.rpc_sync("worker1", fail_far, (["worker2", "worker1"] * 5,))
-        text = str(caught.value)
-        assert text.count("On WorkerInfo") == 11
-        assert text.count('raise ValueError("far")') == 1
-
-
 def test_what_cannot_be_sent_leaves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     text: Any = "1"
     with Cluster(2) as cluster, cluster.on(0) as agent:

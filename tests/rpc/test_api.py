@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -50,27 +49,6 @@ def test_no_place_in_a_world(arguments: dict[str, Any], what: str) -> None:
     assert not rpc._is_current_rpc_agent_set()
 
 
-def test_patched_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawned(*_: Any) -> int:
-        raise AssertionError("a greenlet was started")
-
-    spawned.__module__ = "gevent.thread"
-    monkeypatch.setattr(_thread, "start_new_thread", spawned)
-    place: dict[str, Any] = {"name": "w", "rank": 0, "world_size": 1, "store": HashStore()}
-    assert "needs threads of the system" in refused(lambda: rpc.init_rpc(**place))
-    assert not rpc._is_current_rpc_agent_set()
-
-
-@pytest.mark.needs("engine")
-def test_a_worker_that_joins_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    place: dict[str, Any] = {"name": "w", "rank": 0, "world_size": 1, "store": HashStore()}
-    with caplog.at_level("INFO", "dure.rpc"):
-        rpc.init_rpc(**place)
-        rpc.shutdown()
-    lines = [record.getMessage() for record in caplog.records if record.name == "dure.rpc"]
-    assert lines == ["RPC with 1 worker: this is 'w' (id 0); 16 threads for calls; timeout 60 s"]
-
-
 @pytest.mark.parametrize("seconds", [-1, float("nan"), "x", None])
 def test_no_timeout(seconds: Any) -> None:
     with Cluster(1) as cluster, cluster.on(0) as agent:
@@ -86,12 +64,6 @@ def test_no_tensor_and_no_place_for_a_module() -> None:
         for where in (None, 5, b"worker0/cpu"):
             device: Any = where
             refused(lambda device=device: RemoteModule(device, torch.nn.Linear, (1, 1)))
-
-
-def test_who_takes_no_part_does_not_wait_for_those_that_do() -> None:
-    with Cluster(2) as cluster, cluster.on(0):
-        assert "takes no part" in refused(lambda: api._barrier(["worker1"]))  # pyright: ignore
-        assert not cluster.agents[1].gatherings._open  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("graceful", [True, False])

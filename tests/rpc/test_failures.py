@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from dure.errors import CommTimeout, LaunchError, PeerLost, RpcError
-from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.failures import decode, encode
 from dure.rpc.names import WorkerInfo
 from tests.rpc import served
-from tests.rpc.gates import Cluster
 
 WORKER = WorkerInfo("worker1", 1)
 
@@ -79,21 +77,6 @@ def test_an_error_of_the_system_keeps_its_number_and_the_names_of_files() -> Non
     assert "raise error" in error.__notes__[0]
 
 
-class Unlikely(OSError):
-    def __init__(self, text: str) -> None:
-        super().__init__(errno.EIO, text)
-
-
-@pytest.mark.parametrize(("kind", "number"), [(OSError, None), (Unlikely, errno.EIO)])
-def test_an_error_of_the_system_of_a_text_alone_keeps_it(
-    kind: type[OSError], number: int | None
-) -> None:
-    error = travel(kind("seven"))
-    assert (type(error), error.errno) == (kind, number)
-    assert "seven" in str(error)
-    assert "worker1" in str(error)
-
-
 @pytest.mark.parametrize("kind", [Lies, Frozen, Refuses])
 def test_exceptions_that_hinder_come_back_as_they_are(kind: type[Exception]) -> None:
     got = travel(kind("seven"))
@@ -114,25 +97,12 @@ def test_a_text_that_cannot_be_had_is_told() -> None:
     assert "its text cannot be had: KeyError" in travel(NoText()).args[0]
 
 
-def test_half_a_character_is_told() -> None:
-    assert travel(ValueError("\udcff")).args[0].startswith("\\udcff")
-
-
-def test_a_name_that_no_file_has_is_told() -> None:
-    got = travel(FileNotFoundError(errno.ENOENT, "no such file", "\ud800x"))
-    assert (type(got), got.errno, got.filename) == (FileNotFoundError, errno.ENOENT, "\\ud800x")
-
-
 def test_the_fields_of_our_errors_come_along() -> None:
     lost = travel(travel(PeerLost("gone", peer=2, exit="exit code 5", host="there", fix="Look.")))
     assert (lost.peer, lost.exit, lost.host, lost.pid) == (2, "exit code 5", "there", None)
     late = travel(CommTimeout("late", missing=(1, 3), whereabouts={1: "in f"}, elapsed_s=0.5))
     assert (late.missing, late.whereabouts, late.elapsed_s) == ((1, 3), {1: "in f"}, 0.5)
     assert travel(LaunchError("failed", report=object())).report is None
-
-
-def test_of_an_error_of_ours_that_was_raised_here_the_whole_trace_is_sent() -> None:
-    assert "dure.errors.RpcError: refused" in travel(RpcError("refused")).remote_traceback
 
 
 @pytest.fixture
@@ -161,15 +131,3 @@ def test_with_a_list_other_types_do_not(kind: type[Exception]) -> None:
     got = travel(kind("seven"), find=Allowed([served.double]).find)
     assert type(got) is RpcError
     assert kind.__name__ in str(got)
-
-
-def fail() -> None:
-    raise NoText()
-
-
-def test_a_caller_with_a_list_gets_types_on_it() -> None:
-    with Cluster(2, allow=Allowed([fail])) as cluster, cluster.on(0):
-        with pytest.raises(RpcError, match="NoText"):
-            api.rpc_sync("worker1", fail)
-        with pytest.raises(RpcError, match="NoText"):
-            api.rpc_async("worker1", fail).wait()

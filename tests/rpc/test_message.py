@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,22 +99,6 @@ def test_a_sparse_tensor_with_wild_indices_is_refused_before_it_is_used(
         arrive(packed)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_no_other_tensor_of_a_message_sees_the_indices_that_were_checked() -> None:
-    sparse = torch.eye(2).to_sparse_csr()
-    got, indices = travel([sparse, sparse.col_indices()])
-    indices.fill_(10**12)
-    assert got.col_indices().tolist() == [0, 1]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_torch_keeps_no_list_of_the_sparse_tensors_that_came() -> None:
-    kept = torch._utils._sparse_tensors_to_validate  # pyright: ignore
-    before = len(kept)
-    travel([torch.eye(2).to_sparse_csr(), torch.eye(2).to_sparse()])
-    assert len(kept) == before
-
-
 def test_shared_memory_is_shared_and_what_nobody_sees_stays() -> None:
     whole = torch.zeros(1000, dtype=torch.float64)
     left, right = whole[100:110], whole[105:120]
@@ -143,13 +126,6 @@ def test_what_was_received_goes_when_nobody_has_it(
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_values_that_are_no_tensors() -> None:
-    value = OrderedDict(a=[1, "two", None], b={3.0, (4,)})
-    packed = pack(value)
-    assert (packed.body.tensors, packed.memories) == ((), ())
-    assert arrive(packed) == value
 
 
 @pytest.mark.parametrize("bad", [lambda: None, torch.futures.Future(), (n for n in "x")])
@@ -204,12 +180,6 @@ def test_others_are_not_plain_and_no_reference_is_packed(
     assert pack_plain(values, "", 3, Reference) is None
 
 
-def test_references_packed_before_an_error_are_told() -> None:
-    with pytest.raises(RpcError) as raised:
-        pack([Reference(5), (n for n in "x")], referring=Reference)
-    assert [row.ref for row in raised.value.references] == [(1, 5)]  # pyright: ignore
-
-
 FITS = TensorRow(0, "float32", (2,), (1,), 0)
 
 
@@ -249,34 +219,3 @@ PACKED = native.pack_tensor(torch.ones(2, 3), 64, False) or b""
 def test_bytes_that_are_no_tensor_are_refused(inline: bytes) -> None:
     with pytest.raises(ValueError, match="tensor"):
         rebuild(Body(place=0, inline=inline), ())
-
-
-def test_small_tensors_are_packed_whole() -> None:
-    for value in (torch.arange(6).view(2, 3), torch.tensor(True), torch.ones(2, 1, 3).bfloat16()):
-        packed = pack_plain((value,))
-        assert packed is not None
-        assert packed.memories == ()
-        (got,) = rebuild(packed.body, ())
-        assert (got.dtype, got.stride(), got.tolist()) == (
-            value.dtype,
-            value.stride(),
-            value.tolist(),
-        )
-        assert not got.requires_grad
-    packed = pack_plain((torch.ones(2, requires_grad=True),))
-    assert packed is not None
-    assert rebuild(packed.body, ())[0].requires_grad
-    assert native.pack_tensor(torch.ones(17), 64, False) is None
-    assert native.pack_tensor(torch.ones(2, 2)[:, :1], 64, False) is None
-
-
-def test_names_are_looked_up_by_whom_one_says() -> None:
-    asked: list[tuple[str, str]] = []
-
-    def find(module: str, name: str) -> Any:
-        asked.append((module, name))
-        raise RpcError("not allowed")
-
-    with pytest.raises(RpcError, match="not allowed"):
-        arrive(pack(OrderedDict(a=torch.ones(1))), find=find)
-    assert asked == [("collections", "OrderedDict")]

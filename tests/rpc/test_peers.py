@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from dure.errors import RendezvousError, StoreLost
-from dure.rpc.peers import MOST_IDS, Peer, Peers, _Event
+from dure.errors import RendezvousError
+from dure.rpc.peers import Peer, Peers, _Event
 from dure.store import HashStore
 from dure.store.builds import Build, own_build
 from dure.store.identity import Identity, myself, start_of
@@ -60,22 +60,6 @@ def test_who_joins_those_of_another_build_is_refused_with_both_named(build: Buil
         Peers.join(store, peer("b"))
     assert f"{build}: a (id 0, pid 1 on elsewhere); {own_build()}: b" in (caught.value.seen or "")
     assert [each.name for each in there.all()] == ["a"]
-
-
-def test_a_dead_process_of_another_build_refuses_nobody() -> None:
-    store, other = HashStore(), Build(own_build().protocol, "9.8.7")
-    Peers.join(store, msgspec.structs.replace(peer("a", process=ended()), build=other))
-    assert Peers.join(store, peer("b")).me.name == "b"
-
-
-def test_all_know_all() -> None:
-    for rank, peers in enumerate(meet(["a", "b-2", "c:3_"])):
-        assert isinstance(peers, Peers)
-        assert [(each.name, each.id) for each in peers.all()] == [("a", 0), ("b-2", 1), ("c:3_", 2)]
-        assert peers.me.id == peers.own_id == rank
-        assert peers.named("c:3_") == peers.find(2)
-        assert peers.named("d") is None
-        assert peers.find(3) is None
 
 
 @pytest.mark.parametrize("names", [["a", "b", "a"], ["a", "b c", "d"], ["a", "", "b"], ["x" * 128]])
@@ -125,22 +109,6 @@ def test_an_id_is_never_used_again() -> None:
     assert again.own_id == 4
     assert Peers.join(store, peer("v")).own_id == 5
     assert [each.id for each in again.all()] == [4]  # has not looked since
-
-
-def test_a_large_id_is_followed_by_those_that_are_free() -> None:
-    store = HashStore()
-    last = Peers.join(store, peer("last", MOST_IDS - 1))
-    assert last.own_id == MOST_IDS - 1
-    assert [Peers.join(store, peer(name)).own_id for name in "ab"] == [0, 1]
-
-
-def test_an_id_is_not_found_where_all_were_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dure.rpc.peers.MOST_IDS", 2)
-    store = HashStore()
-    Peers.join(store, peer("a"))
-    Peers.join(store, peer("b"))
-    with pytest.raises(RendezvousError, match="no id left"):
-        Peers.join(store, peer("c"))
 
 
 def test_a_name_is_free_when_its_process_has_ended_and_not_before() -> None:
@@ -213,31 +181,6 @@ def test_the_store_does_not_grow_with_those_who_come_and_go() -> None:
         Peers.join(store, peer("host"))
 
 
-class Unsteady(HashStore):
-    """A store that fails for a moment when keys are deleted."""
-
-    fails = False
-
-    def delete_key(self, key: str) -> bool:
-        if self.fails:
-            raise StoreLost("gone for a moment")
-        return super().delete_key(key)
-
-
-def test_a_join_whose_event_is_written_does_not_fail_with_the_tidying_after_it() -> None:
-    store = Unsteady()
-    Peers.join(store, peer("host"))
-    come_and_go(store, 63)
-    store.fails = True
-    assert Peers.join(store, peer("new")).named("new")
-    store.fails = False
-    assert [each.name for each in Peers.join(store, peer("other")).all()] == [
-        "host",
-        "new",
-        "other",
-    ]
-
-
 def test_who_was_behind_is_told_what_is_so_now() -> None:
     store = HashStore()
     first = Peers.join(store, peer("first"))
@@ -258,13 +201,3 @@ def test_who_was_behind_is_told_what_is_so_now() -> None:
     assert seen.get(timeout=PATIENCE_S) == ("joined", last.own_id, "last")
     assert [each.name for each in Peers.join(store, peer("new")).all()] == ["first", "last", "new"]
     first.close()
-
-
-def test_a_late_snapshot_does_not_replace_a_newer_one() -> None:
-    store = HashStore()
-    first = Peers.join(store, peer("first"))
-    come_and_go(store, 20)
-    first.named("nobody")
-    come_and_go(store, 100)
-    first._compact()
-    assert len(Peers.join(store, peer("new")).all()) == 2

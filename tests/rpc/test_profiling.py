@@ -71,10 +71,3 @@ def test_errors_and_other_kinds_of_calls_are_as_without_a_profiler() -> None:
     events: Any = seen.function_events
     names = {event.name for event in events}
     assert {"rpc_sync#later(worker0 -> worker1)", "rpc_remote#later(worker0 -> worker1)"} <= names
-
-
-def test_torch_profiler_sees_the_range_of_a_call() -> None:
-    with Cluster(2) as cluster, cluster.on(0), torch.profiler.profile() as seen:
-        api.rpc_sync("worker1", double_and_add, (torch.ones(3),))
-    names = [event.name for event in seen.events() or ()]
-    assert names.count("rpc#double_and_add(worker0 -> worker1)") == 1

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -250,13 +249,6 @@ def test_never_freed_early_and_always_freed_at_last(
     check_history(size, moves)
 
 
-@pytest.mark.slow
-@settings(max_examples=4_000)
-@HISTORIES
-def test_never_freed_early_in_many_histories(size: int, moves: list[tuple[int, int]]) -> None:
-    check_history(size, moves)
-
-
 def processes(number: int) -> list[References]:
     made = [References(me) for me in range(number)]
     for one in made:
@@ -293,21 +285,6 @@ def test_a_reference_passed_on_by_one_that_dies_is_kept() -> None:
     assert owner.heard(2, Drop(ref)) == [Freed(ref)]
 
 
-def test_who_is_asked_and_dies_is_asked_about() -> None:
-    owner, _, second, last = processes(4)
-    ref = owner.own()
-    hand_on(owner, ref, processes(2)[1])
-    owner.dropped(ref)
-    assert owner.died(1) == [Send(2, AskFlush(1)), Send(3, AskFlush(1))]
-    assert owner.heard(3, Flushed(1)) == []
-    # `second` had it from the dead one, has sent it on, and dies before it could say so.
-    assert owner.died(second.me) == [Send(3, AskFlush(2))]
-    assert last.arrived(ref, 0, 2, (2, 9)) == (True, [Send(0, Hold(ref))])
-    assert owner.heard(3, Hold(ref)) == [Send(3, Held(ref))]
-    assert owner.heard(3, Flushed(2)) == []
-    assert owner.holders() == {ref: (3,)}
-
-
 def test_who_comes_while_the_others_are_asked_is_asked_too() -> None:
     owner, between, _ = processes(3)
     hand_on(owner, owner.own(), between)
@@ -325,16 +302,6 @@ def test_a_call_that_has_arrived_is_not_declined() -> None:
     assert receiver.arrived(ref, 0, 1, (1, 99)) == (False, [])
 
 
-def test_who_dies_before_the_value_is_made_does_not_hold_it() -> None:
-    maker, owner, third = processes(3)
-    ref = maker.create(1)
-    assert owner.heard(third.me, Hold(ref)) == [Send(2, Held(ref))]
-    assert owner.died(third.me) == [Send(0, AskFlush(2))]
-    assert owner.heard(0, Flushed(2)) == [Freed(ref)]
-    assert owner.made(ref, 0) == (True, [Send(0, Held(ref))])
-    assert owner.holders() == {ref: (0,)}
-
-
 def test_the_last_drop_frees() -> None:
     owner = References(0)
     owner.joined(1)
@@ -345,33 +312,3 @@ def test_the_last_drop_frees() -> None:
     assert owner.heard(1, Accepted(token)) == []
     assert owner.heard(1, Drop(ref)) == [Freed(ref)]
     assert owner.heard(1, Hold(ref)) == [Send(1, Gone(ref))]
-
-
-def test_a_value_whose_call_never_arrived_is_lost() -> None:
-    user, owner = References(0), References(1)
-    user.joined(1)
-    owner.joined(0)
-    ref = user.create(1)
-    (question,) = user.unsure(1)
-    assert isinstance(question, Send)
-    (answer,) = owner.heard(0, question.message)
-    assert isinstance(answer, Send)
-    assert user.heard(1, answer.message) == [Lost(ref)]
-    assert owner.made(ref, 0) == (False, [])
-    with pytest.raises(KeyError):
-        user.pack(ref, 1)
-
-
-def test_a_reference_may_overtake_the_call_that_makes_its_value() -> None:
-    user, owner = References(0), References(1)
-    user.joined(1)
-    owner.joined(0)
-    ref = user.create(1)
-    _, token = user.pack(ref, 1)
-    assert owner.arrived(ref, 1, 0, token) == (True, [Send(0, Accepted(token))])
-    assert user.heard(1, Accepted(token)) == []
-    assert owner.made(ref, 0) == (True, [Send(0, Held(ref))])
-    assert user.heard(1, Held(ref)) == []
-    assert owner.dropped(ref) == []
-    assert user.dropped(ref) == [Send(1, Drop(ref))]
-    assert owner.heard(0, Drop(ref)) == [Freed(ref)]

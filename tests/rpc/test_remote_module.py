@@ -127,17 +127,6 @@ def test_a_list_of_what_is_allowed_holds_for_classes_and_methods() -> None:
             DistributedOptimizer(torch.optim.Adam, parameters)
 
 
-def test_methods_that_need_the_parameters_here_say_so(cluster: Cluster) -> None:
-    with cluster.on(0):
-        module = RemoteModule("worker1", Scale, (3.0,))
-        for name in ("to", "cuda", "state_dict", "register_forward_hook", "zero_grad"):
-            with pytest.raises(ValueError, match=f"Method ``{name}`` not supported"):
-                getattr(module, name)()
-        with pytest.raises(ValueError, match="Please use ``remote_parameters`` instead"):
-            module.parameters()
-        assert repr(module) == "RemoteModule(on='worker1', device='cpu')"
-
-
 def test_calls_go_to_where_the_module_lies_whatever_device_was_named(cluster: Cluster) -> None:
     with cluster.on(0):
         module = RemoteModule("worker1", Scale, (3.0,))

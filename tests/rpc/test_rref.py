@@ -17,7 +17,7 @@ from dure.rpc import api
 from dure.rpc.allow import Allowed
 from dure.rpc.functions import async_execution
 from dure.rpc.rref import RRef
-from tests.rpc.gates import Cluster, Gate, add, fail, wait_at_gate
+from tests.rpc.gates import Cluster, Gate, add, wait_at_gate
 from tests.waiting import PATIENCE_S, until
 
 
@@ -53,10 +53,6 @@ def let_go() -> None:
 
 def sum_of(*rrefs: RRef[Any]) -> Any:
     return sum(rref.to_here() for rref in rrefs)
-
-
-def make_there(to: str, value: int) -> RRef[int]:
-    return api.remote(to, add, (value, 0))
 
 
 def figure(cluster: Cluster, name: str, *ids: int) -> int:
@@ -97,16 +93,6 @@ def test_a_value_is_made_there_and_fetched() -> None:
         freed(cluster)
 
 
-def test_what_is_raised_in_place_of_a_value() -> None:
-    with Cluster(2) as cluster, cluster.on(0):
-        for to in ("worker0", "worker1"):
-            rref = api.remote(to, fail, ("no value",))
-            with pytest.raises(ValueError, match="no value"):
-                rref.to_here()
-            with pytest.raises(ValueError, match="no value"):
-                rref.rpc_sync().anything()
-
-
 def test_it_is_waited_for_though_it_is_not_made_yet() -> None:
     with Cluster(3, slots=1) as cluster, cluster.on(0):
         rref = api.remote("worker1", wait_at_gate, (5,))
@@ -138,21 +124,6 @@ def test_a_value_whose_owner_dies_while_it_makes_it_is_lost_with_its_owner(break
             with pytest.raises(PeerLost) as caught:
                 use()
             assert caught.value.peer == 1
-
-
-def test_the_trace_of_an_error_does_not_grow_with_those_who_ask() -> None:
-    with Cluster(2) as cluster, cluster.on(0):
-        rref = api.remote("worker1", add, (1, 2))
-        assert rref.to_here() == 3
-        assert rref._call is not None
-        rref._call.outcome = PeerLost("gone", peer=1)  # of a worker that is not removed yet
-
-        def depth() -> int:
-            with pytest.raises(PeerLost) as caught:
-                rref.to_here()
-            return len(caught.traceback)
-
-        assert depth() == depth() == depth()
 
 
 def test_a_reference_that_was_guessed_or_dropped_is_not_answered() -> None:
@@ -223,16 +194,6 @@ def test_proxies_call_methods_at_the_owner() -> None:
             slow.rpc_sync(timeout=0.01).increase(1)
 
 
-def test_proxies_obey_the_list_of_what_may_be_called() -> None:
-    with Cluster(2, allow=Allowed([Counter])) as cluster, cluster.on(0):
-        rref = api.remote("worker1", Counter)
-        assert rref.rpc_sync().increase(2) == 2
-        with pytest.raises(RpcError, match="does not let others call"):
-            rref.rpc_sync()._secret()
-        with pytest.raises(RpcError, match="does not let others call"):
-            RRef([1]).rpc_sync().append(2)
-
-
 def test_a_value_lives_as_long_as_somebody_refers_to_it() -> None:
     with Cluster(3) as cluster:
         try:
@@ -251,18 +212,6 @@ def test_a_value_lives_as_long_as_somebody_refers_to_it() -> None:
             freed(cluster)
         finally:
             kept.clear()
-
-
-def test_references_come_back_from_calls_and_go_on_to_others() -> None:
-    with Cluster(3) as cluster, cluster.on(0):
-        rrefs = [api.rpc_sync("worker1", make_there, (f"worker{n}", n + 1)) for n in range(3)]
-        assert [rref.owner().id for rref in rrefs] == [0, 1, 2]
-        assert api.rpc_sync("worker2", sum_of, tuple(rrefs)) == 6
-        assert api.remote("worker1", sum_of, tuple(rrefs)).to_here() == 6
-        nested = api.remote("worker2", make_there, ("worker1", 4))
-        assert nested.to_here().to_here() == 4
-        del rrefs, nested
-        freed(cluster)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -299,25 +248,6 @@ def test_a_broken_connection_loses_no_reference_that_arrived_and_keeps_none_that
         assert not kept
         del made, rref, lost, never
         freed(cluster)
-
-
-def test_a_death_loses_what_was_owned_and_frees_what_was_held() -> None:
-    with Cluster(3) as cluster:
-        try:
-            with cluster.on(0):
-                there = api.remote("worker1", add, (1, 1))
-                assert there.to_here() == 2
-                api.rpc_sync("worker1", keep, (RRef(7),))
-                assert figure(cluster, "num_owner_rrefs") == 2
-                cluster.network.kill(1)
-                until(lambda: figure(cluster, "num_owner_rrefs", 0, 2) == 0, "values to be freed")
-                with pytest.raises(PeerLost):
-                    there.to_here()
-                with pytest.raises(PeerLost):
-                    api.rpc_sync("worker2", sum_of, (there,))
-                assert there.owner_name() == "worker1"
-        finally:
-            kept.clear()
 
 
 def test_a_reference_is_of_no_use_outside_of_messages_and_after_the_end() -> None:

@@ -6,8 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -44,15 +42,6 @@ def test_what_was_cut_is_put_together(body: int, memories: list[int]) -> None:
         assert [memory.numpy().tobytes() for memory in whole[1]] == sent
 
 
-def test_many_small_memories_have_a_long_opening() -> None:
-    sent = [b"%d" % i for i in range(40_000)]
-    assembly = Assembly()
-    got = [assembly.take(bytes(frame)) for frame in frames_of(b"body", sent)]
-    assert got[:-1] == [None] * (len(got) - 1)
-    assert got[-1] is not None
-    assert [memory.numpy().tobytes() for memory in got[-1][1]] == sent
-
-
 def test_frames_that_continue_nothing_are_refused() -> None:
     long = [bytes(frame) for frame in frames_of(b"", [some(100_000)])]
     assert len(long) == 3
@@ -68,31 +57,6 @@ def test_frames_that_continue_nothing_are_refused() -> None:
         assert assembly.take(long[1]) is None
         with pytest.raises(ValueError):
             assembly.take(wrong)
-
-
-def test_memory_of_negative_length_is_refused() -> None:
-    with pytest.raises(ValueError):
-        Assembly().take(b"\5" + bytes(7) + b"\x92\xa0\x91\xff\xc0")
-
-
-def test_a_monitor_is_there_until_nothing_is_told_to_it() -> None:
-    """ZeroMQ's thread waits for good for one that is gone, and whoever closes the socket for it."""
-    done: list[str] = []
-
-    class Noted:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def disable_monitor(self) -> None:
-            done.append(f"no more of the {self.name}")
-
-        def close(self, linger: int) -> None:
-            done.append(f"the {self.name} closes")
-
-    way: Any = SimpleNamespace(socket=Noted("socket"), monitor=Noted("monitor"))
-    closing: Any = SimpleNamespace(_rest=lambda _: None, _monitors={}, _ends_at=None)
-    Sockets._shut(closing, way)
-    assert done == ["no more of the socket", "the monitor closes", "the socket closes"]
 
 
 class Lost(Told):
@@ -152,26 +116,6 @@ def test_a_process_of_another_host_that_is_busy_is_looked_for_as_long_as_hosts_m
         assert lost.peers == []
     (way,) = opened._ways.values()
     assert opened._patience_s(way) == 3600
-
-
-def test_an_end_whose_callback_fails_keeps_no_other_from_being_seen(opened: Sockets) -> None:
-    seen: list[str] = []
-
-    def fail() -> None:
-        seen.append("failed")
-        raise ValueError
-
-    opened.look(lambda: True, fail)
-    opened.look(lambda: "failed" in seen, lambda: seen.append("other"))
-    while opened._left:
-        left = opened._left.popleft()
-        assert callable(left)
-        left()
-    with pytest.raises(ValueError):
-        opened._look()
-    opened._look()
-    opened._look()
-    assert seen == ["failed", "other"]
 
 
 def test_processes_are_looked_for_again_after_a_pause_of_this_one(opened: Sockets) -> None:
@@ -286,11 +230,6 @@ def test_a_peer_that_has_died_is_reported_without_waiting(peer: Peer, noted: Not
     peer.greet()
     peer.close()
     until(lambda: "broken" in noted.events, "a report of the break, before the limit")
-
-
-def test_a_peer_that_never_connected_is_reported_without_waiting(peer: Peer, noted: Noted) -> None:
-    peer.close()
-    until(lambda: noted.events[:1] == ["broken"], "a report of the break, before the limit")
 
 
 def test_a_connection_that_broke_alone_is_reported_at_the_limit_and_drops_what_waits(

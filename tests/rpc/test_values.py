@@ -7,14 +7,12 @@ import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import pytest
 
 from dure.errors import RpcError
 from dure.rpc import api
-from tests.rpc.gates import Cluster, add, who
-from tests.waiting import until
+from tests.rpc.gates import Cluster, who
 
 
 class Kept:
@@ -42,24 +40,6 @@ def test_an_error_kept_for_others_grows_no_traceback_and_keeps_no_frames() -> No
         assert "keep_and_fail" in {frame.f_code.co_name for frame in frames}
         gc.collect()
         assert Kept.alive() is None
-
-
-class Farewell:
-    """A value that calls when it ends."""
-
-    said: list[Any] = []
-
-    def __del__(self) -> None:
-        Farewell.said.append(api.rpc_sync("worker0", add, (1, 2)))
-
-
-def test_a_value_that_calls_at_its_end_keeps_nobody_waiting() -> None:
-    with Cluster(2) as cluster, cluster.on(0):
-        rref = api.remote("worker1", Farewell)
-        assert rref._get_type() is Farewell
-        del rref
-        assert api.rpc_sync("worker1", who, (1,)) == ("worker1", 1)
-        until(lambda: Farewell.said == [3], "the farewell")
 
 
 def test_a_finalizer_that_runs_in_the_middle_of_a_step_may_not_call() -> None:

@@ -66,35 +66,6 @@ def test_no_more_run_than_there_are_slots_and_all_run() -> None:
         assert (len(done), most) == (10, [0, 3])
 
 
-def test_who_waits_gives_its_slot_away() -> None:
-    deep, answered = threading.Event(), list[str]()
-
-    def outer(workers: Workers) -> None:
-        assert workers.inside
-        inbox.post(b"inner")
-        assert workers.step_aside()
-        deep.wait()
-        workers.step_back()
-        answered.append("outer")
-
-    def inner(_: Workers) -> None:
-        answered.append("inner")
-        deep.set()
-
-    with serving({b"outer": outer, b"inner": inner}, 1, deep) as (workers, inbox, _):
-        inbox.post(b"outer")
-        until(lambda: len(answered) == 2)
-        assert answered == ["inner", "outer"]
-        assert not workers.inside
-
-
-def test_a_call_that_another_thread_received_runs() -> None:
-    ran = threading.Event()
-    with serving({}, slots=1) as (workers, _, _):
-        workers.submit(ran.set)
-        assert ran.wait(PATIENCE_S)
-
-
 def test_an_error_that_nobody_caught_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
     ran = threading.Event()
 
@@ -162,11 +133,3 @@ def test_what_completes_a_future_needs_no_slot() -> None:
         workers.submit(Completion(done.set))
         assert went_on.wait(PATIENCE_S)
         until(lambda: workers.counts[:2] == (0, 0))
-
-
-def test_what_completes_futures_is_done_at_the_end_all_the_same() -> None:
-    done = threading.Event()
-    with serving({}, slots=1) as (workers, _, _):
-        workers.close()
-        workers.submit(Completion(done.set))
-    assert done.is_set()

@@ -21,9 +21,6 @@ from tests.waiting import until
 
 _PROT_READ = 1
 
-STAGED_BYTES = 2 << 20
-"""More than any operation below could copy without staging showing in the segment's memory."""
-
 
 def neighbours(rank: int, n: int) -> list[list[float]]:
     """Each writes into its own tensor; the others read it, at whatever offset it lies."""
@@ -132,25 +129,6 @@ def zero_copy_in_every_group(rank: int, n: int) -> list[int]:
         grew.append(segments_memory() - before)
         dist.barrier(group)
     return grew
-
-
-def offsets_that_differ(rank: int, n: int) -> bool:
-    """Ranks that allocated and freed in other orders still meet without staging."""
-    symmetric_memory.trim()
-    held = [dist.shared_empty(10_000 * (rank + k + 1)) for k in range(5)]
-    del held[rank % 2 :: 2]
-    x = dist.shared_empty(50_000, dtype=torch.float64)
-    x.fill_(float(rank))
-    address = heap.heap_address(x)
-    assert address is not None
-    mine = torch.tensor([address[3]])
-    table = torch.empty(n, dtype=torch.int64)
-    dist.all_gather_single(table, mine)
-    assert len(set(table.tolist())) > 1
-    before = segments_memory()
-    dist.all_reduce(x)
-    assert x.eq(sum(range(n))).all()
-    return segments_memory() - before < STAGED_BYTES // 4
 
 
 def mixed_memory(rank: int, n: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed
@@ -12,8 +11,6 @@ import torch.distributed
 from dure.comm.futures import Waiters
 from dure.comm.work import Work
 from dure.torch_backend.work import Keeper, TorchWork
-
-td: Any = torch.distributed
 
 
 class Pending:

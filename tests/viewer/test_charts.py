@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dure.trace.merging import read
-from dure.viewer.charts import MOST_POINTS, Charts, Curve
+from dure.viewer.charts import Charts
 from dure.viewer.sources import Live
 from dure.viewer.view import Feed, RankRow
 from tests.trace.made_up import write
@@ -33,20 +33,6 @@ def test_parts_are_means_over_ranks_and_have_a_rest(tmp_path: Path) -> None:
     parts = {name: curve.ys for (kind, name, _), curve in charts.curves.items() if kind == "part"}
     assert parts == {"forward": [7.0], "backward": [6.0], "other": [7.0]}
     assert charts.curves["step", "", 0].ys == [20.0, 20.0, 20.0]
-
-
-def test_long_curve_halves_and_says_so() -> None:
-    curve = Curve()
-    for i in range(MOST_POINTS + 1):
-        curve.add(i, float(i))
-    assert (curve.generation, curve.xs[:3], len(curve.xs)) == (1, [0, 2, 4], MOST_POINTS // 2 + 1)
-
-
-def test_curve_goes_back_with_a_program_that_starts_again() -> None:
-    curve = Curve()
-    for step in (1, 2, 3, 2):
-        curve.add(step, step / 10)
-    assert (curve.xs, curve.ys, curve.generation) == ([1, 2], [0.1, 0.2], 1)
 
 
 def test_progress_alone_gives_step_times(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,17 +51,3 @@ def test_timeline_is_the_last_whole_step(tmp_path: Path) -> None:
         ("forward", 0.0, 6.0),
         ("backward", 6.0, 10.0),
     ]
-
-
-def test_timeline_is_of_the_pipeline_that_the_group_had_last(tmp_path: Path) -> None:
-    def action(text: str, ms: int) -> dict[str, Any]:
-        details = {"action": text, "rank": 0, "step": 1}
-        span = {"name": text, "track": "stage 0", "global_rank": 0, "group": "world"}
-        return span | {"start_ns": ms * MS, "end_ns": (ms + 2) * MS, "details": details}
-
-    first = [action("0F0", 0), action("0B0", 2)]
-    second = [action("0F0", 10), action("0I0", 13), action("0W0", 15)]
-    write(tmp_path, 0, [], {"spans": first + second})
-    shown = study.timeline(read(tmp_path))
-    assert shown is not None
-    assert shown.rows[0].bars == [("0F0", "F", 0, 2), ("0I0", "I", 3, 5), ("0W0", "W", 5, 7)]

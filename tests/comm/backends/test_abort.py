@@ -36,12 +36,6 @@ def test_peers_make_the_same_error_of_what_travels(error):
     assert (made.op, made.rank, made.group) == ("all_reduce", 0, "g")
 
 
-def test_the_rank_that_left_is_aborted_and_not_lost_to_itself():
-    record = AbortRecord(kind="PeerLost", what="rank 1 left the group", peer=1)
-    assert isinstance(record.error(rank=1), Aborted)
-    assert isinstance(record.error(rank=0), PeerLost)
-
-
 def test_a_long_record_keeps_what_counts():
     long = AbortRecord(kind="Desync", what="w", peer=2, calls={0: "x" * 20_000}, after=4)
     read = AbortRecord.read(long.text())
@@ -89,14 +83,6 @@ def test_after_two_deaths_a_leader_adopts_what_its_host_holds_as_its_ranks_do():
     other.settle(first)
     leader.settle(second)
     assert leader.record == other.record == first
-
-
-def test_who_breaks_a_group_keeps_more_than_there_is_room_for():
-    calls = {0: "x" * 20_000, 1: "y"}
-    state = _state(_Segment(), 0)
-    state.settle(AbortRecord(kind="Desync", what="w", calls=calls))
-    assert state.record is not None
-    assert state.record.calls == calls
 
 
 def test_a_step_that_fails_is_one_error_on_all_ranks_of_a_host():

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from dure.comm.backends.queue import OrderedQueue
-from dure.comm.backends.request import Request, finished
-from dure.errors import Aborted, CommTimeout, DureError, InternalError
+from dure.errors import Aborted, DureError, InternalError
 from tests.waiting import PATIENCE_S
 
 
@@ -54,12 +53,6 @@ def test_operations_run_in_the_order_of_the_calls_a_synchronous_one_too(queue):
     assert ran == [1, 2, 3]
 
 
-def test_a_synchronous_call_with_nothing_before_it_runs_on_the_callers_thread(queue):
-    ran = []
-    assert queue.run(lambda: ran.append(threading.current_thread()), False) is None
-    assert ran == [threading.current_thread()]
-
-
 @pytest.mark.parametrize("error", [MemoryError("no scratch"), RuntimeError("ours"), SystemExit(1)])
 def test_whatever_an_action_raises_ends_its_request_and_the_thread_goes_on(queue, error):
     failed = queue.run(_raising(error), True)
@@ -69,34 +62,6 @@ def test_whatever_an_action_raises_ends_its_request_and_the_thread_goes_on(queue
             failed.wait(PATIENCE_S)
         assert info.value.__cause__ is error
     assert after.wait(PATIENCE_S)
-
-
-def test_an_error_of_ours_is_raised_as_it_is(queue):
-    error = CommTimeout("late")
-    request = queue.run(_raising(error), True)
-    with pytest.raises(CommTimeout) as info:
-        request.wait(PATIENCE_S)
-    assert info.value is error
-
-
-def test_a_synchronous_call_raises_what_its_action_raised_and_the_next_one_runs(queue):
-    with pytest.raises(MemoryError):
-        queue.run(_raising(MemoryError()), False)
-    assert queue.run(finished, True).wait(PATIENCE_S)
-
-
-@pytest.mark.parametrize("error", [None, CommTimeout("late")])
-def test_who_waits_for_a_queued_operation_waits_for_what_it_has_started(queue, error):
-    inner = Request()
-    request = queue.run(lambda: inner, True)
-    assert not request.wait(0.01)
-    inner.end(error)
-    if error is None:
-        assert request.wait(PATIENCE_S)
-    else:
-        with pytest.raises(CommTimeout):
-            request.wait(PATIENCE_S)
-    assert request.done()
 
 
 def test_stopping_ends_what_has_not_begun_and_refuses_what_comes():

@@ -14,7 +14,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 import dure as dist
-from dure.comm import checks, point_to_point
+from dure.comm import point_to_point
 from dure.comm.backends import torch_engine
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.work import EngineState
@@ -144,16 +144,6 @@ def test_nccl_store_is_usable_as_long_as_the_group(not_nccl):
     assert options.store.list_keys() == ["nccl/a", "nccl/b", "nccl/id"]
 
 
-@pytest.mark.parametrize(("given", "used"), [("meta:1", "meta:1"), (None, "cuda")])
-def test_nccl_barrier_is_on_the_device_of_the_group(not_nccl, monkeypatch, given, used):
-    seen = []
-    monkeypatch.setattr(torch, "zeros", lambda *_, device, **__: seen.append(str(device)))
-    device = None if given is None else torch.device(given)
-    group = torch_engine.create_nccl(options_of_one(device_id=device))
-    group._engine.barrier()
-    assert seen == [used]
-
-
 def test_nccl_work_orders_every_stream_that_waits(not_nccl):
     group, t = torch_engine.create_nccl(options_of_one(size=2)), torch.ones(2)
     finish = lambda: Stream.log.append("copy")  # noqa: E731
@@ -212,85 +202,6 @@ def test_nccl_messages_of_a_batch_are_started_as_one(not_nccl, monkeypatch, veri
     assert Stream.log[4:] == ["A waits for end"]
 
 
-def test_nccl_requests_are_kept_of_calls_from_several_threads(not_nccl, monkeypatch):
-    group, t = torch_engine.create_nccl(options_of_one()), torch.ones(2)
-    call = Call(op="all_reduce", inputs=(t,), reduction=ReduceOp.SUM)
-    for _ in range(8):
-        group.run(call, True)
-    request = None
-
-    def completed(work):
-        nonlocal request
-        if request is None and threading.current_thread() is threading.main_thread():
-            request = False
-            other = threading.Thread(target=lambda: made.append(group.run(call, True)))
-            other.start()
-            other.join(PATIENCE_S)
-        return work.over
-
-    made = []
-    monkeypatch.setattr(LateWork, "is_completed", completed)
-    group.run(call, True)
-    assert made[0] in group._collectives
-    assert len(group._collectives) == 10
-
-
-def test_nccl_message_beside_a_batch_of_another_thread_waits_for_its_own_work(not_nccl):
-    group, t = torch_engine.create_nccl(options_of_one(size=2)), torch.ones(2)
-    begin, started, may_go_on, made = group._begin, *(threading.Event() for _ in range(2)), []
-
-    def slow(op, start, peer=None):
-        work = begin(op, start, peer)
-        if op == "send":
-            started.set()
-            may_go_on.wait(0.2)  # while the main thread tries to begin a batch
-        return work
-
-    group._begin = slow
-    other = threading.Thread(target=lambda: made.append(group.send(t, 1, 0, True)))
-    other.start()
-    started.wait(PATIENCE_S)
-    with group.together():
-        may_go_on.set()
-        other.join(PATIENCE_S)
-    made[0].wait()
-    assert Stream.log == ["send 1", "begin", "end", "A waits for send 1"]
-
-
-def test_batches_of_a_destroyed_group_and_of_cpu_tensors_begin_nothing(not_nccl):
-    group = object.__new__(dist.ProcessGroup)
-    group._use({"cuda": torch_engine.create_nccl(options_of_one(size=2))})
-    group.closed = False
-    with group.together([torch.ones(2)]):
-        pass
-    group.closed = True
-    with group.together([torch.ones(2, device="meta")]):
-        pass
-    group._use({"meta": torch_engine.create_nccl(options_of_one(size=2))})
-    with group.together([torch.ones(2, device="meta")]):
-        pass
-    assert Stream.log == []
-
-
-def test_nccl_batches_of_two_threads_are_two(not_nccl):
-    group, t = torch_engine.create_nccl(options_of_one(size=2)), torch.ones(2)
-    entered = threading.Event()
-
-    def batch():
-        entered.set()
-        with group.together():
-            group.recv(t, 1, 0, True)
-
-    with group.together():
-        other = threading.Thread(target=batch)
-        other.start()
-        entered.wait(PATIENCE_S)
-        other.join(0.1)
-        group.send(t, 1, 0, True)
-    other.join(PATIENCE_S)
-    assert Stream.log == ["begin", "send 1", "end", "begin", "recv 1", "end"]
-
-
 class OnCuda(torch.Tensor):
     """Says that it is on a GPU, and notes which stream uses it."""
 
@@ -320,15 +231,6 @@ def test_nccl_temporaries_are_kept_for_the_stream_that_copies(not_nccl, call, te
     with suppress(RuntimeError):  # what arrived, of three ranks, is not what ours copies
         request.wait()
     assert f"B uses {temporary} elements" in Stream.log
-
-
-def test_memory_of_an_output_with_gaps_is_kept_for_the_stream_that_copies(not_nccl):
-    target = torch.ones(3, 2).as_subclass(OnCuda).t()
-    _, finish = checks.writable(target, load=True, op="all_reduce")
-    Stream.current = "B"
-    assert finish is not None
-    finish()
-    assert Stream.log == ["B uses 6 elements"]
 
 
 def test_nccl_barrier_waits_for_its_stream_only(not_nccl, monkeypatch):

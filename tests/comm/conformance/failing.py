@@ -18,79 +18,46 @@ from dure.errors import Aborted, CommError, CommTimeout, Desync, PeerLost, Usage
 FILE = Path(__file__).name
 
 
-def _mismatch(rank: int, n: int, others, mine) -> None:
-    """Let the last rank call `mine(group)` where all others call `others(group)`."""
+def _of_all(t, g):
+    dist.all_reduce(t, group=g)
+
+
+CALLS = {
+    "other operation": (4, _of_all, lambda t, g: dist.broadcast(t, src=0, group=g)),
+    "other count": (4, _of_all, lambda t, g: dist.all_reduce(t[:-1], group=g)),
+    "other large count": (400_000, _of_all, lambda t, g: dist.all_reduce(t[:-1], group=g)),
+    "other dtype": (4, _of_all, lambda t, g: dist.all_reduce(t.int(), group=g)),
+    "other reduction": (4, _of_all, lambda t, g: dist.all_reduce(t, dist.ReduceOp.MAX, group=g)),
+    "other root": (
+        4,
+        lambda t, g: dist.broadcast(t, src=0, group=g),
+        lambda t, g: dist.broadcast(t, src=dist.get_world_size() - 1, group=g),
+    ),
+    "asynchronous": (
+        4,
+        lambda t, g: dist.all_reduce(t, group=g, async_op=True).wait(),
+        lambda t, g: dist.barrier(group=g, async_op=True).wait(),
+    ),
+}
+"""For each mismatch the elements, the call of all ranks but the last, and the last one's."""
+
+
+def case_mismatches(rank, n):
     if n == 1:
         return
-    group = dist.new_group()
-    call = mine if rank == n - 1 else others
-    with pytest.raises(Desync) as info:
-        call(group)
-    assert set(info.value.calls) >= {0, n - 1}
-    assert all(FILE in text for text in info.value.calls.values())
-    assert info.value.rank == rank
-    with pytest.raises(Desync):
-        dist.barrier(group=group)
-    dist.destroy_process_group(group)
-
-
-def case_other_operation(rank, n):
-    t = torch.full((4,), float(rank))
-    _mismatch(
-        rank,
-        n,
-        lambda g: dist.all_reduce(t, group=g),
-        lambda g: dist.broadcast(t, src=0, group=g),
-    )
-    assert torch.equal(t, torch.full((4,), float(rank))), "data were touched"
-
-
-def case_other_count(rank, n):
-    t = torch.full((4 if rank < n - 1 else 5,), float(rank))
-    _mismatch(rank, n, lambda g: dist.all_reduce(t, group=g), lambda g: dist.all_reduce(t, group=g))
-    assert torch.equal(t, torch.full_like(t, float(rank))), "data were touched"
-
-
-def case_other_large_count(rank, n):
-    t = torch.full((400_000 if rank < n - 1 else 400_001,), float(rank))
-    _mismatch(rank, n, lambda g: dist.all_reduce(t, group=g), lambda g: dist.all_reduce(t, group=g))
-    assert torch.equal(t, torch.full_like(t, float(rank))), "data were touched"
-
-
-def case_other_dtype(rank, n):
-    _mismatch(
-        rank,
-        n,
-        lambda g: dist.all_reduce(torch.zeros(4), group=g),
-        lambda g: dist.all_reduce(torch.zeros(4, dtype=torch.int32), group=g),
-    )
-
-
-def case_other_root(rank, n):
-    _mismatch(
-        rank,
-        n,
-        lambda g: dist.broadcast(torch.zeros(4), src=0, group=g),
-        lambda g: dist.broadcast(torch.zeros(4), src=n - 1, group=g),
-    )
-
-
-def case_other_reduction(rank, n):
-    _mismatch(
-        rank,
-        n,
-        lambda g: dist.all_reduce(torch.zeros(4), dist.ReduceOp.SUM, group=g),
-        lambda g: dist.all_reduce(torch.zeros(4), dist.ReduceOp.MAX, group=g),
-    )
-
-
-def case_mismatch_of_async_operations(rank, n):
-    _mismatch(
-        rank,
-        n,
-        lambda g: dist.all_reduce(torch.zeros(4), group=g, async_op=True).wait(),
-        lambda g: dist.barrier(group=g, async_op=True).wait(),
-    )
+    for what, (count, others, last) in CALLS.items():
+        t = torch.full((count,), float(rank))
+        group = dist.new_group()
+        call = last if rank == n - 1 else others
+        with pytest.raises(Desync) as info:
+            call(t, group)
+        assert set(info.value.calls) >= {0, n - 1}, what
+        assert all(FILE in text for text in info.value.calls.values()), what
+        assert info.value.rank == rank
+        assert torch.equal(t, torch.full_like(t, float(rank))), f"{what}: data were touched"
+        with pytest.raises(Desync):
+            dist.barrier(group=group)
+        dist.destroy_process_group(group)
 
 
 def _impatient_group(limit_s: float):
@@ -190,6 +157,27 @@ def case_own_group_left_with_work_pending(rank, n):
         with pytest.raises(CommError):
             dist.barrier(group=group)
         dist.destroy_process_group(group)
+
+
+def case_message_of_a_rank_that_left(rank, n):
+    """What was sent before is still received; after that nobody waits for it."""
+    if n == 1 or dist.get_backend() not in ("threads", "shm", "mpi"):
+        return  # others send when it is received
+    group = dist.new_group()
+    if rank == 1:
+        dist.send(torch.full((2,), 5.0), dst=0, tag=1, group=group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if rank == 0:
+        got = torch.empty(2)
+        dist.recv(got, src=1, tag=1, group=group)
+        assert got.tolist() == [5.0, 5.0]
+        with pytest.raises(PeerLost) as info:
+            dist.recv(got, src=1, tag=1, group=group)
+        assert info.value.peer == 1
+    if rank != 1:
+        dist.destroy_process_group(group)
+    dist.barrier()
 
 
 def case_the_world_lives_on(rank, n):

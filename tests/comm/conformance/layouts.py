@@ -132,15 +132,6 @@ def case_future_holds_the_outputs(rank, n):
     assert torch.equal(work.result()[0], torch.full((4,), float(n)))
 
 
-def case_async_and_sync_mix(rank, n):
-    a, b = torch.ones(70_000), torch.ones(3)
-    first = dist.all_reduce(a, async_op=True)
-    dist.all_reduce(b)
-    first.wait()
-    assert torch.equal(a, torch.full_like(a, float(n)))
-    assert torch.equal(b, torch.full_like(b, float(n)))
-
-
 def case_inference_tensors_outside_inference_mode(rank, n):
     with torch.inference_mode():
         views = [torch.ones(6), torch.ones(6, dtype=torch.float16), torch.ones(4, 6).t()]
@@ -200,27 +191,6 @@ def case_sparse_tensors_of_other_layouts_are_refused(rank, n):
         assert torch.equal(same.to_dense(), n * first.to_dense())
 
 
-class _Scaled(torch.Tensor):
-    """A tensor that is made of two others: values, and what they are multiplied by."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> _Scaled:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
-
-    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
-        self.values, self.scale = values, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["values", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise NotImplementedError(f"{func} of scaled tensors")
-
-
 class _Tagged(torch.Tensor):
     """A tensor that has memory of its own, and tells `torch.compile` of it."""
 
@@ -248,13 +218,8 @@ def case_tensors_that_have_memory_of_their_own_are_taken_whatever_their_type(ran
 def case_tensors_made_of_others_are_refused_by_their_type(rank, n):
     mesh = init_device_mesh("cpu", (n,))
     divided = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-    scaled = _Scaled(torch.ones(2, dtype=torch.int8), torch.ones(1))
     plain = torch.ones(2)
-    for tensor, name, instead in (
-        (divided, "DTensor", "to_local()"),
-        (torch.nn.Parameter(divided), "DTensor", "to_local()"),
-        (scaled, "_Scaled", "t.values, t.scale"),
-    ):
+    for tensor in (divided, torch.nn.Parameter(divided)):
         for call in (
             lambda t=tensor: dist.all_reduce(t),
             lambda t=tensor: dist.all_reduce(t, async_op=True),
@@ -264,7 +229,6 @@ def case_tensors_made_of_others_are_refused_by_their_type(rank, n):
         ):
             with pytest.raises(UsageError) as caught:
                 call()
-            assert name in str(caught.value)
-            assert instead in str(caught.value)
+            assert "to_local()" in str(caught.value)
     dist.all_reduce(plain)
     assert plain.tolist() == [n, n]

@@ -80,17 +80,6 @@ def case_from_anyone(rank, n):
     assert sorted(sources) == list(range(1, n))
 
 
-def case_irecv_from_anyone(rank, n):
-    if rank:
-        dist.isend(torch.full((3,), rank), dst=0, tag=60).wait()
-        return
-    for _ in range(n - 1):
-        got = torch.zeros(3, dtype=torch.int64)
-        work = dist.irecv(got, tag=60)
-        work.wait()
-        assert torch.equal(got, torch.full((3,), work.source_rank()))
-
-
 def case_receives_posted_before_sends(rank, n):
     if n == 1:
         return

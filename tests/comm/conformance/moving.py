@@ -134,14 +134,6 @@ def case_all_to_all_single_with_splits_on_some_ranks(rank, n):
         assert torch.equal(output, wanted)
 
 
-def case_all_to_all_single_rows(rank, n):
-    given = torch.arange(n * 2 * 3).view(n * 2, 3) + 1000 * rank
-    output = torch.empty_like(given)
-    dist.all_to_all_single(output, given)
-    wanted = torch.cat([torch.arange(6).view(2, 3) + 6 * rank + 1000 * r for r in range(n)])
-    assert torch.equal(output, wanted)
-
-
 def case_barrier(rank, n):
     for _ in range(5):
         dist.barrier()

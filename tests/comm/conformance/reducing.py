@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import dure as dist
-from dure.comm import functional
 from dure.comm.ops import reducible_dtypes
 from dure.errors import DtypeError
 
@@ -34,21 +33,6 @@ def case_all_reduce(rank, n):
         t = contribution(rank, 23, dtype, op)
         dist.all_reduce(t, getattr(dist.ReduceOp, op))
         assert same(t, reduced(n, 23, dtype, op)), (op, dtype, t)
-
-
-def case_averages_of_integers_are_truncated_towards_zero(rank, n):
-    """Ranks have 1, 2, ..., n and -1, -2, ..., -n: the averages are (n + 1) / 2 and minus that."""
-    avg, down, given = dist.ReduceOp.AVG, (n + 1) // 2, (rank + 1, -1 - rank, 2 * rank + 2)
-    results = [torch.tensor(given) for _ in range(3)]
-    dist.all_reduce(results[0], avg)
-    dist.reduce(results[1], dst=0, op=avg)
-    dist.all_reduce_coalesced(results[2:], avg)
-    results.append(functional.all_reduce(torch.tensor(given), "avg", dist.group.WORLD))
-    for t in results[::2] + results[3:] + results[1:2] * (rank == 0):
-        assert t.tolist() == [down, -down, n + 1]
-    parts, out = torch.tensor(given[:2]).repeat_interleave(n), torch.empty(2, dtype=torch.int64)
-    dist.reduce_scatter_single(out, parts, avg)
-    assert out.tolist() == ([down] * n + [-down] * n)[2 * rank : 2 * rank + 2]
 
 
 def case_all_reduce_counts(rank, n):
@@ -118,13 +102,6 @@ def case_reduce_scatter_uneven(rank, n):
         dist.reduce_scatter(output, parts, getattr(dist.ReduceOp, op))
         wanted = reduced(n, sum(cuts), dtype, op)[end - cuts[rank] : end]
         assert same(output, wanted), (op, dtype)
-
-
-def case_reduce_scatter_large(rank, n):
-    parts = [torch.full((60_001 + r,), float(rank + r)) for r in range(n)]
-    output = torch.empty(60_001 + rank)
-    dist.reduce_scatter(output, parts)
-    assert torch.equal(output, torch.full_like(output, n * (n - 1) / 2 + n * rank))
 
 
 def case_nan_is_handed_on(rank, n):

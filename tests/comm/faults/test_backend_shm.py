@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import Aborted, CommTimeout, PeerLost
+from dure.errors import CommTimeout, PeerLost
 from tests.comm.forked_ranks import Ranks, Slot, caught, join, while_waiting
 from tests.waiting import until
 
@@ -161,34 +161,6 @@ def test_absent_rank_tells_its_line_at_the_timeout_of_2_ranks(tmp_path, calls):
 
 
 # ---- leaving -------------------------------------------------------------------------------------
-
-
-def _is_aborted(slot: Slot):
-    backend = join(slot)
-    if slot.rank == 1:
-        backend.barrier(False)
-        backend.recv(torch.zeros(1), 0, 0, False)
-        return caught(lambda: backend.recv(torch.zeros(1), 0, 5, False))  # until it has gone
-    x = torch.ones(3)
-    backend.barrier(False)
-    pending = [backend.all_reduce(x, SUM, True), backend.recv(x, 1, 0, True)]
-    errors = []
-    blocked = threading.Thread(
-        target=lambda: errors.append(caught(lambda: backend.recv(x, 1, 1, False)))
-    )
-    blocked.start()
-    backend.send(x[:1].clone(), 1, 0, False)
-    backend.close(True)
-    blocked.join()
-    after = caught(lambda: backend.barrier(False))
-    return [*errors, *(caught(t.wait) for t in pending), after]
-
-
-def test_closing_aborts_what_is_pending_on_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _is_aborted) as ranks:
-        errors = ranks.result(0)
-        assert [type(e) for e in errors] == [Aborted] * 4
-        assert isinstance(ranks.result(1), PeerLost)
 
 
 def _is_interrupted(slot: Slot, operation: str):

@@ -141,28 +141,3 @@ def test_rank_that_raises_ends_the_job_2_ranks(job):
     """It leaves the group on its way out, so the other raises, and both end."""
     assert job.code != 0
     assert "on purpose" in job.err
-
-
-@pytest.mark.slow
-def test_rank_that_is_killed_ends_the_job_2_ranks(tmp_path):
-    program = write(
-        tmp_path,
-        """
-        import os
-        import signal
-        import dure as dist
-        import torch
-
-        dist.init_process_group("mpi")
-        dist.barrier()
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.ones(1))
-        """,
-    )
-    assert mpi_jobs.mpirun(2, program).code != 0
-
-
-def test_availability_is_told_without_starting_mpi():
-    code = "import sys, dure; print(dure.is_mpi_available(), 'mpi4py.MPI' in sys.modules)"
-    assert mpi_jobs.run(sys.executable, "-c", code).out == "True False\n"

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 
 import dure
 from dure.comm.ops import ReduceOp
-from dure.errors import Aborted, CommTimeout, RendezvousError, UsageError
-from dure.store.file import FileStore
-from dure.trace import recorded
-from tests.comm import calls
+from dure.errors import Aborted, CommTimeout, UsageError
 from tests.comm.forked_ranks import Ranks, Slot, in_child, join, while_waiting
 from tests.waiting import PATIENCE_S
 
@@ -100,59 +95,6 @@ def _calls_in_handler(slot: Slot) -> tuple[list[str], float]:
 def test_collective_in_a_handler_is_refused_and_the_waiting_one_succeeds_on_2_ranks(tmp_path):
     with Ranks(2, tmp_path, _calls_in_handler) as ranks:
         assert ranks.values() == [(["UsageError"], 2.0), ([], 2.0)]
-
-
-def _gather(backend: Any, output: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Gather as the public functions do: on the fast path where the engine takes it."""
-    done = backend.plain.plain_all_gather(output, tensor, False)
-    if done is False:
-        backend.run(calls.all_gather_single(output, tensor), False)
-    else:
-        assert done is True
-
-
-def _gathers_in_handler(slot: Slot) -> list[list[float]]:
-    group = join(slot)
-    other = join(slot, FileStore(slot.path + "-other", -1))
-    mine, results = torch.full((1000,), slot.rank + 1.0), [torch.zeros(2000) for _ in range(2)]
-    if slot.rank == 0:
-        _while_waiting(lambda: _gather(other, results[1], -mine))
-    else:
-        _gather(other, results[1], -mine)
-    _gather(group, results[0], mine)
-    for backend in (group, other):
-        backend.close(abort=False)
-    return [[x[0].item(), x[-1].item()] for x in results]
-
-
-def test_collective_of_another_group_in_a_handler_leaves_the_waiting_one_alone(tmp_path):
-    with Ranks(2, tmp_path, _gathers_in_handler) as ranks:
-        assert ranks.values() == [[[1.0, 2.0], [-1.0, -2.0]]] * 2
-
-
-def _is_interrupted(slot: Slot) -> str:
-    backend = join(slot)
-    if slot.rank == 1:
-        return _wait_for_others(backend)
-
-    def handler() -> None:
-        raise _Stop
-
-    def wait() -> None:
-        _while_waiting(handler)
-        backend.barrier(async_op=False)
-
-    with pytest.raises(_Stop):
-        wait()
-    state = recorded()[-1].state
-    backend.close(abort=True)
-    return state.name
-
-
-def test_recorder_tells_the_end_of_an_interrupted_call(tmp_path):
-    with Ranks(2, tmp_path, _is_interrupted) as ranks:
-        assert ranks.result(0) == "FAILED"
-        assert ranks.result(1) == "PeerLost"
 
 
 def _forks(slot: Slot) -> tuple[int, float]:
@@ -285,68 +227,9 @@ threading.Thread(target=wait, daemon=True).start()
 waiting.wait()
 """
 
-# The end begins while threads wait for Python's lock.
-_ENDS_WHILE_BUSY = """
-import os, sys, threading, time
-from dure.native import Group, Subject
-
-group = Group.create(0, 2, 30.0, 2, 1)
-peer = Group.attach(1, 2, 30.0, 2, os.getpid(), group.file, 1)
-group.ready()
-peer.ready()
-busy = threading.Event()
-
-def meet(rank):
-    for k in range(1 << 30):
-        rank.channel(0).run(1, 0, 8, -1, [], [], 0, 1.0, Subject(0, ""), False, ())
-        if k == 100:
-            busy.set()
-
-class Slow:
-    def __del__(self, sleep=time.sleep):
-        sleep(0.1)
-
-sys.modules["slow"] = Slow()
-for rank in (group, peer):
-    threading.Thread(target=meet, args=(rank,), daemon=True).start()
-busy.wait()
-sys.setswitchinterval(10)
-until = time.monotonic() + 0.02
-while time.monotonic() < until:
-    pass
-"""
-
 
 @pytest.mark.parametrize("call", ["async", "sync"])
 def test_program_that_ends_while_a_daemon_thread_waits_ends_well(call):
     command = [sys.executable, "-c", _ENDS_WHILE_WAITING, call]
     ended = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
-
-
-def test_program_that_ends_while_daemon_threads_are_busy_ends_well():
-    command = [sys.executable, "-c", _ENDS_WHILE_BUSY]
-    for _ in range(3):
-        ended = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
-        assert (ended.returncode, ended.stderr) == (0, b"")
-
-
-def _cannot_create(slot: Slot) -> str:
-    if slot.rank == 0:
-        store = FileStore(slot.path, -1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        return _refusal(slot, store)
-    return _refusal(slot, None)
-
-
-def _refusal(slot: Slot, store: FileStore | None) -> str:
-    with pytest.raises(RendezvousError) as told:
-        join(slot, store)
-    return str(told.value.seen)
-
-
-def test_segment_that_rank_0_cannot_make_is_refused_on_2_ranks_at_once(tmp_path):
-    with Ranks(2, tmp_path, _cannot_create, timeout_s=2 * PATIENCE_S) as ranks:
-        first, second = ranks.values()
-        assert first == second

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
-import traceback
 from pathlib import Path
 
-import pytest
-
 import dure
-from dure.comm.background import BackgroundTask, finish_tasks, raise_first
-from dure.comm.world import current_world
-from dure.errors import LaunchError, UsageError
+from dure.comm.background import BackgroundTask
+from dure.errors import LaunchError
 from dure.testing.pool import start_server
 from tests.waiting import PATIENCE_S
 
@@ -40,48 +34,6 @@ def _break():
     raise OSError("no space for the task")
 
 
-def _end(how, path):
-    task = BackgroundTask()
-    if how == "runs":
-        task.start(lambda: path.write_text("finished"), "task")
-        return
-    task.start(_break, "task")
-    if how == "seen":
-        task.exception()
-    elif how == "exits":
-        sys.exit(0)
-    elif how == "fails":
-        sys.exit(3)
-    elif how == "raises":
-        raise KeyError("of the program")
-
-
-@pytest.mark.parametrize(
-    ("how", "code"),
-    [("runs", 0), ("seen", 0), ("unseen", 1), ("exits", 1), ("fails", 3), ("raises", 1)],
-)
-def test_a_child_of_multiprocessing_does_so_too(tmp_path, how, code):
-    child = start_server().Process(target=_end, args=(how, tmp_path / "made"))
-    child.start()
-    child.join(PATIENCE_S)
-    assert child.exitcode == code
-    assert how != "runs" or (tmp_path / "made").read_text() == "finished"
-
-
-def _ask_in_a_fork(pipe):
-    """Send what a fork finds out of a task that its parent's thread does."""
-    gate, task, called = threading.Event(), BackgroundTask(), []
-    task.add_done_callback(called.append)
-    task.start(gate.wait, "task")
-    child = os.fork()
-    if child:
-        gate.set()
-        os.waitpid(child, 0)
-        return
-    pipe.send((task.done(), type(task.exception()), finish_tasks(current_world()), len(called)))
-    os._exit(0)
-
-
 def _answer(target):
     """Return what `target` sends from a process without threads, which then ends well."""
     context = start_server()
@@ -93,35 +45,6 @@ def _answer(target):
     process.join(PATIENCE_S)
     assert process.exitcode == 0
     return answer
-
-
-def test_a_fork_does_not_wait_for_the_tasks_of_its_parent():
-    assert _answer(_ask_in_a_fork) == (True, UsageError, [], 0)
-
-
-def _error(cause):
-    """Return an error that was raised from a cause, as those of checkpoints are."""
-    try:
-        raise OSError("no space for the task") from cause
-    except OSError as error:
-        return error
-
-
-@pytest.mark.parametrize("cause", [None, ValueError("the cause")], ids=repr)
-def test_the_error_that_the_program_fails_by_is_shown_first(cause):
-    error = _error(cause)
-
-    def end():
-        try:
-            raise KeyError("of the program")
-        finally:
-            raise_first([error])
-
-    with pytest.raises(OSError, match="no space") as raised:
-        end()
-    shown = "".join(traceback.format_exception(raised.value))
-    assert shown.index("KeyError: 'of the program'") < shown.index("OSError: no space")
-    assert cause is None or "ValueError: the cause" in shown
 
 
 def _start_failing():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.flop_counter import FlopCounterMode
 
 import dure as dist
 from dure.comm import functional as F
@@ -57,25 +55,6 @@ def test_operation_in_place_is_refused_by_name(process_pool, name):
     process_pool(2, "shm").run(_refused, name)
 
 
-def _in_transforms_and_modes(rank: int) -> list[float]:
-    def reduced(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        dist.all_reduce(y)
-        return y
-
-    with pytest.raises(UsageError):
-        torch.vmap(reduced)(torch.ones(2, 2))
-    for capture in (make_fx, partial(torch.jit.trace, example_inputs=torch.ones(2))):
-        with pytest.raises(UsageError):
-            capture(lambda x: (dist.barrier(), x)[1])(torch.ones(2))
-    with FlopCounterMode(display=False):  # a mode that captures nothing
-        return [reduced(torch.ones(1)).item(), F.all_reduce(torch.ones(1), "sum").item()]
-
-
-def test_other_modes_change_nothing(process_pool):
-    assert process_pool(2, "shm").run(_in_transforms_and_modes) == [[4.0, 2.0]] * 2
-
-
 def _reduce(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     dist.all_reduce(y)
@@ -100,14 +79,6 @@ def _method(x: torch.Tensor) -> torch.Tensor:
     return y + 1
 
 
-def _asynchronous(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    work = dist.all_reduce(y, group=dist.group.WORLD, async_op=True)
-    assert work is not None
-    work.wait()
-    return y + 1
-
-
 def _compiled(rank: int, program: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
     torch._dynamo.reset()
     x = torch.tensor([rank + 1.0])
@@ -122,15 +93,6 @@ def _compiled(rank: int, program: Callable[[torch.Tensor], torch.Tensor]) -> tup
 )
 def test_compiled_program_runs_it_between_two_graphs(process_pool, program, result):
     assert process_pool(2, "shm").run(_compiled, program) == [(1, result)] * 2
-
-
-def _waited_for(rank: int) -> list[float]:
-    torch._dynamo.reset()
-    return torch.compile(_asynchronous, backend="eager")(torch.tensor([rank + 1.0])).tolist()
-
-
-def test_compiled_program_waits_for_an_operation_in_the_background(process_pool):
-    assert process_pool(2, "shm").run(_waited_for) == [[7.0]] * 2
 
 
 def _questions(x: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,7 @@ ORDER = ("case_order_of_reduction_is_that_of_ranks",)  # Gloo has its own; hosts
 CANNOT = {
     "gloo": (
         # Gloo has no signatures.
-        *("case_other_operation", "case_other_count", "case_other_large_count"),
-        *("case_other_dtype", "case_other_root", "case_other_reduction"),
-        *("case_mismatch_of_async_operations", *ORDER),
+        *("case_mismatches", *ORDER),
     ),
     "hybrid": ORDER,
 }

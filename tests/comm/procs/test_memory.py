@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 import warnings
 
 import pytest
 import torch
 
 import dure
-from dure import symmetric_memory
 from dure.comm import functional
-from dure.errors import CommError
 from tests.comm.forked_ranks import Ranks, Slot, in_child
 
 pytestmark = pytest.mark.needs("engine")
@@ -68,22 +65,3 @@ def _shares_and_forks(slot: Slot) -> dict[str, object]:
 def test_a_forked_child_sees_memory_that_is_shared_on_purpose_but_does_not_change_it(tmp_path):
     with Ranks(2, tmp_path, _shares_and_forks) as ranks:
         assert ranks.values() == [{"stayed": True, "shown": True, "warnings": 1}] * 2
-
-
-def _sums_with_a_small_heap(slot: Slot) -> list[bool]:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 20, resource.RLIM_INFINITY))
-    _joined(slot)
-    summed = functional.wait_tensor(functional.all_reduce(torch.ones(10 << 20), "sum", None))
-    shared = dure.shared_empty(10 << 20)
-    dure.all_reduce(shared.add_(1.0))
-    with pytest.raises(CommError, match=r"33,554,432 bytes of a file \(`ulimit -f`\)"):
-        symmetric_memory.empty(10 << 20)
-    with pytest.raises(CommError, match=r"33,554,432 bytes of a file \(`ulimit -f`\)"):
-        dure.host_shared_empty(10 << 20)
-    dure.destroy_process_group()
-    return [bool((tensor == slot.size).all()) for tensor in (summed, shared)]
-
-
-def test_what_does_not_fit_into_a_small_heap_is_ordinary_memory(tmp_path):
-    with Ranks(2, tmp_path, _sums_with_a_small_heap) as ranks:
-        assert ranks.values() == [[True, True]] * 2

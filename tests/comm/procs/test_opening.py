@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import RendezvousError, RendezvousTimeout
+from dure.errors import RendezvousError
 from dure.store.file import FileStore
 from dure.store.prefix import PrefixStore
 from tests.comm.forked_ranks import Ranks, Slot, descriptors, join, mapped_segments
@@ -43,23 +43,6 @@ def test_rank_that_cannot_map_is_refused_on_all_of_3_ranks(tmp_path):
             assert "rank 1" in error.seen
 
 
-def _stays_away(slot: Slot):
-    if slot.rank == 1:
-        return None
-    try:
-        join(slot)
-    except RendezvousTimeout as error:
-        return error
-    return None
-
-
-def test_rank_that_never_comes_is_named_2_ranks(tmp_path):
-    with Ranks(2, tmp_path, _stays_away, timeout_s=0.5) as ranks:
-        error = ranks.result(0)
-        assert isinstance(error, RendezvousTimeout)
-        assert (error.missing, error.came) == ((1,), (0,))
-
-
 def _opens_and_closes(slot: Slot, rounds: int):
     store = FileStore(slot.path, -1)
     seen = []
@@ -87,21 +70,6 @@ def test_groups_that_come_and_go_leave_nothing_on_2_ranks(tmp_path):
             assert isinstance(seen, list)
             assert {mappings for _, mappings, _ in seen} == {1}  # the process's own heap
             assert len({(files, threads) for files, _, threads in seen[2:]}) == 1
-
-
-def _names_in_shared_memory(slot: Slot):
-    before = set(os.listdir("/dev/shm"))
-    backend = join(slot)
-    backend.allocate(4096, False)
-    backend.barrier(False)
-    mine = [n for n in set(os.listdir("/dev/shm")) - before if "dure" in n]
-    backend.close(False)
-    return mine
-
-
-def test_segments_have_no_name_that_could_leak(tmp_path):
-    with Ranks(2, tmp_path, _names_in_shared_memory) as ranks:
-        assert ranks.values() == [[], []]
 
 
 def _is_idle(slot: Slot):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,7 +9,6 @@ import dure as dist
 from dure import trace
 from dure.comm.world import current_world
 from dure.errors import UsageError
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.needs("engine")
 
@@ -173,24 +169,3 @@ def test_two_ranks(process_pool, program):
 
 def test_tensors_that_are_not_plain_are_declined(process_pool):
     assert process_pool(2, "shm").run(_declined) == [[], []]
-
-
-def test_first_use_may_be_in_inference_mode():
-    program = (
-        "import torch, dure\n"
-        "with torch.inference_mode():\n"
-        "    dure.init_process_group(store=dure.HashStore(), rank=0, world_size=1)\n"
-        "    dure.all_reduce(torch.ones(3))\n"
-        "x = torch.ones(3)\n"
-        "dure.all_reduce(x)\n"
-        "print(x._version > 0)\n"
-        "dure.destroy_process_group()\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert ended.stdout == "True\n"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -126,36 +125,6 @@ def test_captured_graph_communicates_the_values_it_is_run_with(process_pool, how
     assert process_pool(2, "shm").run(_captured, how) == EXPECTED
 
 
-def _squares(x: torch.Tensor) -> torch.Tensor:
-    return F.all_gather_tensor(F.all_reduce(x * x, "sum"), 0).sum()
-
-
-def _gradients(rank: int, how: str) -> list[Any]:
-    torch._dynamo.reset()
-    if how == "aot_function":
-        graph = aot_function(_squares, fw_compiler=lambda g, _: g, bw_compiler=lambda g, _: g)  # pyright: ignore
-    else:
-        graph = CAPTURES[how](_squares)
-    x = _x(rank).requires_grad_()
-    loss = graph(x)
-    (first,) = torch.autograd.grad(loss, x, create_graph=not how.endswith("aot"))
-    found = [loss.item(), first.tolist()]
-    if how == "make_fx":
-        found.append(torch.autograd.grad(first.sum(), x)[0].tolist())
-    return found
-
-
-# The loss of each rank is twice the sum of y = x0^2 + x1^2 = 101 * [[1, 4], [9, 16]]. Both losses
-# have y twice, so y has the gradient 4, and x has 4 * 2 x; the sums of these of both ranks: 8.
-@pytest.mark.parametrize("how", ["make_fx", "export", "aot_function", "compile aot"])
-def test_graph_has_gradients(process_pool, how):
-    second = [[[8, 8], [8, 8]]] if how == "make_fx" else []
-    assert process_pool(2, "shm").run(_gradients, how) == [
-        [6060, [[8, 16], [24, 32]], *second],
-        [6060, [[80, 160], [240, 320]], *second],
-    ]
-
-
 def _transforms(rank: int) -> None:
     x = _x(rank)
     total = [[11, 22], [33, 44]]
@@ -212,30 +181,3 @@ def _of_groups(rank: int) -> None:
 
 def test_graph_finds_its_group_by_name(process_pool):
     process_pool(2, "shm").run(_of_groups)
-
-
-class _Mesh:
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        return self.group
-
-
-def _compiled_groups(rank: int) -> list[float]:
-    torch._dynamo.reset()
-    group = dist.new_group([0, 1])
-    mesh = _Mesh(group)
-    found = []
-    for given in (None, group, group.group_name, [0, 1], mesh, (mesh, "tp")):
-
-        def program(x: torch.Tensor, given: Any = given) -> torch.Tensor:
-            return nnF.broadcast(F.all_reduce(x, "sum", given), 1, given) + 1
-
-        compiled = torch.compile(program, backend="eager", fullgraph=True)
-        found.append(compiled(torch.tensor([rank + 1.0])).item())
-    return found
-
-
-def test_fullgraph_takes_every_form_of_a_group(process_pool):
-    assert process_pool(2, "shm").run(_compiled_groups) == [[4.0] * 6] * 2

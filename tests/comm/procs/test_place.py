@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.comm.mpi_jobs import mpirun, run
+from tests.comm.mpi_jobs import mpirun
 
 pytestmark = pytest.mark.needs("MPI")
 
@@ -39,10 +37,3 @@ def test_ranks_of_mpirun_meet_by_its_variables(program):
     ended = mpirun(3, program)
     assert ended.code == 0, ended.err
     assert met(ended.out) == [f"rank {r} of 3" for r in range(3)]
-
-
-def test_line_of_a_dry_run_runs(program):
-    words = [sys.executable, "-m", "dure.cli", "run", "--nproc", "2", "--dry-run", str(program)]
-    line = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    ended = run("sh", "-c", line)
-    assert met(ended.out) == ["rank 0 of 2", "rank 1 of 2"], ended.err

@@ -28,19 +28,3 @@ def _profiled(rank: int) -> list[str]:
 def test_calls_of_the_engine_are_recorded_from_the_profiles_start_to_its_end(process_pool):
     expected = ["c10d::allreduce_", "shm:all_reduce", "c10d::allreduce_", "c10d::wait (all_reduce)"]
     assert process_pool(2, "shm").run(_profiled) == [expected, expected]
-
-
-def _nested(rank: int) -> None:
-    del rank
-    with torch.profiler.profile() as profile:
-        dist.barrier()
-    call, operation = sorted(
-        (e for e in profile.events() or () if e.name.endswith("barrier")),
-        key=lambda event: event.time_range.start,
-    )
-    assert (call.name, operation.name) == ("c10d::barrier", "shm:barrier")
-    assert operation.cpu_parent is call
-
-
-def test_the_operation_is_within_its_call(process_pool):
-    process_pool(2, "shm").run(_nested)

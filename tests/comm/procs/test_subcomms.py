@@ -31,19 +31,6 @@ def test_default_over_hosts_is_hybrid_and_a_group_of_one_host_is_shared_memory(p
     assert set(pool.run(_kinds)) == {("hybrid", "HybridBackend", "ShmBackend")}
 
 
-def _details(rank: int) -> tuple[str, str]:
-    part = dist.new_group([1, 2, 3])
-    return dist.group.WORLD.details, part.details if rank else ""
-
-
-def test_line_of_a_group_over_hosts_names_leaders_and_what_joins_the_hosts(pool):
-    for rank, (world, part) in enumerate(pool.run(_details)):
-        assert world.startswith("leaders of hosts: ranks 0, ")
-        assert "over gloo; within the host: " in world
-        if rank:  # global ranks, as in the rest of the line: of hosts abb, or bca
-            assert part.startswith("leaders of hosts: ranks 1, 2")
-
-
 def _recorded(rank: int) -> tuple[set[str], str]:
     """Return which groups are in this rank's flight record, and the name of a host's own group."""
     hosts = dist.group.WORLD.hosts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -13,27 +12,6 @@ import dure as dist
 from dure.comm.backends.torch_engine import GlooOpening
 from dure.errors import PeerLost
 from tests.comm.forked_ranks import Ranks, Slot
-
-
-def open_sockets(rank: int) -> tuple[int, int, int]:
-    """Return how many sockets there are before a group of all is made, with it, and after it."""
-
-    def count() -> int:
-        links = Path("/proc/self/fd").glob("*")
-        return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
-
-    dist.barrier()
-    before = count()
-    group = dist.new_group()
-    dist.barrier(group)
-    made = count()
-    dist.destroy_process_group(group)
-    return before, made, count()
-
-
-def test_a_gloo_group_is_connected_when_made_and_leaves_no_socket_3_ranks(process_pool):
-    for before, made, after in process_pool(3, "gloo").run(open_sockets):
-        assert (made - before, after - before) == (3, 0), "a listening socket, and one a peer"
 
 
 def die_when_connecting(slot: Slot) -> int | None:

@@ -33,19 +33,3 @@ def test_private_names_of_torch_lead_to_the_groups_of_this_rank():
         return group.timeout.total_seconds()
 
     assert run_ranks(3, body) == [None, 7, 7]
-
-
-def test_count_of_groups_names_the_next_one_and_does_not_fall():
-    def body(rank):
-        for number in (1, 2):
-            assert c10d._world.group_count == number
-            group = dist.new_group()
-            assert group.group_name == str(number)
-            dist.destroy_process_group(group)
-        c10d._world.group_count = 7
-        assert c10d._world.group_count == 7
-        assert dist.new_group().group_name == "7"
-        dist.destroy_process_group()
-        assert c10d._world.group_count == 0
-
-    run_ranks(2, body)

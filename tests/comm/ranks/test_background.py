@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import pytest
@@ -12,7 +11,7 @@ import dure
 from dure.comm.background import BackgroundTask
 from dure.comm.init import leave
 from dure.comm.world import current_world
-from dure.errors import CommError, PeerLost, UsageError
+from dure.errors import PeerLost, UsageError
 from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S, until, waits_in_join
@@ -69,18 +68,6 @@ def test_destroying_a_group_waits_for_the_tasks_that_use_it(which):
 
 
 @on_ranks(2)
-def test_destroying_another_group_does_not_wait(rank):
-    group, other = dure.new_group([0, 1]), dure.new_group([0, 1])
-    gate = threading.Event()
-    task = BackgroundTask()
-    task.start(lambda: gate.wait(PATIENCE_S), "task", [other])
-    dure.destroy_process_group(group)
-    assert not task.done()
-    gate.set()
-    assert task.result(PATIENCE_S)
-
-
-@on_ranks(2)
 def test_an_unseen_error_is_raised_once_and_the_groups_are_left(rank):
     group = dure.new_group([0, 1])
     BackgroundTask().start(_break, "task", [_not_left(group)])
@@ -112,15 +99,6 @@ def test_an_error_that_was_seen_is_not_raised_again(rank, ask):
     assert ask != "callback" or isinstance(found[0], Broken)
 
 
-@on_ranks(1)
-def test_several_errors_are_one_with_notes(rank):
-    for _ in range(2):
-        BackgroundTask().start(_break, "task")
-    with pytest.raises(Broken) as caught:
-        dure.destroy_process_group()
-    assert [note for note in caught.value.__notes__ if "Broken: of the task" in note]
-
-
 @on_ranks(2)
 def test_a_task_ends_when_a_peer_is_lost_and_its_error_is_raised(rank):
     group = current_world().default
@@ -135,50 +113,6 @@ def test_a_task_ends_when_a_peer_is_lost_and_its_error_is_raised(rank):
     assert not dure.is_initialized()
 
 
-def test_groups_that_are_aborted_end_their_tasks_and_the_error_is_logged(caplog):
-    ends = []
-
-    def body(rank):
-        group = current_world().default
-        task = BackgroundTask()
-        task.add_done_callback(lambda _: ends.append(rank))
-        if rank == 0:
-            task.start(lambda: dure.recv(torch.ones(1), 1, group=group), "task", [_not_left(group)])
-        with caplog.at_level(logging.ERROR, "dure.comm"):
-            leave(current_world(), abort=True)
-            if rank == 0:
-                until(lambda: caplog.records, "the error in the log")
-
-    run_ranks(2, body)
-    assert ends == [0]
-    assert "a task in the background failed" in caplog.text
-
-
-def test_a_block_that_raises_waits_and_keeps_its_own_error():
-    gate, seen = threading.Event(), []
-
-    def end():
-        assert gate.wait(PATIENCE_S)
-        seen.append("end")
-        raise Broken("of the task")
-
-    def job():
-        with dure.process_group("threads", store=dure.HashStore(), rank=0, world_size=1):
-            BackgroundTask().start(end, "task")
-            _open_when_joined(gate)
-            raise KeyError("of the block")
-
-    def body(rank):
-        dure.destroy_process_group()
-        with pytest.raises(KeyError) as caught:
-            job()
-        assert "Broken: of the task" in caught.value.__notes__[0]
-        assert not dure.is_initialized()
-
-    run_ranks(1, body)
-    assert seen == ["end"]
-
-
 @on_ranks(2)
 def test_a_task_cannot_be_canceled_and_may_leave_its_group(rank):
     gate, task = threading.Event(), BackgroundTask()
@@ -188,13 +122,3 @@ def test_a_task_cannot_be_canceled_and_may_leave_its_group(rank):
     gate.set()
     task.join()
     assert task.result() and not dure.is_initialized()
-
-
-@on_ranks(2)
-def test_companions_of_a_group_are_destroyed_with_it(rank):
-    group, companion = dure.new_group([0, 1]), dure.new_group([0, 1])
-    group.companions.append(companion)
-    dure.destroy_process_group(group)
-    assert companion.closed
-    with pytest.raises((UsageError, CommError)):
-        dure.all_reduce(torch.ones(1), group=companion)

@@ -15,18 +15,6 @@ from dure.errors import CopyError, UsageError
 from dure.testing import run_ranks
 
 
-def _attributes(rank: int) -> None:
-    group = current_world().default
-    assert group is not None
-    dist.monitored_barrier()
-    # With more, CPython makes a table for each object: a small call then takes 0.08 us more.
-    assert len(vars(group)) <= 29
-
-
-def test_group_has_so_few_attributes_that_python_finds_them_at_fixed_places_2_ranks():
-    run_ranks(2, _attributes)
-
-
 def _copies(rank: int) -> None:
     group = dist.new_group([0, 1])
     holder = dist.SyncBatchNorm(2, process_group=group)
@@ -42,19 +30,6 @@ def _copies(rank: int) -> None:
 
 def test_group_and_what_holds_one_refuse_to_be_copied_2_ranks():
     run_ranks(2, _copies)
-
-
-class _Copied(dist.ProcessGroup):
-    """A program's own group, which says how it is copied."""
-
-    def __reduce__(self):  # pyright: ignore
-        return str, ("copied",)
-
-
-def test_a_class_below_the_group_may_be_copied():
-    group = object.__new__(_Copied)
-    group.group_name = "g"
-    assert copy.deepcopy(group) == pickle.loads(pickle.dumps(group)) == "copied"
 
 
 def _methods(rank: int) -> None:

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 import dure as dist
 from dure.comm.world import current_world
 from dure.errors import Desync, UsageError
 from dure.testing import run_ranks
-from tests.comm.channel_calls import plans, threads
-
-
-@settings(max_examples=12)
-@given(plan=plans)
-def test_threads_of_both_channels_get_their_own_results_3_ranks(plan):
-    run_ranks(3, lambda rank: threads(plan))
 
 
 def _channels(rank: int) -> None:
@@ -39,16 +31,3 @@ def _channels(rank: int) -> None:
 
 def test_a_channel_is_a_view_of_its_group_2_ranks():
     run_ranks(2, _channels)
-
-
-def _closed(rank: int) -> None:
-    group = current_world().default
-    assert group is not None
-    second = group.channel(1)
-    group.close(abort=True)
-    with pytest.raises(UsageError):
-        second.barrier()
-
-
-def test_a_channel_is_closed_with_its_group_2_ranks():
-    run_ranks(2, _closed)

@@ -78,56 +78,6 @@ def test_without_a_timeout_joining_waits_for_the_limit_alone():
     assert caught.value.missing == (1,)
 
 
-def _world_without_a_timeout(then: Callable[[], object]) -> list[BaseException]:
-    """Join with two ranks that give no timeout; rank 0 alone calls `then`; return its errors."""
-    errors: list[BaseException] = []
-    store, ended = dist.HashStore(), threading.Event()
-
-    def be(rank: int) -> None:
-        with new_world():
-            dist.init_process_group("threads", store=store, rank=rank, world_size=2)
-            try:
-                if rank == 0:
-                    then()
-                else:
-                    ended.wait(PATIENCE_S)
-            except RendezvousTimeout as error:
-                errors.append(error)
-            ended.set()
-            dist.destroy_process_group()
-
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    return errors
-
-
-@pytest.mark.parametrize("make", [_inheriting_subgroup, _split])
-def test_without_a_timeout_a_group_waits_for_the_limit_alone(monkeypatch, make):
-    def hurry() -> None:
-        group = dist.group.WORLD
-        assert group is not None
-        assert group.creation_timeout == creation.RENDEZVOUS_LIMIT
-        group.creation_timeout = AT_ONCE
-        make()
-
-    (error,) = _world_without_a_timeout(hurry)
-    assert isinstance(error, RendezvousTimeout)
-
-
-@pytest.mark.usefixtures("hurried")
-def test_a_timeout_that_is_set_later_counts_for_groups_made_from_then_on():
-    def body(rank: int) -> timedelta:
-        group = dist.group.WORLD
-        assert group is not None
-        group.set_timeout(timedelta(seconds=2 * PATIENCE_S))
-        return dist.new_group().creation_timeout
-
-    assert run_ranks(2, body) == [timedelta(seconds=2 * PATIENCE_S)] * 2
-
-
 def test_a_group_may_be_waited_for_longer_than_an_operation_of_the_world():
     waiting = threading.Event()
 

@@ -41,28 +41,6 @@ def test_coalesced_forms_take_several_tensors():
     assert run_ranks(2, body) == [[summed, joined, [[1], [[3], [3]]]]] * 2
 
 
-def test_broadcast_takes_a_rank_of_the_group():
-    def body(rank):
-        group = dist.new_group([1, 2])
-        if rank == 0:
-            return None
-        x = torch.tensor([float(rank)])
-        return F.broadcast(x, 1, group).item(), x.item()
-
-    assert run_ranks(3, body) == [None, (2.0, 1.0), (2.0, 2.0)]
-
-
-def test_permute_tensor_sends_around_a_ring():
-    def body(rank):
-        x = torch.full((2, 2), rank)
-        ring = F.permute_tensor(x, [1, 2, 0])
-        some = F.wait_tensor(F.permute_tensor(x, [1, -1, -1]))
-        return ring.tolist(), tuple(some.shape)
-
-    one = [[[r, r], [r, r]] for r in range(3)]
-    assert run_ranks(3, body) == [(one[2], (0, 2)), (one[0], (2, 2)), (one[1], (0, 2))]
-
-
 @on_ranks(3)
 def test_a_number_counts_as_a_tensor_of_one(rank):
     assert F.all_gather_tensor(torch.tensor(rank), 0).tolist() == [0, 1, 2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from dure.testing import run_ranks
 from dure.trace import events, logs
 
 pytestmark = pytest.mark.usefixtures("shown_again")
-COMM = logging.getLogger("dure.comm")
 NATIVE = dist.is_backend_available("shm")
 
 
@@ -31,23 +29,6 @@ def shown_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _wrap_and_group(rank: int) -> None:
     dist.DistributedDataParallel(nn.Linear(4, 2))
     dist.new_group([0, 1], group_desc="pairs")
-
-
-def test_init_ddp_and_a_group_write_four_lines_at_info(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "dure")
-    run_ranks(2, _wrap_and_group)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 4
-    world, host, ddp, pairs = lines
-    for text in ("'world'", "2 ranks on 1 host", "ranks 0, 1", "cpu:threads"):
-        assert text in world
-    assert "threads of one process" in world or "asked for" in world
-    for text in ("of memory", "control groups", "huge pages", "hardware threads"):
-        assert text in host
-    for text in ("Linear on 2 ranks", "2 gradients of 40 B", "1 bucket", "an error"):
-        assert text in ddp
-    for text in ("(pairs)", "as the default group"):
-        assert text in pairs
 
 
 def test_without_a_level_nothing_is_written_and_no_call_is_watched(
@@ -83,21 +64,6 @@ def test_calls_are_written_at_debug_when_their_class_is_first_seen(
     assert ["8 bytes" in lines[0], "4000 bytes" in lines[1], "MAX" in lines[2]] == [True] * 3
 
 
-def test_calls_are_not_watched_for_a_root_logger_at_debug_nor_after_the_level_has_changed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def body(rank: int) -> None:
-        assert (events.hooks != []) == (COMM.level == logging.DEBUG)
-        caplog.set_level(logging.WARNING, "dure.comm")
-        dist.all_reduce(torch.ones(2))
-        assert events.hooks == []
-
-    caplog.set_level(logging.DEBUG)
-    for level in (logging.NOTSET, logging.DEBUG):
-        caplog.set_level(level, "dure.comm")
-        run_ranks(1, body, backend="threads")
-
-
 @pytest.mark.parametrize(
     ("level", "shown"), [("OFF", None), ("INFO", logging.INFO), ("DETAIL", logging.DEBUG)]
 )
@@ -114,21 +80,3 @@ def test_debug_level_shows_lines_unless_dure_log_is_set(
     assert logging.getLogger("dure").level == logging.ERROR
     monkeypatch.delenv("DURE_LOG")
     logs.configure()
-
-
-def test_debug_level_comes_from_the_environment_until_one_is_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from dure.comm import queries
-
-    monkeypatch.setattr(queries, "_level", None)
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
-    assert dist.get_debug_level() is dist.DebugLevel.DETAIL
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
-    dist.set_debug_level_from_env()
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "maybe")
-    assert dist.get_debug_level() is dist.DebugLevel.INFO
-    for wrong in (dist.set_debug_level_from_env, lambda: dist.set_debug_level(cast(Any, "INFO"))):
-        with pytest.raises(dist.UsageError):
-            wrong()
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")

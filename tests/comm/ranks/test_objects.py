@@ -7,35 +7,11 @@ import torch
 
 import dure as dist
 from dure.errors import ShapeError, UsageError
-from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks
 
 
 def thing(rank):
     return {"rank": rank, "text": "두레" * rank, "nested": [None, (1, 2.5)] * rank}
-
-
-@pytest.mark.parametrize("dst", [0, 2])
-def test_gather_object_fills_only_the_root(dst):
-    def body(rank):
-        out = [None] * 3 if rank == dst else None
-        dist.gather_object(thing(rank), out, dst=dst)
-        return out
-
-    want: list[object] = [None] * 3
-    want[dst] = [thing(r) for r in range(3)]
-    assert run_ranks(3, body) == want
-
-
-@pytest.mark.parametrize("src", [0, 1])
-@pytest.mark.parametrize("length", [0, 1, 3])
-def test_broadcast_object_list_replaces_the_others(src, length):
-    def body(rank):
-        objects = [thing(rank + i) for i in range(length)]
-        dist.broadcast_object_list(objects, src)
-        return objects
-
-    assert run_ranks(3, body) == [[thing(src + i) for i in range(length)]] * 3
 
 
 @on_ranks(2)
@@ -47,16 +23,6 @@ def test_wrong_lengths_raise_before_anything_is_sent(rank):
     with pytest.raises(ShapeError):
         dist.scatter_object_list([None], ["a"], src=rank)
     dist.barrier()
-
-
-def test_empty_object_list_is_sent_and_received():
-    def body(rank):
-        if rank == 0:
-            dist.send_object_list([], 1)
-            return None
-        return dist.recv_object_list([], 0)
-
-    assert run_ranks(2, body) == [None, 0]
 
 
 @on_ranks(2)

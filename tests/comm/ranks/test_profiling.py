@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import pytest
 import torch
 
 import dure as dist
-from dure.comm import collectives, objects, point_to_point
 from dure.testing import run_ranks
 from tests.profiles import arguments_in, names_in, profile_of
 from tests.thread_ranks import on_ranks
@@ -71,29 +68,6 @@ OPERATIONS: dict[str, tuple[Any, list[str]]] = {
 
 ASYNCHRONOUS = {"all_reduce_coalesced", "all_gather_coalesced", "isend", "irecv"}
 """What starts operations: they have a record of their call, and one of the wait."""
-OBJECTS = {
-    "all_gather_object": ["_allgather_base_ all_gather", "allgather_ all_gather"],
-    "gather_object": ["_allgather_base_ all_gather", "gather_ gather"],
-    "broadcast_object_list": ["broadcast_ broadcast", "broadcast_ broadcast"],
-}
-"""Those of objects are made of several operations."""
-OTHER_FORMS = {
-    *("coalescing_manager", "batch_isend_irecv"),
-    *("scatter_object_list", "send_object_list", "recv_object_list"),
-}
-"""What only calls the others."""
-
-
-def test_every_public_operation_is_in_the_table():
-    public = {
-        name
-        for module in (collectives, point_to_point, objects)
-        for name, function in vars(module).items()
-        if inspect.isfunction(function)
-        and function.__module__ == module.__name__
-        and not name.startswith("_")
-    }
-    assert public == {*OPERATIONS, *OBJECTS, *OTHER_FORMS}
 
 
 @on_ranks(2)
@@ -111,19 +85,6 @@ def test_every_operation_is_a_call_with_an_operation_on_the_backend(rank):
             for kind, name in zip(("c10d::", "threads:"), record.split(), strict=True)
             if kind == "c10d::" or key not in ASYNCHRONOUS
         ]
-
-
-@on_ranks(2)
-def test_objects_travel_in_operations(rank):
-    def run() -> None:
-        dist.all_gather_object([None, None], "x")
-        dist.gather_object("x", [None, None] if rank == 0 else None, 0)
-        dist.broadcast_object_list([1, 2], 0)
-
-    profile = profile_of(rank, run)
-    if rank == 0:
-        expected = [f"c10d::{n.split()[0]}" for ns in OBJECTS.values() for n in ns]
-        assert [n for n in names_in(profile) if n.startswith("c10d::")] == expected
 
 
 @on_ranks(2)
@@ -172,41 +133,6 @@ def test_an_asynchronous_operation_is_its_start_and_the_wait(rank):
         names = names_in(profile)
         assert names == ["c10d::allreduce_", "c10d::wait (all_reduce)"]
         assert starts[names[0]] < starts["aten::cos_"] < starts[names[1]]
-
-
-@on_ranks(2)
-def test_a_profile_may_begin_and_end_while_an_operation_runs(rank):
-    first = dist.all_reduce(torch.ones(4), async_op=True) if rank == 0 else None
-    works: list[Any] = []
-    profile = profile_of(
-        rank,
-        lambda: works.append(dist.all_reduce(torch.ones(2), async_op=True)) if rank == 0 else None,
-    )
-    if rank == 0:
-        assert names_in(profile).count("c10d::allreduce_") == 1
-        assert first is not None
-        works = [first, *works]
-    else:
-        works = [dist.all_reduce(torch.ones(n), async_op=True) for n in (4, 2)]
-    for work in works:
-        assert work.wait()
-
-
-@on_ranks(2)
-def test_an_operation_that_fails_ends_its_records(rank):
-    def run() -> None:
-        with pytest.raises(ValueError):
-            dist.all_reduce(torch.ones(4), group=dist.group.WORLD, op="no such")
-        if rank == 0:
-            with pytest.raises(dist.CommError):
-                dist.broadcast(torch.ones(4), 0)
-        else:
-            with pytest.raises(dist.CommError):
-                dist.all_reduce(torch.ones(4))
-
-    profile = profile_of(rank, run)
-    if rank == 0:
-        assert names_in(profile) == ["c10d::broadcast_", "threads:broadcast"]
 
 
 def _with_gloo(rank: int) -> None:

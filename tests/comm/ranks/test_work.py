@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
 from datetime import timedelta
@@ -12,41 +11,11 @@ import torch
 
 import dure as dist
 from dure.comm import work as work_module
-from dure.comm.work import Work, combine
-from dure.errors import Aborted, CommError, CommTimeout, UsageError
+from dure.comm.work import combine
+from dure.errors import CommTimeout, UsageError
 from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
-
-
-def test_results_that_cannot_be_copied_back_are_a_failure_at_every_wait():
-    class Done:
-        source = -1
-
-        def done(self):
-            return True
-
-        def wait(self, timeout_s=None):
-            return True
-
-    def copy_back():
-        raise RuntimeError("no memory")
-
-    work = Work(Done(), [], finish=copy_back)  # pyright: ignore[reportArgumentType]
-    future = work.get_future()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="no memory"):
-            work.wait()
-    with pytest.raises(RuntimeError, match="no memory"):
-        future.wait()
-    assert not work.is_success()
-
-
-@pytest.mark.parametrize("limit", [PATIENCE_S, 0.5 + PATIENCE_S, timedelta(seconds=PATIENCE_S)])
-@on_ranks(2)
-def test_limits_are_times_or_seconds(rank, limit):
-    dist.barrier(timeout=limit)
-    assert dist.barrier(async_op=True).wait(limit)
 
 
 @pytest.mark.parametrize("limit", ["5", float("nan"), [1]])
@@ -74,17 +43,6 @@ def test_limits_may_be_longer_than_clocks_count(rank, limit):
     dist.monitored_barrier(timeout=limit)
     group = dist.new_group(timeout=limit)
     assert dist.barrier(group, async_op=True).wait(limit)
-
-
-def test_a_copy_that_fails_leaves_nothing_that_complains(capfd):
-    def body(rank):
-        work = dist.barrier(async_op=True)
-        with pytest.raises(TypeError):
-            copy.deepcopy(work)
-        return work.wait()
-
-    assert run_ranks(1, body) == [True]
-    assert "Exception ignored" not in capfd.readouterr().err
 
 
 def test_wait_with_a_limit_raises_and_can_be_repeated():
@@ -168,114 +126,12 @@ def test_second_waiter_does_not_return_before_the_result_is_copied_back(rank, op
     assert seen == [False, False]
 
 
-def test_copy_that_is_interrupted_is_made_at_the_next_wait():
-    calls = []
-
-    class Done:
-        source = -1
-
-        def wait(self, timeout_s=None):
-            return True
-
-    def copy_back():
-        calls.append(1)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    work = Work(Done(), [], finish=copy_back)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(KeyboardInterrupt):
-        work.wait()
-    assert work.wait()
-    assert len(calls) == 2
-
-
 @on_ranks(2)
 def test_future_chains_and_carries_errors(rank):
     work = dist.all_reduce(torch.tensor([2.0]), async_op=True)
     doubled = work.get_future().then(lambda f: [t * 2 for t in f.wait()])
     assert work.get_future() is work.get_future()
     assert doubled.wait()[0].item() == 8.0
-
-
-def test_future_of_a_failed_work_raises():
-    called = threading.Event()
-
-    def body(rank):
-        if rank == 1:
-            called.wait(PATIENCE_S)
-            return
-        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
-        called.set()
-        with pytest.raises(CommError):
-            future.wait()
-
-    run_ranks(2, body)
-
-
-def test_destroy_aborts_what_is_pending():
-    left = threading.Event()
-
-    def body(rank):
-        group = dist.new_group()
-        if rank == 1:
-            left.wait(PATIENCE_S)
-            return
-        work = dist.irecv(torch.empty(1), 1, group=group)
-        dist.destroy_process_group(group)
-        with pytest.raises(Aborted):
-            work.wait()
-        assert work.is_completed()
-        assert not work.is_success()
-        assert isinstance(work.exception(), Aborted)
-        left.set()
-
-    run_ranks(2, body)
-
-
-def test_a_future_is_waited_for_aside_on_its_thread():
-    """Whoever waits aside leaves the core to the rank's own threads."""
-
-    class Pending:
-        def __init__(self):
-            self.waited: list[str] = []
-
-        def done(self):
-            return False
-
-        def wait(self, timeout_s=None):
-            self.waited.append("wait")
-            return True
-
-        def wait_aside(self):
-            self.waited.append("wait_aside")
-
-    one, other = Pending(), Pending()
-    Work(one, []).get_future().wait()  # pyright: ignore[reportArgumentType]
-    assert one.waited == ["wait_aside"]
-    both = combine([Work(one, []), Work(other, [])], [], True)  # pyright: ignore[reportArgumentType]
-    assert both is not None
-    both.get_future().wait()
-    assert other.waited == ["wait_aside"]
-
-
-@on_ranks(3)
-def test_coalesced_operations_end_together(rank):
-    a, b = torch.ones(2), torch.full((3,), float(rank))
-    with dist.coalescing_manager(async_ops=True) as both:
-        dist.all_reduce(a)
-        dist.all_reduce(b, dist.ReduceOp.MAX)
-    both.wait()
-    assert (a.tolist(), b.tolist()) == ([3.0] * 2, [2.0] * 3)
-
-
-@on_ranks(2)
-def test_all_reduce_coalesced_checks_every_tensor_first(rank):
-    good = torch.ones(1)
-    with pytest.raises(UsageError):
-        dist.all_reduce_coalesced([good, torch.ones(1, dtype=torch.cfloat)], dist.ReduceOp.MIN)
-    assert good.item() == 1
-    dist.all_reduce_coalesced([good, torch.ones(2)])
-    assert good.item() == 2.0
 
 
 @pytest.mark.parametrize("backend", ["threads", "shm"])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 import dure as dist
 from dure.comm.aliases import _resolve_process_group
 from dure.comm.operators import group_named
-from dure.comm.world import current_world, new_world
 from dure.errors import UsageError
 from dure.testing import run_ranks
 
@@ -32,38 +30,6 @@ def test_a_thread_rank_sees_only_its_own_world():
 
         assert run_ranks(3, body) == [(r, 3) for r in range(3)]
         assert dist.get_world_size() == 1
-
-
-def test_new_world_is_empty_and_ends_with_its_block():
-    outside = current_world()
-    with new_world() as inside:
-        assert current_world() is inside
-        assert not dist.is_initialized()
-        with pytest.raises(UsageError):
-            dist.get_rank()
-    assert current_world() is outside
-
-
-def test_what_is_called_during_backward_keeps_its_own_group():
-    class Sum(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, group):
-            ctx.group = group
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            grad = grad.clone()
-            ctx.group.all_reduce(grad)
-            return grad, None
-
-    def body(rank):
-        x = torch.full((3,), float(rank), requires_grad=True)
-        Sum.apply(x, dist.group.WORLD).sum().backward()
-        assert x.grad is not None
-        return x.grad.tolist()
-
-    assert run_ranks(4, body) == [[4.0] * 3] * 4
 
 
 def test_groups_are_found_by_name_and_the_default_one_as_0():

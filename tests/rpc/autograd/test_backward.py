@@ -207,12 +207,6 @@ def test_random_programs_find_what_one_process_finds() -> None:
         run_a_program(seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 100))
-def test_many_random_programs_find_what_one_process_finds(seed: int) -> None:
-    run_a_program(seed)
-
-
 def kill_during_a_pass(seed: int) -> None:
     random = Random(seed)
     network = Network(4, seed)
@@ -246,12 +240,6 @@ def kill_during_a_pass(seed: int) -> None:
 def test_a_death_at_any_moment_ends_the_pass() -> None:
     for seed in range(20):
         kill_during_a_pass(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 100))
-def test_a_death_at_many_moments_ends_the_pass(seed: int) -> None:
-    kill_during_a_pass(seed)
 
 
 def test_who_made_a_context_dies_and_it_is_forgotten() -> None:
@@ -383,19 +371,6 @@ def test_without_grad_mode_a_message_only_makes_the_context_known() -> None:
     assert network.at[1].find(number).workers == {0}
 
 
-def test_what_comes_to_a_thread_without_grad_mode_can_be_computed_with_after() -> None:
-    network = Network(2)
-    number = network.context()
-    w = torch.tensor([3.0], requires_grad=True)
-    with inside(number):
-        tag = network.at[1].sending(0, "a call", [w])
-    assert tag is not None
-    with torch.no_grad():
-        (came,) = network.at[0].receiving(1, tag, [w.detach().clone().requires_grad_()])
-    network.at[0].backward(number, [(came * 5).sum()], False)
-    assert network.at[1].find(number).gradients[w].tolist() == [5.0]
-
-
 def test_gradients_that_are_none_are_sent_all_the_same() -> None:
     class Drops(torch.autograd.Function):
         @staticmethod
@@ -413,34 +388,3 @@ def test_gradients_that_are_none_are_sent_all_the_same() -> None:
     network.at[0].backward(number, [Drops.apply(back) + y], False)
     assert network.at[0].find(number).gradients == {y: torch.ones(1)}
     assert network.sent == 2  # there and back, though there is nothing to tell
-
-
-def test_gradients_of_every_layout_travel() -> None:
-    network = Network(2)
-    number = network.context()
-    table = torch.nn.Embedding(4, 2, sparse=True)
-    rows = network.carry(number, table(torch.tensor([1, 1, 3])), 1, 0)
-    wide = network.carry(number, torch.ones(2, 3, requires_grad=True), 1, 0)
-    network.at[0].backward(number, [rows.sum() + wide.t().mul(2).sum()], False)
-    (gradient, other) = network.at[1].find(number).gradients.values()
-    sparse, dense = (gradient, other) if gradient.is_sparse else (other, gradient)
-    assert sparse.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
-    assert dense.tolist() == [[2.0] * 3] * 2
-
-
-def test_a_connection_that_breaks_fails_the_pass_and_the_next_one_works() -> None:
-    network = Network(3)
-    number = network.at[0].new().number
-    x = network.carry(number, torch.ones(1, requires_grad=True), 0, 1)
-    w = torch.tensor([3.0], requires_grad=True)
-    there = network.carry(number, x * 2, 1, 2) * w
-    broke = RpcError("the connection broke: gradients were lost")
-    hook = there.register_hook(lambda _: network.at[1].lost(2, broke))
-    loss = network.carry(number, network.carry(number, there, 2, 1), 1, 0)
-    with pytest.raises(RpcError, match="Error on Node 1: the connection broke"):
-        network.at[0].backward(number, [loss], True)
-    hook.remove()
-    network.settle()
-    assert [contexts.counts for contexts in network.at] == [(1, 0)] * 3
-    network.at[0].backward(number, [loss], False)
-    assert w in network.at[2].find(number).gradients

@@ -8,7 +8,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from random import Random
 
-import pytest
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -102,12 +101,6 @@ def test_gradients_and_hooks_are_those_of_one_run() -> None:
         run_in_pieces(seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(50, 250))
-def test_many_graphs_are_those_of_one_run(seed: int) -> None:
-    run_in_pieces(seed)
-
-
 def edges(roots: dict[Hashable, list[torch.Tensor]]) -> dict[Hashable, list[GradientEdge]]:
     return {name: [get_gradient_edge(t) for t in tensors] for name, tensors in roots.items()}
 
@@ -136,21 +129,6 @@ def test_received_gradients_come_as_soon_as_they_can() -> None:
     assert graph.arrive("sent", [torch.tensor([2.0])]) == {other.grad_fn: (torch.tensor([8.0]),)}
     assert graph.leaves[leaf].item() == 3.0 + 2.0 * 5.0
     assert seen == [10.0]
-
-
-def test_what_no_root_reaches_is_named() -> None:
-    (idle,) = place([torch.ones(1)])
-    leaf = torch.ones(1, requires_grad=True)
-    graph = LocalGraph(edges({"loss": [leaf * 2]}), {node(idle): 1})
-    assert graph.unreached == {idle.grad_fn}
-
-
-def test_a_root_without_gradients_ends_its_segments() -> None:
-    leaf = torch.ones(1, requires_grad=True)
-    graph = LocalGraph(edges({"loss": [leaf * 2], "sent": [leaf * 3]}), {})
-    graph.arrive("sent", [None])
-    graph.arrive("loss", [torch.ones(1)])
-    assert graph.leaves[leaf].item() == 2.0
 
 
 def test_hooks_of_one_graph_may_wait_for_another_with_other_leaves() -> None:

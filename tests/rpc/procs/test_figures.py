@@ -17,20 +17,6 @@ def mine(name: str) -> list[Figures]:
     return [each.figures for each in seen() if (each.pid, each.name) == (os.getpid(), name)]
 
 
-def test_figures_are_found_by_name_until_the_board_is_closed():
-    board = Board(NAME)
-    try:
-        assert mine(NAME) == [Figures()]
-        shown = Figures(2**40, 1, 3, 0, 110, 1000, 0, 7)
-        board.show(shown)
-        assert mine(NAME) == [shown]
-        assert mine(f"{NAME}x") == []
-    finally:
-        board.close()
-    assert mine(NAME) == []
-    board.show(Figures())  # too late: no harm
-
-
 def seen_with_a_child(_: Slot) -> tuple[list[int], int]:
     """Return the workers named `NAME` of which this process is one that has forked, and its id."""
     board = Board(NAME)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dure import native
-from dure.comm.memory import _number_shown
 from dure.errors import UsageError
 from dure.rpc import share
 from dure.rpc.memory import Memory, give, own, take
@@ -67,10 +66,6 @@ def forks(_: Slot) -> tuple[bool, bool]:
     return bool(keeps), bool((memory == 1).all())
 
 
-def number_shown(_: Slot) -> int:
-    return _number_shown()
-
-
 def let_go(_: Slot) -> None:
     held.pop()
 
@@ -110,25 +105,6 @@ def test_both_have_the_same_memory_and_it_is_freed_when_nobody_has_it(peer, coun
     assert peer(first) == [4, 9, 4, 4]
     peer(let_go)
     assert used() == before
-
-
-def test_a_fork_warns_of_memory_that_another_has_shared_and_not_of_what_it_has_given(peer) -> None:
-    for tensor, expected in ((torch.zeros(10_000), 0), (share(torch.zeros(10_000)), 1)):
-        peer(hold, native.heap_identity(), *given_to(peer, bytes_of(tensor)))
-        assert peer(number_shown) == expected
-        peer(let_go)
-        assert peer(number_shown) == 0
-
-
-def test_who_lets_go_makes_room_for_the_next(peer) -> None:
-    tensor = share(torch.zeros(10))
-    holds = set[object]()
-    for _ in range(5):
-        row = given_to(peer, bytes_of(tensor))
-        holds.add(row[2])
-        peer(hold, native.heap_identity(), *row)
-        peer(let_go)
-    assert len(holds) == 1
 
 
 def test_what_a_dead_process_held_is_freed(peer) -> None:

@@ -27,12 +27,6 @@ from dure.store.router import read_event
 from tests.rpc import served
 from tests.rpc.procs.rpc_workers import Start, double, workers
 from tests.store.procs.wire_tools import (
-    JUNK,
-    Proxy,
-    connect,
-    frame_header,
-    greeting,
-    is_closed,
     member,
     new_source,
 )
@@ -102,15 +96,6 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         rpc.shutdown(graceful=False)
 
 
-@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk[:12]))
-def test_bytes_that_are_not_ours_end_the_connection(junk: bytes, attacked: Attacked) -> None:
-    with attacked.under_attack(), connect(attacked.port, new_source()) as stranger:
-        stranger.sendall(junk)
-        with contextlib.suppress(OSError):  # it may be over already
-            stranger.shutdown(1)
-        assert is_closed(stranger)
-
-
 def test_a_message_that_cannot_be_read_is_dropped(
     attacked: Attacked, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,34 +108,6 @@ def test_a_message_that_cannot_be_read_is_dropped(
     of_v = msgspec.msgpack.encode(Envelope(Kind.CALL, attacked.id))
     transport().message(7, of_v, [])  # from another than it says
     assert caplog.text.count("could not be read") == 5
-
-
-def test_a_frame_of_2_gb_is_cut_off_at_its_header(attacked: Attacked) -> None:
-    with attacked.under_attack(), connect(attacked.port, new_source()) as stranger:
-        stranger.sendall(greeting() + frame_header(2 << 30, command=True))
-        with contextlib.suppress(OSError):  # it is over before all of this is sent
-            for _ in range(64):
-                stranger.sendall(bytes(1 << 20))
-        assert is_closed(stranger)
-
-
-def test_a_flood_of_connections_holds_nobody_up(attacked: Attacked) -> None:
-    source = new_source()
-    with attacked.under_attack(), contextlib.ExitStack() as opened:
-        flood = [opened.enter_context(connect(attacked.port, source)) for _ in range(600)]
-        assert is_closed(flood[0])  # of more than 512 the oldest is shut
-
-
-def test_a_session_that_is_played_back_is_refused(attacked: Attacked) -> None:
-    with (
-        Proxy(attacked.port, new_source()) as proxy,
-        member(proxy.port, "127.0.0.1", attacked.key, "rpc") as rogue,
-    ):
-        rogue.send(b"not a greeting")
-        until(lambda: len(proxy.recorded) > 500, "the handshake")
-    with attacked.under_attack(), connect(attacked.port, new_source()) as stranger:
-        stranger.sendall(proxy.recorded)
-        assert is_closed(stranger)
 
 
 @pytest.mark.parametrize("key", ["another", "of the store", "none"])

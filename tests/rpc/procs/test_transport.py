@@ -24,8 +24,7 @@ import torch
 
 import dure
 from dure import env, native
-from dure.errors import PeerLost, RendezvousError, RpcError
-from dure.rpc import meeting
+from dure.errors import PeerLost, RpcError
 from dure.rpc.agent import Agent
 from dure.rpc.current import current
 from dure.rpc.envelope import Envelope, Kind
@@ -37,7 +36,6 @@ from dure.rpc.transport import _UNREAD, HostTransport, _encode
 from dure.rpc.transport import _log as transport_log
 from dure.testing import ProcessPool
 from tests.comm.forked_ranks import Ranks, Slot
-from tests.store.procs.relay import Relay
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.needs("engine")
@@ -84,12 +82,6 @@ def joined(url: str, rank: int, size: int | None, name: str = "", **options: Any
 def transport_of(agent: Agent) -> HostTransport:
     assert isinstance(agent.transport, HostTransport)
     return agent.transport
-
-
-def pid_of(agent: Agent, peer: int) -> int:
-    found = transport_of(agent).peers.find(peer)
-    assert found is not None
-    return found.process.pid
 
 
 def end_of(agent: Agent, peer: int) -> str | None:
@@ -264,47 +256,6 @@ def test_ten_thousand_messages_are_neither_lost_nor_doubled(
     process_pool, url: str, shared: bool
 ) -> None:
     assert process_pool(3).run(crowd, url, shared) == [8 * 420] * 3
-
-
-def without_rings(rank: int, url: str) -> None:
-    agent = joined(url, rank, 2)
-    taken: list[object] = []
-    if rank == 0:
-        other = transport_of(agent).peers.find(1)
-        assert other is not None
-        process = native.heap_peer(*other.heap)
-        assert process is not None
-        taken = [native.Outbox.claim(process, other.inbox) for _ in range(16)]
-        assert None not in taken
-    dure.barrier()
-    sent = [numbered(10_000, 1)]
-    assert are_equal(agent.rpc_sync(1 - rank, same, (sent,)), sent)
-    assert agent.rpc_sync(1 - rank, same, (b"x" * 20_000,)) == b"x" * 20_000
-    assert "dure-rpc-sockets" in {thread.name for thread in threading.enumerate()}
-    closed(agent)
-
-
-def test_where_no_ring_is_free_messages_go_through_sockets(process_pool, url: str) -> None:
-    process_pool(2).run(without_rings, url)
-
-
-def stopped(rank: int, url: str, shared: bool) -> None:
-    agent = joined(url, rank, 2, shared_memory=shared)
-    agent.rpc_sync(1 - rank, same, (0,))
-    dure.barrier()
-    if rank == 0:
-        other = pid_of(agent, 1)
-        os.kill(other, signal.SIGSTOP)
-        made = [b"%d " % number + b"x" * 1000 for number in range(500)]
-        futures = [agent.rpc_async(1, same, (each,)) for each in made]  # more than a ring holds
-        os.kill(other, signal.SIGCONT)
-        assert [future.wait() for future in futures] == made
-    closed(agent)
-
-
-@both
-def test_nobody_waits_for_a_receiver(process_pool, url: str, shared: bool) -> None:
-    process_pool(2).run(stopped, url, shared)
 
 
 _agents: list[Agent] = []
@@ -489,25 +440,6 @@ def test_a_process_of_another_host_that_cannot_be_reached_is_lost(start_victim, 
         assert pool.run(far_away, url) == [("it could not be reached", "elsewhere")] * 2
 
 
-def relayed(relays: list[Relay]) -> None:
-    """Have the others reach this process through a relay."""
-    plain = meeting.listen
-
-    class Published(meeting.Peer, frozen=True, array_like=True):
-        pass
-
-    def listen(address):
-        listener = plain(address)
-        relays.append(Relay(listener.port))
-        return listener
-
-    def peer(name, rank, process, heap, inbox, endpoint, build):
-        endpoint = f"tcp://127.0.0.1:{relays[0].port}"
-        return Published(name, rank, process, heap, inbox, endpoint, build)
-
-    meeting.listen, meeting.Peer = listen, peer  # pyright: ignore
-
-
 _held = threading.Event()
 
 
@@ -515,59 +447,4 @@ def hold() -> None:
     assert _held.wait(PATIENCE_S)
 
 
-def cut(rank: int, url: str) -> None:
-    relays: list[Relay] = []
-    saved = meeting.listen, meeting.Peer
-    relayed(relays)
-    try:
-        agent = joined(url, rank, 2, shared_memory=False)
-    finally:
-        meeting.listen, meeting.Peer = saved  # pyright: ignore
-    with relays[0]:
-        assert agent.rpc_sync(1 - rank, same, (b"before",)) == b"before"
-        future = agent.rpc_async(1 - rank, hold)
-        dure.barrier()
-        if rank == 0:
-            until(relays[0].cut, "a connection to be cut")
-        with pytest.raises(RpcError, match="may have run"):  # the other end has lost its way back
-            future.wait()
-        dure.barrier()  # before, an answer would still arrive through the connection that is whole
-        _held.set()
-        data = numbered(1 << 20, 1)
-        while True:  # a call that is made before the other connection is found broken ends, too
-            try:
-                assert torch.equal(agent.rpc_sync(1 - rank, same, (data,)), data)
-                break
-            except RpcError:
-                continue
-        closed(agent)
-
-
-def test_a_connection_that_breaks_is_told_at_both_ends_and_opened_again(
-    process_pool, url: str
-) -> None:
-    process_pool(2).run(cut, url)
-
-
 # --- who comes ------------------------------------------------------------------------------------
-
-
-def test_with_dynamic_membership_processes_come_go_and_come_again(url: str, start_victim) -> None:
-    agent = joined(url, 0, None, "first")
-    victim = start_victim(-1, None)
-    assert victim.values() == [1]
-    assert agent.rpc_sync("v", same, (numbered(5000, 1),))[0] == 1
-    with pytest.raises(RendezvousError):
-        joined(url, -1, None, "v")
-    os.kill(victim.pids[0], signal.SIGKILL)
-    assert end_of(agent, 1) == "signal 9 (SIGKILL)"
-    again = start_victim(-1, None)  # the same name
-    assert again.values() == [2]
-    until(lambda: (2, "v") in {(each.id, each.name) for each in agent.workers}, "it to come again")
-    assert agent.rpc_sync("v", same, (b"hello",)) == b"hello"
-    with pytest.raises(PeerLost):
-        agent.rpc_sync(1, same, (b"hello",))
-    again.start(leave, False)
-    assert end_of(agent, 2) == "it left"
-    assert [each.name for each in agent.workers] == ["first"]
-    agent.close()

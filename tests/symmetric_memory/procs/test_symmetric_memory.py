@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from dure import symmetric_memory
-from dure.testing import run_ranks
 from tests.comm.forked_ranks import Ranks
 from tests.symmetric_memory import heap_ranks
 
@@ -37,19 +35,11 @@ def test_wrong_uses_are_told_2_ranks(process_pool):
     assert process_pool(2, "shm").run(heap_ranks.wrong_uses, 2) == [True, True]
 
 
-def test_thread_ranks_share_a_heap():
-    assert run_ranks(3, heap_ranks.neighbours, 3) == [[[0.5], [1.5], [2.5]]] * 3
-
-
 def test_zero_copy_in_every_group_4_ranks(process_pool):
     for grew in process_pool(4, "shm").run(heap_ranks.zero_copy_in_every_group, 4):
         assert len(grew) == 3  # the world, its twin, its axis
         # Staging would touch the 512 KiB buffers of all members; headers take a few pages.
         assert max(grew) < 256 * 1024
-
-
-def test_zero_copy_at_other_offsets_on_each_rank_3_ranks(process_pool):
-    assert all(process_pool(3, "shm").run(heap_ranks.offsets_that_differ, 3))
 
 
 def test_heap_tensors_beside_ordinary_ones_3_ranks(process_pool):
@@ -66,12 +56,6 @@ def test_freed_memory_goes_back_with_trim():
     del x
     assert symmetric_memory.trim() >= 4 << 20
     assert symmetric_memory.trim() == 0
-
-
-def test_shapes_as_torch_takes_them():
-    for size in ((2, 3), ((2, 3),), ([2, 3],), (torch.Size([2, 3]),)):
-        assert symmetric_memory.empty(*size).shape == (2, 3)
-    assert symmetric_memory.empty(0, 4).shape == (0, 4)
 
 
 def test_a_rank_that_dies_is_not_waited_for_3_ranks(tmp_path):

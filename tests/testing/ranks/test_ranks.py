@@ -70,13 +70,3 @@ def test_run_ranks_that_hang_are_shown(capsys, monkeypatch):
     release.set()
     assert info.value.missing == (1,)
     assert "release.wait(PATIENCE_S)" in capsys.readouterr().err
-
-
-def test_run_ranks_world_of_the_process_is_not_touched():
-    run_ranks(2, lambda rank: dist.barrier())
-    assert not dist.is_initialized()
-
-
-def test_run_ranks_one_after_another_are_independent():
-    for n in (1, 3, 2):
-        assert run_ranks(n, lambda rank: dist.get_world_size()) == [n] * n

@@ -3,7 +3,6 @@
 import torch
 
 import dure
-from dure import trace
 from dure.testing import run_ranks
 from dure.testing.recorder import CommRecorder
 
@@ -46,14 +45,3 @@ def test_recorder_can_listen_to_one_group():
         return [e.group for e in seen.events] == [pair.group_name]
 
     assert run_ranks(2, program) == [True, True]
-
-
-def test_no_hook_stays_behind_a_recorder():
-    before = list(trace.hooks)
-
-    def program(rank):
-        with CommRecorder():
-            dure.barrier()
-
-    run_ranks(2, program)
-    assert trace.hooks == before

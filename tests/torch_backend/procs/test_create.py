@@ -7,10 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-import torch
-
 import dure.torch_backend
-from tests.torch_backend.torch_worlds import LIMIT, in_pool, td, world
+from tests.torch_backend.torch_worlds import in_pool, td, world
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -33,25 +31,6 @@ def default(rank: int, folder: str) -> None:
 
 
 test_default = in_pool(default)
-
-
-def experimental_api(rank: int, folder: str) -> None:
-    del folder
-    dure.torch_backend.register_dist2()
-    dure.torch_backend.register_dist2()
-    from torch.distributed import _dist2
-
-    store = td.HashStore()
-    group = _dist2._BACKENDS["dure"](store, 0, 1, LIMIT, torch.device("cpu"))
-    try:
-        tensor = torch.full((2,), float(rank))
-        group.allreduce([tensor]).wait()
-        assert tensor.tolist() == [float(rank)] * 2
-    finally:
-        group.shutdown()
-
-
-test_experimental_api = in_pool(experimental_api)
 
 
 # ---- found without an import ---------------------------------------------------------------------
@@ -109,11 +88,3 @@ td.destroy_process_group()
 print("fine")
 """
     assert _run(code, _installed(tmp_path)) == ["said", "so", "fine"]
-
-
-def test_package_may_be_imported_before_torch(tmp_path: Path):
-    code = """
-import dure.torch_backend, torch
-print(torch.distributed.Backend.DURE)
-"""
-    assert _run(code, _installed(tmp_path)) == ["dure"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -154,31 +153,6 @@ def test_recorded_traces_with_hostile_texts_show_them_as_texts(page: Page, tmp_p
         expect(page.locator("#timeline .lane i").first).to_contain_text(evil)
         expect(page.locator("section[data-chart^=scalar] h2")).to_contain_text(evil)
         assert page.locator("img, main script").count() == 0
-
-
-def test_malformed_huge_and_deep_files_are_named_and_left_out(page: Page, tmp_path: Path) -> None:
-    write(tmp_path, 0, [record(0, 1)], {"groups": []})
-    (tmp_path / "deep.json").write_text('{"x":' + "[" * 99_999 + "]" * 99_999 + "}")
-    (tmp_path / "torn.json").write_text('{"format": "dure-flight", "version": 1, "ra')
-    with open(tmp_path / "zuge.json", "wb") as huge:
-        huge.truncate(1 << 40)
-    os.mkfifo(tmp_path / "fifo.json")
-    text = json.loads((tmp_path / "rank0.json").read_text())
-    groups = [{"name": "g", "rank": 0, "ranks": list(range(100_000)), "backend": ""}]
-    (tmp_path / "wide.json").write_text(json.dumps(text | {"rank": 1, "groups": groups}))
-    with viewing(tmp_path) as served:
-        page.goto(served.url)
-        expect(page.locator("#ranks tbody tr")).to_have_count(1)
-        problems = page.locator("#problems li")
-        expect(problems).to_have_text(
-            [
-                re.compile(r"deep\.json: is no flight record"),
-                re.compile(r"fifo\.json: is not a regular file"),
-                re.compile(r"torn\.json: is not JSON, or incomplete"),
-                re.compile(r"wide\.json: holds more than a rank records"),
-                re.compile(r"zuge\.json: is larger than 16 MiB"),
-            ]
-        )
 
 
 def test_address_opens_the_page_once_and_a_reload_keeps_it(

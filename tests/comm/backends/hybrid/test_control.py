@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,6 @@ import zmq
 
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.base import BackendOptions
-from dure.comm.backends.hybrid import control
 from dure.comm.backends.hybrid.control import ControlMessage, Watch, open_channel
 from dure.comm.backends.hybrid.subcomms import group_by_host
 from dure.errors import PeerLost, StoreTimeout
@@ -68,52 +65,6 @@ def _started(watch: Watch) -> threading.Thread:
     watch.start()
     (thread,) = set(threading.enumerate()) - before
     return thread
-
-
-def test_what_the_watch_uses_is_closed_by_the_thread_that_uses_it(leaders, monkeypatch):
-    monkeypatch.setattr(control, "_GOODBYE_S", 0.01)
-    (watch, state), (other, _) = leaders
-    in_use, go = threading.Event(), threading.Event()
-    state.look = lambda: (in_use.set(), go.wait(PATIENCE_S))[0]
-    socket = watch.channel_to(1).socket
-    thread = _started(watch)
-    assert in_use.wait(PATIENCE_S)
-    watch.stop(0)
-    assert not socket.closed
-    (nudge,) = state.listeners
-    nudge()
-    go.set()
-    thread.join(PATIENCE_S)
-    assert socket.closed
-    read, write = os.pipe()  # the descriptors that the watch had are free again
-    nudge()
-    os.set_blocking(read, False)
-    with pytest.raises(BlockingIOError):
-        os.read(read, 1)
-    os.close(read)
-    os.close(write)
-    other.stop(0)
-
-
-def test_a_channel_that_breaks_after_its_leader_has_left_does_not_keep_the_watch_busy(leaders):
-    (watch, _), (other, _) = leaders
-    channel = watch.channel_to(1)
-    channel.monitor.close(0)
-    with zmq.Context() as context:
-        teller, channel.monitor = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        teller.bind("inproc://teller")
-        channel.monitor.connect("inproc://teller")
-        channel.left, channel.lost = 0, 1.0
-        thread = _started(watch)
-        teller.sndhwm = 1
-        for _ in range(5000):  # more than are kept for a reader that does not read
-            assert teller.poll(1000 * PATIENCE_S, zmq.POLLOUT), "the watch does not read them"
-            teller.send_multipart([struct.pack("=hi", zmq.Event.DISCONNECTED, 0), b""])
-        teller.close(0)
-        watch.stop(0)
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-    other.stop(0)
 
 
 def test_a_host_that_another_counts_as_lost_has_lost_that_one(leaders):

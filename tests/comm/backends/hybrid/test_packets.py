@@ -16,19 +16,6 @@ def answers(place: tuple[str, int]) -> bool:
     return False
 
 
-def test_a_deaf_listener_keeps_what_it_has() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as first,
-        listener.accept()[0] as accepted,
-    ):
-        assert answers(listener.getsockname())
-        let_nobody_in(listener)
-        assert not answers(listener.getsockname())
-        first.sendall(b"still here")
-        assert accepted.recv(100) == b"still here"
-
-
 def test_zeromq_goes_on_with_a_listener_that_is_deaf() -> None:
     with zmq.Context() as context:
         place = listen(resolve("127.0.0.1", 0))

@@ -20,12 +20,6 @@ def test_shares_cover_the_whole_in_elements(n, width, count):
     assert max(nbytes for _, nbytes in pieces) - min(nbytes for _, nbytes in pieces) <= width
 
 
-def test_cut_ends_with_the_piece():
-    assert mpi_memory.cut((100, 25), 0, 10) == (100, 10)
-    assert mpi_memory.cut((100, 25), 20, 10) == (120, 5)
-    assert mpi_memory.cut((100, 25), 30, 10)[1] == 0
-
-
 def test_messages_of_a_piece_are_no_longer_than_mpi_can_count(monkeypatch):
     monkeypatch.setattr(mpi_memory, "_LONGEST", 10)
     assert list(mpi_memory.messages((0, 25), 0)) == [(0, 10), (10, 10), (20, 5)]

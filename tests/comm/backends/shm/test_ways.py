@@ -83,22 +83,6 @@ def test_way_of_tensors_in_the_symmetric_heap(op: str, text: str) -> None:
     assert way(_call(op, 64 * KIB, heap=True), 2, COPIES).startswith(text)
 
 
-@pytest.mark.needs("engine")
-def test_a_list_is_taken_from_the_heap_if_its_tensors_are_one_range() -> None:
-    whole = heap_empty(64 * KIB, dtype=torch.uint8)
-    here = list(whole.chunk(2))
-    for tensors, text in ((here, "zero-copy, if "), (here[::-1], "through staging")):
-        call = Call(op="all_to_all", inputs=tensors, outputs=tensors)
-        assert way(call, 2, COPIES).startswith(text)
-
-
-def test_an_explicit_size_of_single_copies_holds_beyond_the_caches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("DURE_SINGLE_COPY", "32768")
-    assert way(_call("gather", 32 * KIB), 2, COPIES) == "copied once by the kernel"
-
-
 def test_sizes_are_those_of_the_engine() -> None:
     def number(file: str, name: str) -> int:
         found = re.search(rf"{name} = ([\d* ]+);", (CORE / file).read_text())
