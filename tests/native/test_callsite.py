@@ -17,22 +17,6 @@ TORCH = Path(torch.__file__).parent
 pytestmark = pytest.mark.needs("engine")
 
 
-def _called_in(path: str) -> str:
-    scope = {"call_site": call_site}
-    exec(compile("site = call_site()", path, "exec"), scope)
-    return str(scope["site"])
-
-
-def test_long_path_is_cut_between_characters():
-    for letters in range(20, 80):
-        name = "가" * letters + ".py"
-        told = _called_in("/" + name)
-        path, _, place = told.partition(":1")
-        assert ("/" + name).endswith(path.removeprefix("..."))
-        assert place in ("", " in <module>")
-        assert len(told.encode()) < 160
-
-
 @pytest.mark.parametrize(
     "path",
     [

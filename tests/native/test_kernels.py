@@ -170,24 +170,6 @@ def test_integers_wrap_and_compare_as_python_says(dtype, isas):
             assert reduced([a, b], op).tolist() == expected[op], op
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT], ids=str)
-def test_complex_numbers_are_folded_in_rank_order(dtype, op, isas):
-    random = torch.Generator().manual_seed(5)
-    wide = torch.complex64 if dtype == torch.complex32 else dtype
-    tensors = [torch.randn(1100, dtype=wide, generator=random).to(dtype) for _ in range(3)]
-    re, im = (torch.view_as_real(tensors[0].to(wide))[..., k].clone() for k in (0, 1))
-    for t in tensors[1:]:
-        x, y = torch.view_as_real(t.to(wide)).unbind(-1)
-        re, im = (re * x - im * y, re * y + im * x) if op == ReduceOp.PRODUCT else (re + x, im + y)
-    expected = torch.complex(re, im)
-    if op == ReduceOp.AVG:
-        expected = torch.complex(re / 3, im / 3)
-    for _ in isas:
-        assert_same_bits(reduced(tensors, op), expected.to(dtype))
-
-
 @pytest.mark.parametrize("op", [*OPS, *BITS], ids=str)
 def test_kernels_exist_exactly_where_the_reduction_has_a_meaning(op):
     everything = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}

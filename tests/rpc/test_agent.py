@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -101,28 +100,6 @@ def test_a_broken_connection_ends_calls_and_nothing_is_called_twice() -> None:
         Gate.open.set()
         assert api.rpc_sync("worker1", add, (1, 2)) == 3
         assert not Gate.reached.acquire(blocking=False)
-
-
-def test_what_must_arrive_does_over_broken_connections_in_order() -> None:
-    with Cluster(2) as cluster:
-        one, other = cluster.agents
-        got, lock = list[bytes](), threading.Lock()
-
-        def take(sender: int, body: bytes) -> None:
-            with lock:
-                got.append(body)
-
-        other.on(7, take)
-        for n in range(30):
-            if n % 3 == 0:
-                cluster.network.hold(0, 1)
-            one.tell(1, 7, bytes([n]))
-            if n % 3 == 1:
-                cluster.network.cut(0, 1)
-        cluster.network.release(0, 1)
-        until(lambda: len(got) == 30, "all messages")
-        assert sorted(got) == [bytes([n]) for n in range(30)]
-        until(lambda: not one.directory.reach(1).link.kept, "what was sent to be acknowledged")
 
 
 def test_a_death_ends_the_calls_that_wait_for_it() -> None:

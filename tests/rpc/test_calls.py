@@ -109,30 +109,6 @@ def test_an_answer_of_another_worker_than_the_callee_is_not_taken() -> None:
         assert future.wait() == 5
 
 
-def interrupt(*_: object) -> bool:
-    raise KeyboardInterrupt
-
-
-def test_a_future_whose_waiting_thread_is_interrupted_is_done_all_the_same() -> None:
-    with Cluster(2) as cluster, cluster.on(0) as agent:
-        future = api.rpc_async("worker1", wait_at_gate, (5,))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agent.transport, "wait", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                future.wait()
-        Gate.open.set()
-        until(future.done, "the future")
-
-        future = api.rpc_async("worker1", add, (1, 1))
-        wait = agent.transport.wait
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agent.transport, "wait", lambda *them: wait(*them) and interrupt())
-            with pytest.raises(KeyboardInterrupt):
-                future.wait()
-        until(future.done, "the future")
-        assert future.wait() == 2
-
-
 class SlotsError(Exception):
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import subprocess
 import threading
-from collections.abc import Callable
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -122,27 +119,6 @@ def test_a_name_is_free_when_its_process_has_ended_and_not_before() -> None:
     with pytest.raises(RendezvousError) as caught:
         Peers.join(store, peer("w"))
     assert "is not unique" in str(caught.value)
-
-
-def test_a_name_of_another_host_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    other = Peers.join(store, peer("w", process=FAR))
-    waiting = threading.Event()
-    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: waiting.set())
-    monkeypatch.setattr("dure.rpc.peers.time", clock)
-    found: list[int] = []
-    join: Callable[[], None] = lambda: found.append(Peers.join(store, peer("w")).own_id)  # noqa: E731
-    thread = threading.Thread(target=join)
-    thread.start()
-    assert waiting.wait(PATIENCE_S)
-    assert not found
-    other.close()
-    thread.join()
-    assert found == [1]
-    Peers.join(store, peer("x", process=FAR))
-    clock.monotonic = itertools.count().__next__
-    with pytest.raises(RendezvousError):
-        Peers.join(store, peer("x"))
 
 
 def test_who_joins_is_told_of_those_that_are_gone() -> None:

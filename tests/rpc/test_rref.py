@@ -6,7 +6,6 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import pytest
@@ -212,21 +211,6 @@ def test_a_value_lives_as_long_as_somebody_refers_to_it() -> None:
             freed(cluster)
         finally:
             kept.clear()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_messages_may_overtake_each_other(seed: int) -> None:
-    with Cluster(3, random=Random(seed)) as cluster:
-
-        def work(id: int) -> int:
-            total = 0
-            for n in range(15):
-                rref = api.remote((id + n) % 3, add, (n, 1))
-                total += api.rpc_async((id + 1) % 3, sum_of, (rref, RRef(n))).wait()
-            return total
-
-        assert cluster.everywhere(work) == [sum(2 * n + 1 for n in range(15))] * 3
-        freed(cluster)
 
 
 def test_a_broken_connection_loses_no_reference_that_arrived_and_keeps_none_that_did_not() -> None:

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from dure.comm.backends.queue import OrderedQueue
-from dure.errors import Aborted, DureError, InternalError
+from dure.comm.backends.request import Request
+from dure.errors import Aborted, CommTimeout, DureError, InternalError
 from tests.waiting import PATIENCE_S
 
 
@@ -34,23 +35,6 @@ def _raising(error: BaseException):
         raise error
 
     return action
-
-
-def test_operations_run_in_the_order_of_the_calls_a_synchronous_one_too(queue):
-    ran, held = [], _Held()
-    requests = [
-        queue.run(held, True),
-        *(queue.run(lambda i=i: ran.append(i), True) for i in (1, 2)),
-    ]
-    late = threading.Thread(target=lambda: queue.run(lambda: ran.append(3), False))
-    assert held.begun.wait(PATIENCE_S)
-    assert queue.busy
-    late.start()
-    assert not requests[1].done()
-    held.go.set()
-    late.join(PATIENCE_S)
-    assert [r.wait(PATIENCE_S) for r in requests] == [True] * 3
-    assert ran == [1, 2, 3]
 
 
 @pytest.mark.parametrize("error", [MemoryError("no scratch"), RuntimeError("ours"), SystemExit(1)])
@@ -80,3 +64,17 @@ def test_stopping_ends_what_has_not_begun_and_refuses_what_comes():
     assert running.wait(PATIENCE_S)
     with pytest.raises(DureError):
         queue.run(lambda: None, True)
+
+
+@pytest.mark.parametrize("error", [None, CommTimeout("late")])
+def test_who_waits_for_a_queued_operation_waits_for_what_it_has_started(queue, error):
+    inner = Request()
+    request = queue.run(lambda: inner, True)
+    assert not request.wait(0.01)
+    inner.end(error)
+    if error is None:
+        assert request.wait(PATIENCE_S)
+    else:
+        with pytest.raises(CommTimeout):
+            request.wait(PATIENCE_S)
+    assert request.done()

@@ -47,16 +47,5 @@ def _noted(rank: int) -> None:
     assert (meet.op, meet.seq) == ("barrier", cast.seq + 1)
 
 
-def _ring_wraps(rank: int) -> None:
-    for _ in range(3000):
-        dist.barrier()
-    records = recorded(rank)
-    assert len(records) == 2000
-    assert [r.seq for r in records] == list(range(records[0].seq, records[0].seq + 2000))
-    starts = [r.start_ns for r in records]
-    assert starts == sorted(starts)
-
-
-@pytest.mark.parametrize("program", [_noted, _ring_wraps])
-def test_two_ranks(process_pool, program):
-    process_pool(2, "shm").run(program)
+def test_calls_are_noted_with_what_they_worked_on_2_ranks(process_pool):
+    process_pool(2, "shm").run(_noted)

@@ -104,6 +104,7 @@ def _jit_traced(function: Callable[..., Any]) -> Any:
 
 
 CAPTURES: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "eager": lambda f: f,
     "make_fx": lambda f: make_fx(f)(torch.ones(2, 2)),
     "make_fx of fakes": lambda f: make_fx(f, tracing_mode="fake")(torch.ones(2, 2)),
     "make_fx of symbols": lambda f: make_fx(f, tracing_mode="symbolic")(torch.ones(2, 2)),

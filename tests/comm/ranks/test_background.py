@@ -111,14 +111,3 @@ def test_a_task_ends_when_a_peer_is_lost_and_its_error_is_raised(rank):
     with pytest.raises(PeerLost):
         dure.destroy_process_group()
     assert not dure.is_initialized()
-
-
-@on_ranks(2)
-def test_a_task_cannot_be_canceled_and_may_leave_its_group(rank):
-    gate, task = threading.Event(), BackgroundTask()
-    task.add_done_callback(lambda _: dure.destroy_process_group())
-    task.start(lambda: gate.wait(PATIENCE_S), "task", [_not_left(current_world().default)])
-    assert not task.cancel()
-    gate.set()
-    task.join()
-    assert task.result() and not dure.is_initialized()

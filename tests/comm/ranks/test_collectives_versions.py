@@ -16,10 +16,6 @@ pytestmark = pytest.mark.needs("engine")  # other backends write with torch, whi
 K = 4
 
 
-def _parts(n):
-    return [torch.zeros(K) for _ in range(n)]
-
-
 def _into_first(x, call):
     """Call with a list of outputs that begins with `x`."""
     return call([x, torch.zeros(K)])
@@ -28,30 +24,14 @@ def _into_first(x, call):
 _WRITES = {
     "all_reduce": lambda x, r: dist.all_reduce(x),
     "all_reduce_async": lambda x, r: dist.all_reduce(x, async_op=True),
-    "all_reduce_coalesced": lambda x, r: dist.all_reduce_coalesced([torch.zeros(3), x]),
     "broadcast": lambda x, r: (dist.broadcast(x, 0), dist.broadcast(x, 1)),
     "reduce": lambda x, r: (dist.reduce(x, 0), dist.reduce(x, 1)),
     "all_gather": lambda x, r: _into_first(x, lambda o: dist.all_gather(o, torch.zeros(K))),
     "all_gather_single": lambda x, r: dist.all_gather_single(x, torch.zeros(K // 2)),
-    "all_gather_coalesced": lambda x, r: dist.all_gather_coalesced(
-        [[x], [torch.zeros(K)]], [torch.zeros(K)]
-    ),
-    "gather": lambda x, r: _into_first(
-        x, lambda o: [dist.gather(torch.zeros(K), o if r == d else None, dst=d) for d in (0, 1)]
-    ),
-    "scatter": lambda x, r: dist.scatter(x, _parts(2) if r == 0 else None, src=0),
-    "reduce_scatter": lambda x, r: dist.reduce_scatter(x, _parts(2)),
     "reduce_scatter_single": lambda x, r: dist.reduce_scatter_single(x, torch.zeros(2 * K)),
-    "all_to_all": lambda x, r: _into_first(x, lambda o: dist.all_to_all(o, _parts(2))),
     "all_to_all_single": lambda x, r: dist.all_to_all_single(x, torch.zeros(K)),
     "recv": lambda x, r: (dist.isend(torch.zeros(K), 1 - r), dist.recv(x, 1 - r))[0],
     "irecv": lambda x, r: (dist.isend(torch.zeros(K), 1 - r).wait(), dist.irecv(x, 1 - r))[1],
-    "batch_isend_irecv": lambda x, r: [
-        w.wait()
-        for w in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, torch.zeros(K), 1 - r), dist.P2POp(dist.irecv, x, 1 - r)]
-        )
-    ],
 }
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dure as dist
+from dure.comm.backends.registry import register_backend, unregister_backend
 from dure.comm.subgroups import Kind, new_groups
 from dure.comm.world import current_world
-from dure.errors import (
-    Desync,
-)
+from dure.errors import Desync, UsageError
 from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks
 
@@ -58,3 +58,35 @@ def test_groups_left_by_all_at_once_keep_nobody_and_no_keys(rank):
         dist.destroy_process_group(group)
     dist.barrier()
     assert _keys() == []
+
+
+@pytest.fixture
+def half_built():
+    """Two backends, of which the second cannot be made; yields how the first was closed."""
+    closed = []
+
+    class First:
+        name, device_types = "first", frozenset({"cpu"})
+
+        def close(self, abort):
+            closed.append(abort)
+
+    def fail(options):
+        raise UsageError("cannot run here")
+
+    first: Any = First  # only what the test needs of a backend
+    register_backend("first", lambda options: first(), devices=("cpu",))
+    register_backend("second", fail, devices=("cuda",))
+    yield closed
+    unregister_backend("first")
+    unregister_backend("second")
+
+
+def test_a_backend_is_closed_where_the_groups_other_one_cannot_be_made(half_built):
+    def body(rank):
+        with pytest.raises(UsageError):
+            dist.new_group(backend="cpu:first,cuda:second")
+        return dist.get_pg_count()
+
+    assert run_ranks(1, body) == [1]
+    assert half_built == [True]

@@ -41,11 +41,6 @@ def test_coalesced_forms_take_several_tensors():
     assert run_ranks(2, body) == [[summed, joined, [[1], [[3], [3]]]]] * 2
 
 
-@on_ranks(3)
-def test_a_number_counts_as_a_tensor_of_one(rank):
-    assert F.all_gather_tensor(torch.tensor(rank), 0).tolist() == [0, 1, 2]
-
-
 class Mesh:
     """What a mesh is to a collective: two axes of two ranks."""
 

@@ -63,11 +63,6 @@ def test_unknown_backend_raises_before_anyone_is_waited_for():
     assert not dist.is_initialized()
 
 
-@on_ranks(1)
-def test_backend_name_and_config(rank):
-    assert (dist.get_backend(), dist.get_backend_config()) == ("threads", "cpu:threads")
-
-
 def test_process_group_context_manager_leaves_at_the_end():
     with dist.process_group("threads", store=dist.HashStore(), rank=0, world_size=1) as group:
         assert dist.is_initialized()

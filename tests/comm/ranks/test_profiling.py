@@ -22,51 +22,31 @@ def _message(rank: int, send: Any, recv: Any, sender: int = 0) -> None:
         work.wait()
 
 
-def _at_root(rank: int) -> list[torch.Tensor] | None:
-    return _pair() if rank == 0 else None
-
-
 OPERATIONS: dict[str, tuple[Any, list[str]]] = {
     "all_reduce": (lambda r: dist.all_reduce(torch.ones(4)), ["allreduce_ all_reduce"]),
     "all_reduce_coalesced": (
         lambda r: dist.all_reduce_coalesced(_pair()),
         ["allreduce_ all_reduce", "allreduce_ all_reduce"],
     ),
-    "all_gather": (lambda r: dist.all_gather(_pair(), torch.ones(4)), ["allgather_ all_gather"]),
     "all_gather_single": (
         lambda r: dist.all_gather_single(torch.zeros(8), torch.ones(4)),
         ["_allgather_base_ all_gather"],
     ),
-    "all_gather_coalesced": (
-        lambda r: dist.all_gather_coalesced([[t] for t in _pair()], [torch.ones(4)]),
-        ["allgather_ all_gather"],
-    ),
-    "all_to_all": (lambda r: dist.all_to_all(_pair(), _pair()), ["alltoall_ all_to_all"]),
     "all_to_all_single": (
         lambda r: dist.all_to_all_single(torch.zeros(4), torch.ones(4)),
         ["alltoall_base_ all_to_all"],
     ),
     "barrier": (lambda r: dist.barrier(), ["barrier barrier"]),
-    "broadcast": (lambda r: dist.broadcast(torch.ones(4), 0), ["broadcast_ broadcast"]),
-    "gather": (lambda r: dist.gather(torch.ones(4), _at_root(r), 0), ["gather_ gather"]),
-    "reduce": (lambda r: dist.reduce(torch.ones(4), 0), ["reduce_ reduce"]),
-    "reduce_scatter": (
-        lambda r: dist.reduce_scatter(torch.zeros(4), _pair()),
-        ["reduce_scatter_ reduce_scatter"],
-    ),
     "reduce_scatter_single": (
         lambda r: dist.reduce_scatter_single(torch.zeros(4), torch.ones(8)),
         ["_reduce_scatter_base_ reduce_scatter"],
     ),
-    "scatter": (lambda r: dist.scatter(torch.zeros(4), _at_root(r), 0), ["scatter_ scatter"]),
-    "send": (lambda r: _message(r, dist.send, dist.recv), ["send send"]),
-    "recv": (lambda r: _message(r, dist.send, dist.recv, 1), ["recv_ recv"]),
     "isend": (lambda r: _message(r, dist.isend, dist.irecv), ["send send"]),
     "irecv": (lambda r: _message(r, dist.isend, dist.irecv, 1), ["recv_ recv"]),
 }
 """What is called, and the records: after "c10d::", and after the backend's name."""
 
-ASYNCHRONOUS = {"all_reduce_coalesced", "all_gather_coalesced", "isend", "irecv"}
+ASYNCHRONOUS = {"all_reduce_coalesced", "isend", "irecv"}
 """What starts operations: they have a record of their call, and one of the wait."""
 
 

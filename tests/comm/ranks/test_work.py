@@ -11,11 +11,34 @@ import torch
 
 import dure as dist
 from dure.comm import work as work_module
-from dure.comm.work import combine
+from dure.comm.work import Work, combine
 from dure.errors import CommTimeout, UsageError
 from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
+
+
+def test_results_that_cannot_be_copied_back_are_a_failure_at_every_wait():
+    class Done:
+        source = -1
+
+        def done(self):
+            return True
+
+        def wait(self, timeout_s=None):
+            return True
+
+    def copy_back():
+        raise RuntimeError("no memory")
+
+    work = Work(Done(), [], finish=copy_back)  # pyright: ignore[reportArgumentType]
+    future = work.get_future()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory"):
+            work.wait()
+    with pytest.raises(RuntimeError, match="no memory"):
+        future.wait()
+    assert not work.is_success()
 
 
 @pytest.mark.parametrize("limit", ["5", float("nan"), [1]])

@@ -14,7 +14,7 @@ from dure.errors import RpcError
 from dure.rpc import api
 from dure.rpc.autograd.backward import Contexts
 from dure.rpc.rref import RRef
-from tests.rpc.gates import Cluster, Gate, attached, wait_at_gate
+from tests.rpc.gates import Cluster, attached
 from tests.waiting import until
 
 
@@ -121,20 +121,6 @@ def test_a_context_is_known_without_tensors_and_ends_everywhere(cluster: Cluster
         assert known() == {2, 3}
         assert contexts(cluster, 3).counts == (1, 0)
     all_released(cluster)
-
-
-def test_a_call_that_begins_after_its_context_was_released_does_not_make_it_anew() -> None:
-    with attached(4, slots=1) as cluster, cluster.on(0):
-        running = api.rpc_async("worker1", wait_at_gate)
-        Gate.wait_for()
-        with autograd.context():
-            queued = api.rpc_async("worker1", multiply, (leaf(2.0), leaf(3.0)))
-            number = autograd._current_context()._context_id()  # pyright: ignore[reportPrivateUsage]
-        until(lambda: number in contexts(cluster, 1)._released, "the release")  # pyright: ignore
-        Gate.open.set()
-        running.wait()
-        assert queued.wait().item() == 6.0
-        assert contexts(cluster, 1).counts == (0, 0)
 
 
 def test_outside_of_contexts_nothing_is_noted(cluster: Cluster) -> None:

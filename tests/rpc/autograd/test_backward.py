@@ -320,21 +320,6 @@ def test_a_release_during_a_pass_ends_it() -> None:
     assert [contexts.counts for contexts in network.at] == [(0, 0), (0, 0)]
 
 
-def test_passes_through_two_contexts_at_once_keep_apart() -> None:
-    network = Network(2)
-    w = torch.tensor([3.0], requires_grad=True)
-    numbers = [network.at[me].new().number for me in (0, 1)]
-    outer = network.carry(numbers[0], torch.tensor([2.0], requires_grad=True), 0, 1) * w
-    inner = network.carry(numbers[1], network.carry(numbers[1], w * 7, 1, 0), 0, 1)
-    # The second pass begins, and ends, in the middle of the first.
-    loss = inner.sum()
-    outer.register_hook(lambda _: network.at[1].backward(numbers[1], [loss], False))
-    network.at[0].backward(numbers[0], [network.carry(numbers[0], outer, 1, 0)], False)
-    found = [network.at[1].find(number).gradients[w].tolist() for number in numbers]
-    assert found == [[2.0], [7.0]]
-    assert numbers[1] >> 48 == 1
-
-
 def test_a_graph_that_is_not_retained_is_run_once_and_then_forgotten() -> None:
     network = Network(2)
     number = network.at[0].new().number

@@ -11,7 +11,7 @@ from random import Random
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from dure.rpc.autograd.graph import LocalGraph, aside, edge_of, place
+from dure.rpc.autograd.graph import LocalGraph, aside, edge_of
 from tests.waiting import PATIENCE_S
 
 
@@ -110,27 +110,6 @@ def node(tensor: torch.Tensor) -> Node:
     return tensor.grad_fn
 
 
-def test_received_gradients_come_as_soon_as_they_can() -> None:
-    # loss -> y1 (received) -> elsewhere -> sent back as the gradient of x2, which needs only y1.
-    seen: list[float] = []
-    one, two = place([torch.tensor([2.0]), torch.tensor([3.0])])
-    one.register_hook(lambda g: seen.append(float(g)))
-    (other,) = place([torch.tensor([5.0])])
-    leaf = torch.tensor([4.0], requires_grad=True)
-    loss = one * 10 + two * leaf
-    sent = leaf * other
-    graph = LocalGraph(
-        edges({"loss": [loss], "sent": [sent]}), {node(one): 2, node(other): 1}, retain_graph=True
-    )
-    first = graph.arrive("loss", [torch.ones(1)])
-    assert first == {one.grad_fn: (torch.tensor([10.0]), torch.tensor([4.0]))}
-    assert graph.leaves == {}  # the leaf's gradient lacks a part
-    assert list(graph.missing) == ["sent"]
-    assert graph.arrive("sent", [torch.tensor([2.0])]) == {other.grad_fn: (torch.tensor([8.0]),)}
-    assert graph.leaves[leaf].item() == 3.0 + 2.0 * 5.0
-    assert seen == [10.0]
-
-
 def test_hooks_of_one_graph_may_wait_for_another_with_other_leaves() -> None:
     """As those of data parallelism do, by way of other processes."""
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
@@ -167,16 +146,3 @@ def test_a_leaf_is_set_aside_by_one_thread_at_a_time() -> None:
             assert not got.is_set()
     assert got.wait(PATIENCE_S)
     thread.join()
-
-
-def test_a_sparse_leaf_gets_its_gradient_however_large() -> None:
-    indices = torch.tensor([[5], [7]])
-    leaf, gradient = (
-        torch.sparse_coo_tensor(indices, torch.tensor([value]), (300, 300), check_invariants=True)
-        for value in (1.0, 3.0)
-    )
-    leaf.requires_grad_()
-    graph = LocalGraph({"root": [edge_of(leaf)]}, {})
-    graph.arrive("root", [gradient])
-    assert graph.leaves[leaf].to_dense().nonzero().tolist() == [[5, 7]]
-    assert graph.leaves[leaf].to_dense()[5, 7].item() == 3.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 from dure import rpc
 from dure.rpc.current import current
 from dure.store import FileStore
-from tests.comm.namespace_hosts import hosts, start_job
-from tests.launch.procs.launching import Launching, launching
 from tests.rpc.procs.rpc_workers import Start, double, workers
 from tests.waiting import key_file, until
 
@@ -20,11 +17,6 @@ pytestmark = pytest.mark.needs("engine")
 
 PROGRAMS = Path(__file__).parent / "programs"
 OVER_HOSTS, COMES_AGAIN = PROGRAMS / "rpc_over_hosts.py", str(PROGRAMS / "rpc_comes_again.py")
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launching]:
-    yield from launching(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -83,34 +75,3 @@ def test_workers_meet_in_a_store_of_their_own(tmp_path: Path) -> None:
         other.leave()
         rpc.shutdown()
         other.left()
-
-
-@pytest.mark.slow
-@pytest.mark.needs("network namespaces")
-def test_a_host_that_is_cut_off_is_lost_after_its_silence(tmp_path: Path) -> None:
-    """The call under way may have run; from then on the worker is gone. Others are called."""
-    with hosts(3, "rpc") as made:
-        ranks = start_job(made, 1, [OVER_HOSTS, tmp_path], tmp_path / "key")
-        until((tmp_path / "calling").exists, "the call to be under way")
-        made[1].cut()
-        out = ranks[0].communicate()[1]
-        assert ranks[0].returncode == 0, out
-    seen = json.loads((tmp_path / "0.json").read_text())
-    assert seen["first"].startswith("RpcError: the connection to worker 'worker1' broke")
-    assert "may have run" in seen["first"]
-    assert seen["later"].startswith("PeerLost: worker 'worker1' (id 1) is gone")
-    assert seen["seconds"] > 2  # for so long it is looked for when the connection is broken
-    assert seen["others"] == 42
-
-
-def test_a_worker_that_dies_comes_again_under_dure_run_elastic(launcher: Launching) -> None:
-    seen = launcher.directory / "seen.json"
-    done = launcher.run("--nproc", "3", "--elastic", "--max-restarts", "3", COMES_AGAIN, str(seen))
-    assert done.code == 0, done.out + done.err
-    report = json.loads(seen.read_text())
-    assert report["lost"] == "PeerLost"
-    assert "worker1" in report["text"]
-    assert "SIGKILL" in report["text"]
-    assert (report["other"], report["again"]) == (8, 42)
-    old, new = report["ids"]
-    assert old != new

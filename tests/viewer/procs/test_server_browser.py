@@ -153,23 +153,3 @@ def test_recorded_traces_with_hostile_texts_show_them_as_texts(page: Page, tmp_p
         expect(page.locator("#timeline .lane i").first).to_contain_text(evil)
         expect(page.locator("section[data-chart^=scalar] h2")).to_contain_text(evil)
         assert page.locator("img, main script").count() == 0
-
-
-def test_address_opens_the_page_once_and_a_reload_keeps_it(
-    browser: Browser, tmp_path: Path
-) -> None:
-    write(tmp_path, 0, [record(0, 1)])
-    with viewing(tmp_path) as served:
-        mine, theirs = browser.new_context(), browser.new_context()
-        first, second = mine.new_page(), theirs.new_page()
-        first.goto(served.url)
-        expect(first.locator("#ranks tbody tr")).to_have_count(1)
-        second.goto(served.url)
-        expect(second.locator("h1")).to_have_text("This address has been used.")
-        second.goto(first.url)
-        expect(second.locator("body")).to_contain_text("it can be used once")
-        first.reload()
-        expect(first.locator("#ranks tbody tr")).to_have_count(1)
-        assert first.evaluate("document.cookie") == ""
-        mine.close()
-        theirs.close()

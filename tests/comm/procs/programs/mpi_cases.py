@@ -128,13 +128,3 @@ def case_wait_that_is_interrupted(rank, n):
             dist.barrier(group=group)
         assert info.value.peer == 0
         dist.destroy_process_group(group)
-
-
-def case_groups_come_and_go(rank, n):
-    """Each is left while its neighbours are used: none takes another's messages."""
-    for i in range(20):
-        group = dist.new_group()
-        t = torch.full((3,), float(rank + i))
-        dist.all_reduce(t, group=group)
-        assert holds(t, n * i + n * (n - 1) / 2)
-        dist.destroy_process_group(group)
