@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dure.comm.ops import ReduceOp
-from dure.errors import RendezvousError
+from dure.errors import RendezvousError, RendezvousTimeout
 from dure.store.file import FileStore
 from dure.store.prefix import PrefixStore
 from tests.comm.forked_ranks import Ranks, Slot, descriptors, join, mapped_segments
@@ -145,3 +145,20 @@ def test_a_limit_that_leaves_no_room_is_named_on_all_ranks(tmp_path, what, name)
         for seen, fix in ranks.values():
             assert name in seen
             assert "limit" in fix
+
+
+def _stays_away(slot: Slot):
+    if slot.rank == 1:
+        return None
+    try:
+        join(slot)
+    except RendezvousTimeout as error:
+        return error
+    return None
+
+
+def test_rank_that_never_comes_is_named_2_ranks(tmp_path):
+    with Ranks(2, tmp_path, _stays_away, timeout_s=0.5) as ranks:
+        error = ranks.result(0)
+        assert isinstance(error, RendezvousTimeout)
+        assert (error.missing, error.came) == ((1,), (0,))
