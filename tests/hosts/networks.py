@@ -58,6 +58,55 @@ def add_second_network(made: Sequence[Host]) -> list[str]:
     return addresses
 
 
+def use_ipv6_only(made: Sequence[Host]) -> None:
+    """Take the hosts' IPv4 addresses away, and give them IPv6 ones."""
+    for number, host in enumerate(made):
+        inside(host, "ip", "addr", "flush", "dev", "eth0", "scope", "global")
+        host.address = f"fd77::{number + 1}"
+        inside(host, "ip", "addr", "add", f"{host.address}/64", "dev", "eth0", "nodad")
+
+
+def set_mtu(made: Sequence[Host], nbytes: int) -> None:
+    """Let the hosts send packets of at most so many bytes."""
+    for host in made:
+        inside(host, "ip", "link", "set", "eth0", "mtu", str(nbytes))
+
+
+_SHIFT = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int failed = (int)syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) now->tv_sec += 3600;
+    return failed;
+}
+time_t time(time_t *seconds) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (seconds) *seconds = now.tv_sec;
+    return now.tv_sec;
+}
+int gettimeofday(struct timeval *at, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec;
+    at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+"""
+
+
+def shift_clock(host: Host, folder: Path) -> None:
+    """Let the host's calendar be an hour fast, for programs that use the C library."""
+    source, library = folder / "shift.c", folder / "shift.so"
+    source.write_text(_SHIFT)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    host.variables["LD_PRELOAD"] = str(library)
+
+
 def received(host: Host, interface: str) -> int:
     """Return how many bytes a host has received through an interface."""
     return int(inside(host, "cat", f"/sys/class/net/{interface}/statistics/rx_bytes"))
@@ -111,6 +160,9 @@ __all__ = [
     "inside",
     "ranks_on",
     "received",
+    "set_mtu",
     "set_variables",
+    "shift_clock",
+    "use_ipv6_only",
     "why_no_firewall",
 ]
