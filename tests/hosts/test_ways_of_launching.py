@@ -101,7 +101,8 @@ class Jobs:
         url = f"http://{at(host, ETCD_PORT)}"
         words = ["etcd", "--data-dir", str(folder / "etcd"), "--log-level", "error"]
         words += ["--listen-client-urls", url, "--advertise-client-urls", url]
-        host.start_any(words, {}, (folder / "etcd.txt").open("w"))
+        with (folder / "etcd.txt").open("w") as output:
+            host.start_any(words, {}, output)
         until(lambda: host.listens(ETCD_PORT), "etcd")
 
     def finish(self, way: str, network: str) -> list[Finished]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from dure import env
 from dure.errors import StoreError
 from dure.store.base import Store
-from dure.store.interfaces import chosen_address
+from dure.store.interfaces import chosen_address, first_address
 
 __all__ = [
     "LOOPBACK",
@@ -42,12 +42,16 @@ __all__ = [
     "outward_address",
     "patience_for_names",
     "resolve",
+    "resolve_shared",
     "why_unreachable",
 ]
 
 LOOPBACK = ("tcp://127.", "tcp://[::1]")
 """How ZeroMQ's endpoints begin that only this host reaches."""
 
+
+_ELSEWHERE = "192.0.2.1"
+"""An address of no host, reserved for documents: the way there is the default route."""
 
 _SAY_S = 2.0
 _PAUSE_S = 0.5
@@ -89,6 +93,40 @@ def resolve(host: str, port: int, purpose: str = "the store's host name") -> Add
     family, _, _, _, where = min(found, key=lambda info: info[0] != socket.AF_INET)
     check_not_wildcard(str(where[0]), purpose)
     return Address(family=family, ip=str(where[0]), port=port)
+
+
+def resolve_shared(host: str, port: int, purpose: str = "the store's host name") -> Address:
+    """Look up a host at which processes of several hosts meet.
+
+    As `resolve`, but a name that means a loopback address here is this host's own (Debian gives it
+    127.0.1.1 in /etc/hosts), and other hosts reach it elsewhere: at DURE_STORE_BIND, or else at the
+    interface of the default route, or else at the first one that has an address. "localhost" and
+    addresses stay what they are, as does the name of a host without a network.
+
+    Raises:
+        StoreError: As `resolve`.
+    """
+    address = resolve(host, port, purpose)
+    if not is_loopback_name(host, address):
+        return address
+    bind = env.text("DURE_STORE_BIND")
+    if bind is None or is_wildcard(bind):
+        bind = None
+    outside = bind or interface_to(_ELSEWHERE) or first_address()
+    return resolve(outside, port, purpose) if outside else address
+
+
+def is_loopback_name(host: str, address: Address) -> bool:
+    """Return whether `host` is a name, other than localhost, for the loopback address `address`."""
+    if not ipaddress.ip_address(address.ip.partition("%")[0]).is_loopback:
+        return False
+    if "localhost" in host.lower() or host.lower() == "ip6-loopback":
+        return False
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
 
 
 def is_wildcard(host: str) -> bool:
@@ -179,7 +217,7 @@ def look_up_briefly(host: str, port: int, limit_s: float = 1.0) -> Address | Non
 
     def ask() -> None:
         with contextlib.suppress(StoreError):
-            found.append(resolve(host, port))
+            found.append(resolve_shared(host, port))
 
     asking = threading.Thread(target=ask, name="dure look-up", daemon=True)
     asking.start()

@@ -36,7 +36,7 @@ import psutil
 from dure import env
 from dure.errors import RendezvousError, StoreError
 from dure.placement import Placement, RankSlot, System, detect
-from dure.store.address import await_name, interface_to, patience_for_names, resolve
+from dure.store.address import await_name, interface_to, patience_for_names, resolve, resolve_shared
 from dure.store.base import Store
 from dure.store.file import FileStore
 from dure.store.identity import start_of
@@ -100,7 +100,7 @@ class TcpEndpoint:
         began = time.monotonic()
         await_name(self.host, patience_for_names(timeout_s), _log.warning)
         host = self._own_name() if rank == 0 else self.host
-        address = resolve(host, self.port, self.purpose)
+        address = resolve_shared(host, self.port, self.purpose)
         # In a home that all hosts share, rank 0 may be making the user's key just now.
         wait_s = SHARED_HOME_S if self.job and rank != 0 else 0.0
         job = self.job or name_of(self.host, self.port)

@@ -8,11 +8,14 @@ too, as torch does. Where they are not set, the interface that leads to the stor
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
 
 from dure import env
 from dure.errors import UsageError
 
-__all__ = ["chosen_address"]
+__all__ = ["chosen_address", "first_address"]
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def chosen_address(*variables: str) -> str | None:
@@ -36,15 +39,33 @@ def chosen_address(*variables: str) -> str | None:
     return None
 
 
-def _address_of(interface: str, variable: str) -> str:
+def first_address() -> str | None:
+    """Return an address of this host that is not a loopback one; None if it has none.
+
+    Of the first interface, in the order of the system, that has one which is not of a link alone.
+    """
+    for addresses in _addresses().values():
+        for address in addresses:
+            ip = ip_address(address)
+            if not (ip.is_loopback or ip.is_link_local):
+                return address
+    return None
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Return the addresses of each interface, IPv4 first, and those of a link alone last."""
     import psutil  # lazy: only where somebody chooses an interface
 
-    found = psutil.net_if_addrs()
-    addresses = [
-        each
-        for each in found.get(interface, [])
-        if each.family in (socket.AF_INET, socket.AF_INET6)
-    ]
+    found: dict[str, list[str]] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        ips = [each.address.partition("%")[0] for each in addresses if each.family in _FAMILIES]
+        found[name] = sorted(ips, key=lambda ip: (":" in ip, ip.startswith("fe80:")))
+    return found
+
+
+def _address_of(interface: str, variable: str) -> str:
+    found = _addresses()
+    addresses = found.get(interface)
     if not addresses:
         has = ", ".join(sorted(found))
         raise UsageError(
@@ -55,8 +76,4 @@ def _address_of(interface: str, variable: str) -> str:
             fix=f"Set {variable} to an interface of this host that leads to the other hosts, or "
             "unset it.",
         )
-    best = min(
-        addresses,
-        key=lambda each: (each.family != socket.AF_INET, each.address.startswith("fe80:")),
-    )
-    return str(best.address)
+    return addresses[0]

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import msgspec
@@ -25,7 +26,7 @@ import zmq
 
 from dure import env
 from dure.errors import StoreError, StoreLost, StoreTimeout
-from dure.store.address import LOOPBACK, Address, is_refused, resolve
+from dure.store.address import LOOPBACK, Address, is_refused, resolve, resolve_shared
 from dure.store.arguments import duration_of, integer_of, text_of
 from dure.store.asking import AskingStore
 from dure.store.base import DEFAULT_TIMEOUT
@@ -279,14 +280,14 @@ class TCPStore(NetworkStore):
         if world_size is not None:
             world_size = integer_of(world_size, "TCPStore", "world_size")
         timeout = duration_of(timeout, "TCPStore")
-        address, server = resolve(host_name, port), None
+        address, server = resolve_shared(host_name, port), None
 
         def key_at(port: int) -> JobKey | None:
             return key or job_key(host_name, name_of(host_name, port))
 
         if is_master:
             server = serve(address, key_at, own_keys=True)
-            address = resolve(host_name, server.port)
+            address = replace(address, port=server.port)
         self._host, self._port = host_name, address.port
         super().__init__(address.endpoint, key_at(address.port), timeout, server)
         if world_size and world_size > 0 and wait_for_workers:

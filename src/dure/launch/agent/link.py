@@ -41,6 +41,7 @@ from dure.store.address import (
     look_up_briefly,
     patience_for_names,
     resolve,
+    resolve_shared,
 )
 from dure.store.key import JobKey, control_key, mint
 from dure.store.listener import listen
@@ -278,7 +279,7 @@ class HostEndpoint:
         self.trouble = self.address = ""
         patience_s = patience_for_names(spec.join_timeout_s, _UNKNOWN_S)
         await_name(self._host, patience_s, say, lambda seconds: pause(spec, signals, seconds))
-        self._there = resolve(self._host, self._port, "the endpoint's host")
+        self._there = resolve_shared(self._host, self._port, "the endpoint's host")
 
     @property
     def url(self) -> str:

@@ -122,6 +122,7 @@ def rank_variables(
     `spec.env` has the last word; `threads` is OMP_NUM_THREADS, or None to leave it as it is.
     """
     rank, size = str(layout.rank(local_rank)), str(layout.world_size)
+    in_etcd = layout.store.startswith("etcd://")
     variables: dict[str, str | None] = {
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
@@ -150,7 +151,8 @@ def rank_variables(
         "DURE_ETCD_PASSWORD_FD": (
             None if address.password_fd is None else str(address.password_fd)
         ),
-        "DURE_INSECURE": None,  # every rank has the key, and the launcher's store asks for it
+        # Every rank has the key, and the launcher's store asks for it; etcd may be without TLS.
+        "DURE_INSECURE": env.raw("DURE_INSECURE") if in_etcd else None,
         "DURE_ELASTIC": "1" if spec.elastic else None,
         "DURE_ELASTIC_MIN": str(spec.min_ranks) if spec.elastic else None,
     }
