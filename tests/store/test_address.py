@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 
 from dure.errors import StoreError
-from dure.store import TCPStore
-from dure.store.address import Address, is_local, resolve
+from dure.store import TCPStore, address
+from dure.store.address import Address, is_local, resolve, resolve_shared
 from dure.store.init_method import read_init_method
 from dure.store.key import mint
 from dure.store.listener import listen
@@ -63,3 +63,42 @@ def test_names_and_ports_are_checked() -> None:
     assert is_local("127.0.0.1")
     assert is_local("localhost")
     assert not is_local("192.0.2.1")
+
+
+@pytest.fixture
+def debian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give this host a name that means 127.0.1.1, as Debian does, and a network."""
+    known = {"here": "127.0.1.1", "10.0.0.7": "10.0.0.7", "10.0.0.8": "10.0.0.8"}
+    known |= {"there": "10.0.0.9", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
+
+    def look_up(host: str, port: int, **_: object) -> list:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[host], port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(address, "interface_to", lambda host: "10.0.0.7")
+
+
+@pytest.mark.parametrize(
+    ("host", "ip"),
+    [
+        ("here", "10.0.0.7"),
+        ("there", "10.0.0.9"),
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+    ],
+)
+@pytest.mark.usefixtures("debian")
+def test_a_hosts_own_name_is_what_other_hosts_reach(host: str, ip: str) -> None:
+    assert resolve_shared(host, 29500).endpoint == f"tcp://{ip}:29500"
+
+
+@pytest.mark.usefixtures("debian")
+def test_the_users_address_goes_first_and_without_a_network_it_is_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DURE_STORE_BIND", "10.0.0.8")
+    assert resolve_shared("here", 1).ip == "10.0.0.8"
+    monkeypatch.delenv("DURE_STORE_BIND")
+    monkeypatch.setattr(address, "interface_to", lambda host: None)
+    monkeypatch.setattr(address, "first_address", lambda: None)
+    assert resolve_shared("here", 1).ip == "127.0.1.1"
