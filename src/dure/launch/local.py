@@ -129,7 +129,7 @@ class LocalJob:
         """Return the failure that explains the round's end, or one that the job outlived."""
         if self._holds:
             if self._elastic.succeeded == run.round.nproc:
-                self._warn_of_no_elastic(run, "without it a job needs no --elastic")
+                run.warn_of_no_elastic("without it a job needs no --elastic")
             first = self._elastic.first_failure
         else:
             local = run.supervisor.first_failure
@@ -208,17 +208,10 @@ class LocalJob:
             f"rank {local} has ended ({run.supervisor.exits[local]}); replacement "
             f"{self._restarts} of {self._place.spec.max_restarts} is started"
         )
-        self._warn_of_no_elastic(run, "until then no rank recovers from a death")
+        run.warn_of_no_elastic("until then no rank recovers from a death")
         times = self._elastic.replaced.get(local, 0) + 1
         self._elastic.replaced[local] = times
         run.replace(local, times)
-
-    def _warn_of_no_elastic(self, run: RoundRun, why: str) -> None:
-        """Say once that a program which was started with --elastic does not recover by itself."""
-        spec, elastic = self._place.spec, self._elastic
-        if spec.elastic and spec.kind != "executable" and not run.elastic and not elastic.warned:
-            elastic.warned = True
-            self._place.terminal.say(f"--elastic: no rank has called dure.elastic.run; {why}")
 
 
 class _ElasticRound:
@@ -230,7 +223,6 @@ class _ElasticRound:
         gone: Ranks that have ended and are not replaced.
         replaced: How often each rank was replaced.
         first_failure: The first rank that failed, as it was then.
-        warned: Whether the user was told that the program does not recover.
     """
 
     def __init__(self, nproc: int) -> None:
@@ -238,7 +230,6 @@ class _ElasticRound:
         self.gone: set[int] = set()
         self.replaced: dict[int, int] = {}
         self.first_failure: RankResult | None = None
-        self.warned = False
         self._nproc = nproc
 
     @property

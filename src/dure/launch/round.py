@@ -101,7 +101,7 @@ class RoundRun:
         self.ranks: list[RankProcess] = []
         self.reports: list[ReportReader] = []
         self.outlived: dict[int, str] = {}
-        self.elastic = False  # a rank has entered `dure.elastic.run`
+        self._elastic = False  # a rank has entered `dure.elastic.run`, or the user knows of none
         self._place = place
         self._terminal = place.terminal
         self._numbers: dict[int, int] = {}  # of ranks that were replaced, by local rank
@@ -191,6 +191,13 @@ class RoundRun:
         for rank in (*self.ranks, *self._retired):
             rank.release()
         self._selector.close()
+
+    def warn_of_no_elastic(self, why: str) -> None:
+        """Say once that a program which was started with --elastic does not recover by itself."""
+        spec = self._place.spec
+        if spec.elastic and spec.kind != "executable" and not self._elastic:
+            self._elastic = True
+            self._terminal.say(f"--elastic: no rank has called dure.elastic.run; {why}")
 
     # --- what is known of it -----------------------------------------------------------------
 
@@ -397,7 +404,7 @@ class RoundRun:
         report.feed(data)
         if report.step is not step:
             self._active()
-        self.elastic = self.elastic or report.elastic
+        self._elastic = self._elastic or report.elastic
         now = time.monotonic()
         crash = None if had_crash else report.crash
         self._terminal.reported(self.ranks[rank].rank, crash, report.step)

@@ -213,7 +213,7 @@ class Agent:
         self._report(run)
         well = all(map(supervisor.succeeded, range(run.round.nproc)))
         if well:
-            self._warn_of_no_elastic(run, "without it a job needs no --elastic")
+            run.warn_of_no_elastic("without it a job needs no --elastic")
         if not self._me.gone:
             well = well and not self._held and supervisor.interrupted_by is None
             self._report_once(f"ended {number}", Ended(self._me.agent, number, self.ranks, well))
@@ -252,14 +252,8 @@ class Agent:
                     f"rank {run.round.rank(local)} has ended ({run.supervisor.exits[local]}); "
                     f"replacement {due.restart} of {self._place.spec.max_restarts} is started"
                 )
-                self._warn_of_no_elastic(run, "until then no rank recovers from a death")
+                run.warn_of_no_elastic("until then no rank recovers from a death")
                 run.replace(local, due.times)
-
-    def _warn_of_no_elastic(self, run: RoundRun, why: str) -> None:
-        """Say once that a program which was started with --elastic does not recover by itself."""
-        spec = self._place.spec
-        if spec.elastic and spec.kind != "executable" and not run.elastic:
-            self._say_once("elastic", f"--elastic: no rank has called dure.elastic.run; {why}")
 
     def _leave(self, number: int) -> None:
         self.interrupted_by = number
