@@ -67,12 +67,6 @@ def test_a_holder_on_another_host_that_shows_a_sign_is_alive(tmp_path, shared, m
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_record_on_a_file_system_of_one_host_is_of_a_process_that_ended(tmp_path):
-    _record(tmp_path)  # of the boot before: the kernel has no lock on it
-    _saves(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("data", [b"", b'{"job": "x", "proc'])
 def test_a_record_that_was_not_written_to_its_end_holds_for_a_lease(tmp_path, shared, data):
     (tmp_path / ".lock").write_bytes(data)
@@ -89,19 +83,6 @@ def test_a_holder_renews_its_lock_on_a_file_system_of_several_hosts(tmp_path, mo
     until(lambda: path.stat().st_mtime > 0, "a renewal")
     mine.release()
     until(lambda: "dure-checkpoint-lock" not in {t.name for t in threading.enumerate()})
-
-
-def test_a_holder_that_was_taken_for_dead_commits_nothing_and_leaves_the_others_lock(tmp_path):
-    mine = Folder(tmp_path)
-    begun = mine.begin(1)
-    (tmp_path / ".lock").unlink()
-    _record(tmp_path)
-    with pytest.raises(OSError, match="taken the folder over"):
-        mine.commit(begun)
-    begun.rmdir()
-    begun.mkdir()  # the other job saves the same step
-    mine.release()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", begun.name]
 
 
 def test_a_second_save_of_one_process_waits_for_the_first(tmp_path):

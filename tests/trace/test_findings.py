@@ -54,6 +54,11 @@ def test_a_rank_that_never_called_is_named_with_its_last_call_and_its_place(tmp_
     assert "rank 2 never called all_reduce #41" in text and "/home/me/train.py:77" in text
 
 
+def test_a_rank_without_a_file_is_absent_from_the_last_call(tmp_path):
+    (absence,) = _study(tmp_path, _all([1, 2])[0], None, _all([1, 2])[2]).absences
+    assert (absence.rank, absence.missed.seq, absence.has_file) == (1, 2, False)
+
+
 def test_what_a_ring_has_forgotten_is_not_held_against_the_rank(tmp_path):
     ranks = _all(range(1, 9))
     del ranks[1][:5]
@@ -88,11 +93,3 @@ def test_ranks_that_wait_for_each_other_in_messages_are_named(tmp_path):
     ranks[1].append(_message(1, "recv", 0))
     waits = {w.rank: (w.peer, w.mutual) for w in _study(tmp_path, *ranks).waits}
     assert waits == {0: (2, True), 2: (0, True), 1: (0, False)}
-
-
-def test_a_rank_that_an_exception_ended_is_not_called_killed(tmp_path):
-    write(tmp_path, 0, [record(0, 1), record(0, 2)])
-    write(tmp_path, 1, [record(1, 1)], {"reason": "ended by UsageError: no such backend"})
-    one, two = study(read(tmp_path)).absences
-    assert str(one).endswith("; it had failed: UsageError: no such backend")
-    assert "failed outside of an operation" in str(two)

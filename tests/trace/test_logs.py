@@ -134,4 +134,4 @@ def test_every_logger_of_the_sources_can_be_named() -> None:
         for name in re.findall(r'logs\.logger\("(\w+)"\)', path.read_text())
     }
     assert {f"dure.{name}" for name in used} <= set(env.LOGGERS)
-    assert {"comm", "launch", "parallel", "rpc", "store"} <= used
+    assert {"comm", "parallel", "rpc", "store"} <= used

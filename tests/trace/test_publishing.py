@@ -38,13 +38,6 @@ def test_value_that_is_no_number_is_refused(value: object) -> None:
         dure.log(1, loss=value)  # pyright: ignore[reportArgumentType]
 
 
-def test_step_and_names_are_looked_at() -> None:
-    with pytest.raises(UsageError):
-        dure.log(1.5, loss=0.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UsageError):
-        dure.log(1, **{"x" * 81: 0.5})
-
-
 def test_without_a_reader_nothing_happens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     publishing.stop()
     monkeypatch.delenv("DURE_PAGE_DIR", raising=False)

@@ -67,12 +67,3 @@ def test_a_gather_lasts_until_all_that_it_started_has_ended(tmp_path):
     assert (found["unshard 0"]["end"], found["unshard 0"]["track"]) == (1500, "modules")
     assert (found["unshard 1"]["end"], found["unshard 1"]["track"]) == (4000, "waits")
     assert found["unshard 1"]["tid"] < found["unshard 0"]["tid"]
-
-
-def test_a_channel_beside_a_group_has_a_track_of_its_name(tmp_path):
-    second = record(0, 1, group="world[1]", start_ns=2 * MS, end_ns=3 * MS)
-    write(tmp_path, 0, [record(0, 1), second])
-    events = timeline(read(tmp_path), ())["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    shown = [names[e["tid"]] for e in events if e["ph"] == "X"]
-    assert shown == ["group world", "group world[1]"]

@@ -21,7 +21,6 @@ from dure.checkpoint.slices import Box
 from dure.checkpoint.tree import tensor_node
 from dure.comm.checksum import crc32c
 from dure.errors import CheckpointDamaged, CheckpointError
-from dure.testing import run_ranks
 from tests.checkpoint.small_runs import equal, small
 
 NOT_DAMAGE = [errno.EMFILE, errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOMEM]
@@ -56,23 +55,6 @@ def test_error_of_the_system_is_raised_and_no_older_checkpoint_taken(
     assert not isinstance(caught.value, CheckpointDamaged)
     assert equal(model.state_dict(), small(5).state_dict()) and not checkpoints.refused
     assert checkpoints.load(model=model) == 2
-
-
-def test_error_of_one_rank_is_raised_on_all(tmp_path, monkeypatch):
-    def saving(rank):
-        checkpoints = Checkpointer(tmp_path)
-        for step in (1, 2):
-            checkpoints.save(step, values=[step])
-
-    def loading(rank):
-        checkpoints = Checkpointer(tmp_path)
-        with pytest.raises(CheckpointError, match="Too many open files"):
-            checkpoints.load(values=[])
-        return checkpoints.load(values=[])
-
-    run_ranks(2, saving)
-    _fail_once(monkeypatch, "open", "000002-step-2/manifest.json", errno.EMFILE)
-    assert run_ranks(2, loading) == [2, 2]
 
 
 def test_file_that_becomes_shorter_while_it_is_checked_is_damaged(tmp_path):

@@ -14,13 +14,12 @@ from dure.checkpoint import (
     save,
 )
 from dure.tensor import (
-    Replicate,
     Shard,
 )
 from dure.testing import run_ranks
-from tests.checkpoint.saved_states import counted, load_one, parts, save_one
+from tests.checkpoint.saved_states import counted, parts, save_one
 
-R, S0 = Replicate(), Shard(0)
+S0 = Shard(0)
 
 
 def test_parts_are_safetensors_with_the_rows_of_each_rank(tmp_path):
@@ -31,21 +30,6 @@ def test_parts_are_safetensors_with_the_rows_of_each_rank(tmp_path):
         "w[2:4, 0:2]": [[4, 5], [6, 7]],
         "w[4:6, 0:2]": [[8, 9], [10, 11]],
     }
-
-
-def test_only_the_wanted_rows_are_read_from_the_disk(tmp_path, monkeypatch):
-    run_ranks(1, save_one, tmp_path, (1,), [R], (8, 100))
-    counts = []
-    preadv = os.preadv
-
-    def counting(descriptor, buffers, at):
-        count = preadv(descriptor, buffers, at)
-        counts.append(count)
-        return count
-
-    monkeypatch.setattr(os, "preadv", counting)
-    run_ranks(4, load_one, tmp_path, (4,), [S0], (8, 100))
-    assert counts == [800] * 4  # 2 rows of 100 floats
 
 
 def _pipe(path):

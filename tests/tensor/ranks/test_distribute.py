@@ -16,7 +16,6 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dure.errors import DimError, MeshError, ModuleError, PlacementError, UsageError
-from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
     Partial,
@@ -29,7 +28,7 @@ from dure.tensor import (
 )
 from dure.tensor.placement_types import StridedShard
 from dure.testing import CommRecorder, run_ranks
-from tests.thread_ranks import on_mesh, on_ranks
+from tests.thread_ranks import on_ranks
 
 R = Replicate()
 WAYS: list[tuple[tuple[int, ...], tuple[Placement, ...], list[str]]] = [
@@ -223,12 +222,3 @@ def test_a_module_is_distributed_as_its_functions_say() -> None:
             distribute_module(nn.Linear(2, 2), mesh, input_fn=lambda x: x)
 
     run_ranks(2, body)
-
-
-@on_mesh(1)
-def test_functions_without_the_module_are_torchs_old_form(mesh: DeviceMesh) -> None:
-    with pytest.warns(FutureWarning):
-        layer = distribute_module(
-            nn.Linear(2, 2), mesh, output_fn=lambda outputs, mesh: outputs.to_local()
-        )
-    assert not isinstance(layer(distribute_tensor(torch.ones(2), mesh)), DTensor)

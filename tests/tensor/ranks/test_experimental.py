@@ -52,20 +52,6 @@ def test_a_function_runs_on_the_parts(mesh: DeviceMesh) -> None:
 
 
 @on_mesh(2)
-def test_several_results_and_what_is_no_tensor(mesh: DeviceMesh) -> None:
-
-    def both(a: torch.Tensor, factor: float) -> Any:
-        return {"times": a * factor, "n": 3, "sum": a.sum(0)}
-
-    mapped = local_map(both, (ROWS, None, TERMS), (ROWS, None))
-    made = mapped(distribute_tensor(torch.ones(4, 2), mesh, ROWS), 2.0)
-    assert made["n"] == 3
-    assert torch.equal(made["times"].full_tensor(), torch.full((4, 2), 2.0))
-    assert torch.equal(made["sum"].full_tensor(), torch.full((2,), 4.0))
-    assert mapped(torch.ones(1, 1), 2.0)["n"] == 3  # no DTensor: as it is
-
-
-@on_mesh(2)
 def test_the_gradient_of_a_replicated_argument_is_terms_where_that_is_said(
     mesh: DeviceMesh,
 ) -> None:

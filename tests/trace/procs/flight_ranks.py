@@ -11,7 +11,6 @@ import torch
 
 import dure as dist
 from dure import trace
-from dure.errors import PeerLost
 from tests.waiting import until
 
 
@@ -44,20 +43,6 @@ def _signal_until_it_waits(pid: int, file: Path, op: str) -> None:
         return True
 
     until(waits, f"rank 0 waiting in {op}")
-
-
-def lose_rank_1(rank: int, folder: str) -> None:
-    """Rank 1 is killed before the third operation; the others write their records."""
-    os.environ["DURE_TRACE_DIR"] = folder
-    t = torch.ones(4)
-    dist.all_reduce(t)
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        dist.all_reduce(t)
-    except PeerLost as error:
-        Path(folder, f"note{rank}").write_text("\n".join(error.__notes__))
 
 
 def dump_now(rank: int, folder: str) -> str:

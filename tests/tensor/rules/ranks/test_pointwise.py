@@ -5,35 +5,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dure.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dure.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from dure.tensor.debug import CommDebugMode
-from tests.tensor.ranks.operators import check
-from tests.tensor.ranks.parts import REDUCTIONS
 from tests.thread_ranks import on_ranks
-
-X = torch.arange(1.0, 13, dtype=torch.float64).reshape(3, 4).requires_grad_()
-
-
-def test_only_linear_operators_let_partial_through():
-    def linear(x):
-        return -x, x.clone(), x * -2, x / 4, x.masked_fill(x.detach() > 5, 0), x.to(torch.float32)
-
-    check(linear, X, partial=REDUCTIONS, meshes=[(2,)])
-    check(lambda x: (x.exp(), x.masked_fill(x.detach() > 5, 1)), X, partial=["sum", "max"])
-
-
-def test_sums_and_products_of_two():
-    def both(x, y):
-        return x + y, x - y, x * y, x / (y + 1), torch.add(x, y, alpha=2)
-
-    check(both, X, X.detach().cos().requires_grad_(), partial=["sum", "avg", "max"])
-
 
 PLACEMENTS = {
     "R": Replicate(),
@@ -102,33 +80,3 @@ def test_terms_become_what_torch_makes_of_them(rank, name):
         assert torch.allclose(made.full_tensor(), own), line
         shape = own.chunk(2)[rank].shape if expected == "S" else own.shape
         assert made.to_local().shape == shape, line
-
-
-INEXACT = {
-    "negative of unsigned": (lambda x: -x, torch.uint8, (0, 5)),
-    "negative of the least": (lambda x: -x, torch.int8, (-128, 5)),
-    "difference of unsigned": (lambda x: x - one(x, 5), torch.uint8, (3, 10)),
-    "sum of unsigned": (lambda x: x + one(x, 100), torch.uint8, (200, 100)),
-    "sign": (torch.sign, torch.float32, (math.nan, 5)),
-    "sgn": (torch.sgn, torch.float32, (math.nan, 5)),
-}
-
-
-def one(x, value):
-    number = torch.tensor([value], dtype=x.dtype)
-    return distribute_tensor(number, x.device_mesh, [Replicate()])
-
-
-@pytest.mark.parametrize("name", INEXACT)
-@pytest.mark.parametrize("reduction", ["max", "min"])
-@on_ranks(2)
-def test_extremes_are_reduced_before_what_does_not_keep_their_order(rank, name, reduction):
-    function, dtype, values = INEXACT[name]
-
-    mesh = init_device_mesh("cpu", (2,))
-    terms = torch.tensor(values, dtype=dtype)
-    x = DTensor.from_local(terms[rank : rank + 1], mesh, [Partial(reduction)])
-    full = terms.amax() if reduction == "max" else terms.amin()
-    expected = function(distribute_tensor(full[None], mesh, [Replicate()]))
-    got = function(x).full_tensor()
-    assert torch.equal(got.nan_to_num(-99), expected.full_tensor().nan_to_num(-99))
