@@ -35,29 +35,22 @@ REASON = re.compile(r"#\s*lazy: \S")
 FOREIGN_HEADER = re.compile(r'#\s*include\s*[<"](Python\.h|nanobind/|torch/|ATen/|c10/|pybind11/)')
 
 
-def test_torch_distributed_is_imported_only_by_adapter_plug_in_and_benchmark():
+def test_torch_distributed_is_used_only_by_adapter_plug_in_and_benchmark():
+    used = ("torch.distributed", "torch._C._distributed")
     offenders = [
         shown(path, line)
         for path in python_files()
         if path not in MAY_IMPORT_TORCH_DISTRIBUTED
-        for name, line in imports_of(path)
-        if name.startswith(("torch.distributed", "torch._C._distributed"))
+        for name, line in [*imports_of(path), *_attributes_of(path)]
+        if name.startswith(used)
     ]
     assert not offenders, f"only {MAY_IMPORT_TORCH_DISTRIBUTED} may import torch.distributed"
 
 
-def test_torch_distributed_is_reached_by_no_attribute_either():
-    offenders = [
-        shown(path, node.lineno)
-        for path in python_files()
-        if path not in MAY_IMPORT_TORCH_DISTRIBUTED
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Attribute)
-        and node.attr == "distributed"
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "torch"
-    ]
-    assert not offenders
+def _attributes_of(path):
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}", node.lineno
 
 
 def test_native_extension_is_imported_only_inside_native():

@@ -1,4 +1,4 @@
-"""The lock on a folder: records of others, leases, and what one process does with it."""
+"""The lock on a folder: records of other hosts, leases, and two saves of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes of a tensor: what two have, where one lies in another, whether some are the whole."""
+"""Boxes of a tensor: whether some of them are the complete tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where checkpoints are: relative folders are meant as they are at the call, or at construction."""
+"""Where checkpoints are: a relative folder is that of the call; what cannot be one is refused."""
 
 from __future__ import annotations
 

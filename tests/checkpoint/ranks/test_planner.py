@@ -1,4 +1,4 @@
-"""Planners and storages of one's own, on two ranks, over folders and over a dict."""
+"""Custom planners, and readers of other files, on two ranks."""
 
 from __future__ import annotations
 

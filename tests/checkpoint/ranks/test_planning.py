@@ -1,4 +1,4 @@
-"""Who writes what: what is shared is written once, and plans are made once."""
+"""Tied tensors are written once, and loaded by each of their names."""
 
 from __future__ import annotations
 

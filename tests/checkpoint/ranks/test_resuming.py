@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: who writes what, other world sizes, errors on all ranks."""
+"""Checkpoints of several ranks: state of each rank, positions in the data, errors on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of slices: what is in them, what is read of them, and damage."""
+"""Files of slices: what is in them, and damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements are values as torch's are, and cut a dimension as torch's do."""
+"""Placements cut a dimension as torch's do."""
 
 from __future__ import annotations
 

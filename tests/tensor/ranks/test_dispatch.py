@@ -1,4 +1,4 @@
-"""A hit by the extension and by Python; which calls share a plan."""
+"""Hits by the extension and by Python, ranks outside of a mesh, and what may be written."""
 
 # What operators on DTensors return is a torch.Tensor to pyright.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false

@@ -1,4 +1,4 @@
-"""DTensors on meshes of 1, 2 and 3 axes over worlds of 1 to 8 thread-ranks, against plain torch."""
+"""Redistribution on meshes of 1, 2 and 3 axes over worlds of 1 to 8 thread-ranks."""
 
 from __future__ import annotations
 

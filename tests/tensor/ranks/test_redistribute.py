@@ -1,4 +1,4 @@
-"""Redistribution: the order of cuts, plans, memory, gradients, dtypes.
+"""Redistribution: the order of cuts, plans, memory, dtypes.
 
 All pairs of placements on many meshes are gone through by `dtensor_worlds.redistributes`.
 """

@@ -1,4 +1,4 @@
-"""What the results of an operator are: found once per kind of call, and anew for another kind."""
+"""What the results of an operator are: dtypes, values and strides of one process."""
 
 # What operators on DTensors return is a torch.Tensor to pyright.
 # pyright: reportAttributeAccessIssue=false

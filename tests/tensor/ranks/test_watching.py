@@ -1,4 +1,4 @@
-"""`explain` says what was moved and why; watched operators run as unwatched ones."""
+"""`explain` says what was moved and why."""
 
 from __future__ import annotations
 

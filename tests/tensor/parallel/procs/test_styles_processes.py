@@ -1,4 +1,4 @@
-"""Tensor parallelism over processes: every plan and two axes; a program written for torch."""
+"""Tensor parallelism over processes: every plan, and two axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a small Llama under plans against one rank, and plans that do not fit."""
+"""Tensor parallelism: a small Llama under plans against one rank, and what they communicate."""
 
 # What operators on DTensors return is a torch.Tensor to pyright.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false

@@ -1,4 +1,4 @@
-"""Rules of convolution, pooling and resampling: what torch's samples leave out."""
+"""Convolution: uneven and empty parts, and what is not gathered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reshapes of sharded tensors: which shards go along, in every order."""
+"""Views of sharded tensors: which shards stay, which views are copies, parts in every order."""
 
 # What operators on DTensors return is a torch.Tensor to pyright.
 # pyright: reportAttributeAccessIssue=false
