@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dure.checkpoint import Checkpointer
+from dure.checkpoint.scalers import set_stages, stages_of
 from dure.parallel.amp import GradScaler
 
 
@@ -29,3 +30,8 @@ def test_after_loading_a_scaler_unscales_the_next_batch(
         checkpointer.load(scaler=scaler)
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_what_is_no_scaler_has_no_stages():
+    assert stages_of(nn.Linear(1, 1), {"a": object()}) == {}
+    set_stages(object(), {"a": ("UNSCALED", {})}, {"a": object()})

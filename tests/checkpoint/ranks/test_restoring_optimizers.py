@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.checkpoint import Checkpointer, load, save
+from dure.checkpoint import Checkpointer, CheckpointException, load, save
+from dure.errors import CheckpointMismatch
 from dure.fsdp import fully_shard
 from dure.testing import run_ranks
 
@@ -146,3 +147,29 @@ def test_lists_and_dicts_of_a_fresh_optimizer_are_not_changed_by_a_load(tmp_path
     load({"optimizer": fresh}, checkpoint_id=tmp_path)
     assert (fresh.steps, fresh.last) == ([], {})
     assert len(fresh.state) == len(optimizer.state) == 2
+
+
+class Factored(torch.optim.Optimizer):
+    """State of another shape than its parameter's, and a step that wants more than gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        closure()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = torch.zeros(7)
+
+
+def _unknown(rank: int, folder: Path) -> None:
+    net = run_of("AdamW")[0]
+    optimizer = Factored(net.parameters())
+    optimizer.step(lambda: None)
+    save({"optimizer": optimizer}, checkpoint_id=folder)
+    with pytest.raises(CheckpointException) as caught:
+        load({"optimizer": Factored(net.parameters())}, checkpoint_id=folder)
+    assert isinstance(caught.value.failures[rank][0], CheckpointMismatch)
+
+
+def test_state_whose_division_is_not_known_is_refused(tmp_path):
+    run_ranks(2, _unknown, tmp_path)
