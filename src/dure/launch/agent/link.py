@@ -103,12 +103,6 @@ def settings_of(spec: JobSpec) -> Settings:
     )
 
 
-def join_of(spec: JobSpec, settings: Settings, joined: Joined, former: str = "") -> Join:
-    """Return a host's request to join."""
-    elastic = spec.elastic or spec.keep_going
-    return Join(joined, secrets.token_bytes(16), settings, elastic, former)
-
-
 class Link:
     """How this host becomes a member of its job.
 
@@ -181,7 +175,8 @@ class Link:
         """Ask to become a member; False: there is no job here (yet)."""
         spec, address = self._spec, self.endpoint.address
         joined = Joined(uuid.uuid4().hex[:12], host, spec.nproc, spec.node_rank, address, port)
-        joining = join_of(spec, settings, joined, former)
+        elastic = spec.elastic or spec.keep_going
+        joining = Join(joined, secrets.token_bytes(16), settings, elastic, former)
         sent = boottime()
         try:
             answer = control.ask(joining)
@@ -247,6 +242,7 @@ class HostEndpoint:
         name: What is lost with it, in messages.
         advice: For a host that does not find the job.
         address: Of this host, by which the job's other hosts reach it.
+        secret: The key to the job's state.
         trouble: Why this host does not coordinate although the endpoint is its own.
         store: The ranks' store of a job that a joining host begins: none does.
         job_key: The key to that.
@@ -272,6 +268,7 @@ class HostEndpoint:
         assert spec.endpoint is not None
         self._spec = spec
         self._key = control_key(key, spec.endpoint, spec.run_id or "")
+        self.secret = self._key.raw
         host, _, port = spec.endpoint.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._coordinator: Coordinator | None = None  # if this launcher coordinates
@@ -285,11 +282,6 @@ class HostEndpoint:
     def url(self) -> str:
         """The address of the job's state, for `open_control`."""
         return self._there.endpoint
-
-    @property
-    def secret(self) -> bytes:
-        """The key to it."""
-        return self._key.raw
 
     @property
     def coordinates(self) -> bool:
@@ -336,7 +328,8 @@ class HostEndpoint:
         ranks = StoreServer(listen(resolve(self._there.ip, 0)), job_key)
         store = replace(self._there, port=ranks.port).endpoint.removeprefix("tcp://")
         settings = replace(settings, store=store, job_key=job_key.raw)
-        first = join_of(self._spec, settings, Joined("", "", 0))
+        elastic = self._spec.elastic or self._spec.keep_going
+        first = Join(Joined("", "", 0), b"", settings, elastic)
         state = first.state(settings.run_id or uuid.uuid4().hex)
         self._coordinator = Coordinator(state, secrets.token_bytes(8))
         self._servers = [StoreServer(listener, self._key, board=self._coordinator), ranks]

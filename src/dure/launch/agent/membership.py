@@ -17,7 +17,7 @@ Past its deadline an agent looks for the others for a while, and joins as anothe
 from __future__ import annotations
 
 import contextlib
-import socket
+import os
 import sys
 import threading
 import time
@@ -145,7 +145,8 @@ class HostMember:
 
     Attributes:
         agent: Its name, which no other member had.
-        address: That of this host, by which the job's other hosts reach it.
+        settings: Of the job.
+        fd: Readable when there may be news, until `action` is called.
 
     Threads: all methods belong to the agent's thread.
     """
@@ -156,21 +157,15 @@ class HostMember:
         membership: Membership,
         renewed: Callable[[float], None] = lambda deadline: None,
     ) -> None:
-        self.agent, self.address = membership.agent, membership.joined.address
-        self.settings = membership.settings
+        self.agent, self.settings = membership.agent, membership.settings
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._control, self._membership, self._renewed = control, membership, renewed
         self._changed = threading.Condition()  # guards the membership
         self._closing = False
-        self._waker, self._wakened = socket.socketpair()
-        self._waker.setblocking(False)
-        self._wakened.setblocking(False)
         self._renewed(membership.deadline)
         self._threads = [
             threading.Thread(target=self._safely, args=(run,), name=name, daemon=True)
-            for run, name in (
-                (self._watch, "dure-agent-watcher"),
-                (self._send, "dure-agent-sender"),
-            )
+            for name, run in {"dure-watcher": self._watch, "dure-sender": self._send}.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -183,11 +178,6 @@ class HostMember:
         return self._membership.gone(boottime())
 
     @property
-    def fd(self) -> int:
-        """Readable when there may be news, until `action` is called."""
-        return self._wakened.fileno()
-
-    @property
     def expires_at(self) -> float:
         """The deadline, of `boottime`."""
         return self._membership.deadline
@@ -195,8 +185,7 @@ class HostMember:
     def action(self) -> Action:
         """Return what the job wants now; `fd` is not readable until that is something else."""
         with contextlib.suppress(BlockingIOError):
-            while self._wakened.recv(4096):
-                pass
+            os.eventfd_read(self.fd)
         with self._changed:
             return self._membership.view.action
 
@@ -225,8 +214,8 @@ class HostMember:
         self._control.close()  # ends the calls of both
         for thread in self._threads:
             thread.join(5.0)
-        self._waker.close()
-        self._wakened.close()
+        if not any(thread.is_alive() for thread in self._threads):  # one would wake a stranger
+            os.close(self.fd)
 
     # --- both threads ------------------------------------------------------------------------
 
@@ -250,8 +239,7 @@ class HostMember:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._waker.send(b"!")
+        os.eventfd_write(self.fd, 1)
 
     def _rest(self) -> None:
         with self._changed:
