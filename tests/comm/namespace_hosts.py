@@ -159,15 +159,9 @@ class Host:
                     found.append(f"{pid} {words}")
         return found
 
-    def unplug(self) -> str:
-        """Take the cable out of the bridge; return the name of its end."""
-        _ip("-n", self._switch, "link", "set", self._port, "nomaster")
-        return self._port
-
-    def command(self, *words: str, at_switch: bool = False) -> list[str]:
-        """Return the command that runs `words` in its network, or in the switch's."""
-        net = self._switch if at_switch else self._net
-        return [*_DIE_WITH_US, "ip", "netns", "exec", net, *words]
+    def command(self, *words: str) -> list[str]:
+        """Return the command that runs `words` in its network."""
+        return [*_DIE_WITH_US, "ip", "netns", "exec", self._net, *words]
 
     def kill(self) -> None:
         """Kill all its processes at once, as a power failure would."""

@@ -93,12 +93,6 @@ class Crew:
         self.hosts.append(host)
         return host
 
-    def another(self, name: str) -> Crew:
-        """Return hosts with a key of their own that look for the job of these."""
-        folder = self.folder / name
-        folder.mkdir()
-        return Crew(self._jobs, folder, self.port)
-
     def wait_for_store(self) -> None:
         """Wait until a launcher coordinates at the endpoint."""
         self.wait_for(lambda: listening(self.port), "the coordinator")
