@@ -78,3 +78,11 @@ def test_who_waits_for_a_queued_operation_waits_for_what_it_has_started(queue, e
         with pytest.raises(CommTimeout):
             request.wait(PATIENCE_S)
     assert request.done()
+
+
+def test_an_error_of_ours_is_raised_as_it_is(queue):
+    error = CommTimeout("late")
+    request = queue.run(_raising(error), True)
+    with pytest.raises(CommTimeout) as info:
+        request.wait(PATIENCE_S)
+    assert info.value is error

@@ -1,7 +1,8 @@
-"""Ways into RPC, and out of it: where workers meet, who dies at the end, hosts that are cut off."""
+"""Ways into RPC: where workers meet, and one that is killed and comes again."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,13 @@ import pytest
 from dure import rpc
 from dure.rpc.current import current
 from dure.store import FileStore
+from tests.launch.procs.launching import Launching
 from tests.rpc.procs.rpc_workers import Start, double, workers
 from tests.waiting import key_file, until
 
 pytestmark = pytest.mark.needs("engine")
 
-PROGRAMS = Path(__file__).parent / "programs"
-OVER_HOSTS, COMES_AGAIN = PROGRAMS / "rpc_over_hosts.py", str(PROGRAMS / "rpc_comes_again.py")
+COMES_AGAIN = str(Path(__file__).parent / "programs/rpc_comes_again.py")
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +76,16 @@ def test_workers_meet_in_a_store_of_their_own(tmp_path: Path) -> None:
         other.leave()
         rpc.shutdown()
         other.left()
+
+
+def test_a_worker_that_dies_comes_again_under_dure_run_elastic(job: Launching) -> None:
+    seen = job.directory / "seen.json"
+    done = job.run("--nproc", "3", "--elastic", "--max-restarts", "3", COMES_AGAIN, str(seen))
+    assert done.code == 0, done.out + done.err
+    report = json.loads(seen.read_text())
+    assert report["lost"] == "PeerLost"
+    assert "worker1" in report["text"]
+    assert "SIGKILL" in report["text"]
+    assert (report["other"], report["again"]) == (8, 42)
+    old, new = report["ids"]
+    assert old != new

@@ -24,7 +24,7 @@ import torch
 
 import dure
 from dure import env, native
-from dure.errors import PeerLost, RendezvousError, RpcError
+from dure.errors import PeerLost, RpcError
 from dure.rpc.agent import Agent
 from dure.rpc.current import current
 from dure.rpc.envelope import Envelope, Kind
@@ -445,27 +445,3 @@ _held = threading.Event()
 
 def hold() -> None:
     assert _held.wait(PATIENCE_S)
-
-
-# --- who comes ------------------------------------------------------------------------------------
-
-
-def test_with_dynamic_membership_processes_come_go_and_come_again(url: str, start_victim) -> None:
-    agent = joined(url, 0, None, "first")
-    victim = start_victim(-1, None)
-    assert victim.values() == [1]
-    assert agent.rpc_sync("v", same, (numbered(5000, 1),))[0] == 1
-    with pytest.raises(RendezvousError):
-        joined(url, -1, None, "v")
-    os.kill(victim.pids[0], signal.SIGKILL)
-    assert end_of(agent, 1) == "signal 9 (SIGKILL)"
-    again = start_victim(-1, None)  # the same name
-    assert again.values() == [2]
-    until(lambda: (2, "v") in {(each.id, each.name) for each in agent.workers}, "it to come again")
-    assert agent.rpc_sync("v", same, (b"hello",)) == b"hello"
-    with pytest.raises(PeerLost):
-        agent.rpc_sync(1, same, (b"hello",))
-    again.start(leave, False)
-    assert end_of(agent, 2) == "it left"
-    assert [each.name for each in agent.workers] == ["first"]
-    agent.close()
