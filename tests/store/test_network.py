@@ -19,6 +19,7 @@ from dure.store.identity import host_name
 from dure.store.init_method import TcpEndpoint
 from dure.store.network import NetworkStore
 from dure.store.server import StoreServer
+from tests.store.procs.relay import Relay
 from tests.waiting import until
 
 from .conftest import TIMEOUT, client
@@ -109,6 +110,14 @@ def test_a_lost_server_is_noticed_at_once_and_again(server: StoreServer, key: Jo
             parked.result()
         with pytest.raises(StoreLost):
             store.get("k")
+
+
+def test_a_write_whose_answer_was_lost_is_done_once(server: StoreServer, key: JobKey) -> None:
+    """Of each connection the eighth packet, after the handshake, is an answer, and is lost."""
+    with Relay(server.port, lose=8) as relay:
+        with closing(NetworkStore(f"tcp://127.0.0.1:{relay.port}", key, TIMEOUT)) as store:
+            assert [store.add("n", 1) for _ in range(10)] == list(range(1, 11))
+        assert relay.lost > 2
 
 
 def test_a_busy_server_is_not_a_lost_one(
