@@ -113,9 +113,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
             run.job.kill()
 
 
-def test_ranks_find_the_same_variables(runs: Runs) -> None:
+def test_ranks_find_the_same_variables_arguments_and_each_other(runs: Runs) -> None:
     ours, theirs = (runs[name]["show"].ranks() for name in ("dure", "torchrun"))
-    for mine, torchs in zip(ours, theirs, strict=True):
+    for rank, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
         names = (mine["env"].keys() | torchs["env"].keys()) - DIFFERENT.keys()
         differing = {
             name: (mine["env"].get(name), torchs["env"].get(name))
@@ -124,18 +124,13 @@ def test_ranks_find_the_same_variables(runs: Runs) -> None:
         }
         assert differing == {}
         assert torchs["env"].keys() - mine["env"].keys() == {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
-    # The comparison is not empty: torchrun's own are among them.
-    assert theirs[1]["env"]["TORCHELASTIC_MAX_RESTARTS"] == "2"
-    assert (ours[1]["env"]["ROLE_NAME"], ours[1]["env"]["RANK"]) == ("trainer", "1")
-
-
-def test_ranks_find_the_same_arguments_and_each_other(runs: Runs) -> None:
-    ours, theirs = (runs[name]["show"].ranks() for name in ("dure", "torchrun"))
-    for rank, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
         for field in ("argv", "name", "sum"):
             assert mine[field] == torchs[field]
         assert mine["argv"][1:] == ["--epochs=3", "-m", str(rank)]
         assert mine["sum"] == [3.0, 3.0, 3.0]
+    # The comparison is not empty: torchrun's own are among them.
+    assert theirs[1]["env"]["TORCHELASTIC_MAX_RESTARTS"] == "2"
+    assert (ours[1]["env"]["ROLE_NAME"], ours[1]["env"]["RANK"]) == ("trainer", "1")
 
 
 def told(done: Finished) -> int:
