@@ -72,7 +72,7 @@ class Job:
         plan, number = self.plan, len(self.agents)
         words = ["--nproc", str(plan.nproc), "--key-file", str(self._key)]
         if plan.max_restarts:
-            words += ["--max-restarts", str(plan.max_restarts)]
+            words += ["--max-restarts", str(plan.max_restarts), "--restart-delay", "0"]
         if plan.kind == "elastic":
             # What the first optimizer of a process imports, for a second: once, not in each rank.
             words += ["--elastic", "--min-ranks", "1", "--preload", "torch._dynamo"]
