@@ -47,6 +47,9 @@ SHRINK_DEFAULT = 0
 SHRINK_ABORT = 1
 """Pending operations of the old group end with `Aborted`."""
 
+_ENDING_S = 10.0
+"""For a process to end after its connections have closed, on a busy host."""
+
 _LOOK = timedelta(milliseconds=10)
 
 
@@ -174,11 +177,18 @@ class _Shrinking:
             self.rendezvous.require_store(self.op)
             try:
                 group = self._try(deadline)
-            except StoreLost:  # a rank's death is told before its process has ended
-                self.rendezvous.require_store(self.op)
+            except StoreLost:
+                self._name_who_served_the_store()
                 raise
             if group is not None:
                 return group
+
+    def _name_who_served_the_store(self) -> None:
+        """Raise the error that names the rank; its death is told before its process has ended."""
+        deadline = time.monotonic() + _ENDING_S
+        while self.rendezvous.held_by_a_rank and time.monotonic() < deadline:
+            self.rendezvous.require_store(self.op)
+            time.sleep(_LOOK.total_seconds())
 
     def _try(self, deadline: float) -> ProcessGroup | None:
         self.parent.num_attempts += 1

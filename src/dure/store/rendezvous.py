@@ -134,6 +134,11 @@ class Rendezvous:
         """Whether the store may still answer: the rank that holds it is not known to have ended."""
         return self._holder is None or alive(self._holder) is not False
 
+    @property
+    def held_by_a_rank(self) -> bool:
+        """Whether a rank serves the store."""
+        return self._holder is not None
+
     def ended(self, rank: int) -> bool:
         """Tell whether the process of `rank` is known to have ended."""
         return alive(self.members[rank].process) is False
