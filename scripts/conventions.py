@@ -45,7 +45,6 @@ MORE_PARAMETERS = {
     "_Named.__init__": "the signature of torch's schedules that have a name",
     "DureError.__init__": "every field of an error, keyword-only",
     "layouts": OF_TYPER,
-    "bench": OF_TYPER,
 }
 """Functions with more parameters than others may have, and why."""
 
