@@ -180,6 +180,20 @@ def case_message_of_a_rank_that_left(rank, n):
     dist.barrier()
 
 
+def case_message_that_does_not_fit(rank, n):
+    """It is an error of its receiver alone."""
+    if n == 1 or dist.get_backend() not in ("threads", "shm", "mpi"):
+        return
+    for sent, room in ((3, 4), (4, 3)):
+        if rank == 1:
+            dist.send(torch.ones(sent), dst=0, tag=50)
+        if rank == 0:
+            with pytest.raises(Desync):
+                dist.recv(torch.ones(room), src=1, tag=50)
+            if dist.get_backend() != "mpi":  # it is kept for a receive that it fits
+                dist.recv(torch.ones(sent), src=1, tag=50)
+
+
 def case_the_world_lives_on(rank, n):
     t = torch.ones(3)
     dist.all_reduce(t)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
@@ -111,3 +112,56 @@ def test_a_task_ends_when_a_peer_is_lost_and_its_error_is_raised(rank):
     with pytest.raises(PeerLost):
         dure.destroy_process_group()
     assert not dure.is_initialized()
+
+
+@on_ranks(1)
+def test_several_errors_are_one_with_notes(rank):
+    for _ in range(2):
+        BackgroundTask().start(_break, "task")
+    with pytest.raises(Broken) as caught:
+        dure.destroy_process_group()
+    assert [note for note in caught.value.__notes__ if "Broken: of the task" in note]
+
+
+def test_groups_that_are_aborted_end_their_tasks_and_the_error_is_logged(caplog):
+    ends = []
+
+    def body(rank):
+        group = current_world().default
+        task = BackgroundTask()
+        task.add_done_callback(lambda _: ends.append(rank))
+        if rank == 0:
+            task.start(lambda: dure.recv(torch.ones(1), 1, group=group), "task", [_not_left(group)])
+        with caplog.at_level(logging.ERROR, "dure.comm"):
+            leave(current_world(), abort=True)
+            if rank == 0:
+                until(lambda: caplog.records, "the error in the log")
+
+    run_ranks(2, body)
+    assert ends == [0]
+    assert "a task in the background failed" in caplog.text
+
+
+def test_a_block_that_raises_waits_and_keeps_its_own_error():
+    gate, seen = threading.Event(), []
+
+    def end():
+        assert gate.wait(PATIENCE_S)
+        seen.append("end")
+        raise Broken("of the task")
+
+    def job():
+        with dure.process_group("threads", store=dure.HashStore(), rank=0, world_size=1):
+            BackgroundTask().start(end, "task")
+            _open_when_joined(gate)
+            raise KeyError("of the block")
+
+    def body(rank):
+        dure.destroy_process_group()
+        with pytest.raises(KeyError) as caught:
+            job()
+        assert "Broken: of the task" in caught.value.__notes__[0]
+        assert not dure.is_initialized()
+
+    run_ranks(1, body)
+    assert seen == ["end"]

@@ -10,9 +10,7 @@ import torch
 
 import dure as dist
 from dure.comm import init
-from dure.errors import (
-    UsageError,
-)
+from dure.errors import UsageError
 from tests.thread_ranks import on_ranks
 
 
@@ -67,4 +65,13 @@ def test_process_group_context_manager_leaves_at_the_end():
     with dist.process_group("threads", store=dist.HashStore(), rank=0, world_size=1) as group:
         assert dist.is_initialized()
         assert group.size() == 1
+    assert not dist.is_initialized()
+
+
+def test_process_group_context_manager_does_not_hide_an_error():
+    with (
+        pytest.raises(ZeroDivisionError),
+        dist.process_group("threads", store=dist.HashStore(), rank=0, world_size=1),
+    ):
+        _ = 1 // 0
     assert not dist.is_initialized()
