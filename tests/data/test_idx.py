@@ -6,7 +6,6 @@ import os
 import numpy as np
 import pytest
 
-from dure.data import idx
 from dure.data.idx import read_idx, read_idx_directory
 from dure.errors import DataError
 from tests.data.idx_files import NAMES, encode, write_data_set
@@ -84,9 +83,3 @@ def test_what_is_no_idx_directory_or_no_file_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(DataError, match="not a regular file"):
             read_idx(path, 3)
-
-
-def test_idx_longer_than_a_piece_is_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(idx, "_PIECE_BYTES", 7)
-    arrays = write_data_set(tmp_path)
-    assert np.array_equal(read_idx_directory(tmp_path)[0].images, arrays["train-images"])

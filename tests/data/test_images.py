@@ -1,8 +1,11 @@
 """Images with their labels: from files, and those that scikit-learn brings."""
 
+import pytest
 import torch
 
+from dure.data import digits
 from dure.data.images import load_digits, load_idx
+from dure.errors import DataError
 from tests.data.idx_files import write_data_set
 
 
@@ -22,3 +25,10 @@ def test_digits_are_real_images_split_without_overlap():
     assert data.train.pixels.shape[1:] == (1, 8, 8)
     assert (data.train.pixels.min(), data.train.pixels.max()) == (0, 1)
     assert set(data.train.labels.tolist()) == set(range(10)) == set(data.test.labels.tolist())
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
+    with pytest.raises(DataError) as caught:
+        load_digits()
+    assert "'.[demo]'" in caught.value.fix

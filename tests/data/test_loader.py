@@ -46,22 +46,6 @@ def test_loader_leaves_the_generators_of_training_alone():
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == expected
 
 
-def test_loader_alone_takes_the_whole_dataset():
-    loader = DataLoader(Noisy(7), batch_size=2, shuffle=True, drop_last=True)
-    assert (len(loader), loader.batch_size, loader.num_workers) == (3, 2, 0)
-    assert [batch.shape for batch in loader] == [(2, 4)] * 3
-
-
-@pytest.mark.parametrize("length", [11, 12, 13, 14])
-def test_loader_that_does_not_pad_gives_ranks_one_batch_more_or_less(length):
-    loaders = [loader_of(Noisy(length), 3, r, 2, pad=False) for r in range(3)]
-    batches = [taken(loader, 0, 99) for loader in loaders]
-    assert [len(loader) for loader in loaders] == [len(b) for b in batches]
-    seen = sorted(int(s[0]) for part in batches for batch in part for s in batch)
-    assert seen == list(range(length))
-    assert len(batches[0]) - len(batches[-1]) in (0, 1)
-
-
 def test_loader_without_batches_gives_samples():
     loader = loader_of(Noisy(6), 2, 1, batch_size=None)
     assert [s.shape for s in taken(loader, 0, 99)] == [(4,)] * 3
@@ -91,19 +75,6 @@ class Lengths(BatchSampler):
     """A batch sampler of a user's own."""
 
 
-class Passed:
-    """One that draws from another batch sampler."""
-
-    def __init__(self, batch_sampler):
-        self.batch_sampler = batch_sampler
-
-    def __iter__(self):
-        return iter(self.batch_sampler)
-
-    def __len__(self):
-        return len(self.batch_sampler)
-
-
 FOREIGN = {
     "sampler": lambda n, length, seed: {
         "sampler": TorchSampler(Noisy(length), n, 0, seed=seed),
@@ -111,11 +82,6 @@ FOREIGN = {
     },
     "batch sampler": lambda n, length, seed: {
         "batch_sampler": Lengths(DistributedSampler(range(length), n, 0, seed=seed), 2, False)
-    },
-    "batches of batches": lambda n, length, seed: {
-        "batch_sampler": Passed(
-            BatchSampler(TorchSampler(Noisy(length), n, 0, seed=seed), 2, False)
-        )
     },
 }
 
@@ -137,16 +103,6 @@ def test_a_skipped_order_is_not_resumed_as_another_order(kind, other, named):
     assert second.state_dict() == before
 
 
-def test_a_sampler_that_names_no_ranks_is_of_as_many_as_there_are(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    state = DataLoader(Noisy(9), sampler=SequentialSampler(range(9))).state_dict()
-    DataLoader(Noisy(9), sampler=SequentialSampler(range(9))).load_state_dict(state)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UsageError) as caught:
-        DataLoader(Noisy(9), sampler=SequentialSampler(range(9))).load_state_dict(state)
-    assert caught.value.seen == "num_replicas was 2, here 3"
-
-
 class Stream(IterableDataset):
     """A dataset without indices."""
 
@@ -159,10 +115,6 @@ class Stream(IterableDataset):
     [
         lambda: DataLoader(Stream()),
         lambda: DataLoader(Noisy(3), sampler=RandomSampler(range(3))),
-        lambda: DataLoader(
-            Noisy(3),
-            batch_sampler=Passed(BatchSampler(RandomSampler(range(3)), 2, False)),
-        ),
         lambda: DataLoader(Noisy(3), shuffle=True, sampler=SequentialSampler(range(3))),
         lambda: DataLoader(
             Noisy(3), 2, batch_sampler=BatchSampler(SequentialSampler(range(3)), 2, False)
@@ -267,15 +219,3 @@ def test_a_load_at_the_last_item_of_a_pass_is_not_taken_for_its_end(kind, epoch)
     with pytest.raises(UsageError):
         walked(place, len(place) - 1, lambda: place.load_state_dict(saved))
     assert place.state_dict() == saved
-
-
-@pytest.mark.parametrize("kind", PLACES)
-def test_a_pass_does_not_go_on_in_another_epoch(kind):
-    place: Any = PLACES[kind]()
-    count = len(place)
-    seen = walked(place, count - 1, lambda: place.set_epoch(1))  # its last: nothing is left
-    assert len(seen) == count
-    with pytest.raises(UsageError) as caught:
-        walked(place, 1, lambda: place.set_epoch(2))
-    assert caught.value.seen.startswith("set_epoch")
-    assert len(walked(place, 0, int)) == count

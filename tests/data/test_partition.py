@@ -18,13 +18,6 @@ def test_partition_with_fractions_summing_to_one_holds_each_sample_once(count, w
     assert all(abs(len(p) - f * count) <= 1 + 1e-6 for p, f in zip(parts, sizes, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
-def test_partition_into_equal_fractions_differs_by_one_at_most(ranks):
-    lengths = [len(p) for p in DataPartitioner(range(1000), [1 / ranks] * ranks).partitions]
-    assert sum(lengths) == 1000
-    assert max(lengths) - min(lengths) <= 1
-
-
 def test_partition_is_set_by_its_seed():
     one, same, other = (DataPartitioner(range(100), seed=s).partitions for s in (1, 1, 2))
     assert one == same
@@ -36,14 +29,6 @@ def test_partition_use_maps_to_the_samples():
     part = DataPartitioner(letters, (0.5, 0.5)).use(1)
     assert len(part) == 5
     assert [part[i] for i in range(5)] == [letters[i] for i in part.index]
-
-
-@pytest.mark.parametrize(
-    ("count", "sizes", "lengths"),
-    [(1797, [], [1258, 359, 180]), (10, [(0.2, 0.3)], [2, 3])],  # by default 0.7, 0.2, 0.1
-)
-def test_partition_sizes_are_rounded_and_the_rest_is_left_out(count, sizes, lengths):
-    assert [len(p) for p in DataPartitioner(range(count), *sizes).partitions] == lengths
 
 
 @pytest.mark.parametrize("sizes", [(), (0.7, 0.4), (-0.1, 1.1), (math.nan,), (math.inf,)])

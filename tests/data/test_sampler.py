@@ -1,13 +1,11 @@
 """DistributedSampler: torch's order, and where it goes on; `test_loader_resumed` counts samples."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 from torch.utils.data import DistributedSampler as TorchSampler
+from torch.utils.data import SequentialSampler, TensorDataset
 
 from dure.data import DistributedSampler
 from dure.errors import UsageError
@@ -33,16 +31,6 @@ def test_sampler_gives_the_order_of_torch(length, ranks, shuffle, drop_last, see
         assert (ours.num_samples, ours.total_size) == (theirs.num_samples, theirs.total_size)
 
 
-def test_sampler_resumed_in_the_same_world_goes_on_exactly_where_it_was():
-    whole = list(DistributedSampler(range(50), 4, 1, seed=9))
-    first = DistributedSampler(range(50), 4, 1, seed=9)
-    taken = [i for _, i in zip(range(5), first, strict=False)]
-    second = DistributedSampler(range(50), 4, 1, seed=9)
-    second.load_state_dict(first.state_dict())
-    assert len(second) == len(whole) - 5
-    assert taken + list(second) == whole
-
-
 def test_sampler_resumes_only_the_first_pass():
     sampler = DistributedSampler(range(10), 1, 0, shuffle=False)
     sampler.load_state_dict(
@@ -66,25 +54,6 @@ def test_sampler_new_epoch_forgets_the_position_and_same_epoch_keeps_it():
     assert len(list(sampler)) == 5
 
 
-def test_sampler_saved_at_the_end_of_an_epoch_has_nothing_left_of_it():
-    first = DistributedSampler(range(11), 2, 0)
-    assert len(list(first)) == 6
-    second = DistributedSampler(range(11), 3, 1)
-    second.load_state_dict(first.state_dict())
-    assert list(second) == []
-
-
-def test_sampler_counts_what_a_data_loader_took_and_padding_as_the_end():
-    sampler = DistributedSampler(range(40), 2, 0)
-    batches = iter(DataLoader(TensorDataset(torch.arange(40)), batch_size=4, sampler=sampler))
-    next(batches)
-    next(batches)
-    assert sampler.state_dict()["consumed"] == 2 * 4 * 2
-    padded = DistributedSampler(range(11), 2, 0)
-    list(padded)
-    assert padded.state_dict()["consumed"] == 11
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -105,19 +74,6 @@ def test_sampler_state_of_another_order_is_refused(change):
 def test_sampler_rank_outside_its_replicas_is_refused(ranks, rank):
     with pytest.raises(UsageError):
         DistributedSampler(SequentialSampler(range(10)), ranks, rank)
-
-
-@given(length=st.integers(1, 200), ranks=st.integers(1, 6), local=st.integers(1, 8))
-def test_sampler_that_drops_gives_the_batches_of_one_rank_to_any_number(length, ranks, local):
-    whole = BatchSampler(DistributedSampler(range(length), 1, 0), ranks * local, drop_last=True)
-    shares = [
-        BatchSampler(
-            DistributedSampler(range(length), ranks, r, drop_last=True), local, drop_last=True
-        )
-        for r in range(ranks)
-    ]
-    joined = [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)]
-    assert joined == [sorted(batch) for batch in whole]
 
 
 def test_state_has_the_keys_that_older_checkpoints_have() -> None:

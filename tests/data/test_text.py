@@ -27,18 +27,6 @@ def test_vocabulary_keeps_the_most_frequent_and_shares_number_0():
     assert vocabulary.decode(torch.tensor([2, 1, 0])) == "ba\ufffd"
 
 
-def test_vocabulary_of_more_than_256_uses_wider_numbers():
-    text = "".join(chr(0x400 + i) for i in range(300))
-    tokens = Vocabulary.of(text, max_size=1000).encode(text)
-    assert tokens.dtype == torch.int32
-    assert tokens.tolist() == list(range(1, 301))
-
-
-def test_vocabulary_of_nothing_knows_nothing():
-    assert Vocabulary.of("").encode("ab").tolist() == [0, 0]
-    assert Vocabulary.of("\ufffdaa").decode(torch.tensor([0, 1])) == "\ufffda"
-
-
 def test_vocabulary_with_a_character_twice_is_refused():
     with pytest.raises(UsageError):
         Vocabulary("aba")

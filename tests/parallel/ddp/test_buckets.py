@@ -12,33 +12,9 @@ def sizes(*num_bytes: int) -> list[GradientSize]:
     return [GradientSize(num_bytes=n) for n in num_bytes]
 
 
-def test_plan_small_model_is_one_bucket_in_reverse_order() -> None:
-    assert plan_buckets(sizes(8, 8, 8), caps=(1000,)) == ((2, 1, 0),)
-
-
-def test_plan_first_bucket_is_closed_at_its_own_cap() -> None:
-    plan = plan_buckets(sizes(10, 10, 10, 10, 10), caps=(15, 30))
-    assert plan == ((4, 3), (2, 1, 0))
-
-
 def test_plan_last_cap_holds_for_all_further_buckets() -> None:
     plan = plan_buckets(sizes(*[10] * 7), caps=(10, 30, 20))
     assert plan == ((6,), (5, 4, 3), (2, 1), (0,))
-
-
-def test_plan_kinds_never_mix_and_each_starts_small() -> None:
-    kinds = ["f", "d", "f", "d", "f"]
-    plan = plan_buckets([GradientSize(num_bytes=10, kind=k) for k in kinds], caps=(20, 100))
-    # f: 4, 2 | 0; d: 3, 1. They are reduced in the order in which they are completed.
-    assert plan == ((4, 2), (3, 1), (0,))
-
-
-def test_plan_of_nothing_is_empty() -> None:
-    assert plan_buckets([], caps=(10,)) == ()
-
-
-def test_plan_zero_sized_gradients_travel_along() -> None:
-    assert plan_buckets(sizes(0, 10, 0), caps=(10, 10)) == ((2, 1), (0,))
 
 
 def test_plan_follows_a_given_order() -> None:

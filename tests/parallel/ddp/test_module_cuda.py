@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,17 +58,3 @@ def test_mixed_precision_is_that_of_a_low_precision_module(device: torch.device)
         assert ours.grad is not None and theirs.grad is not None
         assert ours.grad.dtype == torch.float32
         assert torch.equal(ours.grad, theirs.grad.float())
-
-
-def test_data_parallel_is_the_whole_batch_on_all_gpus(device: torch.device) -> None:
-    whole = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).to(device).double()
-    split = copy.deepcopy(whole)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        parallel = dist.DataParallel(split)
-    assert len(parallel.device_ids) == torch.cuda.device_count()
-    x = torch.randn(12, 8, dtype=torch.float64)
-    for model, batch in ((whole, x.to(device)), (parallel, x)):
-        model(batch).square().sum().backward()
-    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)

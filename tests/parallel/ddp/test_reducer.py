@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import nn
 
 from dure.comm.ops import ReduceOp
 from dure.comm.work import Work
-from dure.errors import PeerLost
 from dure.parallel.ddp.buckets import ReducerOptions
 from dure.parallel.ddp.reducer import Reducer
 from dure.training.grad_views import NamedParameter
@@ -123,15 +119,6 @@ def test_buckets_start_in_their_order_whatever_becomes_ready_first() -> None:
     assert log[:2] == ["reduce 2", "reduce 4"]
 
 
-def test_gradient_that_is_undefined_counts_as_none() -> None:
-    module = nn.ParameterDict({"w": torch.ones(2)})
-    undefined: Any = torch._C._functions.UndefinedGrad()
-    reducer = reducer_of(module, [], allow_unused=True)
-    reducer.prepare(True)
-    undefined(module["w"].sum()).backward()
-    assert module["w"].grad is None
-
-
 def test_gradient_that_the_program_keeps_keeps_its_values() -> None:
     module = nn.ParameterDict({"w": torch.ones(2)})
     reducer = reducer_of(module, [])
@@ -145,63 +132,3 @@ def test_gradient_that_the_program_keeps_keeps_its_values() -> None:
         module["w"].grad = None
         del gradient
     assert [g.tolist() for g in kept] == [[1, 1], [2, 2], [3, 3]]
-
-
-def test_gradient_lies_in_the_bucket_and_can_be_detached() -> None:
-    module = nn.ParameterDict({"w": torch.ones(2)})
-    reducer = reducer_of(module, [])
-    backward_of = module["w"].sum()
-    reducer.prepare(True)
-    backward_of.backward()
-    gradient = module["w"].grad
-    assert gradient.data_ptr() == reducer.buckets[0].flat.data_ptr()
-    gradient.detach_().zero_()  # what zero_grad(set_to_none=False) does
-    reducer.prepare(True)
-    (module["w"] * 5).sum().backward()
-    assert module["w"].grad is gradient
-    assert gradient.tolist() == [5, 5]
-
-
-def test_gradient_of_channels_last_weight_has_its_memory_order() -> None:
-    conv = nn.Conv2d(3, 4, 2)
-    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
-    reducer = reducer_of(conv, [])
-    reducer.prepare(True)
-    conv(torch.ones(1, 3, 4, 4)).sum().backward()
-    assert conv.weight.grad is not None
-    assert conv.weight.grad.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_reducer_that_is_gone_leaves_the_parameters_alone() -> None:
-    log: list[str] = []
-    module = Chain([])
-    reducer = reducer_of(module, log)
-    reducer.prepare(True)
-    del reducer
-    gc.collect()
-    module(torch.ones(1, 2)).sum().backward()
-    assert log == []
-
-
-class BrokenGroup(FakeGroup):
-    """A group whose operations all fail, when they are waited for."""
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work | None:
-        class Failed(Work):
-            def wait(self, timeout: object = None) -> bool:
-                raise PeerLost("rank 1 is gone", peer=1)
-
-        return Failed(None, [tensor], op="all_reduce")
-
-
-def test_reductions_behind_one_that_failed_are_dropped_without_a_warning() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    reducer = reducer_of(module, [], group=BrokenGroup)
-    reducer.prepare(True)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with pytest.raises(PeerLost):
-            module(torch.ones(1, 2)).sum().backward()
-        gc.collect()
-    assert len(reducer.buckets) == 4
-    assert seen == []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from dure.parallel.ddp.step_times import Clock, _waiting_since
+from dure.parallel.ddp.step_times import Clock
 
 S = 10**9
 
@@ -17,18 +15,3 @@ def test_exposed_communication_is_what_starts_take_and_what_follows_backward():
     assert (times.forward_s, times.backward_s, times.comm_s) == (3, 10, 11)
     assert times.exposed_comm_s == 2 + 3
     assert times.overlap_s == 11 - 5
-
-
-@pytest.mark.parametrize(
-    ("launches", "waiting"),
-    [
-        ([], 100),
-        ([(40, 45)], 100),  # asynchronous: backward went on
-        ([(40, 45), (80, 98)], 80),  # the last one was waited for
-        ([(100, 101)], 100),  # started after backward
-    ],
-)
-def test_a_timeline_shows_the_wait_inside_the_last_start(launches, waiting):
-    clock = Clock()
-    clock.backward_end, clock.launches = 100, launches
-    assert _waiting_since(clock) == waiting

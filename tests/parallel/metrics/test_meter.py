@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +9,7 @@ import torch
 from torch import nn
 
 import dure
-from dure import trace
-from dure.errors import UsageError
 from dure.parallel.metrics import meter as meter_module
-from dure.parallel.metrics.split import median_split
-from dure.trace import spans
 
 DATA, FORWARD, LOSS, BACKWARD, UPDATE, REST = 7, 20, 3, 50, 11, 2
 MS = 1_000_000
@@ -126,35 +120,6 @@ def test_accumulation_makes_one_step_of_several_batches(clock, batches, steps):
         assert step.samples == 10
 
 
-def test_without_an_optimizer_each_batch_is_a_step(clock):
-    module = Slow(clock)
-    meter = dure.StepMeter(module, count=lambda batch: batch["x"].numel())
-    train(meter, module, None, 3)
-    assert [step.samples for step in meter.steps()] == [15, 15, 15]
-    assert [step.samples for step in meter.steps(last=2)] == [15, 15]
-    assert meter.steps(last=0) == []
-
-
-def test_an_optimizer_with_a_closure_is_not_charged_for_forward_and_backward(clock):
-    module = Slow(clock)
-    optimizer = SlowSGD(module, clock)
-    meter = dure.StepMeter(module, optimizer)
-    for batch in meter.batches(loader(clock, 2)):
-        optimizer.step(lambda x=batch["x"]: module(x).sum().backward())
-    assert meter.last.optimizer_s == pytest.approx(UPDATE / 1e3)
-    assert meter.last.backward_s == pytest.approx(BACKWARD / 1e3)
-
-
-def test_a_loop_that_is_left_early_ends_its_step_there(clock):
-    module = Slow(clock)
-    meter = dure.StepMeter(module)
-    for _ in meter.batches(loader(clock, 3)):
-        clock.work(4)
-        break
-    clock.work(500)
-    assert meter.last.total_s == pytest.approx((DATA + 4) / 1e3)
-
-
 def test_steps_can_be_ended_or_framed_by_hand(clock):
     meter = dure.StepMeter(None, SlowSGD(Slow(clock), clock))
     for _ in meter.batches(loader(clock, 2)):
@@ -177,52 +142,3 @@ def test_kept_steps_are_the_last_and_a_closed_meter_watches_nothing(clock):
     module(torch.ones(1, 3)).sum().backward()
     assert not module._forward_hooks and not module._forward_pre_hooks
     assert meter.num_steps == 5
-
-
-def test_a_watched_module_can_be_copied_and_pickled():
-    module = nn.Linear(3, 1)
-    meter = dure.StepMeter(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        with meter.step():
-            twin(torch.ones(1, 3)).sum().backward()
-        assert meter.last.backward_s == 0
-
-
-def test_what_is_no_optimizer_is_refused():
-    with pytest.raises(UsageError) as caught:
-        dure.StepMeter(None, object())  # pyright: ignore[reportArgumentType]
-    assert "object" in str(caught.value)
-
-
-def test_report_of_one_rank_communicates_nothing(clock):
-    module = Slow(clock)
-    optimizer = SlowSGD(module, clock)
-    meter = dure.StepMeter(module, optimizer)
-    empty = meter.report()
-    assert (empty.num_steps, empty.samples_per_s, empty.imbalance) == (0, 0.0, 0.0)
-    assert str(empty) == "no steps were measured"
-    train(meter, module, optimizer, 3)
-    report = meter.report()
-    assert report.ranks == (median_split(meter.steps()),)
-    assert (report.slowest, report.imbalance, meter.num_gathers) == (0, 0.0, 0)
-    assert "slowest" not in str(report)
-
-
-def test_phases_go_to_a_timeline_only_while_it_is_recorded(clock, tmp_path):
-    module = Slow(clock)
-    optimizer = SlowSGD(module, clock)
-    meter = dure.StepMeter(module, optimizer)
-    emitted: list[trace.Span] = []
-    train(meter, module, optimizer, 1)
-    spans.listeners.append(emitted.append)
-    try:
-        train(meter, module, optimizer, 1)
-    finally:
-        spans.listeners.remove(emitted.append)
-    lengths = {span.name: (span.end_ns - span.start_ns) // MS for span in emitted}
-    assert lengths == {
-        "data wait": DATA,
-        "forward": FORWARD + LOSS,
-        "backward": BACKWARD,
-        "optimizer": UPDATE,
-    }

@@ -30,10 +30,6 @@ def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
     assert value([0, *(part.stop for part in parts)]) == best
 
 
-def test_an_expensive_head_has_a_stage_with_fewer_layers() -> None:
-    assert cut_by_cost([1, 1, 1, 1, 1, 1, 3], 3) == [range(3), range(3, 6), range(6, 7)]
-
-
 def test_stages_keep_the_names_of_layers_and_print() -> None:
     layers = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
     cut = cut_into_stages(layers, 2)

@@ -23,7 +23,6 @@ Losses = list[tuple[float, float]]  # with the norm of the gradients, of each st
 # A layer for each stage of the longest pipeline: a step costs as much as it has layers.
 train.SHAPES["short"] = replace(train.SHAPES["debug"], layers=4)
 BASE: Any = train.Flags(shape="short", dtype="float64", microbatches=2, batch=16)
-DEEP = replace(BASE, shape="debug")  # 8 layers
 
 
 def trained(flags: Any, steps: int) -> Losses:

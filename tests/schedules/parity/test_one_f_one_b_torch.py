@@ -19,14 +19,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from dure.schedules import (
     SCHEDULES,
-    Action,
     Generator,
     Schedule,
-    lower,
     make_schedule,
-    prove_no_deadlock,
-    simulate,
-    validate,
 )
 
 
@@ -87,53 +82,3 @@ def test_same_actions(generator: Generator, data: st.DataObject):
         assert theirs[-1][0] == f"{ranks - 1}F1", "torch's fault is mended: compare this rank too"
         ours, theirs = ours[:-1], theirs[:-1]
     assert ours == theirs
-
-
-@pytest.mark.parametrize("generator", SCHEDULES, ids=lambda g: g.name)
-def test_torch_runs_our_lists(generator: Generator):
-    """Its dry run, which cannot do OVERLAP_F_B, comes to the end of what `lower` wrote."""
-    if generator.name == "dualpipe-v":
-        return
-    for ranks in (1, 2, 3, 4):
-        each = generator.stages_a_rank or 2
-        grid = make_schedule(
-            generator.name, stages=ranks * each, microbatches=2 * ranks, ranks=ranks
-        )
-        for listed in (lower(grid), lower(grid, defer_receives=True)):
-            order = {
-                rank: [
-                    torch_schedules._Action.from_str(str(action))
-                    for action in listed.actions(rank)
-                    if not action.kind.of_stage
-                ]
-                for rank in range(ranks)
-            }
-            torch_schedules._simulate_comms_compute(order, grid.placement.__getitem__, grid.stages)
-
-
-@pytest.mark.parametrize("generator", SCHEDULES, ids=lambda g: g.name)
-def test_our_transfers_wait_for_no_more_than_torchs(generator: Generator):
-    """Both lowered from the same grid, of which `ideal` is what no order of receives delays."""
-    if generator.stages_a_rank == 1 or not generator.trains:
-        return
-    each = generator.stages_a_rank or 2
-    for ranks, microbatches in ((2, 4), (3, 6), (4, 8), (4, 12)):
-        torchs = torch_schedule(generator, ranks, each, microbatches).pipeline_order_with_comms
-        grid = make_schedule(
-            generator.name, stages=ranks * each, microbatches=microbatches, ranks=ranks
-        )
-        theirs = grid.with_ranks(
-            [
-                [a for a in map(Action.parse, map(str, torchs[rank])) if not a.kind.of_stage]
-                for rank in range(ranks)
-            ]
-        )
-        validate(theirs)
-        prove_no_deadlock(theirs)
-        for send_time in (0.1, 0.5):
-            ideal, ours, torch_takes = (
-                simulate(schedule, send_time=send_time).step_time
-                for schedule in (grid, lower(grid), theirs)
-            )
-            assert ours <= 1.02 * ideal
-            assert ours <= torch_takes + 1e-9

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from dure.errors import UsageError
-from dure.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard, strategy
+from dure.fsdp import OffloadPolicy, fully_shard, strategy
 from dure.tensor import DTensor
-from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS, adamw, by_step, compare, shard, sharded
 from tests.thread_ranks import on_ranks
 
@@ -66,68 +65,6 @@ def test_shards_gradients_and_state_are_in_files(
     assert all(parts_in(tmp_path, model.parameters()))
     found = parts_in(tmp_path, (v for s in optimizer.state.values() for v in s.values()))
     assert found and all(found)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_state_comes_into_files_as_it_is_made(way: str, device: str, tmp_path: Path) -> None:
-    """So that memory never holds all of it."""
-    in_files: list[bool] = []
-
-    def body(rank: int) -> None:
-        model = nn.Linear(4, 4, device=device)
-        with strategy(way):
-            fully_shard(model, offload_policy=OffloadPolicy(path=tmp_path))
-        if device == "meta":
-            model.to_empty(device="cpu")
-            for parameter in model.parameters():
-                nn.init.ones_(parameter)
-        optimizer = torch.optim.AdamW(model.parameters())
-
-        init: Any = torch.optim.AdamW._init_group  # pyright: ignore
-
-        def init_and_look(*args: Any, **kwargs: Any) -> Any:
-            result = init(optimizer, *args, **kwargs)
-            tensors = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
-            in_files.extend(parts_in(tmp_path, tensors))
-            return result
-
-        optimizer._init_group = init_and_look  # pyright: ignore
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-    run_ranks(2, body)
-    assert in_files == [True] * 2 * 4
-
-
-@on_ranks(2)
-def test_loaded_state_goes_to_files(rank: int, way: str, tmp_path: Path) -> None:
-    model = sharded(way, offload_policy=OffloadPolicy(path=tmp_path))
-    optimizer = adamw(model.parameters())
-    by_step(model, 0, 2, rank)
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    by_step(model, 1, 2, rank)
-    optimizer.step()
-    assert all(parts_in(tmp_path, (s["exp_avg"] for s in optimizer.state.values())))
-
-
-@on_ranks(2)
-def test_low_precision_and_values_after_meta(rank: int, way: str, tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = nn.Linear(4, 6)
-    with strategy(way):
-        fully_shard(
-            model,
-            offload_policy=OffloadPolicy(path=tmp_path),
-            mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        )
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    assert model(torch.ones(2, 4)).tolist() == [[2.5] * 6] * 2
-    model.reshard()
-    assert all(parts_in(tmp_path, model.parameters()))
 
 
 @on_ranks(2)

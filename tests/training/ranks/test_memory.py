@@ -19,16 +19,3 @@ def test_shared_empty_reduces_like_any_tensor(rank):
     part.fill_(1.0)
     dist.all_reduce(part[2:5])
     assert (t.unique().tolist(), part.tolist()) == ([3.0], [1.0, 1.0, 3.0, 3.0, 3.0, 1.0, 1.0])
-
-
-@on_ranks(2)
-def test_shared_empty_of_nothing(rank):
-    assert dist.shared_empty(0, 4).shape == (0, 4)
-
-
-@on_ranks(2)
-def test_all_gather_of_one_element_of_any_stride_2_ranks(rank: int) -> None:
-    mine = torch.tensor(float(rank)).expand(1, 1)
-    theirs = [torch.empty(1, 1) for _ in range(2)]
-    dist.all_gather(theirs, mine)
-    assert [t.item() for t in theirs] == [0, 1]

@@ -32,27 +32,6 @@ def step(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_waits_are_measured_per_module(rank: int, way: str) -> None:
-    model = sharded(way)
-    assert model.step_times.step == 0
-    for _ in range(2):
-        step(model)
-        with torch.no_grad():
-            model(torch.ones(3, 4))  # is not measured
-    times = model.step_times
-    assert times.step == 2
-    assert set(times.modules) == {"(root)", "0", "1"}
-    assert times.num_bytes == sum(p.numel() for p in model.parameters()) * 4
-    assert 0 < times.exposed_forward_s < times.exposed_comm_s
-    parts = sum(t.unshard_s + t.reduce_s for t in times.modules.values()) + times.turns_s
-    assert times.exposed_comm_s == pytest.approx(parts)
-    assert all(t.reduce_s > 0 for t in times.modules.values())
-    if way == "gathered":
-        # The second is gathered while the first computes; the third is the root's.
-        assert times.modules["1"].ahead_s > 0
-
-
-@on_ranks(2)
 def test_the_meter_reports_them(rank: int, way: str) -> None:
     model = sharded(way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,15 +75,11 @@ def test_a_timeline_shows_them(way: str) -> None:
         phases = [span for span in mine if span.track == spans.STEP]
         assert [span.name for span in phases] == ["forward", "backward", "wait for gradients"]
         assert all(a.end_ns == b.start_ns for a, b in itertools.pairwise(phases))
-        travelled = [span for span in mine if span.track == spans.MODULES]
-        names = sorted(span.name for span in travelled)
+        names = sorted(span.name for span in mine if span.track == spans.MODULES)
         # In forward and again in backward, but for the root, which keeps its own.
         gathered = ["unshard (root)", *["unshard 0"] * 2, *["unshard 1"] * 2]
         reduced = ["reduce (root)", "reduce 0", "reduce 1"]
         assert names == reduced + (gathered if way == "gathered" else [])
-        assert all(s.start_ns < s.started_ns <= s.end_ns for s in travelled)
-        assert {s.group for s in travelled if s.name in reduced} == {"world[1]"}
         waits = sorted(span.name for span in mine if span.track == spans.WAITS)
         assert [name for name in waits if name != "other ranks"] == names
         assert all(phases[0].start_ns <= s.start_ns <= s.end_ns for s in mine)
-        assert {span.details["step"] for span in mine} == {2}

@@ -11,7 +11,6 @@ from torch import nn
 
 from dure.errors import OptimizerError
 from dure.fsdp import fully_shard, strategy
-from dure.parallel.amp import GradScaler
 from dure.tensor import DTensor
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS, assert_same, filled, full_weights
@@ -110,17 +109,3 @@ def test_an_optimizer_with_state_from_before_sharding_is_refused(way: str) -> No
         assert "0.weight [4, 3]" in error.value.seen
 
     run_ranks(2, body)
-
-
-def test_gradients_of_an_optimizer_made_before_sharding_are_unscaled(way: str) -> None:
-    def train(model: nn.Sequential) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sharded(model, way)
-        scaler = GradScaler("cpu", init_scale=8.0)
-        scaled: Any = scaler.scale(loss_of(model))
-        scaled.backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-    compare(train, lambda model: step(model, torch.optim.SGD(model.parameters(), lr=0.1)))

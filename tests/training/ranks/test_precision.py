@@ -3,16 +3,67 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dure as dist
+from dure.errors import ModuleError
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.ddp.ddp_models import Layers
-from tests.training.precision_models import BF16, batch, loss_of, made
+from tests.thread_ranks import on_ranks
+
+BF16 = dist.MixedPrecision(param_dtype=torch.bfloat16)
+
+
+class Net(nn.Module):
+    """Layers of several kinds, with a tied weight, a shared layer and a part to checkpoint."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.recompute = recompute
+        self.seen: list[torch.dtype] = []
+
+    def tied(self) -> torch.Tensor:
+        first = self.body[0]
+        assert isinstance(first, nn.Linear)
+        return first.weight
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.dtype)
+        return nn.functional.linear(self.body(self.body(x)), self.tied())
+
+    def forward(self, tokens: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+        x = self.embed(tokens) * scale
+        if self.recompute is None:
+            x = self.part(x)
+        else:
+            x = checkpoint(self.part, x, use_reentrant=self.recompute)
+        return nn.functional.linear(self.rnn(x)[0], self.embed.weight)
+
+
+def made(recompute: bool | None = None) -> Net:
+    net = Net(recompute)
+    generator = torch.Generator().manual_seed(3)  # of its own: the ranks are threads
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.uniform_(-0.4, 0.4, generator=generator)
+    return net
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
 def low_precision_gradients(model: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -97,62 +148,6 @@ def test_accumulation_is_in_float32_2_ranks() -> None:
     assert run_ranks(2, rank_main) == [264.0] * 2
 
 
-def test_unused_parameters_keep_their_gradients_2_ranks() -> None:
-    def rank_main(rank: int) -> list[Any]:
-        model = Layers(2)
-        ddp = dist.DistributedDataParallel(model, mixed_precision=BF16, find_unused_parameters=True)
-        idle, x = model.layers[1].weight, torch.ones(1, 2)
-        grads: list[Any] = []
-        for used in ([0], [0, 1] if rank == 0 else [0], [0]):
-            ddp(x, *used).backward()
-            grads.append(None if idle.grad is None else idle.grad.flatten().tolist())
-        return grads
-
-    assert run_ranks(2, rank_main) == [[None, [0.5] * 4, [0.5] * 4]] * 2
-
-
-def test_overflow_in_the_reduction_skips_the_step_on_all_ranks_2_ranks() -> None:
-    # 300 * 300 does not fit float16: the gradient of rank 1 alone overflows, the average shows it.
-    def rank_main(rank: int) -> list[Any]:
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(model.weight)
-        ddp = dist.DistributedDataParallel(
-            model, mixed_precision=dist.MixedPrecision(reduce_dtype=torch.float16)
-        )
-        scaler = dist.GradScaler("cpu", init_scale=300.0)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        moved: list[bool] = []
-        for bad in (True, False):
-            optimizer.zero_grad()
-            x = torch.full((1, 1), 300.0 if rank and bad else 1.0)
-            scaler.scale(ddp(x).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            moved.append(float(model.weight.detach()) != 1.0)
-        return [moved, scaler.get_scale()]
-
-    assert run_ranks(2, rank_main) == [[[False, True], 150.0]] * 2
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_rank_without_inputs_gets_the_others_gradients_2_ranks(dtype: torch.dtype | None) -> None:
-    def rank_main(rank: int) -> list[float]:
-        model = nn.Linear(1, 1, bias=False)
-        precision = dist.MixedPrecision(reduce_dtype=dtype)
-        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        nn.init.zeros_(model.weight)
-        with dist.Join([ddp]):
-            for step in range(1 + 2 * rank):
-                ddp(torch.full((1, 1), 2.0**step)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return model.weight.detach().flatten().tolist()
-
-    # Gradients are divided by all ranks, also by those that have no inputs any more.
-    assert run_ranks(2, rank_main) == [[-4.0]] * 2
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_accumulated_gradients_survive_new_buckets_2_ranks(dtype: torch.dtype | None) -> None:
     def rank_main(rank: int) -> list[float]:
@@ -169,3 +164,83 @@ def test_accumulated_gradients_survive_new_buckets_2_ranks(dtype: torch.dtype | 
         return [float(p.grad[0, 0]) for p in model.parameters() if p.grad is not None]
 
     assert run_ranks(2, rank_main) == [[1.0, 2.0, 1.0]] * 2
+
+
+@on_ranks(1)
+def test_ignored_modules_compute_in_their_own_dtype_1_rank(rank: int) -> None:
+    seen: dict[str, torch.dtype] = {}
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+    )
+    for name, module in model.named_children():
+
+        def note(_: nn.Module, x: Any, y: Any, name: str = name) -> None:
+            seen.update({name: x[0].dtype, f"{name} out": y.dtype})
+
+        module.register_forward_hook(note)
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    precision = dist.MixedPrecision(
+        param_dtype=torch.bfloat16,
+        module_classes_to_ignore=(nn.BatchNorm1d, nn.LayerNorm),
+        modules_to_ignore=("2",),
+    )
+    hooks = len(model[2]._forward_pre_hooks)
+    ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+    ddp(torch.randn(3, 4)).float().square().sum().backward()
+    low, full = torch.bfloat16, torch.float32
+    assert [seen[k] for k in "01234"] == [low, low, full, full, low]
+    assert seen["2 out"] == full  # before the border: after it is what 3 gets cast up again
+    assert len(model[2]._forward_pre_hooks) == hooks
+    assert norm.running_mean is not None and norm.running_mean.dtype == full
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {full}
+
+
+def test_buffers_are_cast_for_the_forward_and_what_it_writes_is_kept_1_rank() -> None:
+    class Counting(nn.Module):
+        written: torch.Tensor
+        replaced: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("written", torch.zeros(2))
+            self.register_buffer("replaced", torch.zeros(2))
+            self.register_buffer("number", torch.zeros((), dtype=torch.int64))
+            self.dtypes: list[torch.dtype] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.written.add_(0.5)
+            self.replaced = self.replaced + 0.25
+            self.dtypes += [self.written.dtype, self.replaced.dtype, self.number.dtype]
+            return (x * self.weight).sum()
+
+    def rank_main(rank: int) -> None:
+        model = Counting()
+        precision = dist.MixedPrecision(buffer_dtype=torch.bfloat16)
+        ddp = dist.DistributedDataParallel(model, mixed_precision=precision)
+        before = model.written
+        for _ in range(2):
+            ddp(torch.ones(2)).backward()
+        assert model.dtypes[:3] == [torch.bfloat16, torch.bfloat16, torch.int64]
+        assert model.written is before
+        assert model.written.tolist() == [1.0, 1.0]
+        assert model.replaced.tolist() == [0.5, 0.5]
+        assert model.replaced.dtype == torch.float32
+
+    run_ranks(1, rank_main)
+
+
+@on_ranks(1)
+def test_copy_and_pickle_keep_the_precision_1_rank(rank: int) -> None:
+    ddp = dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=BF16)
+    ddp(torch.ones(1, 2)).float().sum().backward()
+    for again in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        assert again.mixed_precision == BF16
+        assert again(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": torch.complex64}])
+def test_dtypes_that_are_not_floating_point_are_refused(wrong: dict[str, torch.dtype]) -> None:
+    with pytest.raises(ModuleError):
+        dist.MixedPrecision(**wrong)  # pyright: ignore[reportArgumentType]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-import torch
 
 import dure
-from dure.comm.signals import Signals
 from dure.comm.world import resolve
-from dure.testing import CommRecorder, run_ranks
-from dure.training.turns import Turns, prepare
+from dure.testing import run_ranks
+from dure.training.turns import Turns
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -36,50 +34,6 @@ def test_ranks_that_have_dropped_their_turns_are_signaled_without_harm(size: int
             dure.barrier()
 
     run_ranks(size, body)
-
-
-def test_turns_of_another_model_are_made_without_messages() -> None:
-    def body(rank: int) -> list[str]:
-        group = resolve(None, "test")
-        prepare(group)
-        first = Turns(group)
-        first.enter()  # and does not leave
-        with CommRecorder() as recorder:
-            second = Turns(group)
-        second.enter()
-        second.leave(together=True)
-        assert torch.equal(second._wrote, torch.zeros(2, dtype=torch.int64))  # pyright: ignore
-        return recorder.ops
-
-    assert run_ranks(2, body) == [[], []]
-
-
-def test_a_wait_for_readers_that_was_interrupted_is_taken_up_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else a later wait would take the signals that this one has left."""
-    taken: list[int] = []
-    wait = Signals.wait_signal
-
-    def interrupting(self: Signals, src_rank: int) -> None:
-        if self.rank == 0 and len(taken) == 1:
-            taken.append(-1)
-            raise KeyboardInterrupt
-        wait(self, src_rank)
-        if self.rank == 0:
-            taken.append(src_rank)
-
-    def body(rank: int) -> None:
-        turns = Turns(resolve(None, "test"))
-        turns.enter()
-        if rank == 0:
-            with pytest.raises(KeyboardInterrupt):
-                turns.leave(together=True)
-        turns.leave(together=True)
-
-    monkeypatch.setattr(Signals, "wait_signal", interrupting)
-    run_ranks(3, body)
-    assert sorted(taken) == [-1, 1, 2]
 
 
 def test_a_rank_that_runs_the_model_alone_is_told_to_let_all_run_it() -> None:

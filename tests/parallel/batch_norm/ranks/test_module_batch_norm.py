@@ -87,29 +87,6 @@ def test_ranks_are_one_batch(dims: int, sizes: tuple[int, ...], options: dict[st
         torch.testing.assert_close(total, parameter.grad, atol=1e-11, rtol=1e-12)
 
 
-def test_bfloat16_inputs_have_float32_statistics_2_ranks() -> None:
-    # A bfloat16 has 8 bits: outputs are a rounding apart; statistics, of float32, are not.
-    layer = nn.BatchNorm1d(5)
-    inputs = batches((40, 24), SHAPES[1], torch.bfloat16)
-    alone = copy.deepcopy(layer)
-    expected = alone(torch.cat(inputs).float()).detach()
-
-    def rank_main(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        mine: Any = convert(copy.deepcopy(layer))
-        x = inputs[rank].clone().requires_grad_()
-        y = mine(x)
-        y.float().pow(3).sum().backward()
-        assert y.dtype == x.grad.dtype == torch.bfloat16
-        return y.detach(), mine.running_mean, mine.running_var
-
-    results = run_ranks(2, rank_main)
-    outputs = torch.cat([y for y, _, _ in results]).float()
-    torch.testing.assert_close(outputs, expected, atol=0.01, rtol=0.01)
-    for _, mean, variance in results:
-        torch.testing.assert_close(mean, alone.running_mean, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(variance, alone.running_var, atol=1e-6, rtol=1e-6)
-
-
 def test_evaluation_communicates_nothing_and_uses_running_statistics_2_ranks() -> None:
     layer = nn.BatchNorm1d(5)
     layer(torch.randn(8, 5))
@@ -140,31 +117,6 @@ def test_one_collective_forward_and_one_backward_3_ranks(
         if trains:
             y.sum().backward()
     assert seen.ops == ["all_gather_single", *backward]
-
-
-def test_inside_ddp_ranks_get_the_gradients_of_the_whole_batch_4_ranks() -> None:
-    # Two branches: several layers are in flight at once.
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left = nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4))
-            self.right = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.left(x) * self.right(x)).pow(2).mean()
-
-    net = Net().double()
-    x = torch.randn(8, 2, 3, 3, dtype=torch.float64)
-
-    def rank_main(rank: int) -> list[torch.Tensor | None]:
-        ddp = dist.DistributedDataParallel(convert(copy.deepcopy(net)), bucket_cap_mb=1e-4)
-        ddp(x[rank::4]).backward()
-        return [p.grad for p in ddp.parameters()]
-
-    results = run_ranks(4, rank_main)
-    net(x).backward()
-    expected = [p.grad for p in net.parameters()]
-    torch.testing.assert_close(results, [expected] * 4, atol=1e-12, rtol=1e-12)
 
 
 def test_only_the_ranks_of_its_group_are_one_batch_4_ranks() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.errors import CommError, Desync, ModuleError, PeerLost, UnevenInputs
+from dure.errors import CommError, ModuleError, PeerLost, UnevenInputs
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.ddp.ddp_models import Branches
 from tests.parallel.ddp.join_models import (
@@ -66,32 +66,6 @@ def test_uneven_inputs_train_as_one_process_does(
         assert all(map(torch.equal, params + momenta, results[0][0] + results[0][1]))
 
 
-def test_announcements_are_all_that_is_sent_more_3_ranks() -> None:
-    counts = (2, 4, 0)
-
-    def rank_main(rank: int) -> tuple[list[str], int]:
-        ddp = dist.DistributedDataParallel(make_net(), bucket_cap_mb=1e-4)
-        batches = batches_of(rank, counts[rank])
-        with CommRecorder(rank=rank) as seen, ddp.join():
-            for x in batches:
-                loss_of(ddp(x)).backward()
-        return seen.ops, sum(e.nbytes == 4 * 3 for e in seen.events if e.op == "all_reduce")
-
-    # Each of the 4 steps one announcement and its two buckets, the first also rank 0's order of
-    # gradients; then the announcement of no rank, and the last joiner's parameters.
-    step = ["all_reduce"] * 3
-    ops = [*step, "broadcast", *step * 3, "all_reduce", "broadcast"]
-    assert run_ranks(3, rank_main) == [(ops, 5)] * 3
-
-
-@on_ranks(2)
-def test_disabled_context_sends_nothing_2_ranks(rank: int) -> None:
-    ddp = dist.DistributedDataParallel(make_net())
-    with CommRecorder(rank=rank) as seen, ddp.join(enable=False):
-        loss_of(ddp(batches_of(rank, 1)[0])).backward()
-    assert seen.ops == ["all_reduce"]
-
-
 def test_only_forwards_that_communicate_count_3_ranks() -> None:
     """Accumulation, forwards without a backward, several forwards before one, differing by rank."""
 
@@ -104,8 +78,6 @@ def test_only_forwards_that_communicate_count_3_ranks() -> None:
                 with ddp.no_sync():
                     for _ in range(rank):  # as many as it likes
                         loss_of(ddp(x)).backward()
-                with torch.no_grad():
-                    ddp(x)
                 ddp(x)
                 (loss_of(ddp(x)) + loss_of(ddp(x))).backward()
                 optimizer.step()
@@ -135,24 +107,6 @@ def test_shadow_neither_uses_nor_misses_a_parameter_3_ranks() -> None:
 
     # Only the rank that trained to the end still has a gradient.
     assert run_ranks(3, rank_main) == [(True, True), (True, True), (False, True)]
-
-
-def test_missing_gradient_is_named_on_shadows_too_3_ranks() -> None:
-    def rank_main(rank: int) -> ModuleError:
-        ddp = dist.DistributedDataParallel(Branches())
-
-        def train() -> None:
-            with ddp.join():
-                for _ in range(rank):
-                    ddp(torch.ones(1, 2), "left").backward()
-
-        with pytest.raises(ModuleError) as caught:
-            train()
-        return caught.value
-
-    for error in run_ranks(3, rank_main):
-        assert error.parameters == ("right.weight",)
-        assert "(on rank 1, 2)" in error.seen
 
 
 def test_buffers_come_from_a_rank_that_trains_and_end_equal_3_ranks() -> None:
@@ -241,21 +195,3 @@ def test_rank_that_raises_is_lost_to_the_others_at_once_3_ranks(failing_step: in
     for error in (first, third):
         assert isinstance(error, PeerLost)
         assert error.peer == 1
-
-
-@pytest.mark.parametrize("then", ["leave", "barrier"])
-def test_forgotten_context_ends_in_an_error_that_names_it_2_ranks(then: str) -> None:
-    def rank_main(rank: int) -> CommError | None:
-        ddp = dist.DistributedDataParallel(make_net())
-        try:
-            for x in batches_of(rank, 1 + rank):
-                loss_of(ddp(x)).backward()
-            if then == "barrier":
-                dist.barrier()
-        except CommError as error:
-            return error
-        return None
-
-    error = run_ranks(2, rank_main)[1]
-    assert isinstance(error, PeerLost if then == "leave" else Desync)
-    assert "ddp.join()" in error.fix

@@ -9,7 +9,6 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 import dure.fsdp
-from tests.parallel.fsdp.procs import fsdp_ranks
 
 
 def _methods(cls: Any) -> set[str]:
@@ -48,13 +47,3 @@ def test_functions_and_policies_take_what_torchs_take(name: str) -> None:
     if theirs is None:
         pytest.skip(f"needs a newer torch: this one has no {name}")
     assert _names(ours)[: len(_names(theirs))] == _names(theirs)
-
-
-@pytest.mark.needs("engine")
-@pytest.mark.parametrize("way", ["shared", "gathered"])
-@pytest.mark.parametrize("low", [False, True])
-def test_training_equals_torchs_on_gloo(process_pool, tmp_path, way, low) -> None:
-    """In float64 to rounding; bfloat16 that is reduced in float32, to float32's rounding."""
-    limit = 1e-5 if low else 1e-12
-    for far in process_pool(2, "shm").run(fsdp_ranks.equals_torch, str(tmp_path), way, low):
-        assert max(far) < limit, far

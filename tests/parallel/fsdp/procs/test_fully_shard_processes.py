@@ -49,19 +49,3 @@ def test_survivors_of_a_death_learn_the_state_of_the_weights(tmp_path, way, phas
         assert ranks.result(1) is None
     assert kind == "PeerLost"
     assert note in " ".join(notes)
-
-
-@pytest.mark.needs("engine")
-def test_a_fork_after_a_step_does_not_warn_of_memory_that_the_program_did_not_make(process_pool):
-    assert process_pool(2, "shm").run(fsdp_ranks.warnings_of_a_fork) == [[], []]
-
-
-@pytest.mark.slow  # the system may take memory back by itself, so its measure is for a drill
-@pytest.mark.parametrize("way", ["shared", "gathered"])
-def test_offloaded_memory_is_not_resident_2_ranks(process_pool, tmp_path, way):
-    results = process_pool(2, "shm").run(fsdp_ranks.gives_memory_back, way, str(tmp_path))
-    for (training, offloaded, back), is_same in results:
-        assert is_same
-        assert training > 45  # of 96 MB a rank has half, and all that is shared
-        assert offloaded < 0.2 * training
-        assert back - offloaded > 0.8 * 45

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dure.errors import UsageError
-from dure.fsdp import MixedPrecisionPolicy, fully_shard, join_step, strategy
+from dure.fsdp import fully_shard, strategy
 from dure.testing import CommRecorder, ProcessPool
 from tests.parallel.fsdp.procs import fsdp_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import assert_same, expected_weights
@@ -54,20 +54,6 @@ def test_a_host_gathers_what_it_lacks_once_per_step(pool):
     assert pool.run(_gathers) == [[(2, 2 * 8 * 4)] * 2] * 4
 
 
-def _unsharded_first(rank: int) -> list[float]:
-    """Return the weights that a rank has whole before any forward."""
-    model = _sharded(nn.Linear(1, 6, bias=False))
-    with torch.no_grad():
-        model[0].weight.part.fill_(rank)
-    model.unshard()
-    return model[0].weight.flatten().tolist()
-
-
-def test_parameters_may_be_unsharded_before_the_first_forward(pool):
-    """Six rows of four ranks."""
-    assert pool.run(_unsharded_first) == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 4
-
-
 def _writes_seen(rank: int) -> list[float]:
     """Rows are written between steps, by one rank of one host; all see it in the next forward."""
     model = _sharded(nn.Linear(2, 7, bias=False))
@@ -83,49 +69,6 @@ def _writes_seen(rank: int) -> list[float]:
 
 def test_all_hosts_see_what_a_rank_writes(pool):
     assert pool.run(_writes_seen) == [[14.0, 18.0]] * 4
-
-
-def _several_forwards(rank: int) -> None:
-    """Two forwards, an evaluation, then backward: nothing was written, nothing is refused."""
-    model = _sharded(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        losses = [model(torch.ones(1, 4)).sum() for _ in range(2)]
-        with torch.no_grad():
-            model(torch.ones(1, 4))
-        sum(losses).backward()  # pyright: ignore
-        optimizer.step()
-    loss = model(torch.ones(1, 4)).sum()
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_autograd_refuses_weights_that_another_step_wrote_and_no_others(pool):
-    pool.run(_several_forwards)
-
-
-def _low(rank: int) -> tuple[float, ...]:
-    """Unsharded bfloat16 values travel as such; a rank without a batch joins."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = _sharded(nn.Linear(4, 4, bias=False), mp_policy=policy)
-    weight = model[0].weight
-    with torch.no_grad():
-        weight.fill_(0.5)
-    model(torch.ones(1, 4)).sum().backward()
-    with CommRecorder() as seen:
-        if rank == 2:
-            join_step(model)
-        else:
-            model(torch.ones(1, 4)).sum().backward()
-    sent = [e.nbytes for e in seen.events if e.op == "all_gather_single"]
-    return float(weight.grad.part.sum()), *sent
-
-
-def test_low_precision_and_a_rank_without_a_batch(pool):
-    """The first step's average is 1 for each weight, the second's 3/4."""
-    assert pool.run(_low) == [(4 * 1.75, 4 * 2)] * 4
 
 
 def _refused(rank: int) -> str:

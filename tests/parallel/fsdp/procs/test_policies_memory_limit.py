@@ -83,13 +83,3 @@ def test_training_in_half_the_memory_2_ranks(tmp_path: Path, way: str) -> None:
         assert limit.highest() <= LIMIT
     for losses in results:
         assert losses == pytest.approx(_expected(), rel=1e-4)
-
-
-def test_without_files_the_system_ends_it(tmp_path: Path) -> None:
-    """What the test above shows depends on the files."""
-    with limited(LIMIT) as limit:
-        if isinstance(limit, str):
-            pytest.skip(f"needs control groups: {limit}")
-        with Ranks(2, tmp_path, _train, "gathered", limit, None) as ranks:
-            results = [ranks.result(r) for r in range(2)]
-        assert None in results  # at least one was killed; the other may have noticed

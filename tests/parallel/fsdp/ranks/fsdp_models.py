@@ -57,10 +57,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def made(**options: Any) -> Net:
+def made(kind: Callable[..., Net] = Net, **options: Any) -> Net:
     with making:
         torch.manual_seed(1)
-        return Net(**options).double()
+        return kind(**options).double()
 
 
 def filled(model: M) -> M:
@@ -139,7 +139,19 @@ def by_step(model: nn.Module, step: int, size: int = 1, rank: int = 0) -> torch.
     return loss
 
 
-def shard(model: Net, **options: Any) -> Net:
+def accumulate(model: Any, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+    """Add the gradients of three backwards, of which the last reduces."""
+    losses = []
+    for k in range(3):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(k == 2)
+        loss = loss_of(model, mine(batch(number + 10 * k), size, rank)) / 3
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def shard(model: Any, **options: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)

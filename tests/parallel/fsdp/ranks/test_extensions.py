@@ -115,19 +115,3 @@ def test_a_subclass_with_one_of_the_methods_is_refused() -> None:
             fully_shard(model)
 
     run_ranks(2, body)
-
-
-def test_rows_that_do_not_fit_are_refused_by_name() -> None:
-    class Odd(Halves):
-        def fsdp_pre_all_gather(self, *args: Any) -> Any:
-            return (torch.ones(9, 3), torch.ones(9, 1)), "metadata"
-
-    def body(rank: int) -> None:
-        model = nn.Linear(3, 5, bias=False).double()
-        model.weight = nn.Parameter(Odd(torch.ones(5, 3).double()))
-        fully_shard(model)
-        with pytest.raises(ModuleError) as error:
-            model(torch.ones(2, 3).double())
-        assert error.value.parameters == ("weight",)
-
-    run_ranks(2, body)

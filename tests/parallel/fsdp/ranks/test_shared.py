@@ -1,11 +1,9 @@
-"""Strategy *shared*: no rank reads while another writes, and all see what was written."""
+"""Strategy *shared*: no rank reads while another writes; models have their own turns."""
 
 from __future__ import annotations
 
-import gc
 import random
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from dure import destroy_process_group, new_group
-from dure.comm.group import ProcessGroup
-from dure.device_mesh import DeviceMesh
 from dure.errors import ModuleError
 from dure.fsdp import fully_shard, strategy
-from dure.parallel.fsdp.state import state_of
 from dure.testing import run_ranks
-from dure.training.turns import Turns
+from tests.parallel.fsdp.ranks.fsdp_models import making
 from tests.thread_ranks import on_ranks
 
-STEPS = 25
+WRITES = 25
 
 
 class Slow(torch.autograd.Function):
@@ -41,7 +35,7 @@ class Slow(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class Net(nn.Module):
+class Looking(nn.Module):
     def __init__(self, look: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(6, 3))
@@ -63,7 +57,7 @@ def looking(rank: int, expected: list[float]) -> Callable[[torch.Tensor], None]:
     return look
 
 
-def frozen(model: Net) -> Net:
+def frozen(model: Looking) -> Looking:
     """Nothing is reduced, so that no rank waits for a reduction."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -74,58 +68,25 @@ def frozen(model: Net) -> Net:
 def test_writes_between_steps_are_not_seen_by_the_step_before(size: int, evaluating: bool) -> None:
     def body(rank: int) -> None:
         expected = [0.0]
-        model = frozen(Net(looking(rank, expected)))
+        model = frozen(Looking(looking(rank, expected)))
         with strategy("shared"):
             fully_shard(model.inner)
             fully_shard(model)
-        for step in range(1, STEPS):
+        for step in range(1, WRITES):
             with torch.set_grad_enabled(not evaluating):
                 out = model(torch.ones(2, 3, requires_grad=True))
             if not evaluating:
                 out.sum().backward()
             with torch.no_grad():
-                model.weight.fill_(float(step)).clamp_(0, STEPS)
+                model.weight.fill_(float(step)).clamp_(0, WRITES)
             expected[0] = float(step)
 
     run_ranks(size, body)
 
 
 @on_ranks(2)
-def test_an_optimizer_waits_for_a_forward_without_backward(rank: int) -> None:
-    expected = [0.0]
-    model = Net(looking(rank, expected))
-    with strategy("shared"):
-        fully_shard(model)
-    weight = model.weight
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for step in range(1, STEPS):
-        model(torch.ones(2, 3))
-        weight.grad = torch.full_like(weight, -1.0)
-        optimizer.step()
-        expected[0] = float(step)
-
-
-@on_ranks(2)
-def test_a_backward_after_another_may_read_again(rank: int) -> None:
-    """retain_graph, and an evaluation between forward and backward."""
-
-    model = Net(lambda seen: None)
-    with strategy("shared"):
-        fully_shard(model)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    loss = model(torch.ones(2, 3)).sum()
-    with torch.no_grad():
-        model(torch.ones(2, 3))
-    loss.backward(retain_graph=True)
-    once = model.inner.weight.grad.to_local().clone()
-    loss.backward()
-    assert torch.equal(model.inner.weight.grad.to_local(), 2 * once)
-
-
-@on_ranks(2)
 def test_a_backward_through_weights_that_were_stepped_is_refused(rank: int, way: str) -> None:
-    model = Net(lambda seen: None)
+    model = Looking(lambda seen: None)
     with strategy(way):
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -174,34 +135,43 @@ def test_writing_in_a_step_is_refused_and_named(rank: int, kind: str) -> None:
     model(x).sum().backward()
 
 
-def test_turns_go_with_their_model() -> None:
-    def body(rank: int) -> list[weakref.ref[Turns]]:
-        group = new_group([0, 1])
-        assert isinstance(group, ProcessGroup)
-        found = []
-        for backward in (True, False):
-            model: Any = nn.Linear(4, 4)
-            with strategy("shared"):
-                fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-            loss = model(torch.ones(2, 4)).sum()
-            if backward:
-                loss.backward()
-            found.append(weakref.ref(state_of(model).tree.turns.of(group)))  # pyright: ignore
-        destroy_process_group(group)
-        return found
+# ---------------------------------------------------------------- a model within another
 
-    found = run_ranks(2, body)
-    gc.collect()  # not by threads, which skip it where another one is at it
-    assert [[turns() for turns in each] for each in found] == [[None, None]] * 2
+
+WIDTH = 4
+
+
+class Outer(nn.Module):
+    """Looks at its weight before and after another model has run."""
+
+    def __init__(self, other: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, WIDTH))
+        self.delays = random.Random(rank)
+        self.others = [other]  # not a module within
+        self.expected = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            assert set(self.weight.flatten().tolist()) == {self.expected}
+            self.others[0](x)
+            time.sleep(self.delays.choice([0, 0.002, 0.004]))
+        assert set(self.weight.flatten().tolist()) == {self.expected}
+        return x @ self.weight.t()
 
 
 @on_ranks(2)
-def test_shards_of_a_group_that_is_gathered_from_now_on_leave_the_shared_memory(rank: int) -> None:
-    """Before its first forward, too."""
+def test_the_end_of_a_model_within_anothers_forward_is_not_the_others_end(rank: int) -> None:
+    """Ranks that are done with the outer model's forward write it; slower ones still read it."""
 
-    model: Any = nn.Linear(4, 4)
+    with making:
+        inner = nn.Linear(WIDTH, WIDTH)
+    outer = Outer(inner, rank)
     with strategy("shared"):
-        fully_shard(model)
-    shared = model.weight.to_local().data_ptr()
-    model.set_custom_all_gather(object())  # never called
-    assert model.weight.to_local().data_ptr() != shared
+        fully_shard(inner)
+        fully_shard(outer)
+    for step in range(1, 12):
+        with torch.no_grad():
+            outer(torch.ones(1, WIDTH))
+            outer.weight.fill_(float(step))
+        outer.expected = float(step)

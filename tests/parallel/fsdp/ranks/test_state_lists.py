@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dure.fsdp import follow, fully_shard, join_step, strategy
+from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import assert_same, full_gradients, making
@@ -44,11 +44,6 @@ def in_chunks(model: Net, words: torch.Tensor) -> None:
         model.head(chunk).square().sum().backward()
         gradients.append(chunk.grad)
     hidden.backward(torch.cat(gradients))
-
-
-def one_loss_of_chunks(model: Net, words: torch.Tensor) -> None:
-    losses = [model.head(chunk).square().sum() for chunk in model(words).split(2)]
-    torch.stack(losses).sum().backward()
 
 
 def checkpointed_chunks(model: Net, words: torch.Tensor) -> None:
@@ -87,7 +82,6 @@ def unused_forward(model: Net, words: torch.Tensor) -> None:
 
 STEPS = [
     in_chunks,
-    one_loss_of_chunks,
     checkpointed_chunks,
     chunks_within_forward,
     norm_alone,
@@ -103,11 +97,6 @@ def the_last_two(model: Any) -> None:
     fully_shard(model)
 
 
-def kept(model: Any) -> None:
-    fully_shard([model.norm, model.head], reshard_after_forward=False)
-    fully_shard(model)
-
-
 def ends(model: Any) -> None:
     fully_shard([model.embed, model.head])
     fully_shard(model)
@@ -118,7 +107,7 @@ def as_a_root(model: Any) -> None:
     fully_shard([model.embed, model.norm, model.head])
 
 
-@pytest.mark.parametrize("shard", [the_last_two, kept, ends, as_a_root], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shard", [the_last_two, ends, as_a_root], ids=lambda f: f.__name__)
 def test_gradients_are_those_of_one_process(way: str, shard: Callable[[Any], None]) -> None:
     """Each kind of step after each other one; modules have shards when it has ended."""
     with making:
@@ -160,44 +149,3 @@ def test_a_module_of_a_list_called_alone_frees_its_parameters() -> None:
         return recorder.ops
 
     assert run_ranks(SIZE, body) == [["all_gather_single"] * 2] * 2
-
-
-def test_a_rank_without_a_batch_joins_a_step_of_a_list(way: str) -> None:
-    """It stands for a forward of each module of the list, and for a backward."""
-    with making:
-        torch.manual_seed(0)
-        made = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    x = torch.ones(1, 2)
-
-    def body(rank: int) -> None:
-        model: Any = copy.deepcopy(made)
-        with strategy(way):
-            fully_shard(list(model))
-        for joins in (False, True, True):
-            model.zero_grad()
-            if joins and rank == 1:
-                join_step(model[0])
-            else:
-                model[1](model[0](x)).sum().backward()
-        expected = copy.deepcopy(made)
-        (expected[1](expected[0](x)).sum() / SIZE).backward()
-        assert_same(full_gradients(model), full_gradients(expected))
-
-    run_ranks(SIZE, body)
-
-
-def test_ranks_follow_forwards_of_any_module_of_a_list(way: str) -> None:
-    def body(rank: int) -> None:
-        with making:
-            model: Any = Net()
-        with strategy(way):
-            the_last_two(model)
-        with torch.no_grad():
-            model(torch.tensor([0]))
-            model.head(torch.ones(1, WIDTH))
-            with follow(model):
-                for _ in range(1 + rank):
-                    model.head(torch.ones(1, WIDTH))
-            model(torch.tensor([0]))
-
-    run_ranks(SIZE, body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from typing import Any
 
@@ -12,12 +11,10 @@ from torch import nn
 
 from dure.errors import ModuleError, ShapeError
 from dure.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard, strategy, stream_full
-from dure.mesh import DeviceMesh
 from dure.tensor import DTensor
-from dure.tensor.parallel import ColwiseParallel, parallelize_module
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import filled
-from tests.thread_ranks import on_mesh, on_ranks
+from tests.thread_ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -90,18 +87,6 @@ def test_changes_are_written_back_if_asked(way: str, size: int) -> None:
         model(torch.ones(1, 5)).sum().backward()
 
     run_ranks(size, body)
-
-
-@on_mesh(2, 2, names=("dp", "tp"))
-def test_full_parameters_over_tensor_parallel(mesh: DeviceMesh, way: str) -> None:
-    model = nn.Sequential(copy.deepcopy(made().first))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    with strategy(way):
-        fully_shard(model, mesh=mesh["dp"])
-    with full_parameters(model, writeback=True), torch.no_grad():
-        assert torch.equal(model[0].get_parameter("weight"), made().first.weight)
-        model[0].weight.add_(1)
-    assert torch.equal(full(model)["0.weight"], made().first.weight.detach() + 1)
 
 
 @on_ranks(2)

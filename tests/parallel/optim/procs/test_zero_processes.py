@@ -33,19 +33,6 @@ def test_parameters_are_one_memory_for_all_ranks_3_ranks(process_pool):
 
 
 @NEEDS_ENGINE
-def test_modules_behave_as_others_afterwards_2_ranks(process_pool):
-    first, second = process_pool(2, "shm").run(zero_ranks.afterwards, 2)
-    assert first == second
-    assert "" not in first and first[0] != first[1]
-
-
-@NEEDS_ENGINE
-def test_each_rank_gives_back_its_own_copy_2_ranks(process_pool):
-    for given_back, size in process_pool(2, "shm").run(zero_ranks.memory_given_back, 2):
-        assert given_back > 0.9 * size
-
-
-@NEEDS_ENGINE
 def test_each_host_has_a_copy_and_all_of_the_state():
     with ProcessPool(3, "hybrid", hosts="aab") as pool:
         seen = pool.run(zero_ranks.training, 3, "shared")
@@ -54,13 +41,6 @@ def test_each_host_has_a_copy_and_all_of_the_state():
     for host in ((0, 1), (2,)):
         numbers = Counter(number for rank in host for number in seen[rank]["numbers"])
         assert numbers == Counter(range(9))
-
-
-def test_engines_without_shared_memory_shard_and_refuse_to_share_2_ranks(process_pool):
-    pool = process_pool(2, "gloo")
-    assert pool.run(zero_ranks.refused) == ["UsageError"] * 2
-    for kind in ("straight", "buckets"):
-        assert [s["files"] for s in pool.run(zero_ranks.training, 2, kind)] == [{""}] * 2
 
 
 VICTIM, KILLED_AT = 1, 2

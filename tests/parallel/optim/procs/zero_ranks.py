@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -82,72 +79,3 @@ def training(rank: int, n: int, kind: str, ddp_first: bool = True) -> dict[str, 
         "files": {file_of(p) for p in model.parameters()},
         "numbers": list(zero.local_state_dict()["state"]),
     }
-
-
-def afterwards(rank: int, n: int) -> list[str]:
-    """Treat a module whose parameters are shared as programs treat modules."""
-    model = Net()
-    zero = shared_sgd(model)
-    data = torch.Generator().manual_seed(1)
-    step(model, zero, batch(data))
-    dist.barrier()
-    # Copies have their own memory, and are as long as their originals.
-    twin, alone = copy.deepcopy(model), copy.deepcopy(model.out)
-    again = pickle.loads(pickle.dumps(model))
-    saved = io.BytesIO()
-    torch.save(model.out.state_dict(), saved)
-    assert saved.tell() < 3 * (4 * model.out.weight.numel() + 4096)
-    assert equal(model, twin) and equal(model, again) and equal(model.out, alone)
-    assert twin.tied.weight is twin.mid.weight
-    assert {file_of(p) for m in (twin, alone, again) for p in m.parameters()} == {""}
-    # Loading writes the shared memory, the same values on all ranks.
-    fresh = Net(seed=5)
-    dist.barrier()  # when the others have compared
-    model.load_state_dict(fresh.state_dict())
-    dist.barrier()
-    assert equal(model, fresh)
-    where = [place_of(model.mid.weight)]
-    dist.barrier()
-    # Another dtype means other memory; the next step shares that.
-    model.double()
-    twin = copy.deepcopy(model)
-    assert file_of(model.mid.weight) == ""
-    x = batch(data).double()
-    step(model, zero, x)
-    where.append(place_of(model.mid.weight))
-    step(twin, torch.optim.SGD(twin.parameters(), lr=0.1), x)
-    dist.barrier()
-    assert equal(model, twin)
-    dist.barrier()
-    return where
-
-
-def private_kib(model: nn.Module) -> int:
-    """Return how much memory this process alone has, after a look at each page of a model."""
-    assert all(bool(p.detach().view(-1)[::1024].isfinite().all()) for p in model.parameters())
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
-
-
-def memory_given_back(rank: int, n: int) -> tuple[int, int]:
-    """Return how much private memory sharing gave back, and the size of the parameters, in KiB."""
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(32)))
-    size = sum(p.numel() * p.element_size() for p in model.parameters()) // 1024
-    shared_sgd(nn.Linear(2, 2))  # what the first of all loads is no copy of the parameters
-    before = private_kib(model)
-    zero = shared_sgd(model)
-    private_kib(model)  # a page that one rank alone has looked at counts as that rank's
-    dist.barrier()
-    given_back = before - private_kib(model)
-    assert len(zero.state) == 0
-    dist.barrier()
-    return given_back, size
-
-
-def refused(rank: int) -> str:
-    """Ask for shared parameters without shared memory; return the error's type."""
-    try:
-        shared_sgd(Net())
-    except dist.UsageError as error:
-        return type(error).__name__
-    return ""

@@ -13,7 +13,6 @@ import torch.distributed.pipelining.schedules as their_schedules
 import dure.pipelining as ours
 import dure.pipelining.microbatch as our_microbatch
 import dure.pipelining.schedules as our_schedules
-from tests.parallel.pipeline.procs import pipeline_ranks
 
 
 def _names(function: Any) -> list[str]:
@@ -35,10 +34,3 @@ def test_names_take_what_torchs_take(name: str) -> None:
 @pytest.mark.parametrize("name", ["step", "eval"])
 def test_steps_take_what_torchs_take(name: str) -> None:
     assert _names(getattr(ours.Schedule1F1B, name)) == _names(getattr(theirs.Schedule1F1B, name))
-
-
-@pytest.mark.needs("engine")
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_a_step_equals_torchs_on_gloo(process_pool, tmp_path, name) -> None:
-    for far in process_pool(2, "shm").run(pipeline_ranks.equals_torch, str(tmp_path), name):
-        assert far < 1e-12

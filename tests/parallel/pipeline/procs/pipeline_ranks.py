@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.pipelining as theirs
 
 import dure
 import dure.device_mesh
-import dure.pipelining as ours
 from dure.errors import PeerLost
-from dure.fsdp import fully_shard
 from tests.comm.forked_ranks import Slot
 from tests.parallel.pipeline.ranks.pipeline_failing import fail_everywhere
 from tests.parallel.pipeline.ranks.pipeline_models import (
-    CPU,
     LENGTHS,
     SCHEDULES,
     Nested,
@@ -26,40 +22,10 @@ from tests.parallel.pipeline.ranks.pipeline_models import (
     Trained,
     batches,
     dense,
-    mse,
     of_lengths,
     of_nested,
-    stages_of,
 )
-from tests.torch_backend import torch_worlds as torch_ranks
 from tests.waiting import until
-
-
-def equals_torch(rank: int, folder: str, name: str) -> float:
-    """Take a step under torch's runtime on gloo, and under Dure's; return the largest difference.
-
-    Of losses, of the output, and of gradients.
-    """
-    kind, each = SCHEDULES[name]
-    mine = stages_of(name, rank, 2, each)
-    with torch_ranks.world(rank, folder, "gloo"):
-        expected = _step(theirs, getattr(theirs, kind.__name__), mine)
-    found = _step(ours, kind, mine)
-    pairs = zip(found, expected, strict=True)
-    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
-
-
-def _step(library: Any, kind: Any, mine: list[int]) -> list[torch.Tensor]:
-    parts = dense(2 * len(mine))
-    stages = [library.PipelineStage(parts[i], i, len(parts), CPU) for i in mine]
-    schedule = kind(stages if len(mine) > 1 else stages[0], 4, loss_fn=mse)
-    x, y = batches(1, rows=8)[0]
-    losses: list[torch.Tensor] = []
-    last = len(parts) - 1 in mine
-    for_the_last = {"target": y, "losses": losses} if last else {}
-    output = schedule.step(*([x] if 0 in mine else []), **for_the_last)
-    gradients = [p.grad for i in mine for p in parts[i].parameters()]
-    return [*losses, *([output] if last else []), *(g for g in gradients if g is not None)]
 
 
 def large_parts(name: str) -> list[Any]:
@@ -101,22 +67,6 @@ def reuses_slots(rank: int) -> tuple[list[int], bool]:
         counts.append(len(slots._slots))
     dure.barrier()
     return counts, all(slot.word[0] == 0 for slot in slots._slots)
-
-
-def trains_shards(rank: int) -> dict[str, torch.Tensor]:
-    """Train stages whose parameters two ranks share, each with half of a batch."""
-    mesh = dure.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-
-    def wrap(part: Any) -> Any:
-        fully_shard(part.linear, mesh=mesh["dp"])
-        return fully_shard(part, mesh=mesh["dp"])
-
-    group = mesh["pp"].get_group()
-    pipeline = Pipeline("interleaved", 0, 1, dense(2), 4, wrap=wrap, group=group)
-    for x, y in batches(2, rows=16):
-        pipeline.step(x.chunk(2)[rank], y.chunk(2)[rank])
-    weights: dict[str, Any] = pipeline.weights()
-    return {name: weight.full_tensor() for name, weight in weights.items()}
 
 
 def loses_one(slot: Slot, backend: str, hosts: str) -> tuple[int | None, str, str]:

@@ -8,11 +8,7 @@ import torch
 from dure.testing import run_ranks
 from tests.comm.forked_ranks import Ranks
 from tests.parallel.pipeline.procs import pipeline_ranks
-from tests.parallel.pipeline.ranks.pipeline_failing import interrupt_receives
 from tests.parallel.pipeline.ranks.pipeline_models import (
-    batches,
-    dense,
-    interleaved,
     one_process,
     verify_same,
 )
@@ -37,20 +33,6 @@ def test_slots_hand_over_what_messages_do_2_ranks(process_pool):
 def test_slots_are_used_again_2_ranks(process_pool):
     for counts, are_free in process_pool(2, "shm").run(pipeline_ranks.reuses_slots):
         assert are_free and counts[-1] <= 3, counts  # of 36 transfers
-
-
-@pytest.mark.parametrize("before", [0, 2])
-def test_an_interrupted_receive_leaves_no_message_for_the_next_step_2_ranks(process_pool, before):
-    expected = one_process(dense(2), batches(3), 4)
-    by_rank = process_pool(2, "shm").run(interrupt_receives, before, dense(2))
-    for found in zip(*by_rank, strict=True):
-        verify_same(found, expected)
-
-
-def test_stages_whose_ranks_share_parameters_train_as_one_process_2_ranks(process_pool):
-    _, expected = one_process(dense(2), interleaved(batches(2, rows=16)), 4)
-    for weights in process_pool(2, "shm").run(pipeline_ranks.trains_shards):
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

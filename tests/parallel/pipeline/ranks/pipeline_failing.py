@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -110,49 +109,3 @@ def interrupt_stages(rank: int, name: str, world: int, parts: list[nn.Module]) -
                 assert error.__name__ in caught.value.remote_traceback
     assert all(torch.equal(before[name], weight) for name, weight in pipeline.weights().items())
     return pipeline.train(batches(2))
-
-
-class _Interrupting:
-    """A group, or a receive, in which one of the waits for a message is interrupted."""
-
-    def __init__(self, inner: Any, countdown: list[int]) -> None:
-        self._inner, self._countdown = inner, countdown
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def irecv(self, *args: Any) -> Any:
-        return _Interrupting(self._inner.irecv(*args), self._countdown)
-
-    def recv(self, *args: Any) -> None:
-        self.wait_for(self._inner.recv, *args)
-
-    def wait(self) -> None:
-        self.wait_for(self._inner.wait)
-
-    def wait_for(self, call: Any, *args: Any) -> None:
-        self._countdown[0] -= 1
-        if self._countdown[0] == -1:
-            raise KeyboardInterrupt
-        call(*args)
-
-
-def interrupt_receives(rank: int, before: int, parts: list[nn.Module]) -> list[Trained]:
-    """Interrupt either rank in each of its first waits, `before` steps on; then train."""
-    found: list[Trained] = []
-    x, y = batches(1)[0]
-    for waiting, countdown in itertools.product(range(2), range(4)):
-        pipeline = Pipeline("1f1b", rank, 2, parts, 4)
-        pipeline.optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.0)
-        for _ in range(before):
-            pipeline.step(x, y)
-        messages: Any = pipeline.schedule._executor._messages
-        group = messages._group
-        if rank == waiting:
-            messages._group = _Interrupting(group, [countdown])
-        with pytest.raises(KeyboardInterrupt if rank == waiting else PipelineError):
-            pipeline.step(x, y)
-        messages._group = group
-        pipeline.optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-        found.append(pipeline.train(batches(3)))
-    return found

@@ -180,14 +180,6 @@ def batches(steps: int, rows: int = 11, width: int = 6) -> list[tuple[torch.Tens
     return [(x, y) for x, y in both]
 
 
-def interleaved(
-    steps: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return batches of 16 rows in the order in which 4 microbatches of 2 replicas take them."""
-    order = torch.arange(16).view(2, 4, 2).transpose(0, 1).flatten()
-    return [(x[order], y[order]) for x, y in steps]
-
-
 def verify_same(found: Sequence[Trained], expected: Trained) -> None:
     """Compare what ranks find with one process: to rounding, which is of the order 1e-15."""
     losses = next(each for each, _ in found if each and each[0])

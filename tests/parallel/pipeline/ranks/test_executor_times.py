@@ -96,15 +96,3 @@ def test_an_action_lasts_as_long_as_it_computes_and_does_not_wait(monkeypatch: A
         Kind.OVERLAP_F_B: 10,
     }
     assert (Kind.FULL_BACKWARD, 0) in lasted and {t for _, t in lasted} == {0, 10}
-
-
-def _made(rank: int, parts: list[nn.Module]) -> None:
-    Pipeline("zb-v", rank, 2, parts, 4)
-
-
-def test_a_pipeline_writes_one_line_when_it_is_made(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level("INFO", "dure.parallel"):
-        run_ranks(2, _made, dense(4))
-    lines = [record.getMessage() for record in caplog.records if record.name == "dure.parallel"]
-    (line,) = [line for line in lines if line.startswith("pipeline ")]
-    assert line.startswith("pipeline of 4 stages on 2 ranks, 4 microbatches: activations go ")

@@ -1,15 +1,18 @@
-"""Pipelines: what they compute is what one process computes, in every schedule."""
+"""Pipelines: what they compute is what one process computes; failures; messages."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import dure
 import dure.pipelining as pp
-from dure.errors import UsageError
+from dure.errors import ModuleError, PipelineError, ScheduleError, ShapeError, UsageError
 from dure.pipelining.schedules import (
     _Action,
     _ComputationType,
@@ -17,13 +20,22 @@ from dure.pipelining.schedules import (
     get_schedule_class,
 )
 from dure.testing import run_ranks
+from tests.parallel.pipeline.ranks.pipeline_failing import (
+    fail_everywhere,
+    interrupt_stages,
+)
 from tests.parallel.pipeline.ranks.pipeline_models import (
+    CPU,
+    LENGTHS,
     SCHEDULES,
+    Nested,
     Pipeline,
     Trained,
     batches,
     dense,
     mse,
+    of_lengths,
+    of_nested,
     one_process,
     verify_same,
 )
@@ -135,3 +147,135 @@ def test_schedule_classes_are_found_by_name():
     assert get_schedule_class("zbvzerobubble") is pp.ScheduleZBVZeroBubble
     with pytest.raises(ValueError):
         get_schedule_class("2F2B")
+
+
+# ---------------------------------------------------------------- backwards
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, part: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+def _of_checkpoints(rank: int, name: str, parts: list[nn.Module], reentrant: bool) -> Trained:
+    pipeline = Pipeline(name, rank, 2, parts, 4, wrap=lambda part: Checkpointed(part, reentrant))
+    return pipeline.train([(x.requires_grad_(), y) for x, y in batches(2)])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_stages_train_as_others_on_2_ranks(name: str, reentrant: bool):
+    parts = dense(2 * SCHEDULES[name][1])
+    found = run_ranks(2, _of_checkpoints, name, parts, reentrant)
+    verify_same(found, one_process(parts, batches(2), 4))
+
+
+# ---------------------------------------------------------------- messages between stages
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_structures_dtypes_and_skips_travel_on_2_ranks(name: str):
+    num = 2 * SCHEDULES[name][1]
+    torch.manual_seed(1)
+    parts = [Nested(i, num) for i in range(num)]
+    found = run_ranks(2, of_nested, name, 2, parts, eager_bytes=0)
+    verify_same(found, one_process(parts, batches(2), 4))
+
+
+def test_shapes_may_change_from_microbatch_to_microbatch_on_2_ranks():
+    parts = dense(2)
+    _, found = run_ranks(2, of_lengths, parts, LENGTHS, eager_bytes=0)
+    for lengths, losses in zip(LENGTHS, found, strict=True):
+        generator = torch.Generator().manual_seed(sum(lengths))
+        data = [torch.randn(n, 6, generator=generator).double() for n in lengths]
+        expected = [mse(nn.Sequential(*parts)(x), x.sin()).item() for x in data]
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12, equal_nan=True)
+
+
+def _of_frozen(rank: int, parts: list[nn.Module]) -> list[Any]:
+    """The first stage's weights are frozen or not."""
+    found: list[Any] = []
+    for is_frozen in (False, True):
+        mine = copy.deepcopy(parts[rank]).requires_grad_(rank == 1 or not is_frozen)
+        stage = pp.PipelineStage(mine, rank, 2, CPU)
+        schedule = pp.ScheduleGPipe(stage, 2, loss_fn=mse)
+        x, y = batches(1)[0]
+        schedule.step(*([x] if rank == 0 else []), target=y)
+        found.append([p.grad for p in mine.parameters()])
+    return found
+
+
+def test_frozen_stages_get_no_gradient_on_2_ranks():
+    first, last = run_ranks(2, _of_frozen, dense(2))
+    assert not any(g is None for g in first[0])
+    assert all(g is None for g in first[1])
+    assert all(torch.equal(a, b) for a, b in zip(last[0], last[1], strict=True))
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "zb-v"])
+def test_a_stage_that_raises_is_reported_on_all_ranks_and_the_next_step_works(name: str):
+    world = 3 if SCHEDULES[name][1] == 1 else 2
+    parts = dense(world * SCHEDULES[name][1])
+    found = run_ranks(world, fail_everywhere, name, world, parts, eager_bytes=0)
+    verify_same(found, one_process(parts, batches(2), 4))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_stage_that_is_interrupted_raises_that_and_the_next_step_works(name: str):
+    parts = dense(2 * SCHEDULES[name][1])
+    found = run_ranks(2, interrupt_stages, name, 2, parts, eager_bytes=0)
+    verify_same(found, one_process(parts, batches(2), 4))
+
+
+@pytest.mark.parametrize(("nan_watch", "action"), [(True, "0F1"), (False, "")])
+def test_nan_watch_names_stage_and_microbatch_on_2_ranks(nan_watch: bool, action: str):
+    def body(rank: int) -> str:
+        options = pp.PipelineOptions(nan_watch=nan_watch)
+        pipeline = Pipeline("1f1b", rank, 2, dense(2), 4, options=options)
+        x, y = batches(1)[0]
+        x[5] = float("nan")  # of the second microbatch
+        if not nan_watch:
+            pipeline.step(x, y)
+            return ""
+        with pytest.raises(PipelineError, match="FloatingPointError") as error:
+            pipeline.step(x, y)
+        return error.value.action
+
+    assert run_ranks(2, body) == [action] * 2
+
+
+# ---------------------------------------------------------------- misfits
+
+
+def _misfits(rank: int) -> None:
+    parts = dense(2)
+    x, y = batches(1)[0]
+    stage = pp.PipelineStage(parts[rank], rank, 2, CPU)
+    with pytest.raises(UsageError):
+        pp.PipelineStage(parts[0], 2, 2, CPU)
+    with pytest.raises(UsageError):
+        pp.ScheduleZBVZeroBubble([stage], 4, loss_fn=mse)
+    with pytest.raises(UsageError):
+        pp.Schedule1F1B(pp.PipelineStage(parts[rank], 1 - rank, 2, CPU), 4, loss_fn=mse)
+    schedule = pp.Schedule1F1B(stage, 12, loss_fn=mse)
+    if rank == 0:
+        with pytest.raises(ShapeError):
+            schedule.step(x)  # 11 rows
+    with pytest.raises(UsageError):
+        schedule.step_microbatches([(x,)])
+    schedule = pp.Schedule1F1B(stage, 4, loss_fn=mse)
+    with torch.no_grad(), pytest.raises(ModuleError):
+        schedule.step(x, target=y)
+    dure.barrier()
+
+
+def test_misfits_are_refused_on_2_ranks():
+    run_ranks(2, _misfits)
+    assert issubclass(ScheduleError, UsageError)
