@@ -136,7 +136,28 @@ def functions(rank: int) -> Tensors:
     ]
 
 
-PROGRAMS = [ddp, ddp_hooks, fsdp, tensors, tensor_parallel, functions]
+def objects(rank: int) -> Tensors:
+    """Objects, and every collective with a list."""
+    gathered: list[Any] = [None, None]
+    td.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": 0}, {"rank": 1}]
+    sent = ["a", 1] if rank == 0 else [None, None]
+    td.broadcast_object_list(sent, src=0)
+    assert sent == ["a", 1]
+    mine: list[Any] = [None]
+    td.scatter_object_list(mine, ["zero", "one"] if rank == 0 else None, src=0)
+    assert mine == [["zero", "one"][rank]]
+    x = torch.arange(2.0) + rank
+    out = [torch.empty(2) for _ in range(2)]
+    td.all_to_all(out, [x, x * 2])
+    part = torch.empty(2)
+    td.reduce_scatter(part, [x, x + 1])
+    td.gather(x, [torch.empty(2) for _ in range(2)] if rank == 1 else None, dst=1)
+    td.reduce(x, dst=0)
+    return [*out, part, x if rank == 0 else part]
+
+
+PROGRAMS = [ddp, ddp_hooks, fsdp, tensors, tensor_parallel, functions, objects]
 
 
 def both(rank: int, program: Callable[[int], Tensors], folder: str) -> None:
