@@ -92,7 +92,7 @@ class Generator(Net):
 
 
 def made_generator() -> Net:
-    model = made(Generator)
+    model: Any = made(Generator)
     model.critics = [made()]
     return model
 
