@@ -79,21 +79,21 @@ class Host:
 
     def __init__(self, name: str, number: int, switch: str) -> None:
         self.name, self.address = name, ADDRESS.format(number + 1)
-        self._net, self._port = f"{switch}-{name}", f"p{number}"
+        self.net, self._port = f"{switch}-{name}", f"p{number}"
         self._switch = switch
         self.ranks: list[subprocess.Popen[str]] = []
         self.variables: dict[str, str] = {}  # of its own, for all that is started on it
-        _ip("netns", "add", self._net)
+        _ip("netns", "add", self.net)
         peer = ["peer", "name", self._port, "netns", switch]
-        _ip("-n", self._net, "link", "add", "eth0", "type", "veth", *peer)
+        _ip("-n", self.net, "link", "add", "eth0", "type", "veth", *peer)
         _ip("-n", switch, "link", "set", self._port, "master", "bridge", "up")
-        _ip("-n", self._net, "addr", "add", f"{self.address}/24", "dev", "eth0")
-        _ip("-n", self._net, "link", "set", "eth0", "up")
-        _ip("-n", self._net, "link", "set", "lo", "up")
+        _ip("-n", self.net, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", self.net, "link", "set", "eth0", "up")
+        _ip("-n", self.net, "link", "set", "lo", "up")
         script = f"hostname {name}; echo up; exec sleep infinity"
         unshare = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._holder = subprocess.Popen(
-            [*_DIE_WITH_US, "ip", "netns", "exec", self._net, *unshare, "sh", "-c", script],
+            [*_DIE_WITH_US, "ip", "netns", "exec", self.net, *unshare, "sh", "-c", script],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -149,7 +149,7 @@ class Host:
     def inside(self) -> list[str]:
         """Return the command lines of all that runs on it, but for the one that holds it."""
         pids = subprocess.run(
-            ["ip", "netns", "pids", self._net], capture_output=True, text=True, check=True
+            ["ip", "netns", "pids", self.net], capture_output=True, text=True, check=True
         )
         found: list[str] = []
         for pid in pids.stdout.split():
@@ -161,7 +161,7 @@ class Host:
 
     def command(self, *words: str) -> list[str]:
         """Return the command that runs `words` in its network."""
-        return [*_DIE_WITH_US, "ip", "netns", "exec", self._net, *words]
+        return [*_DIE_WITH_US, "ip", "netns", "exec", self.net, *words]
 
     def kill(self) -> None:
         """Kill all its processes at once, as a power failure would."""
@@ -178,7 +178,7 @@ class Host:
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
-        _ip("netns", "del", self._net)
+        _ip("netns", "del", self.net)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -32,13 +33,16 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def ssh_hosts(count: int, folder: Path, *settings: str) -> Iterator[tuple[list[Host], Path]]:
+def ssh_hosts(
+    count: int, folder: Path, *settings: str, name: str = ""
+) -> Iterator[tuple[list[Host], Path]]:
     """Make hosts with an sshd each; yield them, and the file for `ssh -F`.
 
     Args:
         count: How many.
         folder: Where the keys and settings go.
         settings: More lines for sshd's settings.
+        name: Of their network, as for `hosts`.
     """
     folder.chmod(0o700)
     for name in ("client", "server"):
@@ -51,7 +55,7 @@ def ssh_hosts(count: int, folder: Path, *settings: str) -> Iterator[tuple[list[H
         "StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
         "PermitRootLogin prohibit-password\n" + "".join(f"{line}\n" for line in settings)
     )
-    with hosts(count) as made:
+    with hosts(count, name) as made:
         for host in made:
             sshd = host.start_any([SSHD, "-D", "-e", "-f", server_config], {})
             assert sshd.stderr is not None
@@ -71,13 +75,18 @@ def ssh_hosts(count: int, folder: Path, *settings: str) -> Iterator[tuple[list[H
 
 
 def front(
-    host: Host, config: Path, nodes: str, words: Sequence[str | os.PathLike[str]], **more: str
+    host: Host,
+    config: Path,
+    nodes: str,
+    words: Sequence[str | os.PathLike[str]],
+    output: IO[str] | int = subprocess.PIPE,
+    **more: str,
 ) -> subprocess.Popen[str]:
-    """Start `dure run --hosts NODES` on `host`."""
+    """Start `dure run --hosts NODES` on `host`; both streams go to `output`, or to a pipe each."""
     variables = {"OMP_NUM_THREADS": "1", **more}
     exports = [f"-x{name}" for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ]
     flags = ["--hosts", nodes, f"--ssh-option=-F{config}", *exports]
-    return host.start(["-m", "dure.cli", "run", *flags, *words], variables)
+    return host.start(["-m", "dure.cli", "run", *flags, *words], variables, output)
 
 
 def number_of(entered: subprocess.Popen[str]) -> int:

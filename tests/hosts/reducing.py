@@ -1,0 +1,33 @@
+"""A program for ranks on hosts: it reduces until the folder given has a file `finish`.
+
+Each rank writes `up RANK` there when it has reduced once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+import dure as dist
+
+STEP_S = 0.05
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group(timeout=timedelta(seconds=60))
+    rank, finish = dist.get_rank(), torch.zeros(10_000)
+    while not finish[0]:
+        finish = torch.full_like(finish, float((folder / "finish").exists()))
+        dist.all_reduce(finish)
+        (folder / f"up {rank}").touch()
+        time.sleep(STEP_S)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Each fault of a host in each way of launching: who is named, and that all of it ends.
+
+Two ranks on each of two hosts reduce; host b, or something on it, fails.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hosts.ways import WAYS, HostJob, HostJobs
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.needs("network namespaces", "sshd", "etcd", "engine"),
+]
+
+STOPPED_S = 10.0
+SILENCE = {"DURE_SILENCE": "4"}
+
+
+def inside(job: HostJob, words: str) -> list[psutil.Process]:
+    """Return the processes on host b whose command has `words`."""
+    pids = subprocess.run(
+        ["ip", "netns", "pids", job.hosts[1].net], capture_output=True, text=True, check=True
+    )
+    found = [psutil.Process(int(pid)) for pid in pids.stdout.split() if psutil.pid_exists(int(pid))]
+    return [process for process in found if words in " ".join(process.cmdline())]
+
+
+def ranks(job: HostJob) -> list[psutil.Process]:
+    """Return the ranks on host b."""
+    return [
+        process
+        for process in inside(job, "")
+        if process.name() != "nsenter"
+        and process.environ().get("RANK") in ("2", "3")
+        and process.environ().get("LOCAL_RANK")
+    ]
+
+
+def started(jobs: HostJobs, folder: Path, way: str) -> HostJob:
+    """Start a job, and wait until all its ranks have reduced."""
+    job = jobs.start(way, **SILENCE)
+    up = folder / "job1"
+    until(lambda: len(list(up.glob("up *"))) == 4, lambda: f"ranks that reduce\n{job.printed()}")
+    return job
+
+
+@pytest.fixture
+def jobs(tmp_path: Path):
+    made = HostJobs(tmp_path, "tests.hosts.reducing")
+    with made.stack:
+        yield made
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", ["power", "cable"])
+def test_a_lost_host_is_named_on_the_other(fault: str, way: str, jobs: HostJobs, tmp_path: Path):
+    job = started(jobs, tmp_path, way)
+    if fault == "power":
+        job.hosts[1].kill()
+    else:
+        job.hosts[1].cut()
+    assert all(job.codes(0))
+    printed = job.printed(0)
+    assert "PeerLost" in printed or "host b" in printed, printed
+    assert "rank 2" in printed or "host b" in printed, printed
+    if fault == "cable":
+        job.hosts[1].mend()
+        jobs.check_nothing_left()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_rank_is_named_on_all_hosts(way: str, jobs: HostJobs, tmp_path: Path):
+    job = started(jobs, tmp_path, way)
+    victim = next(each for each in ranks(job) if each.environ()["RANK"] == "3")
+    victim.kill()
+    assert all(job.codes(0))
+    assert "rank 3" in job.printed(0), job.printed(0)
+    jobs.check_nothing_left()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_host_that_is_stopped_for_seconds_loses_nothing(way: str, jobs: HostJobs, tmp_path: Path):
+    job = started(jobs, tmp_path, way)
+    stopped = inside(job, "")
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    for process in stopped:
+        process.send_signal(signal.SIGCONT)
+    (tmp_path / "job1" / "finish").touch()
+    assert not any(job.codes()), job.printed()

@@ -1,0 +1,159 @@
+"""Jobs of two ranks on each of two hosts: every way of launching, several kinds of networks."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.comm.namespace_hosts import Host, hosts, variables_of
+from tests.hosts import networks
+from tests.launch.procs.launching import Launching
+from tests.launch.procs.ssh_hosts import front, ssh_hosts
+from tests.waiting import PATIENCE_S, until
+
+WAYS = ("static variables", "torchrun", "dure run", "ssh", "etcd")
+NETWORKS = ("plain", "IPv6", "Debian's names", "short packets", "other clock")
+
+_ROOT = Path(__file__).parents[2]
+_EACH = 2
+_RENDEZVOUS_PORT, _ETCD_PORT = 29400, 2379
+
+
+@dataclass
+class HostJob:
+    """What runs on which host (0 or 1), and the file with all that it prints.
+
+    With ssh there is one process, on host 0: it starts the launchers of both.
+    """
+
+    hosts: list[Host]
+    processes: list[tuple[int, subprocess.Popen[str], Path]] = field(default_factory=list)
+
+    def codes(self, host: int | None = None) -> list[int]:
+        """Wait for the ends of what was started on a host, or on both; return the exit codes."""
+        found = [each for each in self.processes if host in (None, each[0])]
+        return [process.wait(PATIENCE_S) for _, process, _ in found]
+
+    def printed(self, host: int | None = None) -> str:
+        """Return all that was printed so far on a host, or on both."""
+        found = [each for each in self.processes if host in (None, each[0])]
+        return "\n".join(path.read_text() for _, _, path in found)
+
+
+class HostJobs:
+    """Starts jobs, each on two hosts of its own; `stack` ends them.
+
+    Args:
+        folder: For their files.
+        module: What every rank runs; its first argument is the folder of its job.
+    """
+
+    def __init__(self, folder: Path, module: str) -> None:
+        self._folder, self._module = folder, module
+        self.stack, self._launched, self._num_started = ExitStack(), Launching(folder), 0
+
+    def start(self, way: str, network: str = "plain", **variables: str) -> HostJob:
+        """Start a job.
+
+        Args:
+            way: One of `WAYS`.
+            network: One of `NETWORKS`.
+            variables: More of the ranks' environment.
+        """
+        self._num_started += 1
+        folder = self._folder / f"job{self._num_started}"
+        folder.mkdir()
+        if way == "ssh":
+            assert network == "plain"
+            made, config = self.stack.enter_context(ssh_hosts(2, folder, name=folder.name))
+        else:
+            made = self.stack.enter_context(hosts(2, folder.name))
+            config = folder
+            _set_up(made, network, folder)
+        called = made[0].name if network == "Debian's names" else made[0].address
+        variables = self._launched.variables | {"PYTHONPATH": str(_ROOT)} | variables
+        job = HostJob(made)
+        words = ["-m", self._module, str(folder)]
+        if way == "ssh":
+            exports = [f"-x{name}" for name in variables]
+            output = folder / "front.txt"
+            more = ["--nproc", str(_EACH), *exports, *words]
+            with output.open("w") as file:
+                process = front(made[0], config, "a,b", more, output=file, **variables)
+            job.processes.append((0, process, output))
+            return job
+        variables = variables_of(made, _EACH, folder / "key") | variables
+        variables["MASTER_ADDR"] = called
+        if way == "etcd":
+            variables["DURE_INSECURE"] = "1"  # this etcd has no TLS
+            _start_etcd(made[0], folder)
+        for node, program, own in _programs(way, made, called, words):
+            output = folder / f"{len(job.processes)}.txt"
+            with output.open("w") as file:
+                process = made[node].start(program, variables | own, file)
+            job.processes.append((node, process, output))
+        return job
+
+    def check_nothing_left(self) -> None:
+        """Wait until no process of the jobs lives."""
+        self._launched.wait_until_gone()
+
+
+def _set_up(made: list[Host], network: str, folder: Path) -> None:
+    match network:
+        case "IPv6":
+            networks.use_ipv6_only(made)
+        case "Debian's names":
+            networks.give_names(made, folder)
+        case "short packets":
+            networks.set_mtu(made, 576)
+        case "other clock":
+            networks.shift_clock(made[1], folder)
+        case _:
+            assert network == "plain"
+
+
+def _programs(
+    way: str, made: list[Host], called: str, words: list[str]
+) -> list[tuple[int, list[str], dict[str, str]]]:
+    """Return what to start: on which host, which arguments of Python, with which variables.
+
+    Args:
+        way: How.
+        made: The hosts.
+        called: The name or address by which the first one is known to all.
+        words: Arguments of Python that run the job's program.
+    """
+    if way == "static variables":
+        return [
+            (node, words, {"RANK": str(_EACH * node + local), "LOCAL_RANK": str(local)})
+            for node in range(len(made))
+            for local in range(_EACH)
+        ]
+    if way == "torchrun":
+        run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(_EACH)]
+        run += ["--master-addr", called, "--master-port", str(_RENDEZVOUS_PORT)]
+        return [(node, [*run, "--node-rank", str(node), *words], {}) for node in range(len(made))]
+    run = ["-m", "dure.cli", "run", "--nnodes", "2", "--nproc", str(_EACH)]
+    if way == "etcd":
+        run += ["--rdzv-backend", "etcd", "--rdzv-id", "job"]
+        run += ["--rdzv-endpoint", _at(made[0].address, _ETCD_PORT)]
+    else:
+        assert way == "dure run"
+        run += ["--rdzv-endpoint", _at(called, _RENDEZVOUS_PORT)]
+    return [(node, [*run, *words], {}) for node in range(len(made))]
+
+
+def _at(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _start_etcd(host: Host, folder: Path) -> None:
+    url = f"http://{_at(host.address, _ETCD_PORT)}"
+    words = ["etcd", "--data-dir", str(folder / "etcd"), "--log-level", "error"]
+    words += ["--listen-client-urls", url, "--advertise-client-urls", url]
+    with (folder / "etcd.txt").open("w") as output:
+        host.start_any(words, {}, output)
+    until(lambda: host.listens(_ETCD_PORT), "etcd")
