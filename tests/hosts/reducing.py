@@ -1,10 +1,11 @@
 """A program for ranks on hosts: it reduces until the folder given has a file `finish`.
 
-Each rank writes `up RANK` there when it has reduced once.
+Each rank writes its process number into the file `up RANK` there when it has reduced.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -24,7 +25,7 @@ def main() -> None:
     while not finish[0]:
         finish = torch.full_like(finish, float((folder / "finish").exists()))
         dist.all_reduce(finish)
-        (folder / f"up {rank}").touch()
+        (folder / f"up {rank}").write_text(str(os.getpid()))
         time.sleep(STEP_S)
     dist.destroy_process_group()
 
