@@ -56,7 +56,7 @@ def triple(value: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     dist.init_process_group()
     rank, count = dist.get_rank(), dist.get_world_size()
-    collectives(rank, None)
+    collectives(rank, "")
     inputs = batches(count)
     alone = train(model(), inputs.flatten(1, 2))
     for wrap in (DistributedDataParallel, fully_shard):

@@ -135,13 +135,11 @@ def ranks_on(
     folder: Path,
     fn: Callable[..., object],
     *args: object,
-    each: int = 1,
     **variables: str,
 ) -> Iterator[Ranks]:
-    """Run `fn(slot, variables, *args)` on `each` ranks of every host; the first has the store."""
-    pids = [host.inner_pid for host in made for _ in range(each)]
-    with Ranks(len(pids), folder, inside=pids) as ranks:
-        ranks.start(fn, variables_of(made, each, folder / "key") | variables, *args)
+    """Run `fn(slot, variables, *args)` on a rank of every host; the first has the store."""
+    with Ranks(len(made), folder, inside=[host.inner_pid for host in made]) as ranks:
+        ranks.start(fn, variables_of(made, 1, folder / "key") | variables, *args)
         yield ranks
 
 
