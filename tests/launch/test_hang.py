@@ -48,3 +48,17 @@ def test_a_rank_that_does_not_answer_shows_no_sign_of_work() -> None:
 def test_the_rank_that_waits_for_no_other_is_the_likely_cause() -> None:
     assert likely_cause({0: WAITS, 1: WAITS, 2: ended(1, 3), 3: ""}) == 2
     assert likely_cause({4: WAITS, 1: WAITS}) == 1
+
+
+def test_ranks_that_wait_for_another_host_get_the_time_once_more() -> None:
+    detector = HangDetector(4.0, now=0.0, alone=False)
+    for now, answer in (2.0, "ask"), (4.0, "ask"), (5.0, ""), (7.0, "ask"), (9.0, "ask"):
+        assert detector.tick({0: WAITS, 1: WAITS}, now) == answer
+    assert detector.tick({0: WAITS, 1: WAITS}, 10.0) == "hung"
+
+
+def test_a_host_with_a_rank_that_waits_for_none_does_not_wait_longer() -> None:
+    detector = HangDetector(4.0, now=0.0, alone=False)
+    detector.tick({}, 2.0)
+    detector.tick({0: WAITS, 1: ended(1, 1)}, 4.0)
+    assert detector.tick({0: WAITS, 1: ended(1, 2)}, 5.0) == "hung"

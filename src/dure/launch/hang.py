@@ -9,6 +9,10 @@ steps it asks all ranks, after the full time again, and compares:
     ─────────────────┴───────────────────────────────┴──────────────▶ the same: the round hangs
 
 A rank that does not answer counts as one with the same answer.
+
+On several hosts each launcher sees its own ranks only. If all of them wait in an operation, the
+rank that they wait for is probably on another host. So the launcher lets the same time pass once
+more, in which the other one acts.
 """
 
 from __future__ import annotations
@@ -29,14 +33,17 @@ class HangDetector:
     Args:
         after_s: How long a round may show no sign of work.
         now: When it began.
+        alone: Whether no rank of the job is on another host.
 
     Example:
         `active` is called for each sign of work, `tick` when the time `wake_at` has come. `tick`
         returns "ask" (ask all ranks for their last operation), "hung" or "".
     """
 
-    def __init__(self, after_s: float, now: float) -> None:
+    def __init__(self, after_s: float, now: float, *, alone: bool = True) -> None:
         self.after_s = after_s
+        self._alone = alone
+        self._deferred = False
         self._quiet_since = now
         self._questions = 0
         self._before: Mapping[int, str] = {}
@@ -45,6 +52,7 @@ class HangDetector:
         """A rank has shown a sign of work."""
         self._quiet_since = now
         self._questions = 0
+        self._deferred = False
 
     def quiet_s(self, now: float) -> float:
         """Return for how long no rank has shown a sign of work."""
@@ -78,10 +86,19 @@ class HangDetector:
         if changed:
             self.active(now)
             return ""
+        if not self._alone and not self._deferred and all(map(_waits, last.values())):
+            self.active(now)
+            self._deferred = True
+            return ""
         return "hung"
 
 
 def likely_cause(last: Mapping[int, str]) -> int:
     """Return the rank that the others probably wait for: the first that waits in no operation."""
-    free = [rank for rank, text in last.items() if _WAITING not in text]
+    free = [rank for rank, text in last.items() if not _waits(text)]
     return min(free or last)
+
+
+def _waits(operation: str) -> bool:
+    """Tell whether a rank waits for others in its last operation."""
+    return _WAITING in operation

@@ -114,7 +114,10 @@ class RoundRun:
         self._reading = True
         self._reap_at = time.monotonic() + _REAP_S
         hang_s = place.spec.hang_timeout_s
-        self.hang = None if hang_s is None else HangDetector(hang_s, time.monotonic())
+        self.hang: HangDetector | None = None
+        if hang_s is not None:
+            alone = place.spec.nnodes[1] == 1
+            self.hang = HangDetector(hang_s, time.monotonic(), alone=alone)
         if place.health is not None:
             place.health.running, place.health.hang = True, self.hang
         self._selector.register(place.signals, selectors.EVENT_READ, self._signalled)
@@ -332,7 +335,7 @@ class RoundRun:
         """End the round, or the rank alone if the others may continue without it."""
         measures = self.supervisor.hung(local_rank, now)
         crash = self._hang_of(local_rank)
-        if self.supervisor.phase is Phase.RUNNING and crash is not None:
+        if crash is not None and Kill(local_rank) in measures:
             self._terminal.say(f"rank {self.round.rank(local_rank)} hangs, and is killed:")
             for line in crash.traceback.splitlines():
                 self._terminal.say(f"  {line}")

@@ -169,3 +169,33 @@ def test_an_elastic_jobs_dead_worker_is_replaced_and_the_others_are_not_touched(
     assert alive(first[0].pid)
     crew.finish()
     assert [host.end() for host in crew.hosts] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_replaced_and_not_the_one_that_waits_for_it_on_another_host(
+    crew: Crew,
+) -> None:
+    (crew.folder / "program.py").write_text("""if True:
+        import os, time
+        import torch
+        import dure
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            dure.init_process_group()
+            dure.barrier()
+            if os.environ["RANK"] == "0":
+                time.sleep(600)
+            try:
+                dure.barrier()
+            except dure.PeerLost as lost:
+                print("lost", lost.peer)
+                os._exit(0)
+    """)
+    flags = ("--nnodes", "2", "--nproc", "1", "--max-restarts", "2", "--elastic")
+    for name in "ab":
+        crew.start(name, *flags, "--hang-timeout", "4")
+        crew.wait_for_store()
+    assert [host.end() for host in crew.hosts] == [0, 0]
+    a, b = crew.hosts
+    assert "rank 0 hangs, and is killed" in a.err
+    assert "hangs" not in b.err
+    assert "lost 0" in b.out

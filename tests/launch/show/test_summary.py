@@ -100,6 +100,12 @@ def test_rank_that_was_replaced_failed_first_and_the_job_succeeded() -> None:
     assert "it was replaced, and the job succeeded:\n  ranks 0-1: " in text
 
 
+def test_a_rank_that_ended_well_is_not_where_it_was_when_it_was_last_asked() -> None:
+    asked = {"stack": (USER,), "last": "all_reduce #4, still in it", "progress": "step 7 of 9"}
+    text = shown(rank(0, Exit(code=1)), rank(1, Exit(code=0), **asked))
+    assert text.endswith("\n  rank 1 (pid 101): ended with exit code 0")
+
+
 def test_where_names_the_users_line_and_what_it_called() -> None:
     library = Frame(json.__file__, 5, "loads")
     assert where((library, USER)).startswith("/home/me/train.py:12 in step (inside loads")

@@ -139,7 +139,7 @@ def _others(ranks: list[RankResult], limit: int, failure: RankResult) -> list[st
     groups: dict[tuple[str, ...], list[RankResult]] = {}
     texts: dict[tuple[str, ...], list[str]] = {}
     for rank in ranks:
-        text = [_where_was(rank, failure), *_doing(rank)]
+        text = [_where_was(rank, failure), *([] if _ended_well(rank) else _doing(rank))]
         key = tuple(_general(rank, re.sub(r"[\d.e-]+ s earlier", "", part)) for part in text)
         groups.setdefault(key, []).append(rank)
         texts.setdefault(key, text)
@@ -191,8 +191,15 @@ def _where_was(rank: RankResult, failure: RankResult) -> str:
         return f"failed as well: {error}"
     if rank.finished and (rank.ended_by_launcher or rank.exit.signal == signal.SIGTERM):
         return "had finished its program"
+    if _ended_well(rank):
+        return f"ended with {rank.exit}"
     if rank.stack:
         return where(rank.stack)
     if rank.ended_by_launcher:
         return "did not answer (starting, ending, or not a Python program)"
-    return f"ended with {rank.exit}" if rank.exit.ok else f"had ended: {rank.exit}"
+    return f"had ended: {rank.exit}"
+
+
+def _ended_well(rank: RankResult) -> bool:
+    """Whether a rank has succeeded, so that what it did when it was last asked says nothing."""
+    return rank.crash is None and rank.exit.ok and not rank.ended_by_launcher
