@@ -4,7 +4,7 @@ import pytest
 
 from dure.cli.app import run_command_line
 from dure.cli.bench.command import row
-from dure.cli.bench.operations import OPERATIONS, Cell, show_time
+from dure.cli.bench.operations import Cell, show_time
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,3 @@ def test_a_row_has_units_and_dashes_where_there_are_no_bytes():
     nothing = ("0 B", "2", "1.00 us", "0%", "-", "-", "0")
     assert row(cell("barrier", 1e-6, 1e-6, num_bytes=0)) == nothing
     assert [show_time(s) for s in (1.5e-7, 1.234e-3, 120)] == ["0.150 us", "1.23 ms", "120 s"]
-
-
-def test_divided_operations_have_an_element_per_rank_at_least():
-    assert OPERATIONS["all_gather"].elements(8, 4, 4) == 4
-    assert OPERATIONS["all_gather"].elements(36, 4, 4) == 8
-    assert OPERATIONS["all_reduce"].elements(36, 4, 4) == 9
-    assert OPERATIONS["all_reduce"].elements(1, 8, 4) == 1

@@ -11,7 +11,6 @@ import pytest
 from dure.launch.ranks import child
 from dure.launch.show.summary import summary, where
 from dure.launch.spec import Crash, Exit, Frame, JobResult, RankResult
-from dure.trace.frames import is_library
 
 TRACE = 'Traceback\n  File "a.py", line {line}, in f\nValueError: rank {rank} of 4 is wrong'
 LOST = "Traceback\n  boom()\ndure.errors.PeerLost: rank 0 ended\na note on it"
@@ -116,9 +115,3 @@ def test_where_names_the_users_line_and_what_it_called() -> None:
     assert where((library, package, library)).startswith(str(package))
     for without in ((), (library,), (Frame(child.__file__, 5, "main"), library)):
         assert where(without) == "in no line of the program (starting or ending)"
-
-
-def test_file_below_a_folder_called_dure_is_the_users() -> None:
-    library = ("/usr/lib/python3.12/threading.py", "/opt/lib/python3.12/site-packages/zmq/poll.py")
-    assert all(map(is_library, (child.__file__, *library)))
-    assert not any(map(is_library, ("/home/me/dure/examples/train.py", "/home/me/torch/train.py")))

@@ -1,4 +1,4 @@
-"""DDP's module: what it sends, verifies, refuses and survives; its buffers."""
+"""DDP's module: what it sends, verifies, refuses and survives."""
 
 # pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.errors import ModuleError, UsageError
+from dure.errors import ModuleError
 from dure.parallel.ddp.replicate import replicate
 from dure.testing import CommRecorder, run_ranks
 from dure.training.precision import MixedPrecision
@@ -179,43 +179,6 @@ def test_any_difference_between_models_is_named_on_all_ranks_3_ranks(
         assert "ranks 0, 2 have" in error.seen and "rank 1 has" in error.seen
 
 
-REFUSED: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-    "empty": (nn.Module(), {}),
-    "frozen": (linear().requires_grad_(False), {}),
-    "device of a module on the CPU": (linear(), {"device_ids": [0]}),
-    "only buffers": (nn.BatchNorm1d(1, affine=False), {}),
-    "buckets without bytes": (linear(), {"bucket_cap_mb": 0}),
-    "delayed parameters": (linear(), {"delay_all_reduce_named_params": []}),
-    "not a mesh": (linear(), {"device_mesh": object()}),
-    "not a precision": (linear(), {"mixed_precision": torch.bfloat16}),
-    "torch's batch norm": (nn.Sequential(linear(), nn.SyncBatchNorm(1)), {}),
-    "lazy": (nn.Sequential(linear(), nn.LazyLinear(1)), {}),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-@on_ranks(1)
-def test_module_that_cannot_be_wrapped_is_refused_1_rank(rank: int, case: str) -> None:
-    module, options = REFUSED[case]
-
-    with pytest.raises(ModuleError) as caught:
-        dist.DistributedDataParallel(module, **options)
-    assert isinstance(caught.value, RuntimeError)  # what programs written for torch catch
-
-
-@on_ranks(1)
-def test_wrapping_twice_is_refused_unless_ignored_1_rank(rank: int) -> None:
-    ignore = dist.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    whole = nn.Sequential(linear(), dist.DistributedDataParallel(nn.Linear(1, 1)))
-    with pytest.raises(ModuleError) as caught:
-        dist.DistributedDataParallel(whole)
-    ignore(whole, caught.value.parameters)
-    dist.DistributedDataParallel(whole)
-    with pytest.raises(ModuleError):
-        ignore(whole, ["x"])
-    assert caught.value.parameters == ("1.module.weight", "1.module.bias")
-
-
 @on_ranks(2)
 def test_parameter_unfrozen_after_wrapping_is_named_2_ranks(rank: int) -> None:
     module = Branches()
@@ -250,73 +213,3 @@ def test_parameters_replaced_for_good_are_named_2_ranks(
     with pytest.raises(ModuleError) as caught:
         ddp(torch.ones(1, 1)).sum().backward()
     assert caught.value.parameters == names
-
-
-# ---------------------------------------------------------------- buffers
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        # The mean of a column on rank r is 1.5 (r + 1); a tenth of it is taken over.
-        ({}, [0.15, 0.15, 0.15]),
-        ({"forward_sync_buffers": False}, [0.15, 0.3, 0.45]),
-    ],
-)
-def test_buffers_follow_rank_0_unless_forwards_do_not_send_them_3_ranks(
-    options: dict[str, Any], expected: list[float]
-) -> None:
-    def rank_main(rank: int) -> tuple[float, int]:
-        ddp: Any = dist.DistributedDataParallel(nn.BatchNorm1d(1), **options)
-        ddp(torch.arange(4.0).view(4, 1) * (rank + 1)).sum().backward()
-        ddp.eval()
-        with torch.no_grad():
-            ddp(torch.ones(1, 1))
-        return ddp.module.running_mean.item(), int(ddp.module.num_batches_tracked)
-
-    assert run_ranks(3, rank_main) == [(pytest.approx(mean), 1) for mean in expected]
-
-
-@pytest.mark.filterwarnings("ignore:.broadcast_buffers")
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"broadcast_buffers": False}, [0, 1]),
-        ({"forward_sync_buffers": False}, [0, 0]),
-        ({"broadcast_buffers": False, "forward_sync_buffers": True}, [0, 0]),
-    ],
-)
-def test_buffers_at_wrapping_2_ranks(options: dict[str, Any], expected: list[float]) -> None:
-    def rank_main(rank: int) -> float:
-        norm = nn.BatchNorm1d(1)
-        norm.running_mean.fill_(rank)
-        dist.DistributedDataParallel(norm, **options)
-        return norm.running_mean.item()
-
-    assert run_ranks(2, rank_main) == expected
-
-
-# ---------------------------------------------------------------- torch's names with an underscore
-
-
-Futures = list[torch.futures.Future[list[torch.Tensor]]]
-
-
-def averages(group: dist.ProcessGroup, buffers: dict[str, torch.Tensor]) -> Futures:
-    assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
-    # `.data`: autograd, which has saved the buffer, need not see that it changes.
-    mean = buffers["running_mean"].data
-    work = group.all_reduce(mean, dist.ReduceOp.AVG, async_op=True)
-    return [work.get_future()]
-
-
-@on_ranks(2)
-def test_buffer_hook_acts_in_place_of_the_broadcast_2_ranks(rank: int) -> None:
-    ddp = dist.DistributedDataParallel(nn.BatchNorm1d(1, momentum=1.0))
-    with pytest.raises(UsageError):
-        ddp._register_buffer_comm_hook(None, 3)  # pyright: ignore[reportArgumentType]
-    ddp._register_buffer_comm_hook(ddp.process_group, averages)
-    with CommRecorder() as seen:
-        ddp(torch.arange(4.0).reshape(4, 1) + rank).sum().backward()
-    assert (seen.ops, ddp.module.running_mean.item()) == (["all_reduce"] * 2, 2.0)
-    # Two reductions: the hook's, and that of the gradients. The ranks' means are 1.5 and 2.5.

@@ -1,4 +1,4 @@
-"""Pipelines: what they compute is what one process computes; failures; messages."""
+"""Pipelines: what they compute is what one process computes; options and misfits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dure
 import dure.pipelining as pp
-from dure.errors import ModuleError, PipelineError, ScheduleError, ShapeError, UsageError
+from dure.errors import ModuleError, ScheduleError, ShapeError, UsageError
 from dure.pipelining.schedules import (
     _Action,
     _ComputationType,
@@ -20,22 +20,14 @@ from dure.pipelining.schedules import (
     get_schedule_class,
 )
 from dure.testing import run_ranks
-from tests.parallel.pipeline.ranks.pipeline_failing import (
-    fail_everywhere,
-    interrupt_stages,
-)
 from tests.parallel.pipeline.ranks.pipeline_models import (
     CPU,
-    LENGTHS,
     SCHEDULES,
-    Nested,
     Pipeline,
     Trained,
     batches,
     dense,
     mse,
-    of_lengths,
-    of_nested,
     one_process,
     verify_same,
 )
@@ -174,28 +166,6 @@ def test_checkpointed_stages_train_as_others_on_2_ranks(name: str, reentrant: bo
     verify_same(found, one_process(parts, batches(2), 4))
 
 
-# ---------------------------------------------------------------- messages between stages
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
-def test_structures_dtypes_and_skips_travel_on_2_ranks(name: str):
-    num = 2 * SCHEDULES[name][1]
-    torch.manual_seed(1)
-    parts = [Nested(i, num) for i in range(num)]
-    found = run_ranks(2, of_nested, name, 2, parts, eager_bytes=0)
-    verify_same(found, one_process(parts, batches(2), 4))
-
-
-def test_shapes_may_change_from_microbatch_to_microbatch_on_2_ranks():
-    parts = dense(2)
-    _, found = run_ranks(2, of_lengths, parts, LENGTHS, eager_bytes=0)
-    for lengths, losses in zip(LENGTHS, found, strict=True):
-        generator = torch.Generator().manual_seed(sum(lengths))
-        data = [torch.randn(n, 6, generator=generator).double() for n in lengths]
-        expected = [mse(nn.Sequential(*parts)(x), x.sin()).item() for x in data]
-        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12, equal_nan=True)
-
-
 def _of_frozen(rank: int, parts: list[nn.Module]) -> list[Any]:
     """The first stage's weights are frozen or not."""
     found: list[Any] = []
@@ -214,41 +184,6 @@ def test_frozen_stages_get_no_gradient_on_2_ranks():
     assert not any(g is None for g in first[0])
     assert all(g is None for g in first[1])
     assert all(torch.equal(a, b) for a, b in zip(last[0], last[1], strict=True))
-
-
-# ---------------------------------------------------------------- failures
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble", "zb-v"])
-def test_a_stage_that_raises_is_reported_on_all_ranks_and_the_next_step_works(name: str):
-    world = 3 if SCHEDULES[name][1] == 1 else 2
-    parts = dense(world * SCHEDULES[name][1])
-    found = run_ranks(world, fail_everywhere, name, world, parts, eager_bytes=0)
-    verify_same(found, one_process(parts, batches(2), 4))
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_a_stage_that_is_interrupted_raises_that_and_the_next_step_works(name: str):
-    parts = dense(2 * SCHEDULES[name][1])
-    found = run_ranks(2, interrupt_stages, name, 2, parts, eager_bytes=0)
-    verify_same(found, one_process(parts, batches(2), 4))
-
-
-@pytest.mark.parametrize(("nan_watch", "action"), [(True, "0F1"), (False, "")])
-def test_nan_watch_names_stage_and_microbatch_on_2_ranks(nan_watch: bool, action: str):
-    def body(rank: int) -> str:
-        options = pp.PipelineOptions(nan_watch=nan_watch)
-        pipeline = Pipeline("1f1b", rank, 2, dense(2), 4, options=options)
-        x, y = batches(1)[0]
-        x[5] = float("nan")  # of the second microbatch
-        if not nan_watch:
-            pipeline.step(x, y)
-            return ""
-        with pytest.raises(PipelineError, match="FloatingPointError") as error:
-            pipeline.step(x, y)
-        return error.value.action
-
-    assert run_ranks(2, body) == [action] * 2
 
 
 # ---------------------------------------------------------------- misfits

@@ -1,4 +1,4 @@
-"""A job on one host: when the next round starts."""
+"""When the next round starts."""
 
 from __future__ import annotations
 
