@@ -46,6 +46,8 @@ def test_times_may_be_given(capsys):
         ["--schedule", "nothing", "--stages", "4", "--microbatches", "4"],
         ["--stages", "4", "--microbatches", "4", "--times", "F=1,B"],
         ["--stages", "4", "--microbatches", "4", "--times", "F=-1"],
+        ["--stages", "4", "--microbatches", "4", "--times", "F=inf"],
+        ["--stages", "4", "--microbatches", "4", "--svg", "/nowhere/a.svg"],
         ["--stages", "4", "--microbatches", "4", "--ranks", "3"],
         ["--stages", "4", "--schedule", "own.csv"],
     ],

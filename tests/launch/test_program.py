@@ -76,6 +76,13 @@ def test_impossible_numbers_are_refused(fields: dict[str, Any]) -> None:
         check_program(JobSpec(program=__file__, **fields))
 
 
+def test_log_directory_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(UsageError, match=f"every user may write .*{tmp_path}"):
+        check_program(JobSpec(program=__file__, log_dir=tmp_path))
+    check_program(JobSpec(program=__file__, log_dir=tmp_path / "mine"))
+
+
 def test_possible_numbers_pass() -> None:
     check_program(
         JobSpec(

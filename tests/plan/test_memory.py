@@ -21,7 +21,7 @@ def test_memory_of_each_rank_is_counted():
     ("wrong", "said"),
     [
         (lambda: Mesh.parse("pq=2"), "'pq=2'"),
-        (lambda: Model.parse("width=64"), "a model has a width and layers"),
+        (lambda: Model.parse("width=64"), "a model needs a width and layers"),
         (lambda: memory(LLAMA, Mesh.parse("tp=16")), "tp divides the heads of keys: 8"),
     ],
 )

@@ -19,12 +19,9 @@ UNREAD_EXIT_CODE = 128 + signal.SIGPIPE
 
 
 COMMANDS = {
-    "run": ("run.command:run", "Start a program on several ranks of this host."),
+    "run": ("run.command:run", "Start a program on several ranks, of one host or more."),
     "demo": ("demo.command:demo", "Train on real images with 2 ranks, and compare with 1."),
-    "bench": (
-        "bench.command:bench",
-        "Measure collectives on this machine, compared with Gloo and MPI.",
-    ),
+    "bench": ("bench.command:bench", "Measure collectives on this machine, and check results."),
     "doctor": (
         "doctor.command:doctor",
         "Check this machine: what is wrong, and what to do.",

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["commands"]
 
-Folder = Annotated[Path, typer.Argument(help="The folder of a checkpoint.", exists=True)]
+Folder = Annotated[
+    Path, typer.Argument(help="The folder of a checkpoint.", exists=True, file_okay=False)
+]
 Readable = Annotated[
-    Path, typer.Argument(help="The folder of a checkpoint, or of weights.", exists=True)
+    Path,
+    typer.Argument(help="The folder of a checkpoint, or of weights.", exists=True, file_okay=False),
 ]
 
 _NUM_SHOWN = 20

@@ -56,6 +56,7 @@ commands.command(
     "microbatch (mb), recompute.",
 )(layouts)
 
+_LONGEST_TIME = 1e9
 _ANY_NUMBER = 2  # stages per rank, of schedules that take any number, if nothing says how many
 
 
@@ -68,7 +69,9 @@ def pipeline(
     times: Annotated[
         str, typer.Option(help="Times of a stage: F=1,B=2,I=1,W=1; by default B is twice F.")
     ] = "F=1",
-    send: Annotated[float, typer.Option(min=0, help="Time from a send to its arrival.")] = 0.0,
+    send: Annotated[
+        float, typer.Option(min=0, max=_LONGEST_TIME, help="Time from a send to its arrival.")
+    ] = 0.0,
     svg: Annotated[Path | None, typer.Option(help="Draw the schedule here.")] = None,
 ) -> None:
     """Print a table of all schedules with the chosen one marked, and a drawing if it fits."""
@@ -77,7 +80,10 @@ def pipeline(
     prove_no_deadlock(chosen)
     simulation = simulate(chosen, costs, send_time=send)
     if svg is not None:
-        svg.write_text(draw_svg(simulation))
+        try:
+            svg.write_text(draw_svg(simulation))
+        except OSError as error:
+            raise UsageError(f"{svg} cannot be written", seen=str(error)) from None
     found = [(chosen.name, simulation)]
     console = Console()
     for generator in SCHEDULES:
@@ -108,9 +114,9 @@ def _times(text: str) -> dict[str, float]:
             given[kind] = float(value)
         except ValueError:
             given[kind] = -1.0
-        if kind not in DEFAULT_TIMES or not given[kind] >= 0:
+        if kind not in DEFAULT_TIMES or not 0 <= given[kind] <= _LONGEST_TIME:
             raise UsageError(
-                "--times must have numbers of at least 0 for F, B, I and W",
+                f"--times must have numbers from 0 to {_LONGEST_TIME:g} for F, B, I and W",
                 seen=repr(word),
                 fix="Write F=1,B=2.",
             )

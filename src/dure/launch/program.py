@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Mapping
 
@@ -40,7 +41,7 @@ def _check_numbers(spec: JobSpec) -> None:
     _require(spec.nproc >= 1, "the number of processes must be at least 1", f"{spec.nproc}")
     for what, seconds, least in (
         ("the grace time", spec.grace_s, 0.0),
-        ("the limit of a hang", spec.hang_timeout_s, 1e-9),
+        ("--hang-timeout", spec.hang_timeout_s, 1e-9),
         ("the time to wait for hosts", spec.join_timeout_s, 1e-9),
         ("the time to wait for more hosts", spec.last_call_s, 0.0),
         ("the number of restarts", spec.max_restarts, 0),
@@ -95,6 +96,10 @@ def check_output(spec: JobSpec) -> None:
     for directory in filter(None, (spec.log_dir, spec.trace_dir)):
         good = os.path.isdir(directory) or not os.path.exists(directory)
         _require(good, "not a directory", f"{directory}")
+    if spec.log_dir is not None and os.path.isdir(spec.log_dir):
+        public = os.stat(spec.log_dir).st_mode & stat.S_IWOTH  # others could put links in it
+        what, fix = "every user may write to the log directory", "Name a directory in it."
+        _require(not public, what, f"{spec.log_dir}", fix)
     log = spec.event_log
     _require(log is None or log.parent.is_dir(), "no directory for --event-log", f"{log}")
 

@@ -162,7 +162,7 @@ def configured_model(path: str | Path) -> Model:
             f"{path} does not say {', '.join(missing)}",
             op=_OP,
             seen=f"it has {', '.join(sorted(config)[:12]) or 'nothing'}",
-            fix="Give the sizes: --layers --hidden --heads --vocab --seq.",
+            fix="Write them yourself: --model layers=32,width=4096,heads=32,vocabulary=128256.",
         )
     gated = int(str(config.get("hidden_act", config.get("activation_function", ""))) == "silu")
     usual = {
@@ -216,7 +216,7 @@ def _check_model(model: Model) -> None:
                 f"no model has {size} {value:,}",
                 op=_OP,
                 seen=f"{least:,} to {most:,} are possible",
-                fix="Sizes are whole numbers: --hidden 4096, not 4; --layers 32.",
+                fix="Write layers=32,width=4096 and so on, not thousands.",
             )
     if model.width % model.heads or model.heads % model.groups:
         raise UsageError(

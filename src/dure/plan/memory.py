@@ -106,7 +106,11 @@ class Model:
         """
         sizes = _numbers(text, Model)
         if not {"width", "layers"} <= sizes.keys():
-            raise UsageError("a model has a width and layers", op=_OP, seen=repr(text))
+            raise UsageError(
+                "a model needs a width and layers",
+                seen=repr(text),
+                fix="Write layers=32,width=4096,...",
+            )
         width = sizes["width"]
         heads = sizes.get("heads", max(1, width // 128))
         usual = {"heads": heads, "groups": heads, "hidden": 7 * width // 2}
@@ -283,8 +287,7 @@ def _numbers(text: str, kind: type[Mesh] | type[Model]) -> dict[str, int]:
         least = 0 if name in ("experts", "shared", "tied", "gated") else 1
         if name not in names or not number.isdecimal() or int(number) < least:
             raise UsageError(
-                f"a {kind.__name__.lower()} is names with numbers of at least 1",
-                op=_OP,
+                f"a {kind.__name__.lower()} must be names with numbers of at least 1",
                 seen=repr(part),
                 fix=f"Write {next(iter(names))}=4 and so on; names: {', '.join(names)}.",
             )

@@ -63,3 +63,9 @@ def test_mistakes_are_one_line_and_code_2(words, named, started, tmp_path, monke
     assert error.startswith("dure demo: error: ") and error.count("\n") == 1
     assert named in error
     assert started == []
+
+
+def test_a_report_that_cannot_be_written_is_one_line(started, tmp_path, capsys):
+    (tmp_path / "report.html").mkdir()
+    assert demo("--out", tmp_path) == 2
+    assert f"{tmp_path / 'report.html'} cannot be written" in capsys.readouterr().err

@@ -73,7 +73,10 @@ def demo(
             _train(run, options, progress)
     console.print(table(runs))
     path = out / "report.html"
-    path.write_text(report(runs, shlex.join(["dure", *sys.argv[1:]])), "utf-8")
+    try:
+        path.write_text(report(runs, shlex.join(["dure", *sys.argv[1:]])), "utf-8")
+    except OSError as e:
+        raise UsageError(f"{path} cannot be written", seen=e.strerror or str(e)) from e
     console.print(f"Report: {path}", soft_wrap=True, highlight=False)
 
 

@@ -24,8 +24,8 @@ that does not count. The job ends when the host that coordinates leaves, or the 
 the first round has begun, one of a job of a fixed number of hosts for which there is no spare.
 
 The state has no clock. Where time matters (the join timeout, the last call, a pause before a
-restart) it names a timer (`Timer`); the first agent whose timer runs out reports `Expired`. Reports
-of an expired timer are ignored.
+restart) it names a timer (`Wait.timer`); the first agent whose timer runs out reports `Expired`.
+Reports of an expired timer are ignored.
 """
 
 from __future__ import annotations
