@@ -3,7 +3,7 @@
 # Arguments are of the wrong type on purpose.
 # pyright: reportArgumentType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from dure.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 SOON = timedelta(milliseconds=30)
 Pair = tuple[Store, Store]
-Calls = list[Callable[[Store, object], object]]
+Calls = Sequence[Callable[[Store, object], object]]
 
 BAD: dict[str, tuple[list[object], Calls]] = {
     "a value": (

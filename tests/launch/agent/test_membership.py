@@ -54,6 +54,7 @@ def test_the_deadline_counts_from_when_the_acknowledged_renewal_was_sent() -> No
     member = membership(replace(SETTINGS, lease_s=10.0))
     assert member.deadline == 110.0
     request = member.next_request(104.0)
+    assert request is not None
     assert request == Tell("me", b"nonce")
     member.answered(request, Accepted(), 104.0, 109.0)
     assert member.deadline == 114.0
@@ -68,10 +69,12 @@ def test_events_are_sent_until_they_are_acknowledged_in_their_order() -> None:
     member = membership()
     member.tell(Expired("one"))
     request = member.next_request(100.3)
+    assert request is not None
     assert request == Tell("me", b"nonce", (Expired("one"),))
     member.tell(Expired("two"))  # while the first is on its way
     member.answered(request, Accepted(), 100.3, 100.4)
     request = member.next_request(100.5)
+    assert request is not None
     assert request == Tell("me", b"nonce", (Expired("two"),))
     member.answered(request, Accepted(), 100.5, 100.6)
     assert (member.settled, member.wake_at(100.7)) == (True, 101.5)
