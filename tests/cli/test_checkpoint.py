@@ -130,3 +130,8 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     assert code != 0 and len(out.splitlines()) == 1 and "the folder is empty" in out
     assert called(capsys, "show")[0] == USAGE_EXIT_CODE
     assert called(capsys, "show", str(tmp_path / "none"))[0] == USAGE_EXIT_CODE
+    (tmp_path / "file").write_text("")
+    assert called(capsys, "show", str(tmp_path / "file"))[0] == USAGE_EXIT_CODE
+    assert (
+        called(capsys, "consolidate", str(tmp_path), str(tmp_path / "file"))[0] == USAGE_EXIT_CODE
+    )

@@ -104,7 +104,9 @@ def diff(first: Folder, second: Folder) -> None:
 @commands.command(help="Write the weights of a checkpoint as Hugging Face stores them.")
 def consolidate(
     folder: Folder,
-    to: Annotated[Path, typer.Argument(help="The folder of weights; made if absent.")],
+    to: Annotated[
+        Path, typer.Argument(help="The folder of weights; made if absent.", file_okay=False)
+    ],
     prefix: Annotated[
         str, typer.Option(help="Take tensors whose names begin so, and leave it out of them.")
     ] = "",

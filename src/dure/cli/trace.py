@@ -43,7 +43,9 @@ def merge(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the findings as JSON instead.")
     ] = False,
-    last: Annotated[int, typer.Option(help="How many operations of each group to show.")] = 10,
+    last: Annotated[
+        int, typer.Option(min=1, help="How many operations of each group to show.")
+    ] = 10,
 ) -> None:
     """Read the files of all ranks in `folder`, compare them, and show what was found."""
     flight = read(folder)
@@ -73,7 +75,7 @@ def merge(
 @commands.command(help="Show one rank's last operations, and where its threads were.")
 def show(
     file: Annotated[Path, typer.Argument(help="A rank's file, such as rank0.json.")],
-    last: Annotated[int, typer.Option(help="How many operations to show.")] = 20,
+    last: Annotated[int, typer.Option(min=1, help="How many operations to show.")] = 20,
 ) -> None:
     """Print the last operations of one rank, oldest first, then the stacks of its threads."""
     rank = read_file(file)

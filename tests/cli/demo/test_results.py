@@ -47,6 +47,7 @@ def test_report_is_self_contained_and_complete() -> None:
     one, two = finished_run(1, 1.0), finished_run(2, 0.5, 0.125)
     one.add({"facts": {"Images": "stripes & dots"}})
     text = report([one, two], "dure demo --out 'a <b>'")
+    assert "the mean of the last 11 steps" in text  # without colors for numbers
     assert text.count("<polyline") == 2
     for outside in ("src=", "href", "url(", "<script", "<link", "<img", "<b>"):
         assert outside not in text

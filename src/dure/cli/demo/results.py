@@ -108,7 +108,7 @@ def report(runs: Sequence[Run], command: str) -> str:
     """Return the report as HTML: the table, what was run where, and the losses as a chart."""
     when = time.strftime("%Y-%m-%d %H:%M")
     facts = {"Command": command, "Time": when, **runs[0].facts, **dict(machine())}
-    page = Console(record=True, file=io.StringIO(), width=100)
+    page = Console(record=True, file=io.StringIO(), width=100, highlight=False)
     page.print(table(runs))
     page.print(
         "Training time leaves evaluations out; the loss is the mean of the last "
