@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import pytest
 
 import dure as dist
+from dure.comm.backends import reachability
 from dure.comm.backends.torch_engine import GlooOpening
-from dure.errors import PeerLost
+from dure.errors import CommTimeout, PeerLost
 from tests.comm.forked_ranks import Ranks, Slot
 
 
@@ -32,3 +35,31 @@ def die_when_connecting(slot: Slot) -> int | None:
 def test_a_rank_that_dies_before_gloo_is_connected_is_named_3_ranks(tmp_path):
     with Ranks(3, tmp_path, die_when_connecting) as ranks:
         assert [ranks.result(rank) for rank in (0, 2)] == [1, 1]
+
+
+LATE_S = 5.0
+
+
+def be_late(slot: Slot) -> str:
+    reachability._LIMIT_S, reachability._ANSWER_S = 0.8, 0.4
+    connect = GlooOpening.connect
+
+    def connect_late(opening: GlooOpening, offers: Sequence[bytes]) -> None:
+        time.sleep(LATE_S if slot.rank == 2 else 0.0)
+        connect(opening, offers)
+
+    GlooOpening.connect = connect_late
+    with pytest.raises(CommTimeout) as late:
+        dist.init_process_group(
+            "gloo", slot.url, timedelta(seconds=1), rank=slot.rank, world_size=slot.size
+        )
+    time.sleep(LATE_S if slot.rank != 2 else 0.0)
+    assert late.value.missing == (2,)
+    return late.value.what
+
+
+def test_a_rank_that_is_slow_to_connect_is_named_by_all_3_ranks(tmp_path):
+    with Ranks(3, tmp_path, be_late) as ranks:
+        early, also, late = ranks.values()
+    assert early == also == "not all ranks connected in time"
+    assert late == "this rank connected too late: the others had given up"

@@ -33,11 +33,10 @@ from torch._C import _distributed_c10d as c10d
 from dure.comm.backends.base import BackendOptions
 from dure.comm.backends.engine.group import EngineGroup
 from dure.comm.backends.engine.work import EngineState, EngineWork
-from dure.comm.backends.reachability import find_unreachable
-from dure.errors import CommError, DureError, UsageError
+from dure.comm.backends.reachability import find_unconnected
+from dure.errors import CommError, CommTimeout, DureError, PeerLost, UsageError
 from dure.store.address import outward_address
 from dure.store.base import Store
-from dure.store.identity import host_name
 from dure.store.interfaces import chosen_address
 from dure.store.wire import encode
 
@@ -50,6 +49,7 @@ _LOOK_S = 0.05
 _ADDRESS = "engine/address"
 _UNCONNECTED = "engine/unconnected"
 """Set by the first rank that could not connect, so that the others do not wait any longer."""
+_OF_A_PEER = (CommTimeout, PeerLost)
 _OPS = {
     name: getattr(c10d.ReduceOp, name)
     for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
@@ -344,27 +344,43 @@ class GlooOpening:
             error: What the engine says; None: another rank has failed, or time is up. The thread
                 that connects goes on then until it ends by itself: Gloo tries five times.
         """
-        options = self._options
+        options, took_s = self._options, time.monotonic() - self._began
         options.store.set(_UNCONNECTED, "")
-        found = find_unreachable(options, self._address)
-        if found:
-            where = f"from {host_name()} ({self._address}) to " + "; ".join(map(str, found))
+        found = find_unconnected(options, self._address)
+        if not found.unreachable and error is not None and not isinstance(error, _OF_A_PEER):
+            return error
+        where: dict[str, Any] = {
+            "group": options.name,
+            "rank": options.rank,
+            "world_size": options.size,
+            "elapsed_s": took_s,
+        }
+        if found.unreachable:
+            peer = found.unreachable[0].rank
             return CommError(
                 "no connection between two hosts",
-                group=options.name,
-                rank=options.rank,
-                world_size=options.size,
-                peer=found[0].rank,
-                elapsed_s=time.monotonic() - self._began,
-                seen=where,
+                peer=found.seeker if peer == options.rank else peer,
+                seen=f"from {found.where} to " + "; ".join(map(str, found.unreachable)),
                 fix="Let TCP through between all hosts of the job, in both directions and at all "
                 "ports above 1023, or choose another interface (GLOO_SOCKET_IFNAME): see "
                 "docs/hosts.md.",
+                **where,
             )
-        if error is None:
-            error = RuntimeError("timed out, or another rank could not connect")
-            return EngineState(options).translate(error, "create gloo", self._began)
-        return error
+        if isinstance(error, PeerLost) and took_s < options.timeout.total_seconds():
+            if not found.absent:
+                return error
+            peer = found.absent[0]
+            return PeerLost(f"rank {peer} was lost", peer=peer, seen=error.seen, **where)
+        what = "not all ranks connected in time"
+        if found.late:
+            what = "this rank connected too late: the others had given up"
+        return CommTimeout(
+            what,
+            missing=(options.rank,) if found.late else found.absent,
+            seen=f"missing {list(found.absent)}" if found.absent else "",
+            fix="See what the ranks that are late do, or raise the group's timeout.",
+            **where,
+        )
 
     def withdraw(self) -> None:
         """See `Opening.withdraw`."""

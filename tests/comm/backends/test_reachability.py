@@ -1,0 +1,60 @@
+"""Ranks that look why they are not connected, with ports that drop connections."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+
+import msgspec
+import pytest
+
+from dure.comm.backends import reachability
+from dure.comm.backends.base import BackendOptions
+from dure.store import HashStore
+
+ANSWER_S = 0.3
+
+
+@pytest.fixture
+def dropping() -> Iterator[list[int]]:
+    """Ports whose queue of connections is full: the kernel drops further ones."""
+    with ExitStack() as undo:
+        ports: list[int] = []
+        for _ in range(8):
+            listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            for _ in range(3):
+                client = undo.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(listener.getsockname())
+            ports.append(listener.getsockname()[1])
+        yield ports
+
+
+def test_ports_that_drop_connections_are_tried_at_once(
+    dropping: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "_ANSWER_S", ANSWER_S)
+    monkeypatch.setattr(reachability, "_LIMIT_S", 2 * ANSWER_S)
+    store, size = HashStore(), len(dropping) + 2
+    with socket.create_server(("127.0.0.1", 0)) as last:
+        for rank, port in enumerate([*dropping, last.getsockname()[1]], start=1):
+            said = ("elsewhere", "127.0.0.1", port)
+            store.set(f"reachability/port/{rank}", msgspec.msgpack.encode(said))
+        options = BackendOptions(
+            store=store,
+            rank=0,
+            size=size,
+            global_ranks=tuple(range(size)),
+            timeout=timedelta(seconds=1),
+            name="test",
+        )
+        began = time.monotonic()
+        found = reachability.find_unconnected(options, "127.0.0.1")
+        took_s = time.monotonic() - began
+    assert [each.rank for each in found.unreachable] == [*range(1, 9)]
+    assert {each.why for each in found.unreachable} == {"no answer"}
+    assert not found.absent
+    assert took_s < 6 * ANSWER_S, "one after the other"
