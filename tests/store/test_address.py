@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 
 from dure.errors import StoreError
-from dure.store import TCPStore, address
-from dure.store.address import Address, is_local, resolve, resolve_shared
+from dure.store import HashStore, TCPStore, address
+from dure.store.address import Address, is_local, outward_address, resolve, resolve_shared
 from dure.store.init_method import read_init_method
 from dure.store.key import mint
 from dure.store.listener import listen
@@ -90,6 +90,15 @@ def debian(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("debian")
 def test_a_hosts_own_name_is_what_other_hosts_reach(host: str, ip: str) -> None:
     assert resolve_shared(host, 29500).endpoint == f"tcp://{ip}:29500"
+
+
+@pytest.mark.usefixtures("debian")
+def test_a_host_without_a_network_store_offers_what_other_hosts_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    assert outward_address(HashStore()) == "10.0.0.7"
 
 
 @pytest.mark.usefixtures("debian")

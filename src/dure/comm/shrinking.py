@@ -186,7 +186,7 @@ class _Shrinking:
     def _name_who_served_the_store(self) -> None:
         """Raise the error that names the rank; its death is told before its process has ended."""
         deadline = time.monotonic() + _ENDING_S
-        while self.rendezvous.held_by_a_rank and time.monotonic() < deadline:
+        while self.rendezvous.held_on_this_host and time.monotonic() < deadline:
             self.rendezvous.require_store(self.op)
             time.sleep(_LOOK.total_seconds())
 

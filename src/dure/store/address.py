@@ -263,7 +263,7 @@ def outward_address(store: Store, *variables: str) -> str:
 
     That of the interface which the user has chosen (GLOO_SOCKET_IFNAME); else of the one through
     which the store is reached; where the store is no network store, through which MASTER_ADDR is;
-    failing that, what this host's name means to itself.
+    failing that, what this host's name means (see `resolve_shared`).
 
     Args:
         store: The job's.
@@ -279,13 +279,13 @@ def outward_address(store: Store, *variables: str) -> str:
         found = interface_to(host) if host and not is_wildcard(host) else None
         if found:
             return found
-    return resolve(socket.gethostname(), 9, "this host's own name").ip
+    return resolve_shared(socket.gethostname(), 9, "this host's own name").ip
 
 
 def interface_to(host: str) -> str | None:
     """Return the address of this machine that leads to `host`; None if nothing does."""
     try:
-        to = resolve(host, 9)
+        to = resolve_shared(host, 9)
     except StoreError:
         return None
     with socket.socket(to.family, socket.SOCK_DGRAM) as probe:

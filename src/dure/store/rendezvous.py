@@ -135,9 +135,9 @@ class Rendezvous:
         return self._holder is None or alive(self._holder) is not False
 
     @property
-    def held_by_a_rank(self) -> bool:
-        """Whether a rank serves the store."""
-        return self._holder is not None
+    def held_on_this_host(self) -> bool:
+        """Whether a rank serves the store whose end this process can see."""
+        return self._holder is not None and alive(self._holder) is not None
 
     def ended(self, rank: int) -> bool:
         """Tell whether the process of `rank` is known to have ended."""

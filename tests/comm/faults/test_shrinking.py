@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -130,6 +131,22 @@ def test_nothing_new_is_made_when_rank_0_that_served_the_store_has_died(tmp_path
             peers, fixes = zip(*ranks.result(rank), strict=True)
             assert peers == (0, 0, 0)
             assert all("dure run" in fix for fix in fixes)
+
+
+def _loses_the_store_of_another_host(slot: Slot, url: str) -> float:
+    os.environ["DURE_HOST_ID"] = f"host {slot.rank}"
+    dure.init_process_group("gloo", url, world_size=slot.size, rank=slot.rank)
+    _reduce_until_loss(slot, (0,))
+    began = time.monotonic()
+    with pytest.raises(StoreLost):
+        dure.shrink()
+    return time.monotonic() - began
+
+
+def test_no_rank_waits_for_the_end_of_a_process_on_another_host(tmp_path: Path, port: int):
+    url = f"tcp://127.0.0.1:{port}"
+    with Ranks(2, tmp_path, _loses_the_store_of_another_host, url) as ranks:
+        assert ranks.result(1) < 5.0, "as long as for a process whose end can be seen"
 
 
 def _excludes(slot: Slot):
