@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pickle
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,11 +34,6 @@ def test_a_url_gives_a_store_and_numbers_once(tmp_path: Path):
     assert (store.get("key"), rank, world_size) == (b"value", 0, 1)
     with pytest.raises(RendezvousError):
         next(found)
-
-
-def test_the_module_that_is_called_as_the_function_is_pickled():
-    module = importlib.import_module("dure.rendezvous")
-    assert pickle.loads(pickle.dumps(module)) is module
 
 
 def test_a_scheme_of_a_program_is_called_with_the_numbers_that_are_known(calls):

@@ -1,4 +1,4 @@
-"""`fsdp.explain`, and the choice of a strategy."""
+"""`fsdp.explain`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dure.errors import ModuleError, UsageError
+from dure.errors import ModuleError
 from dure.fsdp import MixedPrecisionPolicy, explain, fully_shard, strategy
-from dure.testing import run_ranks
 from tests.thread_ranks import on_ranks
 
 LOW = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
@@ -81,24 +80,3 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ModuleError) as error:
         explain(nn.Linear(2, 2))
     assert error.value.op == "fsdp.explain"
-
-
-def test_the_environment_asks_for_a_strategy(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DURE_FSDP_STRATEGY", way)
-
-    def body(rank: int) -> str:
-        return explain(fully_shard(nn.Linear(4, 4))).groups[0].strategy
-
-    assert run_ranks(2, body) == [way] * 2
-
-
-def test_an_unknown_strategy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError), strategy("divided"):
-        pass
-    monkeypatch.setenv("DURE_FSDP_STRATEGY", "divided")
-
-    def body(rank: int) -> None:
-        with pytest.raises(UsageError):
-            fully_shard(nn.Linear(4, 4))
-
-    run_ranks(1, body)
