@@ -129,6 +129,18 @@ def close_ports(host: Host, *, but: Sequence[int], refuse: bool = False) -> None
     inside(host, *rule, "-p", "tcp", "-j", *end)
 
 
+def stop_hearing(host: Host) -> None:
+    """Cut the host's cable in one direction: it sends, and receives nothing."""
+    inside(host, "iptables", "-A", "INPUT", "-i", "eth0", "-j", "DROP")
+
+
+def lose_packets(made: Sequence[Host], share: float) -> None:
+    """Let each host lose this share of the packets that come to it, at random."""
+    for host in made:
+        words = ["-m", "statistic", "--mode", "random", "--probability", str(share)]
+        inside(host, "iptables", "-A", "INPUT", "-i", "eth0", *words, "-j", "DROP")
+
+
 @contextmanager
 def ranks_on(
     made: Sequence[Host],
@@ -156,11 +168,13 @@ __all__ = [
     "give_names",
     "hosts",
     "inside",
+    "lose_packets",
     "ranks_on",
     "received",
     "set_mtu",
     "set_variables",
     "shift_clock",
+    "stop_hearing",
     "use_ipv6_only",
     "why_no_firewall",
 ]

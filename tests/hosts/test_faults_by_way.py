@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.hosts import networks
 from tests.hosts.ways import WAYS, HostJob, HostJobs
 from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.needs("network namespaces", "sshd", "etcd", "engine"),
+    pytest.mark.needs("firewalls", "sshd", "etcd", "engine"),
 ]
 
 STOPPED_S = 10.0
@@ -48,13 +49,15 @@ def jobs(tmp_path: Path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("fault", ["power", "cable"])
+@pytest.mark.parametrize("fault", ["power", "cable", "one direction"])
 def test_a_lost_host_is_named_on_the_other(fault: str, way: str, jobs: HostJobs, tmp_path: Path):
     job = started(jobs, tmp_path, way)
     if fault == "power":
         job.hosts[1].kill()
-    else:
+    elif fault == "cable":
         job.hosts[1].cut()
+    else:
+        networks.stop_hearing(job.hosts[1])
     assert all(job.codes(0))
     printed = job.printed(0)
     assert "PeerLost" in printed or "host b" in printed, printed

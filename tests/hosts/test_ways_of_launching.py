@@ -14,6 +14,7 @@ from tests.hosts.ways import HostJob, HostJobs
 
 pytestmark = pytest.mark.needs("network namespaces", "sshd", "engine", "compiler")
 
+FIREWALL = pytest.mark.needs("firewalls")
 ETCD = pytest.mark.needs("etcd")
 CASES = [
     ("static variables", "IPv6"),
@@ -25,6 +26,7 @@ CASES = [
     ("dure run", "other clock"),
     ("ssh", "plain"),
     pytest.param("etcd", "plain", marks=ETCD),
+    pytest.param("dure run", "lost packets", marks=[FIREWALL, pytest.mark.slow]),
     pytest.param("static variables", "short packets", marks=pytest.mark.slow),
     pytest.param("torchrun", "Debian's names", marks=pytest.mark.slow),
     pytest.param("torchrun", "IPv6", marks=pytest.mark.slow),

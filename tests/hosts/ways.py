@@ -14,7 +14,7 @@ from tests.launch.procs.ssh_hosts import front, ssh_hosts
 from tests.waiting import PATIENCE_S, until
 
 WAYS = ("static variables", "torchrun", "dure run", "ssh", "etcd")
-NETWORKS = ("plain", "IPv6", "Debian's names", "short packets", "other clock")
+NETWORKS = ("plain", "IPv6", "Debian's names", "short packets", "lost packets", "other clock")
 
 _ROOT = Path(__file__).parents[2]
 _EACH = 2
@@ -109,6 +109,8 @@ def _set_up(made: list[Host], network: str, folder: Path) -> None:
             networks.give_names(made, folder)
         case "short packets":
             networks.set_mtu(made, 576)
+        case "lost packets":
+            networks.lose_packets(made, 0.02)
         case "other clock":
             networks.shift_clock(made[1], folder)
         case _:
