@@ -95,13 +95,16 @@ def resolve(host: str, port: int, purpose: str = "the store's host name") -> Add
     return Address(family=family, ip=str(where[0]), port=port)
 
 
-def resolve_shared(host: str, port: int, purpose: str = "the store's host name") -> Address:
+def resolve_shared(
+    host: str, port: int, purpose: str = "the store's host name", towards: str | None = None
+) -> Address:
     """Look up a host at which processes of several hosts meet.
 
     As `resolve`, but a name that means a loopback address here is this host's own (Debian gives it
     127.0.1.1 in /etc/hosts), and other hosts reach it elsewhere: at DURE_STORE_BIND, or else at the
-    interface of the default route, or else at the first one that has an address. "localhost" and
-    addresses stay what they are, as does the name of a host without a network.
+    interface that leads to the host `towards`, or else at that of the default route, or else at the
+    first one that has an address. "localhost" and addresses stay what they are, as does the name of
+    a host without a network. All processes of a host get the same answer.
 
     Raises:
         StoreError: As `resolve`.
@@ -112,7 +115,12 @@ def resolve_shared(host: str, port: int, purpose: str = "the store's host name")
     bind = env.text("DURE_STORE_BIND")
     if bind is None or is_wildcard(bind):
         bind = None
-    outside = bind or interface_to(_ELSEWHERE) or first_address()
+    outside = (
+        bind
+        or (interface_to(towards) if towards else None)
+        or interface_to(_ELSEWHERE)
+        or first_address()
+    )
     return resolve(outside, port, purpose) if outside else address
 
 

@@ -28,7 +28,6 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from ipaddress import ip_address
 from urllib.parse import parse_qs, urlsplit
 
 import psutil
@@ -36,7 +35,7 @@ import psutil
 from dure import env
 from dure.errors import RendezvousError, StoreError
 from dure.placement import Placement, RankSlot, System, detect
-from dure.store.address import await_name, interface_to, patience_for_names, resolve, resolve_shared
+from dure.store.address import await_name, patience_for_names, resolve_shared
 from dure.store.base import Store
 from dure.store.file import FileStore
 from dure.store.identity import start_of
@@ -76,8 +75,8 @@ class TcpEndpoint:
         key: The job's, where the ranks have it from each other; None: it is found (store/key.py).
         server: Where rank 0 serves already.
         job: What sets this job apart from others that would meet here; "": its address does.
-        other: Another host of the job. Rank 0 listens on the interface that leads there where its
-            own host's name means loopback, as Debian's /etc/hosts has it.
+        other: Another host of the job: the interface that leads there is meant where a host's own
+            name means loopback, as Debian's /etc/hosts has it.
     """
 
     host: str
@@ -99,8 +98,7 @@ class TcpEndpoint:
         """Connect; rank 0 serves first, unless its process has a server there already."""
         began = time.monotonic()
         await_name(self.host, patience_for_names(timeout_s), _log.warning)
-        host = self._own_name() if rank == 0 else self.host
-        address = resolve_shared(host, self.port, self.purpose)
+        address = resolve_shared(self.host, self.port, self.purpose, self.other)
         # In a home that all hosts share, rank 0 may be making the user's key just now.
         wait_s = SHARED_HOME_S if self.job and rank != 0 else 0.0
         job = self.job or name_of(self.host, self.port)
@@ -123,15 +121,6 @@ class TcpEndpoint:
                     return NetworkStore(address.endpoint, key, limit, patience_s=_TAKEN_S)
                 raise
         return NetworkStore(address.endpoint, key, timedelta(seconds=timeout_s), server)
-
-    def _own_name(self) -> str:
-        """Return by what name or address other hosts reach rank 0's host, where this runs."""
-        if self.other is None:
-            return self.host
-        address = resolve(self.host, 0, "rank 0's host")
-        if not ip_address(address.ip).is_loopback:
-            return self.host
-        return interface_to(self.other) or self.host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
