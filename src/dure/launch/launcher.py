@@ -29,8 +29,8 @@ from dure.launch.ranks.zygote import Zygote
 from dure.launch.round import Workplace
 from dure.launch.show.summary import summary
 from dure.launch.show.terminal import Terminal, terminal_variables
-from dure.launch.signals import first_of
-from dure.launch.spec import JobResult, JobSpec
+from dure.launch.signals import Interrupted, first_of
+from dure.launch.spec import JobResult, JobSpec, signal_name
 from dure.store.key import SHARED_HOME_S, JobKey, load_for
 from dure.store.system import memory_file
 
@@ -77,7 +77,16 @@ def launch(
         health = enter(_health_server(spec))
         link = None
         if spec.endpoint is not None:
-            link = enter(contextlib.closing(_link(spec, signals, terminal.say, reaper)))
+            try:
+                link = enter(contextlib.closing(_link(spec, signals, terminal.say, reaper)))
+            except Interrupted as error:
+                terminal.say(f"{signal_name(error.number)}: no rank was started")
+                return JobResult(
+                    exit_code=128 + error.number,
+                    ranks=(),
+                    elapsed_s=time.monotonic() - started,
+                    interrupted_by=error.number,
+                )
         for note in notes:
             terminal.say(note)
         place = Workplace(

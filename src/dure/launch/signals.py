@@ -14,10 +14,24 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from types import FrameType
 
-__all__ = ["PASSED_ON", "caught_signals", "first_of", "read_signals"]
+from dure.errors import LaunchError
+
+__all__ = ["PASSED_ON", "Interrupted", "caught_signals", "first_of", "read_signals"]
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
 """Signals that are caught without ending the job."""
+
+
+class Interrupted(LaunchError):
+    """The user has asked to end while this host looks or waits for the others.
+
+    Args:
+        number: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__("interrupted while looking for the job's other hosts")
+        self.number = number
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 from dure.launch import JobSpec
 from dure.launch.agent.agent import Agent
-from dure.launch.agent.events import Event, Expired, Wait
+from dure.launch.agent.events import Event, Expired, Outcome, Wait
 from dure.launch.agent.membership import boottime
+from dure.launch.signals import Interrupted
 
 
 def test_who_waits_says_so_once_and_reports_again_a_time_that_ran_out_without_effect() -> None:
@@ -33,3 +35,13 @@ def test_who_waits_says_so_once_and_reports_again_a_time_that_ran_out_without_ef
     finally:
         os.close(news)
         os.close(ours)
+
+
+def test_a_signal_while_the_others_are_looked_for_is_the_exit_code() -> None:
+    def join(host: str, port: int) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    place: Any = SimpleNamespace(spec=JobSpec(program="prog.py"), host="a")
+    agent = Agent(place, SimpleNamespace(join=join))  # type: ignore[arg-type]
+    assert agent.work() == Outcome(code=143)
+    assert agent.interrupted_by == signal.SIGTERM

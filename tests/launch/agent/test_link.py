@@ -19,7 +19,7 @@ from dure.launch.agent import link as links
 from dure.launch.agent.control import open_control
 from dure.launch.agent.events import Leave, Left, Wait
 from dure.launch.agent.link import HostEndpoint, Link, pause, settings_of
-from dure.launch.signals import caught_signals
+from dure.launch.signals import Interrupted, caught_signals
 from dure.store import network
 from dure.store.builds import Build, own_build
 from dure.store.key import JobKey, control_key, mint
@@ -97,8 +97,9 @@ def test_only_a_signal_that_ends_the_job_ends_the_search_for_it(
     with caught_signals(spec.signals) as signals:
         os.kill(os.getpid(), number)
         if ends:
-            with pytest.raises(LaunchError, match="interrupted"):
+            with pytest.raises(Interrupted) as caught:
                 pause(spec, signals, PATIENCE_S)
+            assert caught.value.number == number
         else:
             pause(spec, signals, 0.01)
 
@@ -119,6 +120,14 @@ def test_who_finds_nobody_says_so_and_names_a_port_that_is_taken(
     assert len(said) == 1
     for text in (said[0], caught.value.seen):
         assert (f"port {port} of this host is taken" in text) == taken
+
+
+def test_a_port_that_the_coordinator_has_is_not_named_when_it_is_lost(port: int) -> None:
+    key, spec = mint(), job(port)
+    with linked(spec, key) as first, linked(spec, key) as second:
+        first.join("a")
+        second.join("b")
+        assert second.endpoint.trouble == ""
 
 
 @pytest.mark.parametrize(

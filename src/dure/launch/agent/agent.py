@@ -25,7 +25,6 @@ import signal
 import time
 from dataclasses import replace
 
-from dure.errors import LaunchError
 from dure.launch.agent.events import (
     Action,
     Ended,
@@ -46,7 +45,7 @@ from dure.launch.agent.membership import HostMember, boottime
 from dure.launch.backoff import SHORT_ROUND_S
 from dure.launch.ranks.ports import reserve_port
 from dure.launch.round import RoundRun, Workplace
-from dure.launch.signals import first_of
+from dure.launch.signals import Interrupted, first_of
 from dure.launch.spec import RankResult
 from dure.launch.supervisor import Measure, Phase, Policy
 
@@ -99,6 +98,9 @@ class Agent:
                 if self.interrupted_by is not None and isinstance(action, Rejoin):
                     return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
                 self._do(action)
+        except Interrupted as error:
+            self.interrupted_by = self.interrupted_by or error.number
+            return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)
         except BaseException as error:
             if self._member is not None and not self._member.gone:
                 coordinates = self._link.endpoint.coordinates
@@ -304,6 +306,6 @@ class Agent:
         select.select([self._me.fd, self._place.signals], [], [], max(0.0, left_s))
         number = first_of(self._place.spec.signals, self._place.signals)
         if number is not None and self.interrupted_by is not None:
-            raise LaunchError("interrupted while waiting for the other hosts")
+            raise Interrupted(number)
         if number is not None:
             self._leave(number)

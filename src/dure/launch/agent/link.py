@@ -32,7 +32,7 @@ from dure.launch.agent.events import Joined, Settings
 from dure.launch.agent.membership import HostMember, LastWill, Membership, boottime
 from dure.launch.agent.messages import Admitted, Control, Join, Refusal
 from dure.launch.ranks.reaper import Reaper
-from dure.launch.signals import first_of
+from dure.launch.signals import Interrupted, first_of
 from dure.launch.spec import JobSpec
 from dure.store.address import (
     await_name,
@@ -78,13 +78,13 @@ def pause(spec: JobSpec, signals: int, seconds: float) -> None:
     """Wait, unless a signal arrives that ends the job; others are for ranks, and there are none.
 
     Raises:
-        LaunchError: One has arrived.
+        Interrupted: One has arrived.
     """
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0:
         select.select([signals], [], [], left_s)
-        if first_of(spec.signals, signals) is not None:
-            raise LaunchError("interrupted while looking for the job's other hosts")
+        if (number := first_of(spec.signals, signals)) is not None:
+            raise Interrupted(number)
 
 
 def settings_of(spec: JobSpec) -> Settings:
@@ -138,7 +138,8 @@ class Link:
             port: A port that is kept here for rank 0.
 
         Raises:
-            LaunchError: The job was not found in time, or the user has interrupted the search.
+            Interrupted: The user has interrupted the search.
+            LaunchError: The job was not found in time.
             UsageError: The other hosts were started with other flags.
         """
         spec, former = self._spec, ""
@@ -302,7 +303,7 @@ class HostEndpoint:
         if not self.address:  # the interface is down
             return None
         try:
-            return open_control(there.endpoint, self.secret, _DIAL_S)
+            control = open_control(there.endpoint, self.secret, _DIAL_S)
         except (StoreTimeout, StoreLost):
             return None
         except StoreRefused as error:
@@ -312,6 +313,8 @@ class HostEndpoint:
                 "Agents of one job have the same --rdzv-endpoint, written alike, and --rdzv-id."
             )
             raise
+        self.trouble = ""  # the port's owner is the coordinator
+        return control
 
     def _may_coordinate(self) -> bool:
         """Whether this host is the one whose address the endpoint is."""
