@@ -1,4 +1,4 @@
-// What the binding files share. One file a class; docstrings live in Python (_engine.pyi, shm.py).
+// What the binding files share. One file a class; docstrings live in Python (_engine.pyi).
 #pragma once
 
 #include <nanobind/nanobind.h>

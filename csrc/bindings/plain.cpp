@@ -16,7 +16,7 @@ namespace dure {
 
 namespace {
 
-constexpr int kNumTags = 0x7FFFFFF0;  // as in comm/group/messaging.py
+constexpr int kNumTags = 0x7FFFFFF0;  // as in comm/checks.py
 
 bool is_float(DType d) { return d <= DType::bf16; }
 bool is_integer(DType d) { return d >= DType::i8 && d <= DType::u64; }

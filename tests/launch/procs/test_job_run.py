@@ -45,7 +45,7 @@ def test_ranks_find_torchruns_environment_and_dures_key_store_and_input(job: Lau
     (key,) = {key for rank in told for key in rank["keys"]}
     assert len(key) == 64
     assert [(rank["seen"], rank["stdin"]) for rank in told] == [(False, "typed\n"), (False, "")]
-    one, other = (rank["env"] for rank in told)  # the variables: parity/test_torchrun.py
+    one, other = (rank["env"] for rank in told)  # see test_environment_of_torchrun.py
     cores = min(num_cores(), cpu_quota())
     assert one["OMP_NUM_THREADS"] == str(max(1, int(cores / 2)))
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "DURE_LAUNCHER", "DURE_STORE_ADDR"):

@@ -1,4 +1,4 @@
-"""A program as people write them for torch.distributed; test_starts.py changes its one import.
+"""A program for torch.distributed; test_spawn_in_every_way.py changes its one import.
 
 for_torch.py env                          RANK and the other variables are set
 for_torch.py URL RANK SIZE [BACKEND]      tcp://host:port or file:///path

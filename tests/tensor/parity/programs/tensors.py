@@ -1,6 +1,6 @@
 """A program for torch.distributed.tensor, in the shape of tutorials.
 
-The imports are all that is changed for Dure (test_programs_torch.py).
+The imports are all that is changed for Dure (test_dtensor_program_torch.py).
 """
 
 # What operators on DTensors return is a torch.Tensor to pyright.

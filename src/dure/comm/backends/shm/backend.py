@@ -2,7 +2,7 @@
 
 What happens in a call is told in csrc/core: "Segment" (segment.h), "Order of calls" (channel.h),
 "Barrier" and "Waiting" (barrier.cpp), "Fingerprint" (fingerprint.cpp), "Five ways to all_reduce"
-(all_reduce.cpp), "Rounds" (move.cpp), "Streams" (stream.cpp), "Symmetric heap" (symmetric_heap.h).
+(all_reduce.cpp), "Rounds" (move.cpp), "Streaming" (copying.h), "Symmetric heap" (symmetric_heap.h).
 This file turns tensors into addresses and lengths, and outcomes into exceptions.
 
 Threads: calls, requests and `close` from any thread at any time. A group must not be used in a
