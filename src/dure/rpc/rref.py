@@ -162,7 +162,7 @@ class RRef(Generic[T]):
     # --- others ------------------------------------------------------------------------------
 
     def pack_reference(self, to: int) -> ReferenceRow:
-        """Return what stands for it in a message (`message.Referring`)."""
+        """Return what stands for it in a message (a row of its references)."""
         self._check("fork an UserRRef")
         return self._agent.values.pack(self._ref, to)
 
