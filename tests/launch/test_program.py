@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dure.errors import UsageError
+from dure.launch import program
 from dure.launch.program import check_program
 from dure.launch.spec import JobSpec, Kind, Std
 
@@ -96,3 +97,18 @@ def test_possible_numbers_pass() -> None:
             tee={0: Std.OUT},
         )
     )
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("gpus", [False, True])
+def test_bindings_near_gpus_are_refused_on_a_host_without(
+    gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "may_have_gpus", lambda: gpus)
+    check_program(JobSpec(program="hi.py", numa="node"))
+    spec = JobSpec(program="hi.py", numa="socket")
+    if gpus:
+        check_program(spec)
+        return
+    with pytest.raises(UsageError, match="need a GPU for each rank"):
+        check_program(spec)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 
 from dure.errors import UsageError
+from dure.launch.ranks.cores import may_have_gpus
 from dure.launch.spec import JobSpec
 
 __all__ = ["check_output", "check_program"]
@@ -48,6 +49,12 @@ def _check_numbers(spec: JobSpec) -> None:
     ):
         good = seconds is None or seconds >= least
         _require(good, f"{what} must be {'positive' if least else 'at least 0'}", f"{seconds}")
+    _require(
+        spec.numa in (None, "node") or may_have_gpus(),
+        "these bindings need a GPU for each rank, and this host has none",
+        f"--numa-binding {spec.numa}",
+        "--numa-binding node works without GPUs.",
+    )
     most = spec.nnodes[1] * spec.nproc
     good = not spec.elastic or 1 <= spec.min_ranks <= most
     _require(good, f"--min-ranks must be from 1 to {most}", f"{spec.min_ranks}")

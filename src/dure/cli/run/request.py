@@ -25,13 +25,13 @@ from dure.cli.run.flags import EXCLUDE, NEED, run_parser
 from dure.cli.run.parser import Given
 from dure.errors import UsageError
 from dure.launch import JobSpec
+from dure.launch.ranks.cores import may_have_gpus
 
 _STATIC_PORT = 29500
 _ENDPOINT_PORT = 29400
 _ETCD_PORT = 2379
 _ETCD_KEYS = ("cacert", "cert", "key", "user", "password_file")
 _LEAST_LEASE_S = 2.0
-_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel/*", "habanalabs*", "davinci*")
 _COUNT_LIMIT_S = 120
 _IN_TORCH = {"gpu": "cuda", "xpu": "xpu", "auto": "accelerator"}
 # These need several flags; every other value that is named like a field becomes that field.
@@ -216,8 +216,7 @@ def _count(kind: str) -> int:
     cores = len(os.sched_getaffinity(0))
     if kind == "cpu":
         return cores
-    candidates = [path for pattern in _DEVICES for path in Path("/dev").glob(pattern)]
-    found = _ask_torch(_IN_TORCH[kind]) if candidates else 0
+    found = _ask_torch(_IN_TORCH[kind]) if may_have_gpus() else 0
     if not found and kind != "auto":
         raise UsageError(
             f"this host has no {kind} that torch can use",

@@ -18,7 +18,9 @@ from dure import env
 from dure.launch.spec import JobSpec
 from dure.store.system import cpu_quota, kernel_text
 
-__all__ = ["binding_of", "num_cores", "parse_cpus", "threads_for"]
+__all__ = ["binding_of", "may_have_gpus", "num_cores", "parse_cpus", "threads_for"]
+
+_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel/*", "habanalabs*", "davinci*")
 
 
 def parse_cpus(text: str) -> frozenset[int]:
@@ -45,6 +47,11 @@ def _nodes(root: Path) -> list[frozenset[int]]:
     files = sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist"))
     nodes = [parse_cpus(kernel_text(file)) & allowed for file in files]
     return [node for node in nodes if node] or [allowed]
+
+
+def may_have_gpus(root: Path = Path("/")) -> bool:
+    """Whether this host has anything that could be a GPU, or another accelerator."""
+    return any(True for pattern in _DEVICES for _ in (root / "dev").glob(pattern))
 
 
 def binding_of(spec: JobSpec, local_rank: int, root: Path = Path("/")) -> str:
