@@ -105,6 +105,8 @@ def results_of_ranks(
             seen="multiprocessing imports it in each process that it spawns",
             fix='Call spawn below `if __name__ == "__main__":`.',
         )
+    if start not in (None, "fork", "spawn"):
+        raise UsageError('start must be "fork", "spawn" or None', seen=repr(start))
     why_not = None if start == "spawn" else _why_not_fork()
     if start == "fork" and why_not is not None:
         raise UsageError("this process cannot be forked", seen=why_not, fix='Use start="spawn".')

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dure.errors import UsageError
+from dure.launch.functions import spawn
 from tests.launch.procs.launching import Launching
 from tests.waiting import PATIENCE_S
 
@@ -147,6 +149,11 @@ def test_error_of_a_rank_is_raised_here(told: dict[str, Any], start: str) -> Non
     assert (head, traceback) == ("on rank 1:", "Traceback (most recent call last):")
     assert frame.endswith(", in fail")
     assert last == "ValueError: my bug"
+
+
+def test_a_way_to_start_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match="'forkserver'"):
+        spawn(print, start="forkserver")  # pyright: ignore
 
 
 def test_interrupt_ends_all_ranks(told: dict[str, Any]) -> None:
