@@ -8,6 +8,7 @@ import torch
 import dure as dist
 from dure.errors import Desync, UsageError
 from dure.tensor import DTensor, Shard, init_device_mesh
+from tests.waiting import until
 
 
 def _odd_views() -> list[torch.Tensor]:
@@ -86,6 +87,18 @@ def case_many_async_operations_end_in_order(rank, n):
         assert work.is_success()
         assert work.exception() is None
         assert torch.equal(t, torch.full_like(t, n * (n - 1) / 2 + n * i))
+
+
+def case_operations_end_though_they_are_only_asked(rank, n):
+    mine, part, whole = torch.ones(n * 100), torch.empty(100), torch.empty(n * n * 100)
+    works = [
+        dist.reduce_scatter_single(part, mine, async_op=True),
+        dist.all_gather_single(whole, mine, async_op=True),
+        dist.all_to_all_single(torch.empty_like(mine), mine, async_op=True),
+        dist.broadcast(mine, 0, async_op=True),
+    ]
+    until(lambda: all(work.is_completed() for work in works))
+    assert torch.equal(part, torch.full((100,), float(n)))
 
 
 def case_every_form_is_asynchronous(rank, n):

@@ -76,6 +76,7 @@ class EngineCalls:
 
     def __init__(self, engine: Engine, options: BackendOptions) -> None:
         self._engine = engine
+        self._rank, self._size = options.rank, options.size
         self._peers = [r for r in range(options.size) if r != options.rank]
 
     def all_reduce(self, wire: torch.Tensor, op: str) -> EngineWork:
@@ -149,6 +150,28 @@ class EngineCalls:
         raise NotImplementedError
 
 
+class _ReduceScatter:
+    """Gloo's reduce_scatter: an all_reduce, of which each rank keeps a part.
+
+    Torch does the same, but its work never counts as complete before it is waited for.
+    """
+
+    def __init__(self, work: EngineWork, part: torch.Tensor, output: torch.Tensor) -> None:
+        self._work, self._part, self._output = work, part, output
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        ended = self._work.wait(timeout)
+        with torch.inference_mode():  # the output may be an inference tensor
+            self._output.copy_(self._part)
+        return ended
+
+    def _source_rank(self) -> int:
+        return -1
+
+
 class _Gloo(EngineCalls):
     """Gloo's particulars."""
 
@@ -158,6 +181,11 @@ class _Gloo(EngineCalls):
 
     def barrier(self) -> EngineWork:
         return self._engine.barrier()
+
+    def reduce_scatter(self, output: torch.Tensor, wire: torch.Tensor, op: str) -> EngineWork:
+        reduced = wire.clone()
+        part = reduced.view(self._size, -1)[self._rank].view_as(output)
+        return _ReduceScatter(self.all_reduce(reduced, op), part, output)
 
     # To leave in order: connections close when the last reference to the engine is gone.
 
