@@ -25,12 +25,22 @@ pytestmark = [
 STOPPED_S = 10.0
 
 
-def processes(job: HostJob) -> list[psutil.Process]:
-    """Return all processes on host b; last those that only wait for them, outside of it."""
-    words = ["ip", "netns", "pids", job.hosts[1].net]
+def processes(job: HostJob, host: int = 1) -> list[psutil.Process]:
+    """Return all processes on a host; last those that only wait for them, outside of it."""
+    words = ["ip", "netns", "pids", job.hosts[host].net]
     pids = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     found = [psutil.Process(int(pid)) for pid in pids]
     return sorted(found, key=lambda process: process.name() == "nsenter")
+
+
+def stop_for(found: list[psutil.Process], seconds: float) -> None:
+    """Stop processes for some time."""
+    for process in found:
+        if process.name() != "nsenter":  # it stops itself when its child stops
+            process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    for process in found:
+        process.send_signal(signal.SIGCONT)
 
 
 def started(jobs: HostJobs, folder: Path, way: str, silence_s: int = 4) -> HostJob:
@@ -81,12 +91,21 @@ def test_a_killed_rank_is_named_on_all_hosts(way: str, jobs: HostJobs, tmp_path:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_host_that_is_stopped_for_seconds_loses_nothing(way: str, jobs: HostJobs, tmp_path: Path):
     job = started(jobs, tmp_path, way, silence_s=30)
-    stopped = processes(job)
-    for process in stopped:
-        if process.name() != "nsenter":  # it stops itself when its child stops
-            process.send_signal(signal.SIGSTOP)
-    time.sleep(STOPPED_S)
-    for process in stopped:
-        process.send_signal(signal.SIGCONT)
+    stop_for(processes(job), STOPPED_S)
     (tmp_path / "job1" / "finish").touch()
     assert not any(job.codes()), job.printed()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.2, 0.4])
+def test_a_coordinator_that_is_stopped_while_ranks_start_costs_a_restart(
+    delay_s: float, jobs: HostJobs, tmp_path: Path
+):
+    job = jobs.start("dure run", PET_MAX_RESTARTS="3", PET_RDZV_CONF="lease=4")
+    until(lambda: any("forking" in " ".join(each.cmdline()) for each in processes(job, 0)))
+    time.sleep(delay_s)
+    stop_for(processes(job, 0), 9.0)
+    folder = tmp_path / "job1"
+    until(lambda: len(list(folder.glob("up *"))) == 4, lambda: f"ranks\n{job.printed()}")
+    (folder / "finish").touch()
+    assert not any(job.codes()), job.printed()
+    jobs.check_nothing_left()

@@ -82,7 +82,9 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     url = f"file://{tmp_path_factory.mktemp('rpc')}/meeting"
     Start(name="program", rank=0, url=url).init()
     try:
-        with workers(Start(name="v", url=url, allow=[double, "tests.rpc.served"])) as (worker,):
+        start = Start(name="v", url=url, allow=[double, "tests.rpc.served"])
+        start.variables["TP_SOCKET_IFNAME"] = "lo"  # where the attackers are
+        with workers(start) as (worker,):
             id = worker.joined()
             found = until(lambda: transport().peers.find(id), "the worker")
             until(lambda: "v" in {each.name for each in current().workers}, "the worker to be told")
