@@ -342,8 +342,13 @@ class GlooOpening:
         return self._addresses.own.result()
 
     def connect(self, offers: Sequence[bytes]) -> None:
-        """See `Opening.connect`."""
-        self._addresses.all.set_result(offers)
+        """See `Opening.connect`.
+
+        A rank that comes when the others have given up does not begin: Gloo would end its process,
+        and theirs.
+        """
+        if not self._options.store.check([_UNCONNECTED]):
+            self._addresses.all.set_result(offers)
 
     def complete(self) -> EngineGroup:
         """See `Opening.complete`.
