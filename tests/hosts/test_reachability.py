@@ -16,7 +16,6 @@ from tests.hosts.networks import STORE_PORT, close_ports, hosts, ranks_on, set_v
 pytestmark = pytest.mark.needs("firewalls", "engine")
 
 TIMEOUT_S = 2.0
-SEARCH_S = 3.0  # how long the ranks then look for who cannot be reached
 
 
 def meet(slot: Slot, variables: dict[str, str]) -> tuple[Exception, float]:
