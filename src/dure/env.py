@@ -244,8 +244,8 @@ _FLAGS = ("DURE_ELASTIC", "DURE_INSECURE", "DURE_STORE_BIND_ANY", "DURE_VERIFY")
 _OFF = frozenset({"0", "false", "no", "off"})
 
 LOGGERS = (
-    *("dure.checkpoint", "dure.comm", "dure.elastic", "dure.launch"),
-    *("dure.parallel", "dure.rpc", "dure.store", "dure.trace"),
+    *("dure.checkpoint", "dure.comm", "dure.elastic", "dure.parallel"),
+    *("dure.rpc", "dure.store", "dure.trace"),
 )
 """The loggers that Dure writes to; see `dure.trace.logs`."""
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")

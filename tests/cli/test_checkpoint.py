@@ -123,6 +123,8 @@ def test_consolidate_makes_weights(tmp_path, capsys):
     code, _ = called(capsys, "consolidate", folder, str(tmp_path / "to"), "--prefix", "model.")
     held = load_file(tmp_path / "to" / "model.safetensors")
     assert code == 0 and held["w"].equal(torch.arange(12.0).reshape(4, 3)) and len(held) == 1
+    code, out = called(capsys, "consolidate", folder, str(tmp_path / "no"), "--prefix", "module.")
+    assert code == USAGE_EXIT_CODE and "begins with 'module.'" in out and "begin with model" in out
 
 
 def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):

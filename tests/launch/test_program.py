@@ -48,6 +48,17 @@ def test_program_is_looked_up_before_anything_starts(
     assert refused in caught.value.what
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("name", "known"), [("boom.x", True), ("json", True), ("no_such", False)])
+def test_modules_to_preload_are_looked_up_beside_the_program(name: str, known: bool) -> None:
+    spec = JobSpec(program="hi.py", preload=("json", name))
+    if known:
+        check_program(spec)
+        return
+    with pytest.raises(UsageError, match=r"no such module.*--preload no_such"):
+        check_program(spec)
+
+
 IMPOSSIBLE: list[dict[str, Any]] = [
     {"nproc": 0},
     {"nproc": -3},

@@ -66,7 +66,7 @@ def test_nothing_to_show_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(UsageError):
         Recorded([tmp_path])
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=str(tmp_path / "missing.json")):
         Recorded([tmp_path / "missing.json"])
 
 

@@ -67,6 +67,7 @@ _PART = re.compile(r"model-(?:(\d{6,})-)?\d{5}-of-\d{5}\.safetensors")
 _NAMES = frozenset(DTYPES.values())
 _NOT_SAVED = "the weights were not saved"
 _NOT_FLUSHED = "the weights may not be durable"
+_MOST_SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +457,8 @@ def consolidate(
         overwrite: Whether invalid weights, and those that Dure did not write, may be replaced.
 
     Raises:
-        CheckpointError: No tensor's name begins so; the checkpoint cannot be used.
+        UsageError: No tensor's name begins so.
+        CheckpointError: The checkpoint has no tensors with names, or cannot be used.
         CheckpointException: A slice of it is damaged; the folder has other weights, or cannot be
             written. What was there before is as it was.
 
@@ -466,10 +468,14 @@ def consolidate(
     catalog = catalog_of(folder)
     leaves = catalog.leaves.items()
     stored = {n: str(v.value) for n, v in leaves if isinstance(v.value, Named)}
+    if not stored:
+        raise CheckpointError("the checkpoint has no tensors", path=str(folder), seen=str(folder))
+    beginnings = sorted({name.partition(".")[0] for name in stored})
     stored = {n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)}
     if not stored:
-        raise CheckpointError(
-            "there is nothing to take", path=str(folder), seen=f"no tensor begins with {prefix!r}"
+        raise UsageError(
+            f"no tensor of the checkpoint begins with {prefix!r}",
+            seen=f"names in {folder} begin with {', '.join(beginnings[:_MOST_SHOWN])}",
         )
     alone = Ranks(None, alone=True)
 

@@ -79,7 +79,7 @@ def layouts(
         int | None, _of_machine(help="In each; by default as usual. With --here: ranks, 2.")
     ] = None,
     here: Annotated[
-        bool, _of_machine("--here", help="This machine, measured in a minute and kept for a day;")
+        bool, _of_machine("--here", help="This machine, measured in 30 s and kept for a day;")
     ] = False,
     measure: Annotated[bool, _of_machine("--measure", help="measured again.")] = False,
     machines: Annotated[
@@ -90,7 +90,7 @@ def layouts(
         _of_machine(help="GB (10^9 bytes) of a GPU that has another memory.", min=0.5, max=2000),
     ] = None,
     everything: Annotated[
-        bool, _of_answer("--all", help="Show every layout that fits, not 15 meshes.")
+        bool, _of_answer("--all", help="Show every layout that fits, not only the table's.")
     ] = False,
     explain: Annotated[
         str, _of_answer(help="Every term of a layout: a row's number, or fsdp=8,tp=2,mb=1.")
@@ -198,9 +198,11 @@ def _title(found: Plan, name: str) -> str:
 
 def show(console: Console, found: Plan, title: str, *, everything: bool) -> None:
     """Print a plan: its table, and below it what is too large, reasons, changes, code."""
-    rows = found.rows if everything else found.rows[:_ROWS]
+    shown = list(range(len(found.rows) if everything else min(_ROWS, len(found.rows))))
+    if found.simplest not in shown:
+        shown.append(found.simplest)
     console.print(Text(title))
-    console.print(_table(rows, found, console.width))
+    console.print(_table(shown, found, console.width))
     first, ties = found.rows[0], found.ties
     within = first.high / first.speed - 1
     console.print(
@@ -255,9 +257,10 @@ def _simplest(found: Plan) -> str:
     return f" The simplest of them is {row.layout}, row {found.simplest + 1}: {slower:.0%} slower."
 
 
-def _table(rows: Sequence[Row], found: Plan, width: int) -> Table:
+def _table(shown: Sequence[int], found: Plan, width: int) -> Table:
     """Make a table that fits a width: with layouts on several lines if need be."""
-    cells = {"#": [f"{i}{' ~' if 1 < i <= found.ties else ''}" for i in range(1, len(rows) + 1)]}
+    rows = [found.rows[i] for i in shown]
+    cells = {"#": [f"{i + 1}{' ~' if 0 < i < found.ties else ''}" for i in shown]}
     cells["tokens/s"] = [f"{row.speed:,.0f}" for row in rows]
     cells["MFU"] = [f"{row.mfu:.0%}" for row in rows]
     cells["GB"] = [f"{row.peak / 1e9:.1f}" for row in rows]

@@ -49,6 +49,7 @@ from dure.errors import Aborted, PeerLost, RendezvousError, StoreTimeout
 from dure.store.base import Store
 from dure.store.identity import alive, myself
 from dure.store.prefix import PrefixStore
+from dure.trace import line
 
 __all__ = ["GroupStore", "JobDone", "Membership"]
 
@@ -57,6 +58,7 @@ _LOOK = timedelta(milliseconds=10)
 
 _NEWCOMER_LOOK = timedelta(milliseconds=100)
 _NUDGE_S = 1.0
+_TELL_S = 0.1
 _SETTLE_S = 1.0
 """How long newcomers wait for more of them, where all members of the last view have ended."""
 
@@ -104,12 +106,20 @@ class Membership:
         self._min_ranks, self._give_up = min_ranks, give_up
         self._timeout_s, self._enough_s = timeout_s, enough_s
         self._dead: set[str] = set()
+        self._tell_at = 0.0
         self.me = self._new_self()
         for name in ("new", "left"):
             store.append(name, b"")  # so that both are there
 
     def _new_self(self) -> RankMember:
         return RankMember(uuid.uuid4().hex[:12], self._rank, myself())
+
+    def _wait_for_more(self) -> None:
+        """Tell the launcher that too few ranks are here, which `enough_s` limits: it is no hang."""
+        now = time.monotonic()
+        if now >= self._tell_at:
+            self._tell_at = now + _TELL_S
+            line.tell_elastic()
 
     # ---- newcomers -----------------------------------------------------------------------------
 
@@ -141,6 +151,7 @@ class Membership:
             now = time.monotonic()
             if last is None or all(self.has_ended(m) for m in last.members):
                 alone_since = alone_since or now
+                self._wait_for_more()
                 newcomers = self.newcomers(last)
                 settled = last is not None and now - alone_since > _SETTLE_S
                 wanted = self._min_ranks if settled else self._expected
@@ -201,6 +212,7 @@ class Membership:
             if enough or waited_s > self._enough_s:
                 self.propose(next_view(last, survivors, newcomers, self._min_ranks))
             else:
+                self._wait_for_more()
                 time.sleep(_LOOK.total_seconds())
         if view.rank_of(self.me.token) >= 0:
             return view

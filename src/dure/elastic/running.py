@@ -247,7 +247,8 @@ class _Session(Generic[T]):
         failure: BaseException | None = None
         while True:
             try:
-                view = self._next_view(failure)
+                with line.waiting_for_group():
+                    view = self._next_view(failure)
             except JobDone:
                 if preempt.asked():
                     raise Preempted from None

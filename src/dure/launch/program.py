@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 
 from dure.errors import UsageError
+from dure.launch.ranks.child import first_path
 from dure.launch.ranks.cores import may_have_gpus
 from dure.launch.spec import JobSpec
 
@@ -27,10 +28,14 @@ def check_program(spec: JobSpec) -> None:
     if spec.kind == "script":
         _check_script(spec.program)
     elif spec.kind == "module":
-        _check_module(spec.program)
+        found = _can_import(spec.program, first_path("module", spec.program))
+        _require(found, "no such module", spec.program, "For a file, leave out -m.")
     else:
         found = shutil.which(spec.program) is not None
         _require(found, "no such program, or it is not executable", spec.program)
+    for name in spec.preload if spec.kind != "executable" else ():
+        found = _can_import(name, first_path(spec.kind, spec.program))
+        _require(found, "no such module", f"--preload {name}")
 
 
 def _require(holds: object, what: str, seen: str = "", fix: str = "") -> None:
@@ -117,13 +122,12 @@ def _check_script(path: str) -> None:
     _require(os.access(main, os.R_OK), "the file cannot be read", main)
 
 
-def _check_module(name: str) -> None:
+def _can_import(name: str, directory: str) -> bool:
     """Look the module's top package up without importing it; ranks say what is wrong below."""
-    sys.path.insert(0, "")  # where `python -m` looks first
+    sys.path.insert(0, directory)  # where Python looks first
     try:
-        found = importlib.util.find_spec(name.partition(".")[0])
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
     except (ValueError, ImportError):
-        found = None
+        return False
     finally:
         del sys.path[0]
-    _require(found is not None, "no such module", name, "For a file, leave out -m.")

@@ -403,9 +403,9 @@ class RoundRun:
 
     def _reported(self, rank: int, data: bytes) -> None:
         report = self.reports[rank]
-        had_crash, had_stack, step = report.crash is not None, report.told, report.step
+        had_crash, had_stack, signs = report.crash is not None, report.told, report.signs_of_work
         report.feed(data)
-        if report.step is not step:
+        if report.signs_of_work > signs:
             self._active()
         self._elastic = self._elastic or report.elastic
         now = time.monotonic()

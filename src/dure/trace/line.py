@@ -5,7 +5,7 @@ things go through it from here, a JSON object a line each:
 
 - `progress`: the step that the program has come to, if it says so (`dure.progress`, `StepMeter`);
 - `answers`: that this rank will tell its last operation when it is asked for its stack;
-- `elastic`: that it has entered `dure.elastic.run`;
+- `elastic`: that it has entered `dure.elastic.run`, or waits there for a new group;
 - `last`: that operation, upon the launcher's signal, or when the rank crashes.
 
 The signal is faulthandler's, which writes the stack in C and then calls the handler it replaced.
@@ -18,6 +18,7 @@ listens, all of this does nothing.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import math
@@ -27,6 +28,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
 from types import FrameType
 from typing import Any  # Any: what the module made by child.py holds
 
@@ -34,10 +36,19 @@ from dure.trace import flight
 from dure.trace.events import State
 from dure.trace.record import describe
 
-__all__ = ["answer_launcher", "is_rank", "last_operation", "progress", "tell_elastic", "tell_last"]
+__all__ = [
+    "answer_launcher",
+    "is_rank",
+    "last_operation",
+    "progress",
+    "tell_elastic",
+    "tell_last",
+    "waiting_for_group",
+]
 
 _EVERY_S = 0.1
 _next_at = 0.0
+_waits_for_group = False
 _answering = -1  # the process that answers
 
 
@@ -95,6 +106,8 @@ def progress(step: int, total: int | None = None, **values: float | str) -> None
 
 def last_operation() -> str:
     """Describe this process's last operation: what, where, and how far it came; empty if none."""
+    if _waits_for_group:
+        return "agreement on a new group in dure.elastic.run, still in it"
     records = flight.recorded()
     if not records:
         return ""
@@ -119,8 +132,22 @@ def tell_last() -> None:
 
 
 def tell_elastic() -> None:
-    """Tell the launcher that this rank's program recovers by itself when a peer dies."""
+    """Tell the launcher that this rank's program recovers by itself when a peer dies.
+
+    Again and again while ranks are missing: for the launcher it is a sign of work.
+    """
     _tell({"elastic": True})
+
+
+@contextlib.contextmanager
+def waiting_for_group() -> Generator[None]:
+    """While the block runs, the last operation of this rank is that it waits for a new group."""
+    global _waits_for_group
+    _waits_for_group = True
+    try:
+        yield
+    finally:
+        _waits_for_group = False
 
 
 def answer_launcher() -> None:

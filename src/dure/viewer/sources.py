@@ -215,7 +215,7 @@ class Recorded(Source):
         paths = list(paths)
         title = ", ".join(path.name or str(path) for path in paths[:3])
         found = [f for p in paths for f in (sorted(p.glob("*.json")) if p.is_dir() else [p])]
-        flight = read_files(found[:_MOST_FILES], title, _LIMITS)
+        flight = read_files(found[:_MOST_FILES], ", ".join(map(str, paths[:3])), _LIMITS)
         if len(found) > _MOST_FILES:
             more = f"{len(found) - _MOST_FILES} files more are not shown"
             flight = replace(flight, problems=(*flight.problems, more))

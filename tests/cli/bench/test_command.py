@@ -15,7 +15,7 @@ from dure.cli.bench.operations import Cell, show_time
         ["--op", "all,reduce"],
         ["--dtype", "float31"],
         ["--ranks", "4000", "--sizes", "1G"],
-        ["--json", "/no/such/folder/x.json"],
+        *(["--json", file] for file in ("/no/such/folder/x.json", "/tmp")),
     ],
     ids=" ".join,
 )

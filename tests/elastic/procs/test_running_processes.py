@@ -104,6 +104,31 @@ def test_a_program_that_does_not_recover_by_itself_is_named_so_once(job: Launchi
     assert ("replacement 1 of 1" in ended.err) == died
 
 
+def test_a_rank_that_waits_for_a_group_does_not_hang(job: Launching):
+    """Two are needed, and the one that replaces rank 1 is late, by twice the hang timeout."""
+    program = job.write("""
+        import os, sys, time
+        import dure
+
+        again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+        if again and os.environ["RANK"] == "1":
+            time.sleep(4)
+
+        def train(state):
+            if os.environ["RANK"] == "1" and not again:
+                os._exit(1)
+            state.commit()
+            return dure.get_world_size()
+
+        options = dure.elastic.Options(min_ranks=2)
+        print("ranks", dure.elastic.run(train, dure.elastic.State(), options))
+        """)
+    flags = ("--elastic", "--max-restarts", "1", "--hang-timeout", "2", "--preload", "dure.elastic")
+    ended = job.run("--nproc", "2", *flags, program)
+    assert ended.code == 0, ended.err
+    assert (ended.lines(0), ended.lines(1)) == (["ranks 2"], ["ranks 2"])
+
+
 @pytest.mark.slow  # waits for a rank that does not answer
 def test_a_stopped_rank_is_left_out_and_comes_back(job: Launching, expected: list[float]):
     faults: list[Fault] = [(2, "step 4", "STOP"), (0, "step 8", "WAKE")]

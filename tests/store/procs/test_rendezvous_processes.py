@@ -86,6 +86,35 @@ say("good")
         assert output(program) == "good"
 
 
+def test_a_forked_child_that_uses_the_store_does_not_release_its_parents_lock(
+    tmp_path: Path,
+) -> None:
+    code = """
+import fcntl
+from datetime import timedelta
+from dure.errors import StoreTimeout
+store = FileStore(args[0], timeout=PATIENCE)
+with store._locked():
+    child = os.fork()
+    if child == 0:
+        store.set_timeout(timedelta(milliseconds=50))
+        try:
+            store.set("k", "v")
+        except StoreTimeout:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with open(args[0]) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("still held")
+store.set("k", "v")
+"""
+    with running((code, str(tmp_path / "store"))) as (program,):
+        assert line(program) == "still held"
+        output(program)
+
+
 def test_a_child_does_not_keep_the_port() -> None:
     """Nor one that has not yet run a line of Python: C's `fork` calls none of Python's hooks."""
     code = """

@@ -67,8 +67,8 @@ def bench(
             seen=f"{free / 2**30:.1f} GiB are free",
             fix="Use fewer --ranks, or smaller --sizes.",
         )
-    if file is not None and not file.absolute().parent.is_dir():  # before all the work
-        raise UsageError("no such directory", seen=str(file.absolute().parent))
+    if file is not None:
+        _open_for(file)  # before all the work
     busy = busy_cores()
     if slow := oversubscribed(ranks, busy):
         print(f"dure bench: note: {slow}", file=sys.stderr)
@@ -91,13 +91,18 @@ def bench(
     if file is not None:
         figures = [{**msgspec.to_builtins(cell), **cell.figures()} for cell in cells]
         command = shlex.join(["dure", *sys.argv[1:]])
-        try:
-            file.write_text(json.dumps({"command": command, **about, "cells": figures}, indent=1))
-        except OSError as error:
-            raise UsageError("the file cannot be written", seen=str(error)) from error
+        file.write_text(json.dumps({"command": command, **about, "cells": figures}, indent=1))
     if any(cell.wrong for cell in cells):
         print("dure bench: error: results are wrong (#wrong)", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _open_for(file: Path) -> None:
+    """Make the file, or raise `UsageError`."""
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise UsageError("the file of --json cannot be written", seen=str(error)) from None
 
 
 def names_in(text: str, what: str, known: Iterable[str]) -> list[str]:

@@ -65,6 +65,7 @@ class ReportReader:
         self.step: Step | None = None  # how far the program says it has come
         self.finished = False  # the program has come to its end
         self.elastic = False  # the program has entered `dure.elastic.run`
+        self.signs_of_work = 0
         self._told_stack = False
         self._tells_last = False
         self._frames: list[Frame] = []
@@ -121,6 +122,7 @@ class ReportReader:
             self.last = message.last or "none"
         self._tells_last = self._tells_last or message.answers
         self.elastic = self.elastic or message.elastic
+        self.signs_of_work += message.progress is not None or message.elastic
         self.finished = self.finished or message.finished
 
     def _end_stack(self) -> None:
