@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up everything in .venv first, and only once: see scripts/setup.
-# What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, DRILL_ARGS,
+# What can be changed from outside: PYTHON, VENV, TORCH_INDEX, PYTEST_ARGS, DEMO_ARGS, KILLS, STOPS, DRILL_ARGS,
 # STRESS_ARGS, MUTANTS_ARGS, NATIVE.
 
 SHELL := /bin/bash
@@ -10,6 +10,7 @@ SHELL := /bin/bash
 PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3.14 python3) python3)
 VENV ?= .venv
 KILLS ?= 500
+STOPS ?= 100
 NATIVE ?=
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
@@ -44,8 +45,9 @@ stress: $(STAMPS)/package $(STAMPS)/test ## run tests of shared memory, RPC and 
 mutants: $(STAMPS)/package $(STAMPS)/test ## put each fault of tests/mutants into a copy of the sources: its test must fail
 	@$(BIN)/python scripts/mutants $(MUTANTS_ARGS)
 
-kills: $(STAMPS)/package $(STAMPS)/test ## kill 500 random processes of jobs (KILLS=500)
+kills: $(STAMPS)/package $(STAMPS)/test ## kill 500 random processes of jobs (KILLS=500), end 100 jobs (STOPS=100)
 	@$(BIN)/python -m drills --kills $(KILLS) $(DRILL_ARGS)
+	@$(BIN)/python -m drills --stops $(STOPS) $(DRILL_ARGS)
 
 native-build: $(STAMPS)/venv ## build the C++ tests, plain and under the sanitizers, or NATIVE="plain thread"
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/native-test --build $(NATIVE)

@@ -16,6 +16,7 @@ from pathlib import Path
 from drills.acts import carry_out
 from drills.jobs import Job, Odd
 from drills.plans import Death, Plan, draw_plan
+from drills.stops import end_many
 
 MOST_ODD = 25
 """So many odd jobs are enough to look at."""
@@ -96,9 +97,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m drills", description=__doc__)
     parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--stops", type=int, help="instead, end so many jobs as systemd does")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
+    if options.stops is not None:
+        return min(1, end_many(options.stops, options.seed))
     return min(1, drill(options.kills, options.seed))
 
 

@@ -61,7 +61,7 @@ class Job:
         self._jobs = Launching(self.folder / "tmp")
         self._key = key_file(self.folder / "key")
         self._keeper, self.port = reserve_port()
-        self._shared = _shared_memory()
+        self._shared = shared_memory()
         self._read: dict[str, int] = {}
         self._said: list[dict[str, Any]] = []
 
@@ -81,7 +81,7 @@ class Job:
         if plan.agents > 1:
             words += ["--nnodes", f"{plan.min_agents}:{plan.agents}"]
             words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "drill"]
-            words += ["--rdzv-conf", "join_timeout=10,last_call_timeout=5"]
+            words += ["--rdzv-conf", "join_timeout=10,last_call_timeout=5,lease=5"]
         process = self._jobs.start(
             *words,
             PROGRAMS,
@@ -217,8 +217,8 @@ class Job:
         killed = any(agent.due == -signal.SIGKILL for agent in self.agents)
         if files and not (reaper and killed):  # a launcher may have had no reaper any more
             raise Odd(f"files are left: {sorted(files)}")
-        new = _shared_memory() - self._shared
-        if mine := new - _mapped(new):
+        new = shared_memory() - self._shared
+        if mine := new - mapped(new):
             raise Odd(f"shared memory is left: {sorted(mine)}")
         if self.plan.kind == "rounds":
             self._check_commits(well=wanted == 0)
@@ -266,12 +266,12 @@ class Job:
                 raise Odd(f"a rank has begun at step {entry['step']}, and {steps} were committed")
 
 
-def _shared_memory() -> set[str]:
+def shared_memory() -> set[str]:
     """Return the names of shared memory that may be Dure's."""
     return {name for name in os.listdir(SHARED) if "dure" in name}
 
 
-def _mapped(names: set[str]) -> set[str]:
+def mapped(names: set[str]) -> set[str]:
     """Return which shared memory some living process has mapped: another job's."""
     found: set[str] = set()
     for folder in Path("/proc").glob("[0-9]*"):

@@ -52,7 +52,7 @@ HARMLESS = ("worker stopped", "agent stopped", "reaper", "zygote")
 
 _HARMLESS_WEIGHTS = (3, 3, 3, 1)
 
-_LONG_S = (6.5, 9.0)
+_LONG_S = (7.5, 10.0)
 """For so long an agent is stopped whom the others are to give up: longer than lease and margin."""
 
 _TWO = (*AFTER_ANOTHER, "two at once", "agent and a worker of another")
