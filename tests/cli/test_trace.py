@@ -57,9 +57,3 @@ def test_show_prints_one_ranks_operations_and_stacks(folder, capsys, monkeypatch
 def test_a_folder_that_is_not_there_is_one_line(tmp_path, capsys):
     assert run_command_line(["trace", "merge", str(tmp_path / "x")]) == USAGE_EXIT_CODE
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("words", [["merge", ""], ["show", "rank1.json"]])
-def test_a_number_of_operations_is_at_least_1(words, folder):
-    words = ["trace", words[0], str(folder / words[1]), "--last", "0"]
-    assert run_command_line(words) == USAGE_EXIT_CODE

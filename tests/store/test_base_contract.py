@@ -83,11 +83,6 @@ class TestContract:
             clone.close()
         assert pair[1].get("k") == b"v"
 
-    def test_wait_for_nothing_returns(self, pair: Pair) -> None:
-        pair[0].wait([])
-        assert pair[0].multi_get([]) == []
-        assert pair[0].check([])
-
     def test_wait_too_long_names_the_missing_keys(self, pair: Pair) -> None:
         pair[0].set("there", "")
         with pytest.raises(StoreTimeout) as caught:
@@ -108,14 +103,6 @@ class TestContract:
         with ThreadPoolExecutor(4) as pool:
             sums = list(pool.map(lambda i: pair[i % 2].add("n", 1), range(40)))
         assert sorted(sums) == list(range(1, 41))
-
-    def test_compare_set(self, pair: Pair) -> None:
-        assert pair[0].compare_set("k", "x", "y") == b"x"
-        assert not pair[1].check(["k"])
-        assert pair[0].compare_set("k", "", "first") == b"first"
-        assert pair[1].compare_set("k", "", "second") == b"first"
-        assert pair[1].compare_set("k", "first", "third") == b"third"
-        assert pair[0].get("k") == b"third"
 
     def test_compare_set_has_one_winner(self, pair: Pair) -> None:
         with ThreadPoolExecutor(4) as pool:

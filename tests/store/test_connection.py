@@ -1,20 +1,16 @@
 """One connection to a server: nobody is there, somebody who says nothing, one who has just gone."""
 
 import socket
-import time
 from datetime import timedelta
 
 import pytest
 import zmq
 
-from dure.errors import StoreLost, StoreTimeout
+from dure.errors import StoreTimeout
 from dure.store import JobKey, connection, router
 from dure.store.address import is_refused
 from dure.store.connection import dial
 from dure.store.network import NetworkStore
-from dure.store.server import StoreServer
-from dure.store.wire import Request, pack
-from tests.waiting import PATIENCE_S
 
 
 def test_nobody_there_is_a_timeout_that_names_the_address(
@@ -33,15 +29,6 @@ def test_nobody_there_is_a_timeout_that_names_the_address(
             NetworkStore(f"tcp://{place}", key, timedelta(milliseconds=100))
     assert place in caught.value.what
     assert caught.value.seen == "no network"
-
-
-def test_a_server_lost_just_before_a_request_is_noticed(server: StoreServer, key: JobKey) -> None:
-    with zmq.Context() as context:
-        connection = dial(context, server.endpoint, key, PATIENCE_S)
-        server.stop()
-        with pytest.raises(StoreLost):
-            connection.call(pack(Request("get", ("k",))), time.monotonic() + PATIENCE_S)
-        connection.close()
 
 
 def test_a_server_that_says_nothing_is_tried_again_before_it_would_hang_up(monkeypatch) -> None:

@@ -82,20 +82,6 @@ def test_ranks_meet_and_share_keys(url: str, world_size: int) -> None:
         meeting.close()
 
 
-def test_they_meet_again_and_again_without_each_others_keys(url: str) -> None:
-    def life(rank: int) -> None:
-        for round_ in range(5):
-            meeting = rendezvous(url, rank, 3, timeout=TIMEOUT)
-            assert meeting.store.num_keys() <= 3
-            meeting.store.set(f"from {rank}", str(round_))
-            keys = [f"from {other}" for other in range(3)]
-            assert meeting.store.multi_get(keys) == [str(round_).encode()] * 3
-            meeting.close()
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(life, range(3)))
-
-
 def test_two_with_one_number_are_both_named_to_everybody(url: str) -> None:
     errors = errors_of(joins(url, (0, 4), (1, 4), (1, 4), (2, 4)))
     for error in errors:

@@ -204,14 +204,9 @@ class LocalJob:
 
     def _replace(self, run: RoundRun, local: int) -> None:
         self._restarts += 1
-        self._place.terminal.say(
-            f"rank {local} has ended ({run.supervisor.exits[local]}); replacement "
-            f"{self._restarts} of {self._place.spec.max_restarts} is started"
-        )
-        run.warn_of_no_elastic("until then no rank recovers from a death")
         times = self._elastic.replaced.get(local, 0) + 1
         self._elastic.replaced[local] = times
-        run.replace(local, times)
+        run.replace(local, times, self._restarts)
 
 
 class _ElasticRound:

@@ -141,8 +141,13 @@ class RoundRun:
         if zygote is not None and not may_restart:
             zygote.close()
 
-    def replace(self, local_rank: int, times: int) -> None:
-        """Start a rank again that has ended, for the `times`-th time."""
+    def replace(self, local_rank: int, times: int, restart: int) -> None:
+        """Start a rank again that has ended, for the `times`-th time; `restart` counts them all."""
+        self._terminal.say(
+            f"rank {self.round.rank(local_rank)} has ended ({self.supervisor.exits[local_rank]}); "
+            f"replacement {restart} of {self._place.spec.max_restarts} is started"
+        )
+        self.warn_of_no_elastic("until then no rank recovers from a death")
         again = replace(self.round, number=times)
         if self._place.spec.log_dir is not None:
             directory = rank_log_dir(self._place.spec.log_dir, again.rank(local_rank), times)

@@ -29,16 +29,6 @@ def demo(*words) -> int:
     return run_command_line(["demo", *map(str, words)])
 
 
-def test_demo_trains_the_same_with_one_rank_and_with_two(started, tmp_path, capsys):
-    assert demo("--out", tmp_path, "--seed", 5, "--quick") == 0
-    (one, words), (two, others) = started
-    assert (one, two, words) == (1, 2, others)
-    assert "--images" in words
-    shown = capsys.readouterr().out
-    assert "training loss" in shown and "gain" in shown
-    assert (tmp_path / "report.html").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -35,6 +35,9 @@ ETCD = ["--rdzv-backend=etcd", "--rdzv-endpoint=h", "--rdzv-id=j"]
         (["--log-dir", "p.py"], "p.py"),
         (["--trace-dir", "p.py"], "p.py"),
         (["--event-log", "none/x"], "--event-log"),
+        (["missing.py"], "missing.py"),
+        (["-n", "0"], "at least 1"),
+        (["-m", "no_such_module_at_all"], "no such module"),
         (["--key-file", "none"], "none"),
         (["--key-file", "p.py"], "p.py"),  # which others can read
         ([*ETCD, "--rdzv-conf=cert=none"], "cert="),
@@ -51,5 +54,7 @@ def test_wrong_value_is_one_line_and_code_2_and_leaves_no_file(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     Path("p.py").touch(0o644)
     assert run_command_line(["run", "-n", "2", *words, "p.py"]) == 2
-    assert named in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert named in shown.err
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["p.py"]

@@ -92,11 +92,6 @@ class Cutting:
         steps = [Step(int(a) / 1e9, h, g, int(s), int(n)) for a, h, g, s, n in words]
         return sorted(steps, key=lambda step: step.at)
 
-    def said(self) -> list[tuple[float, str, int, str]]:
-        """Return what the ranks said: when, host, rank, what."""
-        names = [path.name.split(maxsplit=4) for path in self.folder.glob("said *")]
-        return sorted((int(at) / 1e9, host, int(rank), what) for _, at, host, rank, what in names)
-
     def wait_for(self, done: Callable[[], object], what: str) -> None:
         """Wait for something to be true."""
         until(done, lambda: f"{what}\n{self.report()}")
@@ -133,7 +128,7 @@ class Cutting:
 
     def report(self) -> str:
         """Tell all."""
-        out = [f"now {time.monotonic():.2f}", *map(str, self.said())]
+        out = [f"now {time.monotonic():.2f}"]
         groups = dict.fromkeys(step.group for step in self.ledger())
         for group in groups:
             steps = [s for s in self.ledger() if s.group == group]

@@ -133,19 +133,6 @@ def test_a_host_takes_its_leave_and_another_comes_without_a_restart(crew: Crew) 
     assert [host.end() for host in (crew.hosts[0], crew.hosts[2])] == [0, 0]
 
 
-@pytest.mark.slow
-def test_a_spare_takes_the_place_of_a_host_that_is_told_to_end(crew: Crew) -> None:
-    two(crew, FIXED)
-    spare = crew.start("c", *FIXED)
-    assert spare.process.stderr is not None
-    while "this host waits as a spare" not in spare.process.stderr.readline():
-        assert spare.process.poll() is None
-    crew.hosts[1].process.send_signal(signal.SIGTERM)
-    assert [start.host for start in crew.round(1, 2)] == ["a", "c"]
-    crew.finish()
-    assert [host.end() for host in crew.hosts] == [0, 143, 0]
-
-
 @pytest.mark.parametrize(
     ("flags", "which"), [(FIXED, 1), (OPEN, 0)], ids=["one of a fixed number", "the coordinator"]
 )

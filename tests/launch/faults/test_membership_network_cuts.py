@@ -83,20 +83,3 @@ def test_a_cut_of_one_second_changes_nothing(tmp_path, mode):
         job.trains(2, time.monotonic())
         assert len({step.group for step in job.ledger()}) == 1, job.report()
         ended_well(job)
-
-
-@pytest.mark.parametrize("mode", NEITHER)  # in CI a launcher is killed instead (`test_agents`)
-def test_the_coordinators_host_is_lost_and_all_others_end_and_say_what_to_do(tmp_path, mode):
-    conf = ("--rdzv-conf", "last_call_timeout=600,join_timeout=5")
-    with cutting(3, tmp_path) as job:
-        job.start("--nnodes", "1:3", *MODES[mode][:-2], *conf, words=(mode,))
-        job.trains(3)
-        job.hosts[0].cut()
-        at = time.monotonic()
-        job.hosts[0].kill()  # none of its last words gets through
-        for launcher in job.launchers[1:]:
-            assert launcher.end() == 1, job.report()
-            assert "the job's coordinator was lost" in launcher.text
-            assert "Start the job again on all hosts" in launcher.text
-        assert job.led_by(at) <= {"a"}, job.report()
-        job.check_nothing_left()

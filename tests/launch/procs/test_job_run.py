@@ -6,9 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
-from dure.cli.app import run_command_line
 from dure.launch.ranks.cores import num_cores
 from dure.store.system import cpu_quota
 from tests.launch.procs.launching import DURE, Launching
@@ -117,27 +114,6 @@ def test_any_program_runs_without_python(job: Launching) -> None:
     """
     done = job.run("-n", "2", "--no-python", "sh", "-c", script)
     assert (done.code, done.lines(0), done.lines(1)) == (3, ["0 of 2"], ["1 of 2"])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(("-n", "2", "missing.py"), ("-n", "0", "p.py"), ("-m", "no_such_module_at_all")),
-        *(("-m", "--no-python", "x"), ("-n", "two", "p.py"), ("--nprok", "2", "p.py"), ()),
-    ],
-)
-def test_bad_usage_is_one_line_and_code_2(
-    job: Launching,
-    words: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(job.directory)
-    job.write("print('ran')", "p.py")
-    assert run_command_line(["run", *words]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1 or not words, err
 
 
 def test_other_commands_and_the_launcher_load_no_torch(job: Launching) -> None:

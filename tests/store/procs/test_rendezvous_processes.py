@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dure.store import FileStore, TCPStore
+from dure.store import TCPStore
 from tests.store.conftest import TIMEOUT
 from tests.store.procs.store_programs import line, output, running
 
@@ -137,31 +137,6 @@ say("good")
     with running((code,)) as (program,):
         assert line(program) == "good"
         output(program)
-
-
-def test_a_writer_killed_in_the_middle_of_a_record_holds_nobody_up(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    code = """
-store = FileStore(args[0])
-store.set("whole", "1")
-pwrite = os.pwrite
-def half(fd, data, at):
-    pwrite(fd, data[: len(data) // 2], at)
-    say("written")
-    sys.stdin.read()
-os.pwrite = half
-store.set("torn", "x" * 100)
-"""
-    with running((code, str(path))) as (writer,):
-        assert line(writer) == "written"  # it holds the lock now, for ever
-        size = path.stat().st_size
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        store = FileStore(path, timeout=TIMEOUT)
-        assert store.list_keys() == ["whole"]
-        assert path.stat().st_size != size
-        store.set("after", "2")
-        assert FileStore(path).multi_get(["whole", "after"]) == [b"1", b"2"]
 
 
 def test_a_stopped_server_ends_in_a_timeout() -> None:

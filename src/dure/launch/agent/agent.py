@@ -250,12 +250,7 @@ class Agent:
             local = due.local_rank
             if due.times > self._replaced.get(local, 0) and local in run.supervisor.exits:
                 self._replaced[local] = due.times
-                self._say(
-                    f"rank {run.round.rank(local)} has ended ({run.supervisor.exits[local]}); "
-                    f"replacement {due.restart} of {self._place.spec.max_restarts} is started"
-                )
-                run.warn_of_no_elastic("until then no rank recovers from a death")
-                run.replace(local, due.times)
+                run.replace(local, due.times, due.restart)
 
     def _leave(self, number: int) -> None:
         self.interrupted_by = number

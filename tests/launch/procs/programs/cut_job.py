@@ -50,7 +50,6 @@ def rounds() -> None:
     lines = LEDGER.read_text().splitlines() if LEDGER.exists() else []
     step = int(lines[-1].split()[3]) if lines else 0
     group = f"round-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.getpid()}"
-    told(f"up {group}")
     while not all_done(step):
         step += 1
         if dure.get_rank() == 0:
@@ -61,7 +60,6 @@ def rounds() -> None:
 def train(state: State) -> int:
     """Train from the last committed step."""
     group = f"epoch-{len(state.recoveries)}-{os.getpid()}"
-    told(f"up {group} {dure.get_world_size()}")
     while not all_done(state.step):
         state.step += 1
         state.commit()
@@ -70,25 +68,14 @@ def train(state: State) -> int:
     return state.step
 
 
-def told(what: str) -> None:
-    """Leave a file: `NS HOST RANK WHAT`."""
-    name = f"said {time.monotonic_ns()} {os.environ['DURE_TEST_HOST']} {os.environ['RANK']} {what}"
-    (FOLDER / name).touch()
-
-
 def main() -> None:
     """Be a rank."""
     torch.set_num_threads(1)
-    try:
-        if sys.argv[1] == "elastic":
-            limit_s = float(os.environ.get("CUT_TIMEOUT_S", "60"))
-            options = Options(timeout=timedelta(seconds=limit_s), enough_s=20)
-            dure.elastic.run(train, State(step=0), options)
-        else:
-            rounds()
-    except dure.errors.DureError as error:
-        told(f"{type(error).__name__} {error.peer}")
-        raise
+    if sys.argv[1] == "elastic":
+        options = Options(timeout=timedelta(seconds=60), enough_s=20)
+        dure.elastic.run(train, State(step=0), options)
+    else:
+        rounds()
 
 
 if __name__ == "__main__":
