@@ -1,112 +1,106 @@
-"""Torch's optimizers over DTensors: their updates run on the parts, once for a whole step.
+"""Optimizers of `torch.optim` over DTensors: a step updates the parts, not operator by operator.
 
-Each optimizer of `torch.optim` hands its parameters, gradients and state as lists to one function,
-such as ``torch.optim.adam.adam``, which computes element by element in the form that was asked for:
-a loop, lists (`foreach`) or one kernel (`fused`). Torch lets no tensor take part in the choice of
-that function. So this file puts one in its place that takes the parts out of DTensors that lie
-alike, updates these as plain tensors, and raises the versions of what was written. Gradients are
-brought to where their parameters lie. What else does not lie alike, terms of sums and updates that
-autograd follows go the way of any operator (rules/foreach.py).
+An optimizer that computes element by element collects parameters, gradients and state in lists (its
+method `_init_group`) and passes them to one function, such as `torch.optim.adam.adam`, which
+updates them in the requested form: a loop, lists (`foreach`) or one kernel (`fused`). A hook that
+torch calls before every step gives each optimizer that holds DTensors an `_init_group` that puts
+the parts into these lists. Only that optimizer object changes: nothing in `torch.optim` is
+replaced, and optimizers without DTensors of Dure, or of classes that are not torch's own, run as
+they are.
+
+Parts are used if all tensors of a parameter have its placements; a gradient with other placements
+is redistributed first. In all other cases the lists stay as they are, and the step runs operator by
+operator (rules/foreach.py): Partial parameters, updates that autograd records, a learning rate that
+is a DTensor, fused kernels over parts with different strides, and SGD with momentum, which looks
+its state up by the parameters in these lists after the update.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dure.comm.untraced import untraced_below
-from dure.tensor.dtensor import DTensor, to_target, wrap
-from dure.tensor.rules.foreach import Specs, are_parts, number, parts_like
+from dure.tensor.dtensor import DTensor, to_target
+from dure.tensor.rules.foreach import Specs, are_parts, parts_like
 from dure.tensor.spec import DTensorSpec
-from dure.tensor.strides import stored_like, with_equal_strides, write_back
+from dure.tensor.strides import with_equal_strides
 
-__all__ = ["on_parts"]
+__all__ = ["ELEMENTWISE"]
 
-_OPTIMIZERS = (
-    "adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd",
-)  # fmt: skip
-"""Modules of `torch.optim`, and the functions in them, that compute element by element."""
+ELEMENTWISE = frozenset({
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+    torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+})  # fmt: skip
+"""Classes whose update of an element depends on no other element; subclasses may differ."""
 
 
-def on_parts(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an update that runs on the parts of DTensors, where these lie alike.
-
-    Args:
-        update: Takes lists first: parameters, gradients, and of each kind of state. It writes all
-            but the gradients, and puts new tensors in place of None.
-    """
-    names = [*inspect.signature(update).parameters]
-
-    @functools.wraps(update)
-    def run(*args: Any, **options: Any) -> Any:
-        if not args or DTensor not in {*map(type, args[0])} or torch.is_grad_enabled():
-            return update(*args, **options)
-        return _updated(update, args, options, {**dict(zip(names, args, strict=False)), **options})
-
-    return run
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let an optimizer of DTensors collect parts, from its first step on."""
+    if type(optimizer) not in ELEMENTWISE or "_init_group" in vars(optimizer):
+        return
+    if any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
+        collect: Any = optimizer._init_group  # pyright: ignore
+        optimizer._init_group = partial(_collect_parts, optimizer, collect)  # pyright: ignore
 
 
 @untraced_below
-def _updated(
-    update: Callable[..., Any],
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    named: dict[str, Any],
+def _collect_parts(
+    optimizer: torch.optim.Optimizer,
+    collect: Callable[..., Any],
+    group: dict[str, Any],
+    *lists: list[Any],
 ) -> Any:
-    count = sum(type(arg) is list for arg in args)
-    lists, rest, plain = args[:count], args[count:], options
-    if DTensor in {*map(type, rest), *map(type, options.values())}:  # a learning rate, say
-        rest = tuple(map(number, rest))
-        plain = {name: number(option) for name, option in options.items()}
-    specs: Specs = [t.spec if type(t) is DTensor else None for t in args[0]]
-    found: list[list[Any] | None] = []
-    if are_parts(specs):
-        found = [parts_like(given, specs) for given in lists]
-        if found[1] is None:
-            found[1] = parts_like([*map(_beside, lists[1], specs)], specs)
-    parts = [each for each in found if each is not None]
-    if len(parts) < count:
-        return update(*args, **options)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if named.get("fused"):
-        parts, copies = with_equal_strides(parts)
-    result = update(*parts, *rest, **plain)
-    write_back(copies)
-    unscaled = lists[1] if named.get("grad_scale") is not None else []
-    written = [t for given in (lists[0], unscaled, *lists[2:]) for t in given]
+    """Fill an optimizer's lists as its class does, then replace the DTensors in them by parts.
+
+    Args:
+        optimizer: The optimizer.
+        collect: The method of its class.
+        group: A group of parameters.
+        lists: Parameters, gradients, and the tensors of each kind of state. The update writes all
+            but the gradients.
+    """
+    result = collect(group, *lists)
+    keyed = type(optimizer) is torch.optim.SGD and group["momentum"]
+    parts = None if keyed or torch.is_grad_enabled() else _parts_of(group, lists)
+    if parts is None:
+        return result
+    has_scale = getattr(optimizer, "grad_scale", None) is not None
+    written = [t for n, tensors in enumerate(lists) if n != 1 or has_scale for t in tensors]
     torch.autograd.graph.increment_version([t for t in written if type(t) is DTensor])
-    for given, now in zip(lists, parts, strict=True):
-        if type(None) in {*map(type, given)}:
-            given[:] = _with_new(given, now, parts[0], specs)
+    for tensors, own in zip(lists, parts, strict=True):
+        tensors[:] = own
     return result
 
 
-def _beside(grad: Any, spec: DTensorSpec | None) -> Any:
-    """Return a gradient that lies as its parameter does, if both are of one mesh."""
-    if type(grad) is not DTensor or spec is None or grad.device_mesh != spec.mesh:
-        return grad
-    return to_target(grad, grad.spec.with_placements(spec.placements))
+def _parts_of(group: dict[str, Any], lists: Iterable[list[Any]]) -> list[list[Any]] | None:
+    """Return lists with parts in the place of DTensors; None if the update needs DTensors."""
+    parameters, gradients, *state = lists
+    specs: Specs = [t.spec if type(t) is DTensor else None for t in parameters]
+    if not are_parts(specs) or any(type(option) is DTensor for option in group.values()):
+        return None
+    found = [parts_like(parameters, specs), parts_like(gradients, specs)]
+    if found[1] is None:
+        found[1] = parts_like([*map(_placed_as, gradients, specs)], specs)
+    found += [parts_like(tensors, specs) for tensors in state]
+    parts = [own for own in found if own is not None]
+    if len(parts) < len(found):
+        return None
+    return None if group.get("fused") and with_equal_strides(parts)[1] else parts
 
 
-def _with_new(
-    given: Sequence[Any], now: Sequence[Any], parameters: Sequence[Any], specs: Specs
-) -> list[Any]:
-    """Return an optimizer's list with the state that the update made, laid out as its parameter."""
-    made: list[Any] = []
-    for before, after, parameter, spec in zip(given, now, parameters, specs, strict=True):
-        if before is None and after is not None and spec is not None:
-            own = spec.compact().with_dtype(after.dtype)
-            made.append(wrap(stored_like(after, parameter), own))
-        else:
-            made.append(after if before is None else before)
-    return made
+def _placed_as(gradient: Any, spec: DTensorSpec | None) -> Any:
+    """Return a gradient with the placements of its parameter, if both are on one mesh."""
+    if type(gradient) is not DTensor or spec is None or gradient.device_mesh != spec.mesh:
+        return gradient
+    return to_target(gradient, gradient.spec.with_placements(spec.placements))
 
 
-for _name in _OPTIMIZERS:
-    _module = import_module(f"torch.optim.{_name}")
-    setattr(_module, _name, on_parts(getattr(_module, _name)))
+register_optimizer_step_pre_hook(_before_step)
