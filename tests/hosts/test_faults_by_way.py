@@ -1,10 +1,12 @@
 """Each fault of a host in each way of launching: who is named, and that all of it ends.
 
-Two ranks on each of two hosts reduce; host b, or something on it, fails.
+Two ranks on each of two hosts reduce; host b, or something on it, fails. If DURE_TEST_TABLE names a
+file, the table of all faults is written there: the time until the end, exit codes, who was named.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -51,6 +53,24 @@ def started(jobs: HostJobs, folder: Path, way: str, silence_s: int = 4) -> HostJ
     return job
 
 
+def ends_naming(job: HostJob, fault: str, way: str, *names: str) -> None:
+    """Wait until host a's part of a job has ended, and check that it names the culprit somehow."""
+    began = time.monotonic()
+    codes, took_s = job.codes(0), time.monotonic() - began
+    printed = job.printed(0)
+    lines = [line for line in printed.splitlines() if any(name in line for name in names)]
+    note(fault, way, took_s, codes, *lines[:1])
+    assert all(codes)
+    assert lines, printed
+
+
+def note(fault: str, way: str, took_s: float, codes: list[int], line: str = "") -> None:
+    """Add a row to the table of faults."""
+    if table := os.environ.get("DURE_TEST_TABLE"):
+        with Path(table).open("a") as file:
+            file.write(f"| {fault} | {way} | {took_s:.1f} s | {codes} | {line} |\n")
+
+
 @pytest.fixture
 def jobs(tmp_path: Path):
     made = HostJobs(tmp_path, "tests.hosts.reducing")
@@ -68,10 +88,7 @@ def test_a_lost_host_is_named_on_the_other(fault: str, way: str, jobs: HostJobs,
         job.hosts[1].cut()
     else:
         networks.stop_hearing(job.hosts[1])
-    assert all(job.codes(0))
-    printed = job.printed(0)
-    by_rank = "PeerLost" in printed and "rank 2" in printed
-    assert by_rank or "host b" in printed or "lost b (" in printed, printed
+    ends_naming(job, fault, way, "PeerLost: rank 2", "host b", "lost b (")
     if fault == "cable":
         job.hosts[1].mend()
         jobs.check_nothing_left()
@@ -82,9 +99,8 @@ def test_a_killed_rank_is_named_on_all_hosts(way: str, jobs: HostJobs, tmp_path:
     job = started(jobs, tmp_path, way)
     pid = (tmp_path / "job1" / "up 3").read_text()  # on host b, which has its own numbers
     assert job.hosts[1].start_any(["kill", "-KILL", pid], {}).wait() == 0
-    assert all(job.codes(0))
-    named = ("rank 3", "ranks 2, 3")  # torchrun kills rank 2, too, and at once
-    assert any(name in job.printed(0) for name in named), job.printed(0)
+    names = ("rank 3", "ranks 2, 3")  # torchrun kills rank 2, too, and at once
+    ends_naming(job, "killed rank", way, *names)
     jobs.check_nothing_left()
 
 
@@ -93,7 +109,10 @@ def test_a_host_that_is_stopped_for_seconds_loses_nothing(way: str, jobs: HostJo
     job = started(jobs, tmp_path, way, silence_s=30)
     stop_for(processes(job), STOPPED_S)
     (tmp_path / "job1" / "finish").touch()
-    assert not any(job.codes()), job.printed()
+    began = time.monotonic()
+    codes = job.codes()
+    note("stopped for 10 s", way, time.monotonic() - began, codes)
+    assert not any(codes), job.printed()
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.2, 0.4])

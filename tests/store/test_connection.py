@@ -9,7 +9,7 @@ import zmq
 from dure.errors import StoreTimeout
 from dure.store import JobKey, connection, router
 from dure.store.address import is_refused
-from dure.store.connection import dial
+from dure.store.connection import Connection, dial
 from dure.store.network import NetworkStore
 
 
@@ -38,7 +38,7 @@ def test_a_server_that_says_nothing_is_tried_again_before_it_would_hang_up(monke
     with zmq.Context() as context, socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StoreTimeout):
-            dial(context, endpoint, None, 0.5, 0.0)
+            dial(lambda: Connection(context, endpoint, None), endpoint, None, 0.5, 0.0)
         silent.setblocking(False)
         for _ in range(2):
             silent.accept()[0].close()

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from dure.errors import StoreError, StoreLost, StoreRefused, StoreTimeout
-from dure.store import JobKey, Store, TCPStore, network
+from dure.store import JobKey, Store, TCPStore, connection, network
 from dure.store.builds import Build, own_build
 from dure.store.connection import Connection, dial
 from dure.store.identity import host_name
@@ -158,6 +159,37 @@ def test_close_ends_the_calls_of_other_threads(master: TCPStore, key: JobKey) ->
             value.result()
     with pytest.raises(StoreError):
         other.get("k")
+
+
+def test_no_socket_is_made_while_another_thread_closes_the_store(
+    server: StoreServer, key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyzmq would make one of memory that was freed, and ZeroMQ end the process."""
+    closing, made_late = threading.Event(), threading.Event()
+
+    class Watched(zmq.Context[zmq.Socket[bytes]]):
+        def socket(self, *args: Any, **more: Any) -> zmq.Socket[bytes]:
+            if closing.is_set():
+                made_late.set()
+            return super().socket(*args, **more)
+
+        def term(self) -> None:
+            closing.set()
+            until(lambda: made_late.is_set() or looking.done(), "the thread that looks")
+            super().term()
+
+    monkeypatch.setattr(zmq, "Context", Watched)
+    monkeypatch.setattr(connection, "_ATTEMPT_S", 0.02)
+    store = NetworkStore(server.endpoint, key, TIMEOUT)
+    store._idle.pop().close()
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        store._endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        looking = pool.submit(store.num_keys)
+        silent.accept()[0].close()
+        store.close()
+        with pytest.raises(StoreError):
+            looking.result()
+    assert not made_late.is_set()
 
 
 def test_a_silent_server_is_looked_for_as_long_as_a_host_may_be_silent(

@@ -12,6 +12,7 @@ import contextlib
 import enum
 import itertools
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -180,7 +181,7 @@ def connection_lost(endpoint: str) -> StoreLost:
 
 
 def dial(
-    context: zmq.Context[zmq.Socket[bytes]],
+    connect: Callable[[], Connection],
     endpoint: str,
     key: JobKey | None,
     timeout_s: float,
@@ -189,7 +190,7 @@ def dial(
     """Open a connection; keep trying while no process listens.
 
     Args:
-        context: ZeroMQ's.
+        connect: Begins an attempt.
         endpoint: Where the server is.
         key: The job key; None talks in the clear.
         timeout_s: How long to try.
@@ -204,7 +205,7 @@ def dial(
     pause_s, outcome = 0.005, _Outcome.UNREACHABLE
     refusals: list[_Outcome] = []
     while (left_s := timeout_s - (time.monotonic() - start)) > 0:
-        connection = Connection(context, endpoint, key)
+        connection = connect()
         try:
             outcome = connection.attempt(min(start + timeout_s, time.monotonic() + _ATTEMPT_S))
         except BaseException:

@@ -153,9 +153,19 @@ class NetworkStore(AskingStore):
         self._idle: list[Connection] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
+    def _begin(self) -> Connection:
+        """Begin to connect, unless `close` has begun: pyzmq uses a context that was freed."""
+        with self._lock:
+            self._check_open()
+            return Connection(self._context, self._endpoint, self._key)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"the store at {self._endpoint} was closed by this process")
+
     def _first(self, timeout_s: float, absent_s: float | None = None) -> Connection:
         """Open the first connection, and remember which server it leads to."""
-        connection = dial(self._context, self._endpoint, self._key, timeout_s, absent_s)
+        connection = dial(self._begin, self._endpoint, self._key, timeout_s, absent_s)
         self._server_name = connection.server_name
         mine, (theirs, host) = own_build(), connection.server_build
         if theirs != mine:
@@ -166,8 +176,7 @@ class NetworkStore(AskingStore):
         """Return a working connection, which is this thread's until `_put_back`."""
         while True:
             with self._lock:
-                if self._closed:
-                    raise StoreError(f"the store at {self._endpoint} was closed by this process")
+                self._check_open()
                 if not self._idle:
                     break
                 connection = self._idle.pop()
@@ -181,7 +190,7 @@ class NetworkStore(AskingStore):
             # one whose machine is paused. If no process listens there, that is known at once.
             here = self._endpoint.startswith((*LOOPBACK, "ipc://"))
             redial_s = 0.0 if here else _REDIAL_S
-            connection = dial(self._context, self._endpoint, self._key, silence_s(), redial_s)
+            connection = dial(self._begin, self._endpoint, self._key, silence_s(), redial_s)
         except StoreTimeout:
             raise connection_lost(self._endpoint) from None
         if connection.server_name != self._server_name:  # another one, which has not our keys
