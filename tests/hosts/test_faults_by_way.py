@@ -45,11 +45,10 @@ def stop_for(found: list[psutil.Process], seconds: float) -> None:
         process.send_signal(signal.SIGCONT)
 
 
-def started(jobs: HostJobs, folder: Path, way: str, silence_s: int = 4) -> HostJob:
+def started(jobs: HostJobs, way: str, silence_s: int = 4) -> HostJob:
     """Start a job, and wait until all its ranks have reduced."""
     job = jobs.start(way, DURE_SILENCE=str(silence_s))
-    up = folder / "job1"
-    until(lambda: len(list(up.glob("up *"))) == 4, lambda: f"ranks that reduce\n{job.printed()}")
+    job.wait_until_up()
     return job
 
 
@@ -71,17 +70,10 @@ def note(fault: str, way: str, took_s: float, codes: list[int], line: str = "") 
             file.write(f"| {fault} | {way} | {took_s:.1f} s | {codes} | {line} |\n")
 
 
-@pytest.fixture
-def jobs(tmp_path: Path):
-    made = HostJobs(tmp_path, "tests.hosts.reducing")
-    with made.stack:
-        yield made
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("fault", ["power", "cable", "one direction"])
-def test_a_lost_host_is_named_on_the_other(fault: str, way: str, jobs: HostJobs, tmp_path: Path):
-    job = started(jobs, tmp_path, way)
+def test_a_lost_host_is_named_on_the_other(fault: str, way: str, jobs: HostJobs):
+    job = started(jobs, way)
     if fault == "power":
         job.hosts[1].kill()
     elif fault == "cable":
@@ -95,9 +87,9 @@ def test_a_lost_host_is_named_on_the_other(fault: str, way: str, jobs: HostJobs,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_killed_rank_is_named_on_all_hosts(way: str, jobs: HostJobs, tmp_path: Path):
-    job = started(jobs, tmp_path, way)
-    pid = (tmp_path / "job1" / "up 3").read_text()  # on host b, which has its own numbers
+def test_a_killed_rank_is_named_on_all_hosts(way: str, jobs: HostJobs):
+    job = started(jobs, way)
+    pid = (job.folder / "up 3").read_text()  # on host b, which has its own numbers
     assert job.hosts[1].start_any(["kill", "-KILL", pid], {}).wait() == 0
     names = ("rank 3", "ranks 2, 3")  # torchrun kills rank 2, too, and at once
     ends_naming(job, "killed rank", way, *names)
@@ -105,10 +97,10 @@ def test_a_killed_rank_is_named_on_all_hosts(way: str, jobs: HostJobs, tmp_path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_host_that_is_stopped_for_seconds_loses_nothing(way: str, jobs: HostJobs, tmp_path: Path):
-    job = started(jobs, tmp_path, way, silence_s=30)
+def test_a_host_that_is_stopped_for_seconds_loses_nothing(way: str, jobs: HostJobs):
+    job = started(jobs, way, silence_s=30)
     stop_for(processes(job), STOPPED_S)
-    (tmp_path / "job1" / "finish").touch()
+    (job.folder / "finish").touch()
     began = time.monotonic()
     codes = job.codes()
     note("stopped for 10 s", way, time.monotonic() - began, codes)
@@ -117,14 +109,13 @@ def test_a_host_that_is_stopped_for_seconds_loses_nothing(way: str, jobs: HostJo
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.2, 0.4])
 def test_a_coordinator_that_is_stopped_while_ranks_start_costs_a_restart(
-    delay_s: float, jobs: HostJobs, tmp_path: Path
+    delay_s: float, jobs: HostJobs
 ):
     job = jobs.start("dure run", PET_MAX_RESTARTS="3", PET_RDZV_CONF="lease=4")
     until(lambda: any("forking" in " ".join(each.cmdline()) for each in processes(job, 0)))
     time.sleep(delay_s)
     stop_for(processes(job, 0), 9.0)
-    folder = tmp_path / "job1"
-    until(lambda: len(list(folder.glob("up *"))) == 4, lambda: f"ranks\n{job.printed()}")
-    (folder / "finish").touch()
+    job.wait_until_up()
+    (job.folder / "finish").touch()
     assert not any(job.codes()), job.printed()
     jobs.check_nothing_left()

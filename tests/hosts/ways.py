@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +32,7 @@ class HostJob:
     """
 
     hosts: list[Host]
+    folder: Path
     processes: list[tuple[int, subprocess.Popen[str], Path]] = field(default_factory=list)
 
     def codes(self, host: int | None = None) -> list[int]:
@@ -40,6 +44,31 @@ class HostJob:
         """Return all that was printed so far on a host, or on both."""
         found = [each for each in self.processes if host in (None, each[0])]
         return "\n".join(path.read_text() for _, _, path in found)
+
+    def wait_for(self, done: Callable[[], object], what: str) -> None:
+        """Wait for something to be true."""
+        until(done, lambda: f"{what}\n{self.printed()}")
+
+    def wait_until_up(self, num_ranks: int = 4) -> None:
+        """Wait until ranks of `reducing` have reduced."""
+        self.wait_for(lambda: len(list(self.folder.glob("up *"))) == num_ranks, "ranks that reduce")
+
+    def steps(self) -> list[tuple[int, str, int]]:
+        """Return the steps of `reducing` as they were made: round, host, rank."""
+        path = self.folder / "steps"
+        words = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return [(int(number), host, int(rank)) for number, host, rank in words]
+
+    def wait_for_round(self, number: int) -> None:
+        """Wait until ranks of `reducing` have made steps in a round."""
+        self.wait_for(lambda: any(n == number for n, _, _ in self.steps()), f"round {number}")
+
+    def kill(self, host: int, *words: str) -> None:
+        """Kill the process on a host whose command line has all the words; there must be one."""
+        lines = [line for line in self.hosts[host].inside() if " nsenter " not in line]
+        found = [line for line in lines if all(word in line for word in words)]
+        assert len(found) == 1, found
+        os.kill(int(found[0].split()[0]), signal.SIGKILL)
 
 
 class HostJobs:
@@ -54,12 +83,15 @@ class HostJobs:
         self._folder, self._module = folder, module
         self.stack, self._launched, self._num_started = ExitStack(), Launching(folder), 0
 
-    def start(self, way: str, network: str = "plain", **variables: str) -> HostJob:
+    def start(
+        self, way: str, network: str = "plain", nnodes: str = "2", **variables: str
+    ) -> HostJob:
         """Start a job.
 
         Args:
             way: One of `WAYS`.
             network: One of `NETWORKS`.
+            nnodes: How many hosts `dure run` is to start with, and may have.
             variables: More of the ranks' environment.
         """
         self._num_started += 1
@@ -74,7 +106,7 @@ class HostJobs:
             _set_up(made, network, folder)
         called = made[0].name if network == "Debian's names" else made[0].address
         variables = self._launched.variables | {"PYTHONPATH": str(_ROOT)} | variables
-        job = HostJob(made)
+        job = HostJob(made, folder)
         words = ["-m", self._module, str(folder)]
         if way == "ssh":
             exports = [f"-x{name}" for name in variables]
@@ -89,7 +121,7 @@ class HostJobs:
         if way == "etcd":
             variables["DURE_INSECURE"] = "1"  # this etcd has no TLS
             _start_etcd(made[0], folder)
-        for node, program, own in _programs(way, made, called, words):
+        for node, program, own in _programs(way, made, called, words, nnodes):
             output = folder / f"{len(job.processes)}.txt"
             with output.open("w") as file:
                 process = made[node].start(program, variables | own, file)
@@ -118,7 +150,7 @@ def _set_up(made: list[Host], network: str, folder: Path) -> None:
 
 
 def _programs(
-    way: str, made: list[Host], called: str, words: list[str]
+    way: str, made: list[Host], called: str, words: list[str], nnodes: str
 ) -> list[tuple[int, list[str], dict[str, str]]]:
     """Return what to start: on which host, which arguments of Python, with which variables.
 
@@ -127,6 +159,7 @@ def _programs(
         made: The hosts.
         called: The name or address by which the first one is known to all.
         words: Arguments of Python that run the job's program.
+        nnodes: As for `HostJobs.start`.
     """
     if way == "static variables":
         return [
@@ -138,7 +171,7 @@ def _programs(
         run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(_EACH)]
         run += ["--master-addr", called, "--master-port", str(_RENDEZVOUS_PORT)]
         return [(node, [*run, "--node-rank", str(node), *words], {}) for node in range(len(made))]
-    run = ["-m", "dure.cli", "run", "--nnodes", "2", "--nproc", str(_EACH)]
+    run = ["-m", "dure.cli", "run", "--nnodes", nnodes, "--nproc", str(_EACH)]
     if way == "etcd":
         run += ["--rdzv-backend", "etcd", "--rdzv-id", "job"]
         run += ["--rdzv-endpoint", _at(made[0].address, _ETCD_PORT)]

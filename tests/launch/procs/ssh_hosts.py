@@ -45,8 +45,8 @@ def ssh_hosts(
         name: Of their network, as for `hosts`.
     """
     folder.chmod(0o700)
-    for name in ("client", "server"):
-        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name]
+    for side in ("client", "server"):
+        words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / side]
         subprocess.run(words, check=True)
     os.makedirs("/run/sshd", exist_ok=True)  # sshd insists on it
     server_config = folder / "sshd_config"

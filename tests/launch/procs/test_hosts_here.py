@@ -121,11 +121,3 @@ def test_host_that_cannot_be_reached_is_named_and_the_others_end(
     done = job.run("--hosts", "a,nowhere", "--no-zygote", job.write(FAIL), env=path)
     assert done.code == 255
     assert "host nowhere cannot be reached, or was lost: ssh: no such host" in done.err
-
-
-def test_death_of_the_ssh_launcher_ends_the_hosts(job: Launching, path: dict[str, str]) -> None:
-    launcher = job.start("--hosts", "a,b", "--nproc", "1", "--no-zygote", job.write(FAIL), env=path)
-    assert launcher.stdout is not None
-    assert {launcher.stdout.readline()[-2] for _ in range(2)} == {"0", "1"}
-    launcher.kill()
-    job.wait_until_gone()

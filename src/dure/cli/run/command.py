@@ -21,7 +21,7 @@ from dure.cli.run.request import Request, make_request
 from dure.errorfile import RecordedError, write_error
 from dure.errors import StoreError, UsageError
 from dure.launch import JobResult, JobSpec, run_job
-from dure.launch.clusters.control_stream import follow_control_stream
+from dure.launch.clusters.control_stream import code_for_ssh, follow_control_stream
 from dure.launch.clusters.node_slot import take_node_slot
 from dure.launch.program import check_output
 from dure.launch.ranks.errorfiles import recorded
@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
     _show_warnings()
     result = _run_with_page(spec) if request.page else run_job(spec)
     _record_failure(result)
-    return result.exit_code
+    return code_for_ssh(result.exit_code) if request.leash else result.exit_code
 
 
 def _run_with_page(spec: JobSpec) -> JobResult:

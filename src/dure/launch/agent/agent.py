@@ -94,6 +94,8 @@ class Agent:
             while True:
                 action = self._action()
                 if isinstance(action, Leave):
+                    if not self._began and action.outcome.code == 0:
+                        self._say("the job has ended; this host had no part in it")
                     return action.outcome
                 if self.interrupted_by is not None and isinstance(action, Rejoin):
                     return Outcome(code=128 + self.interrupted_by, ranks=self.ranks)

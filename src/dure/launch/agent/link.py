@@ -310,7 +310,8 @@ class HostEndpoint:
             if self.trouble and error.foreign:
                 return None
             error.advise(
-                "Agents of one job have the same --rdzv-endpoint, written alike, and --rdzv-id."
+                "If another job has this port, use another one. Agents of one job have the same "
+                "--rdzv-endpoint, written alike, and --rdzv-id."
             )
             raise
         self.trouble = ""  # the port's owner is the coordinator

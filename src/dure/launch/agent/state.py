@@ -197,7 +197,11 @@ class JobState(msgspec.Struct, tag="rounds"):
             return ""
         for each in plan.joined:
             if (each.host, each.address) == (mine.host, mine.address):
-                return "another launcher of this host takes part in the job; this one waits"
+                where = f" at {self.settings.endpoint}" if self.settings.endpoint else ""
+                return (
+                    f"another launcher of this host takes part in the job{where}; this one waits "
+                    "as a spare (a job of its own needs another --rdzv-endpoint)"
+                )
         hosts = f"{len(plan.joined)} host{'s' if len(plan.joined) > 1 else ''}"
         return f"the job runs on {hosts}; this host waits as a spare"
 

@@ -21,6 +21,7 @@ from asyncio.subprocess import PIPE, Process
 from collections import deque
 
 from dure.launch.clusters.commands import HostsJob, first_lines, host_command
+from dure.launch.clusters.control_stream import SSH_FAILED, code_by_ssh
 from dure.launch.clusters.meeting import is_this_host
 from dure.launch.show.output import IDLE_S, LineReader, Sink, same_file
 from dure.launch.spec import Stream
@@ -31,7 +32,6 @@ __all__ = ["run_on_hosts"]
 _PROBES = 6
 """How often ssh asks a silent host for a sign of life before it gives up."""
 
-_SSH_FAILED = 255
 _CHUNK = 1 << 16
 _REST_S = 0.5  # for output that another process than ssh holds open (its ControlMaster)
 _LAST_S = 0.3  # for the reader of an interrupted job's output
@@ -123,8 +123,8 @@ class _SshLauncher:
         for output in outputs:
             output.cancel()
         del self._running[host]
-        words = " / ".join(line.strip() for line in last if line.strip())
-        self._ended(host, status if status >= 0 else 128 - status, words)
+        words = [line.strip() for line in last if line.strip()]
+        self._ended(host, status, " / ".join(word for word in words if word[0] != "["))
 
     async def _pass_on(self, pipe: asyncio.StreamReader, stream: Stream, last: deque[str]) -> None:
         """Write an agent's lines, and its unfinished lines when nothing comes for a while."""
@@ -162,27 +162,32 @@ class _SshLauncher:
         loop.remove_writer(sink.fd)
         sink.write_some()
 
-    def _ended(self, host: str, code: int, words: str) -> None:
-        if code == 0 or self._first_code:
+    def _ended(self, host: str, status: int, words: str) -> None:
+        """Note how an agent has ended; `words` are the last of its lines that no agent wrote."""
+        if status == 0 or self._first_code:
             return
-        self._first_code = code
+        self._first_code = code_by_ssh(status) if status > 0 else 128 - status
         if self._interrupted_by is not None:
             return
-        trouble = self._trouble(host, code, words)
+        trouble = self._trouble(host, status, words)
         if trouble:
-            self._print(f"host {host} {trouble}: {words or 'ssh said nothing'}")
+            self._print(trouble)
             self._ask_all(signal.SIGTERM)
         else:
             asyncio.get_running_loop().call_later(self._job.follow_s, self._end_others)
 
-    def _trouble(self, host: str, code: int, words: str) -> str:
+    def _trouble(self, host: str, status: int, words: str) -> str:
         """Return what kept an agent from its work, if that was not the failure of a rank."""
-        if code == _SSH_FAILED and not is_this_host(host):
-            return "cannot be reached, or was lost"
-        by_shell = code in (2, 126, 127) and "/bin/sh:" in words
+        if status < 0:
+            killed = "`dure run` on" if is_this_host(host) else "ssh to"
+            return f"{killed} host {host} was killed by {signal.Signals(-status).name}"
+        if status == SSH_FAILED and not is_this_host(host):
+            said = words or "ssh ended without a word, as when `dure run` there is killed"
+            return f"host {host} cannot be reached, or was lost: {said}"
+        by_shell = status in (2, 126, 127) and "/bin/sh:" in words
         if by_shell or "No module named 'dure'" in words:
-            python, directory = self._job.python, self._job.directory
-            return f"cannot start {python} -m dure.cli in {directory} (see --remote-python)"
+            command = f"{self._job.python} -m dure.cli in {self._job.directory}"
+            return f"host {host} cannot start {command} (see --remote-python): {words}"
         return ""
 
     def _signaled(self, number: int) -> None:
