@@ -249,7 +249,9 @@ def _differing_arguments(where: str, a: Any, b: Any) -> Iterator[str]:
         theirs, ours = _parameters(a), _parameters(b)
     except (TypeError, ValueError):  # C++
         return
-    if any(p.kind == P.VAR_POSITIONAL for p in theirs):  # a wrapper of C++, or of anything
+    if any(p.kind == P.VAR_POSITIONAL for p in theirs) and not any(
+        p.kind == P.KEYWORD_ONLY for p in theirs
+    ):  # a wrapper of C++, or of anything
         return
     by_name = {p.name: p for p in ours}
     any_name = any(p.kind == P.VAR_KEYWORD for p in ours)

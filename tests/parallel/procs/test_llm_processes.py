@@ -1,4 +1,4 @@
-"""The program of examples/llm over processes: stages on one host, on two, and over each backend."""
+"""Models cut over axes of a mesh, in processes: the stages of examples/llm, and tensor parallel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import dure
 from dure.testing import ProcessPool
 from tests.parallel.ranks.llm_program import BASE, Losses, assert_same, trained, trained_by_threads
+from tests.tensor.parallel.ranks import tensor_models
 
 STEPS = 2
 INTERLEAVED = {"pp": 2, "fsdp": 2, "schedule": "Interleaved1F1B"}
@@ -39,3 +40,8 @@ def test_stages_in_processes_find_what_one_rank_finds(
             assert used == backend
             for found in each:
                 assert_same(found, expected)
+
+
+def test_tensor_parallel_of_4_and_ddp_over_2_of_2_train_as_one_rank() -> None:
+    with ProcessPool(4, "shm") as pool:
+        pool.run(tensor_models.over_hosts, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,8 @@ def test_workers_meet(
 
 
 def test_workers_meet_in_a_store_of_their_own(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "own", -1)
-    with workers(Start(name="b", rank=1, world_size=2, store=str(tmp_path / "own"))) as (other,):
+    start = Start(name="b", rank=1, world_size=2, store=str(tmp_path / "own"))
+    with closing(FileStore(tmp_path / "own", -1)) as store, workers(start) as (other,):
         rpc.init_rpc("a", rank=0, world_size=2, store=store)
         assert other.joined() == 1
         assert rpc.rpc_sync("b", double, (1,)) == 2
