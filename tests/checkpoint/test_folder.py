@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from dure.checkpoint import Checkpointer
-from dure.errors import (
-    CheckpointError,
-    CheckpointNotWritten,
-)
+from dure.errors import CheckpointError, CheckpointNotWritten
 from tests.checkpoint.small_runs import small
 
 

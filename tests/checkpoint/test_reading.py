@@ -21,7 +21,7 @@ def test_loaded_tensors_do_not_depend_on_the_file(tmp_path):
     assert loaded["x"].sum() == 1000
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @example(where=0.999, which=False, cut=False)  # of a tensor; those before are of the header
 @given(where=st.floats(0, 1, exclude_max=True), which=st.booleans(), cut=st.booleans())
 def test_any_changed_byte_is_found_and_the_older_checkpoint_used(

@@ -12,14 +12,10 @@ from enum import IntEnum, StrEnum
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.checkpoint.tree import (
-    decode,
-    encode,
-    merged,
-)
+from dure.checkpoint.tree import decode, encode, merged
 from dure.errors import CheckpointMismatch, UsageError
 
 LEAVES = st.one_of(
@@ -52,6 +48,7 @@ def there_and_back(value):
     return decode(json.loads(text), lambda name: tensors[name])
 
 
+@settings(max_examples=20)  # each takes a sixth of a second to draw
 @given(TREES)
 def test_tree_comes_back_as_it_was(value):
     back = there_and_back(value)
@@ -144,6 +141,7 @@ AS_SAVED = [
     defaultdict(list, a=[1]),
     defaultdict(None, a=1),
     defaultdict(int, {("a", 1): 2}),
+    Counter({5: 2}),
 ]
 
 
@@ -165,11 +163,18 @@ REFUSED = {
     "masked array": np.ma.array([1, 2], mask=[True, False]),
     "date": np.datetime64("2020-01-01"),
     "factory": defaultdict(lambda: 1),
+    "function": lambda: None,
+    "object": object(),
+    "module": torch.nn.Linear(1, 1),
+    "sparse tensor": torch.ones(2).to_sparse(),
+    "tensor in a set": {torch.ones(2)},
+    "tensor without memory": torch.ones(2, device="meta"),
+    "array of texts": np.array(["a"]),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_values_that_would_come_back_with_another_type_are_refused_by_name(what):
+def test_values_that_would_not_come_back_as_they_are_are_refused_by_name(what):
     value = REFUSED[what]
     for holder, path in [({"a": [value]}, r"a\.0"), ({"a": {"b": value}}, r"a\.b")]:
         with pytest.raises(UsageError, match=path) as caught:
@@ -256,16 +261,10 @@ def test_what_was_not_written_by_encode_is_refused_by_name(node):
         decode(nested, str)
 
 
-def test_arrays_and_counters_come_back():
-    value = {
-        "a": np.arange(6, dtype=np.uint32).reshape(2, 3),
-        "b": np.float64(0.1),
-        "c": Counter({5: 2}),
-    }
+def test_an_array_comes_back():
+    value = np.arange(6, dtype=np.uint32).reshape(2, 3)
     back = there_and_back(value)
-    assert back["a"].dtype == np.uint32 and (back["a"] == value["a"]).all()
-    assert type(back["b"]) is np.float64 and back["b"] == value["b"]
-    assert type(back["c"]) is Counter and back["c"] == value["c"]
+    assert back.dtype == np.uint32 and (back == value).all()
 
 
 def test_tensors_are_taken_out_by_path_and_tied_ones_once():
@@ -279,21 +278,3 @@ def test_a_conjugate_of_the_same_memory_is_not_tied_to_it():
     weight, tensors = torch.tensor([1 + 2j]), {}
     encode({"a": weight, "b": weight.conj()}, "m", tensors)
     assert [t.item() for t in tensors.values()] == [1 + 2j, 1 - 2j]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        lambda: None,
-        object(),
-        torch.nn.Linear(1, 1),
-        torch.ones(2).to_sparse(),
-        {torch.ones(2)},
-        torch.ones(2, device="meta"),
-        np.array(["a"]),
-    ],
-)
-def test_what_cannot_be_saved_is_named_by_its_path(value):
-    with pytest.raises(UsageError) as caught:
-        encode({"state": [1, {"inner": value}]}, "optimizer", {})
-    assert "optimizer.state.1.inner" in caught.value.seen

@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, Subset
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from dure.data import DataLoader, DistributedSampler

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dure.errors import UsageError
-from dure.schedules import (
-    Action,
-    Kind,
-    loop_placement,
-    v_placement,
-)
+from dure.schedules import Action, Kind, loop_placement, v_placement
 
 
 @pytest.mark.parametrize(

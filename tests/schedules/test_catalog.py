@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dure.errors import UsageError
-from dure.schedules import (
-    SCHEDULES,
-    find_generator,
-    make_schedule,
-)
+from dure.schedules import SCHEDULES, find_generator, make_schedule
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,7 @@ from typing import Any, cast
 import pytest
 
 from dure.errors import UsageError
-from dure.schedules import (
-    SCHEDULES,
-    lower,
-    make_schedule,
-    read_csv,
-    write_csv,
-)
+from dure.schedules import SCHEDULES, lower, make_schedule, read_csv, write_csv
 
 
 @pytest.mark.parametrize("generator", SCHEDULES, ids=lambda g: g.name)

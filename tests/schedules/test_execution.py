@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dure.errors import ScheduleError
-from dure.schedules import (
-    prove_no_deadlock,
-    simulate,
-    validate,
-)
+from dure.schedules import prove_no_deadlock, simulate, validate
 from tests.schedules.brute_force import read
 
 

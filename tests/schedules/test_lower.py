@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dure.schedules import (
-    lower,
-    make_schedule,
-)
+from dure.schedules import lower, make_schedule
 
 
 def test_places_of_transfers_and_of_actions_on_stages():

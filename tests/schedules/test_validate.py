@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dure.errors import ScheduleError
-from dure.schedules import (
-    Schedule,
-    validate,
-)
+from dure.schedules import Schedule, validate
 from tests.schedules.brute_force import read
 
 

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dure.training.autograd_hooks import (
-    fills_gradients,
-    on_gradients,
-    on_outputs,
-)
+from dure.training.autograd_hooks import fills_gradients, on_gradients, on_outputs
 
 
 class Owner:

@@ -32,7 +32,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
@@ -155,18 +154,6 @@ def _run(sharded: bool) -> tuple[Callable[[Path, int], object], Callable[[Path],
     return write, read
 
 
-def _read_exported(folder: Path) -> int | None:
-    if not (folder / "one.pt").exists():
-        return None
-    return _number_of(torch.load(folder / "one.pt"))
-
-
-def _written_in_place(folder: Path, number: int) -> None:
-    """Do what no writer may: write over what was there, and take any error for a success."""
-    with suppress(OSError, RuntimeError):
-        torch.save(_tensors(number), folder / "one.pt")
-
-
 WRITERS: dict[str, tuple[Callable[[Path, int], object], Callable[[Path], int | None]]] = {
     "save": (
         lambda folder, number: save(_tensors(number), checkpoint_id=folder),
@@ -184,7 +171,6 @@ WRITERS: dict[str, tuple[Callable[[Path, int], object], Callable[[Path], int | N
     "weights in three files": _weights(max_bytes=100),
     "Checkpointer": _run(False),
     "Checkpointer, sharded": _run(True),
-    "in place": (_written_in_place, _read_exported),
 }
 
 
@@ -202,7 +188,6 @@ SCENARIOS = [
     for writer in WRITERS
     for size in (1, 2)
     for folder in ("fresh", "used", "left")
-    if writer != "in place"
 ]
 
 

@@ -74,12 +74,6 @@ def test_save_that_is_killed_at_any_call_leaves_the_old_or_the_new(run: Run, wri
     _check(run(Scenario(writer, 1, "used"), None, "KILL"))
 
 
-@pytest.mark.parametrize("kind", ["KILL", "ENOSPC"])
-def test_writer_that_writes_in_place_is_found_out(run: Run, kind: str) -> None:
-    report = run(Scenario("in place", 1, "used"), None, kind)
-    assert report.num_hits == report.num_cases >= len(report.problems) > 0
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 import dure
-from dure.checkpoint import (
-    Checkpointer,
-    CheckpointException,
-    async_save,
-    load,
-    save,
-    slice_files,
-)
+from dure.checkpoint import Checkpointer, CheckpointException, async_save, load, save, slice_files
 from dure.errors import UsageError
 from dure.tensor import Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks

@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dure.checkpoint import (
-    Checkpointer,
-    CheckpointException,
-    load,
-)
+from dure.checkpoint import Checkpointer, CheckpointException, load
 from dure.checkpoint.catalog import catalog_of
 from dure.errors import CheckpointDamaged
-from dure.tensor import (
-    Shard,
-)
+from dure.tensor import Shard
 from dure.testing import run_ranks
 from tests.checkpoint.manifests import read_manifest, write_manifest
 from tests.checkpoint.saved_states import save_one

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dure.checkpoint import (
-    FileSystemReader,
-    load,
-    save,
-)
+from dure.checkpoint import FileSystemReader, load, save
 from dure.tensor import DeviceMesh, Shard, distribute_tensor
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted, parts

@@ -11,12 +11,7 @@ from torch import nn
 import dure
 from dure.checkpoint import Checkpointer, PerRank
 from dure.checkpoint.randomness import random_state
-from dure.errors import (
-    CheckpointDamaged,
-    CheckpointError,
-    CheckpointMismatch,
-    UsageError,
-)
+from dure.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, UsageError
 from dure.testing import run_ranks
 
 SHARDED = pytest.mark.parametrize("sharded", [False, True])

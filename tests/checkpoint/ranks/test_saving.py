@@ -10,21 +10,9 @@ import pytest
 import torch
 
 import dure
-from dure.checkpoint import (
-    CheckpointException,
-    DefaultLoadPlanner,
-    FileSystemWriter,
-    load,
-    save,
-)
+from dure.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemWriter, load, save
 from dure.errors import Desync, UsageError
-from dure.tensor import (
-    DTensor,
-    Partial,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from dure.tensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted
 from tests.thread_ranks import on_ranks

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dure.checkpoint import (
-    CheckpointException,
-    async_save,
-    load,
-    save,
-    saving,
-)
+from dure.checkpoint import CheckpointException, async_save, load, save, saving
 from dure.errors import CheckpointNotWritten
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted

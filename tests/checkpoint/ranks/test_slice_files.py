@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dure.checkpoint import (
-    CheckpointException,
-    load,
-    save,
-)
-from dure.tensor import (
-    Shard,
-)
+from dure.checkpoint import CheckpointException, load, save
+from dure.tensor import Shard
 from dure.testing import run_ranks
 from tests.checkpoint.saved_states import counted, parts, save_one
 

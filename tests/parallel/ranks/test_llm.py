@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 
 from dure.testing import run_ranks
-from tests.parallel.ranks.llm_program import (
-    BASE,
-    Losses,
-    assert_same,
-    train,
-    trained_by_threads,
-)
+from tests.parallel.ranks.llm_program import BASE, Losses, assert_same, train, trained_by_threads
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from dure.schedules import (
-    SCHEDULES,
-    Generator,
-    Schedule,
-    make_schedule,
-)
+from dure.schedules import SCHEDULES, Generator, Schedule, make_schedule
 
 
 def torch_schedule(generator: Generator, ranks: int, stages_a_rank: int, microbatches: int) -> Any:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import dure
-from dure.fsdp import fully_shard, strategy
 from dure.testing import run_ranks
 from dure.trace import spans
-from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS
+from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS, by_parts
 from tests.thread_ranks import on_ranks
 
 pytestmark = BOTH_WAYS
@@ -21,10 +20,7 @@ pytestmark = BOTH_WAYS
 
 def sharded(way: str) -> Any:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
-    with strategy(way):
-        for layer in (model[0], model[1]):
-            fully_shard(layer)
-        return fully_shard(model)
+    return by_parts(way, model, model[0], model[1])
 
 
 def step(model: nn.Module) -> None:

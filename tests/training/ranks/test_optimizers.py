@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,15 @@ import torch
 from torch import nn
 
 from dure.errors import OptimizerError
-from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor
 from dure.testing import run_ranks
-from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS, assert_same, filled, full_weights
+from tests.parallel.fsdp.ranks.fsdp_models import (
+    BOTH_WAYS,
+    assert_same,
+    by_parts,
+    filled,
+    full_weights,
+)
 
 pytestmark = BOTH_WAYS
 
@@ -23,9 +27,7 @@ def made() -> nn.Sequential:
 
 
 def sharded(model: nn.Sequential, way: str) -> nn.Sequential:
-    with strategy(way):
-        fully_shard(model[0])
-        return fully_shard(model)
+    return by_parts(way, model, model[0])
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -43,58 +45,34 @@ def adamw(model: nn.Sequential) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.3)
 
 
-def compare(
-    train: Callable[[nn.Sequential], object], expected: Callable[[nn.Sequential], object]
+@pytest.mark.parametrize("is_made_first", [True, False])
+def test_an_optimizer_trains_the_shards_whose_parameters_it_has_got(
+    way: str, is_made_first: bool
 ) -> None:
-    """Compare the weights of two ranks after `train` with those of one after `expected`."""
+    """Made before sharding; or of shards that `load_state_dict(assign=True)` replaces."""
+    reference = made()
+    alone = adamw(reference)
+    for _ in range(3):
+        step(reference, alone)
 
     def body(rank: int) -> Any:
         model = made()
-        train(model)
+        optimizer = adamw(model if is_made_first else sharded(model, way))
+        if is_made_first:
+            sharded(model, way)
+        for _ in range(3):
+            step(model, optimizer)
+            if not is_made_first:
+                values = {name: t.clone() for name, t in model.state_dict().items()}
+                model.load_state_dict(values, assign=True)
+        if is_made_first:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+        assert all(isinstance(s["exp_avg"], DTensor) for s in optimizer.state.values())
         return full_weights(model)
 
-    reference = made()
-    expected(reference)
     for found in run_ranks(2, body):
         assert_same(found, full_weights(reference))
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_an_optimizer_made_before_sharding_trains(way: str, steps: int) -> None:
-    def alone(model: nn.Sequential) -> None:
-        optimizer = adamw(model)
-        for _ in range(steps):
-            step(model, optimizer)
-
-    def train(model: nn.Sequential) -> None:
-        optimizer = adamw(model)
-        sharded(model, way)
-        for _ in range(steps):
-            step(model, optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
-        assert all(isinstance(s["exp_avg"], DTensor) for s in optimizer.state.values())
-
-    compare(train, alone)
-
-
-def test_an_optimizer_of_shards_that_were_replaced_keeps_its_state(way: str) -> None:
-    """`load_state_dict(assign=True)` between steps."""
-
-    def train(model: nn.Sequential) -> None:
-        sharded(model, way)
-        optimizer = adamw(model)
-        for _ in range(3):
-            step(model, optimizer)
-            values = {name: t.clone() for name, t in model.state_dict().items()}
-            model.load_state_dict(values, assign=True)
-
-    def alone(model: nn.Sequential) -> None:
-        optimizer = adamw(model)
-        for _ in range(3):
-            step(model, optimizer)
-
-    compare(train, alone)
 
 
 def test_an_optimizer_with_state_from_before_sharding_is_refused(way: str) -> None:

@@ -13,9 +13,10 @@ from torch import nn
 import dure
 from dure.device_mesh import init_device_mesh
 from dure.errors import UsageError
-from dure.fsdp import DataParallelMeshDims, FSDPModule, fully_shard, scale_by, strategy
+from dure.fsdp import DataParallelMeshDims, FSDPModule, scale_by
 from dure.tensor import DTensor, Replicate
 from dure.testing import run_ranks
+from tests.parallel.fsdp.ranks.fsdp_models import by_parts
 
 WORDS, WIDTH = 7, 4
 IGNORED = -100
@@ -69,8 +70,7 @@ def expected() -> tuple[torch.Tensor, list[torch.Tensor]]:
 def parallel(way: str, **options: Any) -> nn.Module:
     if way == "ddp":
         return dure.DistributedDataParallel(made(), init_sync=False)
-    with strategy(way):
-        return fully_shard(made(), **options)
+    return by_parts(way, made(), **options)
 
 
 def check(size: int, step: Callable[[int], tuple[nn.Module, torch.Tensor]]) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from dure.errors import ModuleError
-from dure.fsdp import fully_shard, strategy
 from dure.testing import run_ranks
-from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS
+from tests.parallel.fsdp.ranks.fsdp_models import BOTH_WAYS, by_parts
 from tests.thread_ranks import on_ranks
 
 pytestmark = BOTH_WAYS
@@ -39,9 +38,7 @@ class Rotary(nn.Module):
 def on_meta(way: str) -> Any:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), Rotary())
-    with strategy(way):
-        fully_shard(model[0])
-        fully_shard(model)
+    by_parts(way, model, model[0])
     model.to_empty(device="cpu")
     return model
 
@@ -64,9 +61,7 @@ def test_parameters_without_memory_are_listed_at_the_first_forward(way: str) -> 
     def body(rank: int) -> tuple[str, ...]:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False), nn.Linear(5, 2))
-        with strategy(way):
-            fully_shard(model[0])
-            fully_shard(model)
+        by_parts(way, model, model[0])
         model[2].to_empty(device="cpu")
         model[2].reset_parameters()
         with pytest.raises(ModuleError) as error:

@@ -13,9 +13,7 @@ from tests.parallel.fsdp.ranks.fsdp_models import assert_same, expected_weights
 @pytest.mark.parametrize(
     ("backend", "n", "way", "replicas"),
     [
-        ("shm", 2, "gathered", 1),
         ("shm", 3, "shared", 1),
-        ("shm", 4, "shared", 2),
         ("shm", 4, "gathered", 2),
         ("gloo", 2, "gathered", 1),
     ],

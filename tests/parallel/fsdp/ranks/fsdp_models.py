@@ -163,6 +163,14 @@ def sharded(way: str, model: Net | None = None, **options: Any) -> Any:
         return shard(made() if model is None else model, **options)
 
 
+def by_parts(way: str, model: nn.Module, *parts: Any, **options: Any) -> Any:
+    """Shard parts of a model, each by a call of its own, and then the model."""
+    with strategy(way):
+        for part in parts:
+            fully_shard(part, **options)
+        return fully_shard(model, **options)
+
+
 def expected_gradients(step: int = 0) -> Tensors:
     """Return the gradients of a step on one rank."""
     model = made()

@@ -12,12 +12,13 @@ from torch import nn
 
 from dure.device_mesh import init_device_mesh
 from dure.errors import MeshError, ModuleError, UsageError
-from dure.fsdp import fully_shard, register_fsdp_forward_method, strategy
+from dure.fsdp import fully_shard, register_fsdp_forward_method
 from dure.tensor import DTensor
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Net,
     accumulate,
     batch,
+    by_parts,
     by_step,
     compare,
     loss_of,
@@ -238,8 +239,7 @@ def test_a_write_on_one_rank_is_seen_by_all(rank: int, way: str) -> None:
     """Parameters are unsharded; one rank changes its rows, and all ranks gather again."""
 
     model = nn.Linear(2, 4, bias=False)
-    with strategy(way):
-        fully_shard(model, reshard_after_forward=False)
+    by_parts(way, model, reshard_after_forward=False)
     weight: Any = model.weight
     with torch.no_grad():
         weight.fill_(1.0)

@@ -18,10 +18,7 @@ from dure.fsdp import fully_shard, strategy
 from dure.mesh import DeviceMesh
 from dure.tensor import Replicate, distribute_tensor
 from dure.testing import CommRecorder
-from tests.parallel.fsdp.ranks.fsdp_models import (
-    compare,
-    shard,
-)
+from tests.parallel.fsdp.ranks.fsdp_models import by_parts, compare, shard
 from tests.thread_ranks import on_mesh, on_ranks
 
 
@@ -105,8 +102,7 @@ def test_a_parameter_that_was_freed_is_not_read(mesh: DeviceMesh, inner: bool) -
     nn.init.ones_(model.weight)
     if inner:
         model.weight = nn.Parameter(distribute_tensor(model.weight, mesh["tp"], [Replicate()]))
-    with strategy("gathered"):
-        fully_shard(model, mesh=mesh["dp"])
+    by_parts("gathered", model, mesh=mesh["dp"])
     model.unshard()
     weight = model.weight
     model.reshard()

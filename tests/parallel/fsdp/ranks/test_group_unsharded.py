@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from dure.errors import ModuleError
-from dure.fsdp import fully_shard, strategy
-from tests.parallel.fsdp.ranks.fsdp_models import filled, whole
+from tests.parallel.fsdp.ranks.fsdp_models import by_parts, filled, whole
 from tests.thread_ranks import on_ranks
 
 SIZE = 2
@@ -23,8 +22,7 @@ X = torch.ones(1, 2)
 def made(way: str) -> Any:
     """Return a model whose root has the weight [[-1, -1/3], [1/3, 1]]."""
     model: Any = filled(nn.Sequential(nn.Linear(2, 2, bias=False)))
-    with strategy(way):
-        return fully_shard(model)
+    return by_parts(way, model)
 
 
 NEXT = {

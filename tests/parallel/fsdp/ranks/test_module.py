@@ -11,13 +11,14 @@ from torch import nn
 
 from dure.device_mesh import init_device_mesh
 from dure.errors import UsageError
-from dure.fsdp import FSDPModule, fully_shard, share_comm_ctx, strategy
+from dure.fsdp import FSDPModule, share_comm_ctx
 from dure.tensor import DTensor
 from dure.testing import CommRecorder, run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Net,
     assert_same,
     batch,
+    by_parts,
     by_step,
     compare,
     expected_gradients,
@@ -172,8 +173,7 @@ def test_a_hook_gets_gradients_divided_as_in_torch(
             seen.append({*flat.tolist()})
             flat.add_(6.0)
 
-        with strategy("gathered"):
-            fully_shard(model)
+        by_parts("gathered", model)
         model.set_all_reduce_hook(hook)
         model.set_force_sum_reduction_for_comms(force)
         if factor is not None:

@@ -11,18 +11,22 @@ import torch
 from torch import nn
 
 from dure.errors import ModuleError, OptimizerError, UsageError
-from dure.fsdp import MixedPrecisionPolicy, fully_shard, offload, onload, strategy
+from dure.fsdp import MixedPrecisionPolicy, offload, onload
 from dure.testing import run_ranks
-from tests.parallel.fsdp.ranks.fsdp_models import assert_same, filled, full_gradients, full_weights
+from tests.parallel.fsdp.ranks.fsdp_models import (
+    assert_same,
+    by_parts,
+    filled,
+    full_gradients,
+    full_weights,
+)
 
 WIDTH = 300  # a weight has more bytes than tensors that stay
 
 
 def made(way: str, **options: Any) -> nn.Sequential:
     model = filled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)))
-    with strategy(way):
-        fully_shard(model[0], **options)
-        return fully_shard(model, **options)
+    return by_parts(way, model, model[0], **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dure as dist
-from dure.fsdp import MixedPrecisionPolicy, fully_shard, strategy
+from dure.fsdp import MixedPrecisionPolicy
 from dure.mesh import DeviceMesh, init_device_mesh
 from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,6 +20,7 @@ from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import (
     Net,
     assert_same,
+    by_parts,
     by_step,
     expected_gradients,
     full_gradients,
@@ -113,8 +114,7 @@ def test_weights_assigned_while_unsharded_are_kept(rank: int, way: str, is_begun
     """Within the module that was sharded, which does not notice it; or while it is gathered."""
 
     model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
-    with strategy(way):
-        fully_shard(model)
+    by_parts(way, model)
     mesh = model[0].weight.device_mesh
     values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
     handle = model.unshard(async_op=True)
@@ -145,8 +145,7 @@ def test_values_come_from_full_tensors(way: str) -> None:
 def test_one_of_the_parameters_of_a_group_is_assigned(rank: int, way: str) -> None:
     model: Any = nn.Linear(2, 2)
     nn.init.ones_(model.bias)
-    with strategy(way):
-        fully_shard(model)
+    by_parts(way, model)
     model(torch.ones(1, 2)).sum().backward()
     mesh = model.weight.device_mesh
     values = distribute_tensor(torch.full((2, 2), 5.0), mesh, [Shard(0)])
@@ -177,9 +176,7 @@ def doubling(way: str, tensor_parallel: bool, **options: Any) -> Any:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         options["mesh"] = mesh["dp"]
-    with strategy(way):
-        fully_shard(model[0], **options)
-        return fully_shard(model, **options)
+    return by_parts(way, model, model[0], **options)
 
 
 @pytest.mark.parametrize("tensor_parallel", [False, True])
@@ -232,9 +229,7 @@ def test_moved_module_goes_on_averaging_2_ranks(rank: int, way: str, move: str) 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for parameter in model.parameters():
         nn.init.ones_(parameter)
-    with strategy(way):
-        fully_shard(model[0])
-        fully_shard(model)
+    by_parts(way, model, model[0])
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (rank + 1)
     for set_to_none in (True, False, True):
         weight: Any = model[0].weight
@@ -256,8 +251,7 @@ def test_terms_are_added_in_reduce_dtype_and_accumulated_4_ranks(
     mesh: DeviceMesh, way: str, reduce_dtype: torch.dtype | None, each: float
 ) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-    with strategy(way):
-        model: Any = fully_shard(Scale(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
+    model: Any = by_parts(way, Scale(mesh["tp"]), mesh=mesh["dp"], mp_policy=policy)
     x = rows(mesh)
     for sync in (False, True):
         model.set_requires_gradient_sync(sync)
@@ -289,10 +283,7 @@ GRADIENT_1 = 1.5 * torch.tensor([[1.0, 7.0, 13.0, 19.0]])
 
 def by_layers(way: str, model: Any = None) -> Any:
     model = two_layers() if model is None else model
-    with strategy(way):
-        for layer in model:
-            fully_shard(layer)
-        return fully_shard(model)
+    return by_parts(way, model, *model)
 
 
 def sum_backward(model: Any, rank: int, **how: Any) -> None:

@@ -17,7 +17,7 @@ import dure as dist
 from dure.errors import ModuleError
 from dure.fsdp import MixedPrecisionPolicy, fully_shard, strategy
 from dure.testing import run_ranks
-from tests.parallel.fsdp.ranks.fsdp_models import making, whole
+from tests.parallel.fsdp.ranks.fsdp_models import by_parts, making, whole
 from tests.thread_ranks import on_ranks
 from tests.waiting import PATIENCE_S
 
@@ -45,9 +45,7 @@ def alone(dtype: torch.dtype, rank: int, step: int) -> list[torch.Tensor]:
 
 
 def sharded(way: str, model: Any, **options: Any) -> Any:
-    with strategy(way):
-        fully_shard(model[0], **options)
-        return fully_shard(model, **options)
+    return by_parts(way, model, model[0], **options)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +112,7 @@ def test_floating_point_inputs_are_cast(rank: int, way: str, cast: bool) -> None
 
     model = Seeing()
     policy = MixedPrecisionPolicy(LOW, torch.float32, torch.float64, cast_forward_inputs=cast)
-    with strategy(way):
-        fully_shard(model, mp_policy=policy)
+    by_parts(way, model, mp_policy=policy)
     out = model(torch.ones(3, 5), torch.tensor([0, 2]), scale=[torch.ones(1)])
     assert out.dtype == torch.float64
     other = LOW if cast else torch.float32
@@ -131,8 +128,7 @@ def test_floating_point_inputs_are_cast(rank: int, way: str, cast: bool) -> None
 @on_ranks(2)
 def test_weights_are_cast_again_after_each_step(rank: int, way: str) -> None:
     model = nn.Linear(4, 4, bias=False)
-    with strategy(way):
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(LOW, torch.float32))
+    by_parts(way, model, mp_policy=MixedPrecisionPolicy(LOW, torch.float32))
     for value in (1.0, 2.0, 3.0):
         with torch.no_grad():
             model.weight.fill_(value)
@@ -231,8 +227,7 @@ class Caching(nn.Module):
 def test_what_a_block_writes_into_a_container_reaches_its_caller(rank: int, way: str) -> None:
     with making:
         net = Caching()
-    with strategy(way):
-        model: Any = fully_shard(net)
+    model: Any = by_parts(way, net)
     cache, losses = Cache(), []
     model(torch.tensor([3.0, 5.0], requires_grad=True), cache, losses)
     assert [key.tolist() for key in cache.keys] == [[3.0, 10.0]]

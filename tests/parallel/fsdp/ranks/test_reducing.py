@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from dure.fsdp import explain, fully_shard, strategy
+from dure.fsdp import explain, fully_shard
 from dure.tensor import DTensor, Shard
 from dure.testing import CommRecorder, run_ranks
-from tests.parallel.fsdp.ranks.fsdp_models import assert_same, full_weights
+from tests.parallel.fsdp.ranks.fsdp_models import by_parts, compare
+from tests.thread_ranks import on_ranks
 
 
 def test_a_gradient_of_uneven_columns_has_the_strides_of_its_shard() -> None:
@@ -39,7 +40,7 @@ def test_a_gradient_of_uneven_columns_has_the_strides_of_its_shard() -> None:
 # Frozen and low-rank: only trained parameters have gradients and state, and are reduced.
 
 
-WIDTH, RANK, LAYERS, STEPS = 12, 2, 2, 2
+WIDTH, RANK, LAYERS = 12, 2, 2
 BASE = WIDTH * WIDTH
 ADAPTER = 2 * RANK * WIDTH
 
@@ -64,72 +65,45 @@ def made() -> nn.Sequential:
     return nn.Sequential(*(Quantized(number) for number in range(LAYERS)))
 
 
-def sharded(way: str) -> nn.Sequential:
-    model = made()
-    with strategy(way):
-        for layer in model:
-            fully_shard(layer)
-        return fully_shard(model)
+def layers_apart(model: nn.Module) -> Any:
+    for layer in model.children():
+        fully_shard(layer)
+    return fully_shard(model)
 
 
-def trained(model: nn.Module, size: int, rank: int) -> Any:
-    """Return the optimizer and the losses."""
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        rows = torch.linspace(-1, 1 + step, 4 * WIDTH).view(4, WIDTH).chunk(size)[rank]
-        loss = (model(rows) - 0.3).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return optimizer, torch.stack(losses)
+def step(model: nn.Module, number: int, size: int = 1, rank: int = 0) -> torch.Tensor:
+    rows = torch.linspace(-1, 1 + number, 4 * WIDTH).view(4, WIDTH).chunk(size)[rank]
+    loss = (model(rows) - 0.3).square().mean()
+    loss.backward()
+    return loss
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_adapters_train_as_on_one_rank(way: str, size: int) -> None:
-    def body(rank: int) -> Any:
-        model = sharded(way)
-        losses = trained(model, size, rank)[1]
-        return losses, full_weights(model)
-
-    reference = made()
-    losses = trained(reference, 1, 0)[1]
-    results = run_ranks(size, body)
-    torch.testing.assert_close(torch.stack([r[0] for r in results]).mean(0), losses)
-    for _, weights in results:
-        assert_same(weights, full_weights(reference))
+    compare(way, size, layers_apart, step, expected_step=step, make=made)
 
 
-def test_frozen_parameters_have_no_gradient_and_no_state(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        report = explain(model)
-        per_layer = {"0": ADAPTER, "1": ADAPTER}
-        assert {g.module: g.numel for g in report.groups if g.trained} == per_layer
-        frozen = sum(g.numel for g in report.groups if not g.trained)
-        assert frozen == LAYERS * (BASE + WIDTH)
-        # Half of them on each rank; a gradient and two states of trained ones.
-        assert report.trained_bytes == LAYERS * ADAPTER * 4 // 2
-        assert report.frozen_bytes == LAYERS * (BASE + WIDTH * 4) // 2
-        optimizer, _ = trained(model, 2, rank)
-        shards: list[Any] = list(model.parameters())
-        gradients = [p.grad.to_local().numel() for p in shards if p.grad is not None]
-        assert sum(gradients) == LAYERS * ADAPTER // 2
-        state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, DTensor)]
-        assert sum(t.to_local().numel() for t in state) == 2 * LAYERS * ADAPTER // 2
-
-    run_ranks(2, body)
-
-
-def test_frozen_parameters_are_not_reduced(way: str) -> None:
-    def body(rank: int) -> None:
-        model = sharded(way)
-        with CommRecorder() as seen:
-            trained(model, 2, rank)
-        reduced = [e.nbytes for e in seen.events if e.op == "reduce_scatter_single"]
-        assert len(reduced) == STEPS * LAYERS
-        flags = 2  # each parameter of the group has one element a rank
-        assert set(reduced) == {(ADAPTER + 2 * flags) * 4}
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_frozen_parameters_have_no_gradient_and_no_state_and_are_not_reduced(
+    rank: int, way: str
+) -> None:
+    layers = made()
+    model = by_parts(way, layers, *layers)
+    report = explain(model)
+    assert {g.module: g.numel for g in report.groups if g.trained} == {"0": ADAPTER, "1": ADAPTER}
+    frozen = sum(g.numel for g in report.groups if not g.trained)
+    assert frozen == LAYERS * (BASE + WIDTH)
+    # Half of them on each rank; a gradient and two states of trained ones.
+    assert report.trained_bytes == LAYERS * ADAPTER * 4 // 2
+    assert report.frozen_bytes == LAYERS * (BASE + WIDTH * 4) // 2
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    with CommRecorder() as seen:
+        step(model, 0, 2, rank)
+    optimizer.step()
+    gradients = [p.grad.to_local().numel() for p in model.parameters() if p.grad is not None]
+    assert sum(gradients) == LAYERS * ADAPTER // 2
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, DTensor)]
+    assert sum(t.to_local().numel() for t in state) == 2 * LAYERS * ADAPTER // 2
+    flags = 2  # each parameter of the group has one element a rank
+    reduced = [e.nbytes for e in seen.events if e.op == "reduce_scatter_single"]
+    assert reduced == [(ADAPTER + 2 * flags) * 4] * LAYERS

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from dure.errors import ModuleError
-from dure.fsdp import fully_shard, strategy
 from dure.testing import run_ranks
-from tests.parallel.fsdp.ranks.fsdp_models import making
+from tests.parallel.fsdp.ranks.fsdp_models import by_parts, making
 from tests.thread_ranks import on_ranks
 
 WRITES = 25
@@ -69,9 +68,7 @@ def test_writes_between_steps_are_not_seen_by_the_step_before(size: int, evaluat
     def body(rank: int) -> None:
         expected = [0.0]
         model = frozen(Looking(looking(rank, expected)))
-        with strategy("shared"):
-            fully_shard(model.inner)
-            fully_shard(model)
+        by_parts("shared", model, model.inner)
         for step in range(1, WRITES):
             with torch.set_grad_enabled(not evaluating):
                 out = model(torch.ones(2, 3, requires_grad=True))
@@ -87,8 +84,7 @@ def test_writes_between_steps_are_not_seen_by_the_step_before(size: int, evaluat
 @on_ranks(2)
 def test_a_backward_through_weights_that_were_stepped_is_refused(rank: int, way: str) -> None:
     model = Looking(lambda seen: None)
-    with strategy(way):
-        fully_shard(model)
+    by_parts(way, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loss = model(torch.ones(2, 3)).sum()
     loss.backward(retain_graph=True)
@@ -111,9 +107,7 @@ def test_writing_in_a_step_is_refused_and_named(rank: int, kind: str) -> None:
     """Through the unsharded parameter of a module, or a shard that the program has kept."""
 
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    with strategy("shared"):
-        fully_shard(model[1][0])
-        fully_shard(model)
+    by_parts("shared", model, model[1][0])
     x = torch.ones(2, 4, requires_grad=True)
     model(x).sum().backward()
     shard, inner = model[0].weight, model[1][0]
@@ -167,9 +161,7 @@ def test_the_end_of_a_model_within_anothers_forward_is_not_the_others_end(rank: 
     with making:
         inner = nn.Linear(WIDTH, WIDTH)
     outer = Outer(inner, rank)
-    with strategy("shared"):
-        fully_shard(inner)
-        fully_shard(outer)
+    by_parts("shared", outer, inner)
     for step in range(1, 12):
         with torch.no_grad():
             outer(torch.ones(1, WIDTH))

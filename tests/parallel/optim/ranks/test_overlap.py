@@ -9,13 +9,7 @@ from torch import nn
 import dure as dist
 from dure.errors import HookError, OptimizerError
 from dure.testing import CommRecorder, run_ranks
-from tests.parallel.optim.zero_models import (
-    Net,
-    batch,
-    equal,
-    pair,
-    step,
-)
+from tests.parallel.optim.zero_models import Net, batch, equal, pair, step
 from tests.thread_ranks import on_ranks
 
 HOOKS = {"end": dist.hook_with_zero_step, "interleaved": dist.hook_with_zero_step_interleaved}

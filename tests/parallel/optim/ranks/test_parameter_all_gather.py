@@ -9,12 +9,7 @@ from torch import nn
 import dure as dist
 from dure.errors import OptimizerError
 from dure.testing import CommRecorder
-from tests.parallel.optim.zero_models import (
-    KINDS,
-    Net,
-    batch,
-    step,
-)
+from tests.parallel.optim.zero_models import KINDS, Net, batch, step
 from tests.thread_ranks import on_ranks
 
 

@@ -8,10 +8,7 @@ import torch
 from dure.testing import run_ranks
 from tests.comm.forked_ranks import Ranks
 from tests.parallel.pipeline.procs import pipeline_ranks
-from tests.parallel.pipeline.ranks.pipeline_models import (
-    one_process,
-    verify_same,
-)
+from tests.parallel.pipeline.ranks.pipeline_models import one_process, verify_same
 
 pytestmark = pytest.mark.needs("engine")
 

@@ -14,12 +14,7 @@ from dure.errors import UsageError
 from dure.fsdp import fully_shard, strategy
 from dure.tensor import DTensor, Partial
 from dure.testing import CommRecorder, run_ranks
-from tests.parallel.pipeline.ranks.pipeline_models import (
-    CPU,
-    Pipeline,
-    batches,
-    dense,
-)
+from tests.parallel.pipeline.ranks.pipeline_models import CPU, Pipeline, batches, dense
 
 
 def _gathers(rank: int, parts: list[nn.Module]) -> list[str]:

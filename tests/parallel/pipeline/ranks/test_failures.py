@@ -7,10 +7,7 @@ import pytest
 import dure.pipelining as pp
 from dure.errors import PipelineError
 from dure.testing import run_ranks
-from tests.parallel.pipeline.ranks.pipeline_failing import (
-    fail_everywhere,
-    interrupt_stages,
-)
+from tests.parallel.pipeline.ranks.pipeline_failing import fail_everywhere, interrupt_stages
 from tests.parallel.pipeline.ranks.pipeline_models import (
     SCHEDULES,
     Pipeline,
