@@ -101,7 +101,7 @@ class ModuleClock:
         """Note that backward has nothing left to compute."""
         self._last = now()
 
-    def turn(self, begin: int) -> None:
+    def waited_for_ranks(self, begin: int) -> None:
         """Note that other ranks were waited for, from `begin` until now."""
         if self._counts:
             self._turns += self._spent(begin)
@@ -152,7 +152,7 @@ class ModuleClock:
             self._emit(group)
         self._clear()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what a step that failed has noted."""
         self._clear()
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from dure.errors import OptimizerError, PeerLost
 from dure.tensor.dispatch import unsharded
 from dure.tensor.dtensor import DTensor
-from dure.training.turns import Turns, leave_all
+from dure.training.epochs import Epochs, end_read_all
 
 __all__ = [
     "forget_replaced",
@@ -134,26 +134,26 @@ def _refused(optimizer: torch.optim.Optimizer, why: str, seen: str, fix: str) ->
     return OptimizerError(why, op=f"{type(optimizer).__name__}.step", seen=seen, fix=fix)
 
 
-def _turns_of(optimizer: torch.optim.Optimizer) -> set[Turns]:
+def _epochs_of(optimizer: torch.optim.Optimizer) -> set[Epochs]:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return {turns for p in parameters if (turns := vars(p).get("_dure_turns")) is not None}
+    return {epochs for p in parameters if (epochs := vars(p).get("_dure_epochs")) is not None}
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     rebind(optimizer)
-    turns_of_all = _turns_of(optimizer)
-    leave_all(turns_of_all, together=False)  # of all first: ranks wait for them in any order
-    for turns in turns_of_all:
+    all_epochs = _epochs_of(optimizer)
+    end_read_all(all_epochs, together=False)  # of all first: ranks wait for them in any order
+    for epochs in all_epochs:
         try:
-            turns.begin_write()
+            epochs.begin_write()
         except PeerLost as error:
-            turns.tell(error)
+            epochs.annotate(error)
             raise
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for turns in _turns_of(optimizer):
-        turns.end_write()
+    for epochs in _epochs_of(optimizer):
+        epochs.end_write()
 
 
 register_optimizer_step_pre_hook(_before_step)

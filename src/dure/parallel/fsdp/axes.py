@@ -29,12 +29,12 @@ class DataAxes:
 
     Attributes:
         mesh: The mesh of these axes.
-        whole: The mesh that they were cut from by names, whose other axes are those of DTensor
+        root_mesh: The mesh that they were cut from by names, whose other axes are those of DTensor
             parameters; None where parameters bring a mesh of their own.
     """
 
     mesh: DeviceMesh
-    whole: DeviceMesh | None = None
+    root_mesh: DeviceMesh | None = None
 
     @classmethod
     def of(
@@ -43,8 +43,8 @@ class DataAxes:
         """Check what `fully_shard` was given; `kind` is the parameters' kind of device.
 
         Raises:
-            MeshError: What is no mesh, or has more than two axes without `dp_mesh_dims`, or lacks
-                these.
+            MeshError: The value is not a mesh; or it has more than two axes without
+                `dp_mesh_dims`, or lacks the axes that these name.
         """
         if mesh is None:
             world = resolve(None, "fully_shard")
@@ -103,7 +103,7 @@ class DataAxes:
         """This rank's place among them."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
-    def near_and_far(self, size: int) -> tuple[ProcessGroup, ProcessGroup]:
+    def intra_and_inter_node(self, size: int) -> tuple[ProcessGroup, ProcessGroup]:
         """Return this rank and its neighbours, `size` ranks of the shard axis, one after another.
 
         And the ranks that have this one's place among their neighbours.
@@ -126,7 +126,7 @@ class DataAxes:
         data, inner = self.mesh, parameter.spec if isinstance(parameter, DTensor) else None
         mesh, places = data, list(range(data.ndim))
         placements: list[Placement] = [Replicate()] * data.ndim
-        if inner is not None and self.whole is not None and inner.mesh == self.whole:
+        if inner is not None and self.root_mesh is not None and inner.mesh == self.root_mesh:
             names = inner.mesh.mesh_dim_names or ()
             mesh, placements = inner.mesh, list(inner.placements)
             places = [names.index(name) for name in data.mesh_dim_names or ()]

@@ -1,11 +1,11 @@
-"""One backward through sharded modules: what it has noticed, and what it still has to deliver."""
+"""One backward through sharded modules: its observations, and the gradients to deliver."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from dure.parallel.fsdp.group import Delivery
-from dure.parallel.fsdp.order import Order
+from dure.parallel.fsdp.order import ExecutionOrder
 from dure.parallel.fsdp.parameter import FSDPParameter
 
 __all__ = ["Backward"]
@@ -16,17 +16,17 @@ class Backward:
     """One backward through modules of a tree.
 
     Attributes:
-        gathers, reductions: The orders that it keeps to.
-        keeps_graph: Another backward may go through its graph (``retain_graph``).
-        makes_graph: It makes a graph of what it computes (``create_graph``).
-        stale: Parameters that were written after forward, which this backward may have read
-            before it was noticed.
-        deliveries: Gradients that hooks of the program wait for until the end.
-        has_failed: It has raised: autograd reports no end.
+        unshard_order, reduce_order: The orders that it follows.
+        keeps_graph: Another backward may run through the same graph (``retain_graph``).
+        makes_graph: It builds a graph of its own computation (``create_graph``).
+        stale: Parameters that were written after forward, and that this backward may have read
+            before the write was noticed.
+        deliveries: Gradients for hooks of the program that run at the end of backward.
+        has_failed: It has raised, so autograd will not report its end.
     """
 
-    gathers: Order
-    reductions: Order
+    unshard_order: ExecutionOrder
+    reduce_order: ExecutionOrder
     keeps_graph: bool = False
     makes_graph: bool = False
     stale: set[FSDPParameter] = field(default_factory=set[FSDPParameter])
@@ -35,5 +35,5 @@ class Backward:
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether each gradient of a parameter is to be looked at."""
+        """Whether each gradient of a parameter must be checked."""
         return self.has_failed or self.makes_graph or bool(self.stale)

@@ -31,7 +31,7 @@ _forced: ContextVar[str | None] = ContextVar("dure_fsdp_strategy", default=None)
 
 @contextmanager
 def strategy(name: str) -> Iterator[None]:
-    """Have `fully_shard` use one strategy, whatever it would choose. So does DURE_FSDP_STRATEGY.
+    """Have `fully_shard` use one strategy instead of its choice. So does DURE_FSDP_STRATEGY.
 
     Args:
         name: "shared" or "gathered".
@@ -63,8 +63,8 @@ def _checked(name: str) -> str:
 def strategy_for(
     parameters: Sequence[FSDPParameter],
     axes: DataAxes,
-    asked: str | None = None,
-    near: ProcessGroup | None = None,
+    requested: str | None = None,
+    post_forward_group: ProcessGroup | None = None,
     all_gather: CustomCollective | None = None,
 ) -> Strategy:
     """Return *shared* where it can be, else *gathered*; or the one that is asked for.
@@ -78,7 +78,7 @@ def strategy_for(
     Raises:
         UsageError: *shared* is asked for where it cannot be; why.
     """
-    made = _choose(parameters, axes, asked, near, all_gather)
+    made = _choose(parameters, axes, requested, post_forward_group, all_gather)
     _report(made, parameters, axes)
     return made
 
@@ -96,7 +96,7 @@ def _report(made: Strategy, parameters: Sequence[FSDPParameter], axes: DataAxes)
     known.add((made.name, made.why))
     rank = group.rank() if first else 1
     if logs.reports(_log, rank):
-        nbytes = sum(p.whole_shape.numel() * p.dtype.itemsize for p in parameters)
+        nbytes = sum(p.unsharded_shape.numel() * p.dtype.itemsize for p in parameters)
         logs.decided(
             _log,
             rank,
@@ -109,19 +109,19 @@ def _report(made: Strategy, parameters: Sequence[FSDPParameter], axes: DataAxes)
 def _choose(
     parameters: Sequence[FSDPParameter],
     axes: DataAxes,
-    asked: str | None,
-    near: ProcessGroup | None,
+    requested: str | None,
+    post_forward_group: ProcessGroup | None,
     all_gather: CustomCollective | None,
 ) -> Strategy:
     reason = None
-    if asked != "gathered" and all_gather is None:
+    if requested != "gathered" and all_gather is None:
         over_hosts = len(axes.shard_group.hosts) > 1
         reason = why_not_shared(parameters, axes)
         if reason is None and over_hosts:
             reason = why_not_by_host(axes)
         if reason is None:
             return SharedByHost(parameters, axes) if over_hosts else Shared(parameters, axes)
-        if asked == "shared":
+        if requested == "shared":
             raise UsageError(
                 "these parameters cannot be in memory that ranks share",
                 op="fully_shard",
@@ -130,6 +130,6 @@ def _choose(
     if is_extended(parameters[0].part):
         made = Extended(parameters, axes, all_gather)
     else:
-        made = Gathered(parameters, axes, near, all_gather)
+        made = Gathered(parameters, axes, post_forward_group, all_gather)
     made.why = reason or made.why
     return made

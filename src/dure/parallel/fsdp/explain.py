@@ -18,16 +18,17 @@ __all__ = ["GroupLine", "Sharding", "explain", "names_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLine:
-    """What one group of parameters is; its strategy makes them whole together.
+    """One group of parameters, which its strategy unshards together.
 
     Attributes:
         module: Path of the module that was given to `fully_shard`; "(root)" for the model itself.
         parameters: Their paths in the model.
         dtype: In which modules compute with them.
         trained: Whether they need gradients.
-        numel: Elements of all wholes; under tensor parallel, of this rank's part of them.
+        numel: Elements of all unsharded parameters; under tensor parallel, of this rank's part.
         sharded_bytes: Of this rank's shards.
-        whole_bytes: Of the wholes: with *shared* once a host, with *gathered* while they are used.
+        whole_bytes: Of the unsharded parameters, which exist once per host with *shared*, and only
+            while they are used with *gathered*.
         strategy: Its name.
         why: Why it was chosen.
     """
@@ -79,17 +80,17 @@ class Sharding:
             f"states of AdamW twice), {_bytes(self.frozen_bytes)} frozen",
         ]
         for name, order in (("forward", self.forward), ("backward", self.backward)):
-            told = " > ".join(order) if order else "known after the first step"
-            lines.append(f"gathered ahead in {name}: {told}")
+            modules = " > ".join(order) if order else "known after the first step"
+            lines.append(f"prefetched in {name}: {modules}")
         if self.plain:
             lines.append(f"not sharded: {', '.join(self.plain)}")
-        told = ", ".join(f"{name} {_short(dtype)}" for name, dtype in self.buffers.items())
-        lines.append(f"buffers: {told or 'none'}")
+        dtypes = ", ".join(f"{name} {_short(dtype)}" for name, dtype in self.buffers.items())
+        lines.append(f"buffers: {dtypes or 'none'}")
         return "\n".join(lines)
 
 
 def explain(model: nn.Module) -> Sharding:
-    """Print what `fully_shard` has made of a model: groups, bytes, strategies, what is prefetched.
+    """Print how a model is sharded: groups, bytes, strategies, and which modules are prefetched.
 
     Args:
         model: Has sharded modules within, or is one.
@@ -106,7 +107,7 @@ def explain(model: nn.Module) -> Sharding:
     taken = {place for s in states for g in s.groups for p in g.parameters for place in p.places}
     tree = next((s.tree for s in states if s.tree is not None), None)
     forward, backward = tree.orders() if tree is not None else ((), ())
-    told = Sharding(
+    sharding = Sharding(
         groups=tuple(_line(of_states[s], g, names) for s in states for g in s.groups),
         plain=tuple(
             _path(names[module], name)
@@ -119,8 +120,8 @@ def explain(model: nn.Module) -> Sharding:
         backward=tuple(_ahead(backward, of_states, "backward_prefetch")),
     )
     if get_rank() == 0:
-        print(told)
-    return told
+        print(sharding)
+    return sharding
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
@@ -136,9 +137,9 @@ def _line(module: str, group: ParameterGroup, names: dict[nn.Module, str]) -> Gr
         parameters=tuple(_path(names.get(m, "(outside)"), name) for m, name in places),
         dtype=parameters[0].dtype,
         trained=any(p.sharded.requires_grad for p in parameters),
-        numel=sum(p.whole_shape.numel() for p in parameters),
+        numel=sum(p.unsharded_shape.numel() for p in parameters),
         sharded_bytes=sum(p.part.nbytes for p in parameters),
-        whole_bytes=sum(p.whole_shape.numel() * p.dtype.itemsize for p in parameters),
+        whole_bytes=sum(p.unsharded_shape.numel() * p.dtype.itemsize for p in parameters),
         strategy=group.strategy.name,
         why=group.strategy.why,
     )

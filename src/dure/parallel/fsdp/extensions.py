@@ -1,18 +1,18 @@
 """Strategy *gathered* for tensor subclasses that say themselves what of them is gathered.
 
-Such a class has two methods, as torch's documentation tells them:
+Such a class has two methods, as torch documents them:
 
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
         -> (tensors to gather, such as quantized values and scales; metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)
-        -> (the whole, tensors that its memory is in); with `out`, nothing: `out` is filled
+        -> (the unsharded tensor, tensors that own its memory); with `out`, it is filled instead
 
-What is gathered may have any dtype, and travels as bytes in one all_gather a group:
+The inputs of a gather may have any dtype, and are sent as bytes in one all_gather per group:
 
     tensors of this rank  --copy-->  bytes [k]  --all_gather-->  bytes [n, k]  --copy-->  outputs
 
-The outputs stay the same tensors, as wholes may be views of them; between uses their storage, and
-that of what the class has named, has no bytes.
+The outputs stay the same tensors, because unsharded parameters may be views of them; between uses
+their storage, and that of the tensors that the class has named, has no bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Extension:
     Attributes:
         metadata: Its own, from this gather's first method to the second (Any: the class's).
         shapes, dtypes: Of a full part of each tensor.
-        outputs: What is gathered, whole along dim 0; the same tensors from the first gather on.
+        outputs: The gathered tensors, complete along dim 0; the same from the first gather on.
         owned: Tensors that the class has named.
     """
 
@@ -76,7 +76,7 @@ class _Extension:
 
 
 class Extended(Gathered):
-    """Makes a group whole whose parameters are tensor subclasses with extensions.
+    """Unshards a group whose parameters are tensor subclasses with extensions.
 
     Args:
         parameters: Of one dtype, all with extensions.
@@ -94,7 +94,7 @@ class Extended(Gathered):
         self._dtype = torch.uint8
 
     def attach(self) -> None:
-        """Begin anew: other wholes are made."""
+        """Start from new shards; new unsharded parameters are made."""
         super().attach()
         self._extensions = [_Extension() for _ in self._parameters]
 
@@ -105,7 +105,7 @@ class Extended(Gathered):
             for tensor in self._asked(*each)
         ]
         rooms = [room for extension in self._extensions for room in extension.rooms]
-        flat = self._room(sum(rooms))
+        flat = self._allocate(sum(rooms))
         for tensor, there in zip(tensors, flat.split(rooms), strict=True):
             there[: tensor.numel()].copy_(tensor)
         return flat
@@ -115,12 +115,12 @@ class Extended(Gathered):
         part: Any = parameter.part
         pre = part.fsdp_pre_all_gather
         mesh = self._axes.shard_mesh
-        strides = torch.empty(parameter.whole_shape, device="meta").stride()
+        strides = torch.empty(parameter.unsharded_shape, device="meta").stride()
         module, policy = parameter.places[0][0], parameter.policy
-        all_arguments = (mesh, parameter.whole_shape, strides, module, policy)
+        all_arguments = (mesh, parameter.unsharded_shape, strides, module, policy)
         only_mesh = len(inspect.signature(pre).parameters) == 1  # torch's older form
         tensors, extension.metadata = pre(*(all_arguments[:1] if only_mesh else all_arguments))
-        rows, full = part.shape[0], -(-parameter.whole_shape[0] // self._axes.size)
+        rows, full = part.shape[0], -(-parameter.unsharded_shape[0] // self._axes.size)
         for tensor in tensors:
             if self._is_uneven(parameter) and tensor.shape[0] not in (rows, full):
                 raise ModuleError(
@@ -137,32 +137,34 @@ class Extended(Gathered):
         return tensors
 
     def _is_uneven(self, parameter: FSDPParameter) -> bool:
-        return bool(parameter.whole_shape[0] % self._axes.size)
+        return bool(parameter.unsharded_shape[0] % self._axes.size)
 
     def _fill(self, pieces: torch.Tensor) -> None:
-        """Copy all ranks' bytes [n, k] into the outputs, and have the classes make the wholes."""
+        """Copy all ranks' bytes [n, k] into the outputs, and make the unsharded parameters."""
         theirs = pieces.split([sum(e.rooms) for e in self._extensions], dim=1)
         for extension, there in zip(self._extensions, theirs, strict=True):
             _copy_out(extension, there)
-        self._wholes = [*map(self._whole, range(len(theirs)), self._extensions)]
+        self._unsharded = [*map(self._unsharded_tensor, range(len(theirs)), self._extensions)]
 
-    def _whole(self, number: int, extension: _Extension) -> torch.Tensor:
+    def _unsharded_tensor(self, number: int, extension: _Extension) -> torch.Tensor:
         parameter = self._parameters[number]
         part: Any = parameter.part
         outputs = tuple(extension.outputs)
         if self._is_uneven(parameter):
-            outputs = tuple(t[: parameter.whole_shape[0]] for t in outputs)
-        if not self._wholes:
-            whole, owned = part.fsdp_post_all_gather(outputs, extension.metadata, parameter.dtype)
+            outputs = tuple(t[: parameter.unsharded_shape[0]] for t in outputs)
+        if not self._unsharded:
+            unsharded, owned = part.fsdp_post_all_gather(
+                outputs, extension.metadata, parameter.dtype
+            )
             extension.owned = tuple(owned)
-            return whole
+            return unsharded
         for tensor in extension.owned:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
         parameter.allow_reading()
-        whole = self._wholes[number] if parameter.whole is None else parameter.whole
-        with _unversioned((whole, *extension.owned)):
-            part.fsdp_post_all_gather(outputs, extension.metadata, parameter.dtype, out=whole)
-        return self._wholes[number]
+        unsharded = self._unsharded[number] if parameter.unsharded is None else parameter.unsharded
+        with _unversioned((unsharded, *extension.owned)):
+            part.fsdp_post_all_gather(outputs, extension.metadata, parameter.dtype, out=unsharded)
+        return self._unsharded[number]
 
     def _memory(self) -> Sequence[torch.Tensor]:
         return [t for e in self._extensions for t in (*e.outputs, *e.owned)]

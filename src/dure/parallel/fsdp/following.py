@@ -19,12 +19,13 @@ from torch import nn
 from dure.comm.world import resolve
 from dure.errors import CommError, Desync, UsageError
 from dure.parallel.fsdp.explain import names_of
-from dure.parallel.fsdp.state import FSDPState, Tree, state_of, states_in
+from dure.parallel.fsdp.state import FSDPState, state_of, states_in
+from dure.parallel.fsdp.tree import Tree
 
 __all__ = ["follow"]
 
 _DONE, _FAILED, _UNABLE = 0, -1, -2
-_SAID = {_DONE: "no forward", _FAILED: "raised", _UNABLE: "no forward, and none before"}
+_NAMES = {_DONE: "no forward", _FAILED: "raised", _UNABLE: "no forward, and none before"}
 
 
 @contextmanager
@@ -63,8 +64,8 @@ def follow(model: nn.Module) -> Iterator[None]:
         yield
         following.finish()
     except BaseException as error:
-        if not (following.has_told or isinstance(error, CommError)):
-            following.tell(_FAILED)
+        if not (following.was_reported or isinstance(error, CommError)):
+            following.exchange(_FAILED)
         raise
     finally:
         for state in states:
@@ -72,10 +73,10 @@ def follow(model: nn.Module) -> Iterator[None]:
 
 
 class _Following:
-    """What a rank tells the others in a block of `follow`.
+    """What a rank exchanges with the others in a block of `follow`.
 
     Attributes:
-        has_told: All ranks know of the error that is raised.
+        was_reported: All ranks know of the error that is raised.
     """
 
     def __init__(self, model: nn.Module, states: Sequence[FSDPState]) -> None:
@@ -86,7 +87,7 @@ class _Following:
         groups = {p.axes.shard_group for s in states for g in s.groups for p in g.parameters}
         self._group = groups.pop() if len(groups) == 1 else resolve(None, "follow")
         self._device = "cuda" if self._group.backend_name == "nccl" else "cpu"
-        self.has_told = False
+        self.was_reported = False
 
     def called(self, module: nn.Module) -> None:
         """Tell the others that this rank begins a forward."""
@@ -100,7 +101,7 @@ class _Following:
         self._exchange(1 + self._modules.index(module))
 
     def finish(self) -> None:
-        """Follow the others until nobody calls."""
+        """Follow the other ranks until none of them calls a module."""
         gathers = any(g.strategy.name != "shared" for s in self._states for g in s.groups)
         trees = {state.tree for state in self._states}
         knows = not gathers or any(tree is not None and tree.orders()[0] for tree in trees)
@@ -111,14 +112,14 @@ class _Following:
             (state.tree or Tree(state)).join_forward(entry)
 
     def _exchange(self, number: int) -> int:
-        """Tell what this rank calls; return what others call, 0 where nobody does."""
-        numbers = self.tell(number)
+        """Send what this rank calls; return what other ranks call, 0 if none calls anything."""
+        numbers = self.exchange(number)
         called = {n for n in numbers if n > 0}
         if len(called) <= 1 and _FAILED not in numbers and not (called and _UNABLE in numbers):
             return called.pop() if called else _DONE
-        self.has_told = True
+        self.was_reported = True
         calls = {
-            rank: f"forward of {self._names[n - 1]}" if n > 0 else _SAID[n]
+            rank: f"forward of {self._names[n - 1]}" if n > 0 else _NAMES[n]
             for rank, n in enumerate(numbers)
         }
         seen = "; ".join(f"rank {rank}: {call}" for rank, call in calls.items())
@@ -131,8 +132,8 @@ class _Following:
             fix="Let all ranks make one forward first, with any input.",
         )
 
-    def tell(self, number: int) -> list[int]:
-        """Tell the others which module this rank calls, or why none; return what all tell."""
+    def exchange(self, number: int) -> list[int]:
+        """Send which module this rank calls, or why none; return what all ranks have sent."""
         mine = torch.tensor([number], device=self._device)
         numbers = mine.new_empty(self._group.size())
         self._group.all_gather_single(numbers, mine)

@@ -1,4 +1,4 @@
-"""`fully_shard`: what it is given, which parameters belong to a call, and what it makes of them.
+"""`fully_shard`: checks of its arguments, the parameters of a call, and their groups.
 
 A call takes the parameters of its modules that no call on a module within has taken, and that are
 not ignored. They are sharded in place: the module gets parameters that are DTensors, and the class
@@ -20,6 +20,7 @@ from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.choosing import forced
 from dure.parallel.fsdp.extensions import is_extended
 from dure.parallel.fsdp.group import ParameterGroup
+from dure.parallel.fsdp.hooks import ModuleHooks
 from dure.parallel.fsdp.module import FSDPModule
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.policies import (
@@ -57,16 +58,16 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of a module over the ranks that train it, in place.
 
-    Call it on the parts first (each block of a transformer), then on the whole. Make the optimizer
+    Call it on submodules first (each block of a transformer), then on the model. Make the optimizer
     afterwards. Forward and backward then run as before; gradients are averages over the ranks.
 
     Args:
         module: The module, or a list of modules whose parameters are gathered together.
         mesh: One axis, over which parameters are sharded; or two, replicas and shards. All ranks
             where None.
-        reshard_after_forward: Free the whole parameters between forward and backward. None: yes,
-            but for the root. A number of ranks, which divides that of the shard axis: keep them
-            divided over so many neighbours, which gather them for backward between them. Where
+        reshard_after_forward: Free the unsharded parameters between forward and backward. None:
+            yes, except for the root. A number of ranks, which divides that of the shard axis: keep
+            them divided over so many neighbours, which gather them for backward between them. Where
             parameters are shared memory, it changes nothing.
         shard_placement_fn: Returns ``Shard(dim)`` for the dimension to cut; None for the first.
         mp_policy: Dtypes of computing and reducing.
@@ -96,16 +97,17 @@ def fully_shard(
     kind = "cpu" if first is None else first.device.type
     axes = DataAxes.of(mesh, dp_mesh_dims, kind)
     policy = mp_policy or MixedPrecisionPolicy()
-    near, frees = _after_forward(reshard_after_forward, axes)
+    post_forward_group, frees = _after_forward(reshard_after_forward, axes)
     path = offload_policy.path if offload_policy is not None else None
     files = None if path is None else Files(path)
     found = _parameters(modules, ignored_params or set())
     dims = {p: _dim(p, places, axes, shard_placement_fn) for p, places in found.items()}
     made = {p: FSDPParameter(p, found[p], dims[p], axes, policy, files) for p in found}
-    groups = _groups(made.values(), axes, policy, near)
+    groups = _groups(made.values(), axes, policy, post_forward_group)
     state = FSDPState(modules, groups, policy, frees)
+    ModuleHooks(state)
     for parameter, one in made.items():
-        one.show_sharded()
+        one.to_sharded(keeps_assigned=False)
         note_replaced(parameter, one.now)
         parameter._dure_fsdp = state, one  # pyright: ignore
     for each in modules:
@@ -117,39 +119,39 @@ def _groups(
     parameters: Iterable[FSDPParameter],
     axes: DataAxes,
     policy: MixedPrecisionPolicy,
-    near: ProcessGroup | None,
+    post_forward_group: ProcessGroup | None,
 ) -> list[ParameterGroup]:
-    """Return groups of parameters that are alike."""
-    alike: dict[tuple[torch.dtype, bool, bool], list[FSDPParameter]] = {}
+    """Return groups of parameters with the same dtype and kind."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[FSDPParameter]] = {}
     for one in parameters:
         kind = one.dtype, one.is_trained, is_extended(one.part)
-        alike.setdefault(kind, []).append(one)
+        kinds.setdefault(kind, []).append(one)
     return [
         ParameterGroup(
             parameters=group,
             reduction=Reduction(group, axes, policy.reduce_dtype),
-            asked=forced(),
-            near=near,
+            requested=forced(),
+            post_forward_group=post_forward_group,
         )
-        for group in alike.values()
+        for group in kinds.values()
     ]
 
 
 def _after_forward(
-    asked: bool | int | None, axes: DataAxes
+    requested: bool | int | None, axes: DataAxes
 ) -> tuple[ProcessGroup | None, bool | None]:
-    """Return the ranks that keep wholes until backward, and whether each rank frees them."""
-    if asked is None or isinstance(asked, bool):
-        return None, asked
-    if not 1 <= asked <= axes.size or axes.size % asked:
+    """Return the ranks that keep parts until backward, and whether each rank reshards."""
+    if requested is None or isinstance(requested, bool):
+        return None, requested
+    if not 1 <= requested <= axes.size or axes.size % requested:
         raise MeshError(
             "reshard_after_forward is a number of ranks that divides the shard axis",
             op=_OP,
-            seen=f"{asked} of {axes.size} ranks",
+            seen=f"{requested} of {axes.size} ranks",
         )
-    if asked in (1, axes.size):
-        return None, asked > 1
-    return axes.near_and_far(asked)[0], True
+    if requested in (1, axes.size):
+        return None, requested > 1
+    return axes.intra_and_inter_node(requested)[0], True
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -220,7 +222,7 @@ def _given_back(parameter: nn.Parameter, taken: Taken) -> list[tuple[nn.Module, 
     group = next(group for group in state.groups if mine in group.parameters)
     group.parameters.remove(mine)
     if group.parameters:
-        group.remake()
+        group.rebuild_strategy()
     else:
         state.groups.remove(group)
     for owner, name in mine.places:
@@ -293,6 +295,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return state.run(module, method, args, kwargs)
+        return state.hooks.run(module, method, args, kwargs)
 
     setattr(module, method_name, run)

@@ -2,12 +2,12 @@
 
 One all_gather a group.
 
-    shards of this rank  --copy-->  flat [k]  --all_gather-->  flat [n, k]  --copy-->  wholes
+    shards of this rank  --copy-->  flat [k]  --all_gather-->  flat [n, k]  --copy-->  unsharded
 
 The flat tensor has every parameter's part, padded to that of a full part, and is freed at once. The
-wholes stay the same tensors, as autograd saves them; between uses their storage has no bytes.
+unsharded tensors stay the same, as autograd saves them; between uses their storage has no bytes.
 
-With a number of *near* ranks (`reshard_after_forward=8`, say), a rank keeps 1/8 of the wholes from
+With a *post-forward group* (`reshard_after_forward=8`, say), a rank keeps 1/8 of them from
 forward to backward, as a flat tensor of the same kind, and gathers the rest from its 7 neighbours.
 
 With replicas (HSDP) the reduced parts are reduced once more, over the axis of replicas.
@@ -29,7 +29,7 @@ from dure.parallel.fsdp.strategy import Strategy
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
-    from dure.training.turns import TurnsOfModel
+    from dure.training.epochs import ModelEpochs
 
 __all__ = ["Gathered"]
 
@@ -37,11 +37,12 @@ _unversioned = torch.autograd._unsafe_preserve_version_counter  # pyright: ignor
 
 
 class Gathered(Strategy):
-    """Makes a group's parameters whole by all_gather.
+    """Unshards a group's parameters by all_gather.
 
     Args:
         parameters, axes: As for `Strategy`.
-        near: Ranks that have the wholes between them from forward to backward; None: all ranks.
+        post_forward_group: Ranks that together keep the unsharded parameters from forward to
+            backward; None: no parts are kept.
         all_gather: The program's own; None for Dure's.
     """
 
@@ -51,15 +52,15 @@ class Gathered(Strategy):
         self,
         parameters: Sequence[FSDPParameter],
         axes: DataAxes,
-        near: ProcessGroup | None = None,
+        post_forward_group: ProcessGroup | None = None,
         all_gather: CustomCollective | None = None,
     ) -> None:
         super().__init__(parameters, axes)
         self._dtype = parameters[0].dtype
-        self._near, self._all_gather = near, all_gather
-        self._kept: torch.Tensor | None = None
-        self._wholes: list[torch.Tensor] = []
-        self._is_whole = False
+        self._post_forward_group, self._all_gather = post_forward_group, all_gather
+        self._part_kept: torch.Tensor | None = None
+        self._unsharded: list[torch.Tensor] = []
+        self._is_unsharded = False
         self._versions: list[int] = []
         self._in_files: dict[FSDPParameter, torch.Tensor] = {}
         self.attach()
@@ -68,13 +69,13 @@ class Gathered(Strategy):
         """Take shards out of memory that ranks shared, and into files if they are to be there."""
         for parameter in self._parameters:
             sharded: Any = parameter.sharded
-            if "_dure_turns" in vars(sharded):
-                del sharded._dure_turns
+            if "_dure_epochs" in vars(sharded):
+                del sharded._dure_epochs
                 sharded.part = sharded.part.clone()
             self._file(parameter)
-        self._wholes = []
-        self._kept = None
-        self._is_whole = False
+        self._unsharded = []
+        self._part_kept = None
+        self._is_unsharded = False
 
     def _file(self, parameter: FSDPParameter) -> None:
         """Bring a shard into a file, unless it is in the one that it was brought into."""
@@ -94,7 +95,7 @@ class Gathered(Strategy):
 
     def is_stale(self, accumulates: bool = False) -> bool:
         """Ask all ranks, as each knows of its own shards only, unless `accumulates`."""
-        if not self._is_whole and self._kept is None:
+        if not self._is_unsharded and self._part_kept is None:
             return False
         stale = self._versions != [p.version for p in self._parameters]
         if accumulates:
@@ -103,12 +104,12 @@ class Gathered(Strategy):
         self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
         return stale if has_no_values((flag,)) else bool(flag.item())
 
-    def enter(self, turns: TurnsOfModel) -> Sequence[FSDPParameter]:
-        """Have autograd refuse what it has saved of wholes that are kept, and are others now."""
-        return self._written() if self._is_whole or self._kept is not None else ()
+    def begin_read(self, epochs: ModelEpochs) -> Sequence[FSDPParameter]:
+        """Have autograd refuse what it has saved of kept parameters whose values have changed."""
+        return self._written() if self._is_unsharded or self._part_kept is not None else ()
 
     def _written(self) -> Sequence[FSDPParameter]:
-        """Return which shards were written since the wholes were made; let autograd know."""
+        """Return which shards were written since the last gather; notify autograd."""
         each = zip(self._parameters, self._versions, strict=False)
         written = [p for p, version in each if p.version != version]
         for parameter in written:
@@ -118,29 +119,29 @@ class Gathered(Strategy):
     @property
     def begins_gather(self) -> bool:
         """See `Strategy.begins_gather`."""
-        return not self._is_whole and self._begun is None
+        return not self._is_unsharded and self._pending_gather is None
 
     def unshard(self) -> ProcessGroup | None:
         """Begin the all_gather."""
         if not self.begins_gather:
             return None
-        if self._kept is not None:
-            assert self._near is not None
-            return self._begin(self._near, self._kept)
+        if self._part_kept is not None:
+            assert self._post_forward_group is not None
+            return self._begin(self._post_forward_group, self._part_kept)
         self._written()
         self._versions = [p.version for p in self._parameters]
         return self._begin(self._axes.shard_group, self._shards())
 
     def _begin(self, group: ProcessGroup, flat: torch.Tensor) -> ProcessGroup:
-        output, gather = self._room(group.size() * flat.numel()), self._all_gather
+        output, gather = self._allocate(group.size() * flat.numel()), self._all_gather
         if gather is None:
             work = group.all_gather_single(output, flat, async_op=True)
         else:
             work = gather(output, flat, group, async_op=True)
-        self._begun = output, group.size(), work
+        self._pending_gather = output, group.size(), work
         return group
 
-    def _room(self, numel: int) -> torch.Tensor:
+    def _allocate(self, numel: int) -> torch.Tensor:
         device = self._parameters[0].part.device
         if self._all_gather is not None:
             return self._all_gather.allocate((numel,), dtype=self._dtype, device=device)
@@ -153,7 +154,7 @@ class Gathered(Strategy):
     def _flat(self, parts: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         """Copy parts, cast, into a flat tensor that has room for full ones, of `size` parts."""
         sizes = [padded_numel(p, size) for p in self._parameters]
-        flat = self._room(sum(sizes))
+        flat = self._allocate(sum(sizes))
         for parameter, part, piece in zip(self._parameters, parts, flat.split(sizes), strict=True):
             there = piece.view(padded_shape(parameter, size))
             with torch.no_grad():
@@ -161,55 +162,57 @@ class Gathered(Strategy):
         return flat
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Finish the all_gather, and return the wholes."""
-        if not self._is_whole:
+        """Finish the all_gather, and return the unsharded parameters."""
+        if not self._is_unsharded:
             self.unshard()
-            pieces = self._gathered()
+            pieces = self._finish_gather()
             assert pieces is not None
             # Wholes that are made in a forward in inference mode are trained later.
             with torch.inference_mode(False), torch.no_grad():
                 self._fill(pieces)
-            self._is_whole = True
-        return self._wholes
+            self._is_unsharded = True
+        return self._unsharded
 
     def _fill(self, pieces: torch.Tensor) -> None:
-        """Copy all ranks' padded parts [n, k] into the wholes."""
-        if not self._wholes:
-            self._wholes = [pieces.new_empty(p.whole_shape) for p in self._parameters]
+        """Copy all ranks' padded parts [n, k] into the unsharded parameters."""
+        if not self._unsharded:
+            self._unsharded = [pieces.new_empty(p.unsharded_shape) for p in self._parameters]
         sizes = [padded_numel(p, len(pieces)) for p in self._parameters]
-        for parameter, whole, theirs in zip(
-            self._parameters, self._wholes, pieces.split(sizes, dim=1), strict=True
+        for parameter, unsharded, theirs in zip(
+            self._parameters, self._unsharded, pieces.split(sizes, dim=1), strict=True
         ):
-            whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
+            unsharded.untyped_storage().resize_(unsharded.numel() * unsharded.itemsize)
             shape = padded_shape(parameter, len(pieces))
-            with _unversioned(whole):
-                parts = parts_of(whole, parameter, len(pieces))
+            with _unversioned(unsharded):
+                parts = parts_of(unsharded, parameter, len(pieces))
                 for piece, part in zip(theirs, parts, strict=False):
                     size = part.shape[parameter.dim]
                     part.copy_(piece.view(shape).narrow(parameter.dim, 0, size))
 
     def reshard(self, for_backward: bool = False) -> None:
-        """Free the wholes; until backward, keep what the near ranks need."""
+        """Free the unsharded parameters; until backward, keep the post-forward group's part."""
         if not for_backward:
-            self._kept = None
-        if not self._is_whole:
+            self._part_kept = None
+        if not self._is_unsharded:
             return
-        self._is_whole = False
-        if for_backward and self._near is not None and self._kept is None:
-            self._kept = self._near_part(self._near)
+        self._is_unsharded = False
+        if for_backward and self._post_forward_group is not None and self._part_kept is None:
+            self._part_kept = self._part_for_backward(self._post_forward_group)
         for tensor in self._memory():
             tensor.untyped_storage().resize_(0)
         for parameter in self._parameters:
             parameter.forbid_reading()
 
     def _memory(self) -> Sequence[torch.Tensor]:
-        """Return what the wholes are in."""
-        return self._wholes
+        """Return the tensors whose memory `reshard` frees."""
+        return self._unsharded
 
-    def _near_part(self, near: ProcessGroup) -> torch.Tensor:
-        size, rank = near.size(), near.rank()
+    def _part_for_backward(self, post_forward_group: ProcessGroup) -> torch.Tensor:
+        size, rank = post_forward_group.size(), post_forward_group.rank()
         parts: list[torch.Tensor] = []
-        for parameter, whole in zip(self._parameters, self._wholes, strict=True):
-            found = parts_of(whole.detach(), parameter, size)
-            parts.append(found[rank] if rank < len(found) else whole.narrow(parameter.dim, 0, 0))
+        for parameter, unsharded in zip(self._parameters, self._unsharded, strict=True):
+            found = parts_of(unsharded.detach(), parameter, size)
+            parts.append(
+                found[rank] if rank < len(found) else unsharded.narrow(parameter.dim, 0, 0)
+            )
         return self._flat(parts, size)

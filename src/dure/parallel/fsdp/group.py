@@ -1,8 +1,8 @@
 """The parameters of one `fully_shard` call that have one dtype, and are all trained or all frozen.
 
-A group is *sharded* (modules have the shards) or *unsharded* (modules have wholes, whose values its
-strategy keeps). Gradients of wholes are reduced when the group's backward has ended, and the result
-waited for when the whole backward has.
+A group's `ShardedState` says whether modules have the shards or the unsharded parameters, whose
+values its strategy keeps. Gradients of unsharded parameters are reduced when the group's backward
+has ended, and the result is waited for when the complete backward has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dure.errors import CommError, ModuleError
 from dure.parallel.fsdp.choosing import strategy_for
 from dure.parallel.fsdp.parameter import FSDPParameter, run_hooks
 from dure.parallel.fsdp.reducing import CustomCollective, Reduction
+from dure.parallel.fsdp.states import SHARDED_TRANSITIONS, ShardedState, changed
 from dure.parallel.fsdp.strategy import Strategy
 from dure.training.memory import give_back_freed
 
@@ -60,26 +61,25 @@ class ParameterGroup:
     Attributes:
         parameters: One dtype; all need gradients, or none does.
         reduction: How gradients are reduced.
-        asked: The strategy that is to be; None for the choice.
-        near: Ranks that keep the wholes between them until backward; see `Gathered`.
-        all_gather: The program's own, for which the strategy must be *gathered*.
-        strategy: How the parameters become whole.
-        sync: Reduce at this backward; else gradients are kept whole.
-        unsharded: Modules have the wholes.
+        requested: The strategy that the program asked for; None for the choice.
+        post_forward_group: Ranks that keep unsharded parameters until backward; see `Gathered`.
+        all_gather: A custom collective, which needs the strategy *gathered*.
+        strategy: How the parameters are unsharded.
+        sync: Reduce at this backward; else gradients stay unsharded.
+        state: Whether modules have shards or unsharded parameters.
         accumulates: The last backward left its gradients to a later one, which adds to them.
     """
 
     parameters: list[FSDPParameter]
     reduction: Reduction
-    asked: str | None = None
-    near: ProcessGroup | None = None
+    requested: str | None = None
+    post_forward_group: ProcessGroup | None = None
     all_gather: CustomCollective | None = None
     strategy: Strategy = field(init=False)
     sync: bool = True
-    unsharded: bool = False
+    state: ShardedState = field(default=ShardedState.SHARDED, init=False)
     accumulates: bool = field(default=False, init=False)
-    _is_kept: bool = field(default=False, init=False)
-    _left: list[int] = field(default_factory=list[int], init=False)
+    _recorded_versions: list[int] = field(default_factory=list[int], init=False)
     _dtypes: list[torch.dtype] = field(default_factory=list[torch.dtype], init=False)
 
     def __post_init__(self) -> None:
@@ -87,8 +87,19 @@ class ParameterGroup:
 
     def _choose(self) -> None:
         axes = self.reduction.axes
-        self.strategy = strategy_for(self.parameters, axes, self.asked, self.near, self.all_gather)
+        self.strategy = strategy_for(
+            self.parameters, axes, self.requested, self.post_forward_group, self.all_gather
+        )
         self._dtypes = [p.sharded.dtype for p in self.parameters]
+
+    def _change(self, new: ShardedState) -> None:
+        name = self.parameters[0].name
+        self.state = changed(self.state, new, SHARDED_TRANSITIONS, f"of {name}")
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether modules have the unsharded parameters."""
+        return self.state is ShardedState.UNSHARDED
 
     @property
     def _defers(self) -> bool:
@@ -96,20 +107,21 @@ class ParameterGroup:
         in_part = self.reduction.axes.replicate_group is not None and not self.reduction.replicate
         return in_part or not self.sync
 
-    def remake(self) -> None:
+    def rebuild_strategy(self) -> None:
         """Change the strategy, between steps: parameters are others, or what was asked for."""
         self.reshard()
+        self._drop_unshard()
         self._choose()
         for parameter in self.parameters:
-            parameter.whole = None
+            parameter.unsharded = None
 
     def adopt(self) -> bool:
         """Take over what the program put in the place of shards since the last step.
 
         Returns:
-            Whether wholes that were kept were freed, as shards were written since.
+            Whether unsharded parameters that were kept were freed, because shards have changed.
         """
-        if self.unsharded and any(p.assigned is not None for p in self.parameters):
+        if self.is_unsharded and any(p.assigned is not None for p in self.parameters):
             self.reshard()
         adopted = [p.adopt() for p in self.parameters]
         dtypes = {p.dtype for p in self.parameters}
@@ -119,19 +131,19 @@ class ParameterGroup:
                 op="FSDP forward",
                 parameters=tuple(p.name for p in self.parameters),
                 seen=", ".join(sorted(map(str, dtypes))),
-                fix="Convert the whole module that fully_shard was given; or part of it before.",
+                fix="Convert the complete module that fully_shard was given, or parts before that.",
             )
         if any(adopted):
             if self._dtypes != [p.sharded.dtype for p in self.parameters]:
-                self.remake()
+                self.rebuild_strategy()
             self.strategy.attach()
             if self.strategy.frees:  # `attach` has dropped the memory of all
                 for parameter in self.parameters:
-                    parameter.whole = None
+                    parameter.unsharded = None
         return self.free_stale()
 
     def free_stale(self) -> bool:
-        """Free wholes that were kept, if any rank has written its shards since; tell whether."""
+        """Free unsharded parameters if a rank has written its shards; return whether it did."""
         is_stale = self.strategy.is_stale(self.accumulates)
         if is_stale:
             self.reshard()
@@ -140,31 +152,48 @@ class ParameterGroup:
 
     def adopt_replaced(self) -> None:
         """Take over shards that the program has replaced, before an unshard outside of a step."""
-        if not self.unsharded and any(p.is_replaced for p in self.parameters):
+        if not self.is_unsharded and any(p.is_replaced for p in self.parameters):
             self.adopt()
-            self.strategy.publish()
+            self.publish()
+
+    def publish(self) -> None:
+        """Let other ranks read what this rank has written; drop an unshard that was started."""
+        self.strategy.publish()
+        self._drop_unshard()
+
+    def _drop_unshard(self) -> None:
+        if self.state is ShardedState.UNSHARDING:
+            self._change(ShardedState.SHARDED)
 
     @property
     def begins_gather(self) -> bool:
         """Whether `unshard` would begin a gather."""
-        return not self.unsharded and self.strategy.begins_gather
+        return self.state is ShardedState.SHARDED and self.strategy.begins_gather
 
     def unshard(self) -> ProcessGroup | None:
-        """Begin to make the parameters whole; see `Strategy.unshard`."""
-        return None if self.unsharded else self.strategy.unshard()
+        """Start to unshard the parameters; see `Strategy.unshard`."""
+        if self.state is not ShardedState.SHARDED:
+            return None
+        group = self.strategy.unshard()
+        self._change(ShardedState.UNSHARDING)
+        return group
 
-    def show_wholes(self) -> None:
-        """Let modules have the wholes, as soon as they are there."""
-        if not self.unsharded:
-            for parameter, tensor in zip(self.parameters, self.strategy.wait(), strict=True):
-                parameter.show_whole(tensor)
-            self.unsharded, self._is_kept = True, False
+    def wait_for_unshard(self) -> None:
+        """Wait for the unshard, and let modules have the unsharded parameters."""
+        if self.is_unsharded:
+            return
+        self.unshard()
+        for parameter, tensor in zip(self.parameters, self.strategy.wait(), strict=True):
+            parameter.to_unsharded(tensor)
+        self._change(ShardedState.UNSHARDED)
 
-    def leave(self) -> None:
+    def record_versions(self) -> None:
         """Note that a forward has ended, and has perhaps left the group unsharded."""
-        self._left = [p.unsharded_version for p in self.parameters] if self.unsharded else []
+        self._recorded_versions = (
+            [p.unsharded_version for p in self.parameters] if self.is_unsharded else []
+        )
 
-    def check_left(self) -> bool:
+    def check_versions(self) -> bool:
         """See that nothing was written into what a forward has left unsharded, if one has.
 
         Returns:
@@ -174,7 +203,7 @@ class ParameterGroup:
             ModuleError: A parameter was. It is no shard, so that this is lost, or was done by all
                 ranks to the memory that they share.
         """
-        versions, self._left = self._left, []
+        versions, self._recorded_versions = self._recorded_versions, []
         for parameter, version in zip(self.parameters, versions, strict=False):
             if parameter.unsharded_version != version:
                 with suppress(ModuleError):  # which would say less
@@ -183,7 +212,7 @@ class ParameterGroup:
                     "an unsharded parameter was written between steps",
                     op="fully_shard",
                     parameters=(parameter.name,),
-                    seen=f"{parameter.name} {list(parameter.whole_shape)}: a forward with "
+                    seen=f"{parameter.name} {list(parameter.unsharded_shape)}: a forward with "
                     "gradients, without a backward, has left its module unsharded",
                     fix="Call reshard() of the module before writing its parameters, or run that "
                     "forward under torch.no_grad().",
@@ -191,30 +220,32 @@ class ParameterGroup:
         return bool(versions)
 
     def reshard(self, for_backward: bool = False, keeps: bool = False) -> None:
-        """Let modules have the shards, and free the wholes; see `Strategy.reshard`.
+        """Let modules have the shards, and free the unsharded; see `Strategy.reshard`.
 
         Args:
             for_backward: They are read again in this step's backward.
-            keeps: Keep the memory of the wholes, which a graph reads.
+            keeps: Keep the memory of the unsharded parameters, which a graph reads.
         """
-        self.check_left()
-        if self.unsharded:
+        self.check_versions()
+        if self.is_unsharded:
             for parameter in self.parameters:
-                parameter.hide_whole()
-        elif not self._is_kept:
+                parameter.to_sharded()
+        elif self.state is not ShardedState.SHARDED_RETAINED:
             return
-        self._is_kept, self.unsharded = keeps and self.strategy.frees, False
-        if not self._is_kept:
+        if not (keeps and self.strategy.frees):
+            self._change(ShardedState.SHARDED)
             self.strategy.reshard(for_backward)
             self._trim()
+        elif self.is_unsharded:
+            self._change(ShardedState.SHARDED_RETAINED)
 
     def _trim(self) -> None:
         """Where memory is scarce: give back what the allocator keeps of what was freed."""
         if self.parameters[0].files is not None:
             give_back_freed()
 
-    def end_backward(self) -> None:
-        """Begin to reduce the gradients that the wholes got, or keep them where `sync` is off."""
+    def begin_reduce(self) -> None:
+        """Start to reduce the gradients of unsharded parameters, or keep them if `sync` is off."""
         dtype, self.accumulates = self.reduction.dtype, self._defers
         if not any(p.is_trained for p in self.parameters):
             return
@@ -223,7 +254,7 @@ class ParameterGroup:
                 parameter.accumulate(dtype)
             return
         assert not self.reduction.is_begun
-        gradients = [p.take_gradient(dtype) if p.is_trained else None for p in self.parameters]
+        gradients = [p.pop_gradient(dtype) if p.is_trained else None for p in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
                 self.strategy.has_taken_gradient(parameter)
@@ -231,11 +262,11 @@ class ParameterGroup:
 
     @property
     def trained_bytes(self) -> int:
-        """Of this rank's gradients of the wholes."""
+        """Bytes of this rank's gradients of unsharded parameters."""
         trained = (p for p in self.parameters if p.is_trained)
-        return sum(p.whole_shape.numel() * p.dtype.itemsize for p in trained)
+        return sum(p.unsharded_shape.numel() * p.dtype.itemsize for p in trained)
 
-    def finish_reduction(self) -> Sequence[Delivery]:
+    def finish_reduce(self) -> Sequence[Delivery]:
         """Wait for the reduction that was begun, if any, and give the shards their gradients.
 
         Returns:
@@ -252,18 +283,18 @@ class ParameterGroup:
                 delivery = Delivery(self.strategy, parameter, parameter.as_gradient(part))
                 (later if parameter.waits_for_end else now).append(delivery)
             else:
-                parameter.give_gradient(part)
+                parameter.add_gradient(part)
         deliver(now)
         self._trim()
         return later
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what a step that failed has left; wait for what others still read."""
-        self._left = []
+        self._recorded_versions = []
         if self.reduction.is_begun:
             with suppress(CommError):
                 self.reduction.finish()
         for parameter in self.parameters:
             parameter.accumulated = None
-            if parameter.whole is not None:
-                parameter.whole.grad = None
+            if parameter.unsharded is not None:
+                parameter.unsharded.grad = None

@@ -1,12 +1,12 @@
-"""Strategy *shared* over several hosts: each host has the wholes once, and gathers once a step.
+"""Strategy *shared* over several hosts: one copy per host, one gather per step.
 
-Ranks have rows in order, hosts as well. A rank gathers with those of its place on other hosts, and
-puts their rows where its host has the wholes; its neighbours do so with theirs:
+Ranks have rows in order, hosts as well. A rank gathers with the ranks of the same position on
+other hosts, and copies their rows into its host's memory; so do the other ranks of its host:
 
     host 0   rank 0, rank 1          rank 0 gathers with rank 2, rank 1 with rank 3: a host
     host 1   rank 2, rank 3          receives what it lacks, once
 
-Wholes stay from then on, so backward gathers nothing.
+The rows stay until the next step, so backward gathers nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["SharedByHost", "why_not_by_host"]
 
 
 def why_not_by_host(axes: DataAxes) -> str | None:
-    """Return why hosts cannot have the wholes once each; None if they can."""
+    """Return why hosts cannot have the parameters once each; None if they can."""
     hosts = axes.shard_group.hosts
     size = len(hosts[0])
     if any(len(ranks) != size for ranks in hosts):
@@ -40,7 +40,7 @@ def why_not_by_host(axes: DataAxes) -> str | None:
 
 
 class SharedByHost(Shared):
-    """Keeps a group's parameters whole once a host.
+    """Keeps a group's unsharded parameters once per host.
 
     Args:
         parameters: Of one dtype, cut in dimension 0, on the CPU.
@@ -53,43 +53,45 @@ class SharedByHost(Shared):
 
     def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
         hosts = len(axes.shard_group.hosts)
-        near, self._far = axes.near_and_far(axes.size // hosts)
+        intra_node, self._inter_node = axes.intra_and_inter_node(axes.size // hosts)
         self._is_gathered = False
-        super().__init__(parameters, axes, near)
+        super().__init__(parameters, axes, intra_node)
         self._rooms = [padded_numel(p, axes.size) * p.dtype.itemsize for p in self._parameters]
-        mine = self._far.rank()
+        mine = self._inter_node.rank()
         self._others = [
-            (host, self._read.rows_of(host * near.size() + near.rank()))
+            (host, self._read.rows_of(host * intra_node.size() + intra_node.rank()))
             for host in range(hosts)
             if host != mine
         ]
 
     def publish(self) -> None:
-        """Put what others are to read where they read it; they gather it anew."""
+        """Write what other ranks read; other hosts gather it again."""
         super().publish()
         self._is_gathered = False
 
     @property
     def begins_gather(self) -> bool:
         """See `Strategy.begins_gather`."""
-        return not self._is_gathered and self._begun is None
+        return not self._is_gathered and self._pending_gather is None
 
     def unshard(self) -> ProcessGroup | None:
         """Begin to gather the rows of other hosts, once a step."""
         if not self.begins_gather:
             return None
-        gathered = heap_empty(self._far.size(), sum(self._rooms), dtype=torch.uint8, must=False)
-        flat = gathered[self._far.rank()]
+        gathered = heap_empty(
+            self._inter_node.size(), sum(self._rooms), dtype=torch.uint8, must=False
+        )
+        flat = gathered[self._inter_node.rank()]
         for shard, there in zip(self._read.shards, flat.split(self._rooms), strict=True):
             there[: shard.nbytes].copy_(shard.detach().view(-1).view(torch.uint8))
-        work = self._far.all_gather_single(gathered.view(-1), flat, async_op=True)
-        self._begun = gathered, self._far.size(), work
-        return self._far
+        work = self._inter_node.all_gather_single(gathered.view(-1), flat, async_op=True)
+        self._pending_gather = gathered, self._inter_node.size(), work
+        return self._inter_node
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Put the rows where they belong, and wait until the host's ranks have done so."""
         self.unshard()
-        gathered = self._gathered()
+        gathered = self._finish_gather()
         if gathered is not None:
             self._spread(gathered)
             self._signals.barrier(channel=1)

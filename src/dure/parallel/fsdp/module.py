@@ -12,7 +12,8 @@ from dure.comm.untraced import untraced_here
 from dure.errors import ModuleError, UsageError
 from dure.parallel.fsdp.group import ParameterGroup
 from dure.parallel.fsdp.reducing import CustomCollective
-from dure.parallel.fsdp.state import FSDPState, Tree, state_of, states_within
+from dure.parallel.fsdp.state import FSDPState, state_of, states_within
+from dure.parallel.fsdp.tree import Tree
 from dure.training.in_place import InPlace
 from dure.training.module_times import ShardedStepTimes
 from dure.training.uninitialized import marking
@@ -27,10 +28,10 @@ class UnshardHandle:
         self._state: FSDPState | None = state
 
     def wait(self) -> None:
-        """Wait until the module has its parameters whole."""
+        """Wait until the module has its unsharded parameters."""
         if self._state is not None:
-            _before_showing(self._state)  # what was loaded in the meantime is shown instead
-            self._state.show_wholes()
+            _before_unshard(self._state)  # of shards that were loaded in the meantime
+            self._state.wait_for_unshard()
             self._state = None
 
 
@@ -42,7 +43,7 @@ class FSDPModule(InPlace):
 
     @untraced_here
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module (Any: whatever it takes and returns).
+        """Run the module (Any: its arguments and its result).
 
         Not a hook with ``always_call``: torch runs these after an `Exception`, and not after a
         KeyboardInterrupt, SystemExit or GeneratorExit.
@@ -50,7 +51,7 @@ class FSDPModule(InPlace):
         try:
             return super().__call__(*args, **kwargs)  # pyright: ignore
         except BaseException:
-            self._state().forward_raised()
+            self._state().hooks.forward_raised()
             raise
 
     def _state(self) -> FSDPState:
@@ -69,7 +70,7 @@ class FSDPModule(InPlace):
         return (group for state in self._states(recurse) for group in state.groups)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Change the shards, not the wholes: `to`, `to_empty`, `double` (Any: as nn.Module's)."""
+        """Change the shards, not unsharded parameters: `to`, `double` (Any: as nn.Module's)."""
         assert isinstance(self, nn.Module)
         for state in self._states():
             state.reshard()
@@ -79,11 +80,11 @@ class FSDPModule(InPlace):
             for group in self._state().groups:
                 if group.parameters[0].files is not None:  # at once, not all in memory first
                     group.adopt()
-                    group.strategy.publish()
+                    group.publish()
         return changed
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Make this module's parameters whole, not those of modules sharded within.
+        """Unshard this module's parameters, not those of nested sharded modules.
 
         Between steps they have the values that all ranks have written before they called it.
 
@@ -93,11 +94,11 @@ class FSDPModule(InPlace):
         Collective: All ranks of the mesh.
         """
         state = self._state()
-        _before_showing(state)
+        _before_unshard(state)
         state.unshard()
         if async_op:
             return UnshardHandle(state)
-        state.show_wholes()
+        state.wait_for_unshard()
         return None
 
     def reshard(self) -> None:
@@ -109,7 +110,7 @@ class FSDPModule(InPlace):
         state = self._state()
         state.reshard()
         if state.tree is not None:
-            state.tree.after_showing()
+            state.tree.after_reshard()
 
     @property
     def step_times(self) -> ShardedStepTimes:
@@ -122,7 +123,7 @@ class FSDPModule(InPlace):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients from now on, or keep them whole and add them up (no_sync)."""
+        """Reduce gradients from now on, or accumulate them unsharded (no_sync)."""
         for group in self._groups(recurse):
             group.sync = requires_gradient_sync
 
@@ -178,7 +179,7 @@ class FSDPModule(InPlace):
         """
         for group in self._groups(recurse=False):
             group.all_gather = comm
-            group.remake()
+            group.rebuild_strategy()
 
     def set_custom_reduce_scatter(self, comm: CustomCollective) -> None:
         """Have this module's gradients reduced by a program's own reduce_scatter.
@@ -186,8 +187,8 @@ class FSDPModule(InPlace):
         Args:
             comm: Has ``allocate`` as well, and is called with
                 ``(output, input, group, op, async_op)``; see `CustomCollective`. The end of
-                each rank's part of the input is a count for each parameter, and says which ranks
-                have a gradient: what is no zero must not become one.
+                    each rank's part of the input is a count for each parameter: which ranks have a
+                    gradient. A count that is not zero must not become zero.
         """
         for group in self._groups(recurse=False):
             group.reduction.reduce_scatter = comm
@@ -201,12 +202,12 @@ class FSDPModule(InPlace):
         """
         state = self._state()
         if state.tree is not None:
-            state.tree.reduce_kept()
+            state.tree.reduce_accumulated()
 
-    # ---------------------------------------------------------------- when wholes are freed
+    # ---------------------------------------------------------------- resharding
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free the wholes between forward and backward, or keep them."""
+        """Free the unsharded parameters between forward and backward, or keep them."""
         if not isinstance(reshard_after_forward, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(
                 "reshard_after_forward is a bool here", seen=f"{reshard_after_forward!r}"
@@ -217,12 +218,12 @@ class FSDPModule(InPlace):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Free the wholes after backward, or keep them for the next microbatch."""
+        """Free the unsharded parameters after backward, or keep them for the next microbatch."""
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Make parameters whole in backward, or not: where it does not read them (embeddings)."""
+        """Unshard in backward, or not, if backward does not read the parameters (embeddings)."""
         self._state().unshard_in_backward = unshard_in_backward
 
     # ---------------------------------------------------------------- what is gathered ahead
@@ -241,10 +242,10 @@ class FSDPModule(InPlace):
         """Accepted. Gathers of CPU parameters begin after the step, which has no streams."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted. Gradients lie in memory that the ranks of a host share anyway."""
+        """Accepted. Gradients are in memory that the ranks of a host share anyway."""
 
     def set_symm_mem_for_comm(self, backend: str | None = None) -> None:
-        """Accepted. Gradients lie in the symmetric heap anyway."""
+        """Accepted. Gradients are in the symmetric heap anyway."""
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -278,19 +279,19 @@ class FSDPModule(InPlace):
         if state.tree is not None:
             if state.tree.root is not state:
                 raise ModuleError("reset_iter_state is for the root", op="reset_iter_state")
-            state.tree.forget()
+            state.tree.reset()
 
 
-def _before_showing(state: FSDPState) -> None:
+def _before_unshard(state: FSDPState) -> None:
     tree = state.tree or Tree(state)
-    with tree.telling(state):
-        tree.before_showing(state)
+    with tree.explaining_errors(state):
+        tree.before_unshard(state)
 
 
 def join_step(module: nn.Module) -> None:
     """Take part in a step of the others without a batch: gradients of this rank are zeros.
 
-    It stands for one forward and one backward of the module; under `torch.no_grad()` for a forward
+    It replaces one forward and one backward of the module; under `torch.no_grad()` one forward
     only. Then clip, step the optimizer and the scheduler as the others do::
 
         for batch in batches:  # as many on all ranks: None where a rank has no more

@@ -1,8 +1,8 @@
 """`offload` and `onload`: a model and its optimizer give their memory back for a while.
 
-Tensors stay where they are, and so do views of them and memory that ranks share. Their bytes go to
-a file, and the pages that they lie on to the system; `onload` brings the bytes back. So nothing
-that holds a tensor has to know.
+Tensors keep their addresses, and so do views of them and memory that ranks share. Their bytes are
+written to a file, and their pages returned to the system; `onload` reads the bytes back. So code
+that holds a tensor is not affected.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dure.training.optimizers import mark_offloaded
 
 __all__ = ["offload", "onload"]
 
-_LEAST = 1 << 16  # bytes: what is smaller shares its pages with other memory
+_LEAST = 1 << 16  # bytes: smaller tensors share their pages with other memory
 _KEPT = "_dure_offloaded"
 Offloaded = tuple[IO[bytes], list[torch.Tensor], list[nn.Parameter]]
-"""A file, which has no name and goes with this process; what is in it; what is refused a step."""
+"""An unnamed file, which ends with this process; the tensors in it; parameters to refuse."""
 
 
 def offload(

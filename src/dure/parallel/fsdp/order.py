@@ -1,4 +1,8 @@
-"""The order in which all ranks gather, or reduce: that of the first step."""
+"""The order in which all ranks unshard, or reduce: that of the first step.
+
+FSDP2 records its `post_forward_order` in each step, and prefetches by it. Here the order of the
+first step is kept, because ranks that skip a module must still join its collectives in that order.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +12,44 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dure.parallel.fsdp.state import FSDPState
 
-__all__ = ["Order"]
+__all__ = ["ExecutionOrder"]
 
 
-class Order:
-    """In which order the first step gathered, or reduced; later steps keep to it.
+class ExecutionOrder:
+    """The order in which the first step unsharded, or reduced, modules; later steps follow it.
 
     Attributes:
-        is_known: A step was made.
+        is_recorded: The first step has ended.
         sequence: The order.
     """
 
     def __init__(self) -> None:
         self.sequence: list[FSDPState] = []
-        self.is_known = False
-        self._at = 0
+        self.is_recorded = False
+        self._position = 0
 
     def begin(self) -> None:
-        """Begin at the first."""
-        self._at = 0
+        """Start from the first module."""
+        self._position = 0
 
     def skipped(self, state: FSDPState) -> Sequence[FSDPState]:
-        """Return those that come before `state`, and were not called; it is called next."""
-        if not self.is_known:
+        """Move to `state`, and return the states before it that were not called."""
+        if not self.is_recorded:
             self.sequence.append(state)
             return ()
-        if state not in self.sequence[self._at :]:
+        if state not in self.sequence[self._position :]:
             return ()
-        found = self.sequence.index(state, self._at)
-        before = self.sequence[self._at : found]
-        self._at = found + 1
+        found = self.sequence.index(state, self._position)
+        before = self.sequence[self._position : found]
+        self._position = found + 1
         return before
 
-    def coming(self) -> Sequence[FSDPState]:
-        """Return the next one, or nothing where that is not known."""
-        return self.sequence[self._at : self._at + 1] if self.is_known else ()
+    def upcoming(self) -> Sequence[FSDPState]:
+        """Return the next state, or nothing if the order is not recorded yet."""
+        return self.sequence[self._position : self._position + 1] if self.is_recorded else ()
 
     def end(self) -> Sequence[FSDPState]:
-        """Return those that were not called; from now on the order is known."""
-        rest = self.sequence[self._at :] if self.is_known else ()
-        self.is_known, self._at = True, len(self.sequence)
+        """Finish recording; return the states at the end of the order that were not called."""
+        rest = self.sequence[self._position :] if self.is_recorded else ()
+        self.is_recorded, self._position = True, len(self.sequence)
         return rest

@@ -1,10 +1,10 @@
-"""One parameter of a sharded module: its shard, and the whole that modules compute with.
+"""One parameter of a sharded module: its shard, and the unsharded parameter of computations.
 
     module.weight   between steps: the shard, an nn.Parameter that is a DTensor. Optimizers have it.
-                    in forward and backward: the whole, an nn.Parameter of its own, plain, or a
-                    DTensor of the tensor-parallel mesh.
+                    in forward and backward: the unsharded parameter, another nn.Parameter, plain or
+                    a DTensor of the tensor-parallel mesh.
 
-Autograd fills the whole's ``.grad``, and reports that it did: so it is known which parameters took
+Autograd fills the unsharded ``.grad``, and calls a hook: so it is known which parameters took
 part in a backward, however the backward reached them. The group reduces the gradient, and what is
 this rank's becomes the shard's ``.grad``. The program's hooks on the shard (`register_hook`,
 `register_post_accumulate_grad_hook`, `register_multi_grad_hook`) run then: see `run_hooks`.
@@ -99,7 +99,7 @@ _READABLE = {freed: readable for readable, freed in _FREED.items()}
 
 
 def _change_class(tensor: torch.Tensor, classes: dict[type, type]) -> None:
-    """Give a tensor the class that stands for its own; subclasses of programs keep theirs."""
+    """Exchange a tensor's class by the one in `classes`; subclasses of programs are kept."""
     if type(tensor) in classes:
         tensor.__class__ = classes[type(tensor)]
 
@@ -108,20 +108,20 @@ class FSDPParameter:
     """A parameter that a `fully_shard` call manages.
 
     Args:
-        parameter: What the modules have; plain, or a DTensor over other axes of the mesh.
+        parameter: The module's parameter; plain, or a DTensor over other axes of the mesh.
 
     Attributes:
         name: Its path in the root module, for messages.
         places: Every (module, attribute) that has it.
         dim: The dimension that is cut.
         axes: Over which.
-        policy: In which dtype modules compute with the whole.
-        files: What keeps the shard, its gradient and its optimizer state in files; or None.
-        whole_shape: Of the whole, or of this rank's tensor-parallel part of it.
+        policy: The dtype in which modules compute.
+        files: Keeps the shard, its gradient and its optimizer state in files; or None.
+        unsharded_shape: Of the unsharded parameter, or of this rank's tensor-parallel part of it.
         sharded: The nn.Parameter of this rank's shard, a DTensor.
-        whole: The nn.Parameter that modules compute with; None before it was first needed.
-        dtype: Of the whole.
-        on_gradient: Called when a backward has filled the whole's ``.grad``.
+        unsharded: The nn.Parameter that modules compute with; None before its first use.
+        dtype: Of the unsharded parameter.
+        on_gradient: Called when a backward has filled the unsharded ``.grad``.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class FSDPParameter:
         self.files = files
         self._inner = parameter.spec if isinstance(parameter, DTensor) else None
         local = own_part(parameter).detach()
-        self.whole_shape = local.shape
+        self.unsharded_shape = local.shape
         size, offset = chunk(local.shape[dim], axes.size, axes.rank)
-        # A copy, so that the memory of the whole can be freed.
+        # A copy, so that the memory of the original can be freed.
         part = local.narrow(dim, offset, size).clone(memory_format=torch.contiguous_format)
         sharded = nn.Parameter(wrap(part, axes.shard_spec(parameter, dim)), parameter.requires_grad)
         forget_replaced(parameter)  # a tied one may be taken a second time
@@ -148,16 +148,16 @@ class FSDPParameter:
             setattr(sharded, key, value)
         share_hooks(parameter, sharded)
         self.on_gradient: Callable[[FSDPParameter], None] | None = None
-        self._take(sharded)
+        self._set_sharded(sharded)
         self.accumulated: torch.Tensor | None = None
 
-    def _take(self, sharded: Any) -> None:
+    def _set_sharded(self, sharded: Any) -> None:
         self.sharded: nn.Parameter = sharded
         self.spec: DTensorSpec = sharded.spec
         low = self.policy.param_dtype if sharded.is_floating_point() else None
         self.dtype: torch.dtype = low or sharded.dtype
-        self.whole: nn.Parameter | None = None
-        self._gradient_room: torch.Tensor | None = None
+        self.unsharded: nn.Parameter | None = None
+        self._gradient_buffer: torch.Tensor | None = None
         self._mark_files()
 
     def _mark_files(self) -> None:
@@ -186,29 +186,33 @@ class FSDPParameter:
 
     @property
     def unsharded_version(self) -> int:
-        """A number that changes when the whole is written in place."""
-        return 0 if self.whole is None else self.whole._version + own_part(self.whole)._version
+        """A number that changes when the unsharded parameter is written in place."""
+        return (
+            0
+            if self.unsharded is None
+            else self.unsharded._version + own_part(self.unsharded)._version
+        )
 
     def has_changed(self) -> None:
-        """Let autograd refuse what it has saved of the whole, whose values are others now."""
-        if self.whole is not None:
-            torch.autograd.graph.increment_version(self.whole)
+        """Let autograd refuse what it has saved of the unsharded parameter."""
+        if self.unsharded is not None:
+            torch.autograd.graph.increment_version(self.unsharded)
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the module has another parameter than the shard or the whole."""
+        """Whether the module has another parameter than the sharded or the unsharded one."""
         module, name = self.places[0]
         found = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
-        return found is not self.sharded and found is not self.whole
+        return found is not self.sharded and found is not self.unsharded
 
     def adopt(self) -> bool:
-        """Take the parameter that the module has now, if it was replaced; tell whether it was.
+        """Take over the parameter that the module has now; return whether it was replaced.
 
         ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` do so, or change what it is.
         """
         module, name = self.places[0]
         found: Any = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
-        if found is self.whole:
+        if found is self.unsharded:
             found = self.sharded
         if found is self.sharded and found.spec is self.spec:
             self._mark_files()  # `to_empty` exchanges all that the object has
@@ -222,7 +226,7 @@ class FSDPParameter:
                 fix="Assign a DTensor of the same mesh and placements, or copy_ the values.",
             )
         note_replaced(self.sharded, self.now)
-        self._take(found)
+        self._set_sharded(found)
         return True
 
     def _is_shard(self, found: object) -> bool:
@@ -234,48 +238,52 @@ class FSDPParameter:
         """The shard that the program has assigned in one of the places, if any."""
         for module, name in self.places:
             found: Any = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
-            is_new = found is not self.sharded and found is not self.whole
+            is_new = found is not self.sharded and found is not self.unsharded
             if is_new and self._is_shard(found):
                 return found
         return None
 
     # ---------------------------------------------------------------- what modules have
 
-    def show_sharded(self) -> None:
-        """Let modules have the shard."""
-        self._show(self.sharded)
+    def to_sharded(self, keeps_assigned: bool = True) -> None:
+        """Let modules have the shard.
 
-    def hide_whole(self) -> None:
-        """Let modules have the shard again; or the one that was assigned, until `adopt`."""
-        assigned = self.assigned
-        self._show(self.sharded if assigned is None else assigned)
+        Args:
+            keeps_assigned: Let them have a shard that the program has assigned instead, if any.
+        """
+        assigned = self.assigned if keeps_assigned else None
+        self._set_on_modules(self.sharded if assigned is None else assigned)
 
-    def show_whole(self, tensor: torch.Tensor) -> None:
-        """Let modules have the whole, whose values lie in `tensor` [whole_shape]."""
-        if self.whole is None:
+    def to_unsharded(self, tensor: torch.Tensor) -> None:
+        """Let modules have the unsharded parameter, with values in `tensor` [unsharded_shape]."""
+        if self.unsharded is None:
             with torch.inference_mode(False):  # in which it may be needed first
-                self.whole = nn.Parameter(self._made_of(tensor), self.sharded.requires_grad)
-            note_unsharded(self.whole, self.now)  # for optimizers that are made while it is shown
+                self.unsharded = nn.Parameter(
+                    self._as_unsharded(tensor), self.sharded.requires_grad
+                )
+            note_unsharded(
+                self.unsharded, self.now
+            )  # for optimizers that are made while it is shown
             self._is_watched = False
         self.allow_reading()
-        self.whole.requires_grad_(self.sharded.requires_grad)
-        if not self._is_watched and self.whole.requires_grad:
-            self._watch(self.whole)
+        self.unsharded.requires_grad_(self.sharded.requires_grad)
+        if not self._is_watched and self.unsharded.requires_grad:
+            self._watch(self.unsharded)
             self._is_watched = True
-        self._show(self.whole)
+        self._set_on_modules(self.unsharded)
 
     def allow_reading(self) -> None:
-        """Let the program read the whole, which has its values."""
-        if self.whole is not None:
-            _change_class(own_part(self.whole), _READABLE)
+        """Let the program read the unsharded parameter, which has its values."""
+        if self.unsharded is not None:
+            _change_class(own_part(self.unsharded), _READABLE)
 
     def forbid_reading(self) -> None:
-        """Raise where the program reads the whole, which has no memory, instead of crashing."""
-        if self.whole is not None:
-            _change_class(own_part(self.whole), _FREED)
+        """Raise if the program reads the unsharded parameter, which has no memory."""
+        if self.unsharded is not None:
+            _change_class(own_part(self.unsharded), _FREED)
 
-    def _made_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole: `tensor`, or the DTensor whose part it is on this rank."""
+    def _as_unsharded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor`, or the DTensor whose part it is on this rank."""
         if self._inner is None:
             return tensor
         meta = TensorMeta(self._inner.shape, self._inner.meta.stride, self.dtype)
@@ -283,15 +291,15 @@ class FSDPParameter:
         part = tensor.detach()
         return wrap(part, spec_of(self._inner.mesh, self._inner.placements, meta))
 
-    def _watch(self, whole: nn.Parameter) -> None:
-        """Have `on_gradient` called when a backward has filled the ``.grad`` of `whole`."""
+    def _watch(self, unsharded: nn.Parameter) -> None:
+        """Have `on_gradient` called when a backward has filled the ``.grad`` of `unsharded`."""
         me = weakref.ref(self)
 
         def gradient_accumulated(filled: torch.Tensor) -> None:
             parameter = me()
             if parameter is None or parameter.on_gradient is None:
                 return
-            if filled is not parameter.whole:
+            if filled is not parameter.unsharded:
                 filled.grad = None
                 raise ModuleError(
                     "a sharded parameter was replaced between forward and backward",
@@ -302,9 +310,9 @@ class FSDPParameter:
                 )
             parameter.on_gradient(parameter)
 
-        whole.register_post_accumulate_grad_hook(gradient_accumulated)
+        unsharded.register_post_accumulate_grad_hook(gradient_accumulated)
 
-    def _show(self, parameter: nn.Parameter) -> None:
+    def _set_on_modules(self, parameter: nn.Parameter) -> None:
         for module, name in self.places:
             if "_flat_weights" in module.__dict__:  # recurrent layers keep a list besides
                 setattr(module, name, parameter)
@@ -315,29 +323,29 @@ class FSDPParameter:
 
     @property
     def gradient_has_history(self) -> bool:
-        """Whether the whole's gradient can be differentiated."""
-        gradient = None if self.whole is None else unreduced_gradient(self.whole)
+        """Whether the unsharded gradient can be differentiated."""
+        gradient = None if self.unsharded is None else unreduced_gradient(self.unsharded)
         return gradient is not None and gradient.requires_grad
 
-    def take_gradient(self, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Return the whole's gradient, with what was accumulated before, and forget both."""
+    def pop_gradient(self, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """Return the unsharded gradient plus what was accumulated before, and forget both."""
         self.accumulate(dtype)
         gradient, self.accumulated = self.accumulated, None
         return gradient
 
     def accumulate(self, dtype: torch.dtype | None) -> None:
-        """Move the whole's gradient aside, and add up in `dtype`; a later backward reduces it.
+        """Move the unsharded gradient aside, and add up in `dtype`; a later backward reduces it.
 
         What is pending over other axes, as of a norm's weight under sequence parallelism, is
         reduced here, in `dtype` too.
         """
-        gradient = None if self.whole is None else unreduced_gradient(self.whole)
-        if self.whole is None or gradient is None:
+        gradient = None if self.unsharded is None else unreduced_gradient(self.unsharded)
+        if self.unsharded is None or gradient is None:
             return
         if isinstance(gradient, DTensor):
-            assert isinstance(self.whole, DTensor)
-            gradient = part_in(gradient, self.whole, dtype)
-        self.whole.grad = None
+            assert isinstance(self.unsharded, DTensor)
+            gradient = part_in(gradient, self.unsharded, dtype)
+        self.unsharded.grad = None
         if self.accumulated is not None:
             gradient = gradient.to(dtype or gradient.dtype)
             gradient = self.accumulated.to(gradient.dtype).add_(gradient)
@@ -357,7 +365,7 @@ class FSDPParameter:
         """Return this rank's part of the reduced gradient as what `run_hooks` adds to ``.grad``."""
         return wrap(part.to(self.sharded.dtype), self.spec)
 
-    def give_gradient(self, part: torch.Tensor) -> None:
+    def add_gradient(self, part: torch.Tensor) -> None:
         """Add this rank's part of the reduced gradient to the shard's."""
         part = part.to(self.sharded.dtype)
         if self.sharded.grad is None:
@@ -370,9 +378,9 @@ class FSDPParameter:
         """Return a gradient in its file, if it is to be kept in one."""
         if self.files is None:
             return part
-        room = self._gradient_room
+        room = self._gradient_buffer
         if room is None or room.dtype != part.dtype:
-            room = self._gradient_room = self.files.zeros(part.shape, part.dtype)
+            room = self._gradient_buffer = self.files.zeros(part.shape, part.dtype)
         return part if part is room else room.copy_(part)
 
     def keep_gradient_in_file(self) -> None:

@@ -1,4 +1,4 @@
-"""What `fully_shard` is told besides modules: dtypes, where shards stay, which axes are data's."""
+"""Policies of `fully_shard`: dtypes, offloading of shards, the mesh's data axes."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Gradients of whole parameters become averaged shards: one reduce_scatter a group.
+"""Gradients of unsharded parameters become averaged shards: one reduce_scatter per group.
 
     gradients  --copy-->  flat [n, k] in the symmetric heap  --reduce_scatter-->  this rank's [k]
 
 The flat tensor has a part for each rank: of each parameter what the rank has of it, padded to a
 full part, and one element more, which is 1 where a rank has a gradient: so all know whether any
-had, and which gradients stay None. What was frozen since has this element only. Ranks of a host
-read it where it lies. The collective runs on the group's channel 1, so that gathers on channel 0
-need not wait for it.
+had, and which gradients stay None. A parameter that was frozen since has this element only. Ranks
+of a host read it in place. The collective runs on the group's channel 1, so that gathers on
+channel 0 need not wait for it.
 
 With replicas (HSDP) the parts are reduced once more, over the axis of replicas.
 
@@ -82,7 +82,7 @@ class Reduction:
         parameters: The group's.
         axes: Over which they are sharded.
         dtype: In which; None for that of the gradients.
-        divisor: What the sum is divided by; None for the number of ranks.
+        divisor: The sum is divided by it; None for the number of ranks.
         force_sum: Use a plain sum and a division instead of the collective's average.
         replicate: Reduce over the axis of replicas, too, at this backward.
         hook: Called with the reduced parts of a group's gradients, flat, which it may change; the
@@ -99,8 +99,8 @@ class Reduction:
     hook: Callable[[torch.Tensor], object] | None = None
     reduce_scatter: CustomCollective | None = None
     _carry: torch.Tensor | None = field(default=None, init=False)
-    _begun: tuple[Work | None, torch.Tensor, list[int], _Division, list[bool]] | None = field(
-        default=None, init=False
+    _pending_reduce: tuple[Work | None, torch.Tensor, list[int], _Division, list[bool]] | None = (
+        field(default=None, init=False)
     )
 
     @property
@@ -110,11 +110,11 @@ class Reduction:
 
     @property
     def is_begun(self) -> bool:
-        """Whether one has begun whose result nobody has."""
-        return self._begun is not None
+        """Whether a reduction has begun that is not finished."""
+        return self._pending_reduce is not None
 
     def begin(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Begin to reduce gradients of wholes; None is a rank that has none, which counts as zeros.
+        """Start to reduce unsharded gradients; None counts as zeros: this rank has no gradient.
 
         Collective: all ranks of the group.
         """
@@ -127,7 +127,7 @@ class Reduction:
         for number in (i for i, one in enumerate(given) if not one):
             used[:, number].zero_()
         for piece, parameter, gradient in zip(pieces, self.parameters, gradients, strict=True):
-            if gradient is None or parameter.whole_shape[parameter.dim] % size:
+            if gradient is None or parameter.unsharded_shape[parameter.dim] % size:
                 piece.zero_()
             if gradient is not None:
                 _copy_in(piece, gradient, parameter)
@@ -143,7 +143,7 @@ class Reduction:
             output = allocate((flat.shape[1],), dtype=flat.dtype, device=flat.device)
             group = self.axes.shard_group
             work = self.reduce_scatter(output, flat.view(-1), group, op, async_op=True)
-        self._begun = work, output, sizes, division, given
+        self._pending_reduce = work, output, sizes, division, given
 
     def _division(self, dtype: torch.dtype) -> _Division:
         replicas = self.axes.replicate_group
@@ -157,8 +157,8 @@ class Reduction:
 
     def finish(self) -> Sequence[torch.Tensor | None]:
         """Wait for what was begun; return this rank's parts, None where no rank had a gradient."""
-        assert self._begun is not None
-        (work, output, sizes, division, given), self._begun = self._begun, None
+        assert self._pending_reduce is not None
+        (work, output, sizes, division, given), self._pending_reduce = self._pending_reduce, None
         if work is not None:
             work.wait()
         replicas = self.axes.replicate_group
@@ -217,7 +217,7 @@ def _power_above_root(factor: float) -> int:
 
 def padded_shape(parameter: FSDPParameter, size: int) -> torch.Size:
     """Return the shape of a full part, of `size` parts; later ones may be shorter."""
-    shape = list(parameter.whole_shape)
+    shape = list(parameter.unsharded_shape)
     shape[parameter.dim] = -(-shape[parameter.dim] // size)
     return torch.Size(shape)
 
@@ -227,15 +227,15 @@ def padded_numel(parameter: FSDPParameter, size: int) -> int:
     return padded_shape(parameter, size).numel()
 
 
-def parts_of(whole: torch.Tensor, parameter: FSDPParameter, size: int) -> list[torch.Tensor]:
-    """Return the parts of a whole tensor; the last may be short, or missing."""
-    if whole.shape[parameter.dim] == 0:
+def parts_of(unsharded: torch.Tensor, parameter: FSDPParameter, size: int) -> list[torch.Tensor]:
+    """Return the parts of an unsharded tensor; the last may be short, or missing."""
+    if unsharded.shape[parameter.dim] == 0:
         return []
-    return list(whole.split(padded_shape(parameter, size)[parameter.dim], parameter.dim))
+    return list(unsharded.split(padded_shape(parameter, size)[parameter.dim], parameter.dim))
 
 
 def _copy_in(pieces: torch.Tensor, gradient: torch.Tensor, parameter: FSDPParameter) -> None:
-    """Copy a whole gradient into all ranks' padded parts [n, numel]."""
+    """Copy an unsharded gradient into all ranks' padded parts [n, numel]."""
     shape = padded_shape(parameter, len(pieces))
     for piece, part in zip(pieces, parts_of(gradient, parameter, len(pieces)), strict=False):
         size = part.shape[parameter.dim]

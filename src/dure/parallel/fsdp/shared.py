@@ -1,33 +1,35 @@
 """Strategy *shared*: the ranks of a host have a group's parameters in one block of memory.
 
-    the host's memory   |  weight (whole)           |  bias  |
+        the host's memory   |  weight (unsharded)       |  bias  |
     rank 0's shard      |  rows 0..                 |  ...   |    each shard is a view of the block
     rank 1's shard              |  rows k..         |
 
-Nothing is gathered: the whole parameter is a tensor over the block, on every rank. The host has
+Nothing is gathered: the unsharded parameter is a tensor over the block, on every rank. The host has
 each parameter once. In a lower precision (`MixedPrecisionPolicy.param_dtype`) owners cast their
-rows at each step into a second block, and the wholes lie there.
+rows at each step into a second block, which holds the unsharded parameters.
 
-Ranks take turns (`Turns`), those of the model. One *enters* when a root's forward begins, or the
-program unshards a module between steps, and waits for all: so what was written before is seen by
-all. It *leaves* when backward has ended, or a forward without gradients, and waits until all have
-left; or when the program has resharded: so a write of a shard between steps disturbs no rank. After
-a forward with gradients that no backward followed, or a backward that keeps its graph, the
-optimizer and `load_state_dict` wait likewise. These waits end as the group's calls do: a rank that
-died is a `PeerLost`, which says whether the weights are complete; one that does not arrive a
-`CommTimeout`. Before the first forward no rank reads, so no writer waits.
+Epochs (`Epochs`), those of the model, separate readers and writers. A rank *begins to read* when a
+root's forward begins, or the program unshards a module between steps, and waits for all ranks: so
+all see what was written before. It *ends reading* when backward has ended, or a forward without
+gradients, and waits until all ranks have; or, without waiting, when the program has resharded: so a
+write of a shard between steps disturbs no rank. After a forward with gradients that no backward
+followed, or a backward that keeps its graph, the optimizer and `load_state_dict` wait likewise.
+These waits end as the group's calls do: a rank that died is a `PeerLost`, which says whether the
+weights are complete; one that does not arrive a `CommTimeout`. Before the first forward no rank
+reads, so no writer waits.
 
-Wholes are not to be written: a module that does so in forward is refused, and the error names
+Unsharded parameters must not be written: a module that does so in forward is refused, and the error
+names *gathered*.
 *gathered*.
 
-Note "Is a saved value stale?". A whole and this rank's shard are tensors over one memory, but each
-has a version counter of its own. Whether a shard was written is asked whenever the rank enters, by
-comparing the shard's version with that of the last time; if it was, the whole's version is
+Note "Is a saved value stale?". An unsharded parameter and this rank's shard are tensors over one
+memory, but each has its own version counter. Each time that the rank begins to read, it compares
+the shard's version with the last one; if the shard was written, the unsharded version is
 increased, and autograd refuses what it has saved of it, as for any tensor that was written in
 place. Ranks run the same program, so where one of them writes, it is refused there.
 
 Hooks of the program may write a shard within backward (an optimizer step per parameter): its
-gradient is reduced by then, so all ranks have computed theirs. What is not over then is refused
+gradient is reduced by then, so all ranks have computed theirs. Later reads are refused
 like other writes (`has_taken_gradient`).
 """
 
@@ -45,8 +47,8 @@ from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.strategy import Strategy
 from dure.tensor.placement_types import chunk
 from dure.training import autograd_hooks
+from dure.training.epochs import Epochs, ModelEpochs, prepare
 from dure.training.memory import node_shared_zeros, piece_of, side_by_side
-from dure.training.turns import Turns, TurnsOfModel, prepare
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +74,7 @@ def why_not_shared(parameters: Sequence[FSDPParameter], axes: DataAxes) -> str |
 
 
 class Shared(Strategy):
-    """Keeps a group's parameters whole, in memory that its ranks share.
+    """Keeps a group's unsharded parameters in memory that its ranks share.
 
     Args:
         parameters: Of one dtype, cut in dimension 0, on the CPU.
@@ -95,11 +97,11 @@ class Shared(Strategy):
         super().__init__(parameters, axes)
         self._group = group = group or axes.shard_group
         self._signals = prepare(group)
-        self._turns: Turns | None = None
+        self._epochs: Epochs | None = None
         kept, read = [p.spec.meta.dtype for p in parameters], [p.dtype for p in parameters]
         self._full = _Block(parameters, kept, axes, group)
         self._read = self._full if read == kept else _Block(parameters, read, axes, group)
-        self._wholes = self._read.wholes
+        self._unsharded = self._read.unsharded
         self._versions: list[int] = []
         self._seen: dict[FSDPParameter, int | None] = dict.fromkeys(parameters)
         self.attach()
@@ -123,23 +125,23 @@ class Shared(Strategy):
 
     def _mark(self, sharded: nn.Parameter) -> None:
         """Mark a shard as shared; let optimizers wait for the turns, if any, before they write."""
-        sharded._dure_turns = self._turns  # pyright: ignore
+        sharded._dure_epochs = self._epochs  # pyright: ignore
 
     def publish(self) -> None:
-        """Take back shards that the program has put elsewhere; cast, where wholes are cast."""
+        """Move shards that the program has put elsewhere back; cast the rows for computation."""
         super().publish()
         self.attach()
         for low, full in zip(self.recomputed(), self._full.shards, strict=False):
             low.copy_(full)
 
-    def enter(self, turns: TurnsOfModel) -> Sequence[FSDPParameter]:
+    def begin_read(self, epochs: ModelEpochs) -> Sequence[FSDPParameter]:
         """Begin a step; see `Turns`, and the note "Is a saved value stale?"."""
-        own = turns.of(self._group)
-        if own is not self._turns:
-            self._turns = own
+        own = epochs.of(self._group)
+        if own is not self._epochs:
+            self._epochs = own
             for parameter in self._parameters:
                 self._mark(parameter.sharded)
-        own.enter()
+        own.begin_read()
         return [p for p in self._parameters if self._is_stale(p)]
 
     def _is_stale(self, parameter: FSDPParameter) -> bool:
@@ -152,24 +154,24 @@ class Shared(Strategy):
         return True
 
     def _have_changed(self, parameters: Sequence[FSDPParameter]) -> None:
-        """Let autograd refuse what it has saved of the wholes of `parameters`."""
-        for parameter, whole in zip(self._parameters, self._wholes, strict=True):
+        """Let autograd refuse what it has saved of the unsharded `parameters`."""
+        for parameter, unsharded in zip(self._parameters, self._unsharded, strict=True):
             if parameter in parameters:
-                torch.autograd.graph.increment_version(whole)
+                torch.autograd.graph.increment_version(unsharded)
                 parameter.has_changed()  # has the same counter, unless it is a DTensor
-        if self._versions:  # kept whole since an earlier forward
-            self._versions = [whole._version for whole in self._wholes]
+        if self._versions:  # unsharded since an earlier forward
+            self._versions = [unsharded._version for unsharded in self._unsharded]
 
     def has_taken_gradient(self, parameter: FSDPParameter) -> None:
-        """Have autograd refuse to read the whole from now on, if hooks may write the shard."""
+        """Have autograd refuse later reads of the parameter if hooks may write the shard."""
         if parameter.has_hooks and not autograd_hooks.keeps_graph():
             self._have_changed([parameter])
 
     @contextmanager
     def hooks_may_write(self, parameters: Sequence[FSDPParameter]) -> Iterator[None]:
         """Have an optimizer write at once, without waiting for the end of the ranks' backwards."""
-        assert self._turns is not None
-        with self._turns.writing_in_step():
+        assert self._epochs is not None
+        with self._epochs.writing_in_step():
             yield
         for parameter in parameters:
             self._is_stale(parameter)
@@ -187,37 +189,37 @@ class Shared(Strategy):
     @property
     def is_current(self) -> bool:
         """Whether all ranks read, and so have written what they wrote."""
-        return self._turns is not None and self._turns.is_reading
+        return self._epochs is not None and self._epochs.is_reading
 
     def before_write(self) -> None:
         """Wait until no rank reads; see `Turns`."""
-        if self._turns is not None:
-            self._turns.begin_write()
+        if self._epochs is not None:
+            self._epochs.begin_write()
 
     def recomputed(self) -> Sequence[torch.Tensor]:
         """Return this rank's rows of the low-precision block."""
         return () if self._read is self._full else self._read.shards
 
-    def tell(self, error: PeerLost) -> None:
+    def annotate(self, error: PeerLost) -> None:
         """Add to an error whether the weights are complete."""
-        if self._turns is not None:
-            self._turns.tell(error)
+        if self._epochs is not None:
+            self._epochs.annotate(error)
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Return the wholes."""
-        self._versions = [whole._version for whole in self._wholes]
-        return self._wholes
+        """Return the unsharded parameters."""
+        self._versions = [unsharded._version for unsharded in self._unsharded]
+        return self._unsharded
 
     def reshard(self, for_backward: bool = False) -> None:
-        """See that nobody has written the wholes.
+        """Check that the unsharded parameters were not written.
 
         Raises:
             ModuleError: One was written; it is named.
         """
-        for parameter, whole, version in zip(
-            self._parameters, self._wholes, self._versions, strict=False
+        for parameter, unsharded, version in zip(
+            self._parameters, self._unsharded, self._versions, strict=False
         ):
-            if whole._version != version:
+            if unsharded._version != version:
                 self._versions = []
                 raise _written(parameter)
         self._versions = []
@@ -228,16 +230,16 @@ def _written(parameter: FSDPParameter) -> ModuleError:
         "a parameter that ranks share was written in forward or backward",
         op="fully_shard",
         parameters=(parameter.name,),
-        seen=f"{parameter.name} {list(parameter.whole_shape)}",
+        seen=f"{parameter.name} {list(parameter.unsharded_shape)}",
         fix='Write it between steps; or shard the module within `with fsdp.strategy("gathered"):`.',
     )
 
 
 class _Block:
-    """Memory that the ranks of a host share, with parameters whole.
+    """Memory that the ranks of a host share, with unsharded parameters.
 
     Attributes:
-        wholes: [whole_shape] each.
+        unsharded: [unsharded_shape] each.
         shards: This rank's rows of each.
     """
 
@@ -249,7 +251,7 @@ class _Block:
         group: ProcessGroup,
     ) -> None:
         self._axes = axes
-        shapes = [p.whole_shape for p in parameters]
+        shapes = [p.unsharded_shape for p in parameters]
         *starts, nbytes = side_by_side(
             shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)
         )
@@ -259,7 +261,7 @@ class _Block:
         else:
             self._memory = files.shared_zeros(group, nbytes)
         self._starts = starts
-        self.wholes = [
+        self.unsharded = [
             _over(self._memory, start, shape, dtype)
             for shape, dtype, start in zip(shapes, dtypes, starts, strict=True)
         ]
@@ -268,11 +270,11 @@ class _Block:
     def rows_of(self, rank: int) -> list[torch.Tensor]:
         """Return the rows that a rank has of each parameter."""
         rows: list[torch.Tensor] = []
-        for whole, start in zip(self.wholes, self._starts, strict=True):
-            size, offset = chunk(whole.shape[0], self._axes.size, rank)
-            begin = start + offset * whole.shape[1:].numel() * whole.itemsize
-            shape = torch.Size((size, *whole.shape[1:]))
-            rows.append(_over(self._memory, begin, shape, whole.dtype))
+        for unsharded, start in zip(self.unsharded, self._starts, strict=True):
+            size, offset = chunk(unsharded.shape[0], self._axes.size, rank)
+            begin = start + offset * unsharded.shape[1:].numel() * unsharded.itemsize
+            shape = torch.Size((size, *unsharded.shape[1:]))
+            rows.append(_over(self._memory, begin, shape, unsharded.dtype))
         return rows
 
 

@@ -1,4 +1,4 @@
-"""How the shards of a group of parameters become whole: one interface, two ways behind it.
+"""How a group of parameters is unsharded: one interface, two implementations.
 
 *shared*: the ranks of a host have the parameters in memory that they share; a shard is a view into
 it, and nothing is gathered (shared.py). *gathered*: the usual all_gather into memory of a rank's
@@ -20,13 +20,13 @@ from dure.parallel.fsdp.parameter import FSDPParameter
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
     from dure.comm.work import Work
-    from dure.training.turns import TurnsOfModel
+    from dure.training.epochs import ModelEpochs
 
 __all__ = ["Strategy"]
 
 
 class Strategy:
-    """What makes one group's parameters whole; here with copies of this rank's own.
+    """Unshards one group's parameters; this base class works with this rank's copies.
 
     Args:
         parameters: Of one dtype.
@@ -35,7 +35,7 @@ class Strategy:
     Attributes:
         name: "shared" or "gathered".
         why: Why it was chosen.
-        frees: `reshard` frees the wholes, so that backward needs `unshard`.
+        frees: `reshard` frees the unsharded parameters, so that backward needs `unshard`.
 
     Collective: `unshard`, on all ranks of the group in the same order; `enter`.
     """
@@ -46,7 +46,7 @@ class Strategy:
 
     def __init__(self, parameters: Sequence[FSDPParameter], axes: DataAxes) -> None:
         self._parameters, self._axes = list(parameters), axes
-        self._begun: tuple[torch.Tensor, int, Work | None] | None = None
+        self._pending_gather: tuple[torch.Tensor, int, Work | None] | None = None
 
     def attach(self) -> None:
         """Take the shards that the parameters have now: first, and whenever some were replaced."""
@@ -54,7 +54,7 @@ class Strategy:
 
     def publish(self) -> None:
         """Put what others are to read where they read it; `enter` comes next."""
-        self._gathered()  # what a step that failed has begun
+        self._finish_gather()  # what a step that failed has begun
 
     @property
     def is_current(self) -> bool:
@@ -62,7 +62,7 @@ class Strategy:
         return True
 
     def is_stale(self, accumulates: bool = False) -> bool:
-        """Whether any rank's shards were written since the wholes, which were kept, were made.
+        """Whether any rank's shards were written since the kept unsharded parameters were made.
 
         Args:
             accumulates: Whether gradients are only being accumulated: no rank writes its shards, or
@@ -78,40 +78,40 @@ class Strategy:
         return False
 
     def unshard(self) -> ProcessGroup | None:
-        """Begin to make the parameters whole; nothing if they are, or have begun to be.
+        """Start to unshard the parameters; does nothing if they are unsharded, or will be soon.
 
         Returns:
             The group in which an all_gather was begun.
         """
 
-    def _gathered(self) -> torch.Tensor | None:
+    def _finish_gather(self) -> torch.Tensor | None:
         """Finish an all_gather that has begun; return what it has gathered, [ranks, k]."""
-        if self._begun is None:
+        if self._pending_gather is None:
             return None
-        (output, ranks, work), self._begun = self._begun, None
+        (output, ranks, work), self._pending_gather = self._pending_gather, None
         if work is not None:
             work.wait()
         return output.view(ranks, -1)
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Return the wholes, each [whole_shape] of its `dtype`; always the same tensors."""
+        """Return the unsharded parameters [unsharded_shape]; always the same tensors."""
         raise NotImplementedError
 
     def reshard(self, for_backward: bool = False) -> None:
-        """The wholes are not read until `unshard` comes again.
+        """The unsharded parameters are not read until the next `unshard`.
 
         Args:
-            for_backward: That is in this step's backward: what makes it cheaper may be kept.
+            for_backward: The next one is in this step's backward, so parts may be kept for it.
         """
         raise NotImplementedError
 
     def recomputed(self) -> Sequence[torch.Tensor]:
-        """Return memory of this rank's that `publish` writes anew before it is read."""
+        """Return memory of this rank that `publish` rewrites before it is read."""
         return ()
 
     # ---------------------------------------------------------------- where others read the shards
 
-    def enter(self, turns: TurnsOfModel) -> Sequence[FSDPParameter]:
+    def begin_read(self, epochs: ModelEpochs) -> Sequence[FSDPParameter]:
         """Begin to read, unless begun: a root's forward, or a backward. Wait until all have.
 
         Args:
@@ -130,7 +130,7 @@ class Strategy:
         """Raise if shards were written since `enter`, where others read them."""
 
     def has_taken_gradient(self, parameter: FSDPParameter) -> None:
-        """Note that a backward has computed this rank's gradient, and does not read the whole."""
+        """Note that a backward has this rank's gradient, and no longer reads the parameter."""
 
     @contextmanager
     def hooks_may_write(self, parameters: Sequence[FSDPParameter]) -> Iterator[None]:
@@ -141,5 +141,5 @@ class Strategy:
         """
         yield
 
-    def tell(self, error: PeerLost) -> None:
+    def annotate(self, error: PeerLost) -> None:
         """Add to an error what a rank's death has left of the parameters."""

@@ -1,4 +1,4 @@
-"""Whole weights for a moment: all of them, to be edited, or one by one, to be sent elsewhere."""
+"""Full weights for a limited time: all of them, to edit, or one by one, to send elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["full_parameters", "stream_full"]
 
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Have modules hold whole, plain parameters inside a block, in the dtype of the shards.
+    """Have modules hold full, plain parameters inside a block, in the dtype of the shards.
 
     Each rank has copies of its own, and may read and change them in place or assign others. It is
     for between steps: forward is refused inside.
@@ -28,7 +28,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False) -> Iterator[No
     Args:
         model: Has sharded modules within, or is one.
         writeback: Afterwards each rank takes its shards from its copies, which all ranks have
-            changed alike; otherwise, or where the block raises, changes are lost.
+            changed the same way; otherwise, or if the block raises, changes are lost.
 
     Raises:
         ModuleError: Nothing of the model is sharded.
@@ -38,7 +38,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False) -> Iterator[No
         All ranks of the mesh, on entering.
 
     Cost:
-        An all_gather a parameter; the memory of the whole model on each rank.
+        An all_gather per parameter; the memory of the full model on each rank.
     """
     groups = [group for s in states_in(model, "full_parameters") for group in s.groups]
     for group in groups:
@@ -48,44 +48,44 @@ def full_parameters(model: nn.Module, *, writeback: bool = False) -> Iterator[No
     for parameter in parameters:
         shard: Any = parameter.sharded
         with torch.no_grad():
-            whole = nn.Parameter(shard.full_tensor(), requires_grad=shard.requires_grad)
+            unsharded = nn.Parameter(shard.full_tensor(), requires_grad=shard.requires_grad)
         for module, name in parameter.places:
-            setattr(module, name, whole)
+            setattr(module, name, unsharded)
     try:
         yield
         if writeback:
-            wholes = [_checked(p) for p in parameters]
+            edited = [_checked(p) for p in parameters]
             for group in groups:
                 group.strategy.before_write()
-            for parameter, whole in zip(parameters, wholes, strict=True):
+            for parameter, unsharded in zip(parameters, edited, strict=True):
                 spec = parameter.spec
                 with torch.no_grad():
                     parameter.sharded.copy_(
-                        distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None)
+                        distribute_tensor(unsharded, spec.mesh, spec.placements, src_data_rank=None)
                     )
     finally:
         for parameter in parameters:
-            parameter.show_sharded()
+            parameter.to_sharded(keeps_assigned=False)
 
 
 def _checked(parameter: FSDPParameter) -> torch.Tensor:
     module, name = parameter.places[0]
-    whole: torch.Tensor = getattr(module, name).detach()
-    if whole.shape != parameter.sharded.shape:
+    unsharded: torch.Tensor = getattr(module, name).detach()
+    if unsharded.shape != parameter.sharded.shape:
         raise ShapeError(
-            "a whole parameter cannot be written back",
+            "a full parameter cannot be written back",
             op="full_parameters",
             seen=f"{parameter.name} is {list(parameter.sharded.shape)}, its new value "
-            f"{list(whole.shape)}",
+            f"{list(unsharded.shape)}",
             fix="Change the shape of a parameter before fully_shard.",
         )
-    return whole
+    return unsharded
 
 
 def stream_full(
     model: nn.Module, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Go through a model's parameters and persistent buffers: names and whole tensors, one by one.
+    """Iterate over a model's parameters and persistent buffers: names and full tensors.
 
     What a sampler or an exporter takes. Names are those of `state_dict()`. Plain tensors among
     sharded ones are given as they are.
@@ -95,10 +95,10 @@ def stream_full(
         dtype: Of floating-point tensors; None leaves it.
 
     Yields:
-        A name and its tensor, which is freed when the program lets go of it.
+        A name and its tensor, which is freed when the program drops it.
 
     Collective:
-        All ranks of the mesh go through it alike, to its end.
+        All ranks of the mesh iterate over it to its end.
 
     Cost:
         An all_gather a sharded tensor, in `dtype`; the memory of one at a time.
@@ -107,10 +107,10 @@ def stream_full(
         state = model.state_dict()
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor):
-            yield name, _whole(tensor, dtype)
+            yield name, _full(tensor, dtype)
 
 
-def _whole(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _full(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     with torch.no_grad():
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)

@@ -32,9 +32,9 @@ def test_training_equals_one_rank_with_the_same_bits_each_time(
 @pytest.mark.parametrize(
     ("way", "phase", "note"),
     [
-        ("shared", "forward", "are whole"),
-        ("shared", "backward", "are whole"),
-        ("shared", "step", "not whole"),
+        ("shared", "forward", "are complete"),
+        ("shared", "backward", "are complete"),
+        ("shared", "step", "incomplete"),
         ("gathered", "backward", ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""Turns that a rank drops while others still signal."""
+"""Epochs that a rank drops while others still signal."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 import dure
 from dure.comm.world import resolve
 from dure.testing import run_ranks
-from dure.training.turns import Turns
+from dure.training.epochs import Epochs
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_that_have_dropped_their_turns_are_signaled_without_harm(size: int) -> None:
+def test_ranks_that_have_dropped_their_epochs_are_signaled_without_harm(size: int) -> None:
     """Nothing that they have allocated since is written."""
 
     def body(rank: int) -> None:
         group = resolve(None, "test")
-        turns = Turns(group)
-        turns.enter()
+        epochs = Epochs(group)
+        epochs.begin_read()
         if rank == 0:
-            del turns
+            del epochs
             others = [dure.symmetric_memory.empty(64) for _ in range(8)]
             for each in others:
                 each.zero_()
@@ -30,7 +30,7 @@ def test_ranks_that_have_dropped_their_turns_are_signaled_without_harm(size: int
             assert not any(each.any() for each in others)
         else:
             dure.barrier()
-            turns.leave(together=False)
+            epochs.end_read(together=False)
             dure.barrier()
 
     run_ranks(size, body)
@@ -41,14 +41,14 @@ def test_a_rank_that_runs_the_model_alone_is_told_to_let_all_run_it() -> None:
 
     def body(rank: int) -> str:
         group = resolve(dure.new_group(), "test")
-        turns = Turns(group)
-        turns.enter()
+        epochs = Epochs(group)
+        epochs.begin_read()
         group.set_timeout(timedelta(seconds=0.2))
         if rank == 1:
             dure.barrier()
             return ""
         with pytest.raises(dure.CommTimeout) as caught:
-            turns.leave(together=True)
+            epochs.end_read(together=True)
         dure.barrier()
         return caught.value.__notes__[0]
 
