@@ -1,5 +1,7 @@
 """Which states may follow which: the tables, written a second time by hand."""
 
+from typing import Any
+
 import pytest
 
 from dure.errors import InternalError
@@ -29,7 +31,7 @@ LEGAL = {
     [(ShardedState, SHARDED_TRANSITIONS), (TrainingState, TRAINING_TRANSITIONS)],
     ids=["sharded", "training"],
 )
-def test_only_the_listed_transitions_are_legal(states, table) -> None:
+def test_only_the_listed_transitions_are_legal(states: Any, table: Any) -> None:
     for old in states:
         for new in states:
             if new.name in LEGAL[old.name].split():
