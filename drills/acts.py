@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from drills.jobs import Agent, Job
-from drills.plans import ASKED, GONE, Death, Kill
+from drills.plans import ASKED, GONE, LEASE_S, Death, Kill
 from tests.waiting import listening
 
 _POINTS = {
@@ -137,6 +137,7 @@ def _coordinator(job: Job) -> Agent | None:
 
 def _harmless(job: Job, kill: Kill) -> Death:
     agent = job.running[int(kill.pick * len(job.running))]
+    everyone = False
     if kill.victim in _HELPERS:
         ranks = {worker["pid"] for worker in job.workers()}  # which have the zygote's words
         for pid in set(_children(agent)) - ranks:
@@ -148,10 +149,12 @@ def _harmless(job: Job, kill: Kill) -> Death:
         if kill.victim == "worker stopped":
             workers = job.workers()
             pid = workers[int(kill.pick * len(workers))]["pid"]
+        elif job.plan.agents > 1:
+            everyone = agent is _coordinator(job) and kill.stop_s > LEASE_S
         _kill(pid, signal.SIGSTOP)
         time.sleep(kill.stop_s)
         _kill(pid, signal.SIGCONT)
-    return Death(kill, time.monotonic(), set())
+    return Death(kill, time.monotonic(), set(), everyone=everyone)
 
 
 def _children(agent: Agent) -> list[int]:

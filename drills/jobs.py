@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drills.plans import ASKED, GONE, SAMPLES, Death, Kill, Plan
+from drills.plans import ASKED, GONE, LEASE_S, SAMPLES, Death, Kill, Plan
 from dure.launch.ranks.ports import reserve_port
 from tests.launch.procs.launching import Launching
 from tests.waiting import key_file, until
@@ -81,7 +81,7 @@ class Job:
         if plan.agents > 1:
             words += ["--nnodes", f"{plan.min_agents}:{plan.agents}"]
             words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "drill"]
-            words += ["--rdzv-conf", "join_timeout=10,last_call_timeout=5,lease=5"]
+            words += ["--rdzv-conf", f"join_timeout=10,last_call_timeout=5,lease={LEASE_S}"]
         process = self._jobs.start(
             *words,
             PROGRAMS,
@@ -257,12 +257,21 @@ class Job:
             raise Odd(f"{len(pids)} processes have trained, though {most} would have done")
 
     def _check_no_commit_is_lost(self) -> None:
-        """Check that who begins after a commit was seen begins no earlier than that commit."""
+        """Check that a rank that begins after a commit was seen begins no earlier than that.
+
+        Where all ranks were lost, an elastic job has nothing to go on from: it begins anew, once.
+        """
         steps = 0
+        losses = [death.at for death in self.deaths if death.everyone]
         for entry in sorted(self.said(), key=lambda entry: entry["at"]):
             if entry["word"] == "committed":
                 steps = max(steps, entry["step"])
-            elif entry["word"] == "begin" and entry["step"] < steps:
+            elif entry["word"] != "begin":
+                continue
+            elif entry["step"] == 0 and losses and losses[0] < entry["at"]:
+                losses.pop(0)
+                steps = 0
+            elif entry["step"] < steps:
                 raise Odd(f"a rank has begun at step {entry['step']}, and {steps} were committed")
 
 

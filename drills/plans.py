@@ -9,6 +9,7 @@ two, which changes no end while restarts are left. What must make no difference 
   comes back under another name: a restart of a job that has enough of them.
 - Without its reaper a job goes on, and without its zygote; ranks that are replaced start afresh.
 
+Stopped past its lease, the coordinator ends the ranks of all hosts: an elastic job begins anew.
 Who coordinates ends the job for all: told to end, with that code; killed, with 1 for the others.
 """
 
@@ -52,6 +53,9 @@ HARMLESS = ("worker stopped", "agent stopped", "reaper", "zygote")
 
 _HARMLESS_WEIGHTS = (3, 3, 3, 1)
 
+LEASE_S = 5.0
+"""The lease of the jobs' hosts."""
+
 _LONG_S = (7.5, 10.0)
 """For so long an agent is stopped whom the others are to give up: longer than lease and margin."""
 
@@ -90,6 +94,7 @@ class Death:
         at: When.
         who: The local ranks who died; or `GONE` or `ASKED` of an agent itself.
         coordinator: Whether it was the agent on whom all others depend.
+        everyone: Whether the ranks of all hosts have ended, with what they had in memory.
         recovery_s: From then to the next commit.
     """
 
@@ -97,6 +102,7 @@ class Death:
     at: float
     who: set[int]
     coordinator: bool = False
+    everyone: bool = False
     recovery_s: float = float("nan")
 
 
