@@ -95,21 +95,6 @@ def test_log_directory_that_every_user_may_write_to_is_refused(tmp_path: Path) -
     check_program(JobSpec(program=__file__, log_dir=tmp_path / "mine"))
 
 
-def test_possible_numbers_pass() -> None:
-    check_program(
-        JobSpec(
-            program=__file__,
-            nproc=2,
-            nnodes=(1, 4),
-            endpoint="[::1]:29400",
-            node_rank=3,
-            elastic=True,
-            min_ranks=8,
-            tee={0: Std.OUT},
-        )
-    )
-
-
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("gpus", [False, True])
 def test_bindings_near_gpus_are_refused_on_a_host_without(

@@ -118,13 +118,6 @@ def test_what_systems_really_set_makes_no_note_but_of_the_trap_of_world_size():
     assert any("Lightning" in note for note in detect(seen.LIGHTNING_CHILD).notes)
 
 
-def test_number_of_a_special_step_is_a_number():
-    """Every batch script has one, and nothing is wrong with it."""
-    for step in ("4294967290", "4294967291"):
-        notes = detect(seen.SLURM_STEP | {"SLURM_STEP_ID": step}).notes
-        assert not [note for note in notes if "STEP" in note]
-
-
 def test_malformed_number_is_passed_over_with_a_note():
     found = detect(seen.SLURM_STEP | {"SLURM_PROCID": "five"})
     assert found.member is None
@@ -164,8 +157,3 @@ def test_detection_never_fails_and_numbers_stay_in_bounds(environ):
     if found.slot is not None:
         assert found.slot.node_rank >= 0
     assert (found.system is System.NOBODY) <= (found.member is None)
-
-
-@given(st.text())
-def test_derived_port_is_neither_well_known_nor_ephemeral(job):
-    assert 15_000 <= derived_port(job) <= 29_000

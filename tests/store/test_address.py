@@ -8,7 +8,6 @@ import pytest
 from dure.errors import StoreError
 from dure.store import HashStore, TCPStore, address
 from dure.store.address import Address, is_local, outward_address, resolve, resolve_shared
-from dure.store.init_method import read_init_method
 from dure.store.key import mint
 from dure.store.listener import listen
 from tests.waiting import PATIENCE_S
@@ -28,22 +27,6 @@ def test_a_wildcard_is_refused_however_it_is_spelled(host: str) -> None:
 def test_the_last_door_is_guarded_too() -> None:
     with pytest.raises(StoreError):
         listen(Address(family=socket.AF_INET, ip="0.0.0.0", port=0))
-
-
-def test_init_method_and_master_addr_may_not_be_wildcards(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StoreError):
-        read_init_method("tcp://0.0.0.0:29500", 0, 1).endpoint.open(0, 1, 5)
-    for name, value in (
-        *(("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "0.0.0.0")),
-        *(("MASTER_PORT", "29500"), ("LOCAL_WORLD_SIZE", "1")),
-    ):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(StoreError):
-        read_init_method(None, -1, -1).endpoint.open(0, 1, 5)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")  # more than are here: on several hosts
-    with pytest.raises(StoreError):
-        read_init_method(None, -1, -1).endpoint.open(0, 2, 5)
 
 
 def test_a_wildcard_is_taken_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

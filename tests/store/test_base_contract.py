@@ -85,19 +85,13 @@ class TestContract:
 
     def test_wait_too_long_names_the_missing_keys(self, pair: Pair) -> None:
         pair[0].set("there", "")
+        pair[1].set_timeout(SOON)
         with pytest.raises(StoreTimeout) as caught:
-            pair[1].wait(["there", "nope"], SOON)
+            pair[1].multi_get(["there", "nope"])
         assert [key.rpartition("/")[2] for key in caught.value.keys] == ["nope"]
         assert caught.value.elapsed_s is not None
         assert caught.value.elapsed_s >= SOON.total_seconds()
         assert isinstance(caught.value, TimeoutError)
-
-    def test_get_obeys_set_timeout(self, pair: Pair) -> None:
-        pair[0].set_timeout(SOON)
-        assert pair[0].timeout == SOON
-        with pytest.raises(StoreTimeout):
-            pair[0].get("nope")
-        pair[0].set_timeout(TIMEOUT)
 
     def test_add_from_many_threads_loses_nothing(self, pair: Pair) -> None:
         with ThreadPoolExecutor(4) as pool:

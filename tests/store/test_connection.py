@@ -8,7 +8,6 @@ import zmq
 
 from dure.errors import StoreTimeout
 from dure.store import JobKey, connection, router
-from dure.store.address import is_refused
 from dure.store.connection import Connection, dial
 from dure.store.network import NetworkStore
 
@@ -42,12 +41,3 @@ def test_a_server_that_says_nothing_is_tried_again_before_it_would_hang_up(monke
         silent.setblocking(False)
         for _ in range(2):
             silent.accept()[0].close()
-
-
-def test_a_host_refuses_connections_where_nobody_listens_any_more() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        endpoint = f"tcp://127.0.0.1:{there.getsockname()[1]}"
-        assert not is_refused(endpoint)  # though nobody accepts it
-    assert is_refused(endpoint)
-    assert not is_refused("ipc://@nothing")
-    assert not is_refused("tcp://no.such.name.invalid:1")

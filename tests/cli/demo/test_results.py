@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dure.cli.demo.results import Run, comparison, report
 
 
@@ -17,13 +15,6 @@ def finished_run(ranks: int, step_s: float, communication_s: float = 0.0) -> Run
     run.add({"accuracy": 0.5})
     run.add({"accuracy": 0.9})
     return run
-
-
-def test_losses_are_means_of_the_last_steps_over_training_time() -> None:
-    curve = finished_run(1, step_s=0.5).curve()  # losses 8, 4, 2, ...
-    assert [at for at, _ in curve[:3]] == [0.5, 1.0, 1.5]
-    assert [loss for _, loss in curve[:4]] == pytest.approx([8, 6, 14 / 3, 3.75])
-    assert curve[-1][1] == pytest.approx(16 * (2**-9 - 2**-20) / 11)  # of eleven steps
 
 
 def test_comparison_shows_what_the_last_run_gains() -> None:

@@ -103,14 +103,3 @@ def test_report_is_markdown_with_a_part_that_fails_named_and_all_others_there(
     assert text.count("```") == 2 * len(titles)
     assert "warning  cores: few ''' of them" in text
     assert "-> More." in text
-
-
-def test_report_needs_neither_torch_nor_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise report.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(report.metadata, "version", missing)
-    monkeypatch.setattr(report, "kernel_text", lambda path: "")
-    text = report.report([])
-    assert "torch: " not in text
-    assert "could not be read" not in text

@@ -112,25 +112,12 @@ def test_who_was_given_up_or_is_no_member_changes_nothing(job: Job, late: Messag
     assert pack(job.state) == before
 
 
-def test_the_reapers_report_is_believed_at_once(job: Job) -> None:
-    assert job.ask(Leave("b", b"b", "its launcher was killed"), "reaper") == Accepted()
-    assert job.state._faults.lost == {"b": "its launcher was killed"}
-
-
 def test_a_host_that_comes_back_takes_the_place_of_its_former_member(job: Job) -> None:
     for _ in range(2):  # the first answer was lost
         assert isinstance(job.join("c", former="b"), Admitted)
         assert job.state.agents == ("a", "c")
     assert job.join("b") == Gone()  # a late request revives nobody
     assert job.state.agents == ("a", "c")
-
-
-def test_names_of_former_members_do_not_fill_the_memory(job: Job) -> None:
-    for number in range(3000):
-        job.join(f"{number}")
-        job.ask(Leave(f"{number}", f"{number}".encode()))
-    assert len(job.coordinator._former) < 2000
-    assert job.join("2999") == Gone()
 
 
 def test_a_job_that_is_over_is_joined_only_by_its_members_to_learn_how(job: Job) -> None:

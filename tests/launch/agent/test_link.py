@@ -122,14 +122,6 @@ def test_who_finds_nobody_says_so_and_names_a_port_that_is_taken(
         assert (f"port {port} of this host is taken" in text) == taken
 
 
-def test_a_port_that_the_coordinator_has_is_not_named_when_it_is_lost(port: int) -> None:
-    key, spec = mint(), job(port)
-    with linked(spec, key) as first, linked(spec, key) as second:
-        first.join("a")
-        second.join("b")
-        assert second.endpoint.trouble == ""
-
-
 @pytest.mark.parametrize(
     ("silence", "conf", "lease_s"), [("", None, 15), ("45", None, 45), ("45", 7.5, 7.5)]
 )

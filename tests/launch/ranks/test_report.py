@@ -96,22 +96,6 @@ def test_reader_waits_for_the_last_operation_of_a_rank_that_tells_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"{\n",
-        b"{}\n",
-        b'{"crash": {"type": 1}}\n',
-        b'{"crash": {"type": "\\udcff"}}\n',
-        b"\xff\xfe\n",
-    ],
-)
-def test_reader_ignores_garbage(data: bytes) -> None:
-    reader = ReportReader()
-    reader.feed(data + b"\n")
-    assert reader.crash is None
-
-
-@pytest.mark.parametrize(
     ("ranks", "cause"),
     [
         (((1, 2), (15, None, True), (9, None)), 2),  # whom the survivor lost

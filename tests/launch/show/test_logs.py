@@ -97,11 +97,6 @@ def test_journal_tells_what_happened_and_how_the_job_ended(tmp_path: Path) -> No
     assert (tmp_path / "launcher.node1.log").read_text() == "early\nhello \\udcff\n"
 
 
-def test_directory_is_made_for_the_user_alone(tmp_path: Path) -> None:
-    Logs(JobSpec(program="x", log_dir=tmp_path / "mine")).close()
-    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
-
-
 def test_logs_have_a_size_limit_and_the_latest_files_are_kept(tmp_path: Path) -> None:
     logs = Logs(JobSpec(program="x", nproc=2, log_dir=tmp_path, log_max_bytes=10, log_keep=2))
     logs.begin(round_())
