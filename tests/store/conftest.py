@@ -25,17 +25,13 @@ from dure.store.identity import Identity, myself
 from dure.store.key import mint
 from dure.store.listener import listen
 from dure.store.server import StoreServer
-from tests.store.fake_etcd import FakeEtcd, fake_etcd
 from tests.store.procs import etcd
 from tests.waiting import PATIENCE_S
 
 TIMEOUT = timedelta(seconds=PATIENCE_S)
 KINDS = [
-    "hash",
-    "file",
-    "tcp",
-    "etcd",
-    "prefix-hash",
+    *("hash", "file", "tcp", "prefix-hash"),
+    pytest.param("etcd", marks=pytest.mark.needs("etcd")),
 ]
 
 JOB_VARIABLES = (
@@ -43,13 +39,16 @@ JOB_VARIABLES = (
     "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT DURE_STORE_ADDR DURE_STORE_BIND "
     "DURE_JOB_KEY_FD DURE_JOB_KEY_FILE DURE_INSECURE"
 )
-servers: list[etcd.Etcd | FakeEtcd] = []
+servers: list[etcd.Etcd] = []
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_etcd_for_all() -> Iterator[None]:
-    """Start a real member before the first module; where etcd is not installed, a fake one."""
-    with fake_etcd() if etcd.PROGRAM is None else etcd.etcd() as server:
+    """Start a member before the first module, where etcd is installed."""
+    if etcd.PROGRAM is None:
+        yield
+        return
+    with etcd.etcd() as server:
         servers.append(server)
         yield
 

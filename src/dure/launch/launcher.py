@@ -22,7 +22,7 @@ from dure.errors import LaunchError
 from dure.launch.local import LocalJob
 from dure.launch.ranks.cores import threads_for
 from dure.launch.ranks.environment import JobAddress
-from dure.launch.ranks.errorfiles import error_directory
+from dure.launch.ranks.errorfiles import temporary_folder
 from dure.launch.ranks.processes import adopting_orphans
 from dure.launch.ranks.reaper import Reaper
 from dure.launch.ranks.zygote import Zygote
@@ -71,7 +71,8 @@ def launch(
         key_fd = enter(_secret_memory("dure-job-key"))
         password_fd = enter(_password_memory(spec))
         reaper = enter(contextlib.closing(Reaper(name, zygote.pid if zygote else None)))
-        enter(error_directory(spec, name))  # which the reaper removes if we cannot
+        if spec.log_dir is None:
+            enter(temporary_folder(name))  # for error files; the reaper removes it if we cannot
         enter(adopting_orphans())
         terminal = enter(contextlib.closing(Terminal(spec)))
         health = enter(_health_server(spec))

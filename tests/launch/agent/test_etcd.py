@@ -1,4 +1,4 @@
-"""The job's state in etcd: two agents that change one key, at a member that the test plays."""
+"""The job's state in etcd: two agents that change one key."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from dure.launch.agent.messages import (
     View,
     Watch,
 )
-from dure.store.etcd_gateway import EtcdOptions
-from tests.store.fake_etcd import FakeEtcd, fake_etcd
+from dure.store.etcd_gateway import Connection, EtcdOptions, Json
+from tests.store.procs import etcd
 from tests.waiting import until
 
+pytestmark = pytest.mark.needs("etcd")
 SETTINGS = Settings(min_hosts=2, max_hosts=2, run_id="job", lease_s=20.0)
 
 
 @pytest.fixture
-def server() -> Iterator[FakeEtcd]:
-    with fake_etcd() as found:
+def server() -> Iterator[etcd.Etcd]:
+    with etcd.etcd() as found:
         yield found
 
 
 @contextlib.contextmanager
-def control(server: FakeEtcd) -> Iterator[EtcdControl]:
+def control(server: etcd.Etcd) -> Iterator[EtcdControl]:
     with contextlib.closing(
         EtcdControl(EtcdOptions(endpoints=(server.names,)), "job", 5.0)
     ) as found:
@@ -51,7 +52,7 @@ def joins(to: EtcdControl, agent: str, former: str = "", **other: int) -> Answer
     return to.ask(Join(joined, agent.encode(), settings, False, former))
 
 
-def test_two_hosts_join_one_job_and_learn_what_to_do(server: FakeEtcd) -> None:
+def test_two_hosts_join_one_job_and_learn_what_to_do(server: etcd.Etcd) -> None:
     with control(server) as one, control(server) as two:
         assert isinstance(joins(one, "a"), Admitted)
         view = one.ask(Watch("a", b"a"), 5.0)
@@ -61,24 +62,34 @@ def test_two_hosts_join_one_job_and_learn_what_to_do(server: FakeEtcd) -> None:
         later = one.ask(Watch("a", b"a", view.revision), 60.0)
         assert isinstance(later, View) and isinstance(later.action, Work)
         assert one.ask(Tell("a", b"a")) == Accepted()
-        assert two.ask(Leave("b", b"another")) == Gone()
         assert two.ask(Leave("b", b"b")) == Accepted()
         assert two.ask(Watch("b", b"b"), 5.0) == Gone()
+        assert one.ask(Leave("a", b"another")) == Gone()
 
 
-def test_a_host_that_comes_back_to_no_job_finds_none(server: FakeEtcd) -> None:
+def test_a_host_that_comes_back_to_no_job_finds_none(server: etcd.Etcd) -> None:
     with control(server) as one:
         assert joins(one, "b", former="a") == NoJob()
 
 
-def test_an_agent_that_waits_asks_for_nothing(server: FakeEtcd) -> None:
+def test_an_agent_that_waits_asks_for_nothing(
+    server: etcd.Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams: list[int] = []
+    events = Connection.events
+
+    def counted(self: Connection, where: Json, since: int) -> Iterator[int]:
+        streams.append(since)
+        return events(self, where, since)
+
+    monkeypatch.setattr(Connection, "events", counted)
     with control(server) as one, control(server) as two, ThreadPoolExecutor(1) as thread:
         joins(one, "a")
         view = one.ask(Watch("a", b"a"), 5.0)
         for agent in "bcd":  # each change is read through the stream that is open
             assert isinstance(view, View)
             waiting = thread.submit(one.ask, Watch("a", b"a", view.revision), 60.0)
-            until(lambda: server.requests["watch"] == 1)
+            until(lambda: len(streams) == 1)
             assert isinstance(joins(two, agent), Admitted)
             view = waiting.result()
-        assert server.requests["watch"] == 1
+        assert len(streams) == 1

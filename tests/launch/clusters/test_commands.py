@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from dure.errors import UsageError
-from dure.launch.clusters.commands import HostsJob, first_lines, host_command, shown_command
+from dure.launch.clusters.commands import HostsJob, first_lines, host_command
 from dure.launch.clusters.hosts import Slots
 
 JOB = HostsJob(
@@ -50,16 +50,6 @@ def test_hosts_shell_reads_variables_and_leaves_the_key(shell, tmp_path):
 def test_value_of_several_lines_is_refused():
     with pytest.raises(UsageError):
         first_lines(dataclasses.replace(JOB, exports={"A": "1\n2"}), bytes(32))
-
-
-def test_shown_commands_are_words_of_a_shell():
-    for number in range(2):
-        head, *_, host, command = shlex.split(shown_command(JOB, number))
-        assert (head, host) == ("ssh", f"n{number + 1}")
-        words = shlex.split(command)
-        assert words[:2] == ["cd", JOB.directory]
-        assert "--leash" not in words and "--key-stdin" not in words
-        assert words[words.index("--node-rank") + 1] == str(number)
 
 
 def test_agents_are_killed_only_after_the_documented_time_to_save():

@@ -118,21 +118,6 @@ def test_who_is_left_when_the_coordinator_is_started_again_joins_the_new_job(cre
     assert [host.end() for host in crew.hosts[1:]] == [0, 0]
 
 
-@pytest.mark.slow
-def test_a_host_takes_its_leave_and_another_comes_without_a_restart(crew: Crew) -> None:
-    flags = ("--nnodes", "1:2", "--nproc", "1", *CONF)
-    two(crew, flags)
-    leaving = crew.hosts[1]
-    leaving.process.send_signal(signal.SIGTERM)
-    again = crew.round(1, 1)
-    assert again[0].host == "a"
-    assert leaving.end() == 128 + signal.SIGTERM
-    crew.start("c", *flags)
-    assert [start.host for start in crew.round(2, 2)] == ["a", "c"]
-    crew.finish()
-    assert [host.end() for host in (crew.hosts[0], crew.hosts[2])] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("flags", "which"), [(FIXED, 1), (OPEN, 0)], ids=["one of a fixed number", "the coordinator"]
 )

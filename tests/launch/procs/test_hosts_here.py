@@ -1,15 +1,9 @@
-"""`dure run --hosts` on this host alone: its signals, its output, and hosts that fail.
-
-No sshd is needed: this host gets its agent without ssh, and in some tests a program in place of ssh
-runs the command here, as if hosts a and b were elsewhere.
-"""
+"""`dure run --hosts` on this host alone, which gets its agent without ssh: signals and output."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -75,49 +69,3 @@ def test_stopped_reader_does_not_keep_signals_from_the_hosts(job: Launching) -> 
     until((job.directory / "full").exists, "a rank that cannot write")
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(PATIENCE_S) == 130
-
-
-SSH = """\
-#!/bin/sh
-while [ "$1" != -- ]; do
-    case $1 in -G) asks=1 ;; esac
-    shift
-done
-if [ -n "$asks" ]; then echo "hostname 127.0.0.1"; exit; fi
-if [ "$2" = nowhere ]; then echo "ssh: no such host" >&2; exit 255; fi
-shift 2
-exec sh -c "$*"
-"""
-FAIL = """
-    import os, signal
-    print("rank", os.environ["RANK"], flush=True)
-    if os.environ["RANK"] == "2":
-        os._exit(7)
-    signal.pause()
-"""
-
-
-@pytest.fixture
-def path(job: Launching) -> dict[str, str]:
-    """Return variables with which the program in place of ssh is found."""
-    ssh = Path(job.write(SSH, "bin/ssh"))
-    ssh.chmod(0o755)
-    return {"PATH": f"{ssh.parent}:{os.environ['PATH']}"}
-
-
-def test_exit_code_is_that_of_the_first_host_that_failed(
-    job: Launching, path: dict[str, str]
-) -> None:
-    flags = ("--hosts", "a,b", "--nproc", "2", "--no-zygote", "--no-fold")
-    done = job.run(*flags, job.write(FAIL), env=path)
-    assert done.code == 7, done.err
-    assert {line.partition("] ")[2] for line in done.out.splitlines()} >= {"rank 2"}
-    assert "rank 2 on" in done.err
-
-
-def test_host_that_cannot_be_reached_is_named_and_the_others_end(
-    job: Launching, path: dict[str, str]
-) -> None:
-    done = job.run("--hosts", "a,nowhere", "--no-zygote", job.write(FAIL), env=path)
-    assert done.code == 255
-    assert "host nowhere cannot be reached, or was lost: ssh: no such host" in done.err

@@ -25,6 +25,7 @@ with dure.process_group():
     print(os.environ["GREETING"], ones.tolist(), dure.get_world_size(), flush=True)
 """
 TELL = "import os; print(*(os.environ.get(n) for n in ('GREETING', 'RANK', 'WORLD_SIZE')))"
+FAIL = "import os, signal; os._exit(7) if os.environ['RANK'] == '2' else signal.pause()"
 WAIT = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
 
 
@@ -71,6 +72,13 @@ def test_ranks_on_two_hosts_compute_together_with_the_users_slots_and_variables(
     assert job.returncode == 0, err
     lines = [f"[{who}] a b'c [3.0, 3.0, 3.0] 3" for who in ("a:2", "b:0", "b:1")]
     assert sorted(out.splitlines()) == lines
+
+
+def test_exit_code_is_that_of_the_first_host_that_failed(start):
+    job = start("a,b", FAIL, "--nproc", "2")
+    _, err = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 7, err
+    assert "rank 2 on" in err
 
 
 def test_ctrl_c_ends_all_hosts(start, tmp_path):

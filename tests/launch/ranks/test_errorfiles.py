@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dure.errorfile import RecordedError, read_error, write_error
-from dure.launch.ranks.errorfiles import error_directory, known_crash, private_directory
-from dure.launch.spec import Crash, Exit, JobSpec
+from dure.launch.ranks.errorfiles import known_crash, private_directory, temporary_folder
+from dure.launch.spec import Crash, Exit
 
 CRASH = Crash(type="ValueError", message="told", traceback="Traceback ...")
 
@@ -38,9 +38,7 @@ def test_private_directory_lives_as_long_as_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with error_directory(JobSpec(program="p"), "job"):
+    with temporary_folder("job"):
         assert private_directory("job").stat().st_mode & 0o777 == 0o700
         (private_directory("job") / "file").write_text("")
     assert list(tmp_path.iterdir()) == []
-    with error_directory(JobSpec(program="p", log_dir=tmp_path / "logs"), "job"):
-        assert list(tmp_path.iterdir()) == []

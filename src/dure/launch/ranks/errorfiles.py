@@ -17,7 +17,6 @@ from dure.errorfile import RecordedError, read_error, write_error
 from dure.launch.spec import Crash, Exit, JobSpec
 
 __all__ = [
-    "error_directory",
     "error_file",
     "known_crash",
     "private_directory",
@@ -31,20 +30,6 @@ _MAX_TEXT = 8_000  # characters, as of a crash that a rank reports itself
 def private_directory(job: str) -> Path:
     """Return the directory of the job named `job`, whether or not it exists."""
     return Path(tempfile.gettempdir()) / f"dure_{job}"
-
-
-@contextlib.contextmanager
-def error_directory(spec: JobSpec, job: str) -> Iterator[None]:
-    """Keep a place for error files while the job runs.
-
-    Raises:
-        OSError: It cannot be made.
-    """
-    if spec.log_dir is not None:
-        yield
-        return
-    with temporary_folder(job):
-        yield
 
 
 @contextlib.contextmanager

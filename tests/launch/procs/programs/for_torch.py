@@ -1,7 +1,6 @@
 """A program for torch.distributed; test_spawn_in_every_way.py changes its one import.
 
 for_torch.py env                          RANK and the other variables are set
-for_torch.py URL RANK SIZE [BACKEND]      tcp://host:port or file:///path
 for_torch.py fork|spawn PORT SIZE         starts its ranks itself
 """
 
@@ -58,11 +57,7 @@ def main(how: str, *rest: str) -> None:
     """Join in the way that is named, and run."""
     if how in ("fork", "spawn"):
         start_own_ranks(how, rest[0], int(rest[1]))
-    elif how == "env":
-        dist.init_process_group()
-    else:
-        rank, size, *backend = rest
-        dist.init_process_group(*backend, init_method=how, rank=int(rank), world_size=int(size))
+    dist.init_process_group()
     run(dist.get_rank(), dist.get_world_size())
 
 
