@@ -76,9 +76,14 @@ def test_parameters_gradients_and_state_are_those_of_the_parts(sizes: dict[str, 
         assert planned.optimizer == pytest.approx(moments, rel=0.02)
 
 
-def test_llama_3_has_8_030_261_248_parameters() -> None:
+def test_parameters_of_llama_3_on_each_rank_are_counted() -> None:
+    llama = Model.of_size(8e9)
+    assert llama.parameters == 8_030_261_248
     assert Model(128_256, 4096, 32, 32, 8, 14_336, 8192).parameters == 8_030_261_248
-    assert Model.of_size(8e9).parameters == 8_030_261_248
+    found = memory(llama, Mesh(pp=4, fsdp=2, tp=2), Training(microbatches=8))
+    held = [(rank.parameters / 2**30, rank.gradients / 2**30) for rank in found]
+    ends, between = pytest.approx((2.11, 2.11), abs=0.005), pytest.approx((1.63, 1.63), abs=0.005)
+    assert held == [ends, between, between, ends]
 
 
 def test_a_pipeline_keeps_the_microbatches_that_its_schedule_has_live() -> None:
@@ -115,7 +120,9 @@ def test_a_mesh_that_does_not_fit_is_refused(mesh: Mesh, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_a_mesh_is_read_from_text() -> None:
+def test_a_mesh_and_a_model_are_read_from_text() -> None:
     assert Mesh.parse("pp=4, dp=2,tp=2") == Mesh(pp=4, dp=2, tp=2)
     with pytest.raises(UsageError, match="'pq=2'"):
         Mesh.parse("pq=2")
+    with pytest.raises(UsageError, match="a model needs a width and layers"):
+        Model.parse("width=64")

@@ -14,7 +14,7 @@ from torch import nn
 import dure as dist
 from dure.fsdp import MixedPrecisionPolicy
 from dure.mesh import DeviceMesh, init_device_mesh
-from dure.tensor import DTensor, Replicate, Shard, distribute_tensor
+from dure.tensor import DTensor, Shard, distribute_tensor
 from dure.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dure.testing import run_ranks
 from tests.parallel.fsdp.ranks.fsdp_models import (
@@ -40,29 +40,6 @@ def on_meta(way: str, **options: Any) -> Any:
     with torch.device("meta"):
         model = Net(**options).double()
     return sharded(way, model)
-
-
-def test_modules_reset_their_parameters(way: str) -> None:
-    """Each rank draws its rows of one full tensor: bounds of the layers hold, ranks differ."""
-
-    def body(rank: int) -> Any:
-        model = on_meta(way)
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(99.0)
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-        return full_weights(model)
-
-    first, second = run_ranks(2, body)
-    assert_same(first, second)
-    assert not any((value == 99.0).any() for value in first.values())
-    weight = first["blocks.0.up.weight"]
-    assert weight.abs().max() <= 1 / 6**0.5
-    assert not torch.equal(weight[0], weight[4])
-    assert torch.equal(first["blocks.0.norm.weight"], torch.ones(6).double())
 
 
 @on_ranks(2)
@@ -125,20 +102,6 @@ def test_weights_assigned_while_unsharded_are_kept(rank: int, way: str, is_begun
     model.reshard()
     assert model[0].weight.full_tensor().tolist() == [[5, 5], [5, 5]]
     assert model(torch.ones(1, 2)).tolist() == [[10, 10]]
-
-
-def test_values_come_from_full_tensors(way: str) -> None:
-    def body(rank: int) -> Any:
-        model = on_meta(way)
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter, values in zip(model.parameters(), made().parameters(), strict=True):
-                parameter.copy_(DTensor.from_local(values, parameter.device_mesh, [Replicate()]))
-        by_step(model, 0, 2, rank)
-        return full_gradients(model)
-
-    for found in run_ranks(2, body):
-        assert_same(found, expected_gradients())
 
 
 @on_ranks(2)
