@@ -20,7 +20,6 @@ from dure.checkpoint import (
     consolidate,
     load,
     save,
-    weight_writing,
 )
 from dure.checkpoint.state_dict import get_model_state_dict
 from dure.errors import CheckpointError, UsageError
@@ -170,24 +169,6 @@ def test_what_a_folder_of_weights_does_not_take(tmp_path):
         async_save({}, storage_writer=writer)  # pyright: ignore[reportArgumentType]
     with pytest.raises(CheckpointError, match="the folder is empty"):
         FileSystemReader(tmp_path).read_metadata()
-
-
-def test_a_failure_leaves_the_weights_before(tmp_path, monkeypatch):
-    writer = HuggingFaceStorageWriter(tmp_path)
-
-    def writing(descriptor, data, at):
-        raise OSError(28, "No space left on device")
-
-    def body(rank):
-        save({"w": counted(4)}, storage_writer=writer)
-        dure.barrier()
-        monkeypatch.setattr(weight_writing, "write_all", writing)
-        with pytest.raises(CheckpointException, match="No space left"):
-            save({"w": torch.zeros(4)}, storage_writer=writer)
-
-    run_ranks(2, body)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert load_file(tmp_path / "model.safetensors")["w"].equal(counted(4))
 
 
 def _header(change):

@@ -20,14 +20,13 @@ SGD = torch.optim.SGD
 
 
 def local_step(
-    scaler: torch.amp.GradScaler, gradient: float | None, optimizer: Any = SGD, **options: Any
+    scaler: torch.amp.GradScaler, gradient: float, optimizer: Any = SGD, **options: Any
 ) -> tuple[bool, float]:
     """Step one parameter that this rank alone has; return whether it moved, and the scale."""
     weight = nn.Parameter(torch.zeros(2))
     stepped = optimizer([weight], lr=1.0, **options)
     scaler.scale(weight.sum())
-    if gradient is not None:
-        weight.grad = torch.tensor([gradient, 1.0])
+    weight.grad = torch.tensor([gradient, 1.0])
     scaler.step(stepped)
     scaler.update()
     return bool(weight.detach().any()), scaler.get_scale()
