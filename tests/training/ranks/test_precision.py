@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -229,15 +228,6 @@ def test_buffers_are_cast_for_the_forward_and_what_it_writes_is_kept_1_rank() ->
         assert model.replaced.dtype == torch.float32
 
     run_ranks(1, rank_main)
-
-
-@on_ranks(1)
-def test_copy_and_pickle_keep_the_precision_1_rank(rank: int) -> None:
-    ddp = dist.DistributedDataParallel(nn.Linear(2, 2), mixed_precision=BF16)
-    ddp(torch.ones(1, 2)).float().sum().backward()
-    for again in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        assert again.mixed_precision == BF16
-        assert again(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("wrong", [{"param_dtype": torch.int8}, {"reduce_dtype": torch.complex64}])

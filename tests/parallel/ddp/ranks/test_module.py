@@ -63,15 +63,18 @@ def test_no_sync_is_undone_when_its_body_raises_1_rank(rank: int) -> None:
     assert ddp.require_backward_grad_sync
 
 
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
 @on_ranks(2)
-def test_copy_and_pickle_come_back_working_2_ranks(rank: int) -> None:
-    ddp = dist.DistributedDataParallel(linear())
+def test_copy_and_pickle_come_back_working_2_ranks(rank: int, precision: Any) -> None:
+    ddp = dist.DistributedDataParallel(linear(), mixed_precision=precision)
     ddp(torch.ones(1, 1)).sum().backward()
     for other in (pickle.loads(pickle.dumps(ddp)), copy.deepcopy(ddp)):
         assert list(other.state_dict()) == ["module.weight"]
         assert torch.equal(other.module.weight, ddp.module.weight)
         other.zero_grad()
-        other(torch.full((1, 1), rank + 1.0)).sum().backward()
+        out = other(torch.full((1, 1), rank + 1.0))
+        assert out.dtype == (torch.bfloat16 if precision else torch.float32)
+        out.sum().backward()
         assert other.module.weight.grad.item() == 1.5
     assert ddp.module.weight.grad.item() == 1
 
