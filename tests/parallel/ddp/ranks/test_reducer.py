@@ -418,6 +418,17 @@ def test_module_left_in_another_dtype_is_refused_on_all_ranks_2_ranks(
     assert gradient(ddp) == MEAN
 
 
+@on_ranks(2)
+def test_replaced_parameter_is_refused_although_it_may_be_unused_2_ranks(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    ddp = dist.DistributedDataParallel(model, **OPTIONS["unused"])
+    step(ddp, rank)
+    model[1].weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ModuleError) as caught:
+        step(ddp, rank)
+    assert caught.value.parameters == ("1.weight",)
+
+
 # ---------------------------------------------------------------- records
 
 
