@@ -1,85 +1,66 @@
-"""Networks that are really cut, between hosts that are network namespaces.
+"""A network that is really cut, between hosts that are network namespaces.
 
 No test says how fast something is. The order of events decides: who trained, and who was dead then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.comm.namespace_hosts import Host
-from tests.launch.faults.cuts import Cutting, cutting
+from tests.hosts.ways import HostJob, HostJobs
 
-pytestmark = [
-    pytest.mark.needs("network namespaces"),
-    pytest.mark.needs("engine"),
-]
+pytestmark = pytest.mark.needs("network namespaces", "engine")
 
-CONF = ("--rdzv-conf", "last_call_timeout=600")
-ROUNDS = ("--no-zygote", "--nproc", "1", "--max-restarts", "3", *CONF)
-ELASTIC = ("--no-zygote", "--nproc", "1", "--elastic", "--max-restarts", "3", *CONF)
-SLOW = pytest.mark.slow
+RESTARTS = {"PET_MAX_RESTARTS": "3", "PET_RDZV_CONF": "last_call_timeout=600", "DURE_SILENCE": "4"}
 
 
-def ended_well(job: Cutting) -> None:
-    """Let the program end, on all hosts, and look what was left."""
-    job.finish()
-    codes = [launcher.end() for launcher in job.launchers]
-    assert codes == [0] * len(codes), job.report()
-    job.check_one_at_a_time()
-    job.check_nothing_left()
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[HostJob]:
+    """A job of one host or two, of which both reduce."""
+    jobs = HostJobs(tmp_path, "tests.hosts.reducing")
+    with jobs.stack:
+        job = jobs.start("dure run", nnodes="1:2", **RESTARTS)
+        job.wait_until_up()
+        yield job
+        (job.folder / "finish").touch()
+        assert job.codes() == [0, 0], job.printed()
+        rounds = [number for number, _, _ in job.steps()]
+        assert rounds == sorted(rounds)  # no two rounds ever trained at the same time
+        jobs.check_nothing_left()
 
 
-def ranks_on(host: Host) -> list[str]:
-    """Return the rank processes of a host: those that were started with a rank's variables."""
-    found: list[str] = []
-    for line in host.inside():
-        with contextlib.suppress(OSError):
-            if b"\0LOCAL_RANK=" in Path(f"/proc/{line.split()[0]}/environ").read_bytes():
-                found.append(line)
-    return found
+def num_ranks_on_b(job: HostJob) -> int:
+    """Count the ranks on host b, which look as the process that they are forked from."""
+    return sum("forking.py" in line for line in job.hosts[1].inside()) - 1
 
 
-MODES = {"rounds": ROUNDS, "elastic": ELASTIC}
-BOTH = ["rounds", pytest.param("elastic", marks=SLOW)]
-NEITHER = [pytest.param(mode, marks=SLOW) for mode in MODES]
+def hosts_of(job: HostJob, number: int) -> set[str]:
+    """Return the hosts whose ranks made steps in a round."""
+    return {host for each, host, _ in job.steps() if each == number}
 
 
-@pytest.mark.parametrize("mode", BOTH)
 def test_a_hosts_ranks_are_dead_before_others_go_on_and_it_comes_back_as_a_new_member(
-    tmp_path, mode
-):
-    with cutting(2, tmp_path) as job:
-        job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
-        job.trains(2)
-        b = job.hosts[1]
-        assert ranks_on(b)
-        b.cut()
-        at = time.monotonic()
-        assert job.trains(1, at) == "a"
-        if mode == "rounds":
-            assert not ranks_on(b), job.report()
-        else:  # survivors go on at once; who is cut off ends at its deadline
-            job.wait_for(lambda: not ranks_on(b), "the ranks of b to end")
-        b.mend()
-        job.trains(2, time.monotonic())
-        assert "b" not in job.led_by(at) or mode == "elastic"
-        assert "looks for the job again" in job.launchers[1].text
-        ended_well(job)
+    job: HostJob,
+) -> None:
+    assert num_ranks_on_b(job) == 2
+    job.hosts[1].cut()
+    job.wait_for_round(1)
+    assert num_ranks_on_b(job) == 0, job.printed()
+    job.hosts[1].mend()
+    job.wait_for_round(2)
+    assert (hosts_of(job, 1), hosts_of(job, 2)) == ({"a"}, {"a", "b"})
+    assert "looks for the job again" in job.printed(1)
 
 
-@pytest.mark.parametrize("mode", NEITHER)
-def test_a_cut_of_one_second_changes_nothing(tmp_path, mode):
-    with cutting(2, tmp_path) as job:
-        job.start("--nnodes", "1:2", *MODES[mode], words=(mode,))
-        job.trains(2)
-        job.hosts[1].cut()
-        time.sleep(1)
-        job.hosts[1].mend()
-        job.trains(2, time.monotonic())
-        assert len({step.group for step in job.ledger()}) == 1, job.report()
-        ended_well(job)
+@pytest.mark.slow
+def test_a_cut_of_one_second_changes_nothing(job: HostJob) -> None:
+    job.hosts[1].cut()
+    time.sleep(1)
+    job.hosts[1].mend()
+    steps = len(job.steps())
+    job.wait_for(lambda: len(job.steps()) > steps + 40, "steps")
+    assert {number for number, _, _ in job.steps()} == {0}
