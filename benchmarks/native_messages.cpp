@@ -3,9 +3,10 @@
 //
 //     cmake -S . -B build/native-plain -G Ninja -DDURE_TESTS=ON
 //     cmake --build build/native-plain --target native_messages
-//     [COPIES=BYTES] build/native-plain/native_messages [ranks [cores [operation]...]]
+//     [COPIES=BYTES] [STAY=1] build/native-plain/native_messages [ranks [cores [operation]...]]
 //
 // COPIES: from how many bytes on to copy once (-2: never); else that is measured (calibration.h).
+// STAY: ranks that share a core do not move (cores.cpp), as without `dure run`.
 //
 // Ranks are forked processes. A sample is k operations back to back, the slowest rank's time / k;
 // shown are the median and the least of the samples, in microseconds. A message's time is half a
@@ -163,12 +164,13 @@ int main(int argc, char** argv) {
     const char* asked = std::getenv("COPIES");
     const int64_t copies = asked ? std::atoll(asked) : kMeasureCopies;
     const std::vector<std::string> wanted(argv + std::min(argc, 3), argv + argc);
+    const bool migrates = !std::getenv("STAY");
     const int64_t timeout_ns = 30'000'000'000;
-    auto first = Group::create({0, n, timeout_ns, cores, copies}, 1);
+    auto first = Group::create({0, n, timeout_ns, cores, copies, migrates}, 1);
     const int parent = getpid();
     for (int r = 1; r < n; r++) {
         if (fork() != 0) continue;
-        auto group = Group::attach({r, n, timeout_ns, cores}, parent, first->file(), 1);
+        auto group = Group::attach({r, n, timeout_ns, cores, copies, migrates}, parent, first->file(), 1);
         while (group->attached() < n) group->wait_attached(1'000'000);
         group->ready();
         run(*group, wanted);

@@ -1,5 +1,6 @@
 #include "callsite.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
@@ -23,21 +24,18 @@ namespace {
 constexpr size_t kMostSites = 65536;  // beyond, a program makes up code as it runs
 constexpr size_t kMostText = 159;     // as much as the shared segment shows
 
-// Beginnings of paths, each with its last "/": torch's folder is not the beginning of
-// torchvision's.
-struct Folders {
-    std::vector<std::string> library;
-    std::vector<std::string> programs;  // within the library's, and not part of it
-};
+// Beginnings of paths, and whether files there are the library's: the first that a path has decides
+// (dure/trace/frames.py).
+using Folders = std::vector<std::pair<std::string, bool>>;
 
 Folders& folders() {
     static Folders known;
     return known;
 }
 
-bool begins_with_one_of(const std::string& file, const std::vector<std::string>& beginnings) {
-    for (const std::string& folder : beginnings) {
-        if (file.compare(0, folder.size(), folder) == 0) return true;
+bool is_library(const std::string& file) {
+    for (const auto& [beginning, library] : folders()) {
+        if (file.starts_with(beginning)) return library;
     }
     return false;
 }
@@ -66,9 +64,7 @@ bool is_library(PyCodeObject* code) {
     static std::array<Known, 256> known;
     Known& k = known[std::hash<const void*>()(code) / 64 % known.size()];
     if (k.code != code) {
-        const std::string file = text_of(code->co_filename);
-        const bool library = begins_with_one_of(file, folders().library) &&
-                             !begins_with_one_of(file, folders().programs);
+        const bool library = is_library(text_of(code->co_filename));
         Py_INCREF(code);
         Py_XDECREF(k.code);
         k = {code, library};
@@ -188,12 +184,7 @@ void bind_callsite(nb::module_& m) {
         .def_prop_ro("text", [](const Subject& s) { return s.text ? *s.text : std::string(); });
     m.def("set_subject", [](const Subject& about) { said = about; });
     m.def("subject", [] { return said; });
-    m.def("set_library_folders",
-          [](std::vector<std::string> library, std::vector<std::string> programs) {
-              for (std::string& folder : library) folder += '/';
-              for (std::string& folder : programs) folder += '/';
-              folders() = {std::move(library), std::move(programs)};
-          });
+    m.def("set_library_folders", [](Folders found) { folders() = std::move(found); });
     m.def("call_site", [] { return call_site()->text; });
 }
 

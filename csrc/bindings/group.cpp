@@ -189,8 +189,8 @@ nb::tuple copies_of(Engine& e) {
                           threshold(plan.block_bytes));
 }
 
-Options options(int rank, int size, double timeout_s, int cores) {
-    return {rank, size, nanoseconds(timeout_s), cores, kMeasureCopies};
+Options options(int rank, int size, double timeout_s, int cores, bool migrates) {
+    return {rank, size, nanoseconds(timeout_s), cores, kMeasureCopies, migrates};
 }
 
 // What the group is broken by, or None.
@@ -227,19 +227,22 @@ void bind_group(nb::module_& m) {
         .def_static(
             "create",
             [](int rank, int size, double timeout_s, int cores, uint64_t nonce,
-               int64_t single_copies) {
-                Options wanted = options(rank, size, timeout_s, cores);
+               int64_t single_copies, bool migrates) {
+                Options wanted = options(rank, size, timeout_s, cores, migrates);
                 wanted.single_copies = single_copies;
                 return new Engine(Group::create(wanted, nonce));
             },
             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-            nb::arg("single_copies") = kMeasureCopies)
+            nb::arg("single_copies") = kMeasureCopies, nb::arg("migrates") = false)
         .def_static(
             "attach",
-            [](int rank, int size, double timeout_s, int cores, int pid, int fd, uint64_t nonce) {
+            [](int rank, int size, double timeout_s, int cores, int pid, int fd, uint64_t nonce,
+               bool migrates) {
                 return new Engine(
-                    Group::attach(options(rank, size, timeout_s, cores), pid, fd, nonce));
-            })
+                    Group::attach(options(rank, size, timeout_s, cores, migrates), pid, fd, nonce));
+            },
+            nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+            nb::arg("migrates") = false)
         .def_prop_ro("file", [](Engine& e) { return e.group().file(); })
         .def("attached", [](Engine& e) { return e.group().attached(); })
         .def("not_attached", [](Engine& e) { return e.group().not_attached(); })

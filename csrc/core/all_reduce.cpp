@@ -220,13 +220,19 @@ void Channel::swap(const Staged& staged, size_t k) {
     for (size_t at = 0; at < length; at += step) {
         if (staged.keeps) {
             const size_t now = std::min(step, length - at);
-            streams ? stream_copy(out + at, buffer + at, now)
-                    : fetch_copy(out + at, buffer + at, now, length - at - now);
+            if (streams) {
+                stream_copy(out + at, buffer + at, now);
+            } else {
+                fetch_copy(out + at, buffer + at, now, length - at - now);
+            }
         }
         if (at < next_length) {
             const size_t now = std::min(step, next_length - at);
-            large ? fetch_copy(buffer + at, next + at, now, next_length - at - now)
-                  : void(std::memcpy(buffer + at, next + at, now));
+            if (large) {
+                fetch_copy(buffer + at, next + at, now, next_length - at - now);
+            } else {
+                std::memcpy(buffer + at, next + at, now);
+            }
         }
     }
 }

@@ -36,8 +36,9 @@ constexpr int64_t kBeginNs = 500'000, kBeginSharedNs = 2'000'000;
 
 }  // namespace
 
-bool Channel::arrived(int rank) const {
-    return static_cast<int32_t>(slot(rank).tick.load(std::memory_order_acquire) - tick_) >= 0;
+// Whether `rank` has come to arrival `tick`, or further.
+bool Channel::arrived(int rank, uint32_t tick) const {
+    return static_cast<int32_t>(slot(rank).tick.load(std::memory_order_acquire) - tick) >= 0;
 }
 
 void Channel::arrive() {
@@ -48,27 +49,27 @@ void Channel::arrive() {
     if (mine.waiters.load(std::memory_order_seq_cst) != 0) futex_wake_all(word);
 }
 
-Status Channel::await_all() {
-    const int r = first_missing(0);
-    return r == size_ ? Status::ok : await_missing(r);
+Status Channel::await_tick(uint32_t tick) {
+    const int r = first_missing(0, tick);
+    return r == size_ ? Status::ok : await_missing(r, tick);
 }
 
 // The first rank from `r` on that has not arrived; `size_` if all have.
-int Channel::first_missing(int r) const {
-    while (r < size_ && arrived(r)) r++;
+int Channel::first_missing(int r, uint32_t tick) const {
+    while (r < size_ && arrived(r, tick)) r++;
     return r;
 }
 
-bool Channel::neighbour_missing(int r) const {
+bool Channel::neighbour_missing(int r, uint32_t tick) const {
     for (; r < size_; r++) {
-        if (group_.shares_core(r) && !arrived(r)) return true;
+        if (group_.shares_core(r) && !arrived(r, tick)) return true;
     }
     return false;
 }
 
 // Wait for all from `r` on; those before have arrived. Of a large operation, the rank has the lock
 // again when they have (core_lock.h).
-Status Channel::await_missing(int r) {
+Status Channel::await_missing(int r, uint32_t tick) {
     const auto all_here = [&] {
         if (core_ && !holds_core_) take_core();
         return Status::ok;
@@ -76,23 +77,23 @@ Status Channel::await_missing(int r) {
     if (background_ && !rank_waits()) {
         group_.about_to_wait();
         give_up_core();
-        sleep_for(r, kSliceNs);  // before we look for reasons not to
+        sleep_for(r, tick, kSliceNs);  // before we look for reasons not to
     } else {
         Backoff backoff(group_);
         do {
-            if (r = first_missing(r); r == size_) return Status::ok;
-        } while (backoff.pause([&] { return neighbour_missing(r); }));
+            if (r = first_missing(r, tick); r == size_) return Status::ok;
+        } while (backoff.pause([&] { return neighbour_missing(r, tick); }));
     }
     const int64_t now = now_ns(), holds_until_ns = now + patience_ns();
     if (started_ns_ == 0) started_ns_ = now;
     for (Wait wait{started_ns_, now};;) {
-        if (r = first_missing(r); r == size_) return all_here();
-        if (Status s = examine(wait); s != Status::ok) {
-            return first_missing(r) == size_ ? all_here() : s;
+        if (r = first_missing(r, tick); r == size_) return all_here();
+        if (Status s = examine(wait, tick); s != Status::ok) {
+            return first_missing(r, tick) == size_ ? all_here() : s;
         }
         const int64_t holds_ns = holds_core_ ? holds_until_ns - now_ns() : 0;
         if (holds_ns <= 0) give_up_core();
-        sleep_for(r, holds_ns > 0 ? holds_ns : kSliceNs);
+        sleep_for(r, tick, holds_ns > 0 ? holds_ns : kSliceNs);
     }
 }
 
@@ -111,13 +112,13 @@ bool Channel::rank_waits() const {
     return queue_->awaited() || (holds_core_ && group_.channel(1 - index_).queue_->awaited());
 }
 
-// Sleep until `rank` arrives, at most `ns`.
-void Channel::sleep_for(int rank, int64_t ns) {
+// Sleep until `rank` comes to arrival `tick`, at most `ns`.
+void Channel::sleep_for(int rank, uint32_t tick, int64_t ns) {
     ChannelBlock& peer = block(rank);
     Word& word = peer.slot[seq_ & 1].tick;
     peer.waiters.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = word.load(std::memory_order_seq_cst);
-    if (static_cast<int32_t>(seen - tick_) < 0) {
+    if (static_cast<int32_t>(seen - tick) < 0) {
         group_.show_asleep();
         futex_wait(word, seen, ns);
         group_.show_core();

@@ -23,8 +23,9 @@ constexpr float kOfferUs = 3, kBarrierUs = 0.5;
 constexpr float kFavour = 0.8F;
 constexpr float kFarthestUs = 2;  // a line that takes longer was kept from its core
 
-// What is right where nothing could be measured, and a single copy is permitted: from here on any
-// machine copies at least as fast once as twice.
+// What is right if nothing could be measured, and a single copy is permitted: ranks that exchange
+// blocks copy at least as fast once as twice on any machine, from here on. Messages are staged
+// then: both ranks move them, where a receiver alone would copy.
 constexpr uint64_t kUsualBytes = 64 * 1024;
 constexpr uint64_t kLeastBytes = 8 * 1024;
 // The trials fit into a core's own cache. What does not is staged through memory, so that from here
@@ -112,9 +113,9 @@ class Side {
             }
         }
     }
-    // Side 0 reads one half, side 1 writes the other.
+    // Side 0 reads, side 1 waits.
     void message_single(size_t bytes) {
-        copy_once(side_ == 0 ? 0 : bytes / 2, bytes / 2, side_ == 0);
+        if (side_ == 0) copy_once(bytes);
     }
     void exchange_staged(size_t bytes) {
         constexpr size_t kChunk = 128 * 1024;
@@ -127,15 +128,11 @@ class Side {
             std::memcpy(memory_.data() + at, in_ + at, step);
         }
     }
-    void exchange_single(size_t bytes) { copy_once(0, bytes, true); }
+    void exchange_single(size_t bytes) { copy_once(bytes); }
 
   private:
-    void copy_once(size_t at, size_t bytes, bool reads) {
-        if (failed_) return;
-        const Remote there{peer_.pid, peer_.address + at};
-        const bool done = reads ? read_from(there, memory_.data() + at, bytes)
-                                : write_to(there, memory_.data() + at, bytes);
-        failed_ = !done;
+    void copy_once(size_t bytes) {
+        if (!failed_) failed_ = !read_from(peer_, memory_.data(), bytes);
     }
 
     Word& mine_;
@@ -193,7 +190,7 @@ void choose_copies(CopyPlan& plan, int64_t asked, int num_ranks) {
     if (asked >= 0) {
         plan.message_bytes = plan.shared_bytes = plan.block_bytes = static_cast<uint64_t>(asked);
     } else if (!plan.measured) {
-        plan.message_bytes = plan.shared_bytes = plan.block_bytes = kUsualBytes;
+        plan.shared_bytes = plan.block_bytes = kUsualBytes;
     } else {
         const auto n = static_cast<float>(num_ranks);
         // A message copied once is announced, taken, and known to be taken.

@@ -107,12 +107,15 @@ class CallQueue {
 };
 
 // Sleep until something changes that `ready` looks at, at most 100 ms; false if the rank was
-// interrupted. Whoever makes `ready` true rings after that, or before we look.
+// interrupted. A thread that makes `ready` true looks for sleepers after that. The fence orders our
+// counting before all that `ready` reads: either that thread sees the sleeper, or we see what it has
+// written. (Without it a load with `acquire` may come first on processors that have LDAPR.)
 template <typename F>
 bool Channel::await_change(F ready) {
     constexpr int64_t kSliceNs = 100'000'000;
     group_.about_to_wait();
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     const uint32_t seen = bell_.load(std::memory_order_seq_cst);
     const bool sleeps = !ready();
     const int64_t until = sleeps ? now_ns() + kSliceNs : 0;

@@ -22,14 +22,15 @@ void Channel::stop() { queue_->stop(); }
 // group. What of them nobody has begun, we run. Ctrl-C breaks the group, since the memory of this
 // call is its caller's.
 void Channel::await_turn(uint32_t number) {
-    const auto come = [&] { return served_.load(std::memory_order_acquire) == number; };
-    if (come()) return;
+    if (has_come(number)) return;
     group_.about_to_wait();
     const CallQueue::Waiting waiting(*queue_);
     bool asks = true;
-    while (!come()) {
+    while (!has_come(number)) {
         if (queue_->run_next()) continue;
-        if (await_change([&] { return come() || queue_->has_next(); }) || !asks) continue;
+        const bool undisturbed =
+            await_change([&] { return has_come(number) || queue_->has_next(); });
+        if (undisturbed || !asks) continue;
         asks = false;
         const Group::Visit visit(group_);
         if (!visit) continue;  // the handler closed the group

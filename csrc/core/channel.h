@@ -53,7 +53,7 @@ class Channel {
         bool before(const Turn& other) const {
             return static_cast<int32_t>(number_ - other.number_) < 0;
         }
-        bool come() const { return channel_->served_.load(std::memory_order_acquire) == number_; }
+        bool come() const { return channel_->has_come(number_); }
         void wait() const { channel_->await_turn(number_); }
 
       private:
@@ -86,6 +86,9 @@ class Channel {
 
     // -- the order of calls (channel.cpp)
     // -----------------------------------------------------------
+    bool has_come(uint32_t number) const {
+        return served_.load(std::memory_order_acquire) == number;
+    }
     void await_turn(uint32_t number);
     void pass_turn(uint32_t number);
     template <typename F>
@@ -113,30 +116,26 @@ class Channel {
     };
     ChannelBlock& block(int rank) const { return ranks_[rank].channel[index_]; }
     OpSlot& slot(int rank) const { return block(rank).slot[seq_ & 1]; }
-    bool arrived(int rank) const;
-    int first_missing(int r) const;
-    bool neighbour_missing(int r) const;
+    bool arrived(int rank, uint32_t tick) const;
+    int first_missing(int r, uint32_t tick) const;
+    bool neighbour_missing(int r, uint32_t tick) const;
     void arrive();
-    Status await_all();
-    Status await_missing(int r);
-    void sleep_for(int rank, int64_t ns);
+    Status await_all() { return await_tick(tick_); }
+    Status await_tick(uint32_t tick);
+    Status await_missing(int r, uint32_t tick);
+    void sleep_for(int rank, uint32_t tick, int64_t ns);
     int64_t patience_ns() const;
     bool rank_waits() const;
     Status barrier() {
         arrive();
         return await_all();
     }
-    // As `await_all`, but for the last `lag` arrivals of the others.
-    Status await_all_but(uint32_t lag) {
-        tick_ -= lag;
-        const Status s = await_all();
-        tick_ += lag;
-        return s;
-    }
+    // As `await_all`, except for the last `lag` arrivals of the others.
+    Status await_all_but(uint32_t lag) { return await_tick(tick_ - lag); }
 
     // -- what a waiting rank looks at (watching.cpp)
     // ---------------------------------------------
-    Status examine(Wait& wait);
+    Status examine(Wait& wait, uint32_t tick);
     std::string last_call(int rank) const;
 
     // -- the header exchange of every collective (fingerprint.cpp)
@@ -192,12 +191,10 @@ class Channel {
     uint64_t address_of(int rank) const;
     bool failed_to_copy(int rank) const;
     bool fetch(const Transfer& transfer, int peer, Block result) const;
-    bool deliver(const Transfer& transfer, int peer, size_t at) const;
-    bool told_address(int rank, size_t least) const;
     bool all_readable(const Transfer& transfer, size_t least) const;
     InHeap senders_in_heap(const Transfer& transfer) const;
+    void deliver(const Transfer& transfer, int peer, size_t at) const;
     Status move_once(const Transfer& transfer, bool shares);
-    void await_writer(int root) const;
     Status report_lost(int rank);
     bool inlined(const Transfer& transfer, int sender) const;
     void put(const Transfer& transfer, size_t round);

@@ -139,7 +139,11 @@ void large_copy(std::byte* to, const std::byte* from, size_t bytes) {
     const bool tries = number < kTrials;
     const bool streams = tries ? number % 2 == 1 : quickest[1] < quickest[0];
     const auto began = std::chrono::steady_clock::now();
-    streams ? stream_copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
+    if (streams) {
+        stream_copy(to, from, bytes);
+    } else {
+        std::memcpy(to, from, bytes);
+    }
     if (!tries) return;
     const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - began;
     const double each = took.count() / static_cast<double>(bytes);

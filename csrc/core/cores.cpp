@@ -10,6 +10,9 @@
 // again what was allowed before. It moves again after 5 ms at the earliest, and after twice the
 // time of before if it met contention where it went.
 //
+// A program does not expect a barrier to change the affinity of its threads. So ranks move only if
+// the group was asked to (`Options::migrates`), as `dure run` does for the ranks it starts.
+//
 // Meanwhile somebody else may say which cores the thread is to use (taskset, a batch system). The
 // kernel cannot be asked to change that only if it is what it was. So the thread looks, before it
 // allows itself again what was allowed before, whether its own word still holds, and otherwise
@@ -62,6 +65,7 @@ void Group::meet_contention(int64_t now) {
 
 // Called after each yield, which showed our core.
 void Group::migrate(int64_t now) {
+    if (!migrates_) return;
     if (shared_yields_.fetch_add(1, std::memory_order_relaxed) % kSharedYields != kSharedYields - 1)
         return;
     if (now < moved_ns_.load() + move_pause_ns_.load()) return;

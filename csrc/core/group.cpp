@@ -69,6 +69,7 @@ Group::Group(const Options& options, MemoryFile file, std::shared_ptr<Mapping> m
       timeout_ns_(options.timeout_ns),
       oversubscribed_(options.cores < options.size),
       single_copies_(options.single_copies),
+      migrates_(options.migrates),
       layout_(options.size),
       file_(std::move(file)),
       mapping_(std::move(mapping)),

@@ -34,6 +34,7 @@ struct Options {
     int64_t timeout_ns = 0;
     int cores = 1;                           // that this host has for the group's ranks
     int64_t single_copies = kMeasureCopies;  // rank 0's counts; see calibration.h
+    bool migrates = false;                   // see "Core migration" in cores.cpp
 };
 
 class Channel;
@@ -194,6 +195,7 @@ class Group {
     const bool oversubscribed_;  // fewer cores than ranks
     std::optional<CoreLock> core_lock_;
     const int64_t single_copies_;
+    const bool migrates_;
     uint64_t proof_ = 0;  // what peers read from our memory to see whether they may
     CopyPlan copies_;
     const Layout layout_;

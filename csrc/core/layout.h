@@ -146,10 +146,9 @@ struct Header {
 
 // A message whose data are not in the ring: see "Rendezvous" in rendezvous.cpp.
 struct Offer {
-    alignas(128) std::atomic<uint64_t> claims;  // its state, and who has copied how much
-    uint64_t from, to;                          // in the sender's memory, and in the receiver's
-    uint64_t from_heap, to_heap;                // the same as HeapPlace; 0: not in a heap
-    alignas(128) std::atomic<uint32_t> given;   // pieces that the sender has written
+    alignas(128) Word state;
+    uint64_t from;       // address in the sender's memory
+    uint64_t from_heap;  // the same as HeapPlace; 0: not in a heap
 };
 constexpr size_t kOffers = 8;
 

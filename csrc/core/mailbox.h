@@ -150,10 +150,10 @@ class Mailbox {
     // rendezvous.cpp: offers
     bool must_wait(size_t bytes) const;
     bool offers(Block data) const;
-    bool copy_piece(int peer, uint64_t address, uint64_t place, size_t at, Block mine, bool reads);
+    bool copy_piece(int source, const Offer& offer, size_t at, Block piece);
     bool offer(int to, const PostedPtr& request);
     bool take(Message& message);
-    bool decline(Message& message);
+    void decline(Message& message);
     bool copy_taken(const MessagePtr& message);
     bool serve(int to, size_t place);
     bool serve_all();

@@ -13,8 +13,7 @@ void Mailbox::finish(Posted& request, Outcome outcome) {
 }
 
 // End a request before its message has moved, so that the group is as before: a message is taken
-// back, or kept for another receive. Where that cannot be (a peer is just writing into our memory)
-// the group is broken.
+// back, or kept for another receive. If there is no memory to keep it, the group is broken.
 void Mailbox::give_up(Posted& request, Outcome outcome) {
     if (request.done()) return;
     const bool over = outcome.status == Status::aborted || group_.broken();
@@ -44,7 +43,9 @@ bool Mailbox::withdraw(Posted& request) {
     }
     for (Ends& e : ends_) {
         for (const MessagePtr& m : e.offered) {
-            if (m && m->request.get() == &request) return decline(*m);
+            if (!m || m->request.get() != &request) continue;
+            decline(*m);
+            return true;
         }
     }
     return true;

@@ -123,7 +123,7 @@ void Mailbox::drop(const MessagePtr& gone) {
         ends(message->source).offered[static_cast<size_t>(message->offer)].reset();
         following_--;
         offer_at(message->source, group_.rank(), message->offer)
-            .claims.store(0, std::memory_order_release);
+            .state.store(0, std::memory_order_release);
     }
     if (const PostedPtr request = std::move(message->request)) {
         request->begun = false;

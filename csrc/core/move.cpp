@@ -31,9 +31,10 @@
 // (single_copy.h), whose addresses stand where small data would: one barrier before, one after, no
 // staging. Not where more goes between the ranks than a cache holds: the kernel looks up every
 // page, and writes results through the cache, where staging streams them past it (copying.h).
-// Between two ranks the root of a broadcast has nothing to read; it writes the second half into the
-// other's memory meanwhile (in the heap likewise). Where a copy fails, all ranks begin anew through
-// staging.
+// Each rank copies what it receives; no rank writes into another's ordinary memory, which may have
+// another use when its call has failed. Where a copy fails, all ranks begin again through staging.
+// Only in a broadcast of two ranks whose tensors both lie in heaps does the root write the second
+// half: if the call fails, that memory is retired (symmetric_heap.h).
 //
 // Runs: blocks that an all_to_all moves, and those that a scatter sends, may lie in runs (a tensor
 // that is cut along another dimension than its first). Staged, a piece is put and taken run by run,
@@ -43,8 +44,6 @@
 // In place: a piece is read before anything is written at its place, as long as a rank's block from
 // itself lies where its block to itself lies. A rank whose results lie where others read
 // (all_to_all in place) tells no address, and does not ask for the zero-copy way.
-#include <sched.h>
-
 #include "channel.h"
 #include "copying.h"
 
@@ -162,7 +161,7 @@ struct Channel::Transfer {
     }
     size_t least_copied_once(const CopyPlan& plan) const {
         uint64_t least = shared || call.op == Op::gather ? plan.shared_bytes : plan.block_bytes;
-        if (call.op == Op::broadcast && size == 2) least = plan.message_bytes;  // both copy
+        if (call.op == Op::broadcast && size == 2) least = plan.message_bytes;  // one way
         return std::max<uint64_t>(least, kInlineBytes + 1);
     }
     // Where in `sender`'s buffer the piece for `receiver` begins.
@@ -199,7 +198,11 @@ struct Channel::Transfer {
     }
     void copy(std::byte* to, const std::byte* from, size_t bytes) const {
         if (bytes == 0 || to == from) return;
-        streams ? stream_copy(to, from, bytes) : void(std::memcpy(to, from, bytes));
+        if (streams) {
+            stream_copy(to, from, bytes);
+        } else {
+            std::memcpy(to, from, bytes);
+        }
     }
     void copy(Reach to, Reach from, size_t bytes) const {
         if (to.at() == from.at()) return;
@@ -226,7 +229,11 @@ struct Channel::Transfer {
         if (bytes == 0) return;
         copy_runs({{buffer, bytes}, {}, 0}, {sent, call.given, begin}, bytes,
                   [](std::byte* to, const std::byte* from, size_t now) {
-                      now < kLong ? void(std::memcpy(to, from, now)) : fetch_copy(to, from, now);
+                      if (now < kLong) {
+                          std::memcpy(to, from, now);
+                      } else {
+                          fetch_copy(to, from, now);
+                      }
                   });
     }
     void add_up(Block out, const void* const* from) const;
@@ -394,27 +401,13 @@ bool Channel::fetch(const Transfer& t, int peer, Block result) const {
     return read_from({group_.pid_of(peer), address}, result.data, result.bytes);
 }
 
-// Write what a broadcast sends, from `at` on, into the memory of `peer`.
-bool Channel::deliver(const Transfer& t, int peer, size_t at) const {
-    const Block whole = t.call.outputs[0];
-    if (at >= whole.bytes) return true;
-    const Block rest{whole.data + at, whole.bytes - at};
-    if (const uint64_t place = slot(peer).heap) {
-        t.copy(group_.at(place) + at, rest.data, rest.bytes);
-        return true;
-    }
-    return write_to({group_.pid_of(peer), address_of(peer) + at}, rest.data, rest.bytes);
-}
-
-// Whether a rank has told its address: who has only blocks of one length, and short ones, has not.
-bool Channel::told_address(int rank, size_t least) const {
-    return (!slot(rank).even || slot(rank).bytes >= least) && address_of(rank) != 0;
-}
-
-// Whether all may be read from that send anything.
+// Whether all ranks that send anything can be read from: out of their heaps, or at an address that
+// they have written. A rank whose blocks have one length, and a short one, has written none.
 bool Channel::all_readable(const Transfer& t, size_t least) const {
     for (int r = 0; r < size_; r++) {
-        if (t.sends(r) && slot(r).heap == 0 && !told_address(r, least)) return false;
+        if (!t.sends(r) || slot(r).heap != 0) continue;
+        const bool too_short = slot(r).even && slot(r).bytes < least;
+        if (too_short || address_of(r) == 0) return false;
     }
     return true;
 }
@@ -441,7 +434,14 @@ Channel::InHeap Channel::senders_in_heap(const Transfer& t) const {
     return some ? InHeap::some : InHeap::none;
 }
 
-// All ranks have said where their blocks lie. With `shares` both of two ranks move a broadcast.
+// Write what a broadcast sends, from `at` on, into the heap of `peer`.
+void Channel::deliver(const Transfer& t, int peer, size_t at) const {
+    const Block sent = t.call.outputs[0];
+    if (at >= sent.bytes) return;
+    t.copy(group_.at(slot(peer).heap) + at, sent.data + at, sent.bytes - at);
+}
+
+// All ranks have written where their blocks are. With `shares` both of two ranks move a broadcast.
 Status Channel::move_once(const Transfer& t, bool shares) {
     const size_t half = shares ? round_up(t.call.outputs[0].bytes / 2, kPage) : 0;
     bool done = true;
@@ -454,14 +454,13 @@ Status Channel::move_once(const Transfer& t, bool shares) {
             if (shares) result.bytes = std::min(half, result.bytes);
             done = fetch(t, peer, result) && done;
         } else if (shares && rank_ == t.call.root) {
-            done = deliver(t, peer, half);
+            deliver(t, peer, half);
         }
     }
     const uint64_t failed = !done;
     std::memcpy(slot(rank_).inlined + offsetof(Address, failed), &failed, sizeof failed);
-    const Status s = barrier();
-    if (s != Status::ok) {
-        if (shares && rank_ != t.call.root) await_writer(t.call.root);
+    if (Status s = barrier(); s != Status::ok) {
+        if (shares) group_.heap().retire(t.call.outputs[0].data);
         return s;
     }
     for (int r = 0; r < size_; r++) {
@@ -476,13 +475,6 @@ Status Channel::move_once(const Transfer& t, bool shares) {
     put(t, 0);
     if (Status again = barrier(); again != Status::ok) return again;
     return move_staged(t);
-}
-
-// The broadcast has failed: do not return while the root may be writing into our memory.
-void Channel::await_writer(int root) const {
-    constexpr int64_t kPatienceNs = 100'000'000;
-    const int64_t until = now_ns() + kPatienceNs;
-    while (!arrived(root) && !group_.lost(root) && now_ns() < until) sched_yield();
 }
 
 Status Channel::report_lost(int rank) {
@@ -549,11 +541,8 @@ Status Channel::move(const Call& call) {
     if (tensors == InHeap::all && t.kernel) return reduce_scatter_zero_copy(t);
     const bool all_once = t.once(plan, most_bytes());
     if (tensors == InHeap::all || (all_once && all_readable(t, least))) {
-        bool shares = call.op == Op::broadcast && size_ == 2;
-        if (shares && slot(1 - call.root).heap == 0) {
-            shares = all_once && told_address(1 - call.root, least);
-        }
-        return move_once(t, shares);
+        const bool both_in_heap = slot(0).heap != 0 && slot(size_ - 1).heap != 0;
+        return move_once(t, call.op == Op::broadcast && size_ == 2 && both_in_heap);
     }
     // Some rank may not have put its first pieces yet.
     bool some_once = false;

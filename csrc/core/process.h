@@ -81,7 +81,7 @@ class Process : public std::enable_shared_from_this<Process> {
     // very process.
     char activity() const;
 
-    // Ask where `about` is (Watcher::add); returns the number of the question.
+    // Ask where `about` is (a `Watched::place`); returns the number of the question.
     uint32_t ask(uint64_t about) const;
     // Wait until `deadline_ns` for the answer; "" if there is none.
     std::string await_answer(uint32_t question, int64_t deadline_ns) const;

@@ -1,41 +1,38 @@
 // Messages that are copied once.
 //
 // Note "Rendezvous". A large message is not put into the ring: its envelope goes there, and names
-// one of kOffers places beside it, an Offer, that tells where the data lie. When a receive for it
-// is posted the receiver takes the offer, and the data are copied straight into its tensor
-// (single_copy.h). Both sides do that: the message is cut into pieces, the receiver reads them from
-// the front on, the sender, if it is there, writes from the back, until all are claimed. So between
-// two ranks that both wait a message takes half the time of one copy. The receiver says when all
-// pieces are there, and only then is the send over.
+// one of kOffers places beside it, an Offer, that holds the address of the data. When a receive for
+// the message is posted, the receiver takes the offer, and copies the data straight into its tensor
+// (single_copy.h). The send is over when the receiver reports that all of it has been copied.
 //
-// One word, `claims`, holds the offer's state and how many pieces each side has claimed; it is only
-// changed by compare-and-exchange once the offer has been made:
+// Only the receiver copies. Two ranks that both copied would need half the time, but a sender that
+// writes cannot know that the receive has failed in the meantime and that its memory is in use for
+// something else. What a receiver reads of a send that has failed, it discards.
+//
+// An offer has one state, which is only changed by compare-and-exchange once the offer has been
+// made:
 //
 //     free -> offered            by the sender
-//     offered -> taken           by the receiver, whose tensor's address is in the offer now
-//     taken -> done              by the receiver: all pieces are there
+//     offered -> taken           by the receiver, which copies from now on
+//     taken -> done              by the receiver: all has been copied
 //     done -> free               by the sender, whose request has ended
-//     offered, taken -> declined by who may not, or cannot, copy: the data go through the ring
-//     offered -> streamed        by the sender: as declined, but before anybody has asked
-//     offered, declined, streamed -> withdrawn    by the sender, whose request has ended in vain
-//     taken -> abandoned         likewise, amid the copying
+//     offered, taken -> declined by the receiver, which may not, or cannot, copy, or whose receive
+//                                has ended: the data go through the ring
+//     offered -> streamed        by the sender: as declined, but before the offer was taken
+//     offered, declined, streamed -> withdrawn    by the sender, whose request has failed
+//     taken -> abandoned         likewise, during the copying
 //     declined, streamed -> free by the receiver, when the data begin to come through the ring
 //     withdrawn, abandoned -> free    by the receiver, which forgets the message
 //
-// So an end of either side in between leaves nothing behind: a message that was withdrawn never
-// was; a receive that has lost its message is posted again. What nobody can take back is a piece
-// that the sender is just writing. A receive whose time is over then breaks the group; the memory
-// may still change for as long as the sender needs for one piece.
+// So the end of either request in between leaves nothing behind: the receiver forgets a message
+// that was withdrawn; a receive that has lost its message is posted again.
 //
-// A sender need not wait for its receive where the message would fit into the ring: when nobody has
-// taken the offer within kOfferNs, its data follow through the ring ("streamed").
+// A sender need not wait for its receive if the message would fit into the ring: when the offer has
+// not been taken within kOfferNs, the data follow through the ring ("streamed").
 //
-// What lies in a symmetric heap, the other side has mapped: then a piece is a plain copy, and
-// nobody need be asked for permission.
+// Data in a symmetric heap are mapped by the receiver: then copying needs no permission.
 //
-// Cost of S bytes between two that wait: S / 2 moved by each; two lines to announce, take and end.
-#include <sched.h>
-
+// Cost of S bytes between two ranks that wait: S moved once; two lines to announce, take and end.
 #include <algorithm>
 
 #include "mailbox.h"
@@ -45,14 +42,10 @@ namespace dure {
 namespace {
 
 constexpr int64_t kOfferNs = 200'000;
-constexpr int64_t kPieceNs = 100'000'000;  // for one, at most; it takes microseconds
-constexpr size_t kShares = 8;              // pieces of a message that is not large
-constexpr size_t kLeastShare = 32 * 1024, kMostShare = 256 * 1024;
-constexpr uint64_t kMostAtOnce = 8;  // pieces, between looks at other traffic
-// From here on it pays to wake a sender that sleeps, so that it helps.
-constexpr size_t kWorthWaking = 256 * 1024;
+constexpr size_t kPieceBytes = 256 * 1024;  // copied by one call
+constexpr uint64_t kMostAtOnce = 8;         // pieces, between looks at other traffic
 
-enum class State : uint8_t {
+enum class State : uint32_t {
     free,
     offered,
     taken,
@@ -63,56 +56,25 @@ enum class State : uint8_t {
     abandoned,
 };
 
-// The word `claims`, taken apart.
-struct Claims {
-    State state;
-    uint64_t front = 0, back = 0;
-
-    static constexpr int kFrontAt = 8, kBackAt = 36;
-    static constexpr uint64_t kCount = (uint64_t{1} << (kBackAt - kFrontAt)) - 1;
-
-    static Claims of(uint64_t word) {
-        return {static_cast<State>(word & 0xFF), word >> kFrontAt & kCount, word >> kBackAt};
-    }
-    uint64_t word() const {
-        return static_cast<uint64_t>(state) | front << kFrontAt | back << kBackAt;
-    }
-};
-
-Claims claims_of(const Offer& offer) {
-    return Claims::of(offer.claims.load(std::memory_order_acquire));
+State state_of(const Offer& offer) {
+    return static_cast<State>(offer.state.load(std::memory_order_acquire));
 }
 
-// Change `seen` into `wanted`, or find out what it is now.
-bool change(Offer& offer, Claims& seen, Claims wanted) {
-    uint64_t word = seen.word();
-    if (offer.claims.compare_exchange_strong(word, wanted.word(), std::memory_order_acq_rel)) {
-        return true;
+void set_state(Offer& offer, State state) {
+    offer.state.store(static_cast<uint32_t>(state), std::memory_order_release);
+}
+
+// Change the state from one among `from` to `to`; false if it is none of them.
+bool change_state(Offer& offer, std::initializer_list<State> from, State to) {
+    uint32_t seen = offer.state.load(std::memory_order_acquire);
+    while (std::find(from.begin(), from.end(), static_cast<State>(seen)) != from.end()) {
+        if (offer.state.compare_exchange_weak(seen, static_cast<uint32_t>(to),
+                                              std::memory_order_acq_rel)) {
+            return true;
+        }
     }
-    seen = Claims::of(word);
     return false;
 }
-
-// Go from a state among `from` to `to`; false if it is in none of them.
-bool change_state(Offer& offer, std::initializer_list<State> from, State to) {
-    for (Claims seen = claims_of(offer);;) {
-        if (std::find(from.begin(), from.end(), seen.state) == from.end()) return false;
-        if (change(offer, seen, {to, seen.front, seen.back})) return true;
-    }
-}
-
-size_t share_of(size_t bytes) {
-    return std::clamp(round_up(bytes / kShares, kPage), kLeastShare, kMostShare);
-}
-
-uint64_t shares_of(size_t bytes) { return (bytes + share_of(bytes) - 1) / share_of(bytes); }
-
-// Piece `i` of a message of `bytes`.
-struct Piece {
-    Piece(size_t bytes, uint64_t i)
-        : at(i * share_of(bytes)), length(std::min(share_of(bytes), bytes - at)) {}
-    size_t at, length;
-};
 
 }  // namespace
 
@@ -127,19 +89,6 @@ bool Mailbox::offers(Block data) const {
     return data.bytes >= kZeroCopyBytes && group_.find_in_heap(data.data, data.bytes) != 0;
 }
 
-// Copy between `mine` and what lies `at` bytes into a tensor of the peer's. False: that cannot be.
-bool Mailbox::copy_piece(int peer, uint64_t address, uint64_t place, size_t at, Block mine,
-                         bool reads) {
-    if (place != 0) {
-        std::byte* theirs = group_.at(place) + at;
-        std::memcpy(reads ? mine.data : theirs, reads ? theirs : mine.data, mine.bytes);
-        return true;
-    }
-    if (!group_.copies().permitted) return false;
-    const Remote there{group_.pid_of(peer), address + at};
-    return reads ? read_from(there, mine.data, mine.bytes) : write_to(there, mine.data, mine.bytes);
-}
-
 // ---- the sender ---------------------------------------------------------------------------------
 
 // Make an offer of the message. False: there is no place for it now.
@@ -148,13 +97,12 @@ bool Mailbox::offer(int to, const PostedPtr& request) {
     if (!has_room(to, {1, 0})) return false;
     for (size_t k = 0; k < kOffers; k++) {
         Offer& o = offer_at(group_.rank(), to, static_cast<int>(k));
-        if (given[k] || claims_of(o).state != State::free) continue;
+        if (given[k] || state_of(o) != State::free) continue;
         o.from = reinterpret_cast<uint64_t>(request->data.data);
         o.from_heap = request->data.bytes >= kZeroCopyBytes
                           ? group_.find_in_heap(request->data.data, request->data.bytes)
                           : 0;
-        o.given.store(0, std::memory_order_relaxed);
-        o.claims.store(Claims{State::offered}.word(), std::memory_order_release);
+        set_state(o, State::offered);
         const Envelope envelope{request->data.bytes, request->tag, request->dtype, Kind::offer,
                                 static_cast<uint16_t>(k)};
         write(to, envelope, nullptr, 0);
@@ -176,40 +124,20 @@ bool Mailbox::serve_all() {
     return moved;
 }
 
-// See what has become of an offer, and write pieces of it if it has been taken.
+// See what has become of an offer: end its request, or send the data through the ring.
 bool Mailbox::serve(int to, size_t place) {
-    PostedPtr& given = ends(to).given[place];
     Offer& o = offer_at(group_.rank(), to, static_cast<int>(place));
-    const Block data = given->data;
-    const uint64_t pieces = shares_of(data.bytes);
-    Claims seen = claims_of(o);
-    if (seen.state == State::done) {
-        const PostedPtr request = std::move(given);
-        given_--;
-        o.claims.store(Claims{State::free}.word(), std::memory_order_relaxed);
-        finish(*request, {});
-        return true;
-    }
-    if (seen.state == State::declined) {
+    const State now = state_of(o);
+    if (now == State::declined) {
         send_payload(to, place);
         return true;
     }
-    bool moved = false;
-    const bool may = seen.state == State::taken && (group_.copies().permitted || o.to_heap != 0);
-    for (uint64_t i = 0; may && i < kMostAtOnce;) {
-        if (seen.state != State::taken || seen.front + seen.back >= pieces) break;
-        if (!change(o, seen, {State::taken, seen.front, seen.back + 1})) continue;
-        const Piece piece(data.bytes, pieces - ++seen.back);
-        const Block mine{data.data + piece.at, piece.length};
-        if (!copy_piece(to, o.to, o.to_heap, piece.at, mine, false)) {
-            change_state(o, {State::taken}, State::declined);
-        }
-        o.given.fetch_add(1, std::memory_order_release);
-        notify(to);
-        moved = true;
-        i++;
-    }
-    return moved;
+    if (now != State::done) return false;
+    const PostedPtr request = std::move(ends(to).given[place]);
+    given_--;
+    set_state(o, State::free);
+    finish(*request, {});
+    return true;
 }
 
 // The data of an offer go through the ring, before messages that have not begun.
@@ -239,7 +167,7 @@ void Mailbox::buffer_offers(int64_t now) {
     }
 }
 
-// Take back the offer of a request that ends in vain. False: it was taken to the end just now.
+// Take back the offer of a request that has failed. False: it was copied to the end just now.
 bool Mailbox::retract(Posted& request) {
     Offer& o = offer_at(group_.rank(), request.peer, request.offer);
     const bool back =
@@ -250,7 +178,7 @@ bool Mailbox::retract(Posted& request) {
         given.get() == &request) {
         given.reset();
         given_--;
-        if (!back) o.claims.store(Claims{State::free}.word(), std::memory_order_relaxed);
+        if (!back) set_state(o, State::free);
     }
     notify(request.peer);
     return back;
@@ -258,16 +186,17 @@ bool Mailbox::retract(Posted& request) {
 
 // ---- the receiver -------------------------------------------------------------------------------
 
-// Take the offer for the message's receive. False: it is no longer on offer.
+// Take the offer for the message's receive, or decline it if this rank may not copy. False: it is
+// no longer on offer.
 bool Mailbox::take(Message& message) {
     Offer& o = offer_at(message.source, group_.rank(), message.offer);
-    const Block data = message.request->data;
     const bool may = group_.copies().permitted || o.from_heap != 0;
-    o.to = reinterpret_cast<uint64_t>(data.data);
-    o.to_heap = data.bytes >= kZeroCopyBytes ? group_.find_in_heap(data.data, data.bytes) : 0;
     if (!change_state(o, {State::offered}, may ? State::taken : State::declined)) return false;
-    if (may) message.request->begun = true;
-    if (!may || message.envelope.bytes >= kWorthWaking) notify(message.source);
+    if (may) {
+        message.request->begun = true;
+    } else {
+        notify(message.source);
+    }
     return true;
 }
 
@@ -278,7 +207,7 @@ bool Mailbox::follow_all() {
         for (size_t k = 0; k < kOffers; k++) {
             const MessagePtr message = ends(from).offered[k];
             if (!message) continue;
-            const State now = claims_of(offer_at(from, group_.rank(), static_cast<int>(k))).state;
+            const State now = state_of(offer_at(from, group_.rank(), static_cast<int>(k)));
             if (now == State::withdrawn || now == State::abandoned) {
                 drop(message);
                 moved = true;
@@ -290,59 +219,48 @@ bool Mailbox::follow_all() {
     return moved;
 }
 
-// Read pieces of a message that has been taken, and end it when all are there.
+// Copy pieces of a message that has been taken, and end it after the last.
 bool Mailbox::copy_taken(const MessagePtr& message) {
     Offer& o = offer_at(message->source, group_.rank(), message->offer);
     const Block data = message->request->data;
-    const uint64_t pieces = shares_of(data.bytes);
-    bool moved = false;
-    Claims seen = claims_of(o);
-    for (uint64_t i = 0; i < kMostAtOnce;) {
-        if (seen.state != State::taken || seen.front + seen.back >= pieces) break;
-        if (!change(o, seen, {State::taken, seen.front + 1, seen.back})) continue;
-        const Piece piece(data.bytes, seen.front++);
-        const Block mine{data.data + piece.at, piece.length};
-        moved = true;
-        i++;
-        if (copy_piece(message->source, o.from, o.from_heap, piece.at, mine, true)) continue;
-        change_state(o, {State::taken}, State::declined);
-        notify(message->source);
-        return moved;
+    for (uint64_t i = 0; i < kMostAtOnce && message->got < data.bytes; i++) {
+        const size_t at = message->got;
+        const Block piece{data.data + at, std::min(kPieceBytes, data.bytes - at)};
+        if (!copy_piece(message->source, o, at, piece)) {
+            message->got = 0;
+            change_state(o, {State::taken}, State::declined);
+            notify(message->source);
+            return true;
+        }
+        message->got += piece.bytes;
     }
-    seen = claims_of(o);
-    const bool all =
-        seen.front + seen.back == pieces && o.given.load(std::memory_order_acquire) == seen.back;
-    if (seen.state != State::taken || !all) return moved;
+    if (message->got < data.bytes) return true;
     // What was read may be another's: see "Single copies".
     if (group_.broken() || group_.lost(message->source)) return false;
-    if (!change(o, seen, {State::done, seen.front, seen.back})) return true;
+    if (!change_state(o, {State::taken}, State::done)) return true;  // abandoned
     notify(message->source);
     ends(message->source).offered[static_cast<size_t>(message->offer)].reset();
     following_--;
     message->offer = -1;
-    message->got = data.bytes;
     complete(*message);
     return true;
 }
 
-// The message is not wanted any more by its receive: let its data go through the ring. False: the
-// sender is writing a piece, and does not come to an end.
-bool Mailbox::decline(Message& message) {
-    Offer& o = offer_at(message.source, group_.rank(), message.offer);
-    const int64_t until = now_ns() + kPieceNs;
-    for (Claims seen = claims_of(o); seen.state == State::taken;) {
-        if (o.given.load(std::memory_order_acquire) == seen.back) {
-            if (change(o, seen, {State::declined, seen.front, seen.back})) notify(message.source);
-        } else if (group_.lost(message.source)) {
-            return true;
-        } else if (now_ns() > until) {
-            return false;
-        } else {
-            sched_yield();
-            seen = claims_of(o);
-        }
+// Copy what is `at` bytes into an offered tensor. False: the kernel refuses.
+bool Mailbox::copy_piece(int source, const Offer& offer, size_t at, Block piece) {
+    if (offer.from_heap != 0) {
+        std::memcpy(piece.data, group_.at(offer.from_heap) + at, piece.bytes);
+        return true;
     }
-    return true;
+    return group_.copies().permitted &&
+           read_from({group_.pid_of(source), offer.from + at}, piece.data, piece.bytes);
+}
+
+// The receive of a taken message has ended: its data go through the ring.
+void Mailbox::decline(Message& message) {
+    Offer& o = offer_at(message.source, group_.rank(), message.offer);
+    message.got = 0;
+    if (change_state(o, {State::taken}, State::declined)) notify(message.source);
 }
 
 }  // namespace dure

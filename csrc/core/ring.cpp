@@ -252,7 +252,7 @@ bool Mailbox::begin(int from, const Frame& frame) {
         current = std::move(ends(from).offered[envelope.offer]);
         following_--;
         current->offer = -1;
-        offer_at(from, group_.rank(), envelope.offer).claims.store(0, std::memory_order_release);
+        offer_at(from, group_.rank(), envelope.offer).state.store(0, std::memory_order_release);
         consume(from, {1, 0});
         return true;
     }

@@ -20,21 +20,6 @@ namespace {
 constexpr int kInit = 1;
 constexpr size_t kMostBytes = size_t{1} << 30;  // of one call, which knows no interruption
 
-// Copy with `call`, from or to `[remote, remote + bytes)`, going on after partial counts.
-template <typename F>
-bool copied(F call, Remote remote, std::byte* local, size_t bytes) {
-    for (size_t done = 0; done < bytes;) {
-        const size_t n = std::min(bytes - done, kMostBytes);
-        iovec mine{local + done, n};
-        iovec theirs{reinterpret_cast<void*>(remote.address + done), n};
-        const ssize_t moved = call(remote.pid, &mine, 1, &theirs, 1, 0);
-        if (moved < 0 && errno == EINTR) continue;
-        if (moved <= 0) return false;
-        done += static_cast<size_t>(moved);
-    }
-    return true;
-}
-
 // The start of a small file of /proc; "" if there is none.
 std::string text_of(const std::string& path) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -69,16 +54,16 @@ bool read_from(Remote from, void* to, size_t bytes) {
         std::memcpy(to, reinterpret_cast<const void*>(from.address), bytes);
         return true;
     }
-    return copied(process_vm_readv, from, static_cast<std::byte*>(to), bytes);
-}
-
-bool write_to(Remote to, const void* from, size_t bytes) {
-    if (to.pid == getpid()) {
-        std::memcpy(reinterpret_cast<void*>(to.address), from, bytes);
-        return true;
+    for (size_t done = 0; done < bytes;) {
+        const size_t n = std::min(bytes - done, kMostBytes);
+        iovec mine{static_cast<std::byte*>(to) + done, n};
+        iovec theirs{reinterpret_cast<void*>(from.address + done), n};
+        const ssize_t moved = process_vm_readv(from.pid, &mine, 1, &theirs, 1, 0);
+        if (moved < 0 && errno == EINTR) continue;
+        if (moved <= 0) return false;
+        done += static_cast<size_t>(moved);
     }
-    auto* local = const_cast<std::byte*>(static_cast<const std::byte*>(from));  // an iovec's
-    return copied(process_vm_writev, to, local, bytes);
+    return true;
 }
 
 int common_ancestor(const std::vector<int>& pids) {

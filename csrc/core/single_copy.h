@@ -1,10 +1,12 @@
 // One copy, by the kernel, between the private memory of two processes.
 //
 // Note "Single copies". Staging moves every byte twice, through lines that both cores write in
-// turn. The kernel can move it once: process_vm_readv reads a peer's memory into ours,
-// process_vm_writev writes ours into a peer's. It costs a system call and, for every page, looking
-// up where the peer has it. What is the quicker way depends on how far apart the cores are, so that
-// is measured (calibration.h).
+// turn. The kernel can move it once: process_vm_readv reads a peer's memory into ours. It costs a
+// system call and, for every page, looking up where the peer has it. What is the quicker way
+// depends on how far apart the cores are, so that is measured (calibration.h).
+//
+// No rank writes into a peer's private memory. A rank that was kept from its core could do so after the
+// peer's call has failed and its memory has another use.
 //
 // Permission. The kernel asks as for ptrace(2): the same user, a process that may be looked into
 // (PR_SET_DUMPABLE), and no seccomp filter against it. Where Yama restricts ptrace to descendants,
@@ -34,9 +36,8 @@ struct Remote {
 // Copy `bytes`; false where the kernel refuses, or the memory is not there. Some may have been
 // copied then. A copy that the kernel ends early is gone on with.
 bool read_from(Remote from, void* to, size_t bytes);
-bool write_to(Remote to, const void* from, size_t bytes);
 
-// Let the processes `pids`, ours among them, copy from and to our memory, where that takes a word;
+// Let the processes `pids`, ours among them, copy from our memory, where that takes a word;
 // those of earlier calls still may.
 void admit_peers(const std::vector<int>& pids);
 

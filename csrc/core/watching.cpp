@@ -31,8 +31,8 @@ void add(std::string& text, const std::string& more) {
 
 }  // namespace
 
-// Look for a reason not to wait any longer.
-Status Channel::examine(Wait& wait) {
+// Look for a reason not to wait any longer for arrival `tick` of all.
+Status Channel::examine(Wait& wait, uint32_t tick) {
     if (group_.closing()) return Status::aborted;
     if (group_.broken()) return group_.adopt_abort();
     Outcome out;
@@ -40,10 +40,10 @@ Status Channel::examine(Wait& wait) {
     out.channel = index_;
     out.seq = seq_;
     for (int r = 0; r < size_; r++) {
-        if (arrived(r)) continue;
+        if (arrived(r, tick)) continue;
         out.missing.push_back(r);
         bool left = group_.has_left(r), dead = !left && group_.lost(r);
-        if ((left || dead) && !arrived(r)) {
+        if ((left || dead) && !arrived(r, tick)) {
             out.status = dead ? Status::peer_lost : Status::peer_left;
             out.peer = r;
         }

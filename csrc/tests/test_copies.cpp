@@ -57,6 +57,14 @@ TEST(nothing_is_copied_once_that_is_slower_or_forbidden) {
     CHECK(plan.message_bytes == kNeverCopiedOnce && plan.block_bytes == kNeverCopiedOnce);
 }
 
+TEST(without_a_measurement_only_blocks_are_copied_once) {
+    CopyPlan plan;
+    plan.permitted = 1;
+    choose_copies(plan, kMeasureCopies, 2);
+    CHECK(plan.message_bytes == kNeverCopiedOnce);
+    CHECK(plan.block_bytes == 65536 && plan.shared_bytes == 65536);
+}
+
 TEST(two_processes_measure_and_all_ranks_learn_it) {
     single_copies = kMeasureCopies;
     on_processes(3, [](Group& g) {
@@ -295,7 +303,11 @@ TEST(long_copies_are_whole_and_touch_nothing_else) {
                 to.assign(kRoom, 255);
                 auto* out = reinterpret_cast<std::byte*>(to.data()) + skew;
                 auto* in = reinterpret_cast<std::byte*>(from.data()) + 3;
-                streams ? stream_copy(out, in, bytes) : fetch_copy(out, in, bytes);
+                if (streams) {
+                    stream_copy(out, in, bytes);
+                } else {
+                    fetch_copy(out, in, bytes);
+                }
                 std::vector<uint8_t> expected(kRoom, 255);
                 std::copy_n(from.begin() + 3, bytes, expected.begin() + skew);
                 CHECK(to == expected);

@@ -12,6 +12,7 @@ namespace {
 // While it is true, somebody else restricts this thread to one core just after the thread has
 // restricted itself, and then leaves it alone.
 std::atomic<bool> meddles{false};
+std::atomic<int> num_changes{0};  // of this process's affinity, by the engine
 
 long set_affinity(pid_t thread, size_t bytes, const cpu_set_t* set) {
     return syscall(SYS_sched_setaffinity, thread, bytes, set);
@@ -22,6 +23,7 @@ long set_affinity(pid_t thread, size_t bytes, const cpu_set_t* set) {
 // In place of the C library's, so that something can happen between two calls of the engine.
 extern "C" int sched_setaffinity(pid_t thread, size_t bytes, const cpu_set_t* set) noexcept {
     const long result = set_affinity(thread, bytes, set);
+    num_changes++;
     if (result == 0 && CPU_COUNT(set) == 1 && meddles.exchange(false)) {
         cpu_set_t other;
         CPU_ZERO(&other);
@@ -73,9 +75,22 @@ void share_a_core_until(Group& g, const cpu_set_t& allowed, F done) {
     }
 }
 
+TEST(ranks_that_were_not_asked_to_never_change_their_affinity) {
+    const cpu_set_t before = allowed_cores(), one = first_of(before, 1);
+    migrates = false;
+    const auto statuses = on_processes(2, [&one](Group& g) {
+        CHECK(set_affinity(0, sizeof one, &one) == 0);  // so that each yield meets the other rank
+        for (int k = 0; k < 5'000; k++) CHECK(g.run({Op::barrier}) == Status::ok);
+        CHECK(num_changes == 0);
+    });
+    CHECK(set_affinity(0, sizeof before, &before) == 0);
+    for (int status : statuses) CHECK(status == 0);
+}
+
 TEST(two_ranks_on_one_core_part_and_keep_what_they_are_allowed) {
     const cpu_set_t before = allowed_cores();
     if (CPU_COUNT(&before) < 2) SKIP("there is no other core");
+    migrates = true;
     const auto statuses = on_processes(2, [&before](Group& g) {
         share_a_core_until(g, before, [&] { return !g.shares_core(1 - g.rank()); });
         const cpu_set_t after = allowed_cores();
@@ -88,6 +103,7 @@ TEST(a_rank_that_moves_leaves_what_somebody_else_allows_it_meanwhile) {
     // Of two cores, so that a rank that moves restricts itself to one.
     const cpu_set_t all = allowed_cores(), before = first_of(all, 2);
     if (CPU_COUNT(&before) < 2) SKIP("there is no other core");
+    migrates = true;
     CHECK(set_affinity(0, sizeof before, &before) == 0);
     const auto statuses = on_processes(2, [&before](Group& g) {
         meddles = true;

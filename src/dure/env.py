@@ -146,6 +146,12 @@ VARIABLES: dict[str, Variable] = {
             example="auto",
         ),
         Variable(
+            name="DURE_CORE_MIGRATION",
+            meaning="1: a rank that shares its core with another may move its thread to an idle "
+            "core; `dure run` sets it, 0 keeps it off",
+            example="1",
+        ),
+        Variable(
             name="DURE_ISA",
             meaning="generic, avx2 or avx512: the native engine uses no instruction set above it; "
             "else the best of the processor",

@@ -17,7 +17,7 @@ RELEASE = "0.2.0.dev0"
 """The version, written by hand here and nowhere else. One that ends in `.dev0` is not released yet:
 `scripts/build_version.py` replaces the 0 by the day and adds the commit."""
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Raised by one when what processes of a job send each other, or share, changes so that older ones
 would not understand it: messages of the rendezvous, of stores, launchers and RPC, the layout of the
 native engine's shared memory (csrc/core/layout.h, which is compiled with this number)."""

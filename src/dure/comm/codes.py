@@ -5,13 +5,12 @@ Importing this module tells the engine what it must know of torch to read tensor
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from dure.comm.ops import REDUCTIONS, ReduceOp
 from dure.native import know_torch, set_library_folders
 from dure.trace import hooks
+from dure.trace.frames import library_folders
 
 _REDUCIBLE = (
     *("float64", "float32", "float16", "bfloat16"),
@@ -39,12 +38,6 @@ def dtype_name(code: int) -> str:
     return _NAMES[code]
 
 
-_PACKAGE = Path(__file__).parents[1]
-_LIBRARY = [str(_PACKAGE), str(Path(torch.__file__).parent)]
-"""Where frames are not the user's, when a call's place in the program is told."""
-_PROGRAMS = [str(_PACKAGE / part) for part in ("testing", "cli")]
-"""Programs of their own that use Dure."""
-
 with torch.inference_mode(False):  # the program may be in it, and its tensors have no version
     _sample = torch.empty(0, device="cpu")
 know_torch(
@@ -55,4 +48,4 @@ know_torch(
     _sample,
     hooks,
 )
-set_library_folders(_LIBRARY, _PROGRAMS)
+set_library_folders(list(library_folders()))

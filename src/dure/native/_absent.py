@@ -151,9 +151,9 @@ def know_torch(
     return False
 
 
-def set_library_folders(library: list[str], programs: list[str]) -> None:
-    """Ignore whose frames are not the user's."""
-    del library, programs
+def set_library_folders(folders: list[tuple[str, bool]]) -> None:
+    """Ignore which frames are the library's."""
+    del folders
 
 
 def call_site() -> str:

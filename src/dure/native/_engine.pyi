@@ -187,14 +187,24 @@ class Group:
         nonce: int,
         /,
         single_copies: int = -1,
+        migrates: bool = False,
     ) -> Group:
-        """Make the segment; OSError where the system refuses.
+        """Make the segment; OSError if the system refuses.
 
-        `single_copies`: from how many bytes on to copy once; -1: measure, -2: never.
+        `single_copies`: from how many bytes on to copy once; -1: measure, -2: never. `migrates`:
+        a rank that shares its core with another may move its thread to an idle one.
         """
     @staticmethod
     def attach(
-        rank: int, size: int, timeout_s: float, cores: int, pid: int, fd: int, nonce: int, /
+        rank: int,
+        size: int,
+        timeout_s: float,
+        cores: int,
+        pid: int,
+        fd: int,
+        nonce: int,
+        /,
+        migrates: bool = False,
     ) -> Group:
         """Map the segment that process `pid` holds as `fd`; OSError or RuntimeError if not."""
     @property
@@ -396,8 +406,8 @@ def unpack_tensor(packed: bytes, /) -> Tensor:
         ValueError: These bytes are none.
     """
 
-def set_library_folders(library: list[str], programs: list[str], /) -> None:
-    """Say whose frames are not the user's, but for those of `programs` among them."""
+def set_library_folders(folders: list[tuple[str, bool]], /) -> None:
+    """Set which files are the library's (`dure.trace.frames.library_folders`)."""
 
 def call_site() -> str:
     """Return the place of the user's program that calls, as "file:line in function"."""

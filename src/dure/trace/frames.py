@@ -1,33 +1,75 @@
-"""Whose code a frame of a stack is: the program's own, or a library's."""
+"""Whose code a frame of a stack is: the program's own, or a library's.
+
+A frame is the *library's* if its file belongs to Dure, torch or Python's standard library. Every
+part of the package that reports a line of the program asks here: call sites of operations (the
+native engine has `library_folders`), stacks of threads, tracebacks.
+
+An *installed* file is of any package in `site-packages`. It may be the program, so a stack's line
+is the innermost that is neither the library's nor installed; if there is none, the innermost that
+is not the library's (`user_frame`).
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["is_library"]
+__all__ = ["is_installed", "is_library", "library_folders", "user_frame"]
+
+_PACKAGES = ("site-packages", "dist-packages")
 
 
 @functools.cache
-def _homes() -> tuple[str, ...]:
-    """Return where the standard library, Dure and torch are on this machine."""
+def library_folders() -> tuple[tuple[str, bool], ...]:
+    """Return beginnings of paths, and whether files there are the library's; the longest first.
+
+    The first beginning that a path has decides. Other paths are not the library's.
+    """
+    dure = Path(__file__).parent.parent
     spec = importlib.util.find_spec("torch")
     torch = [] if spec is None else spec.submodule_search_locations or []
-    standard = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-    return tuple(f"{home}/" for home in (*standard, *torch, Path(__file__).parent.parent))
+    folders = {"<": True, f"{dure}/": True}
+    folders |= {f"{dure}/{part}/": False for part in ("testing", "cli")}  # programs that use Dure
+    folders |= {f"{folder}/": True for folder in torch}
+    for name in ("stdlib", "platstdlib"):
+        standard = sysconfig.get_path(name)
+        folders[f"{standard}/"] = True
+        folders |= {f"{standard}/{part}/": False for part in _PACKAGES}
+    return tuple(sorted(folders.items(), key=lambda item: -len(item[0])))
 
 
+@functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
-    """Tell whether a file is the interpreter's, an installed package's or Dure's.
+    """Return whether `file` belongs to Dure, torch or the standard library.
 
-    A checkout of the user's is not, whatever the folders above it are called. The file may be
+    A checkout of the user's does not, whatever the folders above it are called. The file may be
     another machine's, of which the usual folders are known.
     """
+    for beginning, library in library_folders():
+        if file.startswith(beginning):
+            return library
     parts = Path(file).parts
-    return file.startswith(("<", *_homes())) or any(
-        part in ("site-packages", "dist-packages")
-        or (part.startswith("python3.") and parts[i - 1] in ("lib", "lib64"))
-        for i, part in enumerate(parts[:-1])
-    )
+    for i, part in enumerate(parts[:-1]):
+        if part in _PACKAGES:
+            return parts[i + 1] == "torch"
+        if part.startswith("python3.") and parts[i - 1] in ("lib", "lib64"):
+            return parts[i + 1] not in _PACKAGES or parts[i + 2] == "torch"
+    return False
+
+
+def is_installed(file: str) -> bool:
+    """Return whether `file` belongs to an installed package."""
+    return any(part in _PACKAGES for part in Path(file).parts)
+
+
+def user_frame(files: Sequence[str]) -> int | None:
+    """Return which frame of a stack is the program's, as an index; None if none is.
+
+    Args:
+        files: The files of the stack's frames, the innermost first.
+    """
+    own = [i for i, file in enumerate(files) if not is_library(file)]
+    return next((i for i in own if not is_installed(files[i])), own[0] if own else None)

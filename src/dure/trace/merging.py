@@ -19,7 +19,7 @@ import msgspec
 
 from dure.errors import UsageError
 from dure.trace.files import CRASHED, FORMAT, VERSION
-from dure.trace.frames import is_library
+from dure.trace.frames import user_frame
 from dure.trace.marks import Mark
 from dure.trace.plain_files import NotAFile, read_plain, release_that_reads
 from dure.trace.record import Record
@@ -110,10 +110,10 @@ class RankFile:
 
     @property
     def where(self) -> Frame | None:
-        """The innermost frame of the main thread that is the program's own, if any is."""
+        """The innermost frame of the main thread that is the program's own; else its innermost."""
         main = next((t.stack for t in self.threads if t.main), ())
-        own = [f for f in main if not is_library(f.file)]
-        return own[-1] if own else (main[-1] if main else None)
+        own = user_frame([frame.file for frame in reversed(main)])
+        return main[-1 - (own or 0)] if main else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

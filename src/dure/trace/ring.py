@@ -5,8 +5,8 @@ dtype as an object, the caller's code object and the offset in it, and two looks
 and line numbers are made when somebody asks (`records`). The shm backend needs none of this: its
 engine keeps a ring of its own, below Python.
 
-The *call site* is the nearest frame outside Dure and torch: where DDP reduces a bucket during
-backward there is none on that thread, and the outermost frame stands in.
+The *call site* is the nearest frame that is not a library's (`dure.trace.frames`): when DDP reduces
+a bucket during backward, that thread has none, and the outermost frame is used.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from types import CodeType, FrameType
 from typing import Any
 
 from dure.trace.events import State
+from dure.trace.frames import is_library
 from dure.trace.record import MESSAGES, Origin, Record
 
 __all__ = ["CAPACITY", "FlightRing", "Noted", "call_site"]
 
 CAPACITY = 2000
 """How many operations are kept."""
-
-_INSIDE = {"dure", "torch"}
-_NOT_INSIDE = ("dure.testing", "dure.cli")  # programs of their own that use Dure
-_inside: dict[str, bool] = {}
-"""Whether a source file belongs to Dure or torch: a lookup for each frame of each call."""
 
 # What a ring notes of an operation, by position.
 _OP, _SEQ, _DTYPE, _NBYTES, _PEER, _DETAIL, _ASYNC, _CODE, _AT, _START, _END, _ERROR = range(12)
@@ -132,29 +128,19 @@ class FlightRing:
 
 
 def call_site() -> str:
-    """Return file and line of the nearest caller outside Dure and torch."""
+    """Return file and line of the nearest caller that is not a library's."""
     frame = _outside(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _outside(frame: FrameType) -> FrameType:
-    """Return the nearest frame that is the program's own; the outermost one, where none is."""
-    while (
-        _inside[name] if (name := frame.f_code.co_filename) in _inside else _look(frame)
-    ) and frame.f_back is not None:
+    """Return the nearest frame that is the program's own; the outermost one, if none is."""
+    while is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 _STATES = {id(_RUNNING): State.STARTED, id(_GOOD): State.SUCCEEDED}
-
-
-def _look(frame: FrameType) -> bool:
-    """Find out whether a frame is Dure's or torch's, and remember it for its file."""
-    module = str(frame.f_globals.get("__name__", ""))
-    inside = module.partition(".")[0] in _INSIDE and not module.startswith(_NOT_INSIDE)
-    _inside[frame.f_code.co_filename] = inside
-    return inside
 
 
 def _line(code: CodeType, offset: int) -> int:

@@ -35,6 +35,14 @@ def test_users_variables_have_the_last_word_and_every_dure_variable_is_declared(
     assert {name for name in mine if name.startswith("DURE_")} <= set(env.VARIABLES)
 
 
+def test_ranks_may_move_between_cores_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert variables()["DURE_CORE_MIGRATION"] == "1"
+    monkeypatch.setenv("DURE_CORE_MIGRATION", "0")
+    assert variables()["DURE_CORE_MIGRATION"] == "0"
+
+
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_MMAP_THRESHOLD_": "33554432"}
 
 

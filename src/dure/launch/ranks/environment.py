@@ -144,6 +144,7 @@ def rank_variables(
         ),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTHONUNBUFFERED": "1",
+        "DURE_CORE_MIGRATION": env.text("DURE_CORE_MIGRATION") or "1",
         "DURE_STORE_ADDR": layout.store,
         "DURE_LAUNCHER": address.name,
         "DURE_JOB_KEY_FD": str(address.key_fd),

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import re
 import signal
-import sysconfig
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 from dure.launch.show.folding import rank_set
 from dure.launch.spec import HANG, Frame, JobResult, RankResult, signal_name
-from dure.trace.frames import is_library
+from dure.trace.frames import user_frame
 
 __all__ = ["summary", "where"]
 
 _FRAME = re.compile(r'(?m)^  File "(.*)", line (\d+)(?:, in (.*))?$')
-_DURE = f"{Path(__file__).parents[2]}/"
-_PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _SHOWN_BEFORE = 160  # characters of an error that the user has just seen
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "perhaps the kernel ran out of memory (see `dmesg`), or a user killed it",
@@ -41,21 +38,14 @@ def where(stack: tuple[Frame, ...]) -> str:
     The program may be an installed package. A rank that starts or ends has no line of the program,
     and a line of Dure's or Python's own would mislead.
     """
-    candidates = [frame for frame in stack if not _is_internal(frame.file)]
-    user = next((frame for frame in candidates if not is_library(frame.file)), None)
-    user = user or next(iter(candidates), None)
-    if user is None:
+    own = user_frame([frame.file for frame in stack])
+    if own is None:
         return "in no line of the program (starting or ending)"
+    user = stack[own]
     inner = next(frame for frame in stack if not frame.file.startswith("<"))  # not the importer
     if user is inner:
         return str(user)
     return f"{user} (inside {inner.function}, {Path(inner.file).name}:{inner.line})"
-
-
-def _is_internal(file: str) -> bool:
-    """Whether a file is Dure's or of Python's standard library."""
-    installed = "site-packages" in file or "dist-packages" in file
-    return file.startswith(("<", _DURE)) or (file.startswith(_PYTHON) and not installed)
 
 
 def summary(

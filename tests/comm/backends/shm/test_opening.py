@@ -1,4 +1,4 @@
-"""How many cores a group believes it has."""
+"""What a group is told of its cores."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ from dure.store.file import FileStore
 pytestmark = pytest.mark.needs("engine")
 
 
+def rank_1(folder: Path, threads: int = 1) -> BackendOptions:
+    """Options of a rank that makes no segment."""
+    return BackendOptions(
+        store=FileStore(folder / "store", -1),
+        rank=1,
+        size=2,
+        global_ranks=(0, 1),
+        timeout=timedelta(seconds=60),
+        name="test",
+        threads=threads,
+    )
+
+
 @pytest.mark.parametrize(
     ("quota", "threads", "cores"),
     [(math.inf, 1, 8), (16.0, 1, 8), (2.0, 1, 2), (2.9, 1, 2), (0.5, 1, 1), (6.0, 2, 3)],
@@ -28,13 +41,25 @@ def test_a_quota_below_the_number_of_cores_counts_as_cores(
 
     monkeypatch.setattr(os, "sched_getaffinity", all_cores)
     monkeypatch.setattr(opening, "_quota", lambda: quota)
-    options = BackendOptions(
-        store=FileStore(tmp_path / "store", -1),
-        rank=1,  # which makes no segment
-        size=2,
-        global_ranks=(0, 1),
-        timeout=timedelta(seconds=60),
-        name="test",
-        threads=threads,
-    )
-    assert opening.ShmOpening(options)._limits() == (60.0, cores)
+    assert opening.ShmOpening(rank_1(tmp_path, threads))._limits() == (60.0, cores)
+
+
+@pytest.mark.parametrize(("value", "migrates"), [(None, False), ("0", False), ("1", True)])
+def test_ranks_move_between_cores_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None, migrates: bool
+) -> None:
+    passed: list[object] = []
+
+    class Group:
+        @staticmethod
+        def attach(*place: object, migrates: object) -> None:
+            passed.append(migrates)
+
+    monkeypatch.delenv("DURE_CORE_MIGRATION", raising=False)
+    if value is not None:
+        monkeypatch.setenv("DURE_CORE_MIGRATION", value)
+    monkeypatch.setattr(opening, "Group", Group)
+    with open(tmp_path / "segment", "w") as segment:
+        offer = f"{os.getpid()}:{segment.fileno()}:1".encode()
+        opening.ShmOpening(rank_1(tmp_path)).connect([offer])
+    assert passed == [migrates]

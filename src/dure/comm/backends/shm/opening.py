@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from dure import env
 from dure.comm.backends.base import BackendOptions, Footprint
 from dure.comm.backends.shm.backend import ShmBackend
 from dure.comm.backends.shm.copying import single_copies_wanted
@@ -53,6 +54,7 @@ class ShmOpening:
         self._group: Group | None = None
         self._footprint = Footprint()
         self._single_copies = single_copies_wanted()
+        self._migrates = env.flag("DURE_CORE_MIGRATION")
         self.offer = self._make() if options.rank == 0 else b""
 
     def _limits(self) -> tuple[float, int]:
@@ -64,7 +66,12 @@ class ShmOpening:
         nonce = secrets.randbits(63)
         try:
             self._group = Group.create(
-                0, self._options.size, *self._limits(), nonce, single_copies=self._single_copies
+                0,
+                self._options.size,
+                *self._limits(),
+                nonce,
+                single_copies=self._single_copies,
+                migrates=self._migrates,
             )
         except (OSError, RuntimeError) as error:
             if isinstance(error, DureError):
@@ -95,7 +102,15 @@ class ShmOpening:
         pid, fd, nonce = map(int, offers[0].split(b":"))
         try:
             self._look(pid, fd)
-            self._group = Group.attach(options.rank, options.size, *self._limits(), pid, fd, nonce)
+            self._group = Group.attach(
+                options.rank,
+                options.size,
+                *self._limits(),
+                pid,
+                fd,
+                nonce,
+                migrates=self._migrates,
+            )
         except (OSError, RuntimeError) as error:
             if isinstance(error, DureError):
                 raise
