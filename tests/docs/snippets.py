@@ -1,4 +1,4 @@
-"""The Python that the documents show, as programs that can be run.
+"""The Python that documents and docstrings show, as programs that can be run.
 
 The blocks of a page are one program, in their order, as a reader tries them. HTML comments, which
 no reader sees, stand before a block that needs more:
@@ -6,6 +6,8 @@ no reader sees, stand before a block that needs more:
     <!-- ranks: 4 -->            the page's blocks run on 4 ranks, not 2
     <!-- first: CODE -->         what the block takes for granted
     <!-- not run: REASON -->     this block is left out
+
+The blocks in the docstrings of a module are one program, too, on 2 ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),  # translations have the same code (scripts/conventions)
 ]
+MODULES = [ROOT / "src/dure/comm/collectives.py"]
+MODULE_FIRST = "from pathlib import Path; import torch; import dure as dist"
 PIECE = re.compile(
     r"^<!-- (?P<mark>ranks|first|not run):(?P<text>.*?)-->$|^```python\n(?P<block>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -56,6 +60,8 @@ class Snippets:
 def read(path: Path) -> Snippets:
     """Read a document; lines that are no code become empty ones, so that errors name its lines."""
     text = path.read_text()
+    if path.suffix == ".py":
+        text = re.sub("^ {8}", "", text, flags=re.MULTILINE)
     lines = [""] * (text.count("\n") + 1)
     ranks, reason = 2, ""
     left_out: list[tuple[int, str]] = []
@@ -73,6 +79,8 @@ def read(path: Path) -> Snippets:
             case _:
                 code = piece[group].strip(" ").splitlines()
                 lines[begin : begin + len(code)] = code
+    if path.suffix == ".py":
+        lines[0] = MODULE_FIRST
     return Snippets(path, ranks, "\n".join(lines), tuple(left_out))
 
 

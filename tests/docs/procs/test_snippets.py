@@ -1,4 +1,4 @@
-"""What the documents show as Python runs, on real ranks."""
+"""What documents and docstrings show as Python runs, on real ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from dure.testing import ProcessPool
 from tests.docs import snippets
 
 ALL = sorted(
-    (page for page in map(snippets.read, snippets.PAGES[1:]) if page.source.strip()),
+    (
+        page
+        for page in map(snippets.read, [*snippets.PAGES[1:], *snippets.MODULES])
+        if page.source.strip()
+    ),
     key=lambda page: page.ranks,  # so that pools are not made again
 )
 

@@ -38,6 +38,8 @@ from dure.comm.backends.request import Request
 from dure.comm.call import Call, call_site
 from dure.comm.capture import has_no_values, refuse_if_captured
 from dure.comm.group import call_log
+from dure.comm.group.calling_thread import CallingThread, Crossed, Hold
+from dure.comm.group.spec import GroupSpec
 from dure.comm.profiling import operation, profiler
 from dure.comm.work import Work
 from dure.errors import DureError, NotInGroupError, UsageError
@@ -47,49 +49,6 @@ from dure.store.base import Store
 from dure.store.prefix import PrefixStore
 from dure.trace import flight
 from dure.trace.record import MESSAGES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
-    """What a group is to be.
-
-    Attributes:
-        name: The same on all members, different from that of every other group of the world.
-        global_ranks: Members, in the order of their group ranks.
-        backend: Name of a backend, or "cpu:gloo,cuda:nccl".
-        timeout: How long an operation waits for its peers.
-        creation_timeout: How long its creation waits for members, and that of groups that are made
-            from it without a timeout; `timeout` where None.
-        desc: What the user called it.
-        pg_options: Handed to the backend untouched.
-        device_id: The device that this rank is bound to.
-        why: Why it has this backend, for the log.
-    """
-
-    name: str
-    global_ranks: tuple[int, ...]
-    backend: str
-    timeout: timedelta
-    desc: str = ""
-    pg_options: object = None
-    device_id: torch.device | None = None
-    creation_timeout: timedelta | None = None
-    why: str = ""
-
-    @property
-    def creation_limit(self) -> timedelta:
-        """How long its creation waits for members."""
-        return self.creation_timeout or self.timeout
-
-
-@dataclass(slots=True)
-class _Threads:
-    """The thread inside a synchronous call of a channel; see `GroupCore._enter`."""
-
-    crossed: str = ""
-    """Which two threads were inside calls at once, if any."""
-    inside: dict[int, tuple[int, str, str]] = field(default_factory=dict)
-    """At 0: its number, its name, and the call site."""
 
 
 @dataclass(slots=True)
@@ -155,7 +114,7 @@ class GroupCore:
         self.device_types = frozenset([*backends, "meta"] if takes_meta else backends)
         self._use(backends)
         self._manager: _Manager | None = None
-        self._threads = _Threads()
+        self._caller = CallingThread()
         self.closed, self._failed = False, False
         self.belongings: dict[type, Any] = {torch.device: spec.device_id}
         self.companions: list[Self] = []
@@ -237,7 +196,7 @@ class GroupCore:
         view.store = PrefixStore(f"channel/{index}", self.store)
         view.num_monitored, view.num_attempts = 0, 0
         view.monitored_keys = []
-        view._manager, view._threads = None, _Threads(self._threads.crossed)
+        view._manager, view._caller = None, CallingThread(self._caller.crossed)
         if not all(getattr(b, "channels", 1) > index for b in self._backends.values()):
             view._use(self._second(view.group_name))
         elif view._engine is not None:
@@ -414,7 +373,7 @@ class GroupCore:
                 group=self.group_name,
                 fix="Create a new group; do not keep one across destroy_process_group().",
             )
-        if seen := self._threads.crossed:
+        if seen := self._caller.crossed:
             where = {"group": self.group_name, "op": op, "seq": self.seq}
             raise crossed(seen, self._rank, where | {"rank": self._rank})
         for t in tensors:
@@ -490,7 +449,7 @@ class GroupCore:
             if call.op in MESSAGES or _records(backend):
                 request = _run(backend, call, deferred)
             else:
-                entered = self._enter(call.op, stays=not deferred)
+                entered = self._enter(call.op, waits=not deferred)
                 try:
                     request = _run(backend, call, deferred)
                 finally:
@@ -512,45 +471,26 @@ class GroupCore:
         with operation(self, backend, call, deferred):
             return self._start(backend, call, deferred, finish)
 
-    def _enter(self, op: str, stays: bool = True) -> bool:
-        """Refuse a collective while another thread is inside a synchronous one of this channel.
-
-        Such calls have no order, and may match another thread's call on another rank. So after a
-        refusal this rank leaves the group, when the first thread's call has finished. A thread that
-        only starts an operation, or waits for one, is not inside a call. The engine of `shm` does
-        the same by itself, and more (csrc/core/threads.cpp).
-
-        Args:
-            op: What is called.
-            stays: Whether the call waits for its end.
-
-        Returns:
-            Whether the thread was outside before, and must leave.
-        """
-        me = (threading.get_ident(), threading.current_thread().name, call_site())
-        inside = self._threads.inside
-        first = inside.setdefault(0, me) if stays else inside.get(0, me)
-        if first[0] == me[0]:
-            return stays and first is me
-        seen = (
-            "two threads called collectives of one channel at the same time: "
-            f"{first[1]} is inside a call at {first[2]}, and {me[1]} called at {me[2]}"
-        )
-        for group in self._channels:
-            group._threads.crossed = seen
-        raise UsageError(
-            seen,
-            op=op,
-            group=self.group_name,
-            rank=self._rank,
-            world_size=self._size,
-            fix=ONE_THREAD_FIX,
-        )
+    def _enter(self, op: str, waits: bool) -> bool:
+        """Refuse a collective while another thread is inside a call; see `CallingThread.enter`."""
+        try:
+            return self._caller.enter(waits)
+        except Crossed as seen:
+            for group in self._channels:
+                group._caller.crossed = str(seen)
+            raise UsageError(
+                str(seen),
+                op=op,
+                group=self.group_name,
+                rank=self._rank,
+                world_size=self._size,
+                fix=ONE_THREAD_FIX,
+            ) from None
 
     def _leave(self) -> None:
         """End what `_enter` began; leave the group if a second thread was refused since."""
-        self._threads.inside.pop(0, None)
-        if self._threads.crossed:
+        self._caller.leave()
+        if self._caller.crossed:
             for group in self._channels:
                 for backend in group._backends.values():
                     backend.close(False)
@@ -565,7 +505,7 @@ class GroupCore:
 
     def _enter_block(self, op: str) -> bool:
         if self._engine is None:
-            return self._enter(op)
+            return self._enter(op, waits=True)
         entered = self._engine.enter()
         if isinstance(entered, Outcome):
             raise self._plain_error(entered)
@@ -694,20 +634,6 @@ class GroupCore:
     def abort(self) -> None:
         """Leave the group at once: what is pending ends with `Aborted`, here and on the peers."""
         self.close(abort=True)
-
-
-class Hold:
-    """What `GroupCore.hold` returns; not a generator, so that call sites are the program's."""
-
-    def __init__(self, enter: Callable[[], bool], leave: Callable[[], None]) -> None:
-        self._enter, self._leave = enter, leave
-
-    def __enter__(self) -> None:
-        self._entered = self._enter()
-
-    def __exit__(self, *error: object) -> None:
-        if self._entered:
-            self._leave()
 
 
 def _records(backend: Backend) -> bool:
