@@ -1,16 +1,13 @@
 """One connection of a client to the network store's server: opened once, never reopened.
 
 ZeroMQ would reconnect by itself and deliver a pending request to the next process that listens. We
-switch that off and watch the socket's monitor instead: it reports whether the handshake succeeded,
-why it failed, and that a peer is gone, each within a millisecond of the kernel knowing. A peer
-whose machine is gone is noticed by the kernel's probes (`silence`).
+switch that off and watch the socket's monitor instead (`monitored`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import time
 from collections.abc import Callable
 
@@ -21,8 +18,7 @@ from dure.errors import StoreLost, StoreRefused, StoreTimeout
 from dure.store.address import why_unreachable
 from dure.store.builds import Build
 from dure.store.key import JobKey
-from dure.store.router import read_event
-from dure.store.silence import end_after_silence
+from dure.store.monitored import MonitoredSocket
 from dure.store.wire import FRAME_LIMIT, Request, frames_of, pack, read_reply
 
 __all__ = ["Connection", "connection_lost", "dial"]
@@ -41,8 +37,6 @@ another key does."""
 _HELLO = pack(Request("check"))
 """The first request of every connection, so that the server soon knows its members. Its
 answer has the server's build; every version sends both in the same shape."""
-
-_numbers = itertools.count()
 
 
 class _Outcome(enum.Enum):
@@ -80,43 +74,25 @@ class Connection:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key: JobKey | None):
         self._endpoint = endpoint
-        self._socket = context.socket(zmq.DEALER)
-        try:
-            self._monitor = context.socket(zmq.PAIR)
-        except zmq.ZMQError:
-            self._socket.close(0)
-            raise
-        try:
-            self._connect(key)
-        except zmq.ZMQError:
-            self.close()  # an open socket would keep the context from ending
-            raise
+        self._link = MonitoredSocket(context, sum(_OUTCOMES), FRAME_LIMIT)
+        self._socket = self._link.socket
+        with self._link.closed_on_error():
+            self._socket.reconnect_ivl = -1
+            self._socket.rcvtimeo = _FAST_MS
+            if key is not None:
+                key.arm(self._socket, "store client")
+                self._socket.curve_serverkey = key.pair("store server").public
+            self._link.connect(endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-
-    def _connect(self, key: JobKey | None) -> None:
-        """Watch the socket, and let it connect once."""
-        socket, endpoint = self._socket, self._endpoint
-        socket.linger = 0
-        socket.reconnect_ivl = -1
-        socket.rcvtimeo = _FAST_MS
-        socket.maxmsgsize = FRAME_LIMIT
-        end_after_silence(socket)
-        socket.ipv6 = "[" in endpoint
-        if key is not None:
-            key.arm(socket, "store client")
-            socket.curve_serverkey = key.pair("store server").public
-        watch = f"inproc://monitor-{next(_numbers)}"
-        socket.monitor(watch, sum(_OUTCOMES))
-        self._monitor.connect(watch)
-        socket.connect(endpoint)
+        self._poller.register(self._link.monitor, zmq.POLLIN)
 
     def attempt(self, deadline: float) -> _Outcome:
         """Wait for the handshake, and say hello."""
-        if not self._monitor.poll(max(1, int((deadline - time.monotonic()) * 1000))):
+        event = self._link.event(max(1, int((deadline - time.monotonic()) * 1000)))
+        if event is None:
             return _Outcome.SILENT
-        outcome = _OUTCOMES[zmq.Event(read_event(self._monitor)[0])]
+        outcome = _OUTCOMES[event]
         if outcome is not _Outcome.OPEN:
             return outcome
         with contextlib.suppress(StoreLost, msgspec.DecodeError, UnicodeDecodeError):
@@ -134,7 +110,7 @@ class Connection:
     def broken(self) -> bool:
         """Whether the peer, or our context, has gone; asked before a connection is used again."""
         try:
-            return self._monitor.poll(0) != 0
+            return self._link.monitor.poll(0) != 0
         except zmq.ContextTerminated:
             return True
 
@@ -158,17 +134,14 @@ class Connection:
             ready = dict(self._poller.poll(max(0, left_ms)))
             if self._socket in ready:
                 return b"".join(self._socket.recv_multipart())
-            if self._monitor in ready:
+            if self._link.monitor in ready:
                 raise connection_lost(self._endpoint)
             if left_ms <= 0:
                 return None
 
     def close(self) -> None:
         """Close at once."""
-        with contextlib.suppress(zmq.ContextTerminated):
-            self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
+        self._link.close()
 
 
 def connection_lost(endpoint: str) -> StoreLost:

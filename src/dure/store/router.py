@@ -216,15 +216,15 @@ class GuardedRouter:
         self._zap.send_multipart([b"1.0", number, *verdict, b"", b""])
 
 
-def read_event(monitor: zmq.Socket[Any], flags: int = 0) -> tuple[int, int]:
+def read_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
     """Receive one event of a socket's monitor; return which (see `zmq.Event`) and its value.
 
     PyZMQ has a reader of its own, but that one imports asyncio, which costs every process 20 ms.
 
     Raises:
-        zmq.ZMQError: The monitor is closed, or with `zmq.NOBLOCK` there is no event.
+        zmq.ZMQError: The monitor is closed.
     """
-    event, value = _EVENT.unpack(monitor.recv_multipart(flags)[0])
+    event, value = _EVENT.unpack(monitor.recv_multipart()[0])
     return event, value
 
 

@@ -44,8 +44,8 @@ from dure.comm.backends.hybrid.subcomms import SubComms
 from dure.errors import RendezvousTimeout
 from dure.store.address import outward_address, resolve
 from dure.store.listener import listen
-from dure.store.router import read_event
-from dure.store.silence import end_after_silence, silence_s
+from dure.store.monitored import MonitoredSocket
+from dure.store.silence import silence_s
 
 __all__ = ["SHOW_S", "Channel", "ControlMessage", "Watch", "open_channel"]
 
@@ -89,8 +89,7 @@ class Channel:
 
     Attributes:
         host: The other host.
-        socket: The connection.
-        monitor: Tells when it opens and when it breaks.
+        link: The connection; its monitor reports when it opens and when it breaks.
         listener: The listening socket's descriptor, which ZeroMQ closes; -1 where there is none.
         is_open: Whether its handshake has succeeded.
         heard: Whether anything was heard.
@@ -101,8 +100,7 @@ class Channel:
     """
 
     host: int
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    link: MonitoredSocket
     listener: int = -1
     is_open: bool = False
     heard: bool = False
@@ -119,13 +117,15 @@ class Channel:
     def say(self, message: ControlMessage) -> None:
         """Send a message, if the channel is open; if it is not, the monitor reports that."""
         with contextlib.suppress(zmq.Again):
-            self.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
+            self.link.socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
     def messages(self) -> Iterator[ControlMessage]:
         """Read all that has come."""
         with contextlib.suppress(zmq.Again):
             while True:
-                yield msgspec.msgpack.decode(self.socket.recv(zmq.NOBLOCK), type=ControlMessage)
+                yield msgspec.msgpack.decode(
+                    self.link.socket.recv(zmq.NOBLOCK), type=ControlMessage
+                )
 
     def close_port(self) -> None:
         """Let nobody else in; where the system cannot, the handshake alone does it."""
@@ -133,10 +133,8 @@ class Channel:
             let_nobody_in(listener)
 
     def close(self) -> None:
-        """Close, with a moment for what was said last."""
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(_LINGER_MS if self.lost is None else 0)
+        """Close, with a moment for the last message."""
+        self.link.close(_LINGER_MS if self.lost is None else 0)
 
 
 def open_channel(
@@ -154,33 +152,25 @@ def open_channel(
     Raises:
         StoreTimeout: The other did not say where it listens.
     """
-    socket = context.socket(zmq.DEALER)
-    channel = Channel(host, socket, context.socket(zmq.PAIR))
-    try:
-        public, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_publickey = public
-        socket.maxmsgsize, socket.handshake_ivl = _LONGEST_MESSAGE, 1000 * silence_s()
-        end_after_silence(socket)
-        events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-        socket.monitor(f"inproc://channel-{host}", events)
-        channel.monitor.connect(f"inproc://channel-{host}")
+    events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+    link = MonitoredSocket(context, events, _LONGEST_MESSAGE)
+    channel = Channel(host, link)
+    with link.closed_on_error():  # ZeroMQ's context waits for it
+        public, link.socket.curve_secretkey = zmq.curve_keypair()
+        link.socket.curve_publickey = public
+        link.socket.handshake_ivl = 1000 * silence_s()
         key = f"control/{min(host, here)}/{max(host, here)}"
         if here < host:
             listener = listen(resolve(address, 0, "this host's address"))
-            channel.listener = socket.use_fd = listener.fd
-            socket.curve_server, socket.ipv6 = True, "[" in listener.endpoint
-            socket.bind(listener.endpoint)
+            channel.listener = listener.fd
+            link.bind(listener.endpoint, listener.fd)
             contact = _Contact(listener.endpoint, public)
             options.store.set(key, msgspec.msgpack.encode(contact))
         else:
             options.store.wait([key], options.timeout)
             contact = msgspec.msgpack.decode(options.store.get(key), type=_Contact)
-            socket.curve_serverkey, socket.ipv6 = contact.public, "[" in contact.endpoint
-            socket.connect(contact.endpoint)
-    except BaseException:
-        channel.lost = 0.0
-        channel.close()  # ZeroMQ's context waits for it
-        raise
+            link.socket.curve_serverkey = contact.public
+            link.connect(contact.endpoint)
     return channel
 
 
@@ -226,7 +216,7 @@ class Watch:
         while silent := [channel.host for channel in self._channels if not channel.heard]:
             for channel in self._channels:
                 channel.say(ControlMessage())
-                if channel.socket.poll(_LOOK_MS):
+                if channel.link.socket.poll(_LOOK_MS):
                     self._hear(channel)
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(
@@ -265,16 +255,16 @@ class Watch:
         poller = zmq.Poller()
         poller.register(self._wakened, zmq.POLLIN)
         for channel in self._channels:
-            poller.register(channel.socket, zmq.POLLIN)
-            poller.register(channel.monitor, zmq.POLLIN)
+            poller.register(channel.link.socket, zmq.POLLIN)
+            poller.register(channel.link.monitor, zmq.POLLIN)
         while self._leaving < 0:
             ready = dict(poller.poll(_LOOK_MS))
             if self._wakened in ready:
                 os.read(self._wakened, 64)
             for channel in self._channels:
-                if channel.socket in ready:
+                if channel.link.socket in ready:
                     self._hear(channel)
-                if channel.monitor in ready:
+                if channel.link.monitor in ready:
                     self._note(channel)
             self._examine()
         self._tell(ControlMessage(left=self._leaving))
@@ -327,9 +317,7 @@ class Watch:
 
     def _note(self, channel: Channel) -> None:
         """A channel was opened, or broke: see whether the other leader had said goodbye."""
-        event = 0
-        with contextlib.suppress(zmq.Again):
-            event, _ = read_event(channel.monitor, zmq.NOBLOCK)
+        event = channel.link.event()
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             channel.is_open = True
         self._hear(channel)
