@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from dure.comm.backends.hybrid.subcomms import ANNOUNCING_TAG, NUM_NUMBERS, SubComms
+from dure.comm.backends.matching import Matching
 from dure.comm.backends.request import Request
 from dure.comm.codes import dtype_code
 from dure.errors import CommTimeout, Desync, DureError
@@ -118,8 +119,7 @@ class Messages:
         self.comms = comms
         self._lock = threading.Lock()  # of all that follows
         self._sent: defaultdict[int, int] = defaultdict(int)
-        self._envelopes: list[Envelope] = []  # nobody has asked for them
-        self._posted: list[Message] = []  # receives that nobody has answered
+        self._matching = Matching[Message, Envelope](_meets, _fits, self._refuse)
         self._receive_thread: threading.Thread | None = None
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, async_op: bool) -> Request | None:
@@ -177,36 +177,27 @@ class Messages:
                     target=self._serve, name="dure-receive", daemon=True
                 )
                 self._receive_thread.start()
-            envelope = next((x for x in self._envelopes if _fits(message, x)), None)
-            if envelope is None:
-                self._posted.append(message)
-            else:
-                self._envelopes.remove(envelope)
+            envelope = self._matching.post(message)
+            if envelope is not None:
                 self._answer(message, envelope)
 
     def _serve(self) -> None:
-        """Be the receive thread: give each envelope to the first receive that it fits."""
+        """Be the receive thread: give each envelope to its receive."""
         head = bytearray(_ENVELOPE.size)
         memory = torch.frombuffer(head, dtype=torch.uint8)
-        with suppress(DureError):  # the group was left or is broken: whoever waits looks himself
+        with suppress(DureError):  # the group was left or is broken: waiting threads look, too
             while not self.comms.state.left.is_set():
                 request = self.comms.mesh.recv(memory, None, ANNOUNCING_TAG, True)
                 request.wait()
                 envelope = Envelope(request.source, *_ENVELOPE.unpack(head))
                 with self._lock:
-                    message = next((m for m in self._posted if _fits(m, envelope)), None)
-                    if message is None:
-                        self._envelopes.append(envelope)
-                    else:
-                        self._posted.remove(message)
+                    message = self._matching.arrive(envelope)
+                    if message is not None:
                         self._answer(message, envelope)
 
     def _answer(self, message: Message, envelope: Envelope) -> None:
-        """Receive what an envelope announces; one that does not fit is kept before all others."""
+        """Receive what an envelope announces."""
         tensor = message.tensor
-        if envelope.nbytes != tensor.nbytes or envelope.dtype != dtype_code(tensor.dtype):
-            self._envelopes.insert(0, envelope)
-            return self._fail(message, self._mismatch(envelope, tensor))
         requests: list[Request] = []
         try:
             if envelope.nbytes:
@@ -220,18 +211,23 @@ class Messages:
         message.end(error)
         message.known.set()
 
-    def _mismatch(self, envelope: Envelope, tensor: torch.Tensor) -> Desync:
+    def _refuse(self, message: Message, envelope: Envelope) -> None:
+        """Fail a receive whose message does not fit."""
+        tensor = message.tensor
         here = f"recv of {tensor.nbytes} bytes, dtype {tensor.dtype}"
         there = f"send of {envelope.nbytes} bytes, dtype number {envelope.dtype}"
         rank = self.comms.hosts.rank
-        return Desync(
-            "a message is not what its receive expects",
-            **self.comms.state.where("recv"),
-            peer=envelope.source,
-            calls={rank: here, envelope.source: there},
-            seen=f"{here} here, {there} on rank {envelope.source}",
-            fix="Receive into a tensor of the length and dtype that are sent; "
-            "the message is kept for a receive that fits.",
+        self._fail(
+            message,
+            Desync(
+                "a message is not what its receive expects",
+                **self.comms.state.where("recv"),
+                peer=envelope.source,
+                calls={rank: here, envelope.source: there},
+                seen=f"{here} here, {there} on rank {envelope.source}",
+                fix="Receive into a tensor of the length and dtype that are sent; "
+                "the message is kept for a receive that fits.",
+            ),
         )
 
     def examine(self, message: Message) -> None:
@@ -246,12 +242,12 @@ class Messages:
             raise comms.state.error("recv")
         waited_s = time.monotonic() - message.began
         with self._lock:
-            if message not in self._posted:
+            if message not in self._matching.receives:
                 return
             place = comms.local.group.sender_of(message.tag) if peer is None else -1
             if place < 0 and waited_s <= comms.state.timeout_s:
                 return
-            self._posted.remove(message)
+            self._matching.receives.remove(message)
             if place >= 0:
                 request = comms.local.recv(message.tensor, place, message.tag, True)
                 message.carry(comms.hosts.mine[place], [request])
@@ -269,8 +265,13 @@ class Messages:
         )
 
 
-def _fits(message: Message, envelope: Envelope) -> bool:
+def _meets(message: Message, envelope: Envelope) -> bool:
     return message.tag == envelope.tag and message.peer in (None, envelope.source)
+
+
+def _fits(message: Message, envelope: Envelope) -> bool:
+    tensor = message.tensor
+    return envelope.nbytes == tensor.nbytes and envelope.dtype == dtype_code(tensor.dtype)
 
 
 def _attend(message: Message) -> None:

@@ -24,13 +24,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from dure.comm.backends.abort import AbortRecord
 from dure.comm.backends.header import Header, difference
+from dure.comm.backends.matching import Matching
 from dure.comm.backends.request import Request
 from dure.comm.backends.threads.moves import move
 from dure.comm.backends.threads.waiting import Waiting
@@ -44,18 +45,18 @@ class Pending(Request):
     """What one rank does in a pending operation; it has a deadline.
 
     Args:
-        room: Where it takes place.
+        rendezvous: Where it takes place.
         rank: Whose it is.
         op: The operation.
         site: Where in the program it was called.
         keep: The tensors, or what holds them.
     """
 
-    __slots__ = ("began", "deadline", "op", "rank", "room", "site", "table")
+    __slots__ = ("began", "deadline", "op", "rank", "rendezvous", "site", "table")
 
-    def __init__(self, room: Rendezvous, rank: int, op: str, site: str, keep: object) -> None:
+    def __init__(self, rendezvous: Rendezvous, rank: int, op: str, site: str, keep: object) -> None:
         super().__init__(keep)
-        self.room, self.rank, self.op, self.site = room, rank, op, site
+        self.rendezvous, self.rank, self.op, self.site = rendezvous, rank, op, site
         self.began, self.deadline = time.monotonic(), math.inf
         self.table: tuple[Waiting, int] | None = None
         """Where to note that this rank, here by its global number, waits for it; or nowhere."""
@@ -70,7 +71,7 @@ class Pending(Request):
 
     def fail(self, record: AbortRecord) -> None:
         """End it with what this rank makes of `record`."""
-        self.end(self.room.error(record, self.rank, self.op, self.began))
+        self.end(self.rendezvous.error(record, self.rank, self.op, self.began))
 
     def _poll(self) -> None:
         if time.monotonic() >= self.deadline:
@@ -101,9 +102,9 @@ class Arrival(Pending):
 
     __slots__ = ("header", "number")
 
-    def __init__(self, room: Rendezvous, rank: int, call: Call, site: str = "") -> None:
-        super().__init__(room, rank, call.op, site, call)
-        self.header = Header(fingerprint(call, rank, room.size), site)
+    def __init__(self, rendezvous: Rendezvous, rank: int, call: Call, site: str = "") -> None:
+        super().__init__(rendezvous, rank, call.op, site, call)
+        self.header = Header(fingerprint(call, rank, rendezvous.size), site)
         self.number = -1
 
     @property
@@ -116,14 +117,14 @@ class Arrival(Pending):
         return self.header.text()
 
     def expire(self, why: AbortRecord | None = None) -> None:
-        self.room.expire_collective(self, why)
+        self.rendezvous.expire_collective(self, why)
 
 
 class MessageEnd(Pending):
     """One end of a message: a send, or a receive.
 
     Args:
-        room: Where it takes place.
+        rendezvous: Where it takes place.
         rank: Whose it is.
         op: "send" or "recv".
         tensor: What is sent, or where to receive it.
@@ -137,7 +138,7 @@ class MessageEnd(Pending):
 
     def __init__(
         self,
-        room: Rendezvous,
+        rendezvous: Rendezvous,
         rank: int,
         op: str,
         tensor: torch.Tensor,
@@ -146,7 +147,7 @@ class MessageEnd(Pending):
         site: str = "",
         eager: bool = False,
     ) -> None:
-        super().__init__(room, rank, op, site, tensor)
+        super().__init__(rendezvous, rank, op, site, tensor)
         self.peer, self.tag, self.eager = peer, tag, eager
         self.dtype, self.shape = tensor.dtype, tensor.shape
 
@@ -164,16 +165,13 @@ class MessageEnd(Pending):
         """Send a copy of what the tensor holds now."""
         self._keep = self.tensor.detach().clone()
 
-    def meets(self, other: MessageEnd) -> bool:
-        """Tell whether the two are ends of one message."""
-        if self.op == other.op or self.tag != other.tag:
-            return False
-        receive, send = (self, other) if self.op == "recv" else (other, self)
-        return receive.peer in (None, send.rank)
+    def meets(self, send: MessageEnd) -> bool:
+        """Return whether this receive asks for the message of `send`."""
+        return self.tag == send.tag and self.peer in (None, send.rank)
 
-    def fits(self, other: MessageEnd) -> bool:
-        """Tell whether one has room for exactly what the other sends."""
-        return self.dtype == other.dtype and self.shape.numel() == other.shape.numel()
+    def fits(self, send: MessageEnd) -> bool:
+        """Return whether this receive has room for exactly the message of `send`."""
+        return self.dtype == send.dtype and self.shape.numel() == send.shape.numel()
 
     def text(self, to_whom: bool = True) -> str:
         """Say it in words; `to_whom`: with the other end."""
@@ -184,15 +182,15 @@ class MessageEnd(Pending):
         return what + (f" at {self.site}" if self.site else "")
 
     def expire(self, why: AbortRecord | None = None) -> None:
-        self.room.expire_message(self, why)
+        self.rendezvous.expire_message(self, why)
 
 
 @dataclass(slots=True)
 class _Member:
     """What is known about one rank: how far it got, its mailbox, whether it left."""
 
+    mailbox: Matching[MessageEnd, MessageEnd]
     num_collectives: int = 0
-    mailbox: list[MessageEnd] = field(default_factory=list[MessageEnd])
     left: bool = False
 
 
@@ -202,7 +200,9 @@ class Rendezvous:
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.lock = threading.Lock()
-        self._members = [_Member() for _ in range(size)]
+        self._members = [
+            _Member(Matching(MessageEnd.meets, MessageEnd.fits, self._refuse)) for _ in range(size)
+        ]
         self._num_joined = 0
         self._collectives: dict[int, dict[int, Arrival]] = {}
         self._record: AbortRecord | None = None
@@ -235,12 +235,14 @@ class Rendezvous:
             alone = sum(not m.left for m in self._members) <= 1
             for other, m in enumerate(self._members):
                 nobody_sends = abort or (alone and not m.left)
-                for end in list(m.mailbox):
-                    lost = end.peer == rank or (end.peer is None and nobody_sends)
-                    if not end.eager and (lost or rank in (other, end.rank)):
-                        m.mailbox.remove(end)
-                        end.fail(record)
-            member.mailbox.clear()
+                for ends in (m.mailbox.receives, m.mailbox.messages):
+                    for end in list(ends):
+                        lost = end.peer == rank or (end.peer is None and nobody_sends)
+                        if not end.eager and (lost or rank in (other, end.rank)):
+                            ends.remove(end)
+                            end.fail(record)
+            member.mailbox.receives.clear()
+            member.mailbox.messages.clear()
 
     def has_left(self, rank: int) -> bool:
         """Tell whether `rank` has gone."""
@@ -325,36 +327,22 @@ class Rendezvous:
         with self.lock:
             self._enter(end.rank, end.op)
             mailbox = self._members[end.receiver].mailbox
-            if end.op == "send" and self._members[end.receiver].left:
-                raise self.error(AbortRecord.gone(end.receiver), end.rank, "send")
-            other = self._find(end, mailbox)
-            if other is None:
-                if end.ended:
-                    return
-                if end.op == "recv":
-                    self._check_senders(end)
-                if end.eager:
+            if end.op == "send":
+                if self._members[end.receiver].left:
+                    raise self.error(AbortRecord.gone(end.receiver), end.rank, "send")
+                receive, send = mailbox.arrive(end), end
+                if receive is None and end.eager:
                     end.copy()
-                mailbox.append(end)
-                return
-            mailbox.remove(other)
-        receive, send = (end, other) if end.op == "recv" else (other, end)
+            else:
+                if mailbox.message_for(end) is None:
+                    self._check_senders(end)
+                receive, send = end, mailbox.post(end)
+        if receive is None or send is None:
+            return
         with torch.inference_mode():  # outputs may be inference tensors; nothing is recorded
             receive.tensor.detach().view(-1).copy_(send.tensor.detach().view(-1))
         receive.end(source=send.rank)
         send.end()
-
-    def _find(self, end: MessageEnd, mailbox: list[MessageEnd]) -> MessageEnd | None:
-        """Return the first that meets `end`; a receive whose message does not fit it fails."""
-        for other in [x for x in mailbox if x.meets(end)]:
-            if other.fits(end):
-                return other
-            if end.op == "recv":
-                self._refuse(end, other)
-                return None
-            mailbox.remove(other)
-            self._refuse(other, end)
-        return None
 
     def _refuse(self, receive: MessageEnd, send: MessageEnd) -> None:
         """Fail a receive by a message that does not fit; it is kept for one that does."""
@@ -374,9 +362,10 @@ class Rendezvous:
         """Fail an end whose time is up, unless its data are being copied."""
         with self.lock:
             mailbox = self._members[end.receiver].mailbox
-            if end not in mailbox:
+            ends = mailbox.receives if end.op == "recv" else mailbox.messages
+            if end not in ends:
                 return
-            mailbox.remove(end)
+            ends.remove(end)
         peer = "anyone" if end.peer is None else f"rank {end.peer}"
         what, seen = "no message came in time", f"waited for tag {end.tag} from {peer}"
         if end.op == "send":
