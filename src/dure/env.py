@@ -246,7 +246,13 @@ _SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 """Those of them that scikit-learn sets when it is imported; torch does not need them."""
 
 _ON = frozenset({"1", "true", "yes", "on"})
-_FLAGS = ("DURE_ELASTIC", "DURE_INSECURE", "DURE_STORE_BIND_ANY", "DURE_VERIFY")
+_FLAGS = (
+    "DURE_CORE_MIGRATION",
+    "DURE_ELASTIC",
+    "DURE_INSECURE",
+    "DURE_STORE_BIND_ANY",
+    "DURE_VERIFY",
+)
 _OFF = frozenset({"0", "false", "no", "off"})
 
 LOGGERS = (

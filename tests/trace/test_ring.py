@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+import dure
 from dure.trace.events import State
 from dure.trace.record import Origin
 from dure.trace.ring import FlightRing, call_site
@@ -61,12 +63,14 @@ def test_messages_and_collectives_are_numbered_apart(ring):
 def test_frames_of_dure_and_torch_are_passed_over():
     called = {}
 
-    def inside(module: str, call):
-        names = {"__name__": module, "call": call}
-        exec(compile("def f():\n    return call()", f"/{module}.py", "exec"), names)
+    def inside(folder: str, call):
+        names = {"call": call}
+        exec(compile("def f():\n    return call()", f"{folder}/fake.py", "exec"), names)
         return names["f"]
 
-    layered = inside("dure.parallel.fake", inside("torch.nn.fake", call_site))
+    dure_folder, torch_folder = (str(Path(m.__file__).parent) for m in (dure, torch))
+    layered = inside(dure_folder, inside(torch_folder, call_site))
     called["site"] = layered()
     assert called["site"].startswith(f"{__file__}:")
-    assert inside("dure.testing.fake", call_site)() == "/dure.testing.fake.py:2"
+    programs = f"{dure_folder}/testing"
+    assert inside(programs, call_site)() == f"{programs}/fake.py:2"
