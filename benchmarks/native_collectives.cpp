@@ -225,9 +225,8 @@ int start(int n, const Wanted& wanted) {
     for (int r = 1; r < n; r++) {
         const pid_t pid = fork();
         if (pid == 0) {
-            auto group =
-                Group::attach({r, n, 60'000'000'000, cores, kMeasureCopies, true}, parent,
-                              first->file(), kNonce);
+            auto group = Group::attach({r, n, 60'000'000'000, cores, kMeasureCopies, true}, parent,
+                                       first->file(), kNonce);
             while (group->attached() < n) group->wait_attached(1'000'000);
             group->ready();
             measure(*group, *shared, wanted);

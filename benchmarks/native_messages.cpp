@@ -170,7 +170,8 @@ int main(int argc, char** argv) {
     const int parent = getpid();
     for (int r = 1; r < n; r++) {
         if (fork() != 0) continue;
-        auto group = Group::attach({r, n, timeout_ns, cores, copies, migrates}, parent, first->file(), 1);
+        auto group =
+            Group::attach({r, n, timeout_ns, cores, copies, migrates}, parent, first->file(), 1);
         while (group->attached() < n) group->wait_attached(1'000'000);
         group->ready();
         run(*group, wanted);

@@ -108,8 +108,8 @@ class CallQueue {
 
 // Sleep until something changes that `ready` looks at, at most 100 ms; false if the rank was
 // interrupted. A thread that makes `ready` true looks for sleepers after that. The fence orders our
-// counting before all that `ready` reads: either that thread sees the sleeper, or we see what it has
-// written. (Without it a load with `acquire` may come first on processors that have LDAPR.)
+// counting before all that `ready` reads: either that thread sees the sleeper, or we see what it
+// has written. (Without it a load with `acquire` may come first on processors that have LDAPR.)
 template <typename F>
 bool Channel::await_change(F ready) {
     constexpr int64_t kSliceNs = 100'000'000;

@@ -5,8 +5,8 @@
 // system call and, for every page, looking up where the peer has it. What is the quicker way
 // depends on how far apart the cores are, so that is measured (calibration.h).
 //
-// No rank writes into a peer's private memory. A rank that was kept from its core could do so after the
-// peer's call has failed and its memory has another use.
+// No rank writes into a peer's private memory. A rank that was kept from its core could do so after
+// the peer's call has failed and its memory has another use.
 //
 // Permission. The kernel asks as for ptrace(2): the same user, a process that may be looked into
 // (PR_SET_DUMPABLE), and no seccomp filter against it. Where Yama restricts ptrace to descendants,

@@ -15,9 +15,8 @@ struct Shared {
 };
 
 Shared& shared() {
-    static Shared* const all = new (
-        mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
-        Shared;
+    static Shared* const all = new (mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
+                                         MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Shared;
     return *all;
 }
 
