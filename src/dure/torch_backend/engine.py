@@ -38,7 +38,7 @@ class Plan:
         timeout: How long an operation waits for its peers.
         name: The group's name, the same on all ranks.
         desc: What the group is for.
-        pg_options: Handed to the backend untouched.
+        pg_options: Options of the backend.
     """
 
     store: c10d.Store

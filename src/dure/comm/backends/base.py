@@ -61,7 +61,7 @@ class BackendOptions:
             where the host has cores for all of them.
         eager_bytes: A send of more bytes waits until it is received, and with 0 every send does;
             None: as the backend likes. For tests, which so find deadlocks.
-        pg_options: What the user gave as `pg_options` or `backend_options`, untouched.
+        pg_options: What the user gave as `pg_options` or `backend_options`.
     """
 
     store: Store

@@ -128,3 +128,45 @@ def case_wait_that_is_interrupted(rank, n):
             dist.barrier(group=group)
         assert info.value.peer == 0
         dist.destroy_process_group(group)
+
+
+def case_mpis_own_collectives_where_calls_are_not_compared(rank, n):
+    group = dist.new_group(pg_options={"verify": False})
+    sums, products = n * (n + 1) // 2, {1: 1, 2: 2, 3: 6, 4: 24}
+    for size in (1, 4_096, 4_097, 16_384, 16_385, 1 << 20, (1 << 20) + 1):  # of 4 bytes
+        for dtype in (torch.float32, torch.int32, torch.bfloat16):
+            t = torch.full((size,), rank + 1, dtype=dtype)
+            dist.all_reduce(t, group=group)
+            assert holds(t, sums), (size, dtype)
+            dist.all_reduce(t.fill_(rank + 1), dist.ReduceOp.MAX, group=group)
+            assert holds(t, n), (size, dtype)
+            dist.reduce(t.fill_(rank + 1), 0, dist.ReduceOp.PRODUCT, group=group)
+            assert holds(t, products[n] if rank == 0 else rank + 1), (size, dtype)
+            dist.broadcast(t.fill_(rank + 1), src=n - 1, group=group)
+            assert holds(t, n), (size, dtype)
+    nan = torch.tensor([float("nan") if rank == 0 else 1.0])
+    dist.all_reduce(nan, dist.ReduceOp.MAX, group=group)
+    assert nan.isnan().item()
+    dist.destroy_process_group(group)
+
+
+def case_mpis_own_collective_that_a_rank_does_not_call(rank, n):
+    if n == 1:
+        return
+    group = dist.new_group(pg_options={"verify": False})
+    group.set_timeout(timedelta(seconds=0.3))
+    if rank == 0:
+        with pytest.raises(CommTimeout):
+            dist.all_reduce(torch.ones(100), group=group)
+    dist.barrier()
+    if rank:
+        with pytest.raises(CommTimeout):
+            dist.all_reduce(torch.ones(100), group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def case_ranks_that_do_not_agree_to_compare_calls(rank, n):
+    if n > 1:
+        with pytest.raises(UsageError, match="compare calls"):
+            dist.new_group(pg_options={"verify": rank > 0})

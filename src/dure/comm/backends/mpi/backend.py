@@ -1,10 +1,11 @@
 """The MPI backend: our collectives, carried by the messages of any MPI that mpi4py finds.
 
-MPI's own reductions know no bfloat16 and fold the ranks in an order of their own, and its
-collectives can neither be interrupted nor given up on. So MPI is used for what it is best at,
-getting bytes from rank to rank over whatever the machine has: each collective is a few *exchanges*,
-in which every rank sends and receives at most one message to and from every other, and the
-reductions are those of the native engine (see `reduction` for their order).
+MPI's own reductions know no bfloat16 and fold the ranks in an order of their own, and MPI does not
+notice that ranks call different things. So its collectives are used only in groups that do not
+compare calls (`mpi.own`). Else MPI is used for getting bytes from rank to rank over whatever the
+machine has: each collective is a few *exchanges*, in which every rank sends and receives at most
+one message to and from every other, and the reductions are those of the native engine (see
+`reduction` for their order).
 
 With S bytes a rank, n ranks, and one exchange of headers (see `mpi.header`) before all:
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 import os
 import platform
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ from dure.comm.backends.mpi.memory import (
     shares,
     staging,
 )
+from dure.comm.backends.mpi.own import OwnCollectives
 from dure.comm.backends.mpi.progress import Operation, ProgressEngine, Steps
 from dure.comm.backends.request import Request
 from dure.comm.call import Call, fingerprint, place_of
@@ -82,7 +84,6 @@ class MpiBackend:
 
     name = "mpi"
     device_types = frozenset({"cpu"})
-    compares_calls = True
 
     def __init__(
         self, library: Library, comm: MPI.Intracomm, options: BackendOptions, oversubscribed: bool
@@ -97,6 +98,8 @@ class MpiBackend:
         """A message's tag must be less."""
         self._headers = Headers(self._mpi, comm, highest - 2)
         seconds = (options.op_timeout or options.timeout).total_seconds()
+        self.compares_calls = _compares(options)
+        self._own = None if self.compares_calls else OwnCollectives(self._mpi, comm)
         self._engine = ProgressEngine(library, comm, options.name, seconds, highest, oversubscribed)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -131,10 +134,18 @@ class MpiBackend:
         copy_piece(self._mpi, gives[self._rank], takes[self._rank])
 
     def run(self, call: Call, async_op: bool) -> Request | None:
-        steps: Steps = getattr(self, f"_{call.kind}")(call)
+        steps: Steps
+        if self._own is not None and self._own.takes(call):
+            steps = self._own_collective(self._own, call)
+        else:
+            steps = getattr(self, f"_{call.kind}")(call)
         header = Header(fingerprint(call, self._rank, self._size), place_of(call))
         operation = Operation(self._engine, call.op, steps, header=header)
         return self._engine.collective(operation, async_op)
+
+    def _own_collective(self, own: OwnCollectives, call: Call) -> Steps:
+        """Leave a call to MPI; its tensors live as long as this."""
+        yield Stage([own.start(call)], [-1])
 
     # ---- reductions ------------------------------------------------------------------------------
 
@@ -311,6 +322,12 @@ class MpiBackend:
         self._engine.close()
 
 
+def _compares(options: BackendOptions) -> bool:
+    """Return whether calls are compared: unless ``pg_options={"verify": False}``."""
+    given = options.pg_options
+    return not isinstance(given, Mapping) or given.get("verify") is not False
+
+
 def create_mpi(options: BackendOptions) -> MpiBackend:
     """Make the group's communicator; every rank of the group must do so.
 
@@ -320,13 +337,14 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
     of its host are more than the cores.
 
     Raises:
-        UsageError: mpi4py or MPI is missing, or the ranks were not started together by MPI.
+        UsageError: mpi4py or MPI is missing, the ranks were not started together by MPI, or only
+            some of them compare calls.
     """
     library = load()
     world = library.world
-    mine = f"{world.Get_rank()} {platform.node()}"
-    told = [text.decode().split(" ", 1) for text in options.tell_all("mpi/rank", mine)]
-    numbers = [int(number) for number, _ in told]
+    mine = f"{world.Get_rank()} {_compares(options)} {platform.node()}"
+    told = [text.decode().split(" ", 2) for text in options.tell_all("mpi/rank", mine)]
+    numbers = [int(number) for number, _, _ in told]
     if len(set(numbers)) < options.size:
         raise UsageError(
             "the ranks were not started together by MPI",
@@ -336,7 +354,18 @@ def create_mpi(options: BackendOptions) -> MpiBackend:
             seen=f"MPI sees {world.Get_size()} of {options.size} ranks",
             fix=f"Start the program with: mpirun -n {options.size} python PROGRAM",
         )
-    num_here = sum(node == platform.node() for _, node in told)
+    if len({compares for _, compares, _ in told}) > 1:
+        raise UsageError(
+            "some ranks compare calls, and others do not",
+            group=options.name,
+            rank=options.rank,
+            world_size=options.size,
+            seen=", ".join(
+                f"rank {r}: verify={compares}" for r, (_, compares, _) in enumerate(told)
+            ),
+            fix="Give pg_options={'verify': False} on all ranks, or on none.",
+        )
+    num_here = sum(node == platform.node() for _, _, node in told)
     with library.lock:
         members = world.Get_group().Incl(numbers)
         comm = world.Create_group(members, zlib.crc32(options.name.encode()) & 0x7FFF)
