@@ -68,7 +68,7 @@ def test_frames_of_dure_and_torch_are_passed_over():
         exec(compile("def f():\n    return call()", f"{folder}/fake.py", "exec"), names)
         return names["f"]
 
-    dure_folder, torch_folder = (str(Path(m.__file__).parent) for m in (dure, torch))
+    dure_folder, torch_folder = (str(Path(m.__file__ or "").parent) for m in (dure, torch))
     layered = inside(dure_folder, inside(torch_folder, call_site))
     called["site"] = layered()
     assert called["site"].startswith(f"{__file__}:")
