@@ -3,6 +3,7 @@
 from io import StringIO
 
 from rich.console import Console
+from rich.text import Text
 
 from dure.cli.rpc import table
 from dure.rpc.figures import Figures, Seen
@@ -25,3 +26,7 @@ def test_rates_are_between_two_looks_and_states_are_of_the_second():
 def test_a_worker_that_came_between_two_looks_is_shown_from_its_start():
     now = [Seen(8, "late", Figures(4, 0, 0, 0, 0, 0, 0, 0))]
     assert shown([Seen(7, "late", Figures(100))], now, 2.0)[0][:3] == ["late", "8", "2"]
+
+
+def test_without_workers_there_is_a_sentence():
+    assert isinstance(table([], [], 1.0), Text)

@@ -47,6 +47,13 @@ def test_ranks_of_several_hosts_meet_after_a_derived_port(inside):
     assert getattr(read_init_method("env://", -1, -1).endpoint, "port", 0) == 4711
 
 
+def test_told_address_is_taken_as_it_is(inside):
+    inside(seen.SLURM_STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    endpoint = read_init_method(None, -1, -1).endpoint
+    assert isinstance(endpoint, TcpEndpoint)
+    assert (endpoint.host, endpoint.port) == ("10.0.0.1", 29500)
+
+
 def test_the_launchers_store_may_have_an_ipv6_address(inside):
     inside({"RANK": "1", "WORLD_SIZE": "2", "DURE_STORE_ADDR": "[fe80::1]:29500"})
     endpoint = read_init_method(None, -1, -1).endpoint
