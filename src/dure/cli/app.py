@@ -30,7 +30,6 @@ COMMANDS = {
         "plan:commands",
         "Compare layouts of a job before it is started: speed, memory, reasons.",
     ),
-    "rpc": ("rpc:commands", "Show what workers do with remote calls."),
     "trace": ("trace:commands", "Show what ranks did last, and what did not match."),
     "view": ("page:view", "Show recorded traces as a page in a browser of this machine."),
     "checkpoint": (

@@ -5,7 +5,7 @@ thread of the callee that has a slot, and run there; the answer has the same num
 once, by whatever takes it out of the table first: its answer, its timeout, a connection that broke
 (it may have run, and is not sent again), or the callee's death.
 
-Threads: one lock guards all tables; figures for people are counted without it. Nothing is sent, and
+Threads: one lock guards all tables. Nothing is sent, and
 no code of the program's runs, with it held: what a step leaves to be done is put on a list, and
 done after (`step`).
 """
@@ -30,7 +30,6 @@ from dure.rpc.calls import Call, CallFuture, Calls
 from dure.rpc.current import here
 from dure.rpc.directory import Directory, Peer
 from dure.rpc.envelope import Completion, Envelope, GradientTag, Kind, Transport, Work
-from dure.rpc.figures import Board, Figures
 from dure.rpc.functions import MARK, Later
 from dure.rpc.links import Numbered
 from dure.rpc.message import Body, Packed, find_function, name_of, pack, pack_plain, rebuild, unpack
@@ -58,9 +57,6 @@ Kwargs = dict[str, Any] | None
 
 UNSET = -1.0
 """A timeout that is not given: the default holds. 0 is none."""
-
-_SHOWN_S = 0.1
-"""How old the figures of a busy process may be (`dure rpc top`)."""
 
 _CALLS = frozenset({Kind.CALL, Kind.MAKE, Kind.FETCH})
 _NOTHING = Packed()
@@ -140,7 +136,6 @@ class Agent:
         self._handlers: dict[int, Callable[[int, bytes], None]] = {}
         self._busy: set[Callable[..., None]] = set()  # calls that run here, or wait for a thread
         self._recorder = Recorder(me)
-        self._figures, self._showing, self._board = Figures(), False, Board(me.name)
         self.values = Values(self, self._never_made)
         self.gatherings = Gatherings(self)
 
@@ -469,10 +464,6 @@ class Agent:
         for number in envelope.made:
             if (call := self.calls.take(number, envelope.sender)) is not None:
                 self._end_at_once(call, _Came(Envelope(Kind.ANSWER, call.peer.id)))
-        self._figures.served += called
-        self._figures.bytes_received += len(body.pickled) + len(body.inline)
-        for memory in memories:
-            self._figures.bytes_received += memory.nbytes
         if called:
             work = partial(self._serve, came)
             if listeners:
@@ -720,10 +711,6 @@ class Agent:
         devices: dict[str, str] | None = None,
     ) -> None:
         """Send a message, and what is queued for the process with it."""
-        self._figures.bytes_sent += packed.nbytes
-        if not self._showing:
-            self._showing = True
-            self.timers.at(monotonic() + _SHOWN_S, self._show)
         link: tuple[Numbered, ...] = ()
         made: tuple[int, ...] = ()
         if peer.waits:
@@ -829,15 +816,6 @@ class Agent:
             }
         return {name: str(figure) for name, figure in figures.items()}
 
-    def _show(self) -> None:
-        with self.lock:
-            self._showing = False
-            figures = self._figures
-            figures.waiting, figures.running = len(self.calls.all()), len(self._busy)
-            figures.made = self.calls.made
-            figures.owned, _, figures.held, _ = self.values.counts
-            self._board.show(figures)
-
     def held(self) -> list[str]:
         """Return what others still hold of this process, and this process of others."""
         return self.values.held({worker.id: worker.name for worker in self.workers})
@@ -853,7 +831,6 @@ class Agent:
             self._fail(call, _closed())
         self.transport.close(known)
         self.timers.close()
-        self._board.close()
         self._recorder.close()
         self.values.close()
 
