@@ -42,7 +42,7 @@ from dure.cli.machine import conditions
 from dure.rpc.agent import Agent
 from dure.rpc.current import current
 from dure.rpc.envelope import Envelope, Kind
-from dure.rpc.message import pack
+from dure.rpc.message import Codec
 from dure.rpc.rref import RRef
 
 LEFT_OUT = Path(__file__).with_name("rpc_left_out.txt")
@@ -107,7 +107,7 @@ def bind_dure() -> None:
         stand_in = StandIn(name, own)
         parent, _, last = f"torch.distributed.{name}".rpartition(".")
         if name == "rpc.internal":
-            stand_in.__dict__["serialize"] = lambda value: pack(value, 0, RRef)
+            stand_in.__dict__["serialize"] = lambda value: Codec(RRef).pack((value,), 0)
         sys.modules[f"torch.distributed.{name}"] = stand_in
         setattr(sys.modules[parent], last, stand_in)
 

@@ -145,12 +145,12 @@ def test_results_go_back_by_the_callers_device_map() -> None:
         )[1]
         assert here.rpc_sync("worker1", add, (1, 2)) == 3
         assert calls[0].devices == {"cuda:2": "cuda:1"}
-        assert here._device_there(there.me, one) == "cuda:2"
-        assert there._device_back(calls[0], two) == "cuda:1"
-        assert there._device_back(calls[0], three) == "cuda:1"  # by its own map
+        assert here.payloads._device_there(there.me, one) == "cuda:2"
+        assert there.payloads._device_back(calls[0], two) == "cuda:1"
+        assert there.payloads._device_back(calls[0], three) == "cuda:1"  # by its own map
         for device in (one, torch.device("cuda", 7)):
             with pytest.raises(ValueError, match="no device map"):
-                there._device_back(calls[0], device)
+                there.payloads._device_back(calls[0], device)
 
 
 def test_what_cannot_be_sent_leaves_no_call(monkeypatch: pytest.MonkeyPatch) -> None:

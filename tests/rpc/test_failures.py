@@ -123,11 +123,11 @@ def test_looking_for_a_type_imports_nothing(lazy: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", [ValueError, PeerLost, served.Wrong])
 def test_with_a_list_types_on_it_come_back(kind: type[Exception]) -> None:
-    assert type(travel(kind("seven"), find=Allowed([served]).find)) is kind
+    assert type(travel(kind("seven"), find=Allowed([served]).find_error)) is kind
 
 
 @pytest.mark.parametrize("kind", [NoText, served.Wrong])
 def test_with_a_list_other_types_do_not(kind: type[Exception]) -> None:
-    got = travel(kind("seven"), find=Allowed([served.double]).find)
+    got = travel(kind("seven"), find=Allowed([served.double]).find_error)
     assert type(got) is RpcError
     assert kind.__name__ in str(got)

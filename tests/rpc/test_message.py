@@ -14,27 +14,14 @@ import torch
 from dure import native
 from dure.errors import RpcError
 from dure.rpc.allow import Allowed
-from dure.rpc.message import (
-    Body,
-    Packed,
-    ReferenceRow,
-    TensorRow,
-    pack,
-    pack_plain,
-    rebuild,
-    unpack,
-)
+from dure.rpc.message import Body, Codec, Packed, ReferenceRow
+from dure.rpc.tensors import TensorRow, rebuild
 
 
-def travel(value: object) -> Any:
-    """Send a value to oneself, memory copied."""
-    return arrive(pack(value))
-
-
-def arrive(packed: Packed, **how: Any) -> Any:
-    memories = [memory.clone() for memory in packed.memories]
-    tensors = rebuild(packed.body, memories)
-    return unpack(packed.body, tensors, **how)
+def arrive(packed: Packed, *references: object) -> Any:
+    """Unpack values, memory copied."""
+    body, memories = packed.body, [memory.clone() for memory in packed.memories]
+    return Codec().unpack(body, rebuild(body.tensors, body.inline, memories), references)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*quantize", "ignore:TypedStorage")
@@ -65,7 +52,7 @@ def arrive(packed: Packed, **how: Any) -> Any:
 )
 def test_tensors_of_every_kind(make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
-    got = travel({"one": [tensor]})["one"][0]
+    got = arrive(Codec().pack(({"one": [tensor]},)))[0]["one"][0]
     assert (type(got), got.dtype, got.shape) == (type(tensor), tensor.dtype, tensor.shape)
     assert (got.layout, got.requires_grad) == (tensor.layout, tensor.requires_grad)
     if tensor.device.type != "meta":
@@ -94,7 +81,7 @@ def broken(tensor: torch.Tensor, part: str) -> torch.Tensor:
 def test_a_sparse_tensor_with_wild_indices_is_refused_before_it_is_used(
     make: Callable[[torch.Tensor], torch.Tensor], part: str
 ) -> None:
-    packed = pack([broken(make(torch.eye(2)), part)])
+    packed = Codec().pack(([broken(make(torch.eye(2)), part)],))
     with pytest.raises(RuntimeError):
         arrive(packed)
 
@@ -102,7 +89,7 @@ def test_a_sparse_tensor_with_wild_indices_is_refused_before_it_is_used(
 def test_shared_memory_is_shared_and_what_nobody_sees_stays() -> None:
     whole = torch.zeros(1000, dtype=torch.float64)
     left, right = whole[100:110], whole[105:120]
-    packed = pack((left, right, left))
+    packed = Codec().pack((left, right, left))
     assert [memory.numel() for memory in packed.memories] == [120 * 8 - 100 * 8 // 64 * 64]
     a, b, again = arrive(packed)
     assert a is again
@@ -111,17 +98,17 @@ def test_shared_memory_is_shared_and_what_nobody_sees_stays() -> None:
     assert whole.sum() == 0
 
 
-@pytest.mark.parametrize("find", [None, Allowed([Body]).find], ids=["all", "list"])
-def test_what_was_received_goes_when_nobody_has_it(
-    find: Callable[[str, str], Any] | None,
-) -> None:
-    packed = pack([torch.ones(4)])
+@pytest.mark.parametrize("allowed", [None, Allowed([Body])], ids=["all", "list"])
+def test_what_was_received_goes_when_nobody_has_it(allowed: Allowed | None) -> None:
+    packed = Codec().pack(([torch.ones(4)],))
     memory = packed.memories[0].clone()
     gone = weakref.ref(memory.untyped_storage())
     gc.disable()  # the memory is a sender's: it must not wait for a collection
     try:
-        got = unpack(packed.body, rebuild(packed.body, [memory]), find=find)
-        assert got[0].sum() == 4.0
+        tensors = rebuild(packed.body.tensors, b"", [memory])
+        got = Codec(allowed=allowed).unpack(packed.body, tensors)
+        del tensors
+        assert got[0][0].sum() == 4.0
         del got, memory
         assert gone() is None
     finally:
@@ -131,7 +118,7 @@ def test_what_was_received_goes_when_nobody_has_it(
 @pytest.mark.parametrize("bad", [lambda: None, torch.futures.Future(), (n for n in "x")])
 def test_what_cannot_be_sent_is_refused_with_the_reason(bad: object) -> None:
     with pytest.raises(RpcError, match="cannot be sent") as raised:
-        pack({"deep": [bad]})
+        Codec().pack(({"deep": [bad]},))
     assert str(raised.value.__cause__).split("\n")[0][:20] in str(raised.value)
 
 
@@ -144,40 +131,39 @@ class Reference:
 
 
 def test_references_are_told_beside_the_pickle() -> None:
-    packed = pack([Reference(5), (Reference(6), 1)], to=9, referring=Reference)
+    packed = Codec(Reference).pack(([Reference(5), (Reference(6), 1)],), to=9)
     assert packed.body.references == (
         ReferenceRow((1, 5), 1, (9, 5)),
         ReferenceRow((1, 6), 1, (9, 6)),
     )
-    assert arrive(packed, references=["a", "b"]) == ["a", ("b", 1)]
+    assert arrive(packed, "a", "b") == (["a", ("b", 1)],)
+
+
+def test_references_of_values_that_cannot_be_sent_are_taken_back() -> None:
+    rows: list[ReferenceRow] = []
+    with pytest.raises(RpcError, match="cannot be sent"):
+        Codec(Reference, rows.extend).pack(([Reference(5), lambda: None],), to=9)
+    assert rows == [ReferenceRow((1, 5), 1, (9, 5))]
 
 
 T, R = torch.arange(3.0), Reference(5)
 
 
 @pytest.mark.parametrize(
-    "values", [(T, R), (R, 7, T), (7, T, None, R), ("seven", T), (T,), (R,), (7, 7.0, R)]
+    "values",
+    [(), (T, R), (R, 7, T), (7, T, None, R), ("seven", T), (T,), (R,), (7, 7.0, R), (T, R, [], T)],
 )
-def test_a_tensor_and_a_reference_beside_plain_values(values: tuple[Any, ...]) -> None:
-    packed = pack_plain(values, "", 3, Reference)
-    assert packed is not None
+def test_tensors_and_references_beside_plain_values(values: tuple[Any, ...]) -> None:
+    packed = Codec(Reference).pack(values, 3)
     number = sum(value is R for value in values)
     assert packed.body.references == (ReferenceRow((1, 5), 1, (3, 5)),) * number
-    got = arrive(packed, references=["reference"])
+    got = arrive(packed, "reference")
     assert len(got) == len(values)
     for each, value in zip(got, values, strict=True):
         if value is T:
             assert each.tolist() == [0.0, 1.0, 2.0]
         else:
             assert each == ("reference" if value is R else value)
-
-
-@pytest.mark.parametrize("values", [(R, Reference(6)), (T, R, {}), (T, T)])
-def test_others_are_not_plain_and_no_reference_is_packed(
-    values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(Reference, "pack_reference")
-    assert pack_plain(values, "", 3, Reference) is None
 
 
 FITS = TensorRow(0, "float32", (2,), (1,), 0)
@@ -198,7 +184,7 @@ FITS = TensorRow(0, "float32", (2,), (1,), 0)
 )
 def test_rows_that_do_not_fit_are_refused(row: TensorRow) -> None:
     with pytest.raises(ValueError, match="tensor"):
-        rebuild(Body(tensors=(FITS, row)), [torch.zeros(16, dtype=torch.uint8)])
+        rebuild((FITS, row), b"", [torch.zeros(16, dtype=torch.uint8)])
 
 
 PACKED = native.pack_tensor(torch.ones(2, 3), 64, False) or b""
@@ -218,4 +204,4 @@ PACKED = native.pack_tensor(torch.ones(2, 3), 64, False) or b""
 )
 def test_bytes_that_are_no_tensor_are_refused(inline: bytes) -> None:
     with pytest.raises(ValueError, match="tensor"):
-        rebuild(Body(place=0, inline=inline), ())
+        rebuild((), inline, ())

@@ -134,7 +134,7 @@ def test_a_reference_that_was_guessed_or_dropped_is_not_answered() -> None:
             with cluster.on(0) as agent:
                 for guess in (secret._ref, (2, 1), (0, 99)):
                     with pytest.raises(RpcError, match=r"holds no reference|set timeout"):
-                        agent.fetch(guess, owner.me, 0.05)
+                        agent.caller.fetch(guess, owner.me, 0.05)
             assert owner.debug_info()["num_owner_rrefs"] == "1"
             with cluster.on(2):
                 assert kept_value() == "secret"
@@ -142,7 +142,7 @@ def test_a_reference_that_was_guessed_or_dropped_is_not_answered() -> None:
             let_go()
         freed(cluster)
         with cluster.on(2) as agent, pytest.raises(RpcError, match="holds no reference"):
-            agent.fetch(secret._ref, owner.me, PATIENCE_S)
+            agent.caller.fetch(secret._ref, owner.me, PATIENCE_S)
 
 
 def newest_kept_value() -> Any:

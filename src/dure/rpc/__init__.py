@@ -6,9 +6,9 @@
     rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
     rpc.shutdown()
 
-A call (`agent`) is packed (`message`) and carried (`transport`: rings and given memory within a
-host, sockets beyond), run by a thread of the callee (`workers`) if it may be (`allow`), and
-answered. Values stay where they are for as long as somebody refers to them (`references`).
+A call (`caller`) is packed (`message`) and carried (`transport`: rings and shared memory within a
+host, sockets between hosts), run by a thread of the callee (`callee`, `workers`) if that is allowed
+(`allow`), and answered. Values stay at their owner while a process refers to them (`references`).
 
 Names are imported when they are first used (PEP 562).
 """

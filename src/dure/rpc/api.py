@@ -12,14 +12,16 @@ import torch
 
 from dure.errors import PeerLost, RpcError, UsageError
 from dure.rpc import backend_registry, profiling
-from dure.rpc.agent import UNSET, Agent, Args, Kwargs, To
+from dure.rpc.agent import Agent
 from dure.rpc.allow import Allowed
 from dure.rpc.autograd.backward import attach
 from dure.rpc.backend_registry import RpcBackendOptions, TensorPipeRpcBackendOptions
+from dure.rpc.caller import UNSET, To
 from dure.rpc.checks import check, check_seconds
 from dure.rpc.current import current, is_set, set_current
 from dure.rpc.meeting import Meeting, connect
 from dure.rpc.names import WorkerInfo
+from dure.rpc.payloads import Args, Kwargs
 from dure.rpc.peers import MOST_IDS
 from dure.rpc.rref import RRef
 from dure.rpc.termination import all_gather, wait_all_workers, wait_for_own
@@ -72,7 +74,8 @@ def init_rpc(
         rank: This process's id; -1: the environment's, or, where processes come and go, any.
         world_size: How many there are; -1: the environment's; None: processes come and go.
         rpc_backend_options: Threads, timeouts, where to meet (`TensorPipeRpcBackendOptions`).
-        allow: Functions, classes and modules that others may call; None: everything.
+        allow: Functions, classes and modules that others may call; None: everything. With a list,
+            messages bring plain values, tensors, references and these functions only.
         store: A store to meet in, in place of the options' `init_method`.
 
     Collective:

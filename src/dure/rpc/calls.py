@@ -28,7 +28,7 @@ from dure.rpc.timers import Timers
 from dure.trace.flight import Noted
 
 if TYPE_CHECKING:
-    from dure.rpc.agent import Agent
+    from dure.rpc.caller import Caller
 
 __all__ = ["MOST_BYTES", "Call", "CallFuture", "Calls"]
 
@@ -40,13 +40,13 @@ class Call(msgspec.Struct, eq=False):
     """A call that was made.
 
     Attributes:
-        ticket: Done when the outcome is there; with `told`, when that says so.
-        outcome: The message that came, or what went wrong.
-        told: Called once with the call, by a thread that may run code of the program's.
-        quick: Whether `told` runs no code of the program's, but for unpickling.
-        awaited: Whether a thread waits that will see to it that `told` is called.
-        counted: False for what RPC itself calls, which no shutdown waits for.
-        noted: In the flight recorder.
+        ticket: Complete when the outcome is known; with `notify`, when that completes it.
+        outcome: The answer, or an error.
+        notify: Called once with the call, by a thread that may run code of the program.
+        quick: Whether `notify` runs no code of the program, except to unpickle.
+        awaited: Whether a waiting thread will call `notify`.
+        counted: False for calls of RPC's own, which no shutdown waits for.
+        noted: Its entry in the flight recorder.
     """
 
     kind: Kind
@@ -57,7 +57,7 @@ class Call(msgspec.Struct, eq=False):
     seconds: float
     deadline: float
     nbytes: int
-    told: Callable[[Call], None] | None
+    notify: Callable[[Call], None] | None
     counted: bool
     noted: Noted
     quick: bool = False
@@ -79,7 +79,7 @@ class CallFuture(torch.futures.Future[Any]):
     very future.
     """
 
-    agent: Agent
+    caller: Caller
     call: Call
 
     def wait(self) -> Any:
@@ -89,7 +89,7 @@ class CallFuture(torch.futures.Future[Any]):
             Exception: What the callee has raised, or what went wrong on the way.
         """
         if not self.done():
-            self.agent.wait_until_told(self.call)
+            self.caller.wait_until_notified(self.call)
         return self.value() if self.done() else super().wait()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
@@ -102,14 +102,14 @@ class CallFuture(torch.futures.Future[Any]):
         self.call.quick = False
         super().add_done_callback(callback)
 
-    def told(self, call: Call) -> None:
-        """Take the outcome of the call; who waits need not wait for callbacks."""
+    def complete(self, call: Call) -> None:
+        """Set the outcome of the call; a waiting thread does not wait for callbacks."""
         try:
-            value = self.agent.result(call)
+            value = self.caller.result(call)
         except BaseException as error:
-            value = self.agent.failed(call) or partial(_another, error.with_traceback(None))
+            value = self.caller.error_maker(call) or partial(_another, error.with_traceback(None))
             self._set_unwrap_func(_raise)
-        self.agent.transport.complete(call.ticket)  # the rest of the wait is torch's
+        self.caller.complete_wait(call)  # the rest of the wait is torch's
         self.set_result(value)
 
 
@@ -169,8 +169,11 @@ class Calls:
     def take(self, number: int, sender: int | None = None) -> Call | None:
         """Take a call out of the table; None: it has ended, or `sender` is not who was called."""
         with self._lock:
-            call = self._calls.get(number)
-            if call is None or sender not in (None, call.peer.id):
+            try:
+                call = self._calls[number]
+            except KeyError:
+                return None
+            if sender is not None and sender != call.peer.id:
                 return None
             del self._calls[number]
             call.peer.nbytes -= call.nbytes

@@ -22,10 +22,12 @@ class _Here(threading.local):
     Attributes:
         agent: The one it means, if not the process's.
         serves: Whether it runs a call.
+        context: The context of distributed autograd that it is in.
     """
 
     agent: Agent | None = None
     serves = False
+    context: int | None = None
 
 
 here = _Here()

@@ -53,11 +53,6 @@ class Peer:
     def __post_init__(self) -> None:
         self.id = self.info.id
 
-    @property
-    def waits(self) -> bool:
-        """Whether something is to go with the next message."""
-        return bool(self.queued or self.made or self.link.owes)
-
 
 class Directory:
     """The processes that this one knows.
@@ -110,6 +105,16 @@ class Directory:
             PeerLost: It is gone.
             UsageError: It is no name, id or `WorkerInfo`.
         """
+        found = None
+        if type(to) is str:
+            found = self._named.get(to)
+        elif type(to) is WorkerInfo:
+            found = self._peers.get(to.id)
+        if found is not None and found.ended is None:
+            return found
+        return self._search(to)
+
+    def _search(self, to: str | int | WorkerInfo) -> Peer:
         key = to.id if isinstance(to, WorkerInfo) else to
         found = self._known(key)
         if found is not None and (found.ended is None or key is not to):
@@ -182,7 +187,7 @@ class Directory:
         if peer is None:
             return []
         bodies = [body for message in messages for body in peer.link.receive(message)]
-        if peer.link.owes:
+        if peer.link.acknowledged < peer.link.received:
             self._later(peer)
         return bodies
 
@@ -209,7 +214,7 @@ class Directory:
         link, made = tuple(peer.queued), tuple(peer.made)
         if link:
             peer.queued.clear()
-        elif peer.link.owes:
+        elif peer.link.acknowledged < peer.link.received:
             link = (peer.link.acknowledge(),)
         if made:
             peer.made.clear()

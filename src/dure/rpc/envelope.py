@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "Envelope",
     "GradientTag",
     "Kind",
+    "Received",
     "Receiver",
     "Transport",
     "Waiter",
@@ -75,6 +76,20 @@ class Envelope(msgspec.Struct, array_like=True):
     devices: dict[str, str] | None = None  # where tensors of the callee's belong at the caller
     made: tuple[int, ...] = ()  # calls of the receiver's whose values have been made; rides along
     after: int = 0  # FETCH: the last message of the link that was sent before, which may come later
+
+
+class Received(msgspec.Struct, eq=False):
+    """A message that was received."""
+
+    envelope: Envelope
+    memories: Sequence[torch.Tensor] = ()
+    references: Sequence[Any] = ()  # those of the body, as programs have them
+    made: bool = True  # False: the value of a `MAKE` was given up, and the call must not run
+
+    @classmethod
+    def empty_answer(cls, sender: int) -> Received:
+        """Return the answer None."""
+        return cls(Envelope(Kind.ANSWER, sender))
 
 
 class Waiter(Protocol):

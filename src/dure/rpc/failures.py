@@ -135,8 +135,8 @@ def decode(encoded: bytes, find: Callable[[str, str], Any] | None = None) -> Exc
 
     Args:
         encoded: What was sent.
-        find: Looks up a name of a module (`Allowed.find`); types that it refuses, and that are not
-            ours, are not known then. None: any type of a module that has been imported is.
+        find: Looks up a type of exceptions (`Allowed.find_error`); types that it refuses, except
+            Dure's own, are unknown. If None, all types of imported modules are known.
     """
     failure = msgspec.msgpack.decode(encoded, type=_Failure)
     text = f"{failure.what}\n\nOn {failure.worker}:\n{failure.trace}"

@@ -30,12 +30,7 @@ class Link:
         self.sent = self.received = 0  # the numbers of the last messages, of each direction
         self.kept: dict[int, bytes] = {}  # sent, and not acknowledged
         self._early: dict[int, bytes] = {}
-        self._told = 0  # of what was received, what the other knows
-
-    @property
-    def owes(self) -> bool:
-        """Whether there is something to acknowledge."""
-        return self._told < self.received
+        self.acknowledged = 0  # the last received message of which the other end knows
 
     def send(self, body: bytes) -> Numbered:
         """Return what to send for a message."""
@@ -58,7 +53,7 @@ class Link:
         if message.number > self.received:
             self._early[message.number] = message.body
         elif message.number > 0:
-            self._told = min(self._told, message.number - 1)  # it was sent again: tell again
+            self.acknowledged = min(self.acknowledged, message.number - 1)  # sent again
         due: list[bytes] = []
         while self.received + 1 in self._early:
             self.received += 1
@@ -66,5 +61,5 @@ class Link:
         return due
 
     def _message(self, number: int, body: bytes) -> Numbered:
-        self._told = self.received
+        self.acknowledged = self.received
         return Numbered(number, self.received, body)

@@ -15,11 +15,11 @@ from dure.errors import RpcError
 from dure.rpc.envelope import Envelope, Kind
 from dure.rpc.names import WorkerInfo
 from dure.trace import spans
-from dure.trace.flight import FlightRing, Noted, Origin, add_source, retire
+from dure.trace.flight import FlightRing, Origin, add_source, retire
 
-__all__ = ["Recorder", "served"]
+__all__ = ["OPS", "Recorder", "served"]
 
-_OPS = {Kind.CALL: "rpc", Kind.MAKE: "remote", Kind.FETCH: "to_here"}
+OPS = {Kind.CALL: "rpc", Kind.MAKE: "remote", Kind.FETCH: "to_here"}
 
 
 class Recorder:
@@ -27,11 +27,15 @@ class Recorder:
 
     Args:
         me: The worker.
+
+    Attributes:
+        begin: Notes a call (`FlightRing.begin`).
+        end: Notes that a call has ended.
     """
 
     def __init__(self, me: WorkerInfo) -> None:
         self._ring = FlightRing(Origin(group="rpc", rank=me.id, global_ranks=_ranks(me.id)))
-        self.end = self._ring.end
+        self.begin, self.end = self._ring.begin, self._ring.end
 
     def start(self) -> None:
         """Have dumps show the calls."""
@@ -41,10 +45,6 @@ class Recorder:
         """Take note of a worker."""
         if id >= len(self._ring.origin.global_ranks):
             self._ring.origin = replace(self._ring.origin, global_ranks=_ranks(id))
-
-    def begin(self, kind: Kind, to: int, function: str, waits: bool) -> Noted:
-        """Note a call; `waits`: its caller waits for it. `end` takes what this returns."""
-        return self._ring.begin(_OPS[kind], None, to, function, not waits)
 
     def close(self) -> None:
         """Keep what was called for later dumps."""
@@ -66,7 +66,7 @@ def served(
     began_ns = monotonic_ns()
     run(refusal)
     ended_ns = monotonic_ns()
-    function = envelope.body.function.rpartition(":")[2] or _OPS[Kind(envelope.kind)]
+    function = envelope.body.function.rpartition(":")[2] or OPS[Kind(envelope.kind)]
     details: dict[str, str | int | float] = {
         "caller": envelope.sender,
         "queued_ms": (began_ns - came_ns) / 1e6,

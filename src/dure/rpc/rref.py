@@ -119,7 +119,7 @@ class RRef(Generic[T]):
         self._check("to_here() on it")
         if self.is_owner():
             return self._agent.values.local(self._ref)
-        return self._agent.fetch(self._ref, self.owner(), timeout)
+        return self._agent.caller.fetch(self._ref, self.owner(), timeout)
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
         """Return a proxy: methods called on it run on the value at the owner; returns results."""
@@ -179,7 +179,7 @@ class RRef(Generic[T]):
             else:
                 future.set_result(None)
 
-        self._agent.when_done(self._call, told)
+        self._agent.caller.when_done(self._call, told)
         return future
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:

@@ -151,7 +151,7 @@ def all_gather(
             fix="Only those that are named call this, each with the same names.",
         )
     args = agent.gatherings.key(names), agent.me.name, value, names, False
-    return agent.ask(min(names), enter, args, timeout)
+    return agent.caller.ask(min(names), enter, args, timeout)
 
 
 def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:
@@ -171,17 +171,17 @@ def wait_all_workers(agent: Agent, timeout: float = 0.0) -> None:
         rest = agent.me.name, None, {worker.name for worker in workers}, True
         keys = f"end/{leader.id}/all", f"end/{leader.id}/go"
         try:
-            agent.ask(leader, enter, (keys[0], *rest), _left(deadline))
+            agent.caller.ask(leader, enter, (keys[0], *rest), _left(deadline))
             if leader.id == agent.me.id:
                 _wait_until_quiet(agent, deadline)
-            agent.ask(leader, enter, (keys[1], *rest), _left(deadline))
+            agent.caller.ask(leader, enter, (keys[1], *rest), _left(deadline))
         except PeerLost as lost:
             if lost.peer == leader.id:
                 continue
             raise
         except RpcError:  # timed out: the entries would count as this worker's next call
             with suppress(RpcError):
-                agent.ask(leader, withdraw, (keys, agent.me.name), _WITHDRAW_S)
+                agent.caller.ask(leader, withdraw, (keys, agent.me.name), _WITHDRAW_S)
             raise
         return
 
@@ -199,7 +199,7 @@ def _wait_until_quiet(agent: Agent, deadline: float) -> None:
         started = running = 0
         for worker in agent.workers:
             try:
-                got = agent.ask(worker, report, (), _left(deadline))
+                got = agent.caller.ask(worker, report, (), _left(deadline))
             except PeerLost:
                 continue
             started, running = started + got[0], running + got[1]

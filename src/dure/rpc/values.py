@@ -65,12 +65,11 @@ class Values:
     """The values of a process, and its references.
 
     Args:
-        agent: The process's.
-        lost: Told, with the lock, of a reference whose value was never made.
+        agent: The process's agent.
     """
 
-    def __init__(self, agent: Agent, lost: Callable[[RefId], None]) -> None:
-        self._agent, self._lost = agent, lost
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._step, self._lock, self._todo = agent.step, agent.lock, agent.todo
         self._values: dict[RefId, Value] = {}
         self._references = References(agent.me.id)
@@ -166,11 +165,11 @@ class Values:
         self._going = False
         self.forget_gone()
 
-    def forget_gone(self, but: int = -1) -> None:
-        """Count the objects that are gone no more; nothing is sent yet to `but`."""
+    def forget_gone(self, except_for: int = -1) -> None:
+        """Count the objects that are gone no more; nothing is sent yet to `except_for`."""
         if not self.gone:
             return
-        with self._step(but):
+        with self._step(except_for):
             while self.gone:
                 self.act(self._references.dropped(self.gone.popleft()))
 
@@ -230,9 +229,9 @@ class Values:
                     hurry = not isinstance(message, Accepted | Held)
                     self._agent.queue(to, TOPIC, _encoder.encode(message), hurry)
                 case Freed(ref):
-                    self._todo.append(partial(self._agent.let_go, [self._values.pop(ref, None)]))
+                    self._todo.append(partial(self._agent.release, [self._values.pop(ref, None)]))
                 case Lost(ref):
-                    self._lost(ref)
+                    self._agent.caller.never_made(ref)
                     never = self._values.pop(ref, None)
                     if never is not None:
                         never.error = RpcError("the call that was to make this value never came")

@@ -143,7 +143,7 @@ class Workers:
             message = self._inbox.next(None, _IDLE_S)
             if message is False or (message is None and self._is_too_many()):
                 break
-            if isinstance(message, bytes):
+            if type(message) is bytes:
                 self._take(message)
         with self._lock:
             self._receiving -= 1
@@ -163,7 +163,8 @@ class Workers:
             if call is None:
                 return
             self._receiving -= 1
-            self._keep_receiving()
+            if self._receiving < _KEPT:
+                self._keep_receiving()
             alone = self._receiving == 0
         self._here.runs = True
         while call is not None:
@@ -174,13 +175,13 @@ class Workers:
             with self._lock:
                 self._running -= self._here.has_slot
                 self._here.has_slot = False
-                call = self._next()
+                call = self._next() if self._queue or self._completions else None
                 if call is None:
                     self._receiving += 1
         self._here.runs = False
 
     def _put(self, call: Work) -> None:
-        (self._completions if isinstance(call, Completion) else self._queue).append(call)
+        (self._completions if type(call) is Completion else self._queue).append(call)
 
     def _next(self) -> Work | None:
         """With the lock: return what can run, with a slot for it if it needs one."""

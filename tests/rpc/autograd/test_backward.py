@@ -17,8 +17,9 @@ import torch
 
 from dure.errors import PeerLost, RpcError
 from dure.rpc.autograd.backward import Contexts, inside
-from dure.rpc.message import pack, rebuild, unpack
+from dure.rpc.message import Codec
 from dure.rpc.names import WorkerInfo
+from dure.rpc.tensors import rebuild
 
 
 class Ticket(threading.Event):
@@ -34,15 +35,16 @@ class Port:
         self.network, self.me, self.transport = network, me, self
         self.allow = None
 
-    def tell(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
+    def send_reliably(self, to: int, topic: int, body: bytes, hurry: bool = True) -> None:
         self.send(to, lambda: self.network.at[to].receive(self.me, body))
 
     def send_gradients(self, to: int, backward: tuple[int, int], values: tuple[Any, ...]) -> None:
-        copies = pack(values)
+        copies = Codec().pack(values)
         memories = [memory.clone() for memory in copies.memories]
 
         def read() -> Any:
-            return unpack(copies.body, rebuild(copies.body, memories))
+            body = copies.body
+            return Codec().unpack(body, rebuild(body.tensors, body.inline, memories))
 
         def arrive() -> None:
             run = partial(self.network.at[to].arrive, backward, read)

@@ -14,7 +14,8 @@ from dure import native
 from dure.errors import UsageError
 from dure.rpc import share
 from dure.rpc.memory import Memory, give, own, take
-from dure.rpc.message import pack, pack_plain, rebuild
+from dure.rpc.message import Codec
+from dure.rpc.tensors import rebuild
 from tests.comm.forked_ranks import Ranks, Slot, in_child
 from tests.waiting import until
 
@@ -71,7 +72,7 @@ def let_go(_: Slot) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return pack(tensor).memories[0]
+    return Codec().pack(([tensor],)).memories[0]
 
 
 def given_to(run: Callable[..., Any], memory: torch.Tensor) -> tuple[object, ...]:
@@ -140,9 +141,8 @@ def test_it_is_a_tensor_like_the_one_it_was_made_of() -> None:
     assert shared.requires_grad
     assert share(shared) is shared
     assert own(bytes_of(shared)).data_ptr() == shared.data_ptr()
-    packed = pack_plain((share(torch.ones(2)),))
-    assert packed is not None
-    assert rebuild(packed.body, packed.memories)[0].tolist() == [1.0, 1.0]
+    packed = Codec().pack((share(torch.ones(2)),))
+    assert rebuild(packed.body.tensors, b"", packed.memories)[0].tolist() == [1.0, 1.0]
     assert not packed.body.inline
     assert share(torch.zeros(0, 4)).shape == (0, 4)
 
@@ -154,12 +154,12 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 def test_a_message_to_oneself_passes_what_is_shared() -> None:
     tensor = share(torch.arange(4000.0))
-    packed = pack([tensor[3000:]])
-    (got,) = rebuild(packed.body, [own(memory) for memory in packed.memories])
+    packed = Codec().pack(([tensor[3000:]],))
+    (got,) = rebuild(packed.body.tensors, b"", [own(memory) for memory in packed.memories])
     assert got[0] == 3000.0
     assert got.data_ptr() == tensor[3000:].data_ptr()
-    plain = pack([torch.ones(4000)])
-    (other,) = rebuild(plain.body, [own(memory) for memory in plain.memories])
+    plain = Codec().pack(([torch.ones(4000)],))
+    (other,) = rebuild(plain.body.tensors, b"", [own(memory) for memory in plain.memories])
     assert other.data_ptr() != plain.memories[0].data_ptr()
 
 

@@ -45,6 +45,7 @@ from torch.autograd.graph import GradientEdge, Node
 from dure.errors import DureError, PeerLost, RpcError
 from dure.rpc import failures
 from dure.rpc.autograd.graph import Gradients, LocalGraph, edge_of, place
+from dure.rpc.current import here
 from dure.rpc.envelope import GradientTag, Waiter
 from dure.rpc.names import WorkerInfo
 
@@ -72,7 +73,6 @@ _TOPIC = 1
 """Of these messages, among the reliable ones."""
 
 _UNPROFILED = nullcontext()
-_here = threading.local()
 
 
 def attach(agent: Agent) -> None:
@@ -83,12 +83,12 @@ def attach(agent: Agent) -> None:
 
 def current() -> int | None:
     """Return the context that the calling thread is in."""
-    return getattr(_here, "number", None)
+    return here.context
 
 
 def set_current(number: int | None) -> None:
     """Say which context the calling thread is in."""
-    _here.number = number
+    here.context = number
 
 
 class inside:
@@ -99,10 +99,10 @@ class inside:
 
     def __enter__(self) -> None:
         self._before = current()
-        _here.number = self._number
+        here.context = self._number
 
     def __exit__(self, *error: object) -> None:
-        _here.number = self._before
+        here.context = self._before
 
 
 # --- one context ----------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ class Contexts:
                     self._wait(run)
             if run.failed is not None:
                 allow = self._agent.allow
-                cause = failures.decode(run.failed.error, allow and allow.find)
+                cause = failures.decode(run.failed.error, allow and allow.find_error)
                 raise _raised(run.failed.node, cause)
             if run.missing:
                 raise _no_gradients(run.missing)
@@ -568,7 +568,7 @@ class Contexts:
 
     def _tell(self, to: int, message: msgspec.Struct, hurry: bool = True) -> None:
         with suppress(PeerLost):
-            self._agent.tell(to, _TOPIC, msgspec.msgpack.encode(message), hurry)
+            self._agent.send_reliably(to, _TOPIC, msgspec.msgpack.encode(message), hurry)
 
     def _tell_all(self, context: Context, message: _End, hurry: bool = True) -> None:
         for worker in context.workers.copy():
