@@ -7,7 +7,7 @@ import functools
 import operator
 import os
 from collections import OrderedDict
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ class Forged:
         lambda: torch.Size([2]),
         lambda: torch.nn.Linear(1, 1),
         lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.5, 2, torch.quint8),
-        lambda: _again("worker1", "cpu", None),  # a RemoteModule
+        lambda: _again("worker1", "cpu", cast("Any", None)),  # a RemoteModule
         lambda: 8j,
         lambda: value_type,  # RPC itself calls it, but no pickle names it
         lambda: Forged(os.system, ("true",)),
