@@ -150,8 +150,23 @@ def ranks_on(
     **variables: str,
 ) -> Iterator[Ranks]:
     """Run `fn(slot, variables, *args)` on a rank of every host; the first has the store."""
-    with Ranks(len(made), folder, inside=[host.inner_pid for host in made]) as ranks:
-        ranks.start(fn, variables_of(made, 1, folder / "key") | variables, *args)
+    with several_ranks_on(made, 1, folder, variables, fn, *args) as ranks:
+        yield ranks
+
+
+@contextmanager
+def several_ranks_on(
+    made: Sequence[Host],
+    each: int,
+    folder: Path,
+    variables: dict[str, str],
+    fn: Callable[..., object],
+    *args: object,
+) -> Iterator[Ranks]:
+    """Run `fn(slot, variables, *args)` on `each` ranks of every host, as `ranks_on`."""
+    inside = [host.inner_pid for host in made for _ in range(each)]
+    with Ranks(len(inside), folder, inside=inside) as ranks:
+        ranks.start(fn, variables_of(made, each, folder / "key") | variables, *args)
         yield ranks
 
 
@@ -173,6 +188,7 @@ __all__ = [
     "received",
     "set_mtu",
     "set_variables",
+    "several_ranks_on",
     "shift_clock",
     "stop_hearing",
     "use_ipv6_only",

@@ -77,10 +77,11 @@ class HostJobs:
     Args:
         folder: For their files.
         module: What every rank runs; its first argument is the folder of its job.
+        *words: Its further arguments.
     """
 
-    def __init__(self, folder: Path, module: str) -> None:
-        self._folder, self._module = folder, module
+    def __init__(self, folder: Path, module: str, *words: str) -> None:
+        self._folder, self._module, self._words = folder, module, words
         self.stack, self._launched, self._num_started = ExitStack(), Launching(folder), 0
 
     def start(
@@ -107,7 +108,7 @@ class HostJobs:
         called = made[0].name if network == "Debian's names" else made[0].address
         variables = self._launched.variables | {"PYTHONPATH": str(_ROOT)} | variables
         job = HostJob(made, folder)
-        words = ["-m", self._module, str(folder)]
+        words = ["-m", self._module, str(folder), *self._words]
         if way == "ssh":
             exports = [f"-x{name}" for name in variables]
             output = folder / "front.txt"

@@ -7,7 +7,14 @@ import pytest
 
 from dure.errors import StoreError
 from dure.store import HashStore, TCPStore, address
-from dure.store.address import Address, is_local, outward_address, resolve, resolve_shared
+from dure.store.address import (
+    Address,
+    is_local,
+    outward_address,
+    own_address,
+    resolve,
+    resolve_shared,
+)
 from dure.store.key import mint
 from dure.store.listener import listen
 from tests.waiting import PATIENCE_S
@@ -82,6 +89,24 @@ def test_a_host_without_a_network_store_offers_what_other_hosts_reach(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     assert outward_address(HashStore()) == "10.0.0.7"
+
+
+@pytest.mark.usefixtures("debian")
+def test_a_host_whose_own_name_is_unknown_offers_the_address_of_an_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look_up(host: str, port: int, **_: object) -> list:
+        if host == "unknown":
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "unknown")
+    assert own_address() == "10.0.0.7"
+    monkeypatch.setattr(address, "interface_to", lambda host: None)
+    monkeypatch.setattr(address, "first_address", lambda: None)
+    with pytest.raises(StoreError, match="this host's own name cannot be resolved"):
+        own_address()
 
 
 @pytest.mark.usefixtures("debian")

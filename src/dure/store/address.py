@@ -40,6 +40,7 @@ __all__ = [
     "is_wildcard",
     "look_up_briefly",
     "outward_address",
+    "own_address",
     "patience_for_names",
     "resolve",
     "resolve_shared",
@@ -112,16 +113,35 @@ def resolve_shared(
     address = resolve(host, port, purpose)
     if not is_loopback_name(host, address):
         return address
-    bind = env.text("DURE_STORE_BIND")
-    if bind is None or is_wildcard(bind):
-        bind = None
-    outside = (
-        bind
-        or (interface_to(towards) if towards else None)
-        or interface_to(_ELSEWHERE)
-        or first_address()
-    )
+    outside = _outside(towards)
     return resolve(outside, port, purpose) if outside else address
+
+
+def own_address() -> str:
+    """Return the address at which other hosts most probably reach this one.
+
+    It is what this host's name means (see `resolve_shared`). A name that is unknown here is taken
+    for one that means a loopback address.
+
+    Raises:
+        StoreError: The name is unknown, and this host has no address on a network.
+    """
+    try:
+        return resolve_shared(socket.gethostname(), 9, "this host's own name").ip
+    except StoreError:
+        outside = _outside(None)
+        if outside is None:
+            raise
+        return resolve(outside, 9).ip
+
+
+def _outside(towards: str | None) -> str | None:
+    """Return an address of this host, or a name for one, that is not a loopback one."""
+    bind = env.text("DURE_STORE_BIND")
+    if bind is not None and not is_wildcard(bind):
+        return bind
+    to_it = interface_to(towards) if towards else None
+    return to_it or interface_to(_ELSEWHERE) or first_address()
 
 
 def is_loopback_name(host: str, address: Address) -> bool:
@@ -271,7 +291,7 @@ def outward_address(store: Store, *variables: str) -> str:
 
     That of the interface which the user has chosen (GLOO_SOCKET_IFNAME); else of the one through
     which the store is reached; where the store is no network store, through which MASTER_ADDR is;
-    failing that, what this host's name means (see `resolve_shared`).
+    failing that, `own_address`.
 
     Args:
         store: The job's.
@@ -287,7 +307,7 @@ def outward_address(store: Store, *variables: str) -> str:
         found = interface_to(host) if host and not is_wildcard(host) else None
         if found:
             return found
-    return resolve_shared(socket.gethostname(), 9, "this host's own name").ip
+    return own_address()
 
 
 def interface_to(host: str) -> str | None:

@@ -341,7 +341,8 @@ def _cluster_endpoint(placement: Placement, member: RankSlot) -> Endpoint:
             seen=f"{placement.system} started {member.world_size} ranks on several hosts, and "
             "names none of them",
             fix="Set MASTER_ADDR to the first host (mpirun -x MASTER_ADDR=HOST, mpiexec -genv "
-            "MASTER_ADDR HOST) and MASTER_PORT, or install mpi4py, so that ranks meet over MPI.",
+            "MASTER_ADDR HOST) and MASTER_PORT. Only process groups find each other without them, "
+            "over MPI, if mpi4py is installed.",
         )
     if not placement.port_derived:
         return TcpEndpoint(host=host, port=port, purpose="MASTER_ADDR")

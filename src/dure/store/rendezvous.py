@@ -358,6 +358,8 @@ def _join(
 
     _claim(keys, me, generation)
     try:
+        if held_by_rank_0 and me.rank == 0:
+            _check_serves(keys, me, generation, base)
         members = _gather(keys, me, generation, deadline)
     except BaseException:
         leave()
@@ -383,6 +385,22 @@ def _claim(keys: Store, me: RendezvousMember, generation: int) -> None:
         outcome = _rivalry(_read_member(there), me)
         _agree(keys, generation, outcome)
         outcome.raise_for(me)
+
+
+def _check_serves(keys: Store, me: RendezvousMember, generation: int, base: Store | None) -> None:
+    """Refuse to begin, on all ranks, in a store that a process of another job serves.
+
+    That process has left its own rendezvous, or this rank could not have claimed its number. A
+    process whose rendezvous failed serves a little longer; what began in its store would end then.
+    """
+    if isinstance(base, NetworkStore) and not base.serves:
+        what = "the port of rank 0 is taken by the store of another job"
+        fix = "End that job's processes and start again, or choose another MASTER_PORT."
+        before = [member for member in _came(keys, generation - 1) if member.rank == 0]
+        seen = base.endpoint + (f", by {listed(before)}" if before else "")
+        taken = _Outcome(what, seen, fix)
+        _agree(keys, generation, taken)
+        taken.raise_for(me)
 
 
 def _gather(

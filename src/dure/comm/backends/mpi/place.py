@@ -2,9 +2,10 @@
 
 MPI knows how many processes there are and which one this is, so the ranks only lack their store.
 Rank 0 serves one, with a job key of its own making, on a port that the system picks; every rank
-says hello to rank 0 by an MPI message, with the name of its host, and gets the store's place and
-key in return. If all ranks are on one host the store listens on loopback, else on the interface
-that leads to the first of the other hosts, unless DURE_STORE_BIND says better.
+says hello to rank 0 by an MPI message, with its host, and gets the store's place and key in return.
+If all ranks are on one host the store listens on loopback. Otherwise it listens on the interface
+that leads to the first of the other hosts; if rank 0 does not know that host's name, at the address
+that rank 0's own host has for others. DURE_STORE_BIND names another one.
 
 A rank that does not come is named: rank 0 knows who said hello, and tells the others.
 """
@@ -19,7 +20,8 @@ from typing import Any
 from dure import env
 from dure.comm.backends.mpi.library import Library, load
 from dure.errors import RendezvousTimeout, StoreError
-from dure.store.address import interface_to, resolve
+from dure.store.address import interface_to, is_wildcard, own_address, resolve
+from dure.store.identity import myself
 from dure.store.init_method import InitMethod, TcpEndpoint
 from dure.store.key import JobKey, mint
 from dure.store.listener import listen
@@ -99,7 +101,7 @@ def _invite(library: Library, timeout_s: float) -> tuple[dict[str, Any], StoreSe
 def _say_hello(library: Library, timeout_s: float) -> dict[str, Any]:
     """Tell rank 0 that we are here, and take its reply."""
     world, answer = library.world, bytearray(_MESSAGE)
-    hello = world.Isend(_padded(platform.node().encode()), 0, _TAG)
+    hello = world.Isend(_padded(_own_host().encode()), 0, _TAG)
     reply = world.Irecv(answer, 0, _TAG)
     if not _finish(library, [reply, hello], timeout_s + _REPLY_S):
         reply.Cancel()
@@ -107,11 +109,19 @@ def _say_hello(library: Library, timeout_s: float) -> dict[str, Any]:
     return json.loads(bytes(answer).rstrip(b"\0"))
 
 
+def _own_host() -> str:
+    """Return what sets this host apart from others, whatever they are called, and its name."""
+    return f"{platform.node()} {myself().host_id}"
+
+
 def _serve(others: list[str]) -> tuple[dict[str, Any], StoreServer]:
     """Start the store where all can reach it; the ranks' hosts are `others`."""
     bind, key = env.text("DURE_STORE_BIND"), mint()
-    abroad = [host for host in others if host != platform.node()]
-    reach = "127.0.0.1" if not abroad else interface_to(abroad[0]) or platform.node()
+    abroad = [host.partition(" ")[0] for host in others if host != _own_host()]
+    if bind and not is_wildcard(bind):
+        reach = bind
+    else:
+        reach = (interface_to(abroad[0]) or own_address()) if abroad else "127.0.0.1"
     listener = listen(resolve(bind or reach, 0, "DURE_STORE_BIND" if bind else "rank 0's address"))
     server = StoreServer(listener, key)
     return {"ip": resolve(reach, 0).ip, "port": listener.port, "key": key.raw.hex()}, server

@@ -1,0 +1,130 @@
+"""A job that was killed in part and started again at once, at the same port: two jobs never mix.
+
+Two ranks on each of two hosts, started by hand. Each job reduces its own number.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import dure as dist
+from dure.errors import DureError, RendezvousError, RendezvousTimeout
+from dure.store import rendezvous
+from tests.comm.forked_ranks import Ranks, Slot
+from tests.comm.namespace_hosts import PORT, Host, hosts, variables_of
+from tests.hosts.networks import set_variables
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.needs("network namespaces", "engine")
+
+EACH, COUNT = 2, 4
+
+
+def reduce(
+    slot: Slot,
+    variables: dict[str, str],
+    number: int,
+    times: int | None,
+    timeout_s: float = PATIENCE_S / 4,
+) -> object:
+    """Reduce so often, or until that fails; return the error if there was one.
+
+    Every sum is one of this job's ranks alone.
+    """
+    set_variables(slot.rank, variables)
+    try:
+        dist.init_process_group(timeout=timedelta(seconds=timeout_s))
+        while times is None or times > 0:
+            value = torch.full((1000,), float(number))
+            dist.all_reduce(value)
+            assert (value == COUNT * number).all()
+            Path(f"{slot.path}-{slot.rank}").touch()
+            times = None if times is None else times - 1
+        dist.destroy_process_group()
+    except DureError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return error
+    return None
+
+
+def begin_with_too_few(slot: Slot, variables: dict[str, str]) -> object:
+    """Fail to begin, and keep the store open afterwards for as long as the test takes."""
+    rendezvous._LATE_S = PATIENCE_S
+    return reduce(slot, variables, 1, None, timeout_s=2.0)
+
+
+def num_connected(host: Host) -> int:
+    """Return how many connections to the store of this host there are."""
+    lines = Path(f"/proc/{host.inner_pid}/net/tcp").read_text().splitlines()[1:]
+    ports = [fields[1].partition(":")[2] for fields in map(str.split, lines) if fields[3] == "01"]
+    return ports.count(f"{PORT:04X}")
+
+
+@contextmanager
+def two_jobs(folder: Path) -> Iterator[tuple[list[Host], dict[str, str], Ranks, Ranks]]:
+    """Make hosts; yield them, the variables of both jobs, and the ranks of each."""
+    for name in ("old", "new"):
+        (folder / name).mkdir()
+    with hosts(2, "again") as made:
+        inside = [host.inner_pid for host in made for _ in range(EACH)]
+        variables = variables_of(made, EACH, folder / "key")
+        with (
+            Ranks(COUNT, folder / "old", inside=inside) as old,
+            Ranks(COUNT, folder / "new", inside=inside) as new,
+        ):
+            yield made, variables, old, new
+
+
+@pytest.mark.parametrize("num_started", [COUNT, COUNT - 1], ids=["trains", "waits for a rank"])
+def test_ranks_left_of_a_job_do_not_join_the_next_one(num_started: int, tmp_path: Path):
+    with two_jobs(tmp_path) as (made, variables, old, new):
+        old.start(reduce, variables, 1, None, size=num_started)
+        if num_started == COUNT:
+            until(
+                lambda: len(list((tmp_path / "old").glob("call1-*"))) == COUNT, "ranks that reduce"
+            )
+        else:
+            until(lambda: num_connected(made[0]) >= num_started, "ranks that wait")
+        os.kill(old.pids[0], signal.SIGKILL)
+        new.start(reduce, variables, 100, 5)
+        assert new.values() == [None] * COUNT
+        for rank in range(1, num_started):
+            error = old.result(rank)
+            assert isinstance(error, DureError)
+
+
+def test_a_job_does_not_begin_in_the_store_of_one_that_could_not_begin(tmp_path: Path):
+    """Rank 0 serves on for a second, so that ranks which come late learn why."""
+    with two_jobs(tmp_path) as (_, variables, old, new):
+        old.start(begin_with_too_few, variables, size=COUNT - 1)
+        assert isinstance(old.result(0), RendezvousTimeout)
+        new.start(reduce, variables, 100, 5)
+        for rank in range(COUNT):
+            error = new.result(rank)
+            assert isinstance(error, RendezvousError)
+            if rank < COUNT - 1:  # the last one's number is still waited for in the old job
+                assert "taken by the store of another job" in str(error)
+                assert "rank 0 (pid" in error.seen and " on a)" in error.seen
+
+
+@pytest.mark.slow  # ranks wait for the store until their timeout
+def test_a_port_that_a_stopped_process_holds_is_named(tmp_path: Path):
+    with two_jobs(tmp_path) as (_, variables, old, new):
+        old.start(reduce, variables, 1, None)
+        until(lambda: len(list((tmp_path / "old").glob("call1-*"))) == COUNT, "ranks that reduce")
+        (rank_0,) = psutil.Process(old.pids[0]).children()  # within the host's namespaces
+        rank_0.send_signal(signal.SIGSTOP)
+        new.start(reduce, variables, 100, 5, 5.0)
+        assert "cannot listen on 10.213.7.1:29500" in str(new.result(0))
+        for rank in range(1, COUNT):
+            assert isinstance(new.result(rank), RendezvousTimeout)
