@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from dure.tensor import Partial, Placement, Replicate, Shard, init_device_mesh
 from dure.tensor.call import Op, OpCall, Strategy, schema_of
-from dure.tensor.dtensor import wrap
 from dure.tensor.registry import Rule, _rules, rule_of
 from dure.tensor.rules import attention
 from dure.tensor.spec import TensorMeta, spec_of
 from dure.tensor.watching import Watch
+from dure.tensor.wrapping import wrap
 from dure.testing import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "dtensor.md"

@@ -1,7 +1,8 @@
-// The hit of DTensor's dispatch, over CPython's API alone: build the key of a call, look its plan
-// up, run the operator on the parts, wrap what it returns. Whatever is no hit goes to the functions
-// in Python that `bind` hands over (src/dure/tensor/dispatch.py, dtensor.py), which can do all of
-// it themselves, slower. Keys, plans and their table are those of Python.
+// A hit of DTensor's dispatch, over CPython's API alone: build the key of a call, look its plan up,
+// run the operator on the parts, wrap what it returns. All other calls go to the Python functions
+// that `bind` receives. These (src/dure/tensor/dispatch.py, wrapping.py, dtensor.py) define what a
+// hit does; tests/tensor/ranks/test_dispatch.py runs the same cases here and there. Keys, plans and
+// their table are Python's.
 //
 // Attributes in slots are read at their place in the object. What is borrowed is held by the
 // arguments or by the table's plan, which is owned while it is used: an operator may run any

@@ -31,7 +31,8 @@ from torch import nn
 
 from dure.comm.functional import Group, group_of
 from dure.errors import UsageError
-from dure.tensor.dtensor import DTensor, part_of
+from dure.tensor.autograd import part_of
+from dure.tensor.dtensor import DTensor
 from dure.training import autograd_hooks
 
 __all__ = [

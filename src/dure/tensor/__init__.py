@@ -14,7 +14,7 @@ from torch.optim.optimizer import _foreach_supported_types as _in_optimizers  # 
 from torch.utils._foreach_utils import _foreach_supported_types as _in_lists  # pyright: ignore
 
 from dure.mesh import DeviceMesh, init_device_mesh
-from dure.tensor import debug, experimental, random, rules, updates
+from dure.tensor import debug, experimental, extension, random, rules, updates
 from dure.tensor.clipping import clip_grad_norm_
 from dure.tensor.distribute import distribute_module, distribute_tensor
 from dure.tensor.dtensor import DTensor, safe_globals
@@ -50,7 +50,7 @@ __all__ = [
     "zeros",
 ]
 
-_REGISTERED = rules, random, updates
+_REGISTERED = extension, rules, random, updates
 """Imported for what they register."""
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The extension csrc/dispatch/hits.cpp: a hit of DTensor's dispatch. There where it was built."""
+"""The extension csrc/dispatch/hits.cpp: a hit of DTensor's dispatch. Optional."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -28,6 +28,7 @@ __all__ = [
     "R",
     "Strategy",
     "alike",
+    "argument_at",
     "check_out",
     "direct",
     "fill",
@@ -236,6 +237,13 @@ def fill(
             holder[where] = list(holder[where])
         holder[where][inside] = value
     return filled, named
+
+
+def argument_at(sources: tuple[Any, Any], place: Place) -> Any:
+    """Return the operand at a place of (args, kwargs)."""
+    where, inside = place
+    holder = sources[0][where] if isinstance(where, int) else sources[1][where]
+    return holder if inside is None else holder[inside]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,12 @@ from dure.comm.group import ProcessGroup
 from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, ModuleError, PlacementError, UsageError, warn_deprecated
 from dure.mesh import DeviceMesh
-from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
+from dure.tensor.dtensor import DTensor, mesh_or_current
 from dure.tensor.parameter_names import name_parameters
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import can_be_split, parts_along, pieces_of, term_of, way_of
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
+from dure.tensor.wrapping import wrap
 
 __all__ = ["distribute_module", "distribute_tensor", "share_hooks"]
 

@@ -14,20 +14,27 @@ Threads: as any tensor. Collective: an operator that has to move an operand, and
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, Self
 
 import torch
 
-from dure.comm.capture import capturing, refuse_in_jit_trace
-from dure.comm.pending import wait_tensor
 from dure.comm.untraced import untraced_below
 from dure.errors import MeshError, PlacementError, ShapeError, UsageError, UsageWarning
 from dure.mesh import DeviceMesh, current_mesh
 from dure.mesh.device_mesh import restore_mesh
-from dure.tensor import dispatch
+from dure.tensor import dispatch, state, wrapping
+from dure.tensor.autograd import (
+    divided_gradient,
+    from_part,
+    have_one_memory,
+    moved_gradient,
+    part_of,
+    to_target,
+)
 from dure.tensor.checking import check_parts
 from dure.tensor.parameter_names import name_of
 from dure.tensor.placement_types import (
@@ -38,33 +45,16 @@ from dure.tensor.placement_types import (
     Shard,
     StridedShard,
 )
-from dure.tensor.redistribute import Move, redistribute, way_of
-from dure.tensor.registry import OtherStrides, by_value
+from dure.tensor.plain_tensors import index_on
 from dure.tensor.spec import DTensorSpec, TensorMeta, as_placements, spec_of
-from dure.tensor.strides import laid
-from dure.tensor.terms import averaged_over, gradient_of_term, needs_terms, selected_by
-from dure.trace.ring import call_site
+from dure.tensor.terms import needs_terms
+from dure.tensor.wrapping import wrap
 
-try:
-    from dure.tensor import _hits as native  # pyright: ignore[reportMissingModuleSource]
-except ImportError:  # not built here: the same in Python, slower
-    native = None
+__all__ = ["DTensor", "mesh_or_current", "safe_globals"]
 
-__all__ = [
-    "DTensor",
-    "from_part",
-    "mesh_or_current",
-    "native",
-    "part_of",
-    "parts_of",
-    "to_target",
-    "wrap",
-]
-
-_make = torch.Tensor._make_wrapper_subclass  # pyright: ignore
-_in_inference = torch.is_inference_mode_enabled
 _grad: Any = torch.Tensor.grad  # pyright: ignore
 _get_grad = _grad.__get__
+_get_item: Any = torch.Tensor.__getitem__
 _data: Any = torch.Tensor.data  # pyright: ignore
 
 
@@ -341,7 +331,7 @@ class DTensor(torch.Tensor):
         if type(base) is not DTensor or self.spec.coordinate is None:
             return 0
         offset, source, full = int(self.part.storage_offset()), base.part, base.spec.meta.stride
-        if not _one_memory(self.part, source):  # of what was moved for the view
+        if not have_one_memory(self.part, source):  # of what was moved for the view
             source, full = self.part, self.spec.meta.stride
         else:
             offset -= int(source.storage_offset())
@@ -384,7 +374,7 @@ class DTensor(torch.Tensor):
         """
         grad = _get_grad(self)
         if grad is not None and type(grad) is not DTensor:
-            grad = _divided(grad, self.spec)
+            grad = divided_gradient(grad, self.spec)
             _grad.__set__(self, grad)
         copied = type(grad) is DTensor and grad.copied_at is not None  # it is autograd's, no view
         if type(grad) is DTensor and (copied or grad.spec.partial):
@@ -395,7 +385,7 @@ class DTensor(torch.Tensor):
             )
             if copied or placements != spec.placements:
                 with torch.set_grad_enabled(grad.requires_grad):  # of backward(create_graph=True)
-                    grad = _moved(grad, placements, name_of(self))
+                    grad = moved_gradient(grad, placements, name_of(self))
                 _grad.__set__(self, grad)
         return grad
 
@@ -406,6 +396,28 @@ class DTensor(torch.Tensor):
         _grad.__delete__(self)
 
     grad = property(_read_grad, _set_grad, _delete_grad)  # pyright: ignore
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a view or a selection; lists of numbers count as replicated tensors."""
+        if type(index) is list or (type(index) is tuple and list in map(type, index)):
+            index = index_on(self.spec.mesh, index)
+        return _get_item(self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index_on(self.spec.mesh, index), value)
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """Register a backward hook, as `torch.Tensor.register_hook`.
+
+        The hook is the program's: plain tensors beside DTensors are refused in it.
+        """
+
+        @functools.wraps(hook)
+        def run(grad: torch.Tensor) -> Any:
+            with state.within_hook():
+                return hook(grad)
+
+        return super().register_hook(run)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Return this rank's part, mesh and placements, as `print` does. Sends nothing.
@@ -477,164 +489,6 @@ class DTensor(torch.Tensor):
             made.grad = grad.__deepcopy__(memo) if type(grad) is DTensor else grad.clone()
         memo[id(self)] = made
         return made
-
-
-def _wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor over a part that needs no gradient."""
-    if _in_inference():  # torch cannot make a view of an ordinary wrapper one of inference
-        with torch.inference_mode(False):
-            return _wrap(local, spec)
-    meta = spec.meta
-    made = _make(DTensor, meta.shape, strides=meta.stride, dtype=meta.dtype, device=local.device)
-    made.part = local
-    made.spec = spec
-    made.copied_at = None
-    return made
-
-
-def _parts(
-    tensors: Sequence[torch.Tensor | None], specs: list[DTensorSpec | None]
-) -> list[Any] | None:
-    """Return the part of each tensor that lies as its spec says; None where one does not.
-
-    Where the spec is None, what is no DTensor is returned as it is. Views that are copies are none.
-    """
-    found: list[Any] = []
-    for tensor, spec in zip(tensors, specs, strict=True):
-        if type(tensor) is DTensor and tensor.spec is spec and tensor.copied_at is None:
-            found.append(tensor.part)
-        elif spec is None and type(tensor) is not DTensor:
-            found.append(tensor)
-        else:
-            return None
-    return found
-
-
-wrap = _wrap if native is None else native.wrap
-parts_of = _parts if native is None else native.parts
-dispatch.bind(DTensor, wrap)
-_slow_dispatch = DTensor.__dict__["__torch_dispatch__"]
-
-
-def use_native(on: bool) -> None:
-    """Let the extension dispatch operators, or Python; tests compare the two."""
-    DTensor.__torch_dispatch__ = (  # pyright: ignore[reportAttributeAccessIssue]
-        classmethod(native.dispatch) if on and native is not None else _slow_dispatch
-    )
-
-
-if native is not None:
-    native.bind(
-        dtensor=DTensor,
-        tensor=torch.Tensor,
-        spec=DTensorSpec,
-        meta=TensorMeta,
-        plan=dispatch.Plan,
-        plans=dispatch.plans,
-        by_value=by_value,
-        make=_make,
-        in_inference=_in_inference,
-        strided=torch.strided,
-        grad=_grad,
-        slow_dispatch=dispatch.dispatch,
-        slow_wrap=_wrap,
-        slow_grad=DTensor._read_grad,  # pyright: ignore[reportPrivateUsage]
-    )
-    DTensor.grad = property(  # pyright: ignore
-        native.read_grad,
-        DTensor._set_grad,  # pyright: ignore[reportPrivateUsage]
-        DTensor._delete_grad,  # pyright: ignore[reportPrivateUsage]
-        DTensor._read_grad.__doc__,  # pyright: ignore[reportPrivateUsage]
-    )
-    native.copy_after(OtherStrides)
-    use_native(True)
-
-
-@untraced_below
-def from_part(
-    local: torch.Tensor, spec: DTensorSpec, grads: tuple[Placement | None, ...] | None = None
-) -> DTensor:
-    """Wrap a part for autograd, as `DTensor.from_local` does, whose checks were made.
-
-    Args:
-        local: The part.
-        spec: Of the tensor.
-        grads: What the gradient is redistributed to; None stands for Replicate, unless the gradient
-            is Partial: then it stays so.
-    """
-    if not (local.requires_grad and torch.is_grad_enabled()):
-        refuse_in_jit_trace("DTensor.from_local")
-        outside = spec.coordinate is None
-        return wrap(spec.part_outside() if outside else local.detach(), spec)
-    return _FromLocal.apply(local, spec, grads)  # pyright: ignore
-
-
-@untraced_below
-def to_target(
-    tensor: DTensor,
-    target: DTensorSpec,
-    async_op: bool = False,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-) -> DTensor:
-    """Move for autograd, as `DTensor.redistribute` does, whose checks were made."""
-    dispatch.check_copy("redistribute", tensor)
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return _redistributed(tensor, target, async_op, forward_dtype)
-    dtypes = forward_dtype, backward_dtype
-    return _Redistribute.apply(tensor, target, async_op, *dtypes)  # pyright: ignore
-
-
-def part_of(
-    tensor: DTensor,
-    grads: tuple[Placement, ...] | None = None,
-    unsaid: tuple[str, DTensorSpec] | None = None,
-) -> torch.Tensor:
-    """Return a rank's part to autograd.
-
-    Args:
-        tensor: The tensor.
-        grads: The placements of the part's gradient; None: those of the tensor, with Replicate in
-            place of Partial.
-        unsaid: The method that the program called without `grad_placements`, and the spec of the
-            tensor that it was called on: for a warning if the gradient is ambiguous.
-    """
-    refuse_in_jit_trace("a DTensor")
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return wait_tensor(tensor.part)
-    told = None
-    if unsaid is not None and (tensor.ndim or tensor.is_leaf) and _open_axes(tensor.spec):
-        told = (*unsaid, call_site())
-    return _ToLocal.apply(tensor, grads, told)  # pyright: ignore
-
-
-def _open_axes(spec: DTensorSpec) -> list[int]:
-    """Return the axes along which a part's gradient may be whole or terms."""
-    placed = enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
-    return [axis for axis, (n, placement) in placed if n > 1 and not placement.is_shard()]
-
-
-_told: set[str] = set()
-"""Lines of the program that were warned about what `to_local` or `full_tensor` assumes."""
-
-
-def _warn_of_assumption(op: str, spec: DTensorSpec, site: str, axes: Sequence[int]) -> None:
-    """Warn, once for each line, that a gradient may be terms and is taken as the same on all."""
-    if site in _told:
-        return
-    _told.add(site)
-    names = spec.mesh.mesh_dim_names
-    along = " and ".join(names[axis] if names else f"axis {axis}" for axis in axes)
-    file, _, line = site.rpartition(":")
-    warnings.warn_explicit(
-        f"{op}() of {spec}: its gradient was taken to be the same on all ranks of {along}. "
-        "If ranks use the result for different things, each has a term of the gradient, and the "
-        "sum is lost: pass grad_placements, with Partial() for these axes; with Replicate() "
-        "if it is the same. (Shown once for this line.)",
-        UsageWarning,
-        file,
-        int(line),
-    )
 
 
 def _for_torch(name: str) -> UsageError:
@@ -722,189 +576,5 @@ def _whole(
     return TensorMeta(torch.Size(shape), tuple(stride), dtype)
 
 
-def _moved(grad: DTensor, placements: Sequence[Placement], name: str = "") -> DTensor:
-    """Return a gradient with other placements; it has a history in a backward that keeps one."""
-    spec = grad.spec
-    target = spec.with_placements(placements)
-    if target is spec and grad.copied_at is None:
-        return grad
-    if grad.requires_grad and torch.is_grad_enabled():
-        return _Redistribute.apply(grad, target, False, None, None)  # pyright: ignore
-    return wrap(redistribute(grad.part, spec, target, name=name), target.compact())
-
-
-def _divided(grad: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a gradient as a DTensor, also where torch's formulas made a plain one.
-
-    Some, such as that of `sgn`, make zeros of the full shape from nothing: every rank has them.
-
-    Args:
-        grad: The gradient, a DTensor or the full one.
-        spec: Of the tensor whose gradient it is.
-    """
-    if isinstance(grad, DTensor):
-        return grad
-    if grad._is_zerotensor():  # it has no memory
-        grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-    full = spec_of(spec.mesh, spec.replicated().placements, TensorMeta.of(grad))
-    return _moved(wrap(grad, full), spec.without_terms().placements)
-
-
-class _FromLocal(torch.autograd.Function):
-    """Wraps a part; its gradient is the part of the DTensor's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        local: torch.Tensor,
-        spec: DTensorSpec,
-        grads: tuple[Placement | None, ...] | None,
-    ) -> DTensor:
-        ctx.spec = spec
-        ctx.grads = spec.without_terms().placements if grads is None else grads
-        if spec.partial and needs_terms(spec):
-            ctx.save_for_backward(wait_tensor(local))
-        if capturing((local,)):  # a graph of the forward alone has other gradients than DTensors
-            return wrap(local.detach(), spec)
-        outside = spec.coordinate is None
-        return wrap(spec.part_outside() if outside else local.view_as(local), spec)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        spec = ctx.spec
-        if spec.coordinate is None:
-            return None, None, None
-        grad = _divided(grad_outputs[0], spec)
-        placements: list[Placement] = [
-            wanted or (lies if lies.is_partial() else Replicate())
-            for wanted, lies in zip(ctx.grads, grad.spec.placements, strict=True)
-        ]
-        # A rank uses its copy of a Partial tensor's gradient for its own term alone: what comes
-        # back for the copies, in a second backward, are terms.
-        back = _of_second_backward(spec.placements, placements, Partial())
-        part = part_of(_moved(grad, placements), back)
-        term = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        return gradient_of_term(part, term, spec), None, None
-
-
-class _ToLocal(torch.autograd.Function):
-    """Unwraps a part; its gradient becomes the DTensor's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: DTensor,
-        grads: tuple[Placement, ...] | None,
-        told: tuple[str, DTensorSpec, str] | None,
-    ) -> torch.Tensor:
-        ctx.spec, ctx.grads, ctx.told = tensor.spec, grads, told
-        local = wait_tensor(tensor.part)
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        (grad,), source = grad_outputs, ctx.spec
-        if ctx.told is not None:
-            op, before, site = ctx.told
-            _warn_of_assumption(op, before, site, _open_axes(source))
-        reduced = source.without_terms()
-        spec = (reduced if ctx.grads is None else source.with_placements(ctx.grads)).compact()
-        if grad._is_zerotensor():
-            grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-        if grad.dtype != spec.meta.dtype:
-            spec = spec.with_dtype(grad.dtype)
-        grad = laid(grad, spec.order)
-        if source.partial:
-            grad = _gradient_of_value(grad, source, spec)
-        if not (grad.requires_grad and torch.is_grad_enabled()):
-            return wrap(grad, spec), None, None
-        # A term's gradient was wrapped as the value's: what comes back for it may stay a term.
-        back = _of_second_backward(source.placements, spec.placements, None)
-        return from_part(grad, spec, back), None, None
-
-
-def _of_second_backward(
-    forward: Sequence[Placement], backward: Sequence[Placement], of_terms: Any
-) -> tuple[Any, ...]:
-    """Return the placements of what comes back for a gradient, in a second backward.
-
-    Args:
-        forward: The tensor's placements.
-        backward: Its gradient's.
-        of_terms: Stands for an axis that has terms of the tensor, and copies of the gradient.
-    """
-    return tuple(
-        Replicate() if there.is_partial()
-        else of_terms if here.is_partial() and there.is_replicate()
-        else there
-        for here, there in zip(forward, backward, strict=True)
-    )  # fmt: skip
-
-
-def _gradient_of_value(grad: torch.Tensor, source: DTensorSpec, spec: DTensorSpec) -> torch.Tensor:
-    """Return the gradient of a value, given that of this rank's term of it.
-
-    Raises:
-        PlacementError: The value is a maximum, minimum or product.
-    """
-    op = selected_by(source)
-    if op is not None:
-        raise PlacementError(
-            f"the gradient of one rank's term does not determine that of a {op}",
-            op="to_local",
-            seen=f"a gradient for the part of {source}",
-            fix="Reduce it first: redistribute(placements=[Replicate()]).to_local(), or "
-            "full_tensor().",
-        )
-    n = averaged_over(source)
-    return grad if n == 1 else grad * n
-
-
-def _redistributed(
-    tensor: DTensor, target: DTensorSpec, async_op: bool, dtype: torch.dtype | None
-) -> DTensor:
-    """Return a tensor with other placements, cast before it is moved; outside of autograd."""
-    spec, local = tensor.spec, tensor.part
-    if dtype is not None and dtype != local.dtype:
-        local = local.to(dtype)
-        spec, target = spec.with_dtype(dtype), target.with_dtype(dtype)
-    moved = redistribute(local, spec, target, async_op)
-    if moved is local:
-        return wrap(local if async_op else local.view_as(local), target)
-    if way_of(spec, target).steps[-1].move is Move.SLICE and _one_memory(moved, local):
-        moved = moved.clone()  # a slice shares memory with the whole, which may be written
-    return wrap(moved, target.compact())
-
-
-def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-class _Redistribute(torch.autograd.Function):
-    """Moves; the gradient moves back, but not to terms: theirs is whole on each rank."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: DTensor,
-        target: DTensorSpec,
-        async_op: bool,
-        forward_dtype: torch.dtype | None,
-        backward_dtype: torch.dtype | None,
-    ) -> DTensor:
-        ctx.placements, ctx.target = tensor.spec.without_terms().placements, target
-        ctx.dtypes = tensor.spec.meta.dtype, backward_dtype
-        return _redistributed(tensor, target, async_op, forward_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        grad: Any = _divided(grad_outputs[0], ctx.target)
-        dtype, backward_dtype = ctx.dtypes
-        if backward_dtype is not None and grad.dtype != backward_dtype:
-            grad = grad.to(backward_dtype)
-        placements = tuple(
-            there if there.is_partial() and here.is_replicate() else here
-            for here, there in zip(ctx.placements, grad.spec.placements, strict=True)
-        )
-        grad = _moved(grad, placements)
-        return (grad if grad.dtype == dtype else grad.to(dtype)), None, None, None, None
+wrapping.bind(DTensor)
+dispatch.bind(DTensor)

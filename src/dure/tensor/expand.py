@@ -11,9 +11,9 @@ become replicated, though to scatter them would cost less. And no operand is exc
 into more parts than its dimension has elements, except beside one that is written and so keeps its
 placement; a replicated one may be cut so, which sends nothing.
 
-An operator that writes one of its operands cannot move it: only strategies that keep its placement,
-and give the result the same, are considered; unless nobody else has it (`movable`): then it must
-only come out as it goes in.
+An operator that writes one of its operands keeps its placement: only strategies that do, and give
+the result the same, are considered. If there is none, written operands may be moved, and are moved
+back (`movable`; planning.py): then the result must have the placement that the operand is moved to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def choose(call: OpCall, strategies: Sequence[Strategy], movable: bool = False) 
     Args:
         call: The call.
         strategies: What is legal on one axis, besides that all is replicated.
-        movable: Whether operands that are written may be moved before.
+        movable: Whether operands that are written may be moved.
 
     Raises:
         PlacementError: An operand that is written would have to be moved.

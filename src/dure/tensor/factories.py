@@ -14,11 +14,12 @@ import torch
 
 from dure.errors import PlacementError, UsageError
 from dure.mesh import DeviceMesh
-from dure.tensor.dtensor import DTensor, mesh_or_current, wrap
+from dure.tensor.dtensor import DTensor, mesh_or_current
 from dure.tensor.placement_types import Placement
 from dure.tensor.random import drawn
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import TensorMeta, as_placements, spec_of
+from dure.tensor.wrapping import wrap
 
 __all__ = ["Options", "empty", "full", "ones", "rand", "randn", "zeros"]
 

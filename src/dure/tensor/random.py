@@ -32,10 +32,11 @@ from dure.errors import Desync, NotInGroupError, PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor.call import Op, schema_of
 from dure.tensor.dispatch import special
-from dure.tensor.dtensor import DTensor, wrap
+from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import Placement, Replicate
 from dure.tensor.redistribute import redistribute
 from dure.tensor.spec import TensorMeta, spec_of
+from dure.tensor.wrapping import wrap
 
 __all__ = ["drawn", "is_rng_supported_mesh", "manual_seed"]
 

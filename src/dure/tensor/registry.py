@@ -145,17 +145,15 @@ def zeros_where_empty(call: OpCall) -> Local | None:
 class OtherStrides(Exception):
     """A view that the strides of a part do not allow, although those of the full tensor do.
 
-    Raised by a `Local`, before anything is sent. If a DTensor alone has the memory of its part,
-    `dispatch` puts the copy of the part in its place; else what it returns is marked as a copy.
+    Raised by a `Local`, before anything is sent. What `dispatch` returns is marked as a copy.
 
     Attributes:
-        source: A copy of the part, stored as the spec says.
-        copy: What the operator returns for it, a view.
+        copy: What the operator returns for a copy of the part, stored as the spec says.
     """
 
-    def __init__(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+    def __init__(self, copy: torch.Tensor) -> None:
         super().__init__()
-        self.source, self.copy = source, copy
+        self.copy = copy
 
 
 def view_or_copy(
@@ -169,8 +167,7 @@ def view_or_copy(
     try:
         return op(tensor, *args)
     except RuntimeError:
-        source = laid(tensor, spec.order)
-        raise OtherStrides(source, op(source, *args)) from None
+        raise OtherStrides(op(laid(tensor, spec.order), *args)) from None
 
 
 is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # pyright: ignore

@@ -1,21 +1,26 @@
 """What the results of an operator are, found by running it on tensors without memory.
 
-That takes longer than all else of the first call of a kind, and how tensors lie has no part in it:
-it is found once for all placements and meshes.
+That takes longer than all else of the first call of a kind, and does not depend on placements: it
+is found once for all placements and meshes. `wrapped_results` makes DTensors of what the operator
+returned for the parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from dure.tensor.call import OpCall, check_out, fill, outs_of
+from dure.tensor.call import OpCall, Place, argument_at, check_out, fill, outs_of
 from dure.tensor.spec import DTensorSpec, TensorMeta
+from dure.tensor.wrapping import wrap
 
-__all__ = ["forget_results", "leaves", "results_of"]
+if TYPE_CHECKING:
+    from dure.tensor.planning import OperatorPlan
+
+__all__ = ["forget_results", "leaves", "results_of", "wrapped_results"]
 
 Results = tuple[TensorMeta | None, ...]
 _MOST = 1 << 16
@@ -113,3 +118,45 @@ def _results_on(
     if "device" in kwargs:
         kwargs["device"] = device
     return leaves(call.op(*args, **kwargs))
+
+
+def wrapped_results(
+    plan: OperatorPlan, result: Any, sources: tuple[Any, Any], is_copy: bool = False
+) -> Any:
+    """Return the results as DTensors; what the operator wrote, as the arguments that they are.
+
+    Args:
+        plan: What is done for this kind of call.
+        result: What the operator returned for the parts.
+        sources: The arguments.
+        is_copy: Whether a copy was made in the place of a view.
+    """
+    if len(plan.returns) == 1 and plan.returns[0] is not None:
+        return argument_at(sources, plan.returns[0])
+    version = None
+    if plan.is_view:
+        source = argument_at(sources, plan.places[0])
+        if is_copy or any(plan.moves) or source.copied_at is not None:
+            version = source._version
+    return _wrap_each(result, iter(plan.outputs), iter(plan.returns), sources, version)
+
+
+def _wrap_each(
+    one: Any,
+    specs: Iterator[DTensorSpec | None],
+    returns: Iterator[Place | None],
+    sources: tuple[Any, Any],
+    version: int | None,
+) -> Any:
+    """Return a result, or each in a list; not a closure, whose cycle would keep all tensors."""
+    if isinstance(one, (list, tuple)):
+        made = [_wrap_each(inner, specs, returns, sources, version) for inner in one]
+        return tuple(made) if type(one) is tuple else made
+    spec, place = next(specs), next(returns, None)
+    if spec is None or not isinstance(one, torch.Tensor):
+        return one
+    if place is not None:
+        return argument_at(sources, place)
+    made = wrap(one, spec)
+    made.copied_at = version
+    return made

@@ -9,14 +9,18 @@ from contextvars import ContextVar
 __all__ = [
     "decomposing",
     "implicit_replication",
+    "in_hook",
     "replicating",
     "strict",
     "strictly",
     "within_decomposition",
+    "within_hook",
 ]
 
 implicit_replication: ContextVar[bool] = ContextVar("dure_implicit_replication", default=False)
 decomposing: ContextVar[bool] = ContextVar("dure_decomposing", default=False)
+in_hook: ContextVar[bool] = ContextVar("dure_in_hook", default=False)
+"""Whether a hook of a DTensor's gradient runs."""
 strict: ContextVar[bool] = ContextVar("dure_strict", default=False)
 
 
@@ -52,6 +56,11 @@ def strictly() -> AbstractContextManager[None]:
     return _on(strict)
 
 
+def within_hook() -> AbstractContextManager[None]:
+    """Mark that a hook of a DTensor's gradient runs, for the length of a `with` block."""
+    return _on(in_hook)
+
+
 def within_decomposition() -> AbstractContextManager[None]:
-    """Tell that operators are run to compute another one, for the length of a `with` block."""
+    """Mark that operators are run to compute another one, for the length of a `with` block."""
     return _on(decomposing)

@@ -25,7 +25,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dure.comm.untraced import untraced_below
-from dure.tensor.dtensor import DTensor, to_target
+from dure.tensor.autograd import to_target
+from dure.tensor.dtensor import DTensor
 from dure.tensor.rules.foreach import Specs, are_parts, parts_like
 from dure.tensor.spec import DTensorSpec
 from dure.tensor.strides import with_equal_strides

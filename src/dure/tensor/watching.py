@@ -18,7 +18,6 @@ from dure.comm.queries import get_rank
 from dure.comm.untraced import untraced_below
 from dure.tensor.dispatch import dispatch, has_own_way
 from dure.tensor.dtensor import DTensor
-from dure.tensor.holders import unseen_among
 from dure.tensor.redistribute import Step, running
 from dure.tensor.registry import rule_of
 from dure.tensor.spec import DTensorSpec
@@ -115,7 +114,6 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Note an operator, and run it as it would be run without being watched."""
-        unseen = unseen_among(args)  # first, while this function has no tensor itself
         kwargs = kwargs or {}
         inputs = _seen((args, kwargs))
         if not any(isinstance(one, DTensorSpec) for one in inputs):
@@ -130,7 +128,7 @@ class Watch(TorchDispatchMode):
         one.inputs, one.unruled = inputs, rule_of(func) is None and not has_own_way(func)
         self._open = one
         try:
-            result = dispatch(func, args, kwargs, unseen)
+            result = dispatch(func, args, kwargs)
         finally:
             self._open = None
         one.outputs = _seen(result)

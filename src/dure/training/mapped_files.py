@@ -28,7 +28,8 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode
 
 from dure.errors import CommError, UsageError
-from dure.tensor.dtensor import DTensor, wrap
+from dure.tensor.dtensor import DTensor
+from dure.tensor.wrapping import wrap
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup

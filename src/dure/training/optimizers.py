@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
 )
 
 from dure.errors import OptimizerError, PeerLost
-from dure.tensor.dispatch import unsharded
 from dure.tensor.dtensor import DTensor
+from dure.tensor.plain_tensors import unsharded
 from dure.training.epochs import Epochs, end_read_all
 
 __all__ = [

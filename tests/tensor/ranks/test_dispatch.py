@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from dure.errors import NotInGroupError, PlacementError, ShapeError
+from dure.errors import NotInGroupError, PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh
 from dure.tensor import (
     DTensor,
@@ -24,9 +24,10 @@ from dure.tensor import (
     Shard,
     dispatch,
     distribute_tensor,
-    dtensor,
     experimental,
+    extension,
     init_device_mesh,
+    wrapping,
 )
 from dure.testing import CommRecorder, run_ranks
 from tests.tensor.ranks.parts import made
@@ -35,11 +36,11 @@ from tests.thread_ranks import on_mesh, on_ranks
 
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "native" and dtensor.native is None:
+    if request.param == "native" and wrapping.native is None:
         pytest.skip("needs the compiled dispatch: it was not built")
-    dtensor.use_native(request.param == "native")
+    extension.use_native(request.param == "native")
     yield request.param
-    dtensor.use_native(True)
+    extension.use_native(True)
 
 
 @on_ranks(3)
@@ -102,6 +103,64 @@ def test_an_operator_runs_on_the_parts_without_python(way: str) -> None:
 
     run_ranks(1, body)
     assert len(calls) == (0 if way == "native" else 1)
+
+
+A = [[0.0, 1.0], [2.0, 3.0]]
+# Each: a call on x = A with the given placement, and the full results, or the error.
+HITS: dict[str, tuple[Any, Any, Any]] = {
+    "one result": (Shard(0), lambda x: x + x, [[0, 2], [4, 6]]),
+    "a number": (Shard(0), lambda x: x * 3, [[0, 3], [6, 9]]),
+    "a float": (Partial(), lambda x: x / 2.0, [[0, 0.5], [1, 1.5]]),
+    "a keyword": (Shard(0), lambda x: torch.add(x, x, alpha=2), [[0, 3], [6, 9]]),
+    "a list": (Shard(1), lambda x: x.permute([1, 0]), [[0, 2], [1, 3]]),
+    "a list of tensors": (Shard(0), lambda x: torch.cat([x, x], 1), [[0, 1, 0, 1], [2, 3, 2, 3]]),
+    "two results": (Shard(0), lambda x: x.sort(1, True), ([[1, 0], [3, 2]], [[1, 0], [1, 0]])),
+    "in place": (Shard(0), lambda x: x.add_(1), [[1, 2], [3, 4]]),
+    "in place, moved": (Partial(), lambda x: x.square_(), [[0, 1], [4, 9]]),
+    "moved": (Shard(0), lambda x: x @ x, [[2, 3], [6, 11]]),
+    "in inference": (Shard(0), torch.inference_mode()(lambda x: x - 1), [[-1, 0], [1, 2]]),
+    "no hash": (Shard(0), lambda x: x.new_full((2,), 5.0, dtype=None), [5, 5]),
+    "a plain tensor": (Shard(0), lambda x: x + torch.ones(2, 2), UsageError),
+    "another type": (Shard(0), lambda x: torch.add(x, "two"), TypeError),
+    "a gradient": (Shard(0), lambda x: _gradient(x, lambda t: (t * t).sum()), [[0, 2], [4, 6]]),
+    "a Partial gradient": (Replicate(), lambda x: _gradient(x, _of_row), [[1, 2], [1, 2]]),
+}
+
+
+def _gradient(x: Any, loss: Any) -> Any:
+    x = x.detach().requires_grad_()
+    loss(x).backward()
+    assert not x.grad.placements[0].is_partial()
+    return x.grad
+
+
+def _of_row(x: Any) -> Any:
+    return (x @ made(x.device_mesh, torch.tensor([1.0, 2.0]), [Shard(0)])).sum()
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_the_extension_does_what_python_does(way: str, name: str) -> None:
+    placement, call, expected = HITS[name]
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for _ in range(3):  # without a plan, and with it
+            x = made(mesh, torch.tensor(A), [placement])
+            if isinstance(expected, type):
+                with pytest.raises(expected):
+                    call(x)
+                continue
+            found = call(x)
+            several = isinstance(found, (list, tuple))
+            for one, full in zip(
+                found if several else [found], expected if several else [expected], strict=True
+            ):
+                assert type(one) is DTensor
+                assert one.full_tensor().tolist() == full
+                assert one.shape == torch.tensor(full).shape
+                assert one.to_local().shape == one.spec.local_shape
+
+    run_ranks(2, body)
 
 
 def test_operands_are_released_with_the_call(way: str) -> None:

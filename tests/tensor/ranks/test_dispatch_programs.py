@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dure.tensor.dtensor import use_native
+from dure.tensor.extension import use_native
 from dure.testing import run_ranks
 from tests.tensor.ranks import programs
 from tests.tensor.ranks.programs import Step

@@ -22,9 +22,9 @@ from dure.tensor import (
     Partial,
     Replicate,
     Shard,
+    autograd,
     distribute_module,
     distribute_tensor,
-    dtensor,
     init_device_mesh,
     zeros,
 )
@@ -74,8 +74,9 @@ CALLS: dict[str, Refused] = {
     ),
     "a plain tensor": (lambda: rows() + torch.ones(4, 3), USAGE, "'other', torch.float32 [4, 3]"),
     "a plain tensor written": (lambda: torch.ones(4, 3).add_(rows()), USAGE, "'self'"),
-    "Partial written": (
-        lambda: from_local(torch.ones(3), TERMS).sqrt_(), PLACEMENT, "it writes float32[3] (P(sum))"
+    "a Partial product written": (
+        lambda: from_local(torch.ones(3), [Partial("product")]).add_(1), PLACEMENT,
+        "it writes float32[3] (P(product))",
     ),
     "data of another kind": (lambda: setattr(rows(), "data", X), USAGE, "Tensor [4, 3]"),
     "replicated to Partial": (
@@ -156,7 +157,7 @@ def test_what_is_read_is_the_value_of_the_whole(rank: int) -> None:
 def test_a_gradient_that_may_be_terms_is_warned_about_at_the_line_that_leaves_it_open(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(dtensor, "_told", set())  # lines of earlier runs of this test
+    monkeypatch.setattr(autograd, "_told", set())  # lines of earlier runs of this test
 
     def body(rank: int) -> None:
         mesh = line("tp")

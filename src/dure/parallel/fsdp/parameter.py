@@ -23,9 +23,10 @@ from dure.errors import ModuleError
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.policies import MixedPrecisionPolicy
 from dure.tensor.distribute import share_hooks
-from dure.tensor.dtensor import DTensor, wrap
+from dure.tensor.dtensor import DTensor
 from dure.tensor.placement_types import chunk
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
+from dure.tensor.wrapping import wrap
 from dure.training.grad_views import own_part, part_in, unreduced_gradient
 from dure.training.mapped_files import Files
 from dure.training.optimizers import forget_replaced, note_replaced, note_unsharded

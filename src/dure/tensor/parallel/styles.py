@@ -34,8 +34,9 @@ from torch import nn
 from dure.comm.world import when_left
 from dure.errors import PlacementError, ShapeError, UsageError
 from dure.mesh import DeviceMesh
+from dure.tensor.autograd import from_part, part_of, to_target
 from dure.tensor.distribute import distribute_tensor, share_hooks
-from dure.tensor.dtensor import DTensor, from_part, part_of, to_target
+from dure.tensor.dtensor import DTensor
 from dure.tensor.parallel.adapters import Around, layer_within, placement_like
 from dure.tensor.placement_types import Placement, Replicate, Shard
 from dure.tensor.spec import DTensorSpec, as_placements

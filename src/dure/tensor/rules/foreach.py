@@ -21,11 +21,12 @@ from dure.errors import NotInGroupError, PlacementError
 from dure.mesh import DeviceMesh
 from dure.tensor.call import Op, R, schema_of
 from dure.tensor.dispatch import check_copy, special
-from dure.tensor.dtensor import DTensor, parts_of, wrap
+from dure.tensor.dtensor import DTensor
 from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import is_alias, may_overlap
 from dure.tensor.spec import DTensorSpec, TensorMeta, spec_of
 from dure.tensor.strides import with_equal_strides, write_back
+from dure.tensor.wrapping import parts_of, wrap
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup

@@ -20,12 +20,12 @@ import torch
 from dure.errors import PlacementError
 from dure.tensor.call import TERMS, Op, OpCall, R, Strategy, alike, direct
 from dure.tensor.dispatch import dispatch, special
-from dure.tensor.dtensor import wrap
 from dure.tensor.placement_types import Placement, Shard, StridedShard
 from dure.tensor.redistribute import redistribute
 from dure.tensor.registry import is_alias, rule, view_or_copy, with_local_size
 from dure.tensor.spec import Cut, TensorMeta, cuts_of, spec_of
 from dure.tensor.strides import is_dense
+from dure.tensor.wrapping import wrap
 
 __all__ = ["groups_of", "without"]
 

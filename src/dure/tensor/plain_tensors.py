@@ -1,0 +1,130 @@
+"""Plain tensors beside DTensors: when they are taken as replicated, and the error otherwise.
+
+A plain tensor of the program may be any rank's own, so an operator refuses it. Taken as replicated
+are, whatever their values:
+
+- tensors of one element, which are numbers;
+- all, within `implicit_replication` (state.py), which operators that are decomposed also set;
+- tensors whose values are not read: those on the meta device, and operands of `is_same_size`;
+- in backward, operands of an operator that a node of torch's own calls: the node has them from
+  DTensors, from constants of its formula, and from a gradient that the program passed in full. A
+  node of a `torch.autograd.Function` in Python and a hook of a DTensor are the program's.
+
+Lists of numbers as an index, as in ``x[[0, 2]]``, become replicated in `DTensor.__getitem__`. A
+causal mask that torch makes within attention is refused with all others: pass the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dure.errors import UsageError
+from dure.mesh import DeviceMesh
+from dure.tensor import state
+from dure.tensor.call import Op, Place, fill, schema_of
+from dure.tensor.placement_types import Replicate
+from dure.tensor.spec import TensorMeta, spec_of
+from dure.tensor.wrapping import dtensor_type, wrap
+
+__all__ = ["full_numbers", "index_on", "unsharded", "with_replicated", "writes_plain"]
+
+unsharded = WeakTensorKeyDictionary()
+"""Unsharded parameters of `fully_shard`, each with a `WeakMethod` that returns its shard."""
+
+_SAME_SIZE = torch.ops.aten.is_same_size.default
+_FIX_PLAIN = (
+    "Make it a DTensor: distribute_tensor(t, mesh, placements) if all ranks have the full tensor, "
+    "DTensor.from_local if each has its part. Within "
+    "dure.tensor.experimental.implicit_replication() it is taken as replicated. If the program "
+    "has no such tensor, the operator made it: in attention with is_causal=True, pass attn_mask."
+)
+_FIX_UNSHARDED = (
+    "It is the unsharded parameter of a fully_shard module: a forward with gradients that no "
+    "backward has followed left it so. Call reshard() of the module first, or run that forward "
+    "under torch.no_grad()."
+)
+
+
+def writes_plain(op: Op, operands: Sequence[Any], places: Sequence[Place]) -> bool:
+    """Return whether a plain tensor is written, and each DTensor is one number.
+
+    As in clipping, which scales gradients of both kinds by one factor.
+    """
+    schema, dtensor = schema_of(op), dtensor_type()
+    return any(
+        type(t) is not dtensor
+        and (schema.names[where] if isinstance(where, int) else where) in schema.mutated
+        for t, (where, _) in zip(operands, places, strict=True)
+    ) and all(t.ndim == 0 for t in operands if type(t) is dtensor)
+
+
+def full_numbers(values: Any) -> list[Any]:
+    """Return arguments with full plain tensors in the place of DTensors."""
+    dtensor = dtensor_type()
+    return [v.full_tensor() if type(v) is dtensor else v for v in values]
+
+
+def with_replicated(
+    op: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[Any],
+    places: Sequence[Place],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with replicated DTensors in the place of plain tensors.
+
+    Raises:
+        UsageError: The program's plain tensor is not one of those listed above.
+    """
+    dtensor = dtensor_type()
+    specs = [t.spec for t in operands if type(t) is dtensor]
+    implicit, in_formula = state.implicit_replication.get(), _is_in_formula()
+    mutated, names = schema_of(op).mutated, schema_of(op).names
+    replaced: list[Any] = []
+    for tensor, (where, _) in zip(operands, places, strict=True):
+        if type(tensor) is dtensor:
+            replaced.append(tensor)
+            continue
+        name = names[where] if isinstance(where, int) else where
+        unread = tensor.is_meta or op is _SAME_SIZE
+        constant = (in_formula or unread) and name not in mutated
+        constant = constant and (op is _SAME_SIZE or not tensor.requires_grad)
+        if tensor.numel() == 1 or implicit or constant:
+            replaced.append(_replicated(tensor, specs[0].mesh))
+            continue
+        raise UsageError(
+            f"{op} is given a plain tensor beside DTensors",
+            op=str(op),
+            seen=f"argument {name!r}, {tensor.dtype} {list(tensor.shape)}, beside "
+            + ", ".join(map(str, specs)),
+            fix=_FIX_UNSHARDED if tensor in unsharded else _FIX_PLAIN,
+        )
+    filled, named = fill(args, kwargs, places, replaced)
+    return tuple(filled), named
+
+
+def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    if tensor._is_zerotensor():  # one of torch's formulas, without memory
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return wrap(tensor, spec_of(mesh, (Replicate(),) * mesh.ndim, TensorMeta.of(tensor)))
+
+
+def _is_in_formula() -> bool:
+    """Return whether a node of torch's own, in backward, calls the operator."""
+    node: Any = torch._C._current_autograd_node()  # pyright: ignore
+    in_program = node is None or isinstance(node, BackwardCFunction) or state.in_hook.get()
+    return not in_program
+
+
+def index_on(mesh: DeviceMesh, index: Any) -> Any:
+    """Return an index of a DTensor with replicated tensors in the place of lists of numbers."""
+    if type(index) is tuple:
+        return tuple([index_on(mesh, one) for one in index])
+    if type(index) is list and index and all(type(one) in (int, bool) for one in index):
+        return _replicated(torch.tensor(index), mesh)
+    return index

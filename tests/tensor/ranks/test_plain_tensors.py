@@ -1,0 +1,94 @@
+"""Plain tensors beside DTensors: which are refused, and which are taken as replicated."""
+
+# What operators on DTensors return is a torch.Tensor to pyright.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dure.errors import UsageError
+from dure.mesh import DeviceMesh
+from dure.tensor import Replicate, Shard
+from tests.tensor.ranks.parts import made
+from tests.thread_ranks import on_mesh
+
+aten = torch.ops.aten
+ONES = torch.ones(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: torch.add(x, ONES),
+        lambda x: next(map(torch.add, [x], iter([ONES * 1]))),
+        lambda x: aten.add.Tensor(x, torch.ones(4, dtype=torch.int64)),
+        lambda x: torch.cat([x, torch.ones(4, dtype=torch.int64)]),
+        lambda x: x[torch.tensor([0, 2])],
+        lambda x: x + torch.full((4,), float("-inf")),
+    ],
+    ids=["named", "held by no variable", "overload", "list", "index", "mask"],
+)
+@on_mesh(2)
+def test_a_plain_tensor_of_the_program_is_refused_whoever_holds_it(mesh: DeviceMesh, use: Any):
+    with pytest.raises(UsageError) as caught:
+        use(made(mesh, torch.arange(4), [Shard(0)]))
+    assert caught.type is UsageError
+
+
+@on_mesh(2)
+def test_a_mask_that_attention_makes_is_refused_with_what_to_write(mesh: DeviceMesh) -> None:
+    q = made(mesh, torch.ones(2, 2, 4, 4), [Shard(0)])
+    with pytest.raises(UsageError, match="is_causal=True, pass attn_mask"):
+        F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.5)
+
+
+@on_mesh(2)
+def test_lists_of_numbers_are_an_index_that_all_ranks_have(mesh: DeviceMesh) -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x = made(mesh, full, [placement])
+        assert x[[0, 2]].full_tensor().tolist() == [[0, 1, 2], [6, 7, 8]]
+        assert x[:, [2, 0]].full_tensor().tolist() == [[2, 0], [5, 3], [8, 6], [11, 9]]
+        assert x[[1, 3], [0, 2]].full_tensor().tolist() == [3, 11]
+    x = made(mesh, full, [Replicate()])
+    assert x[[True, False, False, True]].full_tensor().tolist() == [[0, 1, 2], [9, 10, 11]]
+    x[[1, 3]] = 0.0
+    assert x.full_tensor().tolist() == [[0, 1, 2], [0, 0, 0], [6, 7, 8], [0, 0, 0]]
+
+
+# ---- in backward ---------------------------------------------------------------------------------
+
+
+@on_mesh(2)
+def test_a_gradient_that_the_program_passes_is_the_full_one(mesh: DeviceMesh) -> None:
+    x = made(mesh, torch.arange(4.0).reshape(2, 2), [Shard(0)]).requires_grad_()
+    weight = made(mesh, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [Replicate()])
+    (grad,) = torch.autograd.grad(x @ weight, x, torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    assert grad.full_tensor().tolist() == [[1, 3], [2, 4]]
+
+
+class _Adds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] + torch.ones(4)
+
+
+@pytest.mark.parametrize("where", ["hook", "function"])
+@on_mesh(2)
+def test_hooks_and_functions_in_backward_are_the_program(mesh: DeviceMesh, where: str) -> None:
+    x = made(mesh, torch.arange(4.0), [Shard(0)]).requires_grad_()
+    y = x * 2
+    if where == "hook":
+        y.register_hook(lambda grad: grad + torch.ones(4))
+    loss = (_Adds.apply(y) if where == "function" else y).sum()  # pyright: ignore
+    with pytest.raises(UsageError, match="is given a plain tensor"):
+        loss.backward()
