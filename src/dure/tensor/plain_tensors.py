@@ -121,10 +121,20 @@ def _is_in_formula() -> bool:
     return not in_program
 
 
-def index_on(mesh: DeviceMesh, index: Any) -> Any:
-    """Return an index of a DTensor with replicated tensors in the place of lists of numbers."""
-    if type(index) is tuple:
-        return tuple([index_on(mesh, one) for one in index])
-    if type(index) is list and index and all(type(one) in (int, bool) for one in index):
-        return _replicated(torch.tensor(index), mesh)
-    return index
+def index_on(mesh: DeviceMesh, index: list[Any] | tuple[Any, ...]) -> Any:
+    """Return an index of a DTensor with replicated tensors in the place of lists of numbers.
+
+    A list of other things, such as slices, is an index for each dimension, as to torch.
+    """
+    if type(index) is list and all(type(one) in (int, bool) for one in index):
+        return _replicated(torch.tensor(index), mesh) if index else index
+    return type(index)([
+        _replicated(torch.tensor(one), mesh) if _are_numbers(one) else one for one in index
+    ])  # fmt: skip
+
+
+def _are_numbers(index: Any) -> bool:
+    """Return whether an index is a list of numbers, or of such lists."""
+    if type(index) is not list or not index:
+        return False
+    return all(type(one) in (int, bool) or _are_numbers(one) for one in index)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -429,6 +430,8 @@ def database(names: Sequence[str] | None = None, most: int = 8) -> Iterator[tupl
                 continue
             step = max(1, len(given) / most)
             for one in [given[int(i * step)] for i in range(min(most, len(given)))]:
-                sample = Sample(name, info.op, (one.input, *one.args), dict(one.kwargs))
+                # The database has the method of torch's class, which a subclass may override.
+                op = operator.getitem if name == "__getitem__" else info.op
+                sample = Sample(name, op, (one.input, *one.args), dict(one.kwargs))
                 if _is_usable(sample):
                     yield name, sample

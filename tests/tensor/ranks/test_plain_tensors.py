@@ -55,6 +55,7 @@ def test_lists_of_numbers_are_an_index_that_all_ranks_have(mesh: DeviceMesh) -> 
         assert x[[0, 2]].full_tensor().tolist() == [[0, 1, 2], [6, 7, 8]]
         assert x[:, [2, 0]].full_tensor().tolist() == [[2, 0], [5, 3], [8, 6], [11, 9]]
         assert x[[1, 3], [0, 2]].full_tensor().tolist() == [3, 11]
+        assert x[[[0], [3]], [[1, 2]]].full_tensor().tolist() == [[1, 2], [10, 11]]
     x = made(mesh, full, [Replicate()])
     assert x[[True, False, False, True]].full_tensor().tolist() == [[0, 1, 2], [9, 10, 11]]
     x[[1, 3]] = 0.0

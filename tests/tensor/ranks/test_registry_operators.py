@@ -42,7 +42,7 @@ FAMILIES = {
     "nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logits "
     "nn.functional.soft_margin_loss nn.functional.kl_div",
     "layers": "nn.functional.layer_norm nn.functional.group_norm nn.functional.rms_norm "
-    "nn.functional.embedding nn.functional.scaled_dot_product_attention",
+    "nn.functional.embedding",
 }
 
 
