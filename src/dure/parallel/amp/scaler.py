@@ -6,7 +6,8 @@ step is then skipped and the scale backs off; after enough good steps it grows.
 
 torch's scaler decides this on each rank for itself, from the gradients that this rank's optimizer
 holds. That is enough as long as every rank holds the same gradients: where DDP averages all of
-them, one rank's inf is in everybody's average. It fails where gradients differ from rank to rank:
+them, one rank's inf is in the average of every rank. It fails where gradients differ from rank to
+rank:
 
 * parameters that DDP leaves alone (ignored ones, or steps made under `no_sync`: local SGD),
 * optimizers that hold a shard of the parameters, and models that are split over the ranks,
@@ -62,10 +63,10 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: Type of the device that losses are on; "cuda" where torch has it, else "cpu".
         init_scale: The first scale.
-        growth_factor: What the scale is multiplied by after `growth_interval` good steps.
-        backoff_factor: What the scale is multiplied by after a skipped step.
+        growth_factor: The scale is multiplied by it after `growth_interval` good steps.
+        backoff_factor: The scale is multiplied by it after a skipped step.
         growth_interval: How many good steps in a row make the scale grow.
-        enabled: False makes `step` a plain step and everything else a no-op, on all ranks alike.
+        enabled: False makes `step` a plain step and everything else a no-op, on all ranks.
         process_group: The ranks that decide together; all by default, looked up at the first step.
 
     Raises:
@@ -110,7 +111,7 @@ class GradScaler(torch.amp.GradScaler):
         group = resolve(self.process_group, "GradScaler")
         return group if group.size() > 1 else None
 
-    # torch's scaler looks for infs in one place, for plain and for fused optimizers alike.
+    # torch's scaler looks for infs in one place, for plain and for fused optimizers.
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -158,7 +159,7 @@ class GradScaler(torch.amp.GradScaler):
         return torch.cat([found_inf.to(wide).reshape(1), both_signs, has_scaled])
 
     def _verify(self, agreement: torch.Tensor) -> None:
-        """Raise, on all ranks alike, if the ranks' scalers were not in one state, or unused."""
+        """Raise, on all ranks, if the ranks' scalers were not in one state, or unused."""
         self._unverified = None
         if not agreement[-1]:
             raise UsageError(

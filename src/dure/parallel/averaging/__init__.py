@@ -7,7 +7,7 @@ apart. Three ways to bring them together again:
   in a hierarchy, over few ranks often and over all of them rarely. With DDP inside a host until
   then this is post-local SGD (post_local.py; the hook that keeps DDP inside the host is
   `dure.parallel.ddp.hooks.post_localSGD_hook`).
-* *An outer optimizer* (diloco.py): what the ranks have moved on average is taken for a gradient,
+* *An outer optimizer* (diloco.py): the average movement of the ranks is taken for a gradient,
   and a second optimizer, with momentum, makes a step with it. It tolerates hundreds of local steps.
 
 packing.py makes few large all_reduces of many parameters.

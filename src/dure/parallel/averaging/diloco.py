@@ -79,7 +79,7 @@ class DiLoCo(Outer):
         outer_optimizer_class: Any torch optimizer.
         process_group: The ranks; all by default.
         fragments: Into how many parts the parameters are divided, whose rounds end in turn.
-        dtype: What is sent; None is the parameters' own. bfloat16 halves the bytes of float32.
+        dtype: Of messages; None is the parameters' own. bfloat16 halves the bytes of float32.
         **outer: Options of the outer optimizer; for SGD, lr 0.7 with Nesterov momentum 0.9.
 
     Attributes:

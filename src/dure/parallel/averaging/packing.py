@@ -1,7 +1,7 @@
 """The mean of many tensors over ranks, in few large all_reduces.
 
 Tensors of one dtype and device are laid end to end in *pieces* of up to 32 MiB. While one piece is
-reduced the next is being packed, so the extra memory is two pieces, whatever the model's size, and
+reduced the next is being packed, so the extra memory is two pieces for any model size, and
 a model's many small tensors do not pay the fixed cost of a collective each.
 """
 
@@ -45,7 +45,7 @@ def average_(
     Args:
         tensors: Of any shapes, dtypes and devices, the same on all ranks.
         group: The ranks.
-        dtype: What is sent, if not the tensors' own dtype: bfloat16 halves the bytes of float32.
+        dtype: Of messages, if not the tensors' own dtype: bfloat16 halves the bytes of float32.
 
     Collective: all ranks of the group.
     Cost: S bytes in one all_reduce for each 32 MiB of each dtype; two pieces of extra memory.
@@ -68,10 +68,10 @@ def average_(
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Divide tensors into pieces: of one dtype and device each, in their order."""
-    for alike in by_kind(tensors).values():
+    for same_kind in by_kind(tensors).values():
         piece: list[torch.Tensor] = []
         filled = 0
-        for tensor in alike:
+        for tensor in same_kind:
             num_bytes = tensor.numel() * tensor.element_size()
             if piece and filled + num_bytes > PIECE_BYTES:
                 yield piece

@@ -124,7 +124,7 @@ class PostLocalSGDOptimizer(Outer):
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`; without ``step`` the averager starts anew, with a warning."""
+        """Continue from `state_dict`; without ``step`` the averager restarts, with a warning."""
         self.optim.load_state_dict(state_dict)
         self.param_groups = self.optim.param_groups
         if "step" not in state_dict:

@@ -21,8 +21,8 @@ __all__ = ["SyncBatchNorm"]
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation in which all ranks together are one batch.
 
-    In training, mean and variance are those of the ranks' batches taken together, whatever their
-    sizes, so that n ranks compute what one rank would with the whole batch. In evaluation it is
+    In training, mean and variance are those of the ranks' batches taken together, of any
+    sizes, so that n ranks compute what one rank would with the full batch. In evaluation it is
     `torch.nn.BatchNorm`, and so it is without a process group, or on one rank.
 
     Collective: each training forward, with and without gradients, and each backward to the input,
@@ -48,7 +48,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Raises:
         ShapeError: The input has less than 2 dimensions, another number of channels, or, on all
-            ranks alike, one value a channel altogether.
+            ranks, one value per channel altogether.
     """
 
     communicates_in_forward = True
@@ -129,8 +129,8 @@ class SyncBatchNorm(_BatchNorm):
         """Replace all `BatchNorm*` layers of `module` by `SyncBatchNorm`.
 
         Parameters and buffers are kept, as the very same tensors, so an optimizer that has them
-        goes on. Call it before wrapping the module in DDP. A layer that is used in several places
-        stays one layer.
+        continues to work. Call it before wrapping the module in DDP. A layer that is used in
+        several places stays one layer.
 
         Args:
             module: Is changed in place, unless it is itself a `BatchNorm*`.

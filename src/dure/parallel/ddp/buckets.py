@@ -4,7 +4,7 @@ Backward produces gradients roughly in the reverse order of registration, one af
 reduction for each of them would pay the fixed cost of a collective hundreds of times; one
 reduction for all could only start when backward has ended. A *bucket* is the middle way: a run of
 gradients, in that reverse order, that is reduced by one collective as soon as the last of them is
-there, while backward goes on with the layers below.
+ready, while backward continues with the layers below.
 
 *The plan* (`plan_buckets`) is pure arithmetic. Three rules make it:
 
@@ -16,7 +16,7 @@ there, while backward goes on with the layers below.
   whatever order they become ready in, so that the ranks' collectives always match.
 
 *The memory* is one block a kind (`FlatBuffers`), shared with the other ranks; a bucket is a stretch
-of it. Buckets can therefore be cut anew without a byte of further memory, and without asking the
+of it. Buckets can therefore be cut again without a byte of further memory, and without asking the
 other ranks for it:
 
     block    |  bucket 0  |   bucket 1   |     bucket 2    ...     | unused |
@@ -27,7 +27,7 @@ Gradients within a bucket lie without padding. The last one also carries the use
 (outcome.py).
 
 *The assignment* (`BucketAssignment`) begins with the order that is expected, the reverse of
-registration, and is made anew once, when the order in which gradients become ready is known; see
+registration, and is replaced once, when the order in which gradients become ready is known; see
 "Rebuilding" in reducer.py.
 """
 
@@ -102,7 +102,7 @@ def plan_buckets(
             reverse of `sizes`.
 
     Returns:
-        For each bucket the indices of its gradients, in the order in which they lie in it. The
+        For each bucket the indices of its gradients, in the order of their offsets in it. The
         buckets are in the order in which they have to be reduced.
     """
     expected = range(len(sizes) - 1, -1, -1) if order is None else order
@@ -138,7 +138,7 @@ class Bucket:
         idle: Those that the present backward does not fill.
         pending: How many gradients the present backward still owes.
         work: The reduction, once started.
-        result: What a communication hook returned.
+        result: Returned by a communication hook.
     """
 
     __slots__ = (
@@ -195,7 +195,7 @@ class ReducerOptions:
             the last number holds for all further ones.
         allow_unused: A parameter without a gradient is no error.
         static_graph: Every backward is like the first one.
-        leave_out_unused: Parameters that nobody used in the first backward are never used.
+        leave_out_unused: Parameters that no rank used in the first backward are never used.
         reduce_dtype: In which real gradients are reduced; their own by default.
     """
 
@@ -323,14 +323,14 @@ class BucketAssignment:
             order = torch.tensor(numbers, device=self.used_parameters.flags.device)
             group.broadcast(order, _ROOT)
             numbers = order.tolist()
-        else:  # one order of buckets, whatever is in them
+        else:  # one order of buckets, independent of their contents
             numbers = present
         if used is not None:
             numbers = [number for number in numbers if used[number]]
         self._new_plan = self._plan(numbers)
 
     def rebuild(self) -> bool:
-        """Follow the plan that was learned, if there is one; tell whether there was."""
+        """Follow the plan that was learned, if there is one; return whether there was."""
         if self._new_plan is None:
             return False
         if self._new_plan != [bucket.views for bucket in self.buckets if bucket.views]:
@@ -395,7 +395,7 @@ class GradBucket:
         return [view.parameter for view in self._bucket.views]
 
     def names(self) -> list[str]:
-        """Return the parameters' paths in the module: they stay when buckets are cut anew."""
+        """Return the parameters' paths in the module, which stay when buckets are cut again."""
         return [view.name for view in self._bucket.views]
 
     def is_last(self) -> bool:

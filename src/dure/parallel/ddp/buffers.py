@@ -1,4 +1,4 @@
-"""Buffers (running statistics) are kept alike: one rank's are sent to all before a forward.
+"""Buffers (running statistics) are kept equal: one rank's are sent to all before a forward.
 
 They are not averaged, but sent from rank 0, packed into one tensor per dtype, since there are many
 and they are small. A hook may act in place of the broadcast, before forward or after.
@@ -34,7 +34,7 @@ class BufferHookLocation(Enum):
 
 
 BufferHook = Callable[[Any, dict[str, torch.Tensor]], Any]
-"""Any: the hook's own state; what it returns is None or a list of futures."""
+"""Any: the hook's state; it returns None or a list of futures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

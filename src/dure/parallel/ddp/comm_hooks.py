@@ -1,14 +1,14 @@
 """Communication hooks: how they are called, and how all ranks learn that one of them failed.
 
 A hook replaces the averaging all_reduce of each bucket. It is called when its bucket is complete,
-in the order of the buckets, and starts collectives; what it chains to them with `then` runs at the
+in the order of the buckets, and starts collectives; callbacks that it adds with `then` run at the
 end of backward, again in the order of the buckets (see comm/futures.py). Callbacks may therefore
 start collectives themselves: all ranks start them in the same order.
 
 A hook is the user's code, and may fail on one rank alone, while the others wait in the collective
 that this rank will not start. So the used-parameter bitmap (outcome.py), which without a hook rides
 along with the last bucket, is reduced on its own here, after all that the hook does. A rank whose
-hook failed goes there at once. If the others are there too, because the failure came after the
+hook failed starts it at once. If the others are there too, because the failure came after the
 hook's collectives, all raise `HookError`. If they are in a collective of the hook, the engine sees
 that the ranks call different things, and all raise: the failed rank its own error, the others a
 `Desync` with a note.
@@ -49,7 +49,7 @@ def name_of(hook: object) -> str:
 
 
 def check_hook(hook: object) -> None:
-    """Verify that `hook` can be called as DDP calls it, as far as its signature tells.
+    """Verify that `hook` can be called as DDP calls it, as far as its signature shows.
 
     Raises:
         HookError: It cannot be called, takes other arguments, or its annotations say that it wants
@@ -103,9 +103,9 @@ class HookRunner:
     Threads: as the reducer's; its lock is held.
 
     Attributes:
-        state: What the hook gets beside the bucket.
+        state: The hook's first argument.
         hook: The hook.
-        name: What it is known as.
+        name: Its name in reports.
     """
 
     def __init__(self, group: ProcessGroup, state: object, hook: CommHook, name: str) -> None:
@@ -190,7 +190,7 @@ class HookRunner:
             self._keep(error, bucket)
 
     def _place(self, bucket: Bucket, value: Any) -> None:
-        """Copy the hook's result (Any: it is checked here) to the bucket, unless it is there."""
+        """Copy the hook's result (Any: it is checked here) to the bucket, if it is elsewhere."""
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         sparse, buffer = bucket.sparse, bucket.buffer
@@ -220,7 +220,8 @@ class HookRunner:
     def _keep(self, error: Exception, bucket: Bucket) -> None:
         """Keep the first error for the end; a hook's own gets the hook's name.
 
-        An error of communication stays what it is: whoever rebuilds the group looks for it.
+        An error of communication is passed on unchanged, because a program that rebuilds the group
+        catches it.
         """
         if isinstance(error, HookError | CommError):
             self._error = error

@@ -1,4 +1,4 @@
-"""DDP in a `Join`: what it announces, and how a rank without inputs shadows it.
+"""DDP in a `Join`: its announcements, and how a rank without inputs shadows it.
 
 DDP communicates at two places in a step, and announces each just before it gets there:
 
@@ -6,12 +6,12 @@ DDP communicates at two places in a step, and announces each just before it gets
   (torch's choice; without a Join it is rank 0). A shadow receives them. A buffer hook that acts
   after forward is announced there.
 * *backward*: the first gradient of a synchronised backward has come. A shadow reduces every bucket
-  with zeros and with flags that neither claim nor miss a gradient, so that what the others find of
-  unused parameters is theirs alone. It gets the averaged gradients like everybody, for a sharded
+  with zeros and with flags that neither claim nor miss a gradient, so that it does not affect
+  the unused parameters of the others. It gets the averaged gradients like every rank, for a sharded
   optimizer in the same context to step with; when the context ends they are gone.
 
 A forward without synchronisation (`no_sync`, `torch.no_grad`) announces nothing. A context that
-shall throw has nothing to shadow, and is told of each forward that communicates, so that the error
+throws has nothing to shadow, and hears of each forward that communicates, so that the error
 comes before anything was computed.
 
 In the end the last joiner's module is sent to all, and its optimizer's state if the context was
@@ -88,11 +88,11 @@ class JoinableReplica(Joinable):
             enable: False makes the context do nothing.
             throw_on_early_termination: Raise `UnevenInputs` on all ranks once one runs out.
             optimizer: The optimizer whose state shall be equal on all ranks in the end (not torch's
-                argument). Needed if it has state, such as momentum, and training goes on.
+                argument). Needed if it has state, such as momentum, and training continues.
 
         Raises:
             ModuleError: The module has layers that communicate on their own (`SyncBatchNorm`) and
-                nobody would shadow; pass `throw_on_early_termination=True`.
+                no rank would shadow them; pass `throw_on_early_termination=True`.
 
         Collective: as `Join`.
         Cost: a backward costs one all_reduce of 4 n bytes more, and so does a broadcast of buffers;
@@ -124,7 +124,7 @@ class JoinableReplica(Joinable):
     # ---------------------------------------------------------------- announcing
 
     def _announce(self, phase: int) -> JoinRound | None:
-        """Say what comes next; a context that shall throw is told of forwards alone."""
+        """Announce the next phase; a context that throws hears of forwards alone."""
         slot = self.join_slot
         if slot is None or slot.context.throw_on_early_termination != (phase == _FORWARD):
             return None
@@ -205,7 +205,7 @@ class _Shadow(JoinHook):
 
 
 def _refuse_lonely_layers(root: torch.nn.Module) -> None:
-    """Raise if `root` has layers whose communication nobody would shadow."""
+    """Raise if `root` has layers whose communication no rank would shadow."""
     layers = {name: m for name, m in root.named_modules() if hasattr(m, "communicates_in_forward")}
     if layers:
         raise ModuleError(

@@ -1,7 +1,7 @@
 """`DistributedDataParallel`: the module that users wrap theirs in.
 
 It owns the parts and decides when they act: reducer.py for gradients, buffers.py for buffers, and
-before the first step it makes the ranks' modules alike. Arguments and attributes have the names of
+before the first step it makes the ranks' modules equal. Arguments and attributes have the names of
 torch's class.
 """
 
@@ -52,14 +52,14 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
-    """Data parallelism: every rank has the whole module and its own part of each batch.
+    """Data parallelism: every rank has the complete module and its own part of each batch.
 
     During `backward` gradients are averaged over the ranks of the group, bucket by bucket, while
     the remaining ones are computed. If the loss is a mean over equal parts of a batch, the result
-    is the gradient of the whole batch.
+    is the gradient of the full batch.
 
     Gradients live in the buckets: on the ``shm`` backend in memory that the ranks share, so that
-    they are reduced where they are. `p.grad` behaves as a tensor of its own all the same, but for
+    they are reduced in place. `p.grad` behaves like a separate tensor, except for
     one thing: views that a program takes of it see the next step's values.
 
     Collective: construction, each synchronised forward of a module with buffers, and each
@@ -70,7 +70,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     Args:
         module: The module; its parameters and buffers must be the same in kind on all ranks, and
-            take rank 0's values. Parameters may be frozen afterwards, on all ranks alike; unfrozen
+            take rank 0's values. Parameters may be frozen afterwards, on all ranks; unfrozen
             ones are refused, and those added afterwards are not averaged.
         device_ids: None, or the one device that the module is on; inputs are then moved to it.
         output_device: Accepted for compatibility; it can only be the module's device.
@@ -215,7 +215,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         """Come back on the default group of the rank that loads (Any: as nn.Module's)."""
         super().__setstate__(state)
         self.process_group = resolve(
-            None, "loading a whole DistributedDataParallel (save ddp.module.state_dict() instead)"
+            None, "loading a pickled DistributedDataParallel (save ddp.module.state_dict() instead)"
         )
         self._wrapped = None
         self._copies = self._make_copies()
@@ -249,7 +249,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
 
     @untraced_here
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on this rank's part of the batch (Any: whatever the module takes)."""
+        """Run the module on this rank's part of the batch (Any: the module's arguments)."""
         if profiler._is_profiler_enabled:
             with step("DistributedDataParallel.forward"):
                 return self._forward(inputs, kwargs)
@@ -273,7 +273,7 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         return outputs
 
     def _compute(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the wrapped module itself: whatever changes how it computes acts here alone."""
+        """Run the wrapped module itself; changes of how it computes act here alone."""
         if self._copies is None:
             return self.module(*inputs, **kwargs)
         return self._copies.run(self.module, inputs, kwargs)
@@ -380,14 +380,14 @@ class DistributedDataParallel(TorchNames, JoinableReplica, torch.nn.Module):
         Args:
             state: Handed to the hook as it is, e.g. a process group.
             hook: Gets a `GradBucket` and returns a future of the reduced flat tensor (or of a list
-                with it). It may start collectives; what shall happen when they have ended it
-                chains to their futures with `then`. `dure.parallel.ddp.hooks` has some.
+                with it). It may start collectives, and chains to their futures with `then` the work
+                that follows them. `dure.parallel.ddp.hooks` has some.
 
         Raises:
             HookError: The hook's signature is wrong, or there is a hook already; from `backward`,
                 on every rank: the hook failed, or its result does not fit the bucket.
 
-        Cost: one more collective of a few bytes a step, which tells of unused parameters and of
+        Cost: one more collective of a few bytes per step, which reports unused parameters and
             hooks that failed. Callbacks run at the end of backward.
         """
         self._take_hook(state, hook, name_of(hook))

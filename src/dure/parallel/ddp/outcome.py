@@ -1,19 +1,19 @@
-"""What the ranks tell each other of a backward: which parameters they used, and what went wrong.
+"""The ranks' reports about a backward: which parameters they used, and which errors occurred.
 
 *The used-parameter bitmap* is sent along with the last bucket:
 
     | used (one number a parameter) | error |
 
 It is reduced by the collective of that bucket, which is never started before backward has ended,
-when a rank knows all there is to tell:
+when a rank knows everything that it has to report:
 
 * `used` is 1 for each parameter that this rank has a gradient of. After the reduction it is 0 where
   no rank has one: such a parameter keeps its gradient as it was.
 * `error` is 1 if anything went wrong here. After the reduction it is 0 unless it was set on some
   rank; otherwise all ranks know it.
 
-With a communication hook it travels alone, when the hook's results are there (comm_hooks.py). Zero
-is zero in every format and whatever the sum is divided by; no other value is asked for but in
+With a communication hook it is sent alone, when the hook's results are complete (comm_hooks.py).
+Zero is zero in every format, divided by any number; no other value is asked for but in
 `all_used`.
 
 *Error records.* Where the bitmap has an error, the ranks communicate once more to say what it is
@@ -22,7 +22,7 @@ up, and all name the same parameters.
 
 *Usage over the steps* (`UsageHistory`): is the graph static, is the search for unused parameters
 needed? ``find_unused_parameters`` costs a look at every parameter in every backward. A program that
-passes it and uses all parameters in its first step is told so, once. A graph whose unused
+passes it and uses all parameters in its first step gets a warning, once. A graph whose unused
 parameters are always the same could have been declared static (torch's logging data say so).
 """
 
@@ -95,12 +95,12 @@ class UsedParameters:
 
 
 class ErrorKind(Enum):
-    """What can go wrong in a backward; the first of several is told. A member is (what, fix)."""
+    """Errors of a backward; the first of several is reported. A member is (what, fix)."""
 
     BROKEN = (
         "a backward ended with an exception on some ranks",
         "That exception is the one to look at. The gradients of this step are worth nothing: call "
-        "zero_grad() on all ranks, and go on with the next batch.",
+        "zero_grad() on all ranks, and continue with the next batch.",
     )
     """An exception ended the backward."""
     HOOK = (
@@ -132,7 +132,7 @@ class ErrorKind(Enum):
     """A gradient came after its bucket was on its way."""
     FROZEN = (
         "parameters are frozen on some ranks only",
-        "Call requires_grad_() alike on all ranks.",
+        "Call requires_grad_() with the same value on all ranks.",
     )
     """Other ranks train what this rank has frozen."""
     MISSING = (
@@ -154,13 +154,13 @@ class ErrorRecord:
 def agreed_error(
     group: ProcessGroup, mine: Sequence[ErrorRecord], names: Sequence[str]
 ) -> ModuleError | None:
-    """Exchange the error records of all ranks; make the error that is due, alike on all of them.
+    """Exchange the error records of all ranks; make the error to raise, the same on all of them.
 
     Collective: all ranks of the group.
 
     Args:
         group: The ranks.
-        mine: What is wrong on this rank.
+        mine: The errors of this rank.
         names: Of all parameters, in the order of registration.
 
     Returns:

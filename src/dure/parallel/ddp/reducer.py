@@ -7,14 +7,14 @@ One backward with reduction:
 2. *on_gradient*: each time a parameter's gradient has been accumulated it is moved to its bucket,
    which owes one less. When a bucket owes nothing, and all buckets before it have been started, its
    reduction is started too. It runs beside the rest of backward.
-3. *finish*: buckets that still owe gradients are completed with what is there (zeros for a
+3. *finish*: buckets that still owe gradients are completed (with zeros for a
    parameter that got no gradient) and started; then the rank waits for all of them.
 
 The last bucket is started in *finish* and never before. It carries the used-parameter bitmap
-(outcome.py): what each rank used, and whether anything went wrong there. A rank whose loss does not
+(outcome.py): which parameters each rank used, and whether it had errors. A rank whose loss does not
 depend on some parameter therefore takes part in every reduction, no rank ever waits for one that
 gave up, and all raise the same error at the same step. A backward that ends with an exception never
-comes to *finish*; the next forward makes up for it (*abandon*), which tells the others.
+comes to *finish*; the next forward makes up for it (*abandon*), which reports it to the others.
 
 A backward without synchronisation (`no_sync`) only moves gradients to their buckets; the next
 synchronised one reduces the sums.
@@ -29,9 +29,9 @@ things change that (`Reductions`):
   already divided by all ranks, is scaled.
 
 Note "Rebuilding". The first backward shows in which order gradients become ready. At its end rank 0
-tells its order to all, who plan the same buckets by it; when the second one begins, buckets are cut
-anew from the memory that they have (buckets.py). This moment is the same on all ranks, as they
-count backwards alike. Where any parameter may be unused, the order means little and stays as it is.
+sends its order to all, who plan the same buckets by it; when the second one begins, buckets are cut
+again from their memory (buckets.py). This moment is the same on all ranks, as they
+count the same backwards. If any parameter may be unused, the order means little and stays as it is.
 
 Note "Static graph". The first backward starts nothing before its end, and counts how often each
 gradient is added to: reentrant checkpoints add several times. The later ones rely on it. Parameters
@@ -110,8 +110,8 @@ class Reductions:
 
     Attributes:
         hook: The communication hook.
-        divisor: What sums of gradients are divided by; None is the number of ranks.
-        awaited_too: What else the end of the next backward waits for (Any: nobody looks at it).
+        divisor: Sums of gradients are divided by it; None is the number of ranks.
+        awaited_too: Also waited for at the end of the next backward (Any: the value is not used).
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -195,7 +195,7 @@ class Reducer:
     Attributes:
         assignment: Where gradients lie.
         buckets: In the order in which they are reduced.
-        times: What the last synchronised step took.
+        times: Durations of the last synchronized step.
         num_reduced: Completed backwards with reduction.
         ready_order: Numbers of parameters in the order their gradients came in the last of these.
         rebuilt: Whether the buckets follow the order of the first backward.
@@ -282,7 +282,7 @@ class Reducer:
             self.assignment.learn(self.group, self.ready_order, used)
 
     def _rebuild(self) -> None:
-        """Cut the buckets anew, if there is a plan."""
+        """Cut the buckets again, if there is a plan."""
         if self.assignment.rebuild():
             self.rebuilt = True
             self.buckets = self.assignment.buckets
@@ -296,7 +296,11 @@ class Reducer:
     # ---------------------------------------------------------------- forward
 
     def prepare(self, sync: bool) -> None:
-        """Begin a forward; `sync` tells whether the backward after it shall reduce."""
+        """Begin a forward.
+
+        Args:
+            sync: Whether the backward after it reduces.
+        """
         with self._lock:
             self.reductions.verify_possible()
             if self._syncing and not autograd_hooks.in_backward():
@@ -355,7 +359,7 @@ class Reducer:
     def _look_ahead(self) -> None:
         """Find out what this backward will not reach, so that no bucket waits for it.
 
-        Not where backwards within the backward were seen (reentrant checkpoints): nothing tells
+        Not after backwards within the backward (reentrant checkpoints): it is not known
         what they will reach.
         """
         self._task = autograd_hooks.task_id()
@@ -406,7 +410,7 @@ class Reducer:
             self._start_next()
 
     def _is_welcome(self, view: GradView) -> bool:
-        """Tell whether a gradient that nobody waits for can still be taken in."""
+        """Return whether a gradient that no bucket waits for can still be taken in."""
         if self._counting:
             return True
         static = self.static_graph or view.buffer_index == DORMANT
@@ -532,7 +536,7 @@ class Reducer:
             used_somewhere = used is None or used[view.number]
             view.settle(used_somewhere)
             if used_somewhere and not view.used and not view.parameter.requires_grad:
-                self._errors.append(ErrorRecord(ErrorKind.FROZEN, view))  # told in the next step
+                self._errors.append(ErrorRecord(ErrorKind.FROZEN, view))  # for the next step
             view.used = False
             if used_somewhere and self._program_hooks[view.number]:
                 self._with_hooks.append(view)
@@ -540,8 +544,8 @@ class Reducer:
         if self._used_parameters.error():
             mine = self.reductions.take_hook_error()
             hook_failed = [] if mine is None else [ErrorRecord(ErrorKind.HOOK)]
-            told = agreed_error(self.group, [*errors, *hook_failed], self.parameter_names)
-            return mine or told
+            agreed = agreed_error(self.group, [*errors, *hook_failed], self.parameter_names)
+            return mine or agreed
         self._learn()
         return None
 

@@ -10,8 +10,8 @@
 Communication that runs while backward still computes costs nothing but memory bandwidth; what
 counts is the *exposed* part: the time in which the step does nothing but wait for it.
 
-Where somebody listens, the step's phases and the buckets that travelled beside them are emitted as
-spans (`trace_step`).
+If there are listeners, the step's phases and the buckets that were reduced beside them are emitted
+as spans (`trace_step`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepTimes:
         comm_s: From the start of the first bucket's reduction to the end of the last one's.
         exposed_comm_s: The part of the step in which it only started or waited for reductions.
         step: Number of the step, from 1; 0 before the first.
-        num_bytes: What was reduced, in bytes of this rank's buckets.
+        num_bytes: Reduced bytes of this rank's buckets.
     """
 
     forward_s: float = 0.0
@@ -63,12 +63,12 @@ class StepTimes:
 
     @property
     def overlap_s(self) -> float:
-        """Seconds of communication during which backward went on computing."""
+        """Seconds of communication during which backward continued to compute."""
         return max(0.0, min(self.comm_s - self.exposed_comm_s, self.backward_s))
 
 
 class Clock:
-    """Stamps of the step that is going on, in nanoseconds of `time.monotonic_ns`.
+    """Stamps of the current step, in nanoseconds of `time.monotonic_ns`.
 
     Attributes:
         launches: When each bucket's reduction began to be started, and when it had been.
@@ -98,7 +98,7 @@ class Clock:
         return time.monotonic_ns()
 
     def start_backward(self) -> None:
-        """Note that the first gradient is there; what an earlier step noted is forgotten."""
+        """Note that the first gradient is ready; stamps of an earlier step are dropped."""
         self.backward_start = self.now()
         self.backward_end = self.comm_start = self.comm_end = self.launch_ns = 0
         self.step += 1
@@ -127,7 +127,7 @@ class Clock:
 
 
 def trace_step(clock: Clock, group: ProcessGroup, buckets: Sequence[Bucket]) -> None:
-    """Emit the spans of the step that has just ended; called only where somebody listens.
+    """Emit the spans of the step that has just ended; called only if there are listeners.
 
     A bucket's span ends when the rank waited for all of them; a timeline takes the true end from
     the operation that the bucket started.

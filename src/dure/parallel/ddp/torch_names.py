@@ -2,7 +2,7 @@
 
 Libraries on top of torch (trainers, recommenders, profilers) call these methods, and a program that
 is moved over with its import changed shall find them. Each is a line or two over the parts that do
-the work; what of torch's has no meaning here is in docs/ddp.md, with the reason.
+work; docs/ddp.md lists the names of torch that have no meaning here, with the reason.
 
 *Logging data* (``ddp._get_ddp_logging_data()``) say how the module was wrapped, how its gradients
 were bucketed, and, for sampled steps, when each phase began and ended in nanoseconds.
@@ -55,7 +55,7 @@ class BuiltinCommHookType(Enum):
     """Communication hooks that torch has in C++, and `register_comm_hook` in Python."""
 
     ALLREDUCE = auto()
-    """Averages: what happens without a hook."""
+    """Averages, as without a hook."""
     FP16_COMPRESS = auto()
     """Averages in 16 bits: `fp16_compress_hook`."""
 
@@ -64,7 +64,7 @@ class Report:
     """DDP's logging data: how the module was wrapped, samples of steps, and the last error.
 
     Args:
-        settings: What never changes: how the module was wrapped.
+        settings: How the module was wrapped; this never changes.
     """
 
     def __init__(self, settings: dict[str, object]) -> None:
@@ -230,12 +230,12 @@ class TorchNames:
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that are kept alike, as they are now, by their paths."""
+        """The buffers that are kept equal, in their present state, by their paths."""
         return self._buffer_sync.named_buffers() if self._buffer_sync else {}
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The buffers that are kept alike, as they are now."""
+        """The buffers that are kept equal, in their present state."""
         return list(self.named_module_buffers.values())
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
@@ -285,7 +285,7 @@ class TorchNames:
         hook: BufferHook,
         comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
     ) -> None:
-        """Have `hook(state, {name: buffer})` keep the buffers alike, instead of the broadcast.
+        """Have `hook(state, {name: buffer})` keep the buffers equal, instead of the broadcast.
 
         Raises:
             UsageError: `hook` cannot be called.
@@ -334,7 +334,7 @@ class TorchNames:
         return {numbers[p.parameter]: p.name for p in trained}
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
-        """Go on with another group; buckets are made anew by the next forward, collectively."""
+        """Continue with another group; the next forward makes new buckets, collectively."""
         self.process_group = new_process_group
         self._reducer = self._buffer_sync = None
 

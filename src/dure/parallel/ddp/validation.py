@@ -6,7 +6,7 @@ are sent, which devices they are on.
 
 Torch's class has grown arguments over the years that overlap, or that work around its own limits.
 Those that make sense here are accepted with torch's meaning; a program that relies on another is
-told so when it wraps its module.
+warned when it wraps its module.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ def refuse_wrapped(module: torch.nn.Module, ignored: set[str]) -> None:
                 "the module is wrapped already",
                 parameters=tuple(twice),
                 seen=f"{path or 'it'} is a {type(inner).__name__}, which averages its gradients",
-                fix=f"Wrap the whole module once, or have {prefix}* ignored "
+                fix=f"Wrap the outer module once, or have {prefix}* ignored "
                 "(_set_params_and_buffers_to_ignore_for_model)."
                 if path
-                else "Wrap it once; to wrap it anew, wrap ddp.module.",
+                else "Wrap it once; to wrap it again, wrap ddp.module.",
             )
 
 

@@ -1,8 +1,8 @@
 """Data parallelism in one process: a batch split over devices, or over threads on the CPU.
 
 `module` holds `DataParallel` and `data_parallel`; a forward is `scatter`, `replicate`,
-`parallel_apply`, `gather`, one file each but for the two that mirror each other. `random` gives
-each thread random numbers of its own. docs/mixed_precision.md says why
+`parallel_apply`, `gather`, one file each except for the two that mirror each other. `random` gives
+each thread its own random numbers. docs/mixed_precision.md says why
 `DistributedDataParallel` is the better choice.
 """
 

@@ -23,7 +23,7 @@ from dure.parallel.dp.random import OwnRandom
 __all__ = ["parallel_apply"]
 
 _Surrounding = Callable[[], AbstractContextManager[Any]]
-"""Makes a context manager for a thread (Any: what it yields is not used)."""
+"""Makes a context manager for a thread (Any: its value is not used)."""
 
 
 def parallel_apply(
@@ -41,11 +41,11 @@ def parallel_apply(
         devices: For each its device; by default where its parameters are.
 
     Returns:
-        What each returned, in order (Any: whatever modules take and return).
+        The results, in order (Any: of any modules).
 
     Raises:
         UsageError: There are not as many arguments as modules.
-        Exception: What the first failing module raised, with a note that says which one it was;
+        Exception: Raised by the first failing module, with a note that names it;
             all have ended by then.
 
     Numerics: In training, with several replicas on the CPU, one number is drawn from the default

@@ -36,8 +36,8 @@ class DataParallel(torch.nn.Module):
     replica's buffers are the module's: batch norm keeps the running statistics of the first part.
 
     Threads: one thread at a time calls forward.
-    Numerics: gradients are those of the whole batch, up to the order of sums; what depends on the
-    batch as a whole (batch norm) is taken of each part alone.
+    Numerics: gradients are those of the full batch, up to the order of sums; statistics of the
+    batch (batch norm) are taken of each part alone.
 
     Args:
         module: The module; on the first device.
@@ -72,7 +72,7 @@ class DataParallel(torch.nn.Module):
         self.output_device = home if output_device is None else as_device(output_device, home.type)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on all parts of the batch (Any: whatever the module takes)."""
+        """Run the module on all parts of the batch (Any: the module's arguments)."""
         return _run(self.module, (inputs, kwargs), self._devices, self.output_device, self.dim)
 
 
@@ -88,7 +88,7 @@ def data_parallel(
 
     Args:
         module: The module; on the first device.
-        inputs: Its arguments: a tuple of them, or the only one (Any: whatever it takes).
+        inputs: Its arguments: a tuple of them, or the only one (Any: any).
         device_ids: As for `DataParallel`.
         output_device: As for `DataParallel`.
         dim: As for `DataParallel`.

@@ -3,7 +3,7 @@
 All threads of a process draw CPU random numbers from one generator, in whatever order they happen
 to arrive: with two replicas in two threads, which dropout mask goes to which would change from run
 to run. `OwnRandom` has the functions below, called in the thread that entered it, draw from a
-generator of its own. What does not go through torch's Python functions (attention with
+separate generator. Operators that bypass torch's Python functions (attention with
 `dropout_p`, dropout inside recurrent layers) still draws from the common one.
 """
 
@@ -39,7 +39,7 @@ _LIKE: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     torch.rand_like: torch.Tensor.uniform_,
     torch.randn_like: torch.Tensor.normal_,
 }
-# How many dimensions a batch has for the dropouts that drop whole channels, [N, C, ...].
+# How many dimensions a batch has for the dropouts that drop complete channels, [N, C, ...].
 _CHANNELS: dict[Callable[..., Any], int] = {
     functional.dropout1d: 3,
     functional.dropout2d: 4,

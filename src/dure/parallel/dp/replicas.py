@@ -1,7 +1,7 @@
 """Replicas of a module: as many as there are parts of a batch, for one forward.
 
 A replica is a new tree of module objects, so that threads do not write to each other's attributes.
-What its parameters and buffers are depends on where it runs:
+Its parameters and buffers depend on where it runs:
 
 | replica | parameters | buffers |
 | --- | --- | --- |

@@ -62,7 +62,7 @@ def scatter_kwargs(
     target_gpus: int | Sequence[Device],
     dim: int = 0,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """Cut positional and keyword arguments alike; see `scatter` (Any: whatever a module takes)."""
+    """Cut positional and keyword arguments; see `scatter` (Any: a module's arguments)."""
     if not inputs and not kwargs:
         return (), ()
     parts = scatter((tuple(inputs), dict(kwargs or {})), target_gpus, dim)
@@ -70,7 +70,7 @@ def scatter_kwargs(
 
 
 def _kind_of(inputs: object) -> str:
-    """Say what kind of device a number stands for: a GPU where there is one."""
+    """Return what kind of device a number means: a GPU if one is available."""
     on_gpu = torch.cuda.is_available() or any(t.is_cuda for t in tensors_of(inputs))
     return "cuda" if on_gpu else "cpu"
 
@@ -90,7 +90,7 @@ def _uneven(inputs: object, count: int, dim: int) -> ShapeError:
     return ShapeError(
         "the arguments cannot be split into the same number of parts",
         seen=f"tensors of shapes {', '.join(shapes)}, to be split along dim {dim} over {count}",
-        fix="Give all of them the same batch size; what is not of the batch may have no "
+        fix="Give all of them the same batch size; a tensor that is not of the batch may have no "
         "dimensions, or be expanded.",
     )
 
@@ -101,7 +101,7 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
     Tensors without dimensions become a vector of one element a part, with a warning.
 
     Args:
-        outputs: One result a part, all of the same structure (Any: whatever a module returns).
+        outputs: One result per part, all of the same structure (Any: of any module).
         target_device: Where the joined tensors shall be; -1 is the CPU.
         dim: The dimension along which they are concatenated.
 
@@ -158,7 +158,7 @@ def _joined_mappings(outputs: list[Any], device: torch.device, dim: int, where: 
     first = outputs[0]
     if any(o.keys() != first.keys() for o in outputs):
         raise _unlike(where, " and ".join(str(list(o)) for o in outputs))
-    same = copy(first)  # of the same class, whatever its constructor takes
+    same = copy(first)  # of the same class, without calling its constructor
     for key in first:
         same[key] = _joined([o[key] for o in outputs], device, dim, f"{where}[{key!r}]")
     return same

@@ -35,7 +35,7 @@ class TensorBoardWriter:
 
     Args:
         log_dir: Where the event files come to lie; made if missing.
-        meter: What measures the steps.
+        meter: Measures the steps.
         every: Write at every so-many-th call.
         per_rank: Each rank writes a folder of its own.
 

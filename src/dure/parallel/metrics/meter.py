@@ -10,7 +10,7 @@ It looks at a step from five places, and needs no change inside the loop:
 * the module's `step_times`, if it has them: how much of that was waiting for communication;
 * hooks around the optimizer's step.
 
-Times are of the host's clock. On a GPU, where calls return before the work is done, they tell when
+Times are of the host's clock. On a GPU, where calls return before the work is done, they show when
 work was handed over; the step's total is right as soon as the loop reads a result in each step.
 """
 
@@ -113,7 +113,7 @@ class StepMeter:
         print(meter.report())
 
     With an optimizer a step ends when a batch is asked for after an update, so that gradient
-    accumulation makes one step of several batches; without one, each batch is a step. What happens
+    accumulation makes one step of several batches; without one, each batch is a step. Work
     between two loops over batches, such as an evaluation, is no part of any step.
 
     Cost: some 15 microseconds a step; no communication but that of `report`.
@@ -121,8 +121,8 @@ class StepMeter:
     nothing.
 
     Args:
-        module: What is trained; None measures neither forward nor backward.
-        optimizer: What updates it; None measures no update.
+        module: Is trained; None measures neither forward nor backward.
+        optimizer: Updates it; None measures no update.
         count: Tells how many samples a batch has; by default the first dimension of its first
             tensor.
         keep: How many steps to keep; older ones are forgotten.
@@ -183,7 +183,7 @@ class StepMeter:
         return (StepMeter, ())
 
     def close(self) -> None:
-        """Watch no longer; what was measured stays."""
+        """Stop watching; measurements stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -224,7 +224,7 @@ class StepMeter:
             self.end_step()
 
     def end_step(self) -> None:
-        """End the step here; what follows until the next batch is asked for is no part of any."""
+        """End the step here; time until the next batch is asked for belongs to no step."""
         self._updated = True
         self._pause()
 
@@ -273,7 +273,7 @@ class StepMeter:
             if reduced.modules:
                 self._modules.append(reduced.modules)
             step.num_bytes += reduced.num_bytes
-        elif spans.listeners:  # otherwise the module tells of them itself
+        elif spans.listeners:  # otherwise the module emits them itself
             self._tell("forward", self._forward, self._backward)
             self._tell("backward", self._backward, now)
         step.backward += max(0, now - self._backward - (exposed - before))

@@ -4,14 +4,14 @@ One step of a rank, from the request of its batch to the request of the next ste
 
     | data wait | forward | backward | exposed communication | optimizer | other |
 
-*Compute* is forward, backward and optimizer. *Exposed* communication is what the step does nothing
-but wait for; what backward hides is not in it. *Other* is the rest: zeroing gradients, reading the
-loss, writing a log.
+*Compute* is forward, backward and optimizer. *Exposed* communication is the time in which the step
+only waits for it; communication hidden by backward is not in it. *Other* is the rest: zeroing
+gradients, reading the loss, writing a log.
 
 Ranks that average gradients step together, so all have the same step time, and a slow rank shows
-only in what the others wait for it. Its *own* time tells: the step without the exposed
-communication. The rank with the longest own time has the least to wait, and what it waits is the
-cost of communication itself; what the others wait beyond that is imbalance.
+only in the waits of the others. Its *own* time shows it: the step without the exposed
+communication. The rank with the longest own time has the least to wait, and its wait is the
+cost of communication itself; longer waits of the others are imbalance.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepSplit:
         backward_s: From the first gradient to the last, without what follows.
         exposed_comm_s: Only starting or waiting for communication of gradients.
         optimizer_s: Updating the parameters.
-        total_s: The whole step.
+        total_s: The complete step.
         samples: How many this rank trained on.
         num_bytes: Size of the gradients that were reduced, on this rank.
     """
@@ -110,7 +110,7 @@ class StepReport:
     Attributes:
         ranks: The medians of each rank's steps.
         num_steps: How many they are the medians of.
-        rank: Whose report it is; all ranks have the same but for this and what follows.
+        rank: The reporting rank; all ranks have the same report except for this and the following.
         modules: Of a sharded module, the medians of what this rank waited for, by module.
     """
 

@@ -12,13 +12,14 @@ updated in their order, each as soon as it is reduced, while the later ones are 
 waited for and updated, in the midst of backward: its reduction had the time that the gradients of
 bucket k took to compute.
 
-All ranks start their collectives at the same points of this order, whatever happened to be ready.
-The new values travel bucket by bucket, or, with ``host_shared_parameters=True``, not at all: then
-one barrier at the end tells that all ranks have updated their shards. Before backward returns, all
+All ranks start their collectives at the same points of this order, independent of what is ready.
+The new values are sent bucket by bucket, or, with ``host_shared_parameters=True``, not at all: then
+one barrier at the end shows that all ranks have updated their shards. Before backward returns, all
 parameters are new on all ranks.
 
-Who updates a parameter is decided when the optimizer is made and does not depend on buckets, so the
-very first backward updates (torch's hooks skip two or three steps), and DDP may change its buckets.
+The owner of a parameter is decided when the optimizer is made and does not depend on buckets, so
+the very first backward updates (torch's hooks skip two or three steps), and DDP may change its
+buckets.
 """
 
 from __future__ import annotations

@@ -3,20 +3,21 @@
 Every rank has new values of the parameters that it owns and old ones of the rest. Two ways:
 
 *In place* (`_Direct`): parameters stay where they are. The k-th largest parameters of all ranks
-travel in one all_gather, out of the owner's parameter into everybody's, without a copy to pack or
-unpack. Parameters below `SMALL_BYTES`, of which a model has many, are packed: one all_gather
-carries those of all ranks.
+are sent in one all_gather, out of the owner's parameter into those of the others, without a copy to
+pack or unpack. Parameters below `SMALL_BYTES`, of which a model has many, are packed: one
+all_gather carries those of all ranks.
 
 *Flat* (`_Flat`, torch's ``parameters_as_bucket_view``): the parameters of a dtype and device lie
 side by side in one flat tensor, those of rank 0 first, and `p.data` is a view of it. One all_gather
-a flat tensor, in place, whatever the number of parameters. Parameters that overlap in memory cannot
-lie side by side, and are refused.
+per flat tensor, in place, for any number of parameters. Parameters that overlap in memory cannot
+be side by side, and are refused.
 
 Cost: (m + 1) all_gathers with m large parameters on the fullest rank, or one a flat tensor; each
 rank sends what it owns, S/n bytes of S, and receives the rest.
 
-Ranks that share the parameters have nothing to send, for each has written where all read: they only
-wait for each other. What is gathered are the parameters that are trained, or have been: the rest
+Ranks that share the parameters have nothing to send, for each has written to the shared memory:
+    they
+only wait for each other. Only parameters that are trained, or have been, are gathered: the rest
 never changes. Parameters that are unfrozen later join in at the next step.
 
 *Within backward* (overlap.py) the parameters of one bucket after another are gathered: each
@@ -57,7 +58,7 @@ class ParameterAllGather:
 
     Args:
         group: The ranks.
-        partition: Who owns what.
+        partition: The owners of the parameters.
         shared: The ranks of a host share the parameters.
         flat: Keep parameters side by side in flat tensors.
 
@@ -115,8 +116,8 @@ class ParameterAllGather:
 
 
 def explain(error: CommError) -> None:
-    """Say what an error in the midst of a step means for the parameters."""
-    error.advise("The parameters may be half updated: go on from a checkpoint, not from these.")
+    """Add to an error in the middle of a step that parameters are inconsistent."""
+    error.advise("The parameters may be half updated: continue from a checkpoint, not from these.")
 
 
 class _Direct:
@@ -166,7 +167,7 @@ class _Direct:
         self._works.append(work)
 
     def finish(self) -> None:
-        """Wait until all new values are there."""
+        """Wait until all new values have arrived."""
         while self._works:
             self._works.pop(0).wait()
         while self._stand_ins:
@@ -214,7 +215,7 @@ class _OnDevice:
                 memory = parameter.detach()
                 if memory.is_contiguous() and not memory.is_conj():
                     as_bytes(memory).copy_(part)
-                else:  # a part of the pack may lie at any address
+                else:  # a part of the pack may have any address
                     memory.copy_(part.clone().view(memory.dtype).view(memory.shape))
 
 
@@ -233,7 +234,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _flat_bytes(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a parameter without gaps, in the order in which it lies there."""
+    """Return the memory of a parameter without gaps, in the order of its addresses."""
     memory = parameter.detach()
     return as_bytes(torch.as_strided(memory, (memory.numel(),), (1,)))
 

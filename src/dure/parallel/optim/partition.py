@@ -1,18 +1,18 @@
 """Which rank updates which parameter.
 
-Parameters are divided among some ranks of a group: all of them, or, where the ranks of a host share
-one memory, those of this rank's host. What one rank updates is its *shard*, and it keeps the state
-of no other.
+Parameters are divided among some ranks of a group: all of them, or, if the ranks of a host share
+one memory, those of this rank's host. The parameters that one rank updates are its *shard*; it
+keeps the state of these only.
 
-Parameters are assigned whole, because most optimizers look at whole parameters (a norm, a factored
-moment), and by size: the largest first, each to the shard that has least so far. With n shards and
-sizes s_1 >= s_2 >= ... no shard gets more than the mean plus s_1. Frozen parameters weigh nothing:
-they have no state and need no update.
+Each parameter is assigned to one rank, because most optimizers need complete parameters (a norm, a
+factored moment), and by size: the largest first, each to the shard that has least so far. With n
+shards and sizes s_1 >= s_2 >= ... no shard gets more than the mean plus s_1. Frozen parameters
+weigh nothing: they have no state and need no update.
 
 Parameters that overlap in memory (one is a view of another) form a *cluster* and have one owner,
 which updates them one after another as an unsharded optimizer does.
 
-The assignment is arithmetic on what all ranks have alike, so that nobody needs to tell anybody.
+All ranks compute the same assignment from the same data, so it needs no communication.
 Groups of parameters are assigned in their order, and one that is added later does not move the
 earlier ones.
 """

@@ -5,7 +5,7 @@ rank has the entries of the parameters that it owns. Large tensors are sent one 
 the rest, with a note where each tensor belongs, is one pickled object a rank. So no rank holds more
 than the state itself and one tensor.
 
-A *whole* state dictionary is that of an unsharded optimizer: its state has every parameter's entry.
+A *full* state dictionary is that of an unsharded optimizer: its state has every parameter's entry.
 An optimizer may keep more in it, under keys that are no numbers, of which each rank has its own.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["State", "by_number", "gather_state", "merged", "own_part"]
 _SMALL_NUMEL = 1024
 
 State = dict[int, dict[str, Any]]
-"""Any: what optimizers keep for a parameter, most of it tensors and numbers."""
+"""Any: an optimizer's entries for a parameter, most of them tensors and numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +111,25 @@ def by_number(state_dict: dict[str, Any]) -> State:
 
 
 def merged(own: dict[str, Any], parts: Sequence[State]) -> dict[str, Any]:
-    """Make a whole state dictionary (Any: as torch) of all ranks' parts and one rank's own."""
+    """Make a full state dictionary (Any: as torch) of all ranks' parts and one rank's own."""
     besides = {k: v for k, v in own["state"].items() if not isinstance(k, int)}
     entries = chain.from_iterable(part.items() for part in parts)
     return {**own, "state": {n: dict(entry) for n, entry in sorted(entries)} | besides}
 
 
-def own_part(whole: dict[str, Any], keeps: Callable[[int | None], bool]) -> dict[str, Any]:
-    """Return what one rank keeps of a whole state dictionary (Any: as torch).
+def own_part(full: dict[str, Any], keeps: Callable[[int | None], bool]) -> dict[str, Any]:
+    """Return one rank's part of a full state dictionary (Any: as torch).
 
     Args:
-        whole: Its parameters may have any keys; the order of its groups tells their numbers.
-        keeps: Tells of a parameter's number, and of None for what belongs to no parameter,
+        full: Its parameters may have any keys; the order of its groups gives their numbers.
+        keeps: Whether to keep a parameter's number, or None for an entry of no parameter,
             whether the rank keeps its entry.
     """
-    saved = chain.from_iterable(group["params"] for group in whole["param_groups"])
+    saved = chain.from_iterable(group["params"] for group in full["param_groups"])
     number_of = {key: number for number, key in enumerate(saved)}
     state = {
         key: entry
-        for key, entry in whole["state"].items()
+        for key, entry in full["state"].items()
         if entry is not None and keeps(number_of.get(key))
     }
-    return {**whole, "state": state}
+    return {**full, "state": state}

@@ -9,7 +9,7 @@ the state it keeps; after the update all ranks gather the new values (parameter_
        '-- step: local optimizer on     shard 0         shard 1         shard 2
                  new values of        all shards      all shards      all shards
 
-Two sets of parameter groups are kept alike: `param_groups`, which users and schedulers of learning
+Two sets of parameter groups are kept equal: `param_groups`, which users and schedulers of learning
 rates see, has all parameters; the local optimizer's have this rank's. Before each update options go
 from the first to the second, after it back.
 
@@ -51,7 +51,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     Args:
         params: Tensors, (name, tensor) pairs, or dictionaries with options, as for any optimizer;
             the same on all ranks.
-        optimizer_class: What updates a shard, such as `torch.optim.AdamW`.
+        optimizer_class: Updates a shard, such as `torch.optim.AdamW`.
         process_group: The ranks; all by default.
         mesh: A mesh of one axis whose group takes part, instead of `process_group`.
         parameters_as_bucket_view: Keep the parameters side by side in flat tensors, of which
@@ -156,7 +156,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters (Any: options), e.g. those of layers that are unfrozen.
 
-        Parameters that are there keep their owners.
+        Parameters that were added before keep their owners.
 
         Collective: all ranks of the group, with the same parameters.
         """
@@ -241,7 +241,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def _update_only(self, only: Sequence[torch.Tensor]) -> Any:
-        """Run the local optimizer on some of its parameters (Any: what it returns).
+        """Run the local optimizer on some of its parameters (Any: its result).
 
         Torch's optimizers keep their state by parameter, so one that sees a part of its groups
         does what it does for these parameters when it sees all.
@@ -304,7 +304,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return super().state_dict()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state to rank `to`, so that it can call `state_dict`.
+        """Send the full state to rank `to`, so that it can call `state_dict`.
 
         Args:
             to: Rank of the group.
@@ -324,12 +324,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._consolidated = gather_state(self.process_group, mine, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, in the form of the unsharded optimizer's (Any: as torch).
+        """Return the full state, in the form of the unsharded optimizer's (Any: as torch).
 
-        It is as old as the last `consolidate_state_dict`. What an optimizer keeps beside its
-        parameters' state, under keys of its own, is this rank's.
+        It is as old as the last `consolidate_state_dict`. Entries of an optimizer under keys that
+        are no parameters are this rank's.
 
-        Hooks of state dictionaries get the whole state.
+        Hooks of state dictionaries get the full state.
 
         Raises:
             OptimizerError: The state has not been brought to this rank.
@@ -358,7 +358,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state: of any world size, or of no sharding at all.
+        """Load this rank's part of a full state: of any world size, or of no sharding at all.
 
         Args:
             state_dict: What `state_dict` returned on some rank (Any: as torch). The tensors of
@@ -407,7 +407,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
 
 class _StepAlong(JoinHook):
-    """Updates this rank's shard although it has run out of inputs: nobody else would."""
+    """Updates this rank's shard although it has run out of inputs: no other rank would."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer

@@ -69,7 +69,7 @@ def edges_of(outputs: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
 def backward(
     outputs: Edges, gradients: Gradients, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """Run backward as a whole; return the gradients of `inputs`, which are leaves.
+    """Run backward in one part; return the gradients of `inputs`, which are leaves.
 
     Args:
         outputs: Where backward begins; None where no gradient is needed.

@@ -1,4 +1,4 @@
-"""Cutting a list of layers into stages that cost alike, without tracing the model.
+"""Cutting a list of layers into stages of equal cost, without tracing the model.
 
 A pipeline is as fast as its slowest stage. Layers stay in order, each stage has at least one, and
 of all ways to cut them the one is taken whose largest stage costs least; of several such ones, the
@@ -123,7 +123,7 @@ def measured_costs(layers: Sequence[nn.Module], *sample: Any, repeat: int = 3) -
 
     Args:
         layers: Called one after another, each with what the one before returned.
-        *sample: What the first is called with. Nothing is kept of it: gradients are thrown away.
+        *sample: Arguments of the first layer. They are not changed: gradients are dropped.
         repeat: How often each is run.
 
     Cost:
@@ -165,7 +165,7 @@ def cut_into_stages(
     sample: Any = None,
     costs: Sequence[float] | None = None,
 ) -> StageCut:
-    """Cut layers into stages that cost alike.
+    """Cut layers into stages of equal cost.
 
         cut = cut_into_stages([embed, *blocks, head], 4, sample=tokens)
         if rank == 0:

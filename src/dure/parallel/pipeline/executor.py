@@ -1,4 +1,4 @@
-"""The runtime: carries out a rank's list of actions, whatever schedule it is of.
+"""The runtime: carries out a rank's list of actions, for any schedule.
 
     F                 wait for the stage's inputs; forward; of the last stage the loss
     B, or I and W     wait for the gradients of its outputs; backward, or its two halves
@@ -8,8 +8,8 @@
     OVERLAP_F_B       its parts, one after the other
 
 A neighbour on the same rank gets the tensor itself, by F and B. So a rank waits only where it needs
-what is not there, and where the schedule's order allows for every rank's next computation, some
-rank can go on. What happens where a stage raises is told in failures.py.
+a missing tensor, and if the schedule's order allows every rank's next computation, some
+rank can continue. failures.py describes what happens when a stage raises.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class Executor:
         microbatches: How many a step has.
         group: The ranks of the pipeline.
         loss_fn: ``loss_fn(output, target, **loss_kwargs)``.
-        options: Whether losses are told to all ranks, and NaNs looked for.
+        options: Whether all ranks get the losses, and NaNs are looked for.
 
     Attributes:
-        custom: What is called in place of actions of a kind.
+        custom: Called in place of actions of a kind.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Executor:
         """Carry out a step.
 
         Raises:
-            PipelineError: On all ranks: a stage raised. The group is whole. A rank whose stage was
+            PipelineError: On all ranks: a stage raised. The group is intact. A rank whose stage was
                 left by no `Exception` (KeyboardInterrupt, SystemExit) raises that.
             CommError: A rank died, or did not come in time.
         """
@@ -324,7 +324,7 @@ class Executor:
     # ---------------------------------------------------------------- failures, and a step's end
 
     def _pass_on(self, action: Action, failure: FailureReport) -> None:
-        """Do, of an action of a step that has failed, what other ranks wait for."""
+        """Do the part of an action of a failed step that other ranks wait for."""
         for part in action.parts:
             microbatch = -1 if part.microbatch is None else part.microbatch
             if part.kind.is_send:
@@ -348,19 +348,19 @@ class Executor:
         raise error from cause
 
     def _exchange(self, has_failed: bool) -> bool:
-        """Return whether a rank has failed; tell all ranks the losses, if that was asked for."""
+        """Return whether a rank has failed; send all ranks the losses, if that was asked for."""
         batch = self._batch
         assert batch is not None
         room = 2 * self._microbatches if self._losses_everywhere else 0
-        told = torch.zeros(1 + room, dtype=torch.float64, device="cpu")
-        told[0] = has_failed
+        status = torch.zeros(1 + room, dtype=torch.float64, device="cpu")
+        status[0] = has_failed
         if self._losses_everywhere and self._last_is_here:
             for microbatch, loss in batch.losses.items():
-                told[1 + 2 * microbatch] = 1
-                told[2 + 2 * microbatch] = loss
-        told = told.to(self._messages.header_device)
-        self._group.all_reduce(told, ReduceOp.SUM)
-        failed, *known = told.tolist()
+                status[1 + 2 * microbatch] = 1
+                status[2 + 2 * microbatch] = loss
+        status = status.to(self._messages.header_device)
+        self._group.all_reduce(status, ReduceOp.SUM)
+        failed, *known = status.tolist()
         if not self._last_is_here:
             for i in range(self._microbatches if known else 0):
                 if known[2 * i]:

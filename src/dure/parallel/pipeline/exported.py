@@ -1,8 +1,8 @@
 """`pipeline`: a model cut into stages by `torch.export`, at submodules or at `pipe_split()`.
 
-The exported graph is one list of operations. It is cut at the marks. What crosses a border, an
-activation or an argument of the model that a later stage uses, is an output of the stage before it
-and an input of the one after: values for a stage further on travel through those between. A
+The exported graph is one list of operations. It is cut at the marks. A value that crosses a border,
+an activation or an argument of the model that a later stage uses, is an output of the stage before
+it and an input of the one after: values for a stage further on travel through those between. A
 parameter that several stages use belongs to each of them, and is tied.
 """
 
@@ -58,7 +58,7 @@ class SplitPoint(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipeInfo:
-    """What a stage has to know of the whole.
+    """A stage's place in the pipe, and metadata of all stages.
 
     Attributes:
         num_stages: How many there are.
@@ -216,10 +216,10 @@ def pipeline(
         )
     with _marked(module, split_spec or {}):
         exported: Any = torch.export.export(module, tuple(mb_args), mb_kwargs or {}, strict=False)
-    whole: fx.GraphModule = exported.module(check_guards=False)
+    full: fx.GraphModule = exported.module(check_guards=False)
     if split_policy is not None:
-        whole = split_policy(whole)
-    return Pipe(_Cut(whole).stages(), whole.graph)
+        full = split_policy(full)
+    return Pipe(_Cut(full).stages(), full.graph)
 
 
 @contextmanager
@@ -245,12 +245,12 @@ def _marked(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]
 class _Cut:
     """The parts of an exported graph, and what crosses their borders."""
 
-    def __init__(self, whole: fx.GraphModule) -> None:
-        self._whole = whole
+    def __init__(self, full: fx.GraphModule) -> None:
+        self._full = full
         self._parts: list[list[fx.Node]] = [[]]
-        self._inputs = [n for n in whole.graph.nodes if n.op == "placeholder"]
-        self._output = next(n for n in whole.graph.nodes if n.op == "output")
-        for node in whole.graph.nodes:
+        self._inputs = [n for n in full.graph.nodes if n.op == "placeholder"]
+        self._output = next(n for n in full.graph.nodes if n.op == "output")
+        for node in full.graph.nodes:
             if node.target is _MARK:
                 self._parts.append([])
             elif node.op not in ("placeholder", "output", "get_attr"):
@@ -290,7 +290,7 @@ class _Cut:
 
         for node in self._parts[index]:
             copies[node] = graph.node_copy(node, copied)
-        codegen: Any = self._whole.graph._codegen  # pyright: ignore[reportPrivateUsage]
+        codegen: Any = self._full.graph._codegen  # pyright: ignore[reportPrivateUsage]
         info: Any = getattr(codegen, "pytree_info", None)
         if index == len(self._parts) - 1:
             results = [
@@ -304,4 +304,4 @@ class _Cut:
         if index == 0 and info is not None:
             graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(info.orig_args, info.in_spec, None)))
         graph.lint()
-        return fx.GraphModule(self._whole, graph, class_name=f"Stage{index}")
+        return fx.GraphModule(self._full, graph, class_name=f"Stage{index}")

@@ -1,9 +1,9 @@
 """What happens to a step when a stage raises.
 
-The rank where an exception is raised computes nothing more in this step. What it still has to send
-it sends as *poison*: a transfer without a value, with a report of the failure. Who receives poison
-does the same. So every send finds its receive, nobody waits for ever, and when all ranks have come
-to the step's end they tell each other, and raise the same error.
+The rank on which an exception is raised computes nothing more in this step. Its remaining sends
+become *poison*: transfers without a value, with a report of the failure. A rank that receives
+poison does the same. So every send finds its receive, and no rank waits forever. At the step's end
+all ranks exchange their reports, and raise the same error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FailureReport:
         rank: Of the pipeline's group.
         action: Text form of what was being done.
         stage: Whose action.
-        microbatch: Of which microbatch; -1 for what concerns the whole stage.
+        microbatch: Of which microbatch; -1 if the action concerns all of them.
         error: Type and message.
         trace: The traceback.
     """
@@ -71,7 +71,7 @@ def report_of(error: BaseException, rank: int, action: Action) -> FailureReport:
 def error_of(
     reports: Sequence[FailureReport], group: str, rank: int, world_size: int
 ) -> PipelineError:
-    """Return the error that all ranks raise; the first report is the one that it tells."""
+    """Return the error that all ranks raise, which describes the first report."""
     first = reports[0]
     others = [f"{r.action} on rank {r.rank}: {r.error}" for r in reports[1:]]
     return PipelineError(
@@ -88,7 +88,7 @@ def error_of(
         peer=first.rank,
         seen=f"{first.error} (stage {first.stage}, action {first.action}, rank {first.rank})"
         + "".join(f"; also {other}" for other in others),
-        fix="Gradients of this step are incomplete: zero them. The group is whole, and the next "
+        fix="Gradients of this step are incomplete: zero them. The group is intact, and the next "
         f"step works. There:\n{first.trace}",
     )
 

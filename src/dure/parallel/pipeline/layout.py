@@ -22,7 +22,7 @@ GetMesh = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a DTensor lies over its mesh: what its local part does not tell."""
+    """A DTensor's mesh and placements, which its local part does not have."""
 
     names: tuple[str, ...] | None
     placements: tuple[Any, ...]
@@ -57,7 +57,7 @@ class Layout:
 
     Attributes:
         tree: Its structure.
-        leaves: What its leaves are.
+        leaves: The kinds of its leaves.
     """
 
     tree: TreeSpec
@@ -84,7 +84,7 @@ class Packed(NamedTuple):
     tensors: list[torch.Tensor]
 
     def detached(self) -> Packed:
-        """Return it with tensors that have no graph; `layout` still tells which had one."""
+        """Return it with tensors that have no graph; `layout` still says which had one."""
         return Packed(self.layout, [tensor.detach() for tensor in self.tensors])
 
 

@@ -1,7 +1,7 @@
 """Hand-over between stages on different ranks, by messages.
 
 A *transfer* is what one stage hands to its neighbour for one microbatch: outputs forward, gradients
-backward; its SEND stands for it. It is a *header* of two numbers and the tensors, each a message,
+backward; its SEND represents it. It is a *header* of two numbers and the tensors, each a message,
 in order, under a tag of the transfer's own. Note "Expected layouts": the receiver makes room, and
 posts its receives, before anything comes, if it knows what will come. It expects what the same
 microbatch brought in the last step, if that step brought what the step before it did; else nothing.
@@ -162,7 +162,7 @@ class Messages:
     # ---------------------------------------------------------------- sending
 
     def send(self, transfer: Action, packed: Packed) -> None:
-        """Hand over a pytree, whose tensors nobody writes to any more."""
+        """Hand over a pytree, whose tensors are not written to any more."""
         layout, wire = packed.layout, self._wire(transfer)
         number = wire.number(layout)
         description: bytes = b""
@@ -249,13 +249,13 @@ class Messages:
     def _layout_told(self, transfer: Action, number: int, nbytes: int) -> Layout:
         """Return the layout that a header names; learn it, if its description follows."""
         wire = self._wire(transfer)
-        told = self._described(transfer, nbytes) if nbytes else None
+        described = self._described(transfer, nbytes) if nbytes else None
         if number == self.POISON:
-            assert isinstance(told, FailureReport)
+            assert isinstance(described, FailureReport)
             del self._posted[transfer]
-            raise Poisoned(told)
-        if told is not None and number == len(wire.layouts):
-            wire.learn(told)
+            raise Poisoned(described)
+        if described is not None and number == len(wire.layouts):
+            wire.learn(described)
         wire.carried[_microbatch(transfer)] = number
         return wire.layouts[number]
 

@@ -1,7 +1,7 @@
 """How a batch is cut into microbatches, and results are put together.
 
 Arguments and results are pytrees. A *chunk spec* is a pytree like them, with a `TensorChunkSpec`
-for each tensor that is cut; whatever has another spec is the same in each microbatch.
+for each tensor that is cut; values with another spec are the same in each microbatch.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def split_args_kwargs_into_chunks(
     """Cut positional and keyword arguments into microbatches.
 
     Args:
-        args: Pytrees; tensors in them are cut, what is none is the same in each microbatch.
+        args: Pytrees; tensors in them are cut, other values are the same in each microbatch.
         kwargs: Likewise.
         chunks: How many microbatches.
         args_chunk_spec: A pytree like `args`; None: every tensor along dimension 0.

@@ -199,8 +199,8 @@ class PipelineSchedule:
         self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_comms"
     ) -> None:
         """Write the lists of actions to a file."""
-        whole = format == "compute_comms"
-        order = self.pipeline_order_with_comms if whole else self.pipeline_order
+        with_comms = format == "compute_comms"
+        order = self.pipeline_order_with_comms if with_comms else self.pipeline_order
         write_csv(Schedule.of_lists([order[rank] for rank in sorted(order)]), filename)
 
     # ---------------------------------------------------------------- a step
@@ -214,11 +214,11 @@ class PipelineSchedule:
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward of a batch (Any: what the model takes, and returns).
+        """Run forward and backward of a batch (Any: the model's arguments and result).
 
         Args:
-            *args: The model's, whole: on the rank of the first stage.
-            target: The loss function's second argument, whole: on the rank of the last stage.
+            *args: The model's arguments, not cut: on the rank of the first stage.
+            target: The loss function's second argument, not cut: on the rank of the last stage.
             losses: A list that is filled with the loss of each microbatch, on the rank of the last
                 stage; on all with `PipelineOptions.losses_everywhere`.
             return_outputs: Keep the model's outputs.
@@ -229,7 +229,7 @@ class PipelineSchedule:
             The model's outputs, on the rank of the last stage; else None.
 
         Raises:
-            PipelineError: On all ranks: a stage raised. The group is whole, the next step works.
+            PipelineError: On all ranks: a stage raised. The group is intact, the next step works.
             CommError: A rank died; its message has the action that this rank was at.
             ModuleError: Gradients are switched off; `eval` is for that.
             ShapeError: The batch is smaller than the number of microbatches.
@@ -281,7 +281,7 @@ class PipelineSchedule:
         """Run a step on microbatches that are cut already; their shapes may differ.
 
         Args:
-            arg_mbs, kwarg_mbs: The arguments of each microbatch (Any: what the model takes).
+            arg_mbs, kwarg_mbs: The arguments of each microbatch (Any: the model's).
             target_mbs: The target of each.
             losses, return_outputs, loss_kwargs: As of `step`, which see.
 
@@ -422,7 +422,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             a mean. Gradients of earlier steps that were not zeroed are left as they are.
         backward_requires_autograd: Refuse `step` where gradients are switched off.
         defer_pp_recv: Post receives as late as can be, not as early.
-        options: What torch has not.
+        options: Options that torch does not have.
 
     Raises:
         UsageError: The stages do not fit the schedule; says what would.

@@ -27,8 +27,9 @@ class PipelineStage:
 
     What `submodule` returns is what the next stage's is called with: a tuple or list as its
     positional arguments, anything else as the only one. It may be nested, hold None and values that
-    are no tensors, and differ in shape and dtype from microbatch to microbatch. What a later stage
-    needs is handed through as one more output. Keyword arguments do not travel: each rank gives
+    that are no tensors, and differ in shape and dtype from microbatch to microbatch. A value that a
+    later stage needs is handed through as one more output. Keyword arguments do not travel: each
+        rank gives
     `step` those that its stages need.
 
     Args:
@@ -53,7 +54,7 @@ class PipelineStage:
         group_rank, group_size: This rank in the group, and how many there are.
         tied_holders: For each name in `tied` the group ranks that have it, the first stage first;
             set when a schedule makes its first step.
-        loss_scale: What losses are multiplied by before backward.
+        loss_scale: Losses are multiplied by it before backward.
 
     Raises:
         UsageError: There is no such stage, or there are fewer stages than ranks.
@@ -127,7 +128,7 @@ class PipelineStage:
 
     @property
     def output_chunks(self) -> list[Any]:
-        """Of the last stage: what each microbatch returned, without its graph (Any: pytrees)."""
+        """Of the last stage: the outputs of each microbatch, without graphs (Any: pytrees)."""
         return [self._results[microbatch] for microbatch in sorted(self._results)]
 
     def clear_runtime_states(self) -> None:
@@ -151,7 +152,7 @@ class PipelineStage:
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run the forward of a microbatch (Any: what the module takes and returns).
+        """Run the forward of a microbatch (Any: the module's arguments and result).
 
         Args:
             fwd_chunk_id: Which one.
@@ -233,7 +234,7 @@ class PipelineStage:
 
 
 def _as_arguments(output: Any) -> tuple[Any, ...]:
-    """Return what the next stage is called with (Any: what a module returns)."""
+    """Return the arguments of the next stage (Any: a module's output)."""
     if type(output) in (tuple, list):
         return tuple(output)
     return (output,)

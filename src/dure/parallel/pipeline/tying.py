@@ -70,7 +70,7 @@ class TiedParameters:
             seen = {place[1] for place in places}
             if len(seen) > 1:
                 raise UsageError(
-                    "tied parameters are not alike", seen=f"{name}: {' and '.join(sorted(seen))}"
+                    "tied parameters differ", seen=f"{name}: {' and '.join(sorted(seen))}"
                 )
             if len({place[2] for place in places}) > 1:
                 self._sent_in_full.add(name)

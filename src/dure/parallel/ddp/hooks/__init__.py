@@ -7,7 +7,7 @@ module has torch's functions and states; a program imports
     from dure.parallel.ddp.hooks import powerSGD_hook as powerSGD
 
 or takes the functions from `dure` itself (`dure.powerSGD_hook`). Where torch's hooks take a process
-group as their state, None stands for the group of the DDP module here, whatever that is.
+group as their state, None stands for the group of the DDP module here.
 
 `DDPCommHookType` chooses by the name of a kind, as from a configuration file (torch's convenience).
 How hooks run, and what becomes of their errors: comm_hooks.py.
@@ -110,9 +110,9 @@ class DDPCommHookType(Enum):
     POWER_SGD_RANK2 = _low_rank(powerSGD_hook.powerSGD_hook, 2)
     """Matrices of rank 2."""
     BATCHED_POWER_SGD = _low_rank(batched_powerSGD_hook, 1)
-    """A whole bucket as one matrix of rank 1."""
+    """A complete bucket as one matrix of rank 1."""
     BATCHED_POWER_SGD_RANK2 = _low_rank(batched_powerSGD_hook, 2)
-    """A whole bucket as one matrix of rank 2."""
+    """A complete bucket as one matrix of rank 2."""
     NOOP = _plain(noop_hook)
     """Nothing is sent: to see what communication costs."""
 

@@ -54,7 +54,7 @@ def _first(future: torch.futures.Future[Any]) -> Any:
 def allreduce_hook(
     process_group: ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket: what DDP does without a hook.
+    """Average the bucket, as DDP does without a hook.
 
     Args:
         process_group: The ranks; those of the DDP module by default.

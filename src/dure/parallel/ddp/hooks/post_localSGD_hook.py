@@ -1,6 +1,6 @@
 """Post-local SGD's part in DDP: gradients are averaged over all ranks first, then in the host only.
 
-What crosses the hosts afterwards are models, averaged every few steps by an averager (see
+Afterwards only models cross the hosts, averaged every few steps by an averager (see
 `dure.parallel.averaging`): a factor of the period less between hosts, for replicas that differ in
 between.
 

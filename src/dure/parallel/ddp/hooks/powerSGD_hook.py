@@ -2,7 +2,7 @@
 
 For a matrix M [n, m] of gradients on each rank, and Q [m, r] the same on all ranks, r small:
 
-    M += E                        E: what earlier steps did not send (*error feedback*)
+        M += E                        E: the part that earlier steps did not send (*error feedback*)
     Q  = orthonormal basis of Q
     P  = M Q                      summed over ranks
     P  = orthonormal basis of P
@@ -11,8 +11,8 @@ For a matrix M [n, m] of gradients on each rank, and Q [m, r] the same on all ra
     E  = M - result
 
 That is one step of subspace iteration on the mean of the ranks' M; because Q is kept for the next
-step (*warm start*), and gradients change slowly, the basis converges while training goes on. What
-is lost in a step is not lost for good: it is in E, and sent when it has grown.
+step (*warm start*), and gradients change slowly, the basis converges during training. The part that
+a step loses is not lost for good: it is in E, and sent when it has grown.
 
 A matrix is compressed if that saves enough:
 
@@ -22,8 +22,8 @@ The *rest* (vectors, small matrices) is summed as it is, in the same collective 
 costs two all_reduces: the first of rest + r * sum(n) elements, the second of r * sum(m).
 
 E and Q are kept under the names of their parameters: they stay valid when DDP cuts its buckets
-anew, and when a job resumes from a pickled state. With r as large as the smaller side of M, nothing
-is lost and the result is the mean.
+again, and when a job resumes from a pickled state. With r as large as the smaller side of M,
+nothing is lost and the result is the mean.
 
 Source: Vogels et al., PowerSGD, https://arxiv.org/abs/1905.13727.
 """
@@ -163,7 +163,7 @@ class PowerSGDState:
         """Keep Q [b, m, r] and E [b, n, m] of the parameters `names` for the next step.
 
         Not those of gradients that were not finite on some rank, as happens with a `GradScaler`:
-        that step is skipped, but they would spoil all later ones. Q tells, and alike on all ranks.
+        that step is skipped, but they would spoil all later ones. Q shows it, equally on all ranks.
         """
         finite = qs.isfinite().flatten(1).all(1).tolist()
         for i, name in enumerate(names):
@@ -197,7 +197,7 @@ class _Stack:
 
 
 class _Step:
-    """One bucket's step: what goes into its two collectives, and what is made of them."""
+    """One bucket's step: the inputs of its two collectives, and the use of their results."""
 
     def __init__(self, state: PowerSGDState, group: ProcessGroup, buffer: torch.Tensor) -> None:
         self._state, self._group, self._buffer = state, group, buffer
@@ -322,7 +322,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 def batched_powerSGD_hook(
     state: PowerSGDState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket as one square matrix of low rank, whatever the gradients' shapes.
+    """Average the bucket as one square matrix of low rank, independent of the gradients' shapes.
 
     Fewer operations than `powerSGD_hook` has for a bucket of many small matrices, but gradients
     that have nothing to do with each other share rows, and more is lost.
@@ -358,7 +358,7 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> torch.Tensor:
     A single column is divided by its length; more of them go through a QR factorisation, which
     keeps its columns orthogonal even where those it is given are not independent. Nothing comes out
     as zero or NaN that did not come in so: from a column of zeros comes a unit vector, so that a
-    gradient that vanished once does not leave a basis that can see nothing for ever.
+    gradient that vanished once does not leave a basis that can see nothing forever.
 
     Args:
         matrices: [b, n, r] with r <= n, of any real floating dtype.
@@ -380,7 +380,7 @@ def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> torch.Tensor:
 
 
 def first_basis(seed: Hashable, shape: tuple[int, int, int], like: torch.Tensor) -> torch.Tensor:
-    """Return random numbers [b, m, r], normal, that depend on `seed` alone: alike on all ranks.
+    """Return random numbers [b, m, r], normal, that depend on `seed` alone: equal on all ranks.
 
     Args:
         seed: Anything whose repr is the same on all ranks.

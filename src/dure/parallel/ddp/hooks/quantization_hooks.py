@@ -5,11 +5,12 @@ Numbers x are sent as bytes y with a scale s and a zero point z, such that x is 
     s = (max(x, 0) - min(x, 0)) / 255        z = -min(x, 0) / s, rounded
 
 so that 0 stays exactly 0; a complex number is two of them. Sums of such bytes mean nothing, since
-every rank has scales of its own; so each rank gathers everybody's, and adds up. A rank receives
+every rank has its own scales; so each rank gathers those of all ranks, and adds up. A rank receives
 (n-1) S/4 bytes of float32 gradients: less than an all_reduce up to about 8 ranks, more beyond.
 
-One scale for a whole bucket lets its largest gradient decide how finely the others are seen; *per
-channel* there is one for every 512 numbers. Scales travel in front of the bytes, in one all_gather:
+One scale for a complete bucket lets its largest gradient decide how finely the others are seen;
+*per channel* there is one for every 512 numbers. Scales travel in front of the bytes, in one
+    all_gather:
 
     | scales (4 bytes each) | zero points (4 bytes each) | numbers (1 byte each) |
 """
