@@ -1,4 +1,4 @@
-"""Data: who trains on which sample, in which order, and where real images come from.
+"""Data: samples of each rank, their order, and sources of real images.
 
 Names are resolved on first use (PEP 562), so that a program without torch, such as the command
 line, can check image files.

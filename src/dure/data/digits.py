@@ -30,7 +30,7 @@ def require_digits() -> None:
             "the handwritten digits are not installed",
             seen="they ship with scikit-learn, which Python cannot find",
             fix="Run `pip install '.[demo]'` in the checkout of Dure, or give a directory of IDX "
-            "files (MNIST and alike).",
+            "files (MNIST and similar).",
         )
 
 

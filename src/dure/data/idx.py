@@ -7,7 +7,7 @@ A file is a header and bytes. All numbers are big-endian:
     dim[0] * ... * dim[ndim-1] bytes, and nothing after them
 
 A data set is four such files in one directory: images (ndim 3) and labels (ndim 1), for training
-and for testing. Each may be gzipped (told by its first bytes, whatever its name) and may be spelled
+and for testing. Each may be gzipped (known by its first bytes, not its name) and may be spelled
 ``train-images-idx3-ubyte`` or ``train-images.idx3-ubyte``. Nothing read is trusted: a header that
 does not fit, a length that the header does not announce or a broken gzip stream is a `DataError`
 that names the file. This module needs no torch.

@@ -1,6 +1,7 @@
 """Real images to learn from: scikit-learn's embedded digits, or a directory of IDX files.
 
-Both come out alike: float32 pixels from 0 to 1 with one channel, int64 labels, and a training and
+Both give the same form: float32 pixels from 0 to 1 with one channel, int64 labels, and a training
+    and
 a test split, so that a program need not know which it was given.
 """
 

@@ -1,18 +1,18 @@
-"""A DataLoader that goes on in the middle of an epoch, exactly, however far its workers are ahead.
+"""A DataLoader that resumes exactly in the middle of an epoch, however far workers are ahead.
 
 torch's DataLoader does the loading: workers, prefetching, pinned memory, collating. This one keeps
 two books around it.
 
 *Position.* Workers ask the sampler for indices long before their batches are trained on, so the
-sampler's own count runs ahead. What counts here is a batch *delivered*: handed to the loop. The
-state is ``start + delivered * batch_size * n`` samples of the epoch's order, which is the same
-number on all ranks and means the same to any number of ranks, batch size or workers (`sampler`).
-If ranks have delivered different numbers of batches, or with another sampler, each has a position
-of its own (`own_position`). A `Checkpointer` saves those of all ranks.
+sampler's own count runs ahead. The loader counts a batch when it is *delivered*: handed to the
+loop. The state is ``start + delivered * batch_size * n`` samples of the epoch's order, which is the
+same number on all ranks and means the same to any number of ranks, batch size or workers
+(`sampler`). If ranks have delivered different numbers of batches, or with another sampler, each has
+a position of its own (`own_position`). A `Checkpointer` saves those of all ranks.
 
 *Randomness.* An augmentation draws random numbers in a worker. Which worker that is, and how much
 it has drawn before, is another one after a resume. So the generators (torch, `random`, numpy) are
-seeded anew for each sample, with a number made of the seed, the epoch and the sample's index: a
+seeded again for each sample, with a number made of the seed, the epoch and the sample's index: a
 sample's augmentation is a function of those three alone. Without workers the samples are made in
 the training process, whose own generators are put back after each batch. The indices take the seed
 with them to the workers, so persistent workers learn of a new epoch too.
@@ -53,13 +53,13 @@ class DataLoader(Generic[T]):
         dataset: With a length and an index. Its ``__getitems__`` is used if it has one.
         batch_size: Samples a rank and step; None: no batches, as torch.
         shuffle: As torch; a new order each epoch.
-        sampler: What gives the indices, in place of `shuffle`. One that is not Dure's
+        sampler: Gives the indices, in place of `shuffle`. One that is not Dure's
             is resumed by skipping, so its order must depend on nothing but ``set_epoch``.
-        batch_sampler: What gives lists of indices, in place of all of the above.
+        batch_sampler: Gives lists of indices, in place of all of the above.
         drop_last: Leave out the samples that do not fill a batch on every rank.
         pad: False: no sample twice; ranks may have one sample fewer, and so one batch fewer (see
             `dure.Join`).
-        **options: What torch's DataLoader takes besides, and ``seed``, of order and augmentation.
+        **options: Other arguments of torch's DataLoader, and ``seed``, of order and augmentation.
 
     Raises:
         UsageError: Arguments that exclude each other; a dataset without a length; a sampler whose
@@ -146,7 +146,7 @@ class DataLoader(Generic[T]):
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; a new one begins at its start, the same one goes on where it was."""
+        """Choose the epoch; a new one begins at its start, the same one continues."""
         if self._source is not self.sampler and hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
         self._position.set_epoch(epoch)
@@ -177,7 +177,7 @@ class DataLoader(Generic[T]):
         return self._position.state_at(state, positions, rank, size)
 
     def rejoin(self) -> None:
-        """Take this rank's share in the world that is there now (`DistributedSampler.rejoin`)."""
+        """Take this rank's share in the present world (`DistributedSampler.rejoin`)."""
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.rejoin()
 
@@ -258,8 +258,8 @@ class _Position:
         """Count the batches of the pass at hand."""
         self._follow()
         if self._exact is None:
-            whole = len(cast(Sized, self._source))
-            return whole if self.walk.ended else max(0, whole - self.walk.skipped)
+            total = len(cast(Sized, self._source))
+            return total if self.walk.ended else max(0, total - self.walk.skipped)
         share = self._exact.share(0 if self.walk.ended else self._exact.start)
         if getattr(self._source, "drop_last", False) and self._source is not self._sampler:
             return share // self._batch_size
@@ -458,7 +458,7 @@ class _Seeded:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = inner = dataset
-        while isinstance(inner, torch_data.Subset):  # it has __getitems__, whatever is inside
+        while isinstance(inner, torch_data.Subset):  # it has __getitems__, for any dataset inside
             inner = cast(Any, inner).dataset
         self._together = hasattr(inner, "__getitems__")
 
@@ -505,7 +505,7 @@ def _sow(seed: int, index: Any) -> None:
 
 
 class _Collate:
-    """torch's collating, chosen here because torch's loader is told that items are whole."""
+    """torch's collating, chosen here because torch's loader takes items for complete batches."""
 
     def __init__(self, batched: bool, given: Any) -> None:
         default = torch_data.default_collate if batched else torch_data.default_convert

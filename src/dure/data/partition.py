@@ -49,7 +49,7 @@ class Partition(Dataset[T]):
     """A part of a dataset: the samples numbered in `index`, in that order.
 
     Args:
-        data: The whole dataset.
+        data: The complete dataset.
         index: The numbers of this part's samples.
     """
 
@@ -75,7 +75,7 @@ class DataPartitioner(Generic[T]):
 
     Args:
         data: The dataset; anything with a length and an index.
-        sizes: The fraction of each part, at least 0; their sum is at most 1. What is left where
+        sizes: The fraction of each part, at least 0; their sum is at most 1. The rest, if
             the sum is less than 1 belongs to no part.
         seed: Of the shuffle; the same on all ranks.
 

@@ -1,15 +1,15 @@
-"""Which rank sees which sample, in which order, and how to go on from the middle of an epoch.
+"""Which rank sees which sample, in which order, and how to continue in the middle of an epoch.
 
 An epoch has one *order*: a permutation of the samples made from ``seed + epoch`` (or 0, 1, 2, ...
 without shuffling), the same on all ranks. With n ranks, rank r takes the order's places
-r, r + n, r + 2n, ... So after any step in which every rank took b samples, what has been consumed
-is a *prefix* of the order, whatever n is. That is why one number, the length of that prefix, is
+r, r + n, r + 2n, ... So after any step in which every rank took b samples, the consumed samples
+are a *prefix* of the order, for any n. That is why one number, the length of that prefix, is
 enough to resume: m ranks that start at place `consumed` take consumed + r, consumed + r + m, ...
 and every sample is seen exactly once over the epoch, also where m differs from n.
 
 If the ranks do not divide what is left, there are three ways to end an epoch:
 
-    pad        the order goes on with its own beginning: up to n - 1 samples are seen twice
+    pad        the order repeats its beginning: up to n - 1 samples are seen twice
     drop_last  the order is cut: up to n - 1 samples are not seen
     pad=False  neither: the first ranks take one sample more than the others, every sample is seen
                exactly once, and ranks may end a step apart, which is what `dure.Join` is for
@@ -66,7 +66,7 @@ class HasAxes(Protocol):
         ...
 
     def get_local_rank(self, mesh_dim: int | None = None) -> int:
-        """Return where this rank stands on an axis."""
+        """Return this rank's index on an axis."""
         ...
 
 
@@ -94,20 +94,21 @@ class DistributedSampler(Sampler[int]):
         dataset: Anything with a length.
         num_replicas: How many ranks share the samples; None takes the world's size.
         rank: This one's number among them; None takes this process's rank.
-        shuffle: Whether to permute the samples anew each epoch.
+        shuffle: Whether to permute the samples again each epoch.
         seed: Of the permutation; the same on all ranks.
         drop_last: Drop the tail that the ranks do not divide, instead of padding.
         pad: Repeat the first samples where the ranks do not divide the rest; False: ranks may
             have one sample fewer than others. Without meaning under `drop_last`.
-        mesh: In place of `num_replicas` and `rank`: ranks that stand alike on its data axes see the
-            same samples. These are the axis that it has, if it is one, or those that are called
+        mesh: In place of `num_replicas` and `rank`: ranks with the same index on its data axes see
+            the same samples. These are the axis that it has, if it is one, or those that are called
             data, dp, ddp, fsdp, hsdp, replicate, shard, dp_replicate or dp_shard.
 
     Raises:
         UsageError: `num_replicas` is not positive, or `rank` is not within it; no axis of the mesh
             is known to be one of data.
 
-    Cost: no communication; each rank holds the whole order, 8 bytes a sample and more in Python.
+    Cost: no communication; each rank holds the complete order, 8 bytes per sample and more in
+        Python.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class DistributedSampler(Sampler[int]):
     ) -> None:
         if mesh is not None:
             if num_replicas is not None or rank is not None:
-                raise UsageError("mesh stands in place of num_replicas and rank")
+                raise UsageError("mesh replaces num_replicas and rank: give only one of them")
             num_replicas, rank = _place_in_mesh(mesh)
         self._of_world = num_replicas is None and rank is None
         if num_replicas is None or rank is None:
@@ -143,7 +144,7 @@ class DistributedSampler(Sampler[int]):
         self._pass = _Pass(start=0)
 
     def rejoin(self) -> None:
-        """Take this rank's share in the world that is there now, if the world gave it the old one.
+        """Take this rank's share in the present world, if a world gave it the old one.
 
         For groups that change (`dure.elastic`): call it before `load_state_dict`.
         """
@@ -152,12 +153,12 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def num_samples(self) -> int:
-        """Samples this rank takes in a whole epoch: as many as the others, unless ``pad=False``."""
+        """Samples this rank takes in an epoch: as many as the others, unless ``pad=False``."""
         return self.share(0)
 
     @property
     def total_size(self) -> int:
-        """Samples all ranks take in a whole epoch, padding included."""
+        """Samples all ranks take in an epoch, padding included."""
         if self.pad or self.drop_last:
             return self.num_samples * self.num_replicas
         return len(self.dataset)
@@ -176,7 +177,7 @@ class DistributedSampler(Sampler[int]):
         return self._walk(self._pass)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order; a new epoch begins at its start, the same one goes on."""
+        """Choose the epoch's order; a new epoch begins at its start, the same one continues."""
         if epoch != self.epoch:
             self._move(epoch, 0, SET)
 

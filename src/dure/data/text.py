@@ -7,7 +7,8 @@ Every machine that runs this program has them. Text becomes training samples in 
 A *vocabulary* numbers the most frequent characters; the others share number 0. The *split* is by
 position: the last part of the text is for testing, so that no test character was trained on. A
 *window* of length w is w tokens as input and, as targets, the same shifted by one: the model learns
-to tell each next character. Windows do not overlap, so an epoch sees each token once as a target.
+to predict each next character. Windows do not overlap, so an epoch sees each token once as a
+target.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlel
 
 
 class Vocabulary:
-    """Characters and their numbers; number 0 stands for every character that has none.
+    """Characters and their numbers; number 0 is for every character that has none.
 
     Args:
         characters: Those that get numbers, from 1 on, in this order; each once.
@@ -91,7 +92,7 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     length: int
 
     def __len__(self) -> int:
-        """Return how many whole windows there are; the last token is only a target."""
+        """Return how many complete windows there are; the last token is only a target."""
         return max(0, len(self.tokens) - 1) // self.length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +114,7 @@ class TextData:
 
     Attributes:
         name: What to call it.
-        vocabulary: What its tokens mean.
+        vocabulary: The meaning of its tokens.
         train: To learn from.
         test: To measure with; the text after `train`'s.
     """

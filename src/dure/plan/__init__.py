@@ -1,4 +1,4 @@
-"""Plans: what a training job needs, by arithmetic, before it starts; without torch.
+"""Plans: resources of a training job, by arithmetic, before it starts; without torch.
 
 `plan` says which layout suits a job on a machine, with figures and reasons; `memory` what each rank
 of a mesh holds.

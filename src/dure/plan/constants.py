@@ -18,7 +18,7 @@ __all__ = ["Constant", "Constants", "described", "document"]
 
 
 class Constants:
-    """Values, as attributes of the names that the file has; what each means is there too."""
+    """Values, as attributes with the names in the file, which also explains them."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self.__dict__.update(values)

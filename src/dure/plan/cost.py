@@ -81,8 +81,9 @@ class Jobs:
         regathers: Whether what tp gathers is gathered again for the backward pass.
         split: Whether messages are split over tp.
         bucketed: Whether gradients of replicas are reduced in buckets during the backward pass.
-        once: Whether FSDP's gradients are added up whole, and reduced behind the last microbatch.
-        shared: Whether ranks that share parameters have them in the memory of one host, whole.
+        once: Whether FSDP's gradients are added up unsharded, and reduced after the last
+            microbatch.
+        shared: Whether ranks that share parameters have them unsharded in the memory of one host.
     """
 
     def __init__(self, values: Mapping[str, Column]) -> None:
@@ -128,9 +129,9 @@ class Jobs:
         down = less + scores <= above
         first = least(choose(down, below, above), layers)
         last = choose(down, less, most(layers - _rounded_up((pp - 1) * share), 0.0))
-        alike = _rounded_up(layers / (pp * self.parts)) * self.parts
+        equal = _rounded_up(layers / (pp * self.parts)) * self.parts
         by_cost = (self.balanced > 0) & (pp > 1)
-        return choose(by_cost, first, alike), choose(by_cost, last, alike)
+        return choose(by_cost, first, equal), choose(by_cost, last, equal)
 
     def held(self, layers: Column) -> Column:
         """Parameters of a rank with some layers and an end, or with both: a tp-th of them."""
@@ -261,7 +262,7 @@ def _tensor_parallel(jobs: Jobs, c: Constants) -> Column:
 
 
 def _context_parallel(jobs: Jobs, c: Constants, attention: Column) -> Column:
-    """Seconds of a ring of keys and values: what attention does not hide, and adding up parts.
+    """Seconds of a ring of keys and values that attention does not hide, and of adding up parts.
 
     Each of the cp - 1 steps has a message, and reads and writes the output once to add its part.
     """
@@ -307,7 +308,9 @@ def _data_parallel(jobs: Jobs, c: Constants, own: Column, stage: Column) -> Colu
     latency, each = _collective(jobs, c, n, near)
     scatter, gather = latency + each * gradients, latency + each * weights
     backward = stage * 2 / 3 * jobs.bucketed
-    whole = choose(jobs.zero == 1, scatter + gather, _exposed(2 * scatter, c.overlap * backward))
+    replicated = choose(
+        jobs.zero == 1, scatter + gather, _exposed(2 * scatter, c.overlap * backward)
+    )
     # Hybrid: the shards' gradients are reduced over the groups of ranks that shard.
     latency, each = _collective(jobs, c, n / shard, near / shard)
     over = 2 * (latency + each * gradients / shard)
@@ -317,7 +320,7 @@ def _data_parallel(jobs: Jobs, c: Constants, own: Column, stage: Column) -> Colu
     scatter = (starts + each * gradients) / choose(jobs.once, jobs.microbatches, 1.0)
     moved = gather + scatter  # for every microbatch
     sharded = jobs.microbatches * (_exposed(moved, stage) + c.interference * moved)
-    return choose(jobs.zero >= 2, sharded + over, whole)
+    return choose(jobs.zero >= 2, sharded + over, replicated)
 
 
 def _optimizer(jobs: Jobs, c: Constants, own: Column) -> Column:
@@ -333,7 +336,7 @@ def _optimizer(jobs: Jobs, c: Constants, own: Column) -> Column:
 
 
 def _collective(jobs: Jobs, c: Constants, n: Column, near: Column) -> tuple[Column, Column]:
-    """Return the seconds of a gather or a scatter of nothing, and of each byte of the whole.
+    """Return the seconds of an empty gather or scatter, and of each byte of the full tensor.
 
     An all-reduce is two of them (see the top of this file).
 

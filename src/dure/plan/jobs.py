@@ -92,7 +92,7 @@ class Job:
         if tokens % length:
             power = 1 << round(log2(tokens / length))
             raise UsageError(
-                "a batch is whole sequences",
+                "a batch must consist of complete sequences",
                 op=_OP,
                 seen=f"{tokens:,} tokens, sequences of {length:,}",
                 fix=f"Take --batch-tokens {power * length} ({power} sequences), or "
@@ -103,7 +103,7 @@ class Job:
                 "a batch of more than 10^9 tokens is no batch",
                 op=_OP,
                 seen=f"{tokens:,}",
-                fix="--batch-tokens counts tokens of one step, not of the whole training.",
+                fix="--batch-tokens counts the tokens of one step, not of the training.",
             )
 
 
@@ -117,7 +117,7 @@ def find_model(name: str) -> Model:
     """Return a model by its name.
 
     Raises:
-        UsageError: There is none; near names are told.
+        UsageError: There is none; the error lists similar names.
     """
     if any(word in name.lower() for word in _EXPERTS_IN_NAMES):
         raise UsageError("mixtures of experts are not planned for", op=_OP, seen=repr(name))
@@ -187,7 +187,7 @@ def _whole_number(value: Any, what: str) -> int:
         return value
     text = str(value).removesuffix(".0") if isinstance(value, str | float) else ""
     if not re.fullmatch(r"-?[0-9]{1,18}", text):
-        raise UsageError(f"{what} must be a whole number", op=_OP, seen=_shown(value))
+        raise UsageError(f"{what} must be an integer", op=_OP, seen=_shown(value))
     return int(text)
 
 

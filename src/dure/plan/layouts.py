@@ -19,7 +19,8 @@ __all__ = ["RECOMPUTED", "STRATEGIES", "Layout", "columns", "layouts"]
 _OP = "plan layouts"
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
-"""What ranks along dp share: nothing; the optimizer's state; gradients too (FSDP that keeps whole
+"""Sharing of ranks along dp: nothing; the optimizer's state; gradients too (FSDP that keeps
+unsharded
 parameters between forward and backward); parameters too; those within a node."""
 
 RECOMPUTED = ("none", "selective", "full")
@@ -122,7 +123,8 @@ def layouts(job: Job, machine: Machine) -> list[Layout]:
     """Return all layouts that divide a job over a machine, whether they fit or not.
 
     Raises:
-        UsageError: Nothing divides it; the nearest batch or number of nodes that would is told.
+        UsageError: Nothing divides it; the error names the nearest batch or number of nodes that
+            would.
     """
     found = [
         layout

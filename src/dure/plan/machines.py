@@ -1,6 +1,6 @@
-"""Machines: what a GPU can do at best, and the network between GPUs; data files with sources.
+"""Machines: the best rates of a GPU, and the network between GPUs; data files with sources.
 
-`data/machines.toml` holds them; a file of one's own in the same form adds to it (docs/plan.md).
+`data/machines.toml` holds them; a custom file in the same form adds to it (docs/plan.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gpu:
         memory_tb_s: Bandwidth of its memory, 10^12 bytes/s.
         link_gb_s: To the others of a node, one direction, 10^9 bytes/s for each.
         network_gb_s: To other nodes, its share of a node's network cards, one direction.
-        network: What kind of network that is.
+        network: The kind of network.
         gpus_per_node: Usual number.
         fp8_tflops: The same in 8 bits; 0: it has none.
         power: Its power limit over the usual one of its kind.
@@ -96,7 +96,7 @@ def gpus(*paths: str | Path) -> dict[str, Gpu]:
     """Return the GPUs that are known by name: Dure's own, and those of some files.
 
     Raises:
-        UsageError: A file that is not there, or not in the form above; figures of a wrong unit.
+        UsageError: A file that is missing, or not in the form above; figures of a wrong unit.
     """
     own = files("dure.plan") / "data" / "machines.toml"
     found = _read(own.read_text(), "data/machines.toml")
@@ -112,7 +112,7 @@ def find_gpu(name: str, *paths: str | Path) -> Gpu:
     """Return a GPU by its name.
 
     Raises:
-        UsageError: There is none; near names are told.
+        UsageError: There is none; the error lists similar names.
     """
     known = gpus(*paths)
     if name.lower() not in known:

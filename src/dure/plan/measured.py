@@ -1,6 +1,6 @@
 """A machine from measurements: pieces of a training step, and the constants that follow from them.
 
-What is measured replaces the fitted constants of the cost model, so that the same formulas give the
+Measurements replace the fitted constants of the cost model, so that the same formulas give the
 cost of a step on processors.
 """
 

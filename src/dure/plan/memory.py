@@ -21,9 +21,9 @@ tp, with sequence parallelism. A recomputed layer keeps its input alone, w / t; 
 keeps the rest.
 
 How many microbatches are live at once is the schedule's (`dure.schedules`). With several
-microbatches a stage's gradients are added up whole, and divided once, behind the last. What ranks
-of `dure run` keep of freed memory is counted; the rest of a process (Python and torch, some 300 MB)
-is not.
+microbatches a stage's gradients are added up unsharded, and divided once, after the last. Memory
+that ranks of `dure run` keep of freed memory is counted; the rest of a process (Python and torch,
+some 300 MB) is not.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Model:
     def parse(text: str) -> Model:
         """Read ``layers=32,width=4096,heads=32,groups=8,hidden=14336``.
 
-        A width and layers are needed; what else is not said is as in `of_size`, with 128 features
+        A width and layers are needed; unspecified sizes are as in `of_size`, with 128 features
         a head and as many heads of keys as of queries.
 
         Raises:
@@ -194,7 +194,7 @@ class Training:
         compute_bytes: Of an activation, and of a gathered parameter.
         state_elements: Elements of optimizer state for each parameter: 2 for AdamW.
         recompute: Layers' activations are computed again in backward.
-        gathers: Whether ranks along fsdp gather whole parameters: over hosts, and with devices.
+        gathers: Whether ranks along fsdp gather parameters: over hosts, and with devices.
             Ranks of one host that share memory gather nothing.
     """
 
@@ -210,7 +210,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by what they are for; ranks with the same place along pp are alike.
+    """Bytes of one rank, by purpose; ranks with the same place along pp have the same.
 
     Attributes:
         stages: Which layers each of its stages has.
@@ -219,8 +219,8 @@ class Memory:
         optimizer: State for its parts.
         activations: Of all microbatches that are live at once.
         scores: The last stage's scores, their logarithms, and the gradient.
-        gathered: Parameters that are whole for a while, and whole gradients.
-        freed: What the allocator keeps of freed memory.
+        gathered: Parameters that are unsharded for a time, and unsharded gradients.
+        freed: Freed memory that the allocator keeps.
     """
 
     stages: tuple[range, ...]
@@ -248,7 +248,7 @@ def memory(model: Model, mesh: Mesh, training: Training | None = None) -> list[M
         training: Microbatches, schedule, dtypes.
 
     Raises:
-        UsageError: The mesh does not divide the model; what would is told.
+        UsageError: The mesh does not divide the model; the error names sizes that would.
     """
     training = training or Training()
     _check(model, mesh)
@@ -338,7 +338,7 @@ def kept_elements(width: Any, keys: Any, heads: Any, units: Any) -> Any:
 
 
 def _most_live(actions: Sequence[Action | None], kept: dict[int, int]) -> int:
-    """Return the most bytes that are live at once: from a forward to its whole backward."""
+    """Return the most bytes that are live at once: from a forward to the end of its backward."""
     live = most = 0
     for action in actions:
         for part in action.parts if action is not None else ():
@@ -366,12 +366,12 @@ def _rank(
     dense = (model.layer_parameters - experts) * n_layers + ends
     shards = mesh.fsdp * mesh.cp
     own = dense // (mesh.tp * shards) + experts * n_layers // max(mesh.ep * mesh.tp, shards)
-    whole = (dense + experts // mesh.ep * n_layers) // mesh.tp
+    unsharded = (dense + experts // mesh.ep * n_layers) // mesh.tp
     layer = (model.layer_parameters - experts + experts // mesh.ep) // mesh.tp
-    added_up = whole if training.microbatches > 1 else min(whole, layer)
+    added_up = unsharded if training.microbatches > 1 else min(unsharded, layer)
     gathered = added_up * training.parameter_bytes
     if shards > 1 and training.gathers:
-        held = whole if mesh.pp > 1 else min(whole, ends // mesh.tp + 2 * layer)
+        held = unsharded if mesh.pp > 1 else min(unsharded, ends // mesh.tp + 2 * layer)
         gathered += held * training.compute_bytes
     if training.recompute and n_layers:
         activations += _layer_activations(model, mesh, tokens) * training.compute_bytes

@@ -1,8 +1,8 @@
 """How much memory a rank takes at its peak, for many jobs at once; the formula is `memory`'s.
 
 `memory` counts the microbatches that are live at once by walking through the schedule; here they
-are counted in closed form (1F1B and interleaved), the stages are alike, and what the allocator and
-libraries of a GPU take is added (constants `kept`, `context`).
+are counted in closed form (1F1B and interleaved), the stages are equal, and memory of the allocator
+and libraries of a GPU take is added (constants `kept`, `context`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _of_rank(jobs: Jobs, c: Constants, layers: Column, is_last: bool) -> dict[st
 
 
 def _gathered(jobs: Jobs, own: Column) -> Column:
-    """Return the bytes of what FSDP has whole for a while.
+    """Return the bytes of parameters that FSDP has unsharded for a time.
 
     Parameters of two layers and the ends, or all where zero is 2 or there is a pipeline; gradients
     that are added up over microbatches.
@@ -66,12 +66,12 @@ def _activations(jobs: Jobs, c: Constants, layers: Column, is_last: bool) -> Col
     # Scores, softmax in 2 bytes, a mask of one; attention in one kernel keeps none of them.
     scores = (1 - jobs.fused) * 2.5 * jobs.heads * jobs.seq
     cheap = elements * choose(jobs.fused, c.selective, 1.0)
-    whole = elements + scores
-    each = choose(jobs.selective, cheap, whole) / jobs.tp
+    full = elements + scores
+    each = choose(jobs.selective, cheap, full) / jobs.tp
     inputs = jobs.width / choose(jobs.sp, jobs.tp, 1.0)
     again = jobs.recompute
     stage = layers * (again * inputs + (1 - again) * each)
     interleaved = 1 + (jobs.parts > 1) * (jobs.pp - 1) / (jobs.pp * jobs.parts)
     live = 1.0 if is_last else least(jobs.microbatches, jobs.pp) * interleaved
-    one_layer = (again > 0) * 2 * whole / jobs.tp  # computed again, and its gradients
+    one_layer = (again > 0) * 2 * full / jobs.tp  # computed again, and its gradients
     return jobs.tokens * jobs.param_bytes * (stage * live + one_layer)

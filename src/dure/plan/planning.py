@@ -1,9 +1,9 @@
-"""Which layout suits a job on a machine: all of them costed, the best ones told with reasons.
+"""Which layout suits a job on a machine: all of them costed, the best ones listed with reasons.
 
 `plan` costs every layout in closed form, drops those that do not fit, and keeps for each mesh its
 best microbatch, schedule and recomputation. Pipelines that are shown are simulated
-(`dure.schedules`). Layouts whose intervals overlap the winner's are ties: the model cannot tell
-them apart.
+(`dure.schedules`). Layouts whose intervals overlap the winner's are ties: the model cannot
+distinguish them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Row:
         layout: It.
         time: Seconds of a step by what they are spent on (`data/terms.toml`).
         memory: Bytes of the fullest rank by what they are for (there too).
-        tokens: Of a step, over the whole job.
+        tokens: Of a step, over all ranks.
         ideal: Seconds of the model's FLOPs at the dense bfloat16 peak.
         spread: Factor that 8 of 10 measurements would be within.
         simulated: Whether the pipeline was simulated.
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Tokens/s of the whole job."""
+        """Tokens/s of all ranks."""
         return self.tokens / self.seconds
 
     @property
@@ -110,9 +110,9 @@ class Plan:
     """The answer.
 
     Attributes:
-        job, machine: What was asked.
+        job, machine: The question.
         rows: Layouts that fit, fastest first: the best of each mesh, or all.
-        ties: How many of the first rows cannot be told from the first.
+        ties: How many of the first rows cannot be distinguished from the first.
         too_large: Layouts that would be faster than the first and do not fit: of each mesh the
             one that needs least, least first.
         reasons: A sentence for each of the first rows.
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def simplest(self) -> int:
-        """Which of the rows that cannot be told from the first has the fewest axes."""
+        """Which of the rows that are ties with the first has the fewest axes."""
         return min(range(self.ties), key=lambda i: _complexity(self.rows[i].layout))
 
     def as_dict(self) -> dict[str, object]:
@@ -152,14 +152,14 @@ def plan(job: Job, machine: Machine, *, everything: bool = False, changes: bool 
     Cost: some microseconds a layout, and a few simulated pipelines.
 
     Args:
-        job: What is trained.
+        job: The training job.
         machine: On what.
         everything: Keep all layouts, not only the best of each mesh.
         changes: Look for the nearest change of the machine that alters the winner.
 
     Raises:
-        UsageError: Nothing divides the job, or nothing fits; the smallest change that would is
-            told.
+        UsageError: Nothing divides the job, or nothing fits; the error names the smallest change
+            that would.
     """
     found = _Costed(job, machine)
     if not len(found.fitting):
@@ -223,7 +223,7 @@ class _Costed:
         )
 
     def too_large(self, first: Row) -> list[Row]:
-        """Return, of each mesh, what needs least of the layouts faster than a row that do not fit.
+        """Return, of each mesh, the smallest of the layouts faster than a row that do not fit.
 
         Least first.
         """
@@ -405,7 +405,7 @@ def _shape(layout: Layout) -> tuple[str, int, int, int]:
 
 
 def _nothing_fits(found: _Costed) -> UsageError:
-    """Return the error that tells the smallest change with which something fits."""
+    """Return the error that names the smallest change with which something fits."""
     job, machine = found.job, found.machine
     i = int(np.argmin(found.bytes))
     least = float(found.bytes[i])

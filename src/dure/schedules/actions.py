@@ -5,11 +5,11 @@ The vocabulary, which the other files of this package use:
 - A model is cut into *stages* 0 to S - 1, a batch into *microbatches* 0 to m - 1. Each stage lies
   on one rank: `placement[stage]`.
 - An *action* is one thing that a rank does for one stage, and mostly for one microbatch. Its text
-  form is torch's: `0F1` is the forward of stage 0 on microbatch 1, `1B0` a whole backward, `1I2`
+  form is torch's: `0F1` is the forward of stage 0 on microbatch 1, `1B0` a full backward, `1I2`
   and `1W2` its two halves (gradients of the inputs, gradients of the weights), `0SEND_F0` sends
   stage 0's output to stage 1, `1RECV_F0` is its other end, `1SEND_B0` sends the gradient of stage
   1's input to stage 0, `0RECV_B0` is its other end. `0UNSHARD`, `0RESHARD` and `0REDUCE_GRAD` are
-  of a whole stage. `(0F1;1B0)OVERLAP_F_B` computes two actions side by side.
+  of a complete stage. `(0F1;1B0)OVERLAP_F_B` computes two actions side by side.
 - A *schedule* holds each rank's list of actions. A *grid* is a schedule of computation only, where
   None is a time slot in which the rank idles; a list that `lower` made has SEND and RECV, no None.
 """
@@ -68,7 +68,7 @@ class Kind(StrEnum):
 
     @cached_property
     def of_stage(self) -> bool:
-        """Whether it concerns a stage as a whole, and so has no microbatch."""
+        """Whether it is an action of a stage without a microbatch."""
         return self in _OF_STAGE
 
 
@@ -93,7 +93,7 @@ class Action(NamedTuple):
     Args:
         stage: The stage's index; -1 for OVERLAP_F_B, whose parts have their own.
         kind: What is done.
-        microbatch: Of which microbatch; None for what concerns the whole stage.
+        microbatch: Of which microbatch; None for actions of a complete stage.
         sub_actions: The parts of an OVERLAP_F_B, else None.
     """
 
@@ -192,9 +192,9 @@ class Schedule:
 
     Args:
         ranks: For each rank its actions; None is a time slot without one.
-        placement: For each stage the rank that it lies on.
+        placement: For each stage its rank.
         microbatches: How many a batch is cut into.
-        name: What it is called in tables and pictures.
+        name: Its name in tables and pictures.
     """
 
     ranks: tuple[tuple[Action | None, ...], ...]
@@ -233,7 +233,7 @@ class Schedule:
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that lie on `rank`, in order."""
+        """Return the stages of `rank`, in order."""
         return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
 
     def actions(self, rank: int) -> list[Action]:

@@ -1,7 +1,7 @@
 """Schedules as CSV files, as torch writes and reads them: a row a rank, a cell a step.
 
 There are two formats: `compute_only` has forwards and backwards, and empty cells where a rank
-idles; `compute_comms` has transfers and what concerns whole stages as well.
+idles; `compute_comms` also has transfers and actions of complete stages.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def read_csv(path: str | os.PathLike[str], format: Format = "compute_only") -> S
 
     Args:
         path: The file.
-        format: What may be in it: forwards and backwards only, or all actions.
+        format: Allowed actions: forwards and backwards only, or all.
 
     Returns:
         A schedule with the file's name, which has been validated.
 
     Raises:
         UsageError: It is no such file; names row, column and cell, counted from 1.
-        ScheduleError: The schedule is not whole; names the same.
+        ScheduleError: The schedule is incomplete or wrong; names the same.
     """
     if format not in ("compute_only", "compute_comms"):
         raise UsageError(

@@ -57,7 +57,7 @@ _HUES = {
     Kind.BACKWARD_INPUT: (175, "backward for inputs"),
     Kind.BACKWARD_WEIGHT: (38, "backward for weights"),
 }
-_OTHER = (0, "of a whole stage")
+_OTHER = (0, "of a stage")
 _ROW, _GAP, _LEFT, _TOP = 32, 4, 62, 34
 _NARROWEST = 22  # pixels of the shortest action, so that its number can be read
 

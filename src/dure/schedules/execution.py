@@ -1,19 +1,20 @@
 """When each action of a schedule runs, if ranks wait only for data: the longest path to it.
 
 Each rank does its list in order. A forward waits for the forward of the stage before it, a backward
-(B or I) for the backward of the stage behind it. Where that stage lies on another rank, its result
-arrives `send_time` after it is sent: in a grid it is sent as soon as it is there; in a list with
+(B or I) for the backward of the stage after it. If that stage is on another rank, its result
+arrives `send_time` after it is sent: in a grid it is sent as soon as it is computed; in a list with
 transfers when both SEND and RECV have been posted, which takes a rank the time that they are given.
 
 The work is linear in the number of actions: a rank is advanced until it waits, and again when what
 it waits for has a time.
 
 *Deadlock.* With *unbuffered* (rendezvous) sends a transfer ends when both its ends have been
-reached, its SEND by one rank and its RECV by the other, and a rank goes on only then. Each SEND has
-one RECV, so nothing that a rank could do is taken away by what another does: if one order of
+reached, its SEND by one rank and its RECV by the other, and only then does a rank continue. Each
+SEND has one RECV, so nothing that a rank could do is taken away by what another does: if one order
+    of
 execution reaches the end, all do. So running the lists once is a proof. A list without deadlock
 here has none with transfers that are posted together, nor with buffered sends, nor with sends that
-nobody waits for: they only wait for less.
+no rank waits for: they only wait for less.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Execution:
 
     Args:
         spans: For each rank its actions with their times, in order.
-        order: (rank, action) of everything that computes, in order of its end; what depends on
-            another stands behind it, also where both end at once.
+        order: (rank, action) of all computations, in order of their ends; a dependent action
+            comes after its dependency, also if both end at once.
     """
 
     spans: list[list[Span]]

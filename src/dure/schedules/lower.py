@@ -1,4 +1,4 @@
-"""From a grid to what ranks execute: transfers, and what FSDP does for a stage as a whole.
+"""From a grid to what ranks execute: transfers, and FSDP's actions for complete stages.
 
 *Where transfers stand.* The grid is run in thought, with typical times, and the ends of its actions
 are put into one order over all ranks. Behind each end come the transfers of its result: the SEND
@@ -10,7 +10,8 @@ Each rank's list is a part of one common order, in which both ends of a transfer
 it cannot deadlock, even if each send blocks until its receive is reached.
 
 *Deferred receives* move each RECV back, past computation, to what needs it, but not past another
-transfer: what is between runs without it, so this is as safe, but the transfer hides behind less.
+transfer: computation in between runs without it, so this is as safe, but the transfer hides behind
+    less.
 
 *Whole stages.* A stage is unsharded once, one action before its first, and resharded once, behind
 its last: its parameters are gathered once a step and not once a microbatch. REDUCE_GRAD stands

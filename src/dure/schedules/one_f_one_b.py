@@ -35,7 +35,7 @@ def one_f_one_b(placement: tuple[int, ...], microbatches: int) -> Schedule:
 
 
 def interleaved_1f1b(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return interleaved 1F1B; stages lie in loop order.
+    """Return interleaved 1F1B; stages are placed in loop order.
 
     Raises:
         UsageError: The microbatches do not go into rounds of equal size.
@@ -44,7 +44,7 @@ def interleaved_1f1b(placement: tuple[int, ...], microbatches: int) -> Schedule:
 
 
 def interleaved_zero_bubble(placement: tuple[int, ...], microbatches: int) -> Schedule:
-    """Return interleaved 1F1B with split backwards; stages lie in loop order.
+    """Return interleaved 1F1B with split backwards; stages are placed in loop order.
 
     Raises:
         UsageError: The microbatches do not go into rounds of equal size.

@@ -1,4 +1,4 @@
-"""How long a step takes, who idles, and how much is held: from times, before anything runs."""
+"""Duration, idle time and memory of a step: computed from times, before anything runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cost_function(times: Times) -> Callable[[Action], float]:
     unknown = [kind for kind in table if kind not in set(Kind)]
     if unknown or "F" not in table or ("B" not in table and not {"I", "W"} <= set(table)):
         raise UsageError(
-            "the table of times is not whole",
+            "the table of times is incomplete",
             seen=", ".join(map(str, table)) or "nothing",
             fix="Give F and B, or F, I and W; other kinds may be added.",
         )
@@ -62,7 +62,7 @@ class Simulation:
     """What a step of a schedule takes.
 
     Args:
-        schedule: What was simulated.
+        schedule: The simulated schedule.
         spans: For each rank its actions with start and end, in order; SEND and RECV are posted at
             their end.
         step_time: From the first start to the last end.
@@ -98,19 +98,19 @@ def simulate(
 ) -> Simulation:
     """Return when each action of a grid, or of lists with transfers, runs.
 
-    Ranks wait for data only: what is sent arrives `send_time` after both ends have been posted (in
-    a grid: after the result is there), and its rank goes on. Linear in the number of actions.
+    Ranks wait for data only: data arrives `send_time` after both ends have been posted (in
+    a grid: after the result is computed), and its rank continues. Linear in the number of actions.
 
     Args:
-        schedule: What is to run.
+        schedule: The schedule to simulate.
         times: The time of each action; see `cost_function`. In any unit.
         send_time: From a SEND to its arrival, in the same unit; or a function of the SEND.
-        activation_bytes: What a stage holds for a microbatch between forward and backward; or a
+        activation_bytes: Memory of a stage per microbatch between forward and backward; or a
             number for each stage.
 
     Raises:
-        ScheduleError: The schedule is not whole, or its ranks wait for each other.
-        UsageError: A table of times is not whole.
+        ScheduleError: The schedule is incomplete or wrong, or its ranks wait for each other.
+        UsageError: A table of times is incomplete.
     """
     peaks = validate(schedule)
     sending = send_time if callable(send_time) else lambda _: send_time

@@ -1,4 +1,4 @@
-"""Schedules for stages that go there and back, two a rank: ZB-V and DualPipe-V.
+"""Schedules for stages in a V (there and back), two per rank: ZB-V and DualPipe-V.
 
 Rank r of p has stage r and stage 2p - 1 - r, so rank 0 has the first and the last: a microbatch's
 backward starts where its forward did, and the ranks hold about as many activations each.

@@ -1,10 +1,11 @@
-"""Checks that a schedule is whole: each action once, on its rank, in an order that can be.
+"""Checks that a schedule is valid: each action once, on its rank, in a possible order.
 
-What is checked of each list alone: its actions are of stages that lie on the rank; a forward stands
-before its backward, and I before W; what comes from a stage on the same rank has been computed, and
-in lists with transfers, what comes from another rank has been received and what is sent has been
-computed; nothing is missing and nothing is there twice; a stage computes while it is unsharded.
-Of each pair of ranks: the receives stand in the order of the sends. Whether ranks wait for each
+Checks of each list alone: its actions are of stages on the rank; a forward comes before its
+backward, and I before W; the inputs from a stage on the same rank have been computed; in lists with
+transfers, the inputs from another rank have been received and each sent tensor has been computed;
+no action is missing or occurs twice; a stage computes while it is unsharded.
+Checks of each pair of ranks: the receives are in the order of the sends. Whether ranks wait for
+    each
 other is another question: see `prove_no_deadlock`.
 """
 
@@ -42,7 +43,7 @@ _STEP = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1, Kind.RECV_F: -1}
 
 
 def needed_before(action: Action, placement: tuple[int, ...], transfers: bool) -> Iterator[Action]:
-    """Give what must stand before an action in its rank's list.
+    """Give the actions that must come before an action in its rank's list.
 
     Args:
         action: It computes, sends or receives.
@@ -72,7 +73,7 @@ def validate(schedule: Schedule) -> tuple[int, ...]:
     An activation is live from its forward to its B or W; without backwards, during its forward.
 
     Raises:
-        ScheduleError: It is not whole; names rank, index and action, where there is one.
+        ScheduleError: It is not valid; names rank, index and action, if there is one.
     """
     ranks = len(schedule.ranks)
     if schedule.microbatches < 1 or not ranks or set(schedule.placement) != {*range(ranks)}:
@@ -115,7 +116,7 @@ class _Check:
         self.done = bytearray(schedule.stages * self.m)
         kinds = {part.kind for rank in schedule.ranks for a in rank if a for part in a.parts}
         self.trains = bool(kinds & {Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-        self.weights = [0] * schedule.stages  # microbatches whose weights' gradients are there
+        self.weights = [0] * schedule.stages  # microbatches whose weights' gradients are computed
         self.gathered: set[int] = set()  # stages that are unsharded
         self.reduced: set[int] = set()
 
@@ -157,8 +158,8 @@ class _Check:
         where = self.schedule.placement[action.stage]
         if where != rank:
             raise ScheduleError(
-                "a rank has an action of a stage that lies on another",
-                seen=f"stage {action.stage} lies on rank {where}",
+                "a rank has an action of a stage that is placed on another rank",
+                seen=f"stage {action.stage} is placed on rank {where}",
                 fix=f"Move it to rank {where}'s list, or place the stage on rank {rank}.",
             )
 
@@ -169,8 +170,8 @@ class _Check:
         at = stage * self.m + (microbatch or 0)
         if self.done[at] & _DONE[kind]:
             raise ScheduleError(
-                "an action is there twice",
-                seen=f"{action}, or a part of it, stands before",
+                "an action occurs twice",
+                seen=f"{action}, or a part of it, occurs earlier",
                 fix="Drop one of them; B is I and W in one.",
             )
         for needed in needed_before(action, placement, self.transfers):
@@ -220,10 +221,10 @@ class _Check:
                     if _goes_away(stage, kind, placement)
                     if self.trains or kind in (Kind.SEND_F, Kind.RECV_F)
                 ]
-            whole = sum(_DONE[kind] for kind in kinds)
+            complete = sum(_DONE[kind] for kind in kinds)
             for m in range(self.m):
                 done = self.done[stage * self.m + m]
-                if done != whole:
+                if done != complete:
                     missing += [Action(stage, k, m) for k in kinds if not done & _DONE[k]]
         if missing:
             rank = placement[missing[0].stage]
@@ -239,7 +240,7 @@ class _Check:
 
 def _refuse_early(action: Action, needed: Action) -> None:
     raise ScheduleError(
-        "an action stands before what it needs",
+        "an action comes before one that it needs",
         seen=f"{action} needs {needed}",
         fix=f"Put {needed} before it.",
     )
@@ -252,7 +253,7 @@ def _goes_away(stage: int, kind: Kind, placement: tuple[int, ...]) -> bool:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    """Check that the receives of a rank from another stand in the order of the sends."""
+    """Check that the receives of a rank from another are in the order of the sends."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank in range(len(schedule.ranks)):

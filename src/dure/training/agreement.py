@@ -50,7 +50,7 @@ def verify_equal(group: ProcessGroup, descriptions: Sequence[str], what: str = "
     Args:
         group: The ranks.
         descriptions: One line for each tensor; its first word is the tensor's name.
-        what: What the tensors are of, for the error.
+        what: The owner of the tensors, for the error.
 
     Collective: all ranks of the group call; all of them raise.
     Cost: one all_gather of 32 bytes.
@@ -64,7 +64,7 @@ def verify_equal(group: ProcessGroup, descriptions: Sequence[str], what: str = "
     digests = [torch.empty_like(digest) for _ in range(group.size())]
     group.all_gather(digests, digest)
     if all(torch.equal(d, digest) for d in digests):
-        return  # and so does every other rank: whoever differs is seen by all
+        return  # and so does every other rank: a difference is seen by all of them
     texts = gather_texts(group, text)
     for position, entries in enumerate(zip_longest(*texts, fillvalue=_NOTHING)):
         if len(set(entries)) > 1:
@@ -127,10 +127,10 @@ def broadcast_tensors(
         large = [t.detach() for t in tensors if t.nbytes > SMALL_BYTES]
         works = [group.broadcast(tensor, root, async_op=True) for tensor in large]
         started = combine([work for work in works if work is not None], large, True)
-        for alike in small.values():
-            flat = packed(alike)
+        for same_kind in small.values():
+            flat = packed(same_kind)
             group.broadcast(flat, root)
             if group.rank() != root:
-                unpack(flat, alike)
+                unpack(flat, same_kind)
     if started is not None:
         started.wait()

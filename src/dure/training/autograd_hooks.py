@@ -1,6 +1,6 @@
-"""When a backward begins, when each gradient is there, when it has ended: hooks of autograd.
+"""When a backward begins, when each gradient is computed, when it has ended: hooks of autograd.
 
-*Parameters* (`on_gradients`). Autograd tells of each gradient that it has accumulated. These hooks
+*Parameters* (`on_gradients`). Autograd reports each gradient that it has accumulated. These hooks
 live as long as the parameters, and therefore hold their owner weakly: wrapping a module once more,
 or throwing a wrapper away, leaves nothing of the old one behind.
 
@@ -13,10 +13,10 @@ been reduced (`hooks_of_program`).
 *Outputs* (`on_outputs`). A gradient that arrives at an output of a module says that a backward
 through it is running, also one that reaches no parameter on this rank (all its inputs were masked
 out) while the other ranks wait for it. These hooks live as long as the graph, and hold what they
-call, so that the backward is seen to also where the program has let go of the module. They do not
+call, so that the backward is seen even if the program has dropped the module. They do not
 hold the output's own node, so that the graph is free to go.
 
-*Inputs* (`on_inputs`). When gradients of all inputs of a module are there, its backward is over.
+*Inputs* (`on_inputs`). When gradients of all inputs of a module are computed, its backward is over.
 
 *The end* (`at_end`, `at_end_or_failure`, `at_end_else`). Autograd calls back when the running
 backward has ended; where it raises, it drops the callback.
@@ -30,7 +30,7 @@ be executed? For a parameter's accumulating node
 * an exception means `autograd.grad` with respect to this parameter;
 * *no* means either that the call does not fill ``.grad`` or that it does not reach this parameter.
 
-To tell the last two apart, the graph is followed from an output down to any leaf, which is asked.
+To distinguish the last two, the graph is followed from an output to any leaf, which is asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wrappers and `torch.compile`: what is compiled is the module, and it is cut where buckets end.
+"""Wrappers and `torch.compile`: the module is compiled, and cut at the ends of buckets.
 
 The code around the module (locks, hooks, collectives) is no material for graphs. Functions marked
 `untraced` (comm/untraced.py) are run as they are, whether the user compiled the module inside or
@@ -6,7 +6,7 @@ the wrapper.
 
 A module that is compiled in one piece hands over all its gradients at the end of backward, when
 there is nothing left to overlap their reduction with. torch's compiler therefore cuts a graph into
-pieces of about a bucket each, if it is told that DDP is at work: it asks torch's own class which
+pieces of about a bucket each, if it knows that DDP is active: it asks torch's own class which
 module is active. `cut_graphs` answers for ours.
 """
 
@@ -36,7 +36,7 @@ class Cutting:
 
 @untraced
 def cut_graphs(cutting: Any) -> Any:
-    """Tell the compiler how to cut what it compiles from now on; return what it was told before.
+    """Set how the compiler cuts graphs from now on; return the previous setting.
 
     Any: an instance of torch's class, or a `Cutting`.
     """

@@ -1,12 +1,12 @@
 """Many tensors side by side in one flat tensor, so that one collective carries them all.
 
 *Flat buffers* (`FlatBuffers`) are one block of memory for each dtype and device, from which flat
-tensors are taken one after another. When all are to be taken anew, in another order say, the blocks
-begin again at their beginning: no memory is asked for, and no other rank.
+tensors are taken one after another. To take all of them again, in another order say, the blocks
+restart at their beginning: no memory is allocated, and no other rank is asked.
 
     block of float32   | taken first |  taken second  |   third   ...        | free |
 
-What is taken begins at an address that the fastest instructions like.
+Each tensor begins at an address that the fastest instructions can use.
 
 *Packing* is the other direction: tensors that lie anywhere are copied into a flat tensor, and out
 of it again (`packed`, `unpack`).
@@ -95,7 +95,7 @@ class FlatBuffers:
         self._taken = dict.fromkeys(self._blocks, 0)
 
     def restart(self) -> None:
-        """Take from the beginning again; what was taken before gets its memory overwritten."""
+        """Take from the beginning again; memory that was taken before gets overwritten."""
         self._taken = dict.fromkeys(self._blocks, 0)
 
     def take(self, kind: Kind, numel: int) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""Gradients that lie in flat buffers, and what a buffer is given for each of them.
+"""Gradients stored in flat buffers, and how a buffer receives each of them.
 
 A *grad view* has a tensor that shares its flat buffer's memory and becomes the parameter's
 ``.grad``. Autograd adds into it in place, the collective reduces it in place, and the optimizer
 reads it there: nothing is copied. Only the first gradient after ``zero_grad()``, which sets
 ``.grad`` to None, arrives in a tensor of autograd's own and is copied in once.
 
-It lies in the strides of its parameter where those are dense. It is not a view in autograd's sense,
+It has the strides of its parameter if those are dense. It is not a view in autograd's sense,
 so ``grad.detach_()`` works on it. A program that keeps a gradient (``g = p.grad``) over
 ``zero_grad(set_to_none=True)`` keeps its values: the grad view sees that its tensor is held and
 moves the holder's to memory of its own before writing. The same happens when buffers are laid out
-anew, so that gradients which are being accumulated are carried over.
+again, so that gradients which are being accumulated are carried over.
 
 A program may also give the tensor other memory: ``module.double().float()`` and ``module.to()``
 assign ``grad.data``, on the very tensor that was the grad view's. A grad view therefore compares
@@ -18,7 +18,7 @@ dtype, device or shape does not fit its buffer any more (`adopt` returns False).
 
 Three kinds differ.
 
-*Parts.* Of a parameter that is a DTensor the part lies in the buffer, and ``.grad`` is a DTensor
+*Parts.* The buffer has the part of a parameter that is a DTensor, and ``.grad`` is a DTensor
 over it with the parameter's placements; one that comes with others is brought to these first.
 
 *Sparse.* The gradient of an embedding with ``sparse=True`` lies nowhere: its size changes from step
@@ -26,7 +26,7 @@ to step. Its entries are handed over when the buffer is reduced, and the result 
 
 *Cast.* A gradient that is reduced in another dtype than it is kept in. The flat buffer is made in
 the dtype of the reduction, so that half the bits are half the bytes on every path, and no copy of a
-whole buffer is ever made. The gradient stays a tensor of its own, in its parameter's dtype; it is
+complete buffer is ever made. The gradient stays a separate tensor, in its parameter's dtype; it is
 cast into the buffer when it is complete, and the result is cast back:
 
     backward -> p.grad float32 --cast--> view bfloat16 -> all_reduce -> view --cast--> p.grad
@@ -67,7 +67,7 @@ _grad: Any = torch.Tensor.grad  # pyright: ignore
 _REFS_OF_UNHELD_VIEW = 2
 
 DORMANT = -1
-"""The buffer's index of a grad view that is in none: nobody uses its parameter."""
+"""The buffer's index of a grad view that is in none: no rank uses its parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class NamedParameter:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what of a parameter lies in this rank's memory: of a DTensor its part."""
+    """Return this rank's memory of a parameter: of a DTensor, its local part."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -121,7 +121,7 @@ class GradView:
         expected: How often a backward adds to the gradient.
         left: How often the present backward still will.
         used: Whether it got a gradient since the last reduction.
-        node: What accumulates the gradient in autograd's graphs.
+        node: Accumulates the gradient in autograd's graphs.
     """
 
     __slots__ = (
@@ -170,7 +170,7 @@ class GradView:
 
     @property
     def kind(self) -> Kind:
-        """What flat buffer it can lie in."""
+        """The kind of flat buffer that can hold it."""
         return (self.dtype, self.parameter.device)
 
     def place(self, flat: torch.Tensor, buffer_index: int, offset: int) -> None:
@@ -279,7 +279,7 @@ class GradView:
     def contribute_nothing(self) -> None:
         """Fill the buffer with zeros: this rank only accompanies the others' step.
 
-        Its own old gradient goes: what is left of it would not be that of the others.
+        Its own old gradient is dropped: the rest of it would differ from those of the others.
         """
         self.parameter.grad = None
         self._free_view()
@@ -384,7 +384,7 @@ class SparseGradView(GradView):
         self._reduce_dtype = reduce_dtype
 
     def place(self, flat: torch.Tensor, buffer_index: int, offset: int) -> None:
-        """Belong to a buffer: there is nothing to lie in."""
+        """Belong to a buffer, without memory in it."""
         self.buffer_index = buffer_index
 
     def leave(self) -> None:
@@ -447,7 +447,7 @@ class CastGradView(GradView):
     __slots__ = ()
 
     def adopt(self) -> bool:
-        """Cast the parameter's gradient into the buffer, whatever its dtype."""
+        """Cast the parameter's gradient of any dtype into the buffer."""
         values = self._values()
         if values.shape != self._shape:
             return False

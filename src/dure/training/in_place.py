@@ -31,7 +31,7 @@ class InPlace:
         return cls.__bases__[1](*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> Any:
-        """Refuse: what makes the module parallel cannot be copied."""
+        """Refuse: the hooks that make the module parallel cannot be copied."""
         raise ModuleError(
             f"a module cannot be copied after {self.made_by}",
             op="deepcopy",

@@ -1,4 +1,4 @@
-"""`Join`: training goes on when some ranks have run out of inputs (torch's interface).
+"""`Join`: training continues when some ranks have run out of inputs (torch's interface).
 
 A rank whose inputs have ended leaves its loop and would be missing in the next collective. Inside a
 `Join` it does not go away at the end of the block: it *shadows* the others, which means that it
@@ -12,13 +12,14 @@ the end of the block *listen*. Both are the same small all_reduce: each rank has
     1 + 4 * place + phase    it is about to do `phase` of the joinable at `place` in the context
     -1                       it left the block with an error
 
-and no rank writes another's, so that the sum tells every rank what all the others are at. A
-listener then calls the joinable's *hook* for that phase, and listens again. When nobody announced
+and no rank writes another's, so that the sum shows every rank what all the others do next. A
+listener then calls the joinable's *hook* for that phase, and listens again. When no rank announces
 anything, all have joined, and the post-hooks make the ranks equal.
 
 Because each joinable announces its own doings, at the moment when they become certain, a listener
 never guesses: forwards without a backward, accumulation without synchronisation and optimizers that
-step every k-th time need no care. (torch announces a whole iteration at its first forward.)
+step at every k-th iteration need no care. (torch announces a complete iteration at its first
+forward.)
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ class JoinHook:
     """What a joinable does on a rank that has run out of inputs; override what is needed."""
 
     def enter(self, context: Join) -> None:
-        """Get ready for `context`, which begins; may refuse it, on all ranks alike."""
+        """Get ready for `context`, which begins; may refuse it, on all ranks."""
 
     def main_hook(self) -> None:
         """Shadow the collectives of one announced iteration of the joinable."""
 
     def shadow(self, phase: int, round: JoinRound) -> None:
-        """Shadow what was announced; by default `main_hook`, whatever the phase.
+        """Shadow an announced phase; by default `main_hook`, for any phase.
 
         Args:
             phase: The number that the joinable announced (0 unless it said otherwise).
-            round: Who announced it.
+            round: The ranks that announced it.
         """
         self.main_hook()
 
@@ -114,7 +115,7 @@ class Joinable(ABC):
         """Return the hook for one context.
 
         Args:
-            **kwargs: What the user gave to `Join` beyond its own arguments; the same for all
+            **kwargs: Arguments that the user gave to `Join` beyond its own; the same for all
                 joinables of the context (Any: theirs to define).
         """
 
@@ -178,8 +179,8 @@ class Join:
     Collectives that are not those of a joinable must not be called in the block.
 
     Args:
-        joinables: What communicates in the block; all on the same process group, on every rank in
-            the same order.
+        joinables: The communicating objects of the block; all on the same process group, on every
+            rank in the same order.
         enable: False makes the context do nothing: for inputs that are known to be even.
         throw_on_early_termination: Raise `UnevenInputs` on all ranks as soon as one has run out of
             inputs, in place of shadowing.
@@ -259,9 +260,9 @@ class Join:
         """Announce that `joinable` is about to communicate.
 
         Args:
-            joinable: Who is about to.
-            phase: What it is about to do, if it has different things to do (0 to 3); its hook's
-                `shadow` is told.
+            joinable: The object that is about to communicate.
+            phase: The number of its next phase, if it has different ones (0 to 3); passed to its
+                hook's `shadow`.
 
         Returns:
             What all ranks announced; None where `joinable` is in no context, and on a rank that
@@ -302,7 +303,7 @@ class Join:
     def last_joiners(self) -> tuple[int, ...]:
         """Group ranks that had inputs when any rank last had; the same on all ranks.
 
-        Where nobody had any input, all of them.
+        If no rank had any input, all of them.
         """
         return self._last.active if self._last else tuple(range(self.group.size()))
 
@@ -318,7 +319,7 @@ class Join:
             if num_rounds == _MANY_ROUNDS:
                 warnings.warn(
                     f"rank {self.group.rank()} has shadowed the others {num_rounds} times: it has "
-                    "that many inputs less, and is idle meanwhile; divide the data more evenly",
+                    "that many fewer inputs, and was idle then; divide the data more evenly",
                     PerformanceWarning,
                     stacklevel=3,
                 )
@@ -333,9 +334,9 @@ class Join:
         if isinstance(error, CommError | UnevenInputs) or not isinstance(error, Exception):
             return
         with suppress(DureError):
-            told = self.group.all_reduce(self._numbers(_FAILED), async_op=True)
-            if told is not None:
-                told.disown()  # nobody waits for it: the error is on its way
+            work = self.group.all_reduce(self._numbers(_FAILED), async_op=True)
+            if work is not None:
+                work.disown()  # it is not waited for: the error is already raised
 
     # ---------------------------------------------------------------- errors
 
@@ -374,7 +375,7 @@ class Join:
             ranks=round.joined,
             seen=f"rank{'s' if len(round.joined) > 1 else ''} {ranks} ran out, "
             f"{len(round.active)} of {self.group.size()} ranks had more",
-            fix="Stop here on all ranks, or leave out throw_on_early_termination to go on.",
+            fix="Stop here on all ranks, or leave out throw_on_early_termination to continue.",
             **self._where(),
         )
 

@@ -6,8 +6,8 @@ when a file is made, so that it does not run out later. A file loses its name as
 mapped, so that it goes with the processes that have it, however they end.
 
 State of an optimizer is made by ``torch.zeros_like(parameter)`` in the optimizer's `_init_group`;
-there it comes into files at once. What an optimizer makes elsewhere (SGD's momentum, a loaded state
-dictionary) is moved after the next step.
+there it is put into files at once. State that an optimizer makes elsewhere (SGD's momentum, a
+loaded state dictionary) is moved after the next step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Files:
                 raise failed
             if not name.exists():
                 raise UsageError(
-                    "the first rank's file is not there",
+                    "the first rank's file is missing",
                     op="OffloadPolicy",
                     seen=str(name),
                     fix="Give all ranks of a host the same folder; see the first rank's error.",

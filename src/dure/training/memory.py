@@ -1,8 +1,8 @@
 """Where training allocates memory that other ranks see: here, and nowhere else.
 
 Two kinds. *Own* memory is each rank's: the others look at it during a collective, which reduces it
-where it lies (buckets of gradients). *Node-shared* memory is one for all ranks of a host: what one
-writes the others read (shared parameters).
+in place (buckets of gradients). *Node-shared* memory is one for all ranks of a host: each reads
+what the others write (shared parameters).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def give_back_pages(tensor: torch.Tensor) -> int:
     if length <= 0:
         return 0
     where, size = ctypes.c_void_p(first), ctypes.c_size_t(length)
-    # Memory that is shared has to be taken out of its file; what is private has none.
+    # Shared memory has to be taken out of its file; private memory has none.
     for advice in (mmap.MADV_REMOVE, mmap.MADV_DONTNEED):
         if _LIBC.madvise(where, size, advice) == 0:
             return length

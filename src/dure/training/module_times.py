@@ -8,7 +8,7 @@ Measured on the host's clock, around what communicates. Of a module: how long it
 *ahead*, while something else computed; how long it was then waited for; and how long reducing its
 gradients was started or waited for. The sum of waits is the step's exposed communication.
 
-Where somebody listens, phases, gathers, reductions and waits are emitted as spans.
+If there are listeners, phases, gathers, reductions and waits are emitted as spans.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class ShardedStepTimes:
 
     Attributes:
         exposed_comm_s: The part in which this rank only started or waited for communication.
-        exposed_forward_s: What of it was before backward.
-        turns_s: What of it was waiting for the other ranks to begin or end a step.
+        exposed_forward_s: The part of it before backward.
+        turns_s: The part of it spent waiting for the other ranks to begin or end a step.
         step: Number of the backward, from 1; 0 before the first.
-        num_bytes: What was reduced: this rank's gradients of whole parameters.
+        num_bytes: Reduced bytes: this rank's unsharded gradients.
         modules: By the path of the module.
     """
 
@@ -68,7 +68,7 @@ class ShardedStepTimes:
 
 
 class ModuleClock:
-    """Stamps of the step that is going on. Forwards without gradients are not measured.
+    """Stamps of the current step. Forwards without gradients are not measured.
 
     Attributes:
         times: Of the last backward that has ended.
@@ -84,7 +84,7 @@ class ModuleClock:
         self._exposed = self._exposed_forward = self._turns = self._num_bytes = 0
         self._modules: dict[str, ModuleTimes] = {}
         self._begun: dict[str, _Begun] = {}
-        self._told: list[spans.Span] = []
+        self._spans: list[spans.Span] = []
 
     def begin_forward(self) -> None:
         """Note that the outermost module's forward begins."""
@@ -93,7 +93,7 @@ class ModuleClock:
             self._forward = now()
 
     def begin_backward(self) -> None:
-        """Note that the first gradient is there."""
+        """Note that the first gradient is ready."""
         self._counts, self._backward = True, now()
         self._exposed_forward = self._exposed
 
@@ -139,7 +139,7 @@ class ModuleClock:
             self._ended(f"reduce {module}", begin)
 
     def end_backward(self, group: ProcessGroup) -> None:
-        """End the step: `times` are its times; where somebody listens, its spans are emitted."""
+        """End the step: `times` are its times; if there are listeners, its spans are emitted."""
         self.times = ShardedStepTimes(
             exposed_comm_s=self._exposed / _NS,
             exposed_forward_s=self._exposed_forward / _NS,
@@ -169,7 +169,7 @@ class ModuleClock:
         begun = self._begun.pop(name, None)
         if begun is None or not spans.listeners:
             return
-        self._told.append(
+        self._spans.append(
             spans.Span(
                 name=name,
                 track=spans.MODULES,
@@ -184,7 +184,7 @@ class ModuleClock:
     def _waited(self, name: str, begin: int) -> None:
         if spans.listeners:
             wait = spans.Span(name=name, track=spans.WAITS, start_ns=begin, end_ns=now())
-            self._told.append(wait)
+            self._spans.append(wait)
 
     def _emit(self, group: ProcessGroup) -> None:
         rank, step = group.global_ranks[group.rank()], self.times.step
@@ -193,12 +193,12 @@ class ModuleClock:
             ("backward", self._backward, self._last),
             ("wait for gradients", self._last, now()),
         ]
-        told = [
+        phase_spans = [
             spans.Span(name=name, start_ns=begin, end_ns=end, group=group.group_name)
             for name, begin, end in phases
             if begin
         ]
-        for span in told + self._told:
+        for span in phase_spans + self._spans:
             spans.emit(replace(span, global_rank=rank, details={"step": step}))
 
 

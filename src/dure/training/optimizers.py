@@ -6,7 +6,7 @@ and would train nothing. A parameter that was replaced knows by what; before the
 gradients it is given that.
 
 Parameters that are offloaded have no values that could be stepped. Those that the ranks of a host
-share are written when nobody reads them (turns.py).
+share are written when no rank reads them (epochs.py).
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _OFFLOADED = "_dure_offloaded"
 
 
 Replacement = Callable[[], tuple[torch.Tensor, str]]
-"""Tells the parameter that the model has now, and its name."""
+"""Returns the parameter that the model has now, and its name."""
 
 
 def note_replaced(old: torch.Tensor, by: Replacement) -> None:
-    """Note what tells the parameter that the model has instead of `old`."""
+    """Note a function that returns the parameter which the model has instead of `old`."""
     vars(old)[_REPLACED] = by
 
 
-def note_unsharded(whole: torch.Tensor, by: Replacement) -> None:
-    """Note the same of what a module computes with; weakly, and not in what is pickled of it.
+def note_unsharded(parameter: torch.Tensor, by: Replacement) -> None:
+    """Note the same of an unsharded parameter; weakly, and not pickled with it.
 
     Args:
-        whole: What the module has for a time.
-        by: A method, which may belong to what holds `whole`.
+        parameter: The module has it for a limited time.
+        by: A method, which may belong to an object that holds `parameter`.
     """
-    unsharded[whole] = WeakMethod(by)
+    unsharded[parameter] = WeakMethod(by)
 
 
 def _replacement(old: torch.Tensor) -> Replacement | None:
@@ -89,7 +89,7 @@ def rebind(optimizer: torch.optim.Optimizer) -> None:
     State moves along where it was a shard's, too.
 
     Raises:
-        OptimizerError: It has state of whole parameters; or a parameter is offloaded.
+        OptimizerError: It has state of unsharded parameters; or a parameter is offloaded.
     """
     known = {p for group in optimizer.param_groups for p in group["params"]}
     for group in optimizer.param_groups:

@@ -12,11 +12,11 @@ parameters, as float32. Nothing else has to know: gradients add up in float32 ov
 and under `no_sync`, are moved to flat buffers as always, and are reduced in `reduce_dtype` because
 the flat buffers are made in it (grad_views.py).
 
-The shadows are there again during backward, because checkpointed parts run their forward in it. In
+The shadows are put back during backward, because checkpointed parts run their forward in it. In
 between, and after, the module is its float32 self.
 
 Modules that are *ignored* compute in their own dtype, with inputs and outputs cast on their border.
-Buffers are exchanged in `_buffers` itself, because modules write to them: what was written is
+Buffers are exchanged in `_buffers` itself, because modules write to them: a written value is
 carried over to the float32 one when the shadow goes.
 """
 
@@ -100,7 +100,7 @@ class MixedPrecision:
 
     @property
     def gradients(self) -> torch.dtype | None:
-        """The dtype in which gradients are reduced; None stands for that of each parameter."""
+        """The dtype in which gradients are reduced; None means that of each parameter."""
         return self.reduce_dtype or self.param_dtype
 
     @property
@@ -137,7 +137,7 @@ class ComputeCopies:
         unknown = names - {path for path, _ in root.named_modules()}
         if unknown:
             raise ModuleError(
-                "mixed_precision ignores modules that are not there",
+                "mixed_precision ignores modules that do not exist",
                 parameters=tuple(sorted(unknown)),
                 seen=", ".join(sorted(unknown)),
                 fix="Give paths as module.named_modules() does.",
@@ -156,7 +156,7 @@ class ComputeCopies:
     # ---------------------------------------------------------------- running
 
     def run(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what `module` makes of its arguments in low precision (Any: whatever it takes)."""
+        """Run `module` in low precision (Any: its arguments and result)."""
         if not autograd_hooks.in_backward():
             self._end_backward()  # one that raised, and that something keeps alive
         dtype = self.precision.param_dtype

@@ -95,7 +95,7 @@ def _mapped_dict(
     changed = {key: item for key, item in new.items() if item is not value[key]}
     if not changed and not copies:
         return value
-    same = copy(value)  # of the same class, whatever its constructor takes
+    same = copy(value)  # of the same class, without calling its constructor
     attributes: dict[str, Any] = getattr(same, "__dict__", {})
     for key, item in changed.items():  # not `update`, which some classes refuse
         for name, attribute in attributes.items():

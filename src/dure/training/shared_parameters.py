@@ -6,14 +6,14 @@
 Each rank has a module of its own, but `p.data` of all of them points to one place: the weights
 exist once a host. To *bind* them takes one node-shared allocation for all parameters, rank 0's
 values, and then `p.data = ...`, as `module.to()` does it: the parameter objects stay, with their
-gradients, hooks and places in modules. What a rank had before is freed.
+gradients, hooks and places in modules. The rank's previous memory is freed.
 
 Parameters that overlap in memory (one is a view of another) form a *cluster*. Each cluster gets a
 storage of its own, just as long as it is. So a parameter that is pickled or deep-copied takes along
-its own bytes and not the whole memory; the copy lies in ordinary memory, as it should.
+its own bytes and not the complete memory; the copy is in ordinary memory, as it should be.
 
 A program may put a parameter elsewhere (``module.to(dtype)``, ``p.data = ...``): it is *relocated*.
-Before each update the ranks tell each other whether anybody's is, and then all are bound again.
+Before each update the ranks exchange whether any has relocated ones, and then all are bound again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SharedParameters:
         self._addresses = [p.data_ptr() for p in self._parameters]
 
     def barrier(self) -> bool:
-        """Wait until all ranks are here; tell whether a parameter of any of them is relocated."""
+        """Wait for all ranks; return whether a parameter of any of them is relocated."""
         relocated = [p.data_ptr() for p in self._parameters] != self._addresses
         self._flag.fill_(int(relocated))
         self._group.all_reduce(self._flag, ReduceOp.MAX)
@@ -126,7 +126,7 @@ def _common_extent(cluster: Sequence[torch.Tensor]) -> tuple[int, int]:
 
 
 def _placed(parameter: torch.Tensor, room: torch.UntypedStorage, start: int) -> torch.Tensor:
-    """Return a tensor shaped as `parameter`, in `room`, which stands for the memory at `start`."""
+    """Return a tensor shaped as `parameter`, in `room`, which replaces the memory at `start`."""
     offset = (parameter.data_ptr() - start) // parameter.element_size()
     place = torch.empty(0, dtype=parameter.dtype, device="cpu")
     place.set_(room, offset, tuple(parameter.shape), tuple(parameter.stride()))  # pyright: ignore[reportUnknownMemberType]

@@ -2,7 +2,7 @@
 
 Data-parallel training averages gradients over ranks. A mean over each rank's own tokens then weighs
 a token of a rank with few of them more than one of a rank with many; so does a mean over each
-microbatch. What one process computes is the sum of all tokens' losses over their number T:
+microbatch. One process would compute the sum of all tokens' losses over their number T:
 
     1/T * sum over all tokens  =  1/N * sum over ranks of (N/T * the sum over its tokens)
 
@@ -48,10 +48,10 @@ def scale_by(
     scaled, added up over the step, is the exact loss per token.
 
     Args:
-        tokens: What this rank trains on in the whole step: a number, a mask or weights of its own
+        tokens: This rank's training tokens of the step: a number, a mask or weights of its
             tokens, which are added up, or one of these for each microbatch. A rank may have none.
         ranks: A group, or all of a mesh; the world where None. Ranks of a tensor-parallel or
-            pipeline axis may be among them: each tells the tokens that it works on.
+            pipeline axis may be among them: each gives the tokens that it works on.
 
     Returns:
         The number of ranks over that of all their tokens; 0.0 where there are none.

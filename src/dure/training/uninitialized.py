@@ -1,8 +1,8 @@
-"""Parameters and buffers that `to_empty` has made, and nobody has written when they are first used.
+"""Parameters and buffers from `to_empty` that are used before they were written.
 
 A model that is made on the meta device gets memory from `to_empty`, and values from a checkpoint or
-from its `reset_parameters`. What both leave out, often a buffer that is not persistent, would be
-whatever the memory had. So its bytes are set to a pattern, not a number in floating-point dtypes,
+from its `reset_parameters`. A tensor that both leave out, often a non-persistent buffer, would have
+arbitrary values. So its bytes are set to a pattern, not a number in floating-point dtypes,
 and looked for when the first forward begins: however a value was written, it is not the pattern.
 """
 
@@ -78,7 +78,7 @@ def check_initialized(modules: Sequence[nn.Module]) -> None:
             unwritten += [f"{path}.{name}" if path else name for name in bad]
     if unwritten:
         raise ModuleError(
-            "to_empty gave these memory, and nobody has written them",
+            "to_empty gave these memory, and no value was written to them",
             op="forward",
             parameters=tuple(unwritten),
             seen=", ".join(unwritten),

@@ -1,8 +1,8 @@
-"""The page of a run: what it does now, or what its files say, in a browser.
+"""The page of a run in a browser: its present state, or the contents of its files.
 
-`sources` (what is shown: `Live`, `Recorded`), made by `study` and `charts` of what `dure.trace` has
-read; `access` (who may see it); `server`; `__main__` (the process of a run's page); `static`
-(the page itself, and uPlot, a chart library under the MIT licence, whole and unchanged).
+`sources` (the content: `Live`, `Recorded`), made by `study` and `charts` from files that
+`dure.trace` has read; `access` (who may see it); `server`; `__main__` (the process of a run's
+page); `static` (the page itself, and uPlot, a chart library under the MIT licence, unchanged).
 
 The server needs starlette and uvicorn, which `pip install dure[page]` brings.
 

@@ -2,7 +2,7 @@
 
 It has nothing of the launcher's but the listening socket and its standard input, on which come the
 token and the title, a line of JSON, and then what happens (`Feed`), a line each. At the end of the
-input the page has its last state, which it still tells to whoever reads it; then it ends.
+input the page has its last state, which it still serves to readers; then it ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAST_S = 1.5
 
 
 async def _follow(reader: asyncio.StreamReader, source: Live) -> None:
-    """Take what the launcher tells until it tells no more."""
+    """Take the launcher's messages until its input ends."""
     decoder = msgspec.json.Decoder(Feed)
     while line := await reader.readline():
         with contextlib.suppress(msgspec.DecodeError):  # it has ended within a line

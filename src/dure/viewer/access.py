@@ -5,14 +5,14 @@ browser on it. So three things are asked of a request:
 
 * *Host* names this machine's loopback, so that no other name that was made to lead here (DNS
   rebinding) passes as the page's own. The port may be another: `ssh -L` forwards one.
-* *Origin* and *Sec-Fetch-Site*, where the browser tells them, say that the page itself asks. Only
+* *Origin* and *Sec-Fetch-Site*, if the browser sends them, show that the page itself asks. Only
   the first page, which shows nothing, may be opened from elsewhere: by a link in a terminal.
-* A *cookie*, but for that first page and what its script needs. It is given once, for the token in
-  the address that was printed, to whoever comes first; HttpOnly, SameSite=Strict.
+* A *cookie*, except for that first page and its script. It is given once, for the token in
+  the address that was printed, to the first browser that asks; HttpOnly, SameSite=Strict.
 
 Browsers send cookies to every port of a host. A server of another user on another port would be
 given this one, did it not have a path that is a secret, too: the page's own, below which it lies.
-The token is behind the `#` of the address, which browsers send to nobody; the script posts it.
+The token is behind the `#` of the address, which browsers send to no server; the script posts it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Access:
     """The secrets of one page.
 
     Attributes:
-        token: What the address carries, until it has been exchanged; empty from then on.
+        token: Part of the address, until it has been exchanged; empty from then on.
         path: Below which everything lies that shows something.
     """
 

@@ -2,7 +2,7 @@
 
 Files come again and again with what is newest (`dure.trace.publishing`), and overlap; so a mark or
 a span counts once, by its time. Where a curve has too many points every other one goes, and its
-`generation` tells readers to take it anew.
+`generation` makes readers fetch it again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Charts:
         self._end_slot()
 
     def progressed(self, rank: int, at_s: float, step_ms: float) -> None:
-        """Add a step's time as the launcher saw it, of a rank that tells nothing better."""
+        """Add a step's time as the launcher saw it, of a rank that publishes nothing better."""
         seen = self._seen[rank]
         if seen.mark is None and seen.span_ns < 0:
             self._add(("step", "", rank), at_s, step_ms)

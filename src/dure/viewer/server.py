@@ -2,7 +2,7 @@
 
     GET  /                    the first page, which exchanges the token; it shows nothing
     POST /session             token in, cookie out
-    GET  /static/...          style, scripts, the chart library: the same for everybody
+    GET  /static/...          style, scripts, the chart library: the same for all readers
     GET  /SECRET/             the page
     GET  /SECRET/events       what it shows, whenever that changes: `view`, `curves`, `over`
     GET  /SECRET/output?rank= the lines of a rank: `lines`
@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from importlib.resources import files
-from typing import Any  # Any: what ASGI hands over
+from typing import Any  # Any: from ASGI
 
 import msgspec
 import uvicorn
@@ -70,7 +70,7 @@ class _Gate:
         pairs = [(k.decode("latin-1").lower(), v.decode("latin-1")) for k, v in scope["headers"]]
         refused = self._access.refusal(scope["method"], scope["path"], dict(pairs))
         if len([name for name, _ in pairs if name in ("host", "origin")]) > 2:
-            refused = 400, "A header is there twice."
+            refused = 400, "A header occurs twice."
 
         async def answer(message: Messages) -> None:
             if message["type"] == "http.response.start":
@@ -128,7 +128,7 @@ def application(source: Source, access: Access) -> Callable[..., Awaitable[None]
     async def exchange(request: Request) -> Response:
         header = access.exchange(await _body(request))
         if header is None:
-            return PlainTextResponse("This address has been used, or is not whole.", 403)
+            return PlainTextResponse("This address has been used, or is incomplete.", 403)
         return JSONResponse({"path": f"/{access.path}/"}, headers={"Set-Cookie": header})
 
     async def show_static(request: Request) -> Response:
@@ -255,8 +255,8 @@ async def serve(
     """Serve a page until SIGINT, or until the task is cancelled.
 
     Args:
-        source: What it shows.
-        access: Who may see it.
+        source: The content.
+        access: Checks who may see it.
         listening: Where it is asked for (`access.listen`).
         silent_s: A connection on which nothing is asked for so long is closed.
     """

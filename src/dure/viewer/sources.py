@@ -1,10 +1,10 @@
-"""Where a page's content comes from: a run that goes on (`Live`), or files of one (`Recorded`).
+"""Sources of a page's content: a run in progress (`Live`), or files of one (`Recorded`).
 
 Both are a `Source`: a view, curves, lines of output, and a number that grows when any has changed.
 
-Files may come from anybody. So only so many are read, and only so many bytes of them; what is in
-one is held to what a rank could have written (`_LIMITS`); and where a part of the page cannot be
-made of them, the page says so.
+Files may come from an attacker. So only so many are read, and only so many bytes of them; the
+content of one is held to what a rank could have written (`_LIMITS`); and where a part of the page
+cannot be made of them, the page says so.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Source:
         output: Lines.
         version: Grows with each change.
         over: Whether nothing will change any more.
-        num_readers: How many follow it; who has the last state follows no longer.
+        num_readers: How many follow it; a reader with the last state follows no longer.
     """
 
     def __init__(self, title: str, live: bool, charts: Charts) -> None:
@@ -90,7 +90,7 @@ class Source:
         return True
 
     def _show(self, flight: Flight) -> None:
-        """Make what the files alone tell."""
+        """Make the parts of the page that need the files alone."""
         view = self.view
         problems = list(flight.problems)
         self._try(problems, "curves", lambda: self.charts.take(flight), None)
@@ -100,7 +100,7 @@ class Source:
         view.problems = problems[:_MOST_SENTENCES]
 
     def _try(self, problems: list[str], what: str, make: Callable[[], T], otherwise: T) -> T:
-        """Make a part of the page; what files say may be anything, and make no sense."""
+        """Make a part of the page; contents of files may be anything, and make no sense."""
         try:
             return make()
         except Exception as error:
@@ -109,10 +109,10 @@ class Source:
 
 
 class Live(Source):
-    """A run that goes on, from what the launcher feeds and the ranks publish.
+    """A run in progress, from what the launcher feeds and the ranks publish.
 
     Args:
-        title: What runs.
+        title: The run.
         folder: Where the ranks publish.
     """
 
@@ -124,7 +124,7 @@ class Live(Source):
         self._progress: dict[int, tuple[int, int, float]] = {}  # of a rank: pid, step, when
 
     def feed(self, feed: Feed) -> None:
-        """Take what the launcher tells."""
+        """Take a message of the launcher."""
         view = self.view
         view.ranks, view.elapsed_s = feed.ranks, feed.elapsed_s
         for line in feed.lines:
@@ -149,7 +149,7 @@ class Live(Source):
         written = [path.stat().st_mtime_ns for path in paths]
         if written != self._written:
             self._written = written
-            with suppress(UsageError):  # none is whole yet
+            with suppress(UsageError):  # none is complete yet
                 self._flight = read_files(paths, "the page's folder", _LIMITS)
                 self._show(self._flight)
         for row in self.view.ranks:
@@ -174,22 +174,22 @@ class Live(Source):
         if not outcome.headline:
             first = failed[0].rank
             failure.headline = f"rank {first} failed: {failed[0].last}"
-        told: dict[int, Site] = {}
+        sites: dict[int, Site] = {}
         if flight is not None:
-            told = self._try([], "sites", lambda: parts.sites(flight), told)
-            for rank, site in told.items():
+            sites = self._try([], "sites", lambda: parts.sites(flight), sites)
+            for rank, site in sites.items():
                 if not flight.ranks[rank].failure:
                     site.how = f"{site.how}, when last heard of".removeprefix(", ")
             found = self._try([], "findings", lambda: study(flight).differences, ())
             failure.sentences = list(map(str, found[:_MOST_SENTENCES]))
         for site in outcome.sites:  # they are younger than what was published
-            told[site.ranks[0]] = site
-        failure.sites = parts.together(sorted(told.values(), key=lambda s: s.ranks[0] != first))
+            sites[site.ranks[0]] = site
+        failure.sites = parts.together(sorted(sites.values(), key=lambda s: s.ranks[0] != first))
         return failure
 
 
 def _complete(row: RankRow, flight: Flight | None) -> None:
-    """Add to a rank's row what its file tells, if it is of the same process."""
+    """Add to a rank's row the contents of its file, if it is of the same process."""
     file = None if flight is None else flight.ranks.get(row.rank)
     if file is None or file.pid != row.pid:
         return
@@ -244,7 +244,7 @@ _LIMITS = Limits(each_bytes=16 << 20, all_bytes=128 << 20, accept=_is_sane)
 
 
 def _slot_s(flight: Flight) -> float:
-    """Return over how long to average the parts of steps, such that a curve can be seen whole."""
+    """Return over how long to average the parts of steps, such that a curve fits the chart."""
     starts = [
         flight.time_ns(rank, span.start_ns)
         for rank, file in flight.ranks.items()

@@ -140,14 +140,14 @@ def _phases(flight: Flight) -> Timeline | None:
         for rank, file in flight.ranks.items()
     }
     phases = {rank: spans for rank, spans in phases.items() if spans}
-    whole: list[list[int]] = []
+    complete: list[list[int]] = []
     for rank, spans in phases.items():
         anchor = anchor_of(spans)
         starts = [flight.time_ns(rank, s.start_ns) for s in spans if s.name == anchor]
-        whole += [starts[-2:]] if len(starts) > 1 else []
-    if not whole:
+        complete += [starts[-2:]] if len(starts) > 1 else []
+    if not complete:
         return None
-    start, end = min(whole, key=lambda pair: pair[1])
+    start, end = min(complete, key=lambda pair: pair[1])
     rows: list[TimelineRow] = []
     for rank, spans in list(phases.items())[:_MOST_ROWS]:
         bars = [

@@ -1,6 +1,6 @@
-"""What the page shows, and what the launcher tells for it: plain values, which JSON carries.
+"""Content of the page, and the launcher's messages for it: plain values, which JSON carries.
 
-`Feed` comes from the launcher, `View` goes to the browser. Whatever text is in them was written by
+`Feed` comes from the launcher, `View` goes to the browser. Any text in them was written by
 programs and is shown as text alone: the page makes no markup of it.
 """
 
@@ -55,7 +55,7 @@ class Wait(msgspec.Struct, kw_only=True):
 class Collective(msgspec.Struct, kw_only=True):
     """The calls of an operation of one size in one group.
 
-    `ms` is what the last rank to come took, as a median: what the operation costs by itself; `gbs`
+    `ms` is the time of the last rank to come, as a median: the cost of the operation itself; `gbs`
     its bytes in that time; `late_ms` what the others waited for it, on average.
     """
 
@@ -85,7 +85,7 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 
 class Site(msgspec.Struct, kw_only=True):
-    """What ranks called last, where in the program, what came of it, and where they were then."""
+    """The last calls of ranks, their places and results, and where the ranks were then."""
 
     ranks: list[int]
     call: str
@@ -95,7 +95,7 @@ class Site(msgspec.Struct, kw_only=True):
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """What went wrong first: a headline, what does not match, where each rank was."""
+    """The first failure: a headline, what does not match, where each rank was."""
 
     headline: str
     sentences: list[str] = []
@@ -107,7 +107,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     """How the run has ended.
 
     `headline`, `traceback` and `first` (the rank) are of the first failure; `sites` is what ranks
-    have told when they were asked because of it.
+    reported when they were asked because of it.
     """
 
     ok: bool
@@ -134,7 +134,7 @@ class View(msgspec.Struct, kw_only=True):
 
 
 class Feed(msgspec.Struct, kw_only=True):
-    """What the launcher tells: this host's ranks, and what they wrote as (rank, stream, line)."""
+    """A message of the launcher: this host's ranks, and their output as (rank, stream, line)."""
 
     elapsed_s: float
     ranks: list[RankRow]

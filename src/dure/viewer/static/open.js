@@ -10,7 +10,7 @@ async function open() {
   const token = location.hash.slice(1);
   history.replaceState(null, "", "/");
   if (!token) {
-    say("This address is not whole.", "Open the one that dure has printed, with what stands behind the #.");
+    say("This address is incomplete.", "Open the one that dure has printed, with what stands behind the #.");
     return;
   }
   const answer = await fetch("session", { method: "POST", body: token, cache: "no-store" });
