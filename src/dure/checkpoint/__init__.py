@@ -1,11 +1,11 @@
-"""Checkpoints: whole or not there, never half; of a run, or of a state in any sharding.
+"""Checkpoints: complete or absent, never half; of a run, or of a state in any sharding.
 
 `save` and `load` (`sharded`) have torch's names, and take DTensors of any mesh and placements into
 any other. Below them: `saving` and `restoring`; `background` (`async_save`) and `staging` (its
-copies); `tree` (state without pickle, and its names), `slices` (who has which elements), `planning`
-(who writes what), `files`, `slice_files` and `catalog` (what lies where), `reading` (all of it),
-`agreement` (all ranks or none), `weight_folder` (Hugging Face's). `planned` calls planners and
-storages of one's own (`planner`, `storage`), with the readers of `file_storages`.
+copies); `tree` (state without pickle, and its names), `slices` (each rank's elements), `planning`
+(each rank's writes), `files`, `slice_files` and `catalog` (places in files), `reading` (all of it),
+`agreement` (all ranks or none), `weight_folder` (Hugging Face's). `planned` calls custom planners
+and storages (`planner`, `storage`), with the readers of `file_storages`.
 
 `Checkpointer` saves a data-parallel run with them and resumes it (`resuming`). Besides: `folder`
 (names and the atomic commit), `objects` (modules, optimizers and the rest), `randomness`.

@@ -1,8 +1,9 @@
-"""All ranks, or none: what one rank cannot do fails on every rank, with the same error.
+"""All ranks, or none: a failure of one rank fails on every rank, with the same error.
 
-Each rank does its part and then tells the others how it went. Without that exchange a rank whose
-disk is full would raise and leave, and the others would wait for it, or worse go on and believe in
-a checkpoint that is not there. A rank that dies meanwhile is the group's matter (`PeerLost`).
+Each rank does its part and then reports its outcome to the others. Without that exchange a rank
+whose disk is full would raise and leave, and the others would wait for it, or worse continue and
+rely on a checkpoint that does not exist. A rank that dies in the meantime is the group's matter
+(`PeerLost`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Ranks:
     Args:
         group: The ranks; None: the default group.
         op: The function of `dure.checkpoint` that they call, for messages.
-        alone: This process alone, whatever groups there are.
+        alone: Only this process, even if there is a group.
     """
 
     def __init__(

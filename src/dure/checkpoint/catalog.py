@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: the state without its tensors, and which slice of which lies where.
 
 One JSON file. It is written last, and put in its place by one rename: that is the commit. Until
-then the manifest of the checkpoint before is there, and so are the files that it names, since every
+then the manifest of the previous checkpoint is in place, with the files that it names, since every
 save takes names of its own:
 
     manifest.json
@@ -19,7 +19,7 @@ Format 1 was replaced before the first release. A later format begins with the s
 that this release can find it undamaged, and names the releases that read it.
 
 A manifest is believed where it is consistent: slices are within their tensors, and each element is
-in exactly one. Where they lie in their files follows from what is in these (`slice_files.Layout`),
+in exactly one. Their places in files follow from the contents of these (`slice_files.Layout`),
 and files are compared with that when they are opened.
 """
 
@@ -377,5 +377,5 @@ def _numbers(name: str, found: list[Any]) -> tuple[int, ...]:
 
 def _file(name: str, file: Any) -> str:
     if not isinstance(file, str) or not _PART.fullmatch(file):
-        raise Unreadable(f"{name!r} is said to lie in {file!r}, which no part is called")
+        raise Unreadable(f"{name!r} is said to be in {file!r}, which is not the name of a part")
     return file

@@ -1,4 +1,4 @@
-"""Saving and loading the whole of a data-parallel run, so that it goes on as if nothing happened.
+"""Saving and loading the complete state of a data-parallel run, so that it continues undisturbed.
 
 *Save.* Rank 0 makes a hidden folder; the state is saved there as `save` does it (`saving`); rank 0
 renames the folder (the commit, see `folder`); all learn that it is done. If any of it fails on any
@@ -11,7 +11,7 @@ Modules, optimizers, and the names in other objects must be the same on all rank
 (`replicas`), except `PerRank` ones. They are compared before anything is written.
 
 *Load.* From the newest checkpoint to the oldest: the ranks share out the slices and check each
-byte once (`resuming`). The first whole one is taken; each that was refused is logged with its
+byte once (`resuming`). The first valid one is taken; each that was refused is logged with its
 reason. Then every object is compared with the file, and only when all fit is the first of them
 changed. The random generators come last, since loading may draw from them.
 """
@@ -53,7 +53,7 @@ _log = logs.logger("checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A whole checkpoint: after which step, where, by how many ranks, how large."""
+    """A complete checkpoint: its step, path, number of ranks, and size."""
 
     step: int
     path: Path
@@ -66,8 +66,8 @@ class Checkpointer:
 
     Objects are passed by name, the same names to `save` and `load`: modules (wrapped or not),
     optimizers, schedulers, a `GradScaler`, a sampler or `dure.data.DataLoader`, a dict or list,
-    anything with ``state_dict`` and ``load_state_dict``. What all ranks pass must be equal on all
-    of them, except buffers of modules, of which rank 0's are saved. What differs is passed as
+    anything with ``state_dict`` and ``load_state_dict``. Objects of all ranks must be equal on all
+    of them, except buffers of modules, of which rank 0's are saved. Different ones are passed as
     `PerRank`, or under a name of its own, by the ranks that have it. The random generators of all
     ranks are always included.
 
@@ -121,7 +121,7 @@ class Checkpointer:
 
         Raises:
             UsageError: A value in an object cannot be saved; its path is named. Or `step` is no
-                whole number from 0 on.
+                integer from 0 on.
             CheckpointNotWritten: A rank could not write; no rank has saved, older ones are intact.
                 Or the last flush failed: the error says that the new one is in place.
             CheckpointMismatch: Ranks have different objects under one name: names, shapes, dtypes,
@@ -206,7 +206,7 @@ class Checkpointer:
         )
 
     def _prune(self) -> None:
-        """Remove the oldest whole checkpoints; those that were refused are for a person to see."""
+        """Remove the oldest valid checkpoints; those that were refused are kept for inspection."""
         if self.keep is None:
             return
         try:
@@ -222,7 +222,7 @@ class Checkpointer:
                 _log.warning("checkpoint %s could not be removed: %s", place.path, str(e))
 
     def latest(self) -> Saved | None:
-        """Return the newest whole checkpoint, or None; this rank alone reads and checks it."""
+        """Return the newest valid checkpoint, or None; this rank alone reads and checks it."""
         self.refused = {}
         for place in reversed(self._places()):
             found = self._opened(place, Ranks(None, alone=True))
@@ -232,7 +232,7 @@ class Checkpointer:
 
     @recorded("dure.checkpoint.load")
     def load(self, step: int | None = None, /, **objects: Any) -> int | None:
-        """Put `objects` back to the newest whole checkpoint, and return its step.
+        """Put `objects` back to the newest valid checkpoint, and return its step.
 
         Args:
             step: Load the checkpoint of this step instead of the newest one.
@@ -242,12 +242,12 @@ class Checkpointer:
             The step; None where nothing was ever saved: begin from the start.
 
         Raises:
-            CheckpointDamaged: There are checkpoints, but none is whole; `refused` says why.
+            CheckpointDamaged: There are checkpoints, but none is valid; `refused` says why.
             CheckpointError: A file cannot be opened or read (too many open files, an I/O error).
                 No older checkpoint is loaded instead.
             CheckpointTooNew: The newest checkpoint was written by a later version of Dure, whose
                 format this one cannot read. No older checkpoint is loaded instead.
-            CheckpointMismatch: The checkpoint is whole, but not of these objects. Nothing is
+            CheckpointMismatch: The checkpoint is valid, but not of these objects. Nothing is
                 changed if it is seen by comparing (names, shapes, dtypes, number of parameters).
 
         Cost: each byte is read once by one of the ranks to check it, and once by every rank to
@@ -262,7 +262,7 @@ class Checkpointer:
         return found.step
 
     def _choose(self, step: int | None, ranks: Ranks) -> Resuming | None:
-        """Find the newest whole checkpoint, on all ranks the same."""
+        """Find the newest valid checkpoint, on all ranks the same."""
         places = ranks.first(self._places)
         wanted = [p for p in reversed(places) if step is None or p.step == step]
         self.refused = {}
@@ -272,7 +272,7 @@ class Checkpointer:
                 return found
         if self.refused:
             raise CheckpointDamaged(
-                "there is no whole checkpoint" + ("" if step is None else f" of step {step}"),
+                "there is no valid checkpoint" + ("" if step is None else f" of step {step}"),
                 path=str(self._folder.path),
                 refused=dict(self.refused),
                 seen="; ".join(f"{Path(p).name}: {why}" for p, why in self.refused.items()),
@@ -321,7 +321,7 @@ class Checkpointer:
 
 
 def _fix_of(error: OSError) -> str:
-    """Return the advice for an error: what is in the folder after it, and what to do."""
+    """Return the advice for an error: the contents of the folder after it, and a fix."""
     left = "No rank has saved; checkpoints that were saved before are as they were."
     if error.errno == errno.EBUSY:
         left += " End the other job, or save into another folder."
@@ -329,7 +329,7 @@ def _fix_of(error: OSError) -> str:
 
 
 def _step_number(step: Any) -> int:
-    """Return `step` (Any: what users give) as a number of Python's.
+    """Return `step` (Any: from users) as a Python int.
 
     Raises:
         UsageError: It is none, or negative: such a checkpoint would not be found again.
@@ -340,7 +340,7 @@ def _step_number(step: Any) -> int:
         number = -1
     if number < 0:
         raise UsageError(
-            "a checkpoint's step is a whole number from 0 on",
+            "a checkpoint's step must be an integer from 0 on",
             seen=f"{step!r:.60}, a {type(step).__name__}",
             fix="Write save(step, model=model, optimizer=optimizer).",
         )

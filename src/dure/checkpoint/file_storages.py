@@ -1,6 +1,6 @@
 """Where `save` and `load` find a checkpoint: its folder, or a folder of weights.
 
-Readers are storages whose items a planner of one's own may take, as `load` does with its own.
+Readers are storages whose items a custom planner may take, as `load` does with its own.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FileSystemWriter:
 
     Args:
         path: The folder; made if absent.
-        overwrite: Whether a checkpoint that is there may be replaced.
+        overwrite: Whether an existing checkpoint may be replaced.
     """
 
     path: Where
@@ -111,7 +111,7 @@ class FileSystemWriter:
 class HuggingFaceStorageWriter:
     """A folder of weights as Hugging Face has them, that `save` writes: tensors only.
 
-    Every rank writes what it has to its place in the files; no rank holds the whole.
+    Every rank writes its slices to their place in the files; no rank holds all of them.
 
     Args:
         path: The folder; made if absent.
@@ -180,7 +180,7 @@ class FolderReader(StorageReader):
         return metadata_of(self.catalog)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read items; slices that are read whole are compared with their checksum."""
+        """Read items; slices that are read completely are compared with their checksum."""
         targets: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -208,7 +208,7 @@ class FolderReader(StorageReader):
 
 
 def _box_of(item: ReadItem) -> Box:
-    """Return what an item reads, as indices in the whole tensor."""
+    """Return what an item reads, as indices in the full tensor."""
     begin = item.storage_index.offset or [0] * len(item.lengths)
     at = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
     return Box(at, tuple(item.lengths))
@@ -254,7 +254,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     Args:
         path: The folder.
         thread_count: Changes nothing.
-        target_dtype: What products are rounded to; then they are converted to what is loaded into.
+        target_dtype: Products are rounded to it, then converted to the target's dtype.
         block_size: Rows, and columns, of a block.
     """
 

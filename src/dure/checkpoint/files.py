@@ -114,7 +114,7 @@ def open_file(path: Path) -> int:
 
     Raises:
         NotAFile: It is a link, a pipe, a folder, a socket, or a device.
-        OSError: It is not there, or may not be read.
+        OSError: It is missing, or may not be read.
     """
     return open_plain(path, follow=False)
 
@@ -169,7 +169,7 @@ def too_new(folder: Path, seen: str, known: int, needs: object) -> CheckpointToo
         folder: The checkpoint.
         seen: Which file is of which format.
         known: The newest format that this release reads.
-        needs: What the file says in its field of that name.
+        needs: The value of the file's field of that name.
     """
     return CheckpointTooNew(
         "the checkpoint was written by a newer release of Dure",

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from dure.checkpoint.slice_files import Kind, kind_of
-from dure.checkpoint.slices import pieces_of, whole_box
+from dure.checkpoint.slices import full_box, pieces_of
 from dure.checkpoint.tree import (
     Fields,
     Named,
@@ -39,7 +39,7 @@ def unlike(found: Any, saved: Any) -> list[str]:
 
     Args:
         found: The dict or list.
-        saved: What was saved, with a `Kind` for each tensor.
+        saved: The saved state, with a `Kind` for each tensor.
 
     Raises:
         UsageError: A tensor in it holds no values, or is not dense.
@@ -146,10 +146,10 @@ class _Filling:
             if name not in self._copies:  # one tensor saved in two places is one again
                 self._copies[name] = saved.clone()
             return self._copies[name]
-        whole = whole_box(saved.shape)
+        full = full_box(saved.shape)
         with torch.no_grad(), torch.inference_mode(found.is_inference()):
             for piece in pieces_of(name, found):
-                piece.memory.copy_(saved[piece.box.within(whole)])
+                piece.memory.copy_(saved[piece.box.within(full)])
         return found
 
 

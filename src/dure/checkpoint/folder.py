@@ -9,7 +9,7 @@
 A checkpoint is written under a hidden name. When every file in it is on the disk, the folder is
 renamed, and the parent folder flushed: that rename is the commit, and it is atomic. Removal goes
 the other way round: renamed first, then emptied. So whatever is killed when, a folder with a
-checkpoint's name is a complete one; what its bytes became since is for the checksums to say.
+checkpoint's name is a complete one; later changes of its bytes are found by the checksums.
 
 *Newest* is by the running number, not by the step: a run that was sent back to an older step, and
 saves again, continues from there.
@@ -183,7 +183,7 @@ _folders: WeakSet[Folder] = WeakSet()
 
 
 def _forget_all() -> None:
-    """In a forked child: what is being saved is the parent's."""
+    """In a forked child: saves in progress are the parent's."""
     for folder in _folders:
         folder.forget()
 
@@ -223,11 +223,11 @@ def check_link(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes | bytearray) -> None:
-    """Make a file, or another in its place, whole and durably: written beside it and renamed.
+    """Create or replace a file, completely and durably: written under another name and renamed.
 
     Raises:
         Unflushed: It is in place, but the folder cannot be flushed.
-        OSError: It cannot be written; what was there before is.
+        OSError: It cannot be written; the previous file is unchanged.
     """
     hidden = path.with_name(_SAVING + path.name)
     hidden.unlink(missing_ok=True)

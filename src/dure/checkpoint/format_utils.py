@@ -43,11 +43,11 @@ __all__ = [
 def dcp_to_torch_save(
     dcp_checkpoint_dir: str | PathLike[str], torch_save_path: str | PathLike[str]
 ) -> None:
-    """Write a checkpoint as one file of `torch.save`: whole tensors, nested as they were saved.
+    """Write a checkpoint as one file of `torch.save`: full tensors, nested as they were saved.
 
     Args:
         dcp_checkpoint_dir: The checkpoint; of Dure.
-        torch_save_path: The file; replaced if it is there, when the new one is on the disk.
+        torch_save_path: The file; an existing one is replaced when the new one is on the disk.
 
     Raises:
         CheckpointDamaged: The checkpoint is damaged.
@@ -113,7 +113,7 @@ def _load(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 class BroadcastingTorchSaveReader(StorageReader):
-    """A file of `torch.save` that one rank reads, sending whole tensors one by one.
+    """A file of `torch.save` that one rank reads, sending full tensors one by one.
 
     With a `DynamicMetaLoadPlanner`, and for tensors only. Files that would run code are refused.
 
@@ -149,14 +149,14 @@ class BroadcastingTorchSaveReader(StorageReader):
         leads, leaves = ranks.rank == self.coordinator_rank, dict[str, torch.Tensor]()
         ranks.each(lambda: leaves.update(_tensors(path, wanted)) if leads else None)
         for name, value in wanted.items():
-            whole = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            full = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             if leads:
-                whole.copy_(leaves[name])
+                full.copy_(leaves[name])
             if ranks.group is not None:
-                broadcast(whole, group=ranks.group, group_src=self.coordinator_rank)
+                broadcast(full, group=ranks.group, group_src=self.coordinator_rank)
             for item in plan.items:
                 if item.storage_index.fqn == name:
-                    to, here = planner.resolve_tensor(item), whole
+                    to, here = planner.resolve_tensor(item), full
                     for dim, at in enumerate(item.storage_offsets):
                         here = here.narrow(dim, at, item.lengths[dim])
                     to.detach().copy_(here)
@@ -187,7 +187,7 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
         for name, value in self.state_dict.items():
             if not isinstance(value, torch.Tensor):
                 raise UsageError("only tensors are loaded so", seen=f"{name!r} is a value")
-            whole = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
+            full = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
             properties = TensorProperties(value.dtype)
-            saved = TensorStorageMetadata(properties, value.shape, [whole])
+            saved = TensorStorageMetadata(properties, value.shape, [full])
             self.metadata.state_dict_metadata[name] = saved

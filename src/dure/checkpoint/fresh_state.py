@@ -3,7 +3,7 @@
 Optimizers make their state at the first step. To load a checkpoint into the tensors of a state,
 there must be one. It is made by a step of a twin of the optimizer that has one parameter, all
 zeros, with a gradient of zeros: the optimizer, its parameters and its hooks are not touched. What
-counts steps is then put back, so that going on with it is the same as beginning without.
+counts steps is then put back, so that continuing with it is the same as starting without.
 
 If a running program loads an older checkpoint, its optimizer may have more state than the
 checkpoint (of parameters first stepped later) or less. `state_to_fill` returns the state of
@@ -96,7 +96,7 @@ def state_to_fill(
         group: The parameter's group.
         parameter: The parameter.
         saved: Its state in a checkpoint, with a `Named` for each tensor.
-        kinds: What each of these tensors is.
+        kinds: The kind of each of these tensors.
 
     Raises:
         CheckpointMismatch: It is not known how a tensor of the checkpoint is sharded.

@@ -443,7 +443,7 @@ def _turn(path: Path) -> Iterator[bool]:
     """Exclude other processes from taking over the lock at a path; False: one is doing so.
 
     The file is not the folder itself, which others lock (`flock FOLDER python train.py`). A file
-    that a killed process has left excludes nobody.
+    that a killed process has left excludes no process.
     """
     file = path.with_name(_TURN)
     flags = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -455,7 +455,7 @@ def _turn(path: Path) -> Iterator[bool]:
     finally:
         if mine:
             file.unlink(missing_ok=True)
-            with suppress(OSError):  # closing alone would leave it to a child forked meanwhile
+            with suppress(OSError):  # closing alone would leave it to a forked child
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 

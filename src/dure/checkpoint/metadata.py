@@ -96,9 +96,9 @@ class Metadata:
     """What a checkpoint holds.
 
     Attributes:
-        state_dict_metadata: For each name, what it is.
+        state_dict_metadata: For each name, its metadata.
         planner_data: For each name, the keys that led to it.
-        storage_data: What a storage of one's own keeps there.
+        storage_data: Data of a custom storage.
         storage_meta: The same.
         version: The version of the format, of storages that have one.
     """

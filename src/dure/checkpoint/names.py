@@ -4,7 +4,7 @@ A wrapper holds the wrapped module under an attribute, which then is a part of e
 ``module.`` (data parallel), ``_orig_mod.`` (compiled), ``_checkpoint_wrapped_module.`` (recomputed
 in backward). A module may name more of its own with a method, torch's ``_fqn_modifiers``. Here
 such attributes are left out of names, at any depth. Some wrappers leave theirs out of
-``state_dict()`` too; so a key is told by the longest prefix of a module that it begins with.
+``state_dict()`` too; so a key's module is the longest prefix that is a module's path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Names:
 
     Args:
         model: The model, in any wrappers.
-        modifiers: What the method is called with which a module names children to be left out.
+        modifiers: The name of the method with which a module names children to be left out.
 
     Attributes:
         of_parameter: For each parameter, the places where it is.
@@ -69,9 +69,9 @@ class Names:
         found = {_COMPILED: True, _RECOMPUTED: False}
         if isinstance(module, WRAPPERS):
             found["module"] = True
-        told: Any = getattr(module, self._modifiers, None)
-        if callable(told):
-            found |= dict.fromkeys(cast(Mapping[str, str], told()).values(), False)
+        method: Any = getattr(module, self._modifiers, None)
+        if callable(method):
+            found |= dict.fromkeys(cast(Mapping[str, str], method()).values(), False)
         return found
 
     def of_key(self, key: str) -> str:

@@ -5,11 +5,11 @@ The protocol is torch's: `state_dict` and `load_state_dict`. Four kinds need mor
 - a module in a wrapper (DistributedDataParallel, a compiled module) is saved as the module within,
   so that the names are the same with and without the wrapper;
 - a module is compared with the file before anything is loaded: names, shapes and dtypes;
-- an optimizer whose state is sharded has `local_state_dict`, each rank's part of the whole, and all
+- an optimizer whose state is sharded has `local_state_dict`, each rank's part of it, and all
   ranks save theirs, as they do of DTensors;
 - a dict or a list is its own state, and is filled in place, with the tensors in it (`filling`).
 
-What all ranks share is saved once. An object wrapped in `PerRank` is saved by every rank.
+State that all ranks share is saved once. An object wrapped in `PerRank` is saved by every rank.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Sharded(Protocol):
     state: Any
 
     def local_state_dict(self) -> Any:
-        """Return this rank's part, in the form of the whole."""
+        """Return this rank's part, in the form of the full state."""
         ...
 
 
@@ -291,7 +291,7 @@ def _read_only(module: nn.Module, tree: Any) -> frozenset[str]:
     """Return the names of those tensors of a saved state that the module only copies from.
 
     They are its parameters and buffers, except in submodules with custom code for loading, which
-    may keep, or write, what it is given. So may `set_extra_state`.
+    may keep, or write, its argument. So may `set_extra_state`.
     """
     plain: set[str] = set()
     if type(module).load_state_dict is nn.Module.load_state_dict:

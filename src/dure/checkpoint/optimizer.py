@@ -27,7 +27,7 @@ def load_sharded_optimizer_state_dict(
 
     Args:
         model_state_dict: Parameters by name. State of a parameter's shape gets its mesh and
-            placements; other tensors are whole.
+            placements; other tensors are full.
         optimizer_key: The key of the state, which is by names, as `get_state_dict` has it.
         storage_reader: Where the checkpoint is.
         planner: As for `load`.

@@ -1,7 +1,7 @@
-"""Saves and loads that planners and storages of one's own carry out, in torch's order of calls.
+"""Saves and loads that custom planners and storages carry out, in torch's order of calls.
 
-Plans go through the coordinator; what fails on any rank fails on all, after each step. With a
-planner of one's own, and no such storage, what it resolved is saved into a folder as any state is.
+Plans go through the coordinator; a failure on any rank fails on all, after each step. With a
+custom planner, and no such storage, its resolved values are saved into a folder as any state is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Planners, under torch's names: which items of a state are written, and where read ones go.
 
-`planned` runs them. A planner of one's own is best a subclass of a default one: `set_up_planner`
+`planned` runs them. A custom planner is best a subclass of a default one: `set_up_planner`
 may rename or leave out, `lookup_object` and `transform_object`, or `transform_tensor`, convert.
 An item is a slice of a tensor, or a value that is none, which planners give and take as the bytes
 that `torch.save` makes of it.
@@ -30,7 +30,7 @@ from dure.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from dure.checkpoint.slices import Box, Piece, fault_of_cover, pieces_of, whole_box
+from dure.checkpoint.slices import Box, Piece, fault_of_cover, full_box, pieces_of
 from dure.checkpoint.tree import Path, flatten, put
 from dure.errors import CheckpointError, CheckpointMismatch, UsageError
 from dure.tensor import DTensor
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class WriteItemType(Enum):
-    """What is written: a whole tensor, a slice of a DTensor, a value."""
+    """Kinds of items: a full tensor, a slice of a DTensor, a value."""
 
     TENSOR = auto()
     SHARD = auto()
@@ -75,7 +75,7 @@ class BytesIOWriteData:
 
 @dataclass(frozen=True)
 class TensorWriteData:
-    """A slice, and the whole tensor that it is of."""
+    """A slice, and the full tensor that it is of."""
 
     chunk: ChunkStorageMetadata
     properties: TensorProperties
@@ -92,7 +92,7 @@ class WriteItem:
     tensor_data: TensorWriteData | None = None
 
     def tensor_storage_size(self) -> int | None:
-        """Return the bytes of the whole tensor; None: it is a value."""
+        """Return the bytes of the full tensor; None: it is a value."""
         data = self.tensor_data
         return None if data is None else math.prod(data.size) * data.properties.dtype.itemsize
 
@@ -167,7 +167,7 @@ class LoadPlanner(ABC):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Begin to load what `metadata` tells of into this state."""
+        """Begin to load the contents of `metadata` into this state."""
 
     @abstractmethod
     def create_local_plan(self) -> LoadPlan:
@@ -238,7 +238,7 @@ def _write_items(name: str, value: Any) -> list[WriteItem]:
         return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
     boxes = [piece.box for piece in pieces_of(name, value)]
     if not value.numel():
-        boxes = [whole_box(value.shape)]
+        boxes = [full_box(value.shape)]
     kind = WriteItemType.SHARD if isinstance(value, DTensor) else WriteItemType.TENSOR
     items: list[WriteItem] = []
     for box in boxes:
@@ -295,11 +295,11 @@ class _Flat:
         for piece in pieces_of(index.fqn, value):
             if index.offset is None or piece.box.offsets == tuple(index.offset):
                 return piece
-        return Piece(whole_box(value.shape), value)  # without elements
+        return Piece(full_box(value.shape), value)  # without elements
 
 
 class DefaultSavePlanner(_Flat, SavePlanner):
-    """Plans all of the state; what several ranks have is written by the least loaded.
+    """Plans all of the state; items of several ranks are written by the least loaded.
 
     `save` plans in its own, quicker way where it is given this class itself.
 

@@ -1,6 +1,7 @@
 """Deciding which rank writes what: each sends what it has, and computes the same division.
 
-What several ranks have is written by one of them, so that all write about as many bytes: what only
+A slice of several ranks is written by one of them, so that all write about as many bytes: slices
+    that only
 one rank has is counted first, then the largest slice goes to the rank with the least so far, among
 those that have it. The division contains the position of every slice in every file, so only
 checksums are exchanged after writing.
@@ -56,7 +57,7 @@ class SharedSlices:
     ranks: list[tuple[int, int]]
     first: np.ndarray[Any, Any]
     second: np.ndarray[Any, Any]
-    alike: frozenset[str]
+    must_equal: frozenset[str]
     """Names of tensors that must be equal."""
 
     @classmethod
@@ -76,8 +77,8 @@ class SharedSlices:
                     ranks.append((lowest, rank))
                     pairs.append((its, at))
         numbers = np.array(pairs, np.int64).reshape(-1, 2)
-        alike = {n for offer in offers for n, (_, _, how) in offer.items() if how & ALIKE}
-        return cls(slices, ranks, numbers[:, 0], numbers[:, 1], frozenset(alike))
+        must_equal = {n for offer in offers for n, (_, _, how) in offer.items() if how & ALIKE}
+        return cls(slices, ranks, numbers[:, 0], numbers[:, 1], frozenset(must_equal))
 
     def differing(self, marks: list[bytes]) -> frozenset[Slice]:
         """Compare the marks of all ranks; return the slices that differ and may differ.
@@ -92,7 +93,7 @@ class SharedSlices:
         wrong: dict[str, str] = {}
         for number in found:
             name, (lower, higher) = self.slices[number].name, self.ranks[number]
-            if name in self.alike:
+            if name in self.must_equal:
                 wrong.setdefault(name, f"{name} of rank {higher} differs from that of rank {lower}")
         if wrong:
             raise different(list(wrong.values()))
@@ -112,7 +113,7 @@ class Division:
 class Known:
     """Offers that all ranks of a group have seen.
 
-    All ranks of the group ask and tell in the same order, so they know the same. For one thread.
+    All ranks of the group ask and answer in the same order, so they know the same. For one thread.
     """
 
     def __init__(self) -> None:
@@ -188,7 +189,7 @@ def divide(
     """Decide which rank writes what.
 
     Args:
-        offers: What each rank has.
+        offers: Each rank's slices.
         differing: Slices whose values differ between ranks; the lowest rank writes them.
         unused: Names to leave out.
 
@@ -251,7 +252,7 @@ def _check_cover(kinds: dict[str, Kind], holders: dict[Slice, list[int]]) -> Non
         fault = fault_of_cover(kind.shape, boxes[name])
         if fault:
             raise CheckpointMismatch(
-                "the ranks that save do not have the whole of a tensor, once each element",
+                "the ranks that save do not have each element of a tensor exactly once",
                 seen=f"of {name!r}, {kind}, {fault}",
                 fix="Save with all ranks of its mesh, and with one mesh for each name.",
             )

@@ -1,7 +1,8 @@
 """The random generators of a rank: torch's, Python's, numpy's, and that of its accelerator.
 
 Each rank has its own, so each rank's are saved. A rank that was there when the checkpoint was
-saved goes on with its own numbers: with as many ranks as before, the run is bitwise the undisturbed
+saved continues with its own numbers: with as many ranks as before, the run is bitwise the
+    undisturbed
 one. A rank that was not there seeds all its generators with a number made of rank 0's saved state
 and its own rank, so the same resume gives the same numbers again.
 """

@@ -1,4 +1,4 @@
-"""Reading whole checkpoints: are all bytes as they were written, what is in one, how do two differ.
+"""Reading complete checkpoints: are all bytes as written, the contents of one, differences of two.
 
 Slices are checked piece by piece, and tensors are mapped, so reading takes no memory. The ranks
 that load a run share the work: each slice is read and compared with its checksum by one of them.
@@ -17,7 +17,7 @@ from dure.checkpoint.catalog import Catalog, catalog_of
 from dure.checkpoint.files import damaged
 from dure.checkpoint.planning import deal
 from dure.checkpoint.slice_files import Slice, SliceFile
-from dure.checkpoint.slices import Box, whole_box
+from dure.checkpoint.slices import Box, full_box
 from dure.checkpoint.tree import encode
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointDamaged
@@ -65,18 +65,18 @@ class Mapped:
         return self._files[self._stored_in(part)].mapped_slice(part, dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor, mapped if it is one slice; its bytes are not checked."""
+        """Return a full tensor, mapped if it is one slice; its bytes are not checked."""
         kind, boxes = self._catalog.kinds[name], self._catalog.slices[name]
-        whole, dtype = whole_box(kind.shape), kind.torch_dtype
-        if whole in boxes:
-            return self._slice(Slice(name, whole), dtype)
+        full, dtype = full_box(kind.shape), kind.torch_dtype
+        if full in boxes:
+            return self._slice(Slice(name, full), dtype)
         made = torch.empty(kind.shape, dtype=dtype, device="cpu")
         for box in boxes:
-            made[box.within(whole)] = self._slice(Slice(name, box), dtype)
+            made[box.within(full)] = self._slice(Slice(name, box), dtype)
         return made
 
     def checked(self, name: str) -> torch.Tensor:
-        """Return a whole tensor as `tensor`, whose bytes are those that were written.
+        """Return a full tensor as `tensor`, after comparing its bytes with their checksums.
 
         Raises:
             CheckpointDamaged: They are not.
@@ -121,8 +121,9 @@ def share_of(catalog: Catalog, rank: int, num_ranks: int) -> list[Slice]:
 def differences(first: Path, second: Path) -> list[str]:
     """Return how the second checkpoint differs from the first: names, kinds, values, elements.
 
-    Tensors that are cut alike and have the same checksums are taken to be the same; of others the
-    bits of the elements are compared. So a NaN equals one of the same bits, and 0.0 is not -0.0.
+    Tensors that are cut the same way and have the same checksums are taken to be the same; of
+    others the bits of the elements are compared. So a NaN equals one of the same bits, and 0.0 is
+    not -0.0.
 
     Raises:
         CheckpointDamaged: One is damaged.

@@ -272,7 +272,7 @@ def require_common(
 
     Args:
         differences: Between the trees of ranks.
-        rules: What each rank requires, by the first key.
+        rules: The requirements of each rank, by the first key.
 
     Raises:
         CheckpointMismatch: Names or values differ.

@@ -1,6 +1,6 @@
-"""Loading a sharded checkpoint into the tensors that are there, whatever their sharding.
+"""Loading a sharded checkpoint into existing tensors, in any sharding.
 
-1. Each rank reads the manifest and compares it with the state: names, shapes, what is no tensor.
+1. Each rank reads the manifest and compares it with the state: names, shapes, values.
    All exchange the outcome, and compare their manifests. Nothing was changed up to here.
 2. Each reads what it needs, slice by slice, into its tensors, and all exchange the outcome. If
    a file turns out to be damaged, tensors that were read before it have new values already.
@@ -68,7 +68,7 @@ def load_from(
     partial: bool,
     reading: Callable[[Path], Catalog] = catalog_of,
 ) -> Loaded:
-    """Load the checkpoint in the folder `path` into a state, in place; `reading` tells what it has.
+    """Load the checkpoint in the folder `path` into a state, in place.
 
     Raises:
         CheckpointException: It failed on some ranks.
@@ -90,7 +90,7 @@ def load_from(
                 "ranks see different checkpoints",
                 path=str(path),
                 seen="their manifests differ",
-                fix="Give all ranks the same folder, and do not save there meanwhile.",
+                fix="Give all ranks the same folder, and do not save into it during a load.",
             )
         loadings[0].read(ranks.num_threads)
 
@@ -161,7 +161,7 @@ class _Loading:
 
     @property
     def loaded(self) -> Loaded:
-        """What was missing, what was there besides, and how much was read."""
+        """Names that were missing, names that were not asked for, and how much was read."""
         names = self.catalog.leaves.keys()
         missing = sorted(self._leaves.keys() - names)
         return Loaded(missing, sorted(names - self._leaves.keys()), self._num_read)
@@ -308,7 +308,7 @@ def give_back(given: MutableMapping[str, Any], state: Mapping[str, Any]) -> None
 
 
 def was_written(tensor: torch.Tensor) -> None:
-    """Count a tensor as written: what saved it for backward is to know."""
+    """Count a tensor as written, for graphs that have saved it for backward."""
     held = tensor.part if isinstance(tensor, DTensor) else tensor
     if not held.is_inference():
         torch.autograd.graph.increment_version(held)

@@ -1,7 +1,8 @@
-"""One checkpoint of a run, as one rank sees it: is it whole, does it fit, and its state put back.
+"""One checkpoint of a run, as one rank sees it: checks, comparison, and putting its state back.
 
-It is a checkpoint as `save` makes them, of the objects by name. What else a run has is under a name
-of its own: the step, and for each rank the state of its generators and its `PerRank` objects.
+It is a checkpoint as `save` makes them, of the objects by name. Other state of a run is under
+separate of its own: the step, and for each rank the state of its generators and its `PerRank`
+    objects.
 
     {"model": ..., "optimizer": ..., "(run)": {"step": 3000, "ranks": {"0": {"(random)": ...}}}}
 
@@ -38,11 +39,11 @@ class Resuming:
     """A checkpoint of a run.
 
     Args:
-        place: Where it lies.
-        ranks: Who reads it. Each checks its share of the bytes.
+        place: Its path.
+        ranks: The ranks that read it. Each checks its share of the bytes.
 
     Raises:
-        CheckpointDamaged: It is not whole; `seen` says what is wrong.
+        CheckpointDamaged: It is damaged; `seen` says what is wrong.
         CheckpointError: It cannot be read.
     """
 

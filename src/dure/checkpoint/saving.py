@@ -1,11 +1,11 @@
 """Saving a state dictionary: each rank writes its slices, rank 0 the manifest.
 
-1. Rank 0 makes the folder; all tell what they have (or that it is what it was), and their trees.
+1. Rank 0 makes the folder; all report their slices (or that these are unchanged), and their trees.
    A save in the background holds copies from here on, and makes the folder later.
-2. Each writes its file, through to the disk; all tell how it went, and the slices' checksums.
-3. Rank 0 puts the manifest in its place; all learn that it is there.
+2. Each writes its file, through to the disk; all report the outcome, and the slices' checksums.
+3. Rank 0 puts the manifest in its place; all learn that it is written.
 
-What fails on any rank fails on all, before anything of the folder's checkpoint is touched.
+A failure on any rank fails on all, before anything of the folder's checkpoint is touched.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def take(
     Args:
         state_dict: The state, or objects that have one.
         ranks: The global ranks that save.
-        rules: What ranks must have in common, by key; None: as `rule_of` the objects.
+        rules: Requirements of ranks, by key; None: as `rule_of` the objects.
 
     Raises:
         UsageError: Something in it cannot be saved; the message has its name.
@@ -172,7 +172,7 @@ class Saving:
 
     Args:
         ranks: Those that save.
-        state_dict: What they save; or what `take` made of it, or a function that returns that.
+        state_dict: Their state; or the result of `take` for it, or a function that returns that.
         before: Called first; if it raises on one rank, all ranks fail.
 
     Raises:
@@ -294,7 +294,7 @@ class Saving:
         On rank 0 `folder` holds the lock: `path`, or the folder above it.
 
         Raises:
-            CheckpointException: It failed on some ranks; what was saved before is as it was. If the
+            CheckpointException: It failed on some ranks; earlier checkpoints are unchanged. If the
                 failure is an `Unflushed`, the new checkpoint is in place.
 
         Collective: all of the ranks. Two exchanges.
@@ -449,12 +449,12 @@ def begin(folder: Folder, replace: bool) -> int:
 def save_into(
     path: Path, state_dict: Mapping[str, Any] | Taken, ranks: Ranks, replace: bool = True
 ) -> Catalog:
-    """Save a state into the folder `path`; with `replace` also where a checkpoint is there.
+    """Save a state into the folder `path`; with `replace` an existing checkpoint is replaced.
 
     Returns its manifest.
 
     Raises:
-        CheckpointException: It failed on some ranks; what was saved before is as it was.
+        CheckpointException: It failed on some ranks; earlier checkpoints are unchanged.
 
     Collective: all of `ranks`. Three exchanges.
     """

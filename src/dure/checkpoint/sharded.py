@@ -67,9 +67,9 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> Metadata:
-    """Save a state into a folder: each rank writes its slices, what several have is written once.
+    """Save a state into a folder: each rank writes its slices; common ones are written once.
 
-    A checkpoint that is in the folder is replaced when the new one is whole, and not before.
+    A checkpoint that is in the folder is replaced when the new one is complete, and not before.
 
     Args:
         state_dict: Names to tensors, DTensors, dicts and lists of them, objects with `state_dict`
@@ -77,8 +77,8 @@ def save(
             What is not sharded is to be equal on all ranks: one rank's is kept.
         checkpoint_id: The folder; made if absent. All ranks must see the same folder.
         storage_writer: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageWriter` makes
-            a folder of weights; a `StorageWriter` of one's own, what it makes of it.
-        planner: One of one's own says what is saved, mostly a subclass of `DefaultSavePlanner`.
+            a folder of weights; a custom `StorageWriter`, its own form.
+        planner: A custom one decides what is saved, mostly a subclass of `DefaultSavePlanner`.
         process_group: The ranks that save; None: the default group, or this process alone.
         no_dist: This process alone.
         use_collectives: Only True: the manifest is one.
@@ -90,8 +90,8 @@ def save(
         CheckpointException: It failed on some ranks (`failures`: which and why); raised on all.
         UsageError: No folder is given, or an object of another library.
 
-    Collective: all ranks of the group must call; three exchanges, and three more with a planner of
-    one's own; four with a `StorageWriter`. Returns when the checkpoint is on
+    Collective: all ranks of the group must call; three exchanges, and three more with a custom
+    planner; four with a `StorageWriter`. Returns when the checkpoint is on
     the disk.
 
     Cost: each byte is read and written once, by one rank; memory: one slice where it is not
@@ -169,7 +169,7 @@ def async_save(
         planner: As for `save`.
         process_group: The ranks that save. They get a group of their own for it.
         async_checkpointer_type: Changes nothing: a thread writes, and leaves Python to others.
-        async_stager: What holds the snapshot; None: a buffer that is kept for the next save.
+        async_stager: Holds the snapshot; None: a buffer that is kept for the next save.
         no_dist: This process alone.
         use_collectives: Only True.
 
@@ -178,7 +178,7 @@ def async_save(
 
     Raises:
         CheckpointException: Something cannot be saved; or the save before failed on a rank, and
-            nobody saw it at its future.
+            it was not waited for.
         UsageError: As `save`.
 
     Collective: all ranks of the group must call; two exchanges, and the first time a new group.
@@ -221,15 +221,15 @@ def load(
             Tensors on the meta device are replaced by loaded ones; those of a module are refused.
         checkpoint_id: The folder.
         storage_reader: The same; `checkpoint_id` goes before it. A `HuggingFaceStorageReader` reads
-            a folder of weights; a `StorageReader` of one's own, what it knows.
-        planner: `DefaultLoadPlanner(allow_partial_load=True)` leaves alone what is not there; one
-            of one's own says what is loaded to where.
+            a folder of weights; a custom `StorageReader`, its own form.
+        planner: `DefaultLoadPlanner(allow_partial_load=True)` leaves missing entries alone; a
+            custom one decides what is loaded to where.
         process_group: The ranks that load; None: the default group, or this process alone.
         no_dist: This process alone.
 
     Returns:
         Names that are missing in the checkpoint, names that it has besides, bytes that were read;
-        nothing of it with a planner or reader of one's own.
+        nothing of it with a custom planner or reader.
 
     Raises:
         CheckpointException: It failed on some ranks (`failures`: which and why); raised on all.
@@ -237,11 +237,11 @@ def load(
             were read before have new values.
         UsageError: No folder is given, or an object of another library.
 
-    Collective: all ranks of the group must call; two exchanges, three with a planner or reader of
-    one's own.
+    Collective: all ranks of the group must call; two exchanges, three with a custom planner or
+    reader.
 
     Cost: a rank reads the bytes of the elements that it has, into the memory where they belong.
-    Slices that are read whole are compared with their checksum.
+    Slices that are read completely are compared with their checksum.
     """
     ranks = Ranks(process_group, "load", no_dist)
     return _load(state_dict, checkpoint_id, storage_reader, planner, ranks)
@@ -285,7 +285,7 @@ def load_state_dict(
 
 
 def _may_replace(writer: Any) -> bool:
-    """Tell whether a checkpoint that is there may be replaced; UsageError: it is no folder."""
+    """Return whether an existing checkpoint may be replaced; UsageError: it is no folder."""
     if not isinstance(writer, FileSystemWriter | None):
         seen = f"a {type(writer).__module__}.{type(writer).__qualname__}"
         raise UsageError("a folder is written by a FileSystemWriter of dure.checkpoint", seen=seen)

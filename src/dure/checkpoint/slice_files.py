@@ -2,7 +2,7 @@
 
 A file is of the safetensors format. Which slices are in it decides its header, their order and so
 every offset (`Layout`): a manifest that says otherwise is not of that file. A slice that is a
-whole tensor has the tensor's name there, another has its indices behind it: ``w[0:4, 2:8]``.
+full tensor has the tensor's name there, another has its indices behind it: ``w[0:4, 2:8]``.
 
 Reading copies straight to where the elements belong. A slice, or consecutive elements of it, whose
 memory is contiguous is copied there in one pass with its sum; else the file is mapped and copied
@@ -37,7 +37,7 @@ from dure.checkpoint.files import (
     unreadable,
     write_all,
 )
-from dure.checkpoint.slices import Box, whole_box
+from dure.checkpoint.slices import Box, full_box
 from dure.comm.checksum import copy_from_file, crc32c
 from dure.comm.reduction import as_bytes
 from dure.errors import CheckpointDamaged
@@ -51,7 +51,7 @@ _KIND_OF = {dtype: kind for kind, dtype in _TORCH.items()}
 
 
 class Kind(NamedTuple):
-    """What a whole tensor is: its dtype's name in the file format, and its shape."""
+    """A full tensor's dtype, by its name in the file format, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(tensor: torch.Tensor) -> Kind | None:
-    """Return what a tensor (a DTensor: the whole) is; None: the format has no such dtype."""
+    """Return the kind of a (full) tensor; None: the format lacks its dtype."""
     dtype = _KIND_OF.get(tensor.dtype)
     return None if dtype is None else Kind(dtype, tuple(tensor.shape))
 
@@ -84,7 +84,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where slices lie in the file that holds them."""
+    """Offsets of slices in the file that holds them."""
 
     header: bytes
     begins: dict[Slice, int]
@@ -107,7 +107,7 @@ class Layout:
         begins, end = dict[Slice, int](), 0
         for part in sorted(slices, key=key):
             kind = kinds[part.name]
-            called = part.name + ("" if part.box == whole_box(kind.shape) else str(part.box))
+            called = part.name + ("" if part.box == full_box(kind.shape) else str(part.box))
             while called in fields:  # "w[0:4]" may be the name of a tensor
                 called += "'"
             stored = _COMPLEX.get(kind.dtype)
@@ -156,7 +156,7 @@ class FileMap:
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        # Python's mmap would keep the file open, and torch's reserves memory for the whole file.
+        # Python's mmap would keep the file open, and torch's reserves memory for the complete file.
         prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
         address = _LIBC.mmap(None, num_bytes, prot, flags, descriptor, 0)
         if address == _MAP_FAILED:
@@ -200,7 +200,7 @@ class SliceFile:
 
     Args:
         path: The file.
-        layout: What must be in it.
+        layout: The expected contents.
         stays_open: Whether it is open until `close`, or only while something is read.
 
     Raises:
@@ -242,7 +242,7 @@ class SliceFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; what is mapped stays until it is used no more."""
+        """Close the file; mappings of it stay until they are no longer used."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -263,13 +263,13 @@ class SliceFile:
     def read(
         self, part: Slice, wanted: int | None, dtype: torch.dtype, box: Box, to: torch.Tensor
     ) -> None:
-        """Copy the elements `box` of a slice to `to`; check the slice's sum if it is read whole.
+        """Copy elements `box` of a slice to `to`; check the slice's sum if it is read completely.
 
         Args:
             part: The slice.
             wanted: CRC-32C of its bytes; None: not known.
             dtype: Of the tensor in the file.
-            box: Indices in the whole tensor, within the slice's.
+            box: Indices in the full tensor, within the slice's.
             to: Where they go, [*box.sizes]; any dtype, strides and device.
 
         Raises:

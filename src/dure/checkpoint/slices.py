@@ -1,6 +1,6 @@
-"""Boxes of a whole tensor's elements: which of them a rank has, which of them lie in a file.
+"""Boxes of a full tensor's elements: those of a rank, and those of a file.
 
-A box is an offset and a size for each dimension. What a rank of a mesh has is one box, or, where a
+A box is an offset and a size for each dimension. A rank of a mesh has one box, or, where a
 `StridedShard` cuts runs, several. Where ranks are replicas of each other they have equal boxes.
 Boxes without elements are left out everywhere.
 """
@@ -23,11 +23,11 @@ from dure.tensor import DTensor
 from dure.tensor.placement_types import Placement
 from dure.tensor.spec import cuts_of, runs_of
 
-__all__ = ["Box", "Piece", "fault_of_cover", "pieces_of", "whole_box"]
+__all__ = ["Box", "Piece", "fault_of_cover", "full_box", "pieces_of"]
 
 
 class Box(NamedTuple):
-    """Some elements of a whole tensor."""
+    """Some elements of a full tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ class Box(NamedTuple):
         """One beyond the last index of each dimension."""
         return tuple(map(add, self.offsets, self.sizes))
 
-    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many alike)
+    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many are equal)
     def meet(self, other: Box) -> Box | None:
         """Return what both have; None: nothing."""
         if self == other:
@@ -51,7 +51,7 @@ class Box(NamedTuple):
         sizes = tuple(map(sub, map(min, self.ends, other.ends), begin))
         return Box(begin, sizes) if min(sizes, default=1) > 0 else None
 
-    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many alike)
+    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many are equal)
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index of this box in a tensor that holds `outer`."""
         begin = self.begin_in(outer)
@@ -61,7 +61,7 @@ class Box(NamedTuple):
         """Return where it begins, counted from where `outer` does."""
         return tuple(map(sub, self.offsets, outer.offsets))
 
-    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many alike)
+    @lru_cache(maxsize=1024)  # noqa: B019 (boxes are small, and many are equal)
     def run_in(self, within: Box) -> tuple[int, int] | None:
         """Return (first, count) where this box is consecutive elements of `within`, row by row.
 
@@ -93,13 +93,13 @@ class Piece:
     memory: torch.Tensor
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of a whole tensor."""
+def full_box(shape: Sequence[int]) -> Box:
+    """Return the box of a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
-    """Return what this rank has of a tensor; of one that is no DTensor, the whole.
+    """Return this rank's pieces of a tensor; of one that is no DTensor, all of it.
 
     Raises:
         UsageError: It holds terms of a reduction, is not dense, or has no values.
@@ -107,7 +107,7 @@ def pieces_of(name: str, tensor: torch.Tensor) -> list[Piece]:
     require_dense(name, tensor)
     held = (tensor.part if isinstance(tensor, DTensor) else tensor).detach()
     if not isinstance(tensor, DTensor):
-        return [Piece(whole_box(held.shape), held)] if held.numel() else []
+        return [Piece(full_box(held.shape), held)] if held.numel() else []
     spec = tensor.spec
     if spec.partial:
         raise UsageError(
@@ -128,7 +128,7 @@ def _cut(
     sizes: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> list[tuple[Box, tuple[slice, ...]]]:
-    """Return the boxes of a rank, and where they are in its part; kept, as many are cut alike."""
+    """Return a rank's boxes, and their place in its part; cached, as many are cut the same way."""
     runs = [
         _placed(runs_of(size, cuts_of(placements, sizes, dim), sizes, coordinate))
         for dim, size in enumerate(shape)
@@ -152,23 +152,23 @@ def fault_of_cover(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 
     Cost: boxes are compared with those that begin before their end in the first dimension where
     not all are the same; for rows or columns, linear in their number. Answers are kept, as tensors
-    of a shape mostly are cut alike.
+    of a shape mostly are cut the same way.
     """
     return _fault_of_cover(tuple(shape), tuple(boxes))
 
 
 @lru_cache(maxsize=128)
 def _fault_of_cover(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
-    whole, found = whole_box(shape), sorted(boxes)
+    full, found = full_box(shape), sorted(boxes)
     for box in found:
-        if len(box.offsets) != len(whole.sizes) or len(box.sizes) != len(whole.sizes):
+        if len(box.offsets) != len(full.sizes) or len(box.sizes) != len(full.sizes):
             return f"slice {box.offsets}, {box.sizes} has another number of dimensions"
         if min(box.offsets, default=0) < 0 or min(box.sizes, default=1) < 1:
             return f"slice {box.offsets}, {box.sizes} is none"
-        if any(end > n for end, n in zip(box.ends, whole.sizes, strict=True)):
+        if any(end > n for end, n in zip(box.ends, full.sizes, strict=True)):
             return f"slice {box} is outside of {list(shape)}"
     if not shape:
-        return None if len(found) == 1 else f"a number lies there {len(found)} times"
+        return None if len(found) == 1 else f"a number is stored {len(found)} times"
     dim = next((d for d in range(len(shape)) if len({b.offsets[d] for b in found}) > 1), 0)
     found.sort(key=lambda box: box.offsets[dim])
     for number, box in enumerate(found):
@@ -177,5 +177,5 @@ def _fault_of_cover(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | Non
             if box.meet(found[after]):
                 return f"slices {box} and {found[after]} overlap"
             after += 1
-    missing = whole.num_elements - sum(box.num_elements for box in found)
-    return f"{missing} of {whole.num_elements} elements are in no slice" if missing else None
+    missing = full.num_elements - sum(box.num_elements for box in found)
+    return f"{missing} of {full.num_elements} elements are in no slice" if missing else None

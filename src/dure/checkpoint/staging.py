@@ -1,7 +1,7 @@
-"""Snapshots: copies of a rank's slices, from which a save goes on while training does.
+"""Snapshots: copies of a rank's slices, from which a save continues while training does.
 
-A stager keeps one buffer and uses it again: new pages cost more than the copy. `num_bytes` tells
-what it holds, and `close` gives it back. The names are torch's; there is one way to stage.
+A stager keeps one buffer and uses it again: new pages cost more than the copy. `num_bytes` is its
+size, and `close` frees it. The names are torch's; there is one way to stage.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ name of its parameter:
      "param_groups": [{"lr": ..., "params": ["layer.weight", ...]}]}
 
 So it fits any wrappers, any order of parameters and, in a checkpoint, any sharding. With
-``flatten_optimizer_state_dict`` options are told for each parameter, and other groups fit as well:
+``flatten_optimizer_state_dict`` options are given for each parameter, and other groups fit as well:
 
     {"state.layer.weight.exp_avg": ..., "param_groups.layer.weight.lr": ...}
 
@@ -81,10 +81,10 @@ class StateDictOptions:
         cpu_offload: Tensors on the CPU; with `full_state_dict` on rank 0 only, others get ``{}``.
         ignore_frozen_params: Leave out parameters that do not require gradients; when put back,
             they may be missing.
-        keep_submodule_prefixes: With `submodules`, names as in the whole model; False: as in the
+        keep_submodule_prefixes: With `submodules`, names as in the model; False: as in the
             submodule.
         strict: Raise where names are missing, or too many.
-        broadcast_from_rank0: Rank 0 has the whole tensors, others nothing: they are sent one by
+        broadcast_from_rank0: Rank 0 has the full tensors, others nothing: they are sent one by
             one, and each rank keeps its part. Needs `full_state_dict`; collective over the world.
         flatten_optimizer_state_dict: One level of names, with options for each parameter.
         dsd_fqn_modifiers: A method of modules, by name: its values are children that names leave
@@ -198,10 +198,10 @@ def set_model_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
-    """Put the state of a model back, whatever wrappers it was taken with.
+    """Put the state of a model back, in any wrappers.
 
     Args:
-        model: In any wrappers, sharded or not. What is on the meta device is replaced.
+        model: In any wrappers, sharded or not. Tensors on the meta device are replaced.
         model_state_dict: By the user's names, or by module with names below it. Whole tensors are
             cut where the model has DTensors.
         options: See `StateDictOptions`.
@@ -299,7 +299,7 @@ class _View:
         return found
 
     def _handed_out(self, state: State) -> State:
-        """Make tensors whole, and move them, as the options want."""
+        """Gather tensors, and move them, as the options want."""
         full, offload = self._options.full_state_dict, self._options.cpu_offload
         kept = not (full and offload) or self._ranks.rank == 0
 
@@ -322,17 +322,19 @@ class _View:
         groups: list[State] = []
         taken: set[str] = set()
         for optimizer in _several(optimizers):
-            self._check_whole(optimizer)
-            told, local = self._told_by(optimizer), _local_of(optimizer)
+            self._check_not_sharded(optimizer)
+            optimizer_state, local = self._state_of(optimizer), _local_of(optimizer)
             mine = _parameters_of(local)
-            for group, packed in zip(optimizer.param_groups, told["param_groups"], strict=True):
+            for group, packed in zip(
+                optimizer.param_groups, optimizer_state["param_groups"], strict=True
+            ):
                 names = [self._names_of(p)[0] for p in group["params"]]
                 if taken.intersection(names) or len(set(names)) < len(names):
                     twice = min(taken.intersection(names) or names)
                     raise UsageError("a parameter is in two optimizers or groups", seen=f"{twice}")
                 taken.update(names)
                 for name, p, number in zip(names, group["params"], packed["params"], strict=True):
-                    state = told["state"].get(number)
+                    state = optimizer_state["state"].get(number)
                     if not state and p.requires_grad and p in mine:
                         state = fresh_state(local, group, p)
                     if state:
@@ -349,28 +351,28 @@ class _View:
             made = _flattened(made)
         return self._handed_out(made)
 
-    def _check_whole(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_not_sharded(self, optimizer: torch.optim.Optimizer) -> None:
         if self._options.full_state_dict and is_sharded(optimizer):
             raise UsageError(
-                "a sharded optimizer's state is not whole on any rank",
+                "no rank has all of a sharded optimizer's state",
                 seen=f"full_state_dict=True for a {type(optimizer).__qualname__}",
                 fix="Leave out full_state_dict: each rank has the state of its parameters, and "
                 "save writes all. Or call optimizer.consolidate_state_dict(to=0) on all ranks, and "
                 "optimizer.state_dict() on rank 0.",
             )
 
-    def _told_by(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         sharded: Any = optimizer
         take = sharded.local_state_dict if is_sharded(optimizer) else optimizer.state_dict
-        told = _unpatched(take)()
-        besides = told.keys() - {"state", "param_groups"}
+        optimizer_state = _unpatched(take)()
+        besides = optimizer_state.keys() - {"state", "param_groups"}
         if besides:
             raise UsageError(
                 "an optimizer has state beside that of its parameters",
                 seen=f"a {type(optimizer).__qualname__} has {sorted(besides)}",
                 fix="Give the optimizer itself to save and load.",
             )
-        return told
+        return optimizer_state
 
     def _names_of(self, parameter: nn.Parameter) -> list[str]:
         try:
@@ -449,11 +451,13 @@ class _View:
         missing: list[str] = []
         loading: list[tuple[torch.optim.Optimizer, State]] = []
         for optimizer in several:
-            told, local = self._told_by(optimizer), _local_of(optimizer)
+            optimizer_state, local = self._state_of(optimizer), _local_of(optimizer)
             mine = _parameters_of(local)
-            loading.append((optimizer, told))
+            loading.append((optimizer, optimizer_state))
             number = 0
-            for group, packed in zip(optimizer.param_groups, told["param_groups"], strict=True):
+            for group, packed in zip(
+                optimizer.param_groups, optimizer_state["param_groups"], strict=True
+            ):
                 found: list[tuple[str, State]] = []
                 for parameter in group["params"]:
                     names = self._names_of(parameter)
@@ -462,9 +466,9 @@ class _View:
                         found.append((name, options[name]))
                     state = states.get(name)
                     if not parameter.requires_grad:
-                        told["state"].pop(number, None)
+                        optimizer_state["state"].pop(number, None)
                     elif state is not None:
-                        told["state"][number] = {
+                        optimizer_state["state"][number] = {
                             key: _cut_like(value, like(("state", name, key)))
                             for key, value in state.items()
                         }
@@ -480,8 +484,8 @@ class _View:
                 seen=f"{len(missing)} have none",
                 fix="With strict=False they keep theirs, or begin at their first step.",
             )
-        for optimizer, told in loading:
-            _unpatched(optimizer.load_state_dict)(told)
+        for optimizer, optimizer_state in loading:
+            _unpatched(optimizer.load_state_dict)(optimizer_state)
         return IncompatibleKeys(missing, sorted((states.keys() | options.keys()) - own.keys()))
 
     def _common(self, found: list[tuple[str, State]]) -> State:
@@ -501,30 +505,30 @@ class _View:
         return options
 
     def _received(self, op: str, given: State, like: Callable[[Path], Any]) -> State:
-        """Return rank 0's state on all ranks, cut as `like` tells; else what was given.
+        """Return rank 0's state on all ranks, cut as `like` returns; else `given`.
 
-        What no `like` is told for, this rank does not keep.
+        This rank does not keep entries for which `like` returns None.
         """
         group = self._ranks.group
         if not self._options.broadcast_from_rank0 or group is None:
             return given
-        whole: dict[Path, torch.Tensor] = {}
+        full: dict[Path, torch.Tensor] = {}
 
         def stand_in(path: Path, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if isinstance(value, DTensor):
-                raise UsageError("rank 0 is to have whole tensors", seen=f"{path} is a DTensor")
+                raise UsageError("rank 0 must have full tensors", seen=f"{path} is a DTensor")
             if value.numel() <= _NUM_SENT_AS_VALUE:
                 return value.detach().cpu()
-            whole[path] = value.detach()
+            full[path] = value.detach()
             return _Sent(value.shape, value.dtype)
 
         def receive(path: Path, value: Any) -> Any:
             if not isinstance(value, _Sent):
                 return value
             target = like(path)
-            tensor = whole.get(path)
+            tensor = full.get(path)
             if tensor is None:
                 tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             tensor = tensor.to(self._device(target)).contiguous()
@@ -632,12 +636,12 @@ def _each(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> An
 
 
 def _cut_like(value: Any, like: Any) -> Any:
-    """Cut a whole tensor as the DTensor `like`; return all else as it is."""
+    """Cut a full tensor as the DTensor `like`; return other values as they are."""
     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not plain or not isinstance(like, DTensor) or value.shape != like.shape:
         return value
-    whole = value.detach().to(like.device_mesh.device_type)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    full = value.detach().to(like.device_mesh.device_type)
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _flattened(state: State) -> State:
@@ -663,7 +667,7 @@ def _nested(flat: Mapping[str, Any], names: Iterable[str]) -> State:
 
     Args:
         flat: One level of names.
-        names: Of parameters. Of others, what is behind the last dot is taken to be the key.
+        names: Of parameters. Of others, the part after the last dot is taken as the key.
     """
     known = set(names)
     made: dict[str, dict[str, State]] = {"state": {}, "param_groups": {}}

@@ -66,7 +66,7 @@ class StorageWriter(ABC):
         """Make the checkpoint one; on the coordinator, with what all ranks wrote."""
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what the planner is told."""
+        """Return metadata for the planner."""
         return None
 
 

@@ -1,8 +1,8 @@
 """State as JSON and tensors, and back, without pickle: reading a file runs no code of its author.
 
 What `state_dict` returns is a tree of Python values with tensors as leaves. The tensors are taken
-out and named by their path (``model.layers.0.weight``); what remains becomes JSON. JSON's own types
-stand for themselves; everything else is an object with a kind and a value:
+out and named by their path (``model.layers.0.weight``); the rest becomes JSON. JSON's own types
+are kept; everything else is an object with a kind and a value:
 
     {"$": "tensor", "v": "optimizer.state.0.exp_avg"}     {"$": "tuple", "v": [...]}
     {"$": "map", "v": [[key, value], ...]}                 dicts whose keys are not plain strings
@@ -264,7 +264,7 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose values do not lie in memory as its shape says.
+    """Refuse a tensor whose values are not in memory as its shape says.
 
     Raises:
         UsageError: It is not dense, quantised, or has no values.
@@ -279,7 +279,7 @@ def require_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def tensor_node(name: str) -> dict[str, Any]:
-    """Return what stands for the tensor of that name."""
+    """Return the node that represents the tensor of that name."""
     return _tagged("tensor", name)
 
 

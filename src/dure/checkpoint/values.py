@@ -29,7 +29,7 @@ _ARRAYS = "biufc"
 
 
 def encode_value(value: object, path: str) -> tuple[str, Any] | None:
-    """Return a value's kind and its JSON data; None: it stands for itself.
+    """Return a value's kind and its JSON data; None: it is JSON already.
 
     Raises:
         UsageError: It cannot be saved; the message names `path`.

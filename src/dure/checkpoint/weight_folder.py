@@ -42,7 +42,7 @@ from dure.checkpoint.folder import Folder, Unflushed, flush, flush_name, make, r
 from dure.checkpoint.restoring import Read, read_slices
 from dure.checkpoint.saving import OnDemand, Saving, Taken
 from dure.checkpoint.slice_files import Kind, Layout, Slice
-from dure.checkpoint.slices import Box, whole_box
+from dure.checkpoint.slices import Box, full_box
 from dure.checkpoint.tree import Named, tensor_node
 from dure.checkpoint.weight_reading import (
     HIDDEN,
@@ -163,8 +163,8 @@ class _Files:
 
     Args:
         folder: The folder of weights.
-        begun: What it contains.
-        kinds: What is in them.
+        begun: Its contents.
+        kinds: The tensors of these.
         boxes: For each tensor, the slices that have checksums.
         numbers: Of some tensors' files, from 1 on.
         max_bytes: How large a file gets; a larger tensor has one for itself.
@@ -277,7 +277,7 @@ class _Files:
 
     def _index(self, sums: Sums) -> bytes:
         placed = dict(sorted(self._placed().items()))
-        size = sum(kind.num_bytes(whole_box(kind.shape)) for kind in self._kinds.values())
+        size = sum(kind.num_bytes(full_box(kind.shape)) for kind in self._kinds.values())
         metadata = {"total_size": size} | checksums_of(self._kinds, sums)
         return json.dumps({"metadata": metadata, "weight_map": placed}, indent=2).encode()
 
@@ -287,7 +287,7 @@ def _cut(kinds: dict[str, Kind], numbers: Mapping[str, int], max_bytes: int) -> 
     cut: dict[int, list[Slice]] = {}
     number, filled = max(numbers.values(), default=1), 0
     for name, kind in kinds.items():
-        part = Slice(name, whole_box(kind.shape))
+        part = Slice(name, full_box(kind.shape))
         num_bytes = kind.num_bytes(part.box)
         if name not in numbers:
             if filled and filled + num_bytes > max_bytes:
@@ -310,7 +310,7 @@ class _Weights:
 
     Args:
         folder: Where to.
-        saving: What is saved.
+        saving: The state to save.
         ranks: Those that save.
     """
 
@@ -460,7 +460,7 @@ def consolidate(
         UsageError: No tensor's name begins so.
         CheckpointError: The checkpoint has no tensors with names, or cannot be used.
         CheckpointException: A slice of it is damaged; the folder has other weights, or cannot be
-            written. What was there before is as it was.
+            written. Earlier contents are unchanged.
 
     Cost: memory of the largest tensor.
     """
@@ -491,7 +491,7 @@ def consolidate(
         return tensor
 
     kinds = {name: catalog.kinds[name] for name in stored.values()}
-    boxes = {name: whole_box(kind.shape) for name, kind in kinds.items()}
+    boxes = {name: full_box(kind.shape) for name, kind in kinds.items()}
     offer = {n: (k, (boxes[n],) if boxes[n].num_elements else (), 0) for n, k in kinds.items()}
     tree = {name: tensor_node(tensor) for name, tensor in stored.items()}
     save_weights(to, Taken(offer, OnDemand(read), tree), alone, {}, max_bytes, overwrite)

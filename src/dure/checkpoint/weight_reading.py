@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, cast
 from dure.checkpoint.catalog import Catalog, Stored, Unreadable
 from dure.checkpoint.files import DTYPES, damaged, open_file, read_file, too_new
 from dure.checkpoint.slice_files import Kind, Layout, Slice
-from dure.checkpoint.slices import Box, fault_of_cover, whole_box
+from dure.checkpoint.slices import Box, fault_of_cover, full_box
 from dure.checkpoint.tree import tensor_node
 from dure.errors import CheckpointError
 from dure.trace.plain_files import parse_json
@@ -135,13 +135,13 @@ def _cataloged(
     found: dict[str, dict[Slice, int]] = {path: {} for path in headers}
     for name, kind in kinds.items():
         path, begin = begins[name]
-        whole = whole_box(kind.shape)
-        boxes = dict[Box, int | None]({whole: None} if whole.num_elements else {})
+        full = full_box(kind.shape)
+        boxes = dict[Box, int | None]({full: None} if full.num_elements else {})
         boxes = boxes if sums is None else cast(dict[Box, int | None], sums[name])
         catalog.tree[name] = tensor_node(name)
         catalog.slices[name] = {box: Stored(path, crc) for box, crc in boxes.items()}
         for box in boxes:
-            run = box.run_in(whole)
+            run = box.run_in(full)
             assert run is not None
             found[path][Slice(name, box)] = begin + run[0] * kind.torch_dtype.itemsize
     for path, header in headers.items():
@@ -243,7 +243,7 @@ def _tensors(path: Path, header: _Header) -> dict[str, tuple[Kind, int]]:
         numbers = [begin, end, *kind.shape]
         if not all(type(n) is int and n >= 0 for n in numbers) or end > header.num_bytes - before:
             raise Unreadable(f"{name!r} in {path.name} has invalid offsets")
-        if end - begin != kind.num_bytes(whole_box(kind.shape)):
+        if end - begin != kind.num_bytes(full_box(kind.shape)):
             raise Unreadable(f"{name!r} in {path.name} has {end - begin} bytes, and is {kind}")
         found[name] = kind, before + begin
     return found
@@ -269,7 +269,7 @@ def _checksums(text: Any, kinds: Mapping[str, Kind]) -> dict[str, dict[Box, int]
     for name, kind in kinds.items():
         dtype, slices = fields[name]
         boxes = {Box(tuple(at), tuple(size)): int(crc, 16) for at, size, crc in slices}
-        runs = all(box.run_in(whole_box(kind.shape)) for box in boxes)
+        runs = all(box.run_in(full_box(kind.shape)) for box in boxes)
         fits = dtype == kind.dtype and runs and not fault_of_cover(kind.shape, boxes)
         _same([] if fits and len(boxes) == len(slices) else [name])
         found[name] = boxes

@@ -34,7 +34,7 @@ import torch
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.files import PIECE_BYTES, pieces, start_flush, write_all
 from dure.checkpoint.slice_files import Kind, Slice
-from dure.checkpoint.slices import Box, whole_box
+from dure.checkpoint.slices import Box, full_box
 from dure.comm.checksum import crc32c
 from dure.comm.collectives import all_to_all
 from dure.comm.reduction import as_bytes
@@ -109,18 +109,18 @@ class WeightWriter:
         self.exchanged: list[str] = []
         """Tensors that ranks exchange."""
         for name, kind in kinds.items():
-            whole = whole_box(kind.shape)
+            full = full_box(kind.shape)
             boxes = [box for own in self._held[name].values() for box in own]
             if any(_has_short_runs(box, kind) for box in boxes):
                 self.exchanged.append(name)
             else:
-                self.boxes[name] = sorted(run for box in boxes for run in _runs(box, whole))
-        wholes = {name: whole_box(kinds[name].shape) for name in self.exchanged}
-        share = sum(kinds[name].num_bytes(box) for name, box in wholes.items()) // ranks.size
+                self.boxes[name] = sorted(run for box in boxes for run in _runs(box, full))
+        full_boxes = {name: full_box(kinds[name].shape) for name in self.exchanged}
+        share = sum(kinds[name].num_bytes(box) for name, box in full_boxes.items()) // ranks.size
         self._most = max(PIECE_BYTES, min(PORTION_BYTES, _STEP_BYTES // ranks.size, share))
-        for name, whole in wholes.items():
+        for name, full in full_boxes.items():
             itemsize = kinds[name].torch_dtype.itemsize
-            self.boxes[name] = list(_runs(whole, whole, self._most // itemsize))
+            self.boxes[name] = list(_runs(full, full, self._most // itemsize))
         self._steps: list[_Step] = []
         self._outgoing = self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -176,7 +176,7 @@ class WeightWriter:
         with _Outputs() as outputs:
             for (name, box), memory in runs:
                 kind = self._kinds[name]
-                run, crc = box.run_in(whole_box(kind.shape)), 0
+                run, crc = box.run_in(full_box(kind.shape)), 0
                 assert run is not None
                 for number, target in enumerate(targets[name]):
                     at = target.begin + run[0] * kind.torch_dtype.itemsize
@@ -196,7 +196,7 @@ class WeightWriter:
         for name in sorted(mine.difference(self.exchanged), key=targets.__getitem__):
             for box in sorted(self._held[name][rank]):
                 memory = self._memory(Slice(name, box))
-                for run in _runs(box, whole_box(self._kinds[name].shape)):
+                for run in _runs(box, full_box(self._kinds[name].shape)):
                     yield Slice(name, run), memory[run.within(box)]
 
     def _own_blocks(self) -> Iterator[tuple[Slice, torch.Tensor]]:
@@ -278,7 +278,7 @@ class WeightWriter:
 
         Args:
             block: The block.
-            received: What the other ranks sent of the portion.
+            received: The other ranks' data of the portion.
             begins: Where this block begins in that, for each rank; set to where it ends.
         """
         dtype = self._kinds[block.name].torch_dtype
@@ -362,10 +362,10 @@ def _first_divided(box: Box, within: Box) -> int:
 
 
 def _has_short_runs(box: Box, kind: Kind) -> bool:
-    whole = whole_box(kind.shape)
-    if box.run_in(whole) is not None:
+    full = full_box(kind.shape)
+    if box.run_in(full) is not None:
         return False
-    run = math.prod(box.sizes[_first_divided(box, whole) :])
+    run = math.prod(box.sizes[_first_divided(box, full) :])
     return run * kind.torch_dtype.itemsize < MIN_RUN_BYTES
 
 
@@ -374,7 +374,7 @@ def _runs(box: Box, within: Box, most: int | None = None) -> Iterator[Box]:
 
     Args:
         box: A part of `within`.
-        within: What the runs are consecutive elements of.
+        within: The runs are consecutive elements of it.
         most: The most elements of a run.
     """
     if not box.sizes or (box.run_in(within) is not None and (most or math.inf) >= box.num_elements):
