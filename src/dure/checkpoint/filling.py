@@ -18,17 +18,16 @@ from typing import Any, cast
 
 import torch
 
-from dure.checkpoint.slice_files import Kind, kind_of
-from dure.checkpoint.slices import full_box, pieces_of
-from dure.checkpoint.tree import (
+from dure.checkpoint.dataclass_fields import (
     Fields,
-    Named,
-    decode,
     fields_of,
     item_at,
     with_fields,
     without_instance,
 )
+from dure.checkpoint.slice_files import Kind, kind_of
+from dure.checkpoint.slices import full_box, pieces_of
+from dure.checkpoint.tree import Named, decode
 from dure.tensor import DTensor
 
 __all__ = ["fill", "unlike"]

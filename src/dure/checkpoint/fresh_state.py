@@ -21,8 +21,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from dure.checkpoint.dataclass_fields import Fields, fields_of, item_at, with_instances
 from dure.checkpoint.slice_files import Kind
-from dure.checkpoint.tree import Fields, Leaf, Named, fields_of, item_at, with_instances
+from dure.checkpoint.tree import Leaf, Named
 from dure.comm.world import current_world
 from dure.errors import CheckpointMismatch, DureError, UsageError
 from dure.tensor import DTensor

@@ -24,13 +24,14 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import nn
 
+from dure.checkpoint.dataclass_fields import Fields, with_instances
 from dure.checkpoint.filling import fill, unlike
 from dure.checkpoint.fresh_state import fresh_state
 from dure.checkpoint.names import WRAPPERS
 from dure.checkpoint.scalers import set_stages
 from dure.checkpoint.slice_files import Kind, kind_of
 from dure.checkpoint.stateful import Stateful
-from dure.checkpoint.tree import Fields, decode, entries_of, with_instances
+from dure.checkpoint.tree import decode, entries_of
 from dure.errors import CheckpointMismatch, DureError, OptimizerError, UsageError
 from dure.tensor import DTensor
 from dure.training.pytrees import mapped

@@ -20,11 +20,12 @@ from torch import nn
 
 from dure.checkpoint.agreement import Ranks
 from dure.checkpoint.catalog import Catalog, Stored, catalog_of
+from dure.checkpoint.dataclass_fields import Fields
 from dure.checkpoint.fresh_state import like_saved, state_to_fill, with_memory
 from dure.checkpoint.objects import bare, few, is_stateful, own_state
 from dure.checkpoint.slice_files import Slice, SliceFile
 from dure.checkpoint.slices import Box, Piece, pieces_of
-from dure.checkpoint.tree import Fields, Leaf, Named, decode, entries_of, flatten, put
+from dure.checkpoint.tree import Leaf, Named, decode, entries_of, flatten, put
 from dure.errors import CheckpointError, CheckpointMismatch
 from dure.tensor import DTensor
 

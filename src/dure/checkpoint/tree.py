@@ -18,35 +18,33 @@ of values that differ the first rank's is kept.
 A state is also one level of names, as torch names it (`flatten`). Dicts are always entered; lists
 and tuples where there is a tensor, a dict or a list of such in them. All else is a value.
 
-An instance of a dataclass is stored as its fields, without its class. It is loaded into an instance
-that the program has (`with_fields`), so no file decides what is created; if it has none, a dict is
-loaded, with a warning.
+An instance of a dataclass is stored as its fields (dataclass_fields.py).
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import inspect
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from functools import cached_property
 from itertools import islice
-from types import MemberDescriptorType
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from dure.checkpoint.dataclass_fields import (
+    fields_of,
+    is_of_fields,
+    is_within_itself,
+    others_of,
+    with_fields,
+    within,
+)
 from dure.checkpoint.values import PLAIN, VALUES, decode_value, encode_value
 from dure.errors import CheckpointMismatch, DureError, UsageError
 from dure.tensor import DTensor
-from dure.trace import logs
 
 __all__ = [
     "ABSENT",
-    "Fields",
     "Index",
     "Keys",
     "Leaf",
@@ -55,21 +53,14 @@ __all__ = [
     "encode",
     "encode_state",
     "entries_of",
-    "fields_of",
     "flatten",
-    "item_at",
     "merged",
     "names_in",
     "put",
     "require_dense",
     "tensor_node",
-    "with_fields",
-    "with_instances",
-    "without_instance",
     "without_marks",
 ]
-
-_log = logs.logger("checkpoint")
 
 Path = tuple[Any, ...]
 Keys = tuple[str, ...]
@@ -83,10 +74,6 @@ _NO_ELEMENTS = "empty"
 
 class Index(int):
     """A key that is a place in a list, and no key of a dict."""
-
-
-class Fields(dict[str, Any]):
-    """The fields of a dataclass's instance, as they were saved."""
 
 
 class Named(str):
@@ -171,18 +158,18 @@ class _Encoder:
         if type(value) in _SEQUENCES and not _holds_tensors_without_order(value):
             kind = _SEQUENCES[type(value)]
             encode = self.hashed if kind in ("set", "frozenset") else self.encode
-            items = [encode(v, _within(path, i)) for i, v in enumerate(_ordered(value))]
+            items = [encode(v, within(path, i)) for i, v in enumerate(_ordered(value))]
             return items if kind == "list" else _tagged(kind, items)
         fields = None if self._is_hashed else fields_of(value)
         if fields is not None:
             if id(value) in self._around:
-                raise _is_within_itself(value, path)
+                raise is_within_itself(value, path)
             self._around.append(id(value))
             names = fields.items()
-            pairs = [[k, self.encode(v, _within(path, k))] for k, v in names]
+            pairs = [[k, self.encode(v, within(path, k))] for k, v in names]
             self._around.pop()
             return _tagged("fields", pairs)
-        if _is_of_fields(value) and (others := _others_of(value)):
+        if is_of_fields(value) and (others := others_of(value)):
             kind = type(value)
             raise UsageError(
                 "a dataclass cannot be saved in a checkpoint",
@@ -203,16 +190,16 @@ class _Encoder:
     def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
         kind = _MAPPINGS.get(type(value), "map")
         if kind == "map" and all(_is_plain(key) for key in value):
-            return {cast(str, k): self.encode(v, _within(path, k)) for k, v in value.items()}
+            return {cast(str, k): self.encode(v, within(path, k)) for k, v in value.items()}
         pairs = [
-            [self.hashed(k, _within(path, "(key)")), self.encode(v, _within(path, k))]
+            [self.hashed(k, within(path, "(key)")), self.encode(v, within(path, k))]
             for k, v in value.items()
         ]
         tagged = _tagged(kind, pairs)
         versions = getattr(value, "_metadata", None)  # what torch's modules say of their formats
         if kind == "ordered" and isinstance(versions, Mapping):
             plain_dict = dict(cast(Mapping[object, object], versions))
-            tagged["versions"] = self.encode(plain_dict, _within(path, "(versions)"))
+            tagged["versions"] = self.encode(plain_dict, within(path, "(versions)"))
         if isinstance(value, defaultdict):
             tagged["factory"] = _name_of_factory(value.default_factory, path)
         return tagged
@@ -283,121 +270,6 @@ def tensor_node(name: str) -> dict[str, Any]:
     return _tagged("tensor", name)
 
 
-def fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass instance by name.
-
-    None if it is not one, or has other attributes.
-    """
-    if not _is_of_fields(value):
-        return None
-    names = [field.name for field in dataclasses.fields(value)]
-    others = _others_of(value)
-    if others or not all(hasattr(value, name) for name in names):
-        return None
-    return {name: getattr(value, name) for name in names}
-
-
-def _is_of_fields(value: Any) -> bool:
-    named = getattr(type(value), "__dataclass_fields__", None)
-    return named is not None and not isinstance(value, _NOT_OF_FIELDS)
-
-
-def _others_of(value: Any) -> list[str]:
-    """Return the attributes of a dataclass instance that are not fields.
-
-    Values that a `cached_property` keeps are left out, and what Python adds (`__orig_class__`).
-    """
-    kind: Any = type(value)
-    fields = kind.__dataclass_fields__
-    slots = [
-        name
-        for base in kind.__mro__
-        for name, member in vars(base).items()
-        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
-    ]
-    names = dict.fromkeys([*getattr(value, "__dict__", {}), *slots])
-    return [
-        name
-        for name in names
-        if name not in fields
-        and not (name.startswith("__") and name.endswith("__"))
-        and not _is_cached(kind, name)
-    ]
-
-
-def _is_cached(kind: type, name: str) -> bool:
-    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
-
-
-def with_fields(instance: Any, values: Mapping[str, Any], copied: bool = False) -> Any:
-    """Set fields of a dataclass's instance; return it. A frozen one is copied first.
-
-    Args:
-        instance: An instance of which `fields_of` returned the fields.
-        values: The values of some of them.
-        copied: Whether to leave the instance as it is, and return a copy.
-    """
-    if copied or type(instance).__dataclass_params__.frozen:
-        instance = copy.copy(instance)
-    for name, value in values.items():
-        object.__setattr__(instance, name, value)
-    attributes = getattr(instance, "__dict__", {})
-    for name in attributes.keys() - type(instance).__dataclass_fields__.keys():
-        if _is_cached(type(instance), name):  # of what the fields were
-            del attributes[name]
-    return instance
-
-
-def _is_within_itself(value: object, path: str) -> UsageError:
-    return UsageError(
-        "a dataclass that refers to itself cannot be saved in a checkpoint",
-        seen=f"{path} is the {type(value).__qualname__} that it is in",
-        fix="Let the field be None in what is saved, and set it after loading.",
-    )
-
-
-def with_instances(saved: Any, found: Any, path: str) -> Any:
-    """Return a saved state with instances of dataclasses in the place of `Fields`.
-
-    Args:
-        saved: The state. Dicts in it are changed.
-        found: A state that has such instances where they were saved; they are copied.
-        path: The name of the state.
-
-    Raises:
-        ValueError: An instance has other fields; the message names the path.
-    """
-    if isinstance(saved, dict):
-        entries = cast(dict[Any, Any], saved)
-        for key, value in entries.items():
-            entries[key] = with_instances(value, item_at(found, key), _within(path, key))
-        if not isinstance(saved, Fields):
-            return entries
-        fields = fields_of(found)
-        if fields is None:
-            return without_instance(saved, path)
-        if fields.keys() != saved.keys():
-            raise ValueError(f"{path} has the fields {[*saved]} in the file, {[*fields]} here")
-        return with_fields(found, saved, copied=True)
-    if type(saved) in (list, tuple):
-        items = enumerate(cast(Sequence[Any], saved))
-        return type(saved)(
-            [with_instances(v, item_at(found, n), _within(path, n)) for n, v in items]
-        )
-    return saved
-
-
-def without_instance(saved: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a dict of saved fields where the state has no instance, with a warning."""
-    _log.warning(
-        "%s was saved as a dataclass with the fields %s and is loaded as a dict: "
-        "the state has no instance there.",
-        path,
-        ", ".join(saved),
-    )
-    return dict(saved)
-
-
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
     return {"$": kind, "v": value}
 
@@ -416,10 +288,6 @@ def _name_of_factory(factory: object, path: str) -> str | None:
         seen=f"{path} is a defaultdict whose values are made by {factory!r:.60}",
         fix=f"Save dict(...) of it, or use one of {', '.join(filter(None, _FACTORIES))}.",
     )
-
-
-def _within(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
 
 
 def _holds_tensors_without_order(value: object) -> bool:
@@ -444,11 +312,6 @@ _FACTORIES: dict[str | None, type | None] = {
     **{kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)},
 }
 _KINDS_OF_MAPPINGS = ("map", "fields", *_MAPPINGS.values())
-_NOT_OF_FIELDS = (
-    *(Mapping, list, tuple, set, frozenset, torch.Tensor, torch.nn.Module, Enum, BaseException),
-    *(int, float, complex, str, bytes, bytearray),
-)
-"""Subclasses of these have contents of their own, in addition to the fields of a dataclass."""
 
 
 def _ordered(value: object) -> list[object]:
@@ -517,16 +380,6 @@ def _merged_mappings(
     if not tagged:
         return dict(entries.values())
     return {**tagged[-1], **tagged[0], "v": [list(entry) for entry in entries.values()]}
-
-
-def item_at(value: Any, key: Any) -> Any:
-    """Return a container's item at a key, or None; nothing is added to a `defaultdict`."""
-    if isinstance(value, Mapping):
-        return cast(Mapping[Any, Any], value).get(key)
-    if isinstance(value, list | tuple) and isinstance(key, int):
-        items = cast(Sequence[Any], value)
-        return items[key] if key < len(items) else None
-    return (fields_of(value) or {}).get(key)
 
 
 def _dotted(keys: Keys) -> str:
@@ -625,7 +478,7 @@ def _fault_of(
         try:
             _decoded(inner, tensor_of, dict)
         except _FAULTS as e:
-            return _fault_of(inner, tensor_of, e, _within(path, key))
+            return _fault_of(inner, tensor_of, e, within(path, key))
     return path, f"{type(error).__name__}: {error}"
 
 
@@ -698,7 +551,7 @@ def _enter(path: Path, value: Any, found: dict[str, Leaf], around: tuple[int, ..
         items = cast(Mapping[Any, Any], value).items()
     elif not is_leaf and (fields := fields_of(value)) is not None:
         if id(value) in around:
-            raise _is_within_itself(value, ".".join(map(str, path)))
+            raise is_within_itself(value, ".".join(map(str, path)))
         items, around = fields.items(), (*around, id(value))
     elif is_leaf or _is_value(value):
         name = ".".join(map(str, path))

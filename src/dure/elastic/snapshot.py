@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from dure.checkpoint.dataclass_fields import fields_of
 from dure.checkpoint.objects import is_sharded, load_into, state_of
 from dure.checkpoint.randomness import random_state, restore_random_state, seed_new_rank
 from dure.checkpoint.scalers import Stages, set_stages, stages_of
-from dure.checkpoint.tree import decode, encode, fields_of
+from dure.checkpoint.tree import decode, encode
 from dure.errors import UsageError
 
 if TYPE_CHECKING:
