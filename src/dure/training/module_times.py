@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from dure.trace import spans
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
 
-__all__ = ["ModuleClock", "ModuleTimes", "ShardedStepTimes"]
+__all__ = ["ModuleClock", "ModuleTimes", "ShardedStepTimes", "emit_phases"]
 
 now = time.monotonic_ns
 _NS = 1e9
@@ -187,19 +187,37 @@ class ModuleClock:
             self._spans.append(wait)
 
     def _emit(self, group: ProcessGroup) -> None:
-        rank, step = group.global_ranks[group.rank()], self.times.step
-        phases = [
-            ("forward", self._forward, self._backward),
-            ("backward", self._backward, self._last),
-            ("wait for gradients", self._last, now()),
-        ]
-        phase_spans = [
-            spans.Span(name=name, start_ns=begin, end_ns=end, group=group.group_name)
-            for name, begin, end in phases
-            if begin
-        ]
-        for span in phase_spans + self._spans:
-            spans.emit(replace(span, global_rank=rank, details={"step": step}))
+        rank, details = group.global_ranks[group.rank()], {"step": self.times.step}
+        emit_phases(group, details, self._forward, self._backward, self._last, now())
+        for span in self._spans:
+            spans.emit(replace(span, global_rank=rank, details=details))
+
+
+def emit_phases(
+    group: ProcessGroup, details: dict[str, Any], forward: int, backward: int, last: int, end: int
+) -> None:
+    """Emit the spans of a step's phases; of one that begins at 0, none.
+
+    Args:
+        group: The ranks that reduce gradients.
+        details: The number of the step.
+        forward, backward: When forward began, and when the first gradient was ready.
+        last: When backward had nothing left to compute.
+        end: When all gradients were reduced.
+    """
+    phases = ("forward", forward, backward), ("backward", backward, last)
+    for name, start_ns, end_ns in (*phases, ("wait for gradients", last, end)):
+        if start_ns:
+            spans.emit(
+                spans.Span(
+                    name=name,
+                    global_rank=group.global_ranks[group.rank()],
+                    group=group.group_name,
+                    start_ns=start_ns,
+                    end_ns=end_ns,
+                    details=details,
+                )
+            )
 
 
 class _Begun(NamedTuple):

@@ -19,10 +19,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dure.trace import spans
-from dure.training.module_times import ModuleTimes
+from dure.training.module_times import ModuleTimes, emit_phases
 
 if TYPE_CHECKING:
     from dure.comm.group import ProcessGroup
@@ -133,16 +133,8 @@ def trace_step(clock: Clock, group: ProcessGroup, buckets: Sequence[Bucket]) -> 
     the operation that the bucket started.
     """
     step: dict[str, str | int | float] = {"step": clock.step}
-    common = {"global_rank": group.global_ranks[group.rank()], "group": group.group_name}
-
-    def emit(name: str, start: int, end: int, **more: Any) -> None:
-        spans.emit(spans.Span(name=name, start_ns=start, end_ns=end, **common, **more))
-
-    if clock.forward:
-        emit("forward", clock.forward, clock.backward_start, details=step)
     waiting = _waiting_since(clock)
-    emit("backward", clock.backward_start, waiting, details=step)
-    emit("wait for gradients", waiting, clock.comm_end, details=step)
+    emit_phases(group, step, clock.forward, clock.backward_start, waiting, clock.comm_end)
     for bucket, (start, started) in zip(buckets, clock.launches, strict=False):
         about = {
             "bytes": bucket.num_bytes,
@@ -150,13 +142,17 @@ def trace_step(clock: Clock, group: ProcessGroup, buckets: Sequence[Bucket]) -> 
             "first": bucket.views[0].name if bucket.views else "",
             "last": bucket.views[-1].name if bucket.views else "",
         }
-        emit(
-            f"bucket {bucket.index}",
-            start,
-            clock.comm_end,
-            started_ns=started,
-            track=spans.BUCKETS,
-            details=step | about,
+        spans.emit(
+            spans.Span(
+                name=f"bucket {bucket.index}",
+                global_rank=group.global_ranks[group.rank()],
+                group=group.group_name,
+                track=spans.BUCKETS,
+                start_ns=start,
+                started_ns=started,
+                end_ns=clock.comm_end,
+                details=step | about,
+            )
         )
 
 
