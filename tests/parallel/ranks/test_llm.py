@@ -1,6 +1,6 @@
 """The program of examples/llm, on meshes of all axes: the losses of one rank, to 1e-10.
 
-Twelve meshes that have every pair of axes, for two steps: the second shows what the optimizer made
+Eleven meshes that have every pair of axes, for two steps: the second shows what the optimizer made
 of the first one's gradients.
 """
 
@@ -32,8 +32,7 @@ def check(base: Any, sizes: tuple[int, ...], schedule: str, expected: Losses) ->
 @pytest.mark.parametrize(
     ("sizes", "schedule"),
     [
-        ((2, 1, 1, 1, 1), "1F1B"),  # pp, dp, fsdp, cp, tp
-        ((1, 2, 2, 1, 1), "1F1B"),
+        ((1, 2, 2, 1, 1), "1F1B"),  # pp, dp, fsdp, cp, tp
         ((2, 2, 1, 1, 1), "GPipe"),
         ((2, 1, 2, 1, 1), "Interleaved1F1B"),
         ((2, 1, 1, 2, 1), "ZBVZeroBubble"),
