@@ -193,7 +193,7 @@ def compare(
     expected_step: Callable[[nn.Module, int], torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     before_step: Callable[[nn.Module], object] | None = None,
-    make: Callable[[], Net] = made,
+    make: Callable[[], Any] = made,
     data_ranks: Callable[[int], tuple[int, int]] | None = None,
 ) -> None:
     """Compare training on `size` ranks with that on one: losses, last gradients, weights."""
