@@ -121,7 +121,7 @@ HITS: dict[str, tuple[Any, Any, Any]] = {
     "in inference": (Shard(0), torch.inference_mode()(lambda x: x - 1), [[-1, 0], [1, 2]]),
     "no hash": (Shard(0), lambda x: x.new_full((2,), 5.0, dtype=None), [5, 5]),
     "a plain tensor": (Shard(0), lambda x: x + torch.ones(2, 2), UsageError),
-    "another type": (Shard(0), lambda x: torch.add(x, "two"), TypeError),
+    "another type": (Shard(0), lambda x: x.add("two"), TypeError),
     "a gradient": (Shard(0), lambda x: _gradient(x, lambda t: (t * t).sum()), [[0, 2], [4, 6]]),
     "a Partial gradient": (Replicate(), lambda x: _gradient(x, _of_row), [[1, 2], [1, 2]]),
 }
