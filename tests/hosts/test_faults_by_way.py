@@ -6,6 +6,7 @@ file, the table of all faults is written there: the time until the end, exit cod
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -35,14 +36,25 @@ def processes(job: HostJob, host: int = 1) -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.name() == "nsenter")
 
 
+def stop(found: list[psutil.Process]) -> None:
+    """Stop processes, all but those that stop themselves when their children stop."""
+    for process in found:
+        if process.name() != "nsenter":
+            process.send_signal(signal.SIGSTOP)
+
+
+def resume(found: list[psutil.Process]) -> None:
+    """Let processes continue; some may be killed by those that do so earlier."""
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+
+
 def stop_for(found: list[psutil.Process], seconds: float) -> None:
     """Stop processes for some time."""
-    for process in found:
-        if process.name() != "nsenter":  # it stops itself when its child stops
-            process.send_signal(signal.SIGSTOP)
+    stop(found)
     time.sleep(seconds)
-    for process in found:
-        process.send_signal(signal.SIGCONT)
+    resume(found)
 
 
 def started(jobs: HostJobs, way: str, silence_s: int = 4) -> HostJob:

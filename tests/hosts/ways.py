@@ -85,7 +85,13 @@ class HostJobs:
         self.stack, self._launched, self._num_started = ExitStack(), Launching(folder), 0
 
     def start(
-        self, way: str, network: str = "plain", nnodes: str = "2", **variables: str
+        self,
+        way: str,
+        network: str = "plain",
+        nnodes: str = "2",
+        beside: HostJob | None = None,
+        port: int = _RENDEZVOUS_PORT,
+        **variables: str,
     ) -> HostJob:
         """Start a job.
 
@@ -93,12 +99,17 @@ class HostJobs:
             way: One of `WAYS`.
             network: One of `NETWORKS`.
             nnodes: How many hosts `dure run` is to start with, and may have.
+            beside: Another job, not over ssh, whose hosts and key it has, too.
+            port: Where launchers rendezvous.
             variables: More of the ranks' environment.
         """
         self._num_started += 1
         folder = self._folder / f"job{self._num_started}"
         folder.mkdir()
-        if way == "ssh":
+        if beside is not None:
+            made, config = beside.hosts, folder
+            (folder / "key").hardlink_to(beside.folder / "key")
+        elif way == "ssh":
             assert network == "plain"
             made, config = self.stack.enter_context(ssh_hosts(2, folder, name=folder.name))
         else:
@@ -122,7 +133,7 @@ class HostJobs:
         if way == "etcd":
             variables["DURE_INSECURE"] = "1"  # this etcd has no TLS
             _start_etcd(made[0], folder)
-        for node, program, own in _programs(way, made, called, words, nnodes):
+        for node, program, own in _programs(way, made, called, words, nnodes, port):
             output = folder / f"{len(job.processes)}.txt"
             with output.open("w") as file:
                 process = made[node].start(program, variables | own, file)
@@ -151,7 +162,7 @@ def _set_up(made: list[Host], network: str, folder: Path) -> None:
 
 
 def _programs(
-    way: str, made: list[Host], called: str, words: list[str], nnodes: str
+    way: str, made: list[Host], called: str, words: list[str], nnodes: str, port: int
 ) -> list[tuple[int, list[str], dict[str, str]]]:
     """Return what to start: on which host, which arguments of Python, with which variables.
 
@@ -160,7 +171,7 @@ def _programs(
         made: The hosts.
         called: The name or address by which the first one is known to all.
         words: Arguments of Python that run the job's program.
-        nnodes: As for `HostJobs.start`.
+        nnodes: As for `HostJobs.start`, as is `port`.
     """
     if way == "static variables":
         return [
@@ -170,7 +181,7 @@ def _programs(
         ]
     if way == "torchrun":
         run = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(_EACH)]
-        run += ["--master-addr", called, "--master-port", str(_RENDEZVOUS_PORT)]
+        run += ["--master-addr", called, "--master-port", str(port)]
         return [(node, [*run, "--node-rank", str(node), *words], {}) for node in range(len(made))]
     run = ["-m", "dure.cli", "run", "--nnodes", nnodes, "--nproc", str(_EACH)]
     if way == "etcd":
@@ -178,7 +189,7 @@ def _programs(
         run += ["--rdzv-endpoint", _at(made[0].address, _ETCD_PORT)]
     else:
         assert way == "dure run"
-        run += ["--rdzv-endpoint", _at(called, _RENDEZVOUS_PORT)]
+        run += ["--rdzv-endpoint", _at(called, port)]
     return [(node, [*run, *words], {}) for node in range(len(made))]
 
 

@@ -115,6 +115,15 @@ def test_a_host_that_comes_when_some_have_succeeded_is_too_late() -> None:
     assert state.phase is Phase.RUNNING
 
 
+def test_a_host_that_waits_after_a_loss_names_the_lost_host() -> None:
+    state = state_of("ab", max_restarts=1, endpoint="a:1")
+    apply(state, Lost("b", "its launcher was killed"), Ended("a", 0))
+    waiting = state.action("a")
+    assert isinstance(waiting, Wait)
+    lost = "lost host-b (its launcher was killed)"
+    assert waiting.line == f"{lost}; waiting at a:1 until 2 hosts are there (at most 600 s)"
+
+
 # --- hosts that have no part ---------------------------------------------------------------------
 
 
@@ -122,11 +131,11 @@ def test_a_host_that_comes_when_some_have_succeeded_is_too_late() -> None:
     ("came", "why"),
     [
         (Joined("c", "host-c", 1), "the job runs on 2 hosts; this host waits as a spare"),
-        (Joined("c", "host-a", 1), "another launcher of this host takes part in the job; "),
+        (Joined("c", "host-a", 1), "another launcher of this host takes part in the job at a:1; "),
     ],
 )
 def test_a_spare_or_duplicate_host_learns_why_it_waits(came: Joined, why: str) -> None:
-    state = JobState(Settings(min_hosts=2, max_hosts=2))
+    state = JobState(Settings(min_hosts=2, max_hosts=2, endpoint="a:1"))
     apply(state, joined("a", 1, 0), joined("b", 1, 1))
     ready(state)
     state.apply(came)

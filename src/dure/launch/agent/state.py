@@ -283,9 +283,10 @@ class JobState(msgspec.Struct, tag="rounds"):
             return Wait(f"restart {self._gathering}", self._delay_s, line)
         if not self.missing:
             return Wait(f"last call {self._gathering}", settings.last_call_s)
+        why = f"{self.setback}; " if self.setback else ""
         line = (
-            f"waiting at {settings.endpoint} until {settings.min_hosts} hosts are there (at most "
-            f"{settings.join_timeout_s:g} s)"
+            f"{why}waiting at {settings.endpoint} until {settings.min_hosts} hosts are there (at "
+            f"most {settings.join_timeout_s:g} s)"
         )
         return Wait(f"join {self._gathering}", settings.join_timeout_s, line, _QUIET_S)
 
