@@ -6,6 +6,8 @@ A coordinator whose cable is cut first, so that nothing is refused at its port, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.hosts.ways import HostJobs
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.needs("network namespaces", "etcd", "engine", "sshd")
 SLOW = pytest.mark.slow
 LAUNCHER = ("dure.cli", "--nnodes")
 # The first round waits for both hosts.
-BOTH = {"DURE_SILENCE": "4", "PET_RDZV_CONF": "last_call_timeout=600"}
+BOTH: dict[str, Any] = {"DURE_SILENCE": "4", "PET_RDZV_CONF": "last_call_timeout=600"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[H
 def run(two_hosts: tuple[list[Host], Path], tmp_path: Path) -> Callable:
     """Return what runs a program on hosts, and returns exit code, output and errors."""
 
-    def run(nodes: str, program: str, *flags: str, words: tuple[str, ...] = (), **variables: str):
+    def run(nodes: str, program: str, *flags: str, words: tuple[str, ...] = (), **variables: Any):
         path = tmp_path / "program.py"
         path.write_text(program)
         flags = ("--nproc", "1", "--no-zygote", *flags)

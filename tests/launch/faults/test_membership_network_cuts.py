@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,11 @@ from tests.hosts.ways import HostJob, HostJobs
 
 pytestmark = pytest.mark.needs("network namespaces", "engine")
 
-RESTARTS = {"PET_MAX_RESTARTS": "3", "PET_RDZV_CONF": "last_call_timeout=600", "DURE_SILENCE": "4"}
+RESTARTS: dict[str, Any] = {
+    "PET_MAX_RESTARTS": "3",
+    "PET_RDZV_CONF": "last_call_timeout=600",
+    "DURE_SILENCE": "4",
+}
 
 
 @pytest.fixture
