@@ -126,11 +126,13 @@ def index_on(mesh: DeviceMesh, index: list[Any] | tuple[Any, ...]) -> Any:
 
     A list of other things, such as slices, is an index for each dimension, as to torch.
     """
+
+    def replicated(numbers: Any) -> Any:
+        return _replicated(torch.tensor(numbers, device=mesh.device_type), mesh)
+
     if type(index) is list and all(type(one) in (int, bool) for one in index):
-        return _replicated(torch.tensor(index), mesh) if index else index
-    return type(index)([
-        _replicated(torch.tensor(one), mesh) if _are_numbers(one) else one for one in index
-    ])  # fmt: skip
+        return replicated(index) if index else index
+    return type(index)([replicated(one) if _are_numbers(one) else one for one in index])
 
 
 def _are_numbers(index: Any) -> bool:

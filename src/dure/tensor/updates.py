@@ -11,25 +11,31 @@ they are.
 Parts are used if all tensors of a parameter have its placements; a gradient with other placements
 is redistributed first. In all other cases the lists stay as they are, and the step runs operator by
 operator (rules/foreach.py): Partial parameters, updates that autograd records, a learning rate that
-is a DTensor, fused kernels over parts with different strides, and SGD with momentum, which looks
-its state up by the parameters in these lists after the update.
+is a DTensor, and fused kernels over parts with different strides.
+
+After its update SGD with momentum stores the buffers under the parameters in these lists, which
+are parts now. A second hook moves them to the DTensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from dure.comm.untraced import untraced_below
 from dure.tensor.autograd import to_target
 from dure.tensor.dtensor import DTensor
 from dure.tensor.rules.foreach import Specs, are_parts, parts_like
 from dure.tensor.spec import DTensorSpec
-from dure.tensor.strides import with_equal_strides
+from dure.tensor.strides import stored_like, with_equal_strides
+from dure.tensor.wrapping import wrap
 
 __all__ = ["ELEMENTWISE"]
 
@@ -41,44 +47,68 @@ ELEMENTWISE = frozenset({
 """Classes whose update of an element depends on no other element; subclasses may differ."""
 
 
+class _Collector:
+    """The `_init_group` of an optimizer that holds DTensors: it collects their parts.
+
+    Attributes:
+        momenta: Of SGD with momentum, the DTensors of the running step and their parts.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # which holds this object
+        self.momenta: list[tuple[DTensor, torch.Tensor]] = []
+
+    @untraced_below
+    def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        """Fill an optimizer's lists as its class does, then replace the DTensors in them by parts.
+
+        Args:
+            group: A group of parameters.
+            lists: Parameters, gradients, and the tensors of each kind of state. The update writes
+                all but the gradients.
+        """
+        optimizer: Any = self._optimizer()
+        result = type(optimizer)._init_group(optimizer, group, *lists)
+        parts = None if torch.is_grad_enabled() else _parts_of(group, lists)
+        if parts is None:
+            return result
+        has_scale = getattr(optimizer, "grad_scale", None) is not None
+        written = [t for n, tensors in enumerate(lists) if n != 1 or has_scale for t in tensors]
+        torch.autograd.graph.increment_version([t for t in written if type(t) is DTensor])
+        if type(optimizer) is torch.optim.SGD and group["momentum"]:
+            pairs = zip(lists[0], parts[0], strict=True)
+            self.momenta += [(p, part) for p, part in pairs if type(p) is DTensor]
+        for tensors, own in zip(lists, parts, strict=True):
+            tensors[:] = own
+        return result
+
+
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Let an optimizer of DTensors collect parts, from its first step on."""
-    if type(optimizer) not in ELEMENTWISE or "_init_group" in vars(optimizer):
+    if type(optimizer) not in ELEMENTWISE:
         return
-    if any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
-        collect: Any = optimizer._init_group  # pyright: ignore
-        optimizer._init_group = partial(_collect_parts, optimizer, collect)  # pyright: ignore
+    if isinstance(vars(optimizer).get("_init_group"), _Collector):
+        _after_step(optimizer, args, kwargs)  # the last step may have raised
+    elif any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
+        optimizer._init_group = _Collector(optimizer)  # pyright: ignore
 
 
-@untraced_below
-def _collect_parts(
-    optimizer: torch.optim.Optimizer,
-    collect: Callable[..., Any],
-    group: dict[str, Any],
-    *lists: list[Any],
-) -> Any:
-    """Fill an optimizer's lists as its class does, then replace the DTensors in them by parts.
-
-    Args:
-        optimizer: The optimizer.
-        collect: The method of its class.
-        group: A group of parameters.
-        lists: Parameters, gradients, and the tensors of each kind of state. The update writes all
-            but the gradients.
-    """
-    result = collect(group, *lists)
-    keyed = type(optimizer) is torch.optim.SGD and group["momentum"]
-    parts = None if keyed or torch.is_grad_enabled() else _parts_of(group, lists)
-    if parts is None:
-        return result
-    has_scale = getattr(optimizer, "grad_scale", None) is not None
-    written = [t for n, tensors in enumerate(lists) if n != 1 or has_scale for t in tensors]
-    torch.autograd.graph.increment_version([t for t in written if type(t) is DTensor])
-    for tensors, own in zip(lists, parts, strict=True):
-        tensors[:] = own
-    return result
+def _after_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Move the buffers that SGD has stored under parts to the parameters."""
+    collector = vars(optimizer).get("_init_group")
+    if not isinstance(collector, _Collector):
+        return
+    for parameter, part in collector.momenta:
+        made = optimizer.state.pop(part, {}).get("momentum_buffer")
+        state = optimizer.state[parameter]
+        if made is not None and state.get("momentum_buffer") is None:  # of the first step
+            spec = parameter.spec.compact().with_dtype(made.dtype)
+            state["momentum_buffer"] = wrap(stored_like(made, part), spec)
+    collector.momenta.clear()
 
 
 def _parts_of(group: dict[str, Any], lists: Iterable[list[Any]]) -> list[list[Any]] | None:
@@ -105,3 +135,4 @@ def _placed_as(gradient: Any, spec: DTensorSpec | None) -> Any:
 
 
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
