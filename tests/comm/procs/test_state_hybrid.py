@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 
 import pytest
 import torch
@@ -76,6 +77,7 @@ def _lose(slot: Slot, who: int) -> tuple[int | None, int, float]:
         os.kill(os.getpid(), signal.SIGKILL)
     while (lost := _loss(t)) is None:
         pass
+    assert '"kind"' not in "".join(traceback.format_exception(lost))  # no record as text
     dist.shrink()
     total = torch.full((100_000,), float(dist.get_rank()))
     dist.all_reduce(total)

@@ -103,6 +103,15 @@ class AbortRecord(msgspec.Struct, frozen=True, kw_only=True):
         return whole.decode()
 
     @classmethod
+    def is_in(cls, text: str) -> bool:
+        """Return whether `text` is what `text()` of a record has made."""
+        try:
+            msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError:
+            return False
+        return True
+
+    @classmethod
     def read(cls, text: str | bytes) -> AbortRecord:
         """Decode what `text` has made."""
         try:

@@ -132,7 +132,7 @@ class HybridBackend:
                     do(call, header)
                 state.complete()
             except DureError as e:
-                raise state.blame(e, call.op) from e
+                raise state.blame(e, call.op) from state.cause(e)
             except Exception as e:  # no memory for scratch, say: peers must not wait for the rest
                 state.fail(f"{type(e).__name__}: {e}")
                 raise state.error(call.op) from e

@@ -164,7 +164,7 @@ class Messages:
             return call()
         except DureError as e:
             if self.comms.state.look() is not None:
-                raise self.comms.state.error(op) from e
+                raise self.comms.state.error(op) from self.comms.state.cause(e)
             raise
 
     # ---- matching --------------------------------------------------------------------------------
