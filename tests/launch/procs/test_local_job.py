@@ -167,14 +167,19 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(job: Launching) -> None:
     """)
     process = job.start("-n", "2", program)
     wait_for_lines(process, 2)
-    ranks = [pid for pid in living("RANK=") if pid in job.left()]
+
+    def of_ranks() -> list[int]:
+        """Two ranks and what they started; a new process shows its variables a moment later."""
+        found = [pid for pid in living("RANK=") if pid in job.left()]
+        return found if len(found) == 4 else []
+
+    ranks = until(of_ranks, "four processes")
 
     def all_are(stopped: bool) -> bool:
         return all((state_of(pid) == "T") == stopped for pid in ranks)
 
     process.send_signal(signal.SIGTSTP)
     until(lambda: state_of(process.pid) == "T", "a stopped launcher")
-    assert len(ranks) >= 4  # two ranks and what they started
     until(lambda: all_are(True), "stopped ranks")
     process.send_signal(signal.SIGCONT)
     until(lambda: all_are(False), "ranks that run")
