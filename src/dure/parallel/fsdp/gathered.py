@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dure.comm.capture import has_no_values
-from dure.comm.ops import ReduceOp
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
 from dure.parallel.fsdp.reducing import CustomCollective, padded_numel, padded_shape, parts_of
@@ -97,12 +95,7 @@ class Gathered(Strategy):
         """Ask all ranks, as each knows of its own shards only, unless `accumulates`."""
         if not self._is_unsharded and self._part_kept is None:
             return False
-        stale = self._versions != [p.version for p in self._parameters]
-        if accumulates:
-            return stale
-        flag = torch.tensor([stale], dtype=torch.int32, device=self._parameters[0].part.device)
-        self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
-        return stale if has_no_values((flag,)) else bool(flag.item())
+        return self._differ_anywhere(self._versions, accumulates)
 
     def begin_read(self, epochs: ModelEpochs) -> Sequence[FSDPParameter]:
         """Have autograd refuse what it has saved of kept parameters whose values have changed."""

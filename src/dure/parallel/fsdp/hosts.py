@@ -55,6 +55,7 @@ class SharedByHost(Shared):
         hosts = len(axes.shard_group.hosts)
         intra_node, self._inter_node = axes.intra_and_inter_node(axes.size // hosts)
         self._is_gathered = False
+        self._gathered_versions: list[int] = []
         super().__init__(parameters, axes, intra_node)
         self._rooms = [padded_numel(p, axes.size) * p.dtype.itemsize for p in self._parameters]
         mine = self._inter_node.rank()
@@ -68,6 +69,12 @@ class SharedByHost(Shared):
         """Write what other ranks read; other hosts gather it again."""
         super().publish()
         self._is_gathered = False
+
+    def is_stale(self, accumulates: bool = False) -> bool:
+        """Ask all ranks, as each knows of its own rows only, where they are left unsharded."""
+        if not self._versions:
+            return False
+        return self._differ_anywhere(self._gathered_versions, accumulates)
 
     @property
     def begins_gather(self) -> bool:
@@ -84,6 +91,7 @@ class SharedByHost(Shared):
         flat = gathered[self._inter_node.rank()]
         for shard, there in zip(self._read.shards, flat.split(self._rooms), strict=True):
             there[: shard.nbytes].copy_(shard.detach().view(-1).view(torch.uint8))
+        self._gathered_versions = [p.version for p in self._parameters]
         work = self._inter_node.all_gather_single(gathered.view(-1), flat, async_op=True)
         self._pending_gather = gathered, self._inter_node.size(), work
         return self._inter_node

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dure.comm.capture import has_no_values
+from dure.comm.ops import ReduceOp
 from dure.errors import PeerLost
 from dure.parallel.fsdp.axes import DataAxes
 from dure.parallel.fsdp.parameter import FSDPParameter
@@ -71,6 +73,15 @@ class Strategy:
         Collective: all ranks of the group, unless `accumulates`.
         """
         return False
+
+    def _differ_anywhere(self, versions: Sequence[int], accumulates: bool) -> bool:
+        """Return whether any rank's shards have other versions now; see `is_stale`."""
+        differ = [*versions] != [p.version for p in self._parameters]
+        if accumulates:
+            return differ
+        flag = torch.tensor([differ], dtype=torch.int32, device=self._parameters[0].part.device)
+        self._axes.shard_group.all_reduce(flag, ReduceOp.MAX)
+        return differ if has_no_values((flag,)) else bool(flag.item())
 
     @property
     def begins_gather(self) -> bool:

@@ -54,21 +54,28 @@ def test_a_host_gathers_what_it_lacks_once_per_step(pool):
     assert pool.run(_gathers) == [[(2, 2 * 8 * 4)] * 2] * 4
 
 
-def _writes_seen(rank: int) -> list[float]:
-    """Rows are written between steps, by one rank of one host; all see it in the next forward."""
+def _writes_seen(rank: int, gradients: bool) -> list[float]:
+    """Rows are written between steps, by one rank of one host; all see it in the next forward.
+
+    After a forward with gradients and without a backward, the weight is left unsharded.
+    """
     model = _sharded(nn.Linear(2, 7, bias=False))
     weight = model[0].weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)  # waits until no rank reads
     with torch.no_grad():
         weight.fill_(1.0)
-        seen = [float(model(torch.ones(1, 2)).sum())]
-        if rank == 3:  # the last row
-            weight.part.fill_(3.0)
-        seen.append(float(model(torch.ones(1, 2)).sum()))
+    seen: list[float] = []
+    for _ in range(2):
+        with torch.set_grad_enabled(gradients):
+            seen.append(model(torch.ones(1, 2)).sum().item())
+        weight.grad = torch.full_like(weight, -2.0 if rank == 3 else 0.0)  # has the last row
+        optimizer.step()
     return seen
 
 
-def test_all_hosts_see_what_a_rank_writes(pool):
-    assert pool.run(_writes_seen) == [[14.0, 18.0]] * 4
+@pytest.mark.parametrize("gradients", [False, True])
+def test_all_hosts_see_what_a_rank_writes(pool, gradients):
+    assert pool.run(_writes_seen, gradients) == [[14.0, 18.0]] * 4
 
 
 def _refused(rank: int) -> str:
