@@ -398,10 +398,8 @@ class DTensor(torch.Tensor):
     grad = property(_read_grad, _set_grad, _delete_grad)  # pyright: ignore
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a view or a selection; lists of numbers count as replicated tensors."""
-        if type(index) is list or (type(index) is tuple and list in map(type, index)):
-            index = index_on(self.spec.mesh, index)
-        return _get_item(self, index)
+        """Return a view or a selection; lists of numbers and ranges count as replicated."""
+        return _get_item(self, index_on(self.spec.mesh, index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(index_on(self.spec.mesh, index), value)

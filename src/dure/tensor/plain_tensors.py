@@ -10,7 +10,7 @@ are, whatever their values:
   DTensors, from constants of its formula, and from a gradient that the program passed in full. A
   node of a `torch.autograd.Function` in Python and a hook of a DTensor are the program's.
 
-Lists of numbers as an index, as in ``x[[0, 2]]``, become replicated in `DTensor.__getitem__`. A
+Lists of numbers and ranges as an index, as in ``x[[0, 2]]``, become replicated (`index_on`). A
 causal mask that torch makes within attention is refused with all others: pass the mask.
 """
 
@@ -36,6 +36,7 @@ __all__ = ["full_numbers", "index_on", "unsharded", "with_replicated", "writes_p
 unsharded = WeakTensorKeyDictionary()
 """Unsharded parameters of `fully_shard`, each with a `WeakMethod` that returns its shard."""
 
+_LISTS = frozenset({list, range})
 _SAME_SIZE = torch.ops.aten.is_same_size.default
 _FIX_PLAIN = (
     "Make it a DTensor: distribute_tensor(t, mesh, placements) if all ranks have the full tensor, "
@@ -121,22 +122,27 @@ def _is_in_formula() -> bool:
     return not in_program
 
 
-def index_on(mesh: DeviceMesh, index: list[Any] | tuple[Any, ...]) -> Any:
+def index_on(mesh: DeviceMesh, index: Any) -> Any:
     """Return an index of a DTensor with replicated tensors in the place of lists of numbers.
 
-    A list of other things, such as slices, is an index for each dimension, as to torch.
+    A list of other things, such as slices, is an index for each dimension, as to torch. All else
+    stays as it is: a number, None, a tensor.
     """
 
     def replicated(numbers: Any) -> Any:
-        return _replicated(torch.tensor(numbers, device=mesh.device_type), mesh)
+        values = torch.tensor(numbers, device=mesh.device_type)
+        return _replicated(values if values.numel() else values.long(), mesh)
 
-    if type(index) is list and all(type(one) in (int, bool) for one in index):
-        return replicated(index) if index else index
-    return type(index)([replicated(one) if _are_numbers(one) else one for one in index])
+    if type(index) in _LISTS and all(type(one) in (int, bool) for one in index):
+        return replicated(index)
+    if not isinstance(index, (list, tuple)) or _LISTS.isdisjoint(map(type, index)):
+        return index
+    made = [replicated(one) if _are_numbers(one) else one for one in index]
+    return made if isinstance(index, list) else tuple(made)
 
 
 def _are_numbers(index: Any) -> bool:
     """Return whether an index is a list of numbers, or of such lists."""
-    if type(index) is not list or not index:
-        return False
-    return all(type(one) in (int, bool) or _are_numbers(one) for one in index)
+    return type(index) in _LISTS and all(
+        type(one) in (int, bool) or _are_numbers(one) for one in index
+    )

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -56,10 +57,40 @@ def test_lists_of_numbers_are_an_index_that_all_ranks_have(mesh: DeviceMesh) -> 
         assert x[:, [2, 0]].full_tensor().tolist() == [[2, 0], [5, 3], [8, 6], [11, 9]]
         assert x[[1, 3], [0, 2]].full_tensor().tolist() == [3, 11]
         assert x[[[0], [3]], [[1, 2]]].full_tensor().tolist() == [[1, 2], [10, 11]]
+        assert x[:, range(2)].full_tensor().tolist() == [[0, 1], [3, 4], [6, 7], [9, 10]]
+        assert x[[]].full_tensor().tolist() == []
     x = made(mesh, full, [Replicate()])
     assert x[[True, False, False, True]].full_tensor().tolist() == [[0, 1, 2], [9, 10, 11]]
-    x[[1, 3]] = 0.0
-    assert x.full_tensor().tolist() == [[0, 1, 2], [0, 0, 0], [6, 7, 8], [0, 0, 0]]
+
+
+class _Cell(NamedTuple):
+    row: Any
+    column: Any
+
+
+INDICES = [
+    0, -1, None, ..., True, slice(1, 3), (), (2, 1), (..., 0), (None, 1),
+    [1, 3], [], [True, False, False, True], ([0, 2], slice(1, 3)), (1, [0, 2]), ([1, 3], [0, 2]),
+    range(2), (slice(None), range(2)), np.int64(1), np.array(1),
+    torch.tensor(1), torch.tensor([0, 2]), torch.tensor([True, False, False, True]),
+    _Cell(0, 1), _Cell(slice(0, 2), [0, 1]), torch.Size([1, 2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDICES, ids=repr)
+@on_mesh(2)
+def test_what_is_written_by_an_index_is_what_it_selects(mesh: DeviceMesh, index: Any) -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    expected, x = full.clone(), made(mesh, full, [Replicate()])
+    expected[index] = 20.0
+    x[placed_index(mesh, index)] = 20.0
+    assert x.full_tensor().tolist() == expected.tolist()
+    assert (x[placed_index(mesh, index)].full_tensor() == 20).all()
+
+
+def placed_index(mesh: DeviceMesh, index: Any) -> Any:
+    """Return an index with a replicated tensor in the place of a plain one."""
+    return made(mesh, index, [Replicate()]) if isinstance(index, torch.Tensor) else index
 
 
 # ---- in backward ---------------------------------------------------------------------------------
