@@ -14,7 +14,7 @@ operator (rules/foreach.py): Partial parameters, updates that autograd records, 
 is a DTensor, and fused kernels over parts with different strides.
 
 After its update SGD with momentum stores the buffers under the parameters in these lists, which
-are parts now. A second hook moves them to the DTensors.
+are parts now. A second hook moves them to the DTensors, before all other hooks after the step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dure.comm.untraced import untraced_below
 from dure.tensor.autograd import to_target
@@ -67,6 +64,7 @@ class _Collector:
             lists: Parameters, gradients, and the tensors of each kind of state. The update writes
                 all but the gradients.
         """
+        self.store()  # of the group before: the update of this one may raise
         optimizer: Any = self._optimizer()
         result = type(optimizer)._init_group(optimizer, group, *lists)
         parts = None if torch.is_grad_enabled() else _parts_of(group, lists)
@@ -82,33 +80,34 @@ class _Collector:
             tensors[:] = own
         return result
 
+    def store(self, *_: object) -> None:
+        """Move the buffers that SGD has stored under parts to the parameters."""
+        optimizer: Any = self._optimizer()
+        for parameter, part in self.momenta:
+            made = optimizer.state.pop(part, {}).get("momentum_buffer")
+            state = optimizer.state[parameter]
+            if made is not None and state.get("momentum_buffer") is None:  # of the first step
+                spec = parameter.spec.compact().with_dtype(made.dtype)
+                state["momentum_buffer"] = wrap(stored_like(made, part), spec)
+        self.momenta.clear()
+
+
+_collecting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers with a collector. Another method may stand around it: see training/mapped_files.py."""
+
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Let an optimizer of DTensors collect parts, from its first step on."""
-    if type(optimizer) not in ELEMENTWISE:
+    if type(optimizer) not in ELEMENTWISE or optimizer in _collecting:
         return
-    if isinstance(vars(optimizer).get("_init_group"), _Collector):
-        _after_step(optimizer, args, kwargs)  # the last step may have raised
-    elif any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
-        optimizer._init_group = _Collector(optimizer)  # pyright: ignore
-
-
-def _after_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Move the buffers that SGD has stored under parts to the parameters."""
-    collector = vars(optimizer).get("_init_group")
-    if not isinstance(collector, _Collector):
-        return
-    for parameter, part in collector.momenta:
-        made = optimizer.state.pop(part, {}).get("momentum_buffer")
-        state = optimizer.state[parameter]
-        if made is not None and state.get("momentum_buffer") is None:  # of the first step
-            spec = parameter.spec.compact().with_dtype(made.dtype)
-            state["momentum_buffer"] = wrap(stored_like(made, part), spec)
-    collector.momenta.clear()
+    if any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
+        _collecting.add(optimizer)
+        collector = _Collector(optimizer)
+        optimizer._init_group = collector  # pyright: ignore
+        handle = optimizer.register_step_post_hook(collector.store)
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # pyright: ignore
 
 
 def _parts_of(group: dict[str, Any], lists: Iterable[list[Any]]) -> list[list[Any]] | None:
@@ -135,4 +134,3 @@ def _placed_as(gradient: Any, spec: DTensorSpec | None) -> Any:
 
 
 register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

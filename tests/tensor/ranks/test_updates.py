@@ -89,16 +89,32 @@ def test_a_step_updates_the_parts_at_once(mesh: DeviceMesh, name: str, form: str
     optimizer = optimizer_of(name, form, weights)
     for weight in weights:
         weight.grad = placed(torch.cos(WEIGHT), mesh, Shard(0))
+    of_weights: list[bool] = []
+    optimizer.register_step_post_hook(lambda o, *_: of_weights.append({*o.state} <= {*weights}))
     optimizer.step()
     with _Counting() as counting:
         optimizer.step()
     assert not counting.seen
-    assert set(optimizer.state) <= {*weights}
+    assert of_weights == [True, True]
     for weight in weights:
         for state in optimizer.state[weight].values():
             if isinstance(state, torch.Tensor) and state.ndim:
                 assert isinstance(state, DTensor) and state.placements == (Shard(0),)
                 assert state.shape == weight.shape
+
+
+@on_mesh(2)
+def test_a_step_that_raises_leaves_momentum_under_its_parameters(mesh: DeviceMesh) -> None:
+    groups = [{"params": [nn.Parameter(placed(WEIGHT, mesh, Shard(0)))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    (first,), (other,) = (group["params"] for group in groups)
+    first.grad = other.grad = placed(WEIGHT, mesh, Shard(0))
+    optimizer.step()
+    optimizer.param_groups[1]["momentum"] = "none"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    (buffer,) = optimizer.state_dict()["state"][0].values()
+    torch.testing.assert_close(buffer.full_tensor(), WEIGHT * 1.9)
 
 
 @pytest.mark.parametrize("form", ["loop", "foreach", "fused"])
