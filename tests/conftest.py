@@ -137,7 +137,9 @@ def process_pool() -> Iterator[Callable[..., ProcessPool]]:
 
 
 def _threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if not t.name.startswith("pytest_timeout")}
+    """Threads of tests; the monitor that tqdm starts, within torch.compile, lives on by design."""
+    others = ("pytest_timeout", "tqdm_monitor")
+    return {t.name for t in threading.enumerate() if not t.name.startswith(others)}
 
 
 def _children() -> set[str]:
