@@ -43,12 +43,14 @@ def run_without_rule(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     Whether it is decomposed is decided by what all ranks know. The errors that decide against it
     depend on the operators within, on placements and on arguments; any other error is the
-    operator's own, and is raised on the ranks that have it.
+    operator's own, and is raised on the ranks that have it. Writes to tensors whose elements
+    share memory are not decomposed: decompositions end in `copy_`, and torch refuses that.
     """
     op = call.op
     inside = state.decomposing.get()
     tried = op, call.operands[0].mesh.number
-    decomposed = None if tried in _undecomposed else _decomposition_of(op)
+    overlaps = any(call.operands[n].meta.overlaps for n in written(call))
+    decomposed = None if overlaps or tried in _undecomposed else _decomposition_of(op)
     if decomposed is not None:
         try:
             with state.replicating(), state.within_decomposition():
