@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -75,13 +74,12 @@ def test_an_operator_without_a_rule_writes_what_is_sharded(mesh: DeviceMesh) -> 
     assert part.tolist() == [[1, 3], [6, 10]][mesh.get_rank()]
 
 
+@pytest.mark.filterwarnings("ignore:Use of :UserWarning")  # torch's, of writes to expanded tensors
 @on_mesh(3)
 def test_an_operator_without_a_rule_writes_elements_that_share_memory(mesh: DeviceMesh) -> None:
     mask = made(mesh, torch.tensor([[True, False], [False, False]]), [Replicate()])
     x = made(mesh, torch.zeros(2, 1), [Replicate()])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's: deprecated for expanded tensors
-        x.expand(2, 2)[mask] = 1.0
+    x.expand(2, 2)[mask] = 1.0
     assert x.full_tensor().tolist() == [[1], [0]]
     x = made(mesh, torch.zeros(2, 1), [Shard(0)])  # two ranks have a row each, one has none
     with pytest.raises(PlacementError, match="writes its operand"):
