@@ -96,6 +96,7 @@ def test_ranks_left_of_a_job_do_not_join_the_next_one(num_started: int, tmp_path
         else:
             until(lambda: num_connected(made[0]) >= num_started, "ranks that wait")
         os.kill(old.pids[0], signal.SIGKILL)
+        until(lambda: not made[0].listens(PORT), "the end of rank 0")
         new.start(reduce, variables, 100, 5)
         assert new.values() == [None] * COUNT
         for rank in range(1, num_started):
