@@ -140,7 +140,8 @@ class Host:
 
     def listens(self, port: int) -> bool:
         """Tell whether a process of it listens at a port."""
-        lines = Path(f"/proc/{self.inner_pid}/net/tcp").read_text().splitlines()[1:]
+        tables = [Path(f"/proc/{self.inner_pid}/net/{name}") for name in ("tcp", "tcp6")]
+        lines = [line for table in tables for line in table.read_text().splitlines()[1:]]
         return any(
             fields[1].endswith(f":{port:04X}") and fields[3] == "0A"
             for fields in map(str.split, lines)

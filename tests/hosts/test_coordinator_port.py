@@ -28,6 +28,7 @@ def test_a_second_job_at_a_taken_endpoint_is_refused_or_waits_and_says_so(jobs: 
     assert other.steps() == spare.steps() == []
 
 
+@pytest.mark.slow
 def test_a_second_job_runs_at_another_port_and_one_after_the_other_at_the_same(
     jobs: HostJobs,
 ) -> None:

@@ -13,7 +13,7 @@ from tests.hosts.elastic_data import SAMPLES
 from tests.launch.procs.launching import Launching
 from tests.waiting import PATIENCE_S, key_file, until
 
-pytestmark = pytest.mark.needs("network namespaces", "engine")
+pytestmark = [pytest.mark.slow, pytest.mark.needs("network namespaces", "engine")]
 
 PORT = 29400
 

@@ -123,7 +123,7 @@ def test_a_host_that_is_stopped_for_seconds_loses_nothing(way: str, jobs: HostJo
 def test_a_coordinator_that_is_stopped_while_ranks_start_costs_a_restart(
     delay_s: float, jobs: HostJobs
 ):
-    job = jobs.start("dure run", PET_MAX_RESTARTS="3", PET_RDZV_CONF="lease=4")
+    job = jobs.start("dure run", PET_MAX_RESTARTS="3", DURE_SILENCE="4")
     until(lambda: any("forking" in " ".join(each.cmdline()) for each in processes(job, 0)))
     time.sleep(delay_s)
     stop_for(processes(job, 0), 9.0)

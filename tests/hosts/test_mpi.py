@@ -19,9 +19,7 @@ from tests.hosts.networks import add_second_network
 from tests.launch.procs.ssh_hosts import ssh_hosts
 from tests.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.needs("MPI", "sshd", "engine")
-
-SLOW = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("MPI", "sshd", "engine")]
 
 
 @pytest.fixture
@@ -51,9 +49,7 @@ def start(
     return mpirun, output
 
 
-@pytest.mark.parametrize(
-    "backend", ["hybrid_mpi", *(pytest.param(each, marks=SLOW) for each in ("hybrid", "mpi"))]
-)
+@pytest.mark.parametrize("backend", ["hybrid_mpi", "hybrid", "mpi"])
 def test_ranks_compute_what_one_process_computes(
     backend: str, made: tuple[list[Host], Path], tmp_path: Path
 ):
@@ -65,7 +61,6 @@ def test_ranks_compute_what_one_process_computes(
     assert code == 0, output.read_text()
 
 
-@SLOW
 def test_a_killed_rank_is_named_and_the_store_is_where_the_user_wants_it(
     made: tuple[list[Host], Path], tmp_path: Path
 ):

@@ -29,7 +29,14 @@ def meet(slot: Slot, variables: dict[str, str]) -> tuple[Exception, float]:
     raise AssertionError("connected through a firewall")
 
 
-@pytest.mark.parametrize(("refuse", "num_closed"), [(False, 2), (True, 2), (False, 1)])
+@pytest.mark.parametrize(
+    ("refuse", "num_closed"),
+    [
+        (False, 1),
+        pytest.param(True, 2, marks=pytest.mark.slow),
+        pytest.param(False, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_hosts_that_cannot_connect_are_named_on_all_ranks_in_time(
     refuse: bool, num_closed: int, tmp_path: Path
 ):

@@ -63,7 +63,7 @@ def survive(slot: Slot, variables: dict[str, str], backend: str) -> dict[str, ob
     ("backend", "fault"),
     [
         ("hybrid", "rank 3"),
-        ("hybrid", "power"),
+        pytest.param("hybrid", "power", marks=SLOW),
         pytest.param("hybrid", "rank 2", marks=SLOW),  # its host's first one
         pytest.param("gloo", "rank 3", marks=SLOW),
     ],

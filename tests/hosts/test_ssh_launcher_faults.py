@@ -129,7 +129,16 @@ DEATHS = {
 
 
 @pytest.mark.needs("engine")
-@pytest.mark.parametrize("who", DEATHS)
+@pytest.mark.parametrize(
+    "who",
+    [
+        "dure run on b",
+        "ssh",
+        pytest.param("sshd on b", marks=SLOW),
+        pytest.param("dure run on a", marks=SLOW),
+        pytest.param("dure run --hosts", marks=SLOW),
+    ],
+)
 def test_a_killed_process_is_named_and_nothing_of_the_job_remains(
     who: str, jobs: HostJobs, tmp_path: Path
 ) -> None:

@@ -101,7 +101,8 @@ class HostJobs:
             nnodes: How many hosts `dure run` is to start with, and may have.
             beside: Another job, not over ssh, whose hosts and key it has, too.
             port: Where launchers rendezvous.
-            variables: More of the ranks' environment.
+            variables: More of the ranks' environment. Without a DURE_SILENCE there, leases last as
+                long as users' do: a thread of a busy machine may have to wait for seconds.
         """
         self._num_started += 1
         folder = self._folder / f"job{self._num_started}"
@@ -128,7 +129,9 @@ class HostJobs:
                 process = front(made[0], config, "a,b", more, output=file, **variables)
             job.processes.append((0, process, output))
             return job
-        variables = variables_of(made, _EACH, folder / "key") | variables
+        world = variables_of(made, _EACH, folder / "key")
+        del world["DURE_SILENCE"]
+        variables = world | variables
         variables["MASTER_ADDR"] = called
         if way == "etcd":
             variables["DURE_INSECURE"] = "1"  # this etcd has no TLS
