@@ -82,7 +82,7 @@ class Membership:
     def gone(self, now: float) -> str:
         """Return why this host is no member any more; empty while it is one."""
         if not self._ended and now > self.deadline:
-            return "the coordinator was not reached before the deadline"
+            return f"the coordinator was not reached for {self.settings.lease_s:g} s"
         return self._ended
 
     def end(self, why: str) -> None:
