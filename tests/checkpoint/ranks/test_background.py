@@ -112,11 +112,11 @@ def test_a_save_waits_for_this_jobs_own_save_into_the_same_folder(tmp_path, gate
 
 
 def _open_when_joined(gate):
-    """Open `gate` once the calling thread waits for another one."""
+    """Open `gate`, for all ranks, once the calling thread of one waits for another thread."""
     me = threading.current_thread()
 
     def watch():
-        until(lambda: waits_in_join(me), "a wait for the save")
+        until(lambda: gate.is_set() or waits_in_join(me), "a wait for the save")
         gate.set()
 
     threading.Thread(target=watch).start()
