@@ -161,3 +161,16 @@ def test_the_program_waits_when_too_much_is_under_way(monkeypatch: pytest.Monkey
         Gate.open.set()
         thread.join()
         assert done == [0, 1, 2]
+
+
+def test_a_call_waits_for_room_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    with Cluster(2) as cluster, cluster.on(0):
+        first = api.rpc_async("worker1", wait_at_gate, (b"x" * 900,), timeout=0)
+        Gate.wait_for()
+        with pytest.raises(RpcError, match="set timeout"):
+            api.rpc_sync("worker1", wait_at_gate, (b"x" * 400,), timeout=0.05)
+        assert not cluster.agents[0].directory.reach(1).blocked
+        assert not first.done()
+        Gate.open.set()
+        first.wait()

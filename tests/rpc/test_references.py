@@ -302,6 +302,14 @@ def test_a_call_that_has_arrived_is_not_declined() -> None:
     assert receiver.arrived(ref, 0, 1, (1, 99)) == (False, [])
 
 
+def test_a_process_cannot_make_what_another_one_has_made() -> None:
+    owner, _, other = processes(3)
+    assert owner.made((1, 1), 1)[0]
+    assert owner.made((1, 1), 2) == (False, [])
+    assert owner.made((0, 5), 2) == (False, [])
+    assert other.made((2, 1), 2)[0]  # its own, in itself
+
+
 def test_the_last_drop_frees() -> None:
     owner = References(0)
     owner.joined(1)

@@ -146,6 +146,9 @@ class Calls:
         Args:
             call: The call; gets its number.
             may_wait: Whether there must be room.
+
+        Raises:
+            RpcError: There was no room within the call's timeout.
         """
         peer = call.peer
         while True:
@@ -161,7 +164,11 @@ class Calls:
                     break
                 ticket = self._transport.ticket()
                 peer.blocked.append(ticket)
-            self._transport.wait(ticket)
+            if not self._transport.wait(ticket, max(0.0, call.deadline - monotonic())):
+                with self._lock:
+                    if ticket in peer.blocked:
+                        peer.blocked.remove(ticket)
+                raise _timeout(call)
         if call.deadline < self._sweep_at:
             self._sweep_by(call.deadline)
         return True

@@ -302,26 +302,33 @@ class _Hole:
     """Stands for a tensor, a reference or a named function while a pickle is read.
 
     A pickle is a program that calls objects and sets their attributes and items. It can do nothing
-    with this one, except set the `value` of the hole, which is its own, to a plain value.
+    with this one, which has none.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    __slots__ = ()
 
 
 class _PlainUnpickler(_Unpickler):
-    """Reads values with holes: it has no object of this process in its hands."""
+    """Reads values with holes in the place of all objects of this process.
+
+    Attributes:
+        held: By the id of each hole: the hole, and the value for it.
+    """
 
     def __init__(self, pickled: bytes, tables: dict[str, Sequence[Any]], allowed: Allowed) -> None:
+        self.held: dict[int, tuple[_Hole, Any]] = {}
         super().__init__(
-            pickled, {name: [_Hole(each) for each in table] for name, table in tables.items()}
+            pickled, {name: [*map(self._hole, table)] for name, table in tables.items()}
         )
         self._allowed = allowed
 
+    def _hole(self, value: Any) -> _Hole:
+        hole = _Hole()
+        self.held[id(hole)] = hole, value
+        return hole
+
     def _find(self, module_name: str, global_name: str) -> Any:
-        return _Hole(self._allowed.find(module_name, global_name))
+        return self._hole(self._allowed.find(module_name, global_name))
 
 
 def _load_plain(
@@ -338,7 +345,8 @@ def _load_plain(
     """
     tables = {"_tensor": tensors, "_reference": references} if nested else {}
     try:
-        return _fill(_PlainUnpickler(pickled, tables, allowed).load(), {})
+        unpickler = _PlainUnpickler(pickled, tables, allowed)
+        return _fill(unpickler.load(), dict(unpickler.held))
     except RpcError:
         raise
     except Exception as error:
@@ -350,13 +358,12 @@ def _fill(value: Any, done: dict[int, Any]) -> Any:
 
     Args:
         value: The value, which must be plain.
-        done: The containers that are filled, or being filled, by their ids.
+        done: By the id of each hole, and of each container that is filled or being filled: itself,
+            and its replacement.
     """
     kind = type(value)
     if kind in _LEAVES:
         return value
-    if kind is _Hole:
-        return value.value
     if id(value) in done:
         return done[id(value)][1]
     if kind is tuple or kind is frozenset:

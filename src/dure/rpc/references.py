@@ -252,8 +252,11 @@ class References:
     # --- what messages say -----------------------------------------------------------------
 
     def made(self, ref: RefId, sender: int) -> tuple[bool, list[Action]]:
-        """Take a call that makes a value here; False: it was given up, and must not run."""
-        if sender in self._dead or ref in self._refused:
+        """Take a call that makes a value here; False: it was given up, and must not run.
+
+        A process names the values that it has made here; those of another one are not its to make.
+        """
+        if sender in self._dead or ref in self._refused or ref[0] != sender:
             return False, []
         entry = self._entries.setdefault(ref, _Entry(self.me))
         entry.made = True

@@ -154,7 +154,7 @@ class NetworkStore(AskingStore):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def _begin(self) -> Connection:
-        """Begin to connect, unless `close` has begun: pyzmq uses a context that was freed."""
+        """Begin to connect, unless `close` has begun, which frees the context that pyzmq uses."""
         with self._lock:
             self._check_open()
             return Connection(self._context, self._endpoint, self._key)

@@ -10,8 +10,8 @@ they are.
 
 Parts are used if all tensors of a parameter have its placements; a gradient with other placements
 is redistributed first. In all other cases the lists stay as they are, and the step runs operator by
-operator (rules/foreach.py): Partial parameters, updates that autograd records, a learning rate that
-is a DTensor, and fused kernels over parts with different strides.
+operator (rules/foreach.py): Partial parameters, updates that autograd records, and a learning rate
+that is a DTensor. A fused kernel gets copies of parts whose strides differ from the parameter's.
 
 After its update SGD with momentum stores the buffers under the parameters in these lists, which
 are parts now. A second hook moves them to the DTensors, before all other hooks after the step.
@@ -31,7 +31,7 @@ from dure.tensor.autograd import to_target
 from dure.tensor.dtensor import DTensor
 from dure.tensor.rules.foreach import Specs, are_parts, parts_like
 from dure.tensor.spec import DTensorSpec
-from dure.tensor.strides import stored_like, with_equal_strides
+from dure.tensor.strides import stored_like, with_equal_strides, write_back
 from dure.tensor.wrapping import wrap
 
 __all__ = ["ELEMENTWISE"]
@@ -49,11 +49,13 @@ class _Collector:
 
     Attributes:
         momenta: Of SGD with momentum, the DTensors of the running step and their parts.
+        copies: Parts that a fused kernel needs in another order, and the copies that it gets.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds this object
         self.momenta: list[tuple[DTensor, torch.Tensor]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @untraced_below
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
@@ -70,6 +72,8 @@ class _Collector:
         parts = None if torch.is_grad_enabled() else _parts_of(group, lists)
         if parts is None:
             return result
+        if group.get("fused"):
+            parts, self.copies = with_equal_strides(parts)
         has_scale = getattr(optimizer, "grad_scale", None) is not None
         written = [t for n, tensors in enumerate(lists) if n != 1 or has_scale for t in tensors]
         torch.autograd.graph.increment_version([t for t in written if type(t) is DTensor])
@@ -81,8 +85,10 @@ class _Collector:
         return result
 
     def store(self, *_: object) -> None:
-        """Move the buffers that SGD has stored under parts to the parameters."""
+        """Write copies back; move the buffers that SGD has stored under parts to the parameters."""
         optimizer: Any = self._optimizer()
+        write_back(self.copies)
+        self.copies = []
         for parameter, part in self.momenta:
             made = optimizer.state.pop(part, {}).get("momentum_buffer")
             state = optimizer.state[parameter]
@@ -92,19 +98,21 @@ class _Collector:
         self.momenta.clear()
 
 
-_collecting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers with a collector. Another method may stand around it: see training/mapped_files.py."""
+_collectors: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Collector]
+_collectors = weakref.WeakKeyDictionary()
+"""Of optimizers. Another method may stand around a collector: see training/mapped_files.py."""
 
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Let an optimizer of DTensors collect parts, from its first step on."""
-    if type(optimizer) not in ELEMENTWISE or optimizer in _collecting:
+    if type(optimizer) not in ELEMENTWISE:
         return
-    if any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
-        _collecting.add(optimizer)
-        collector = _Collector(optimizer)
+    if optimizer in _collectors:
+        _collectors[optimizer].copies = []  # of a step that raised before it had written them
+    elif any(type(p) is DTensor for group in optimizer.param_groups for p in group["params"]):
+        collector = _collectors[optimizer] = _Collector(optimizer)
         optimizer._init_group = collector  # pyright: ignore
         handle = optimizer.register_step_post_hook(collector.store)
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # pyright: ignore
@@ -121,9 +129,7 @@ def _parts_of(group: dict[str, Any], lists: Iterable[list[Any]]) -> list[list[An
         found[1] = parts_like([*map(_placed_as, gradients, specs)], specs)
     found += [parts_like(tensors, specs) for tensors in state]
     parts = [own for own in found if own is not None]
-    if len(parts) < len(found):
-        return None
-    return None if group.get("fused") and with_equal_strides(parts)[1] else parts
+    return parts if len(parts) == len(found) else None
 
 
 def _placed_as(gradient: Any, spec: DTensorSpec | None) -> Any:

@@ -66,6 +66,34 @@ def test_an_optimizer_over_several_meshes_steps_as_over_full_tensors(name: str, 
     run_ranks(4, body)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_fused_step_over_transposed_weights_is_that_of_full_tensors(name: str) -> None:
+    """Rank 3 has an empty part, the others parts whose strides differ from the gradient's."""
+    options: dict[str, Any] = {"lr": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
+    transposed = torch.linspace(-1, 1, 15).reshape(5, 3).t()
+    grad = torch.cos(torch.arange(15.0)).reshape(3, 5)
+    expected = nn.Parameter(transposed.clone())
+    optimizer = getattr(torch.optim, name)([expected], **options)
+    for _ in range(3):
+        expected.grad = grad.clone()
+        optimizer.step()
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        weight: Any = nn.Parameter(placed(transposed.t(), mesh, Shard(0)).t())
+        optimizer = getattr(torch.optim, name)([weight], fused=True, **options)
+        for placement in (Replicate(), Shard(1), Replicate()):
+            weight.grad = placed(grad, mesh, placement)
+            optimizer.step()
+        torch.testing.assert_close(weight.full_tensor(), expected.detach())
+        for key, value in optimizer.state[weight].items():
+            if key != "step":
+                torch.testing.assert_close(value.full_tensor(), of_full[key])
+
+    of_full = optimizer.state[expected]
+    run_ranks(4, body)
+
+
 # ---- updates on the parts ------------------------------------------------------------------------
 
 

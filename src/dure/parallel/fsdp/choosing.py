@@ -72,8 +72,8 @@ def strategy_for(
     Args:
         parameters: Of one group: of one dtype, all tensor subclasses with extensions or none.
         axes: Over which they are sharded.
-        asked: "shared", "gathered", or None for the choice.
-        near, all_gather: Of *gathered*; see `Gathered`.
+        requested: "shared", "gathered", or None for the choice.
+        post_forward_group, all_gather: Of *gathered*; see `Gathered`.
 
     Raises:
         UsageError: *shared* is asked for where it cannot be; why.

@@ -11,16 +11,15 @@ rows at each step into a second block, which holds the unsharded parameters.
 Epochs (`Epochs`), those of the model, separate readers and writers. A rank *begins to read* when a
 root's forward begins, or the program unshards a module between steps, and waits for all ranks: so
 all see what was written before. It *ends reading* when backward has ended, or a forward without
-gradients, and waits until all ranks have; or, without waiting, when the program has resharded: so a
-write of a shard between steps disturbs no rank. After a forward with gradients that no backward
-followed, or a backward that keeps its graph, the optimizer and `load_state_dict` wait likewise.
+gradients, and waits until all ranks have; or, without waiting, when the program has resharded: then
+the optimizer and `load_state_dict` wait for the other ranks, and plain writes do not. So it is
+after a forward with gradients that no backward followed, and a backward that keeps its graph.
 These waits end as the group's calls do: a rank that died is a `PeerLost`, which says whether the
 weights are complete; one that does not arrive a `CommTimeout`. Before the first forward no rank
 reads, so no writer waits.
 
 Unsharded parameters must not be written: a module that does so in forward is refused, and the error
 names *gathered*.
-*gathered*.
 
 Note "Is a saved value stale?". An unsharded parameter and this rank's shard are tensors over one
 memory, but each has its own version counter. Each time that the rank begins to read, it compares
@@ -124,7 +123,7 @@ class Shared(Strategy):
             sharded.part = place
 
     def _mark(self, sharded: nn.Parameter) -> None:
-        """Mark a shard as shared; let optimizers wait for the turns, if any, before they write."""
+        """Mark a shard as shared; let optimizers wait until no rank reads."""
         sharded._dure_epochs = self._epochs  # pyright: ignore
 
     def publish(self) -> None:
@@ -135,7 +134,7 @@ class Shared(Strategy):
             low.copy_(full)
 
     def begin_read(self, epochs: ModelEpochs) -> Sequence[FSDPParameter]:
-        """Begin a step; see `Turns`, and the note "Is a saved value stale?"."""
+        """Begin a step; see `Epochs`, and the note "Is a saved value stale?"."""
         own = epochs.of(self._group)
         if own is not self._epochs:
             self._epochs = own
@@ -192,7 +191,7 @@ class Shared(Strategy):
         return self._epochs is not None and self._epochs.is_reading
 
     def before_write(self) -> None:
-        """Wait until no rank reads; see `Turns`."""
+        """Wait until no rank reads; see `Epochs`."""
         if self._epochs is not None:
             self._epochs.begin_write()
 

@@ -126,7 +126,7 @@ class Strategy:
         """Begin to read, unless begun: a root's forward, or a backward. Wait until all have.
 
         Args:
-            turns: Of the model. It ends reading.
+            epochs: Of the model, which ends the reading.
 
         Returns:
             The parameters whose shards this rank has written since it last entered. Autograd

@@ -96,6 +96,7 @@ def _start(module: Any, level: int) -> None:
     status: int = library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     if status != module.SUCCESS:
         raise _absent(f"MPI_Init_thread failed with error {status}", _NO_LIBRARY)
+    module.COMM_WORLD.Set_errhandler(module.ERRORS_RETURN)  # as mpi4py does where it starts MPI
 
 
 _NO_LIBRARY = "Install an MPI; on Debian and Ubuntu: apt-get install openmpi-bin libopenmpi-dev."

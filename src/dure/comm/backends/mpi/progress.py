@@ -297,12 +297,16 @@ class ProgressEngine:
             sorted({peer for request, peer in waits if peer >= 0 and not request.Test()})
         )
         message = operation.seq is None
+        seen, fix = f"missing {list(missing)}", "See what the missing ranks do"
+        if not (missing or message):  # in MPI's own collectives nothing is known of the peers
+            seen = "which ranks is not known: this group does not compare calls"
+            fix = "Leave out verify=False to have them named"
         record = AbortRecord(
             kind="CommTimeout",
             what="no peer came in time" if message else "not all ranks called in time",
             missing=missing,
-            seen=f"missing {list(missing)}",
-            fix="See what the missing ranks do, or raise the group's timeout.",
+            seen=seen,
+            fix=f"{fix}, or raise the group's timeout.",
         )
         self._fail(operation, record)
 
