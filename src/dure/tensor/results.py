@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dure.tensor.call import OpCall, Place, argument_at, check_out, fill, outs_of
+from dure.tensor.call import OpCall, Place, argument_at, check_out, fill, outs_of, schema_of
 from dure.tensor.spec import DTensorSpec, TensorMeta
 from dure.tensor.wrapping import wrap
 
@@ -25,14 +25,18 @@ __all__ = ["forget_results", "leaves", "results_of", "wrapped_results"]
 Results = tuple[TensorMeta | None, ...]
 _MOST = 1 << 16
 _FEW_ELEMENTS = 1 << 20
-_OF_SUGGESTED_FORMAT = {
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.native_batch_norm_backward.default,
-}
+_aten = torch.ops.aten
+_OF_SUGGESTED_FORMAT = {_aten.native_batch_norm.default, _aten.native_batch_norm_backward.default}
 """Operators whose first result is stored as rows, or as channels last if the input is so.
 
 On tensors without memory torch keeps the order of the input, whatever it is.
 """
+_LIKE_SUMS = {
+    _aten.binary_cross_entropy.default,
+    _aten.floor_divide.default,
+    _aten.rsub.Tensor,
+}
+"""Pointwise operators of two tensors that do not have torch's tag for such operators."""
 _known: dict[Any, Results] = {}
 
 
@@ -77,11 +81,28 @@ def _run(call: OpCall) -> Results:
     metas, found = _run_on(call, [spec.meta.empty() for spec in call.operands], outs)
     for number in outs:
         check_out(call, number, metas[number].shape)
-    if call.op in _OF_SUGGESTED_FORMAT:
+    return tuple(None if t is None else TensorMeta.of(t) for t in _as_stored(call, metas, found))
+
+
+def _as_stored(call: OpCall, metas: list[torch.Tensor], found: list[Any]) -> list[Any]:
+    """Return results with the strides that torch's kernels give them.
+
+    For some operators torch's formulas for tensors without memory say other strides. Its formula
+    for a sum is right, and holds for all pointwise operators of two tensors.
+    """
+    if call.op is _aten.nll_loss2d_forward.default:
+        return [t.contiguous() for t in found]
+    if call.op in _OF_SUGGESTED_FORMAT and found[0] is not None:
         like = metas[call.operand("input") or 0]
         layout = torch._prims_common.suggest_memory_format(like)  # pyright: ignore
-        found[0] = found[0] if found[0] is None else torch.empty_like(like, memory_format=layout)
-    return tuple(None if t is None else TensorMeta.of(t) for t in found)
+        return [torch.empty_like(like, memory_format=layout), *found[1:]]
+    pointwise = torch.Tag.pointwise in call.op.tags or call.op in _LIKE_SUMS
+    if pointwise and len(metas) == 2 and not schema_of(call.op).mutated and len(found) == 1:
+        made = found[0]
+        first, second = (torch.empty_strided(t.shape, t.stride(), device="meta") for t in metas)
+        if made.shape == (total := first + second).shape:  # a loss may be reduced
+            return [total.to(made.dtype)]
+    return found
 
 
 def _run_on(

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from dure.mesh import DeviceMesh
-from dure.tensor import Replicate, Shard, init_device_mesh
+from dure.tensor import DTensor, Replicate, Shard, init_device_mesh
 from dure.testing import run_ranks
 from tests.tensor.ranks.parts import made
 from tests.thread_ranks import on_mesh
@@ -56,3 +56,76 @@ def test_batch_norm_of_transposed_inputs_has_the_strides_of_one_process() -> Non
             assert found.stride() == expected["channels last"]
 
     run_ranks(2, body)
+
+
+# What torch's kernels for the CPU give. Its formulas for tensors without memory give other strides.
+STRIDES = {
+    "two orders": {
+        "add": (1, 3, 9),
+        "sub": (1, 3, 9),
+        "rsub": (1, 3, 9),
+        "divide and round": (1, 3, 9),
+        "floor_divide": (1, 3, 9),
+        "copysign": (1, 3, 9),
+        "xlogy": (1, 3, 9),
+        "xlog1py": (1, 3, 9),
+        "binary_cross_entropy": (1, 3, 9),
+    },
+    "two columns": {
+        "rsub": (10, 1, 100),
+        "heaviside": (10, 1, 100),
+        "logaddexp": (10, 1, 100),
+        "logical_and": (10, 1, 100),
+        "logical_or": (10, 1, 100),
+        "logical_xor": (10, 1, 100),
+    },
+}
+OF_TWO = {
+    "add": lambda a, b: torch.add(a, b, alpha=2),
+    "sub": lambda a, b: torch.sub(a, b, alpha=2),
+    "rsub": lambda a, b: torch.rsub(a, b, alpha=2),
+    "divide and round": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    "floor_divide": torch.floor_divide,
+    "copysign": torch.copysign,
+    "xlogy": torch.xlogy,
+    "xlog1py": torch.special.xlog1py,
+    "binary_cross_entropy": lambda a, b: functional.binary_cross_entropy(
+        a.expand(3, 3, 5), b.expand(3, 3, 5), reduction="none"
+    ),
+    "heaviside": torch.heaviside,
+    "logaddexp": torch.logaddexp,
+    "logical_and": torch.logical_and,
+    "logical_or": torch.logical_or,
+    "logical_xor": torch.logical_xor,
+}
+OPERANDS = {
+    "two orders": (((3, 1, 5), (1, 3, 3)), ((3, 5), (5, 1))),
+    "two columns": (((10, 1, 5), (1, 10, 10)), ((10, 5), (1, 10))),
+}
+
+
+def _halves(mesh: DeviceMesh, shape: tuple[int, ...], stride: tuple[int, ...]) -> DTensor:
+    full = torch.empty_strided(shape, stride).fill_(0.5)
+    return DTensor.from_local(full, mesh, [Replicate()], shape=full.shape, stride=stride)
+
+
+@on_mesh(1)
+def test_results_of_two_tensors_in_different_orders_have_the_strides_of_one_process(
+    mesh: DeviceMesh,
+) -> None:
+    for layout, expected in STRIDES.items():
+        first, second = (_halves(mesh, *each) for each in OPERANDS[layout])
+        for name, stride in expected.items():
+            found = OF_TWO[name](first, second)
+            assert found.stride() == stride, (name, layout)
+            assert found.to_local().stride() == stride, (name, layout)
+
+
+@on_mesh(1)
+def test_losses_of_images_and_dropped_gradients_have_the_strides_of_one_process(
+    mesh: DeviceMesh,
+) -> None:
+    scores, chosen = _halves(mesh, (2, 3, 2, 2), (12, 1, 3, 6)), _halves(mesh, (2, 2, 2), (4, 1, 2))
+    assert functional.nll_loss(scores, chosen.long(), reduction="none").stride() == (4, 2, 1)
+    kept = torch.ops.aten.native_dropout_backward(scores, scores > 0, 2.0)
+    assert kept.stride() == (12, 1, 3, 6)
