@@ -46,7 +46,7 @@ def case_tags_are_told_apart(rank, n):
         return
     right, left = _ring(rank, n)
     sends = [dist.isend(torch.tensor([10 * rank + tag]), dst=right, tag=tag) for tag in (1, 2, 3)]
-    for tag in (3, 1, 2):
+    for tag in (3, 2, 1):  # the others came before the third, and wait
         got = torch.zeros(1, dtype=torch.int64)
         dist.recv(got, src=left, tag=tag)
         assert got.item() == 10 * left + tag
